@@ -1,0 +1,71 @@
+"""What may a user ask for? (`resolve.py` turns it into what is done.)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What was asked for. "auto" and None mean: decide, and say so at start.
+
+    `model` is a folder or a hub id `user/name[@revision]`. Sizes are in tokens, requests or bytes
+    as their names say. `kv_cache_memory_bytes` beats `memory_utilization`, which is the share of
+    the device's total memory that weights, cache and working space together may take.
+    `max_in_flight` 1 plans a step after the last one's result, 2 while it runs.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    load_format: str = "auto"  # auto, safetensors, random
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    prefix_caching: bool = True
+    policy: str = "fcfs"
+    max_in_flight: int = 2
+    attention_backend: str = "auto"
+    weight_format: str = "auto"
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One line of the start-up report: what was asked, what was done and why."""
+
+    field: str
+    asked: str
+    got: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What is done. Every field has its final value; `decisions` says why."""
+
+    model_path: str
+    model_name: str
+    revision: str | None
+    device: str
+    dtype: str
+    load_format: str
+    seed: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool
+    policy: str
+    max_in_flight: int
+    attention_backend: str
+    weight_format: str
+    threads: int
+    decisions: tuple[Decision, ...] = ()

@@ -1,0 +1,17 @@
+"""Where does the thing of this name live? Tables of "module:Class", loaded on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from ridgeline.errors import ConfigError
+
+
+def load(table: Mapping[str, str], name: str, what: str) -> Any:
+    """The object that `table` names, imported now. ConfigError lists the choices."""
+    if name not in table:
+        raise ConfigError(f"unknown {what} {name!r}; choose one of {', '.join(sorted(table))}")
+    module, _, attribute = table[name].partition(":")
+    return getattr(import_module(module), attribute)

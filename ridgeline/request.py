@@ -1,0 +1,253 @@
+"""What is a request, and how far has it got?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from ridgeline.errors import RequestFault
+
+UNKNOWN_TOKEN = -1  # sampled on the device, not yet read back to the host
+
+MAX_N = 8
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 256
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def _fail(field_name: str, message: str, code: str = "invalid_value") -> None:
+    raise RequestFault(f"{field_name} {message}", param=field_name, code=code)
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        _fail(name, f"must be a number, not {type(value).__name__}", "invalid_type")
+    elif not math.isfinite(value) or not low <= value <= high:
+        _fail(name, f"must be between {low:g} and {high:g}")
+
+
+def _integer(name: str, value: object, low: int, high: int, code: str = "invalid_value") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _fail(name, f"must be an integer, not {type(value).__name__}", "invalid_type")
+    elif not low <= value <= high:
+        _fail(name, f"must be between {low} and {high}", code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of an answer. Bad values raise RequestFault with the field's name.
+
+    temperature 0 is greedy. top_k 0 or -1 is off. `max_tokens=None` means up to the context's end.
+    `stop` strings are cut from the text, `stop_token_ids` (and the model's own end tokens, unless
+    `ignore_eos`) end it. `n` answers are returned, the best of `best_of`. `beam_width` above 1 is
+    beam search: `n` (at most the width) best beams by sum of log-probabilities divided by
+    length ** length_penalty. `seed` makes the noise a function of (seed, position) alone.
+    `logprobs=k` gives the chosen token's log-probability (of the raw logits' log-softmax) and the
+    k likeliest.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = frozenset()
+    ignore_eos: bool = False
+    n: int = 1
+    best_of: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # normalise the collections of a frozen record, once
+        if isinstance(self.stop, str):
+            put(self, "stop", (self.stop,))
+        elif isinstance(self.stop, Iterable):
+            put(self, "stop", tuple(self.stop))
+        else:
+            _fail("stop", "must be a string or a list of strings", "invalid_type")
+        if not isinstance(self.stop_token_ids, Iterable):
+            _fail("stop_token_ids", "must be a list of integers", "invalid_type")
+        put(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        bias = self.logit_bias
+        if not isinstance(bias, (Mapping, tuple)):
+            _fail("logit_bias", "must map token ids to numbers", "invalid_type")
+        put(self, "logit_bias", tuple(sorted(bias.items() if isinstance(bias, Mapping) else bias)))
+        self._check_numbers()
+        self._check_collections()
+
+    def _check_numbers(self) -> None:
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 1 << 30)
+        _integer("min_tokens", self.min_tokens, 0, 1 << 30)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _fail("min_tokens", f"must not exceed max_tokens ({self.max_tokens})")
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, -1, 1 << 30)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            _fail("top_p", "must be above 0 (use temperature 0 for greedy)")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6)
+        if self.repetition_penalty == 0:
+            _fail("repetition_penalty", "must be above 0 (1 is off)")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        _integer("n", self.n, 1, MAX_N, "limit_exceeded")
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_N, "limit_exceeded")
+            if self.best_of < self.n:
+                _fail("best_of", f"must be at least n ({self.n})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _integer(name, value, 0, MAX_LOGPROBS, "limit_exceeded")
+        _integer("beam_width", self.beam_width, 1, MAX_N, "limit_exceeded")
+        if self.beam_width > 1 and self.n > self.beam_width:
+            _fail("n", f"must not exceed beam_width ({self.beam_width})")
+        if self.beam_width > 1 and self.best_of is not None:
+            _fail("best_of", "cannot be combined with beam_width")
+
+    def _check_collections(self) -> None:
+        stop = tuple(self.stop)
+        if len(stop) > MAX_STOP_STRINGS:
+            _fail("stop", f"takes at most {MAX_STOP_STRINGS} strings", "limit_exceeded")
+        for text in stop:
+            if not isinstance(text, str):
+                _fail("stop", "must be a string or a list of strings", "invalid_type")
+            if not text:
+                _fail("stop", "must not contain an empty string")
+            if len(text) > MAX_STOP_LENGTH:
+                _fail("stop", f"strings are at most {MAX_STOP_LENGTH} long", "limit_exceeded")
+        ids = frozenset(self.stop_token_ids)
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            _fail("stop_token_ids", f"takes at most {MAX_STOP_TOKEN_IDS}", "limit_exceeded")
+        for token_id in ids:
+            _integer("stop_token_ids", token_id, 0, 1 << 31, "invalid_token_id")
+        bias = tuple(self.logit_bias)
+        if len(bias) > MAX_LOGIT_BIAS:
+            _fail("logit_bias", f"takes at most {MAX_LOGIT_BIAS} tokens", "limit_exceeded")
+        for token_id, value in bias:
+            _integer("logit_bias", token_id, 0, 1 << 31, "invalid_token_id")
+            _number("logit_bias", value, -100.0, 100.0)
+
+    @property
+    def num_samples(self) -> int:
+        """How many answers the engine makes: `best_of` when given, else `n`."""
+        return self.best_of or self.n
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def with_end_tokens(self, end_token_ids: Iterable[int]) -> SamplingParams:
+        """The same with the model's own end tokens among `stop_token_ids`, unless ignored."""
+        if self.ignore_eos:
+            return self
+        return replace(self, stop_token_ids=frozenset(self.stop_token_ids) | set(end_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token and of the likeliest ones at its position, likeliest first.
+
+    Taken from the log-softmax of the raw logits (before penalties, temperature and filters), as
+    the field's servers do. `rank` counts from 1.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence in the engine. An answer with n > 1 is n requests that share their prompt.
+
+    `sampling.stop_token_ids` already holds the model's end tokens, `max_tokens` and `seed` are
+    set. `fork_of` names the request whose prompt blocks this one shares as soon as they are
+    computed; if that request is gone, this one is served like any other.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    cache_salt: bytes = b""
+    fork_of: str | None = None
+    # How far it has got. Only the scheduler writes below this line.
+    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    draft_token_ids: tuple[int, ...] = ()  # guesses at what follows token_ids
+    num_computed_tokens: int = 0  # tokens whose K and V are in the cache
+    block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """The one number the scheduler works on. Prefill, chunk, decode and
+        recovery from preemption differ only in how large it is."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        n = len(self.token_ids)
+        while n and self.token_ids[n - 1] == UNKNOWN_TOKEN:
+            n -= 1
+        return n
+
+    @property
+    def max_num_tokens(self) -> int:
+        if self.sampling.max_tokens is None:
+            raise RequestFault("max_tokens is not resolved", param="max_tokens")
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step (or an abort, or a fault) gave one request.
+
+    A stop token is part of `new_token_ids`. `prompt_logprobs` come with the chunk that computed
+    them; the first prompt token has none. `error` is set with FinishReason.ERROR.
+    `beams` is set on the only output of a beam search: finished sequences, best first, each
+    (token ids, score, log-probabilities of its tokens).
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    error: str | None = None
+    beams: tuple[tuple[tuple[int, ...], float, tuple[TokenLogprobs, ...]], ...] = ()
