@@ -1,0 +1,292 @@
+"""Where is the model that the user named: a folder here, or files from the hub?"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ridgeline.errors import ConfigError
+from ridgeline.loader.folder import check_folder
+from ridgeline.loader.shards import INDEX_FILE, SINGLE_FILE, shard_names
+from ridgeline.log import say
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # (stage, done, of how many); here bytes
+
+HUB = "https://huggingface.co"
+DEFAULT_REVISION = "main"
+TIMEOUT_S = 10.0
+COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_ID = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>\w[\w./-]*))?")
+
+# All that is ever asked for besides the weights: no pickles, no code.
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model on this machine. `revision` is the commit it was downloaded from, if it was."""
+
+    path: Path
+    name: str
+    revision: str | None = None
+
+
+class _Unreachable(Exception):
+    """The hub did not answer, or not with an answer about this model."""
+
+
+def resolve_model(
+    model: str,
+    *,
+    offline: bool | None = None,
+    progress: Progress | None = None,
+    endpoint: str | None = None,
+    cache_dir: Path | None = None,
+) -> ModelFolder:
+    """The folder of a model given as a folder or as a hub id `user/name[@revision]`.
+
+    A folder of that name wins. Otherwise the revision is resolved to a commit and every file
+    comes from that commit into the hub's usual cache; what is there is not fetched again, and
+    without the hub (`offline`, HF_HUB_OFFLINE, or no answer) the cache is used alone. HF_ENDPOINT,
+    HF_HOME and HF_HUB_CACHE are honoured. ConfigError says what cannot be had, and why.
+    """
+    if not model:
+        raise ConfigError("no model was named; give a folder or a hub id user/name[@revision]")
+    folder = Path(model).expanduser()
+    if folder.exists():
+        check_folder(folder)
+        return ModelFolder(folder, folder.resolve().name)
+    found = HUB_ID.fullmatch(model)
+    if found is None or ".." in model:
+        raise ConfigError(f"{model}: folder not found, and it is no hub id user/name[@revision]")
+    hub = _Hub(
+        found["name"],
+        found["revision"] or DEFAULT_REVISION,
+        endpoint or os.environ.get("HF_ENDPOINT") or HUB,
+        cache_dir or _cache_dir(os.environ),
+    )
+    if offline is None:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return _resolve(hub, offline=offline, progress=progress)
+
+
+def _resolve(hub: _Hub, *, offline: bool, progress: Progress | None) -> ModelFolder:
+    cached = hub.cached()
+    if cached is not None and (offline or COMMIT.fullmatch(hub.revision)):
+        return cached
+    if offline:
+        hub.fail(f"offline, and it is not complete in the cache at {hub.store}")
+    try:
+        return hub.download(progress)
+    except _Unreachable as why:
+        if cached is None:
+            hub.fail(f"the hub gave no answer ({why}), and the cache at {hub.store} lacks it")
+        say(
+            logger,
+            logging.WARNING,
+            "the hub gave no answer, using the cached copy",
+            model=hub.name,
+            revision=cached.revision,
+            reason=why,
+        )
+        return cached
+
+
+def _cache_dir(environment: Mapping[str, str]) -> Path:
+    if named := environment.get("HF_HUB_CACHE"):
+        return Path(named).expanduser()
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environment.get("HF_HOME") or f"{base}/huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+class _Hub:
+    """One model at one revision: what the hub has of it, and what the cache has."""
+
+    def __init__(self, name: str, revision: str, endpoint: str, cache_dir: Path) -> None:
+        self.name = name
+        self.revision = revision
+        self._endpoint = endpoint.rstrip("/")
+        self._cache_dir = cache_dir
+        self.store = cache_dir / ("models--" + name.replace("/", "--"))
+
+    def fail(self, reason: str) -> NoReturn:
+        where = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
+        raise ConfigError(f"model {self.name}{where}: {reason}")
+
+    def cached(self) -> ModelFolder | None:
+        """The copy in the cache, when no file of it is missing."""
+        ref = self.store / "refs" / self.revision
+        commit = self.revision
+        if not COMMIT.fullmatch(commit):
+            commit = ref.read_text().strip() if ref.is_file() else ""
+        folder = self.store / "snapshots" / commit
+        if not COMMIT.fullmatch(commit) or not _is_complete(folder):
+            return None
+        return ModelFolder(folder, self.name, commit)
+
+    def download(self, progress: Progress | None) -> ModelFolder:
+        """Fetch what is missing. _Unreachable when the hub cannot be asked at all."""
+        commit, sizes = self._ask()
+        wanted = [name for name in SMALL_FILES if name in sizes]
+        if SINGLE_FILE in sizes:
+            wanted.append(SINGLE_FILE)
+        else:
+            wanted += shard_names(self.fetch(INDEX_FILE, commit, _bar(lambda _: None)))
+        for name in wanted:
+            if name not in sizes:
+                self.fail(f"the hub lacks {name}, which {INDEX_FILE} names")
+        transfer = _Transfer(sum(sizes[name] for name in wanted), progress)
+        for name in wanted:
+            path = self.fetch(name, commit, _bar(transfer.advance))
+            transfer.complete(sizes[name])
+        self._remember(commit)
+        say(logger, logging.INFO, "model is complete", model=self.name, revision=commit)
+        return ModelFolder(path.parent, self.name, commit)
+
+    def _ask(self) -> tuple[str, dict[str, int]]:
+        """The commit that the revision stands for, and the size of each of its files."""
+        from huggingface_hub import HfApi
+
+        try:
+            info = HfApi(endpoint=self._endpoint).model_info(
+                self.name, revision=self.revision, files_metadata=True, timeout=TIMEOUT_S
+            )
+        except Exception as error:  # whatever HTTP library the hub's client uses today
+            self._explain(error)
+        if info.sha is None or not COMMIT.fullmatch(info.sha):
+            self.fail("the hub did not say which commit this is")
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        self._check_files(sizes)
+        return info.sha, sizes
+
+    def _check_files(self, names: Iterable[str]) -> None:
+        names = set(names)
+        if "config.json" not in names:
+            self.fail("it has no config.json on the hub, so it is no model that can be served")
+        if not {SINGLE_FILE, INDEX_FILE} & names:
+            pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
+            what = f"only pickled weights ({pickles[0]})" if pickles else f"no {SINGLE_FILE}"
+            self.fail(f"it has {what} on the hub; only safetensors are served")
+
+    def _explain(self, error: Exception) -> NoReturn:
+        """ConfigError when the hub said no, _Unreachable when it said nothing."""
+        from huggingface_hub import errors
+
+        if isinstance(error, errors.GatedRepoError):
+            self.fail(
+                "access is restricted; accept its terms on the hub and log in (hf auth login)"
+            )
+        if isinstance(error, errors.RepositoryNotFoundError):
+            self.fail("neither a folder here nor a model on the hub (a private one needs a login)")
+        if isinstance(error, errors.RevisionNotFoundError):
+            self.fail(f"the hub knows no revision {self.revision!r} of it")
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
+            self.fail(f"the hub refused the request (HTTP {status})")
+        reason = f"HTTP {status}" if status else type(error).__name__
+        raise _Unreachable(reason) from error
+
+    def fetch(self, file: str, commit: str, bar: type) -> Path:
+        """One file into the cache. ConfigError names the file when its transfer fails."""
+        from huggingface_hub import hf_hub_download
+
+        options: dict[str, Any] = {}
+        if "tqdm_class" in inspect.signature(hf_hub_download).parameters:
+            options["tqdm_class"] = bar
+        try:
+            return Path(
+                hf_hub_download(
+                    self.name,
+                    file,
+                    revision=commit,
+                    endpoint=self._endpoint,
+                    cache_dir=self._cache_dir,
+                    **options,
+                )
+            )
+        except Exception as error:
+            reason = str(error).splitlines()[0][:200] if str(error) else ""
+            self.fail(
+                f"the transfer of {file} failed ({type(error).__name__}: {reason}); "
+                "start again: what is complete is kept"
+            )
+
+    def _remember(self, commit: str) -> None:
+        """Note the commit of a branch or tag once all its files are here, for offline starts."""
+        if COMMIT.fullmatch(self.revision):
+            return
+        ref = self.store / "refs" / self.revision
+        try:
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=ref.parent, delete=False) as file:
+                file.write(commit)
+            os.replace(file.name, ref)
+        except OSError as error:
+            say(logger, logging.WARNING, "cannot note the commit", reason=error.strerror)
+
+
+class _Transfer:
+    """How far the transfer of all files has got, in bytes."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._complete = 0  # of files that are here
+        self._current = 0  # of the file under way
+
+    def advance(self, num_bytes: int) -> None:
+        self._current += num_bytes
+        self._report()
+
+    def complete(self, num_bytes: int) -> None:
+        self._complete += num_bytes
+        self._current = 0
+        self._report()
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress("download", self._complete + self._current, self._total)
+
+
+def _bar(advance: Callable[[int], None]) -> type:
+    """A progress bar for the hub's client to report to, which draws nothing itself."""
+    base: Any = importlib.import_module("huggingface_hub.utils").tqdm
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **{**kwargs, "disable": True})
+        advance(int(kwargs.get("initial") or 0))
+
+    def update(self: Any, n: float | None = 1) -> None:
+        advance(int(n or 0))
+
+    return type("Bar", (base,), {"__init__": start, "update": update})
+
+
+def _is_complete(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    if (folder / SINGLE_FILE).is_file():
+        return True
+    index = folder / INDEX_FILE
+    return index.is_file() and all((folder / shard).is_file() for shard in shard_names(index))
