@@ -1,0 +1,126 @@
+"""How do the engine's outputs for one sample become the text, tokens and ending a user sees?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ridgeline.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from ridgeline.text.detokenizer import Detokenizer
+from ridgeline.text.stop import Shown, StopFinder
+from ridgeline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one output added. `finish_reason` is stop, length, abort or error on the last one.
+
+    `stop_reason` is the stop string, or the stop token's id, that ended it; None for one of the
+    model's own end tokens.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class SampleAssembler:
+    """One sample: push every RequestOutput of its request, in order.
+
+    Joined, the deltas are `text` and `token_ids`, whatever the cut into outputs. A stop token is
+    not among them; a stop string is not in the text, but its tokens up to the one that completes
+    it are counted. Text that may yet turn out to be part of a stop string, and bytes that are no
+    character yet, wait. When a delta finishes and the output did not, the caller must abort the
+    request in the engine. As in vLLM, the first `min_tokens` tokens are not searched for stops.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        sampling: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        end_token_ids: Collection[int] = frozenset(),
+    ) -> None:
+        self._parts: list[str] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._sampling = sampling
+        self._end_token_ids = frozenset(end_token_ids)
+        self._stops = StopFinder(tuple(sampling.stop))
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(
+                skip_special_tokens=sampling.skip_special_tokens,
+                prompt_token_ids=prompt_token_ids,
+            )
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        self._parts[:] = ["".join(self._parts)]
+        return self._parts[0]
+
+    def push(self, output: RequestOutput) -> Delta:
+        """Take in one output. After the end this gives empty deltas without a finish_reason."""
+        if self.finish_reason is not None:
+            return Delta()
+        token_ids = self._without_stop_token(output)
+        texts: list[str] = []
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            shown = self._show(token_id)
+            texts.append(shown.text)
+            if shown.stop is not None:
+                self.finish_reason, self.stop_reason = FinishReason.STOP.value, shown.stop
+                return self._delta(texts, token_ids[:count], output)
+        if output.finish_reason is not None:
+            self._finish(output, texts)
+        return self._delta(texts, token_ids, output)
+
+    def _without_stop_token(self, output: RequestOutput) -> tuple[int, ...]:
+        ids = output.new_token_ids
+        stopped = output.finish_reason is FinishReason.STOP
+        if stopped and ids and ids[-1] in frozenset(self._sampling.stop_token_ids):
+            return ids[:-1]
+        return ids
+
+    def _show(self, token_id: int) -> Shown:
+        if self._detokenizer is None:
+            return Shown("")
+        return self._search(self._detokenizer.feed(token_id))
+
+    def _search(self, text: str) -> Shown:
+        minimum = self._sampling.min_tokens
+        if minimum and len(self.token_ids) <= minimum:
+            return Shown(text)
+        shown = self._stops.feed(text)
+        return Shown(shown.text, shown.stop)
+
+    def _finish(self, output: RequestOutput, texts: list[str]) -> None:
+        last = self._search(self._detokenizer.flush() if self._detokenizer else "")
+        texts.append(last.text)
+        if last.stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP.value, last.stop
+            return
+        texts.append(self._stops.flush())
+        reason = output.finish_reason
+        self.finish_reason = reason.value if reason else None
+        ids = output.new_token_ids
+        if reason is FinishReason.STOP and ids and ids[-1] not in self._end_token_ids:
+            self.stop_reason = ids[-1]
+
+    def _delta(self, texts: list[str], token_ids: tuple[int, ...], output: RequestOutput) -> Delta:
+        text = "".join(texts)
+        if text:
+            self._parts.append(text)
+        return Delta(
+            text,
+            token_ids,
+            output.logprobs[: len(token_ids)],
+            self.finish_reason,
+            self.stop_reason,
+        )

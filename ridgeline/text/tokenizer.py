@@ -1,0 +1,245 @@
+"""How does text become token ids, and ids text again?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from ridgeline.errors import ConfigError, RequestFault
+from ridgeline.loader.folder import read_bytes, read_object, refuse
+from ridgeline.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from ridgeline.text.pieces import Pieces, read_rule
+from ridgeline.text.plain import PlainEncoder
+from ridgeline.text.sentencepiece import build_sentencepiece, read_sentencepiece
+
+MAX_TOKENIZER_BYTES = 256 << 20
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSettings:
+    """What stands beside the vocabulary: which tokens have a role, and what every text gets.
+
+    `named` maps a role (bos_token, eos_token, ...) to the token's text.
+    """
+
+    named: Mapping[str, str]
+    add_bos: bool = False
+    add_eos: bool = False
+
+
+class Tokenizer:
+    """A vocabulary and its rules, over one object of the `tokenizers` package.
+
+    Safe to use from several threads once made.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+        backend.no_truncation()  # some files ask for it; a prompt must never be cut in silence
+        backend.no_padding()
+        self._backend = backend
+        self.named_tokens = settings.named
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens: Mapping[int, str] = {i: added[i].content for i in sorted(added)}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._prefix, self._suffix = self._missing_ends(settings)
+        rule = read_rule(backend.decoder)
+        self._pieces: Pieces | None = None
+        if rule is not None:
+            self._pieces = Pieces(rule, self.id_to_piece, frozenset(added))
+        self._plain: PlainEncoder | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, in which written-out special tokens count as such.
+
+        `add_special_tokens` puts the beginning (or end) token around it where the model wants
+        one. RequestFault when the text is not valid Unicode.
+        """
+        ids = self._ids(self._backend, text, add_special_tokens)
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Ids of `text`, where a special token with `mark` inside is plain text, sans the mark."""
+        if self._plain is None:
+            self._plain = PlainEncoder(self._backend, mark)
+        return self._ids(self._plain.backend, text, add_special_tokens=False)
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join([*map(detokenizer.feed, token_ids), detokenizer.flush()])
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A machine that takes one id at a time; its text continues that of the prompt."""
+        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
+        if self._pieces is None:
+            return WindowDetokenizer(self._decode_whole, hidden, prompt_token_ids)
+        return ByteDetokenizer(self._pieces, hidden, prompt_token_ids)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self.special_ids
+
+    def id_to_piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it; None for an id that has none."""
+        if not 0 <= token_id < self.vocab_size:
+            return None
+        piece: str | None = self._backend.id_to_token(token_id)
+        return piece
+
+    def piece_to_id(self, piece: str) -> int | None:
+        found: int | None = self._backend.token_to_id(piece)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text, wherever it stands in it."""
+        if self._pieces is None:
+            return self._decode_whole([token_id]).encode()
+        return self._pieces.bytes_of(token_id)
+
+    def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise RequestFault(
+                "the text is not valid Unicode (a lone surrogate?)", code="invalid_text"
+            ) from None
+        return ids
+
+    def _decode_whole(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def _named_id(self, role: str) -> int | None:
+        token = self.named_tokens.get(role)
+        return None if token is None else self.piece_to_id(token)
+
+    def _missing_ends(self, settings: TokenizerSettings) -> tuple[list[int], list[int]]:
+        """The ids to put around a text that the vocabulary's own post-processor does not put."""
+        ends = self._ids(self._backend, "", add_special_tokens=True)
+        bos, eos = self.bos_token_id, self.eos_token_id
+        prefix = [bos] if settings.add_bos and bos is not None and ends[:1] != [bos] else []
+        suffix = [eos] if settings.add_eos and eos is not None and ends[-1:] != [eos] else []
+        return prefix, suffix
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder; None when it has no tokenizer files.
+
+    Reads tokenizer.json, else tokenizer.model (SentencePiece), with tokenizer_config.json beside
+    it. ConfigError names the file and what is wrong with it.
+    """
+    config = _read_optional(folder / "tokenizer_config.json")
+    named = _read_optional(folder / "special_tokens_map.json") | config
+    if (folder / "tokenizer.json").exists():
+        backend = _read_tokenizer_json(folder / "tokenizer.json")
+        settings = _settings(named, config.get("add_bos_token") is True)
+    elif (folder / "tokenizer.model").exists():
+        model = read_sentencepiece(folder / "tokenizer.model")
+        backend = build_sentencepiece(model)
+        named = model.named_tokens() | named
+        settings = _settings(named, config.get("add_bos_token", True) is True)
+    else:
+        _refuse_other_kinds(folder)
+        return None
+    _add_tokens(backend, folder, config, settings)
+    return Tokenizer(backend, settings)
+
+
+def _read_optional(path: Path) -> dict[str, object]:
+    return read_object(path) if path.exists() else {}
+
+
+def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_buffer(read_bytes(path, MAX_TOKENIZER_BYTES))
+    except ConfigError:
+        raise
+    except Exception as error:  # the package raises bare Exception for whatever it cannot read
+        refuse(path, f"is no tokenizer ({str(error)[:200]})")
+
+
+def _refuse_other_kinds(folder: Path) -> None:
+    for name in ("vocab.json", "tekken.json", "tiktoken.model", "vocab.txt"):
+        if (folder / name).exists():
+            refuse(
+                folder / name,
+                "this vocabulary format is not read; the folder needs tokenizer.json or "
+                "tokenizer.model (name another folder that has one with --tokenizer)",
+            )
+
+
+def _settings(config: Mapping[str, object], add_bos: bool) -> TokenizerSettings:
+    named = {role: _content(config.get(role)) for role in NAMED_TOKENS}
+    return TokenizerSettings(
+        {role: token for role, token in named.items() if token is not None},
+        add_bos,
+        config.get("add_eos_token") is True,
+    )
+
+
+def _content(token: object) -> str | None:
+    """A token in tokenizer_config.json is its text, or an object with its text in `content`."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    folder: Path,
+    config: Mapping[str, object],
+    settings: TokenizerSettings,
+) -> None:
+    """Tell the backend of the added and special tokens that only tokenizer_config.json names."""
+    path = folder / "tokenizer_config.json"
+    for token_id, token in _listed_tokens(path, config):
+        if backend.get_added_tokens_decoder().get(token_id) != token:
+            _add_token(backend, path, token_id, token)
+    path = folder / "added_tokens.json"  # how it was written before tokenizer_config.json had it
+    for text, number in _read_optional(path).items():
+        if isinstance(number, int) and backend.token_to_id(text) is None:
+            _add_token(backend, path, number, tokenizers.AddedToken(text, normalized=False))
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    extra = config.get("additional_special_tokens")
+    more = [_content(token) for token in extra] if isinstance(extra, list) else []
+    for content in [*settings.named.values(), *more]:
+        if content and content not in present and backend.token_to_id(content) is not None:
+            backend.add_special_tokens([tokenizers.AddedToken(content, special=True)])
+
+
+def _add_token(
+    backend: tokenizers.Tokenizer, path: Path, token_id: int, token: tokenizers.AddedToken
+) -> None:
+    known = backend.token_to_id(token.content)
+    if known is None or known == token_id:
+        backend.add_tokens([token])
+        known = backend.token_to_id(token.content)
+    if known != token_id:
+        refuse(path, f"gives added token {token.content!r} id {token_id}, the vocabulary {known}")
+
+
+def _listed_tokens(
+    path: Path, config: Mapping[str, object]
+) -> list[tuple[int, tokenizers.AddedToken]]:
+    """`added_tokens_decoder` by id."""
+    listed = config.get("added_tokens_decoder", {})
+    if not isinstance(listed, Mapping) or not all(key.isdecimal() for key in listed):
+        refuse(path, "added_tokens_decoder does not map token ids to tokens")
+    found = [(int(key), _added_token(path, value)) for key, value in listed.items()]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _added_token(path: Path, value: object) -> tokenizers.AddedToken:
+    content = _content(value)
+    if not content or not isinstance(value, Mapping):
+        refuse(path, "added_tokens_decoder holds a token without content")
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(content, **{f: bool(value[f]) for f in flags if f in value})
