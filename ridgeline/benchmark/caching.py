@@ -1,0 +1,137 @@
+"""What do the KV cache and its pages buy? One answer, and then a crowd, in three ways.
+
+uncached  every token is computed again for each new one
+cached    the classical cache: each request gets one contiguous piece for its longest length
+paged     blocks are handed out as the requests grow
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.benchmark.jobs import Job, Lengths, fit, mixed, random_prompt
+from ridgeline.benchmark.run import run_jobs
+from ridgeline.errors import ConfigError
+from ridgeline.request import SamplingParams
+
+if TYPE_CHECKING:
+    from ridgeline.llm import LLM
+
+MODES = ("uncached", "cached", "paged")
+ROOMS = 4  # longest requests that the crowd's cache has room for
+Opener = Callable[..., "AbstractContextManager[LLM]"]
+
+
+@dataclass(frozen=True, slots=True)
+class CachingResult:
+    """One request alone (`tokens_per_s`), then a crowd in a cache of `cache_tokens` tokens:
+    how many of them ran at once and how fast all were served. None: not measured in this mode."""
+
+    mode: str
+    prompt_len: int
+    output_len: int
+    seconds: float
+    tokens_per_s: float
+    token_ids: tuple[int, ...]
+    cache_tokens: int | None = None
+    crowd: int | None = None
+    most_running: int | None = None
+    crowd_tokens_per_s: float | None = None
+    note: str = ""
+
+
+def compare_caching(
+    open_llm: Opener,
+    modes: Sequence[str],
+    *,
+    prompt_len: int,
+    output_len: int,
+    crowd: int,
+    seed: int,
+) -> list[CachingResult]:
+    """One result per mode, in the order given.
+
+    `open_llm(**options)` starts an engine with these fields of EngineConfig changed. The cached
+    and the paged engine get caches of the same size in tokens. ConfigError for an unknown mode.
+    """
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(f"unknown mode {mode!r}; choose among {', '.join(MODES)}")
+    with open_llm() as llm:
+        context, vocab = llm.resolved.max_model_len, llm.spec.vocab_size
+        block_size = llm.resolved.block_size
+        lengths = fit(prompt_len, output_len, context)
+        prompt = random_prompt(Random(seed), lengths.prompt, vocab)
+        uncached = [_uncached(llm, prompt, lengths)] if "uncached" in modes else []
+    del llm  # its memory is needed for the next engine
+    jobs = mixed(Random(seed), crowd, 1, min(context // 4, 256), context, vocab)
+    sizes = {"cached": context, "paged": block_size}
+    found = {result.mode: result for result in uncached}
+    for mode in modes:
+        if mode != "uncached":
+            options = _options(context, sizes[mode])
+            with open_llm(**options) as llm:
+                found[mode] = _cached(llm, mode, prompt, lengths, jobs)
+            del llm
+    return [found[mode] for mode in modes]
+
+
+def _options(context: int, block_size: int) -> dict[str, Any]:
+    """A cache for ROOMS requests of full length, in blocks of this size."""
+    return {
+        "block_size": block_size,
+        "num_blocks": ROOMS * -(-context // block_size),
+        "kv_cache_memory_bytes": None,
+        "max_model_len": context,
+        "prefix_caching": False,
+    }
+
+
+def _uncached(llm: LLM, prompt: tuple[int, ...], lengths: Lengths) -> CachingResult:
+    """Greedy decoding that asks for the logits of the whole text for every token."""
+    token_ids = list(prompt)
+    llm.logits(token_ids)  # warm up
+    started = time.perf_counter()
+    for _ in range(lengths.output):
+        token_ids.append(int(llm.logits(token_ids)[-1].argmax()))
+    seconds = time.perf_counter() - started
+    answer = tuple(token_ids[len(prompt) :])
+    return _alone("uncached", lengths, seconds, answer)
+
+
+def _cached(
+    llm: LLM, mode: str, prompt: tuple[int, ...], lengths: Lengths, jobs: Sequence[Job]
+) -> CachingResult:
+    sampling = SamplingParams(max_tokens=lengths.output, temperature=0.0, ignore_eos=True)
+    llm.generate([prompt], sampling, progress=False)  # warm up
+    started = time.perf_counter()
+    [result] = llm.generate([prompt], sampling, progress=False)
+    alone = _alone(mode, lengths, time.perf_counter() - started, tuple(result.token_ids))
+    run = run_jobs(llm.engine, jobs)
+    return CachingResult(
+        mode,
+        alone.prompt_len,
+        alone.output_len,
+        alone.seconds,
+        alone.tokens_per_s,
+        alone.token_ids,
+        llm.resolved.num_blocks * llm.resolved.block_size,
+        len(jobs),
+        run.most_running,
+        run.tokens_per_s,
+        alone.note,
+    )
+
+
+def _alone(
+    mode: str, lengths: Lengths, seconds: float, token_ids: tuple[int, ...]
+) -> CachingResult:
+    rate = len(token_ids) / seconds
+    return CachingResult(
+        mode, lengths.prompt, lengths.output, seconds, rate, token_ids, note=lengths.note
+    )

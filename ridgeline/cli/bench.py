@@ -1,0 +1,333 @@
+"""`ridgeline bench`: how fast is this model here, and what holds it back?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.cli.session import add_session_flags, note, open_llm, stage
+from ridgeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ridgeline.benchmark.speed import Bench, LoadResult
+    from ridgeline.llm import LLM
+
+NAME = "bench"
+SUMMARY = "measure speed, and compare it with what the memory allows"
+WORKLOADS = ("decode", "prefill", "split", "mixed", "serving")
+EXAMPLES = """workloads (--workload, several with commas):
+  decode    steps of --batch requests at once: time, tokens/s, bytes/s against the read bandwidth
+  prefill   one prompt alone: time to first token
+  split     where the time of one request goes: prompt (1024 tokens) and answer (512)
+  mixed     many requests of mixed lengths, all at once
+  serving   requests at random times (Poisson), in this process or against a server (--url)
+
+Lengths that exceed the model's context are scaled down, and the result says so.
+
+examples:
+  ridgeline bench path/to/model                              decode, prefill and split
+  ridgeline bench path/to/model --workload decode --batch 1,8,32
+  ridgeline bench path/to/model --compare uncached,cached,paged    what the KV cache buys
+  ridgeline bench path/to/model --continuous-vs-static       what continuous batching buys
+  ridgeline bench path/to/model --workload serving --rate 8 --url http://127.0.0.1:8000
+  ridgeline bench path/to/model --json --output result.json
+"""
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of "1,8,32", each at least 1."""
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8,32")
+    return found
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return numbers(text)[0]
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to measure")
+    group.add_argument(
+        "--workload", type=words, metavar="NAMES", help="default: decode,prefill,split"
+    )
+    group.add_argument(
+        "--compare", type=words, metavar="MODES", help="uncached, cached, paged: one answer each"
+    )
+    group.add_argument(
+        "--continuous-vs-static", action="store_true", help="answers of very different lengths"
+    )
+    group.add_argument("--batch", type=numbers, default=(1, 8), metavar="N,N", help="for decode")
+    group.add_argument("--prompt-len", type=positive, metavar="N", help="prompt tokens")
+    group.add_argument("--output-len", type=positive, metavar="N", help="answer tokens")
+    group.add_argument("--num-requests", type=positive, metavar="N", help="for mixed and serving")
+    group.add_argument(
+        "--rate", type=float, default=4.0, metavar="R", help="arrivals per second (default: 4)"
+    )
+    group.add_argument("--slots", type=positive, default=16, help="places for the batching compare")
+    group.add_argument("--repeats", type=positive, default=3, metavar="N", help="default: 3")
+    group.add_argument("--url", help="serving: a running server, instead of an engine in here")
+    group.add_argument("--served-model-name", metavar="NAME", help="what --url calls the model")
+    group.add_argument("--api-key-file", metavar="FILE", help="holds the key that --url wants")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    group.add_argument("--output", metavar="FILE", help="write the JSON here as well")
+    add_session_flags(parser)
+
+
+@dataclass(slots=True)
+class Report:
+    """All results by section, and what they were measured on."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, section: str, result: object) -> None:
+        self.sections.setdefault(section, []).append(result)
+
+    def as_json(self) -> dict[str, Any]:
+        results = {name: [record(r) for r in rows] for name, rows in self.sections.items()}
+        return {**self.about, "results": results}
+
+
+def record(result: Any) -> dict[str, Any]:
+    """A dataclass as a dict, its properties included."""
+    derived = [name for name, value in vars(type(result)).items() if isinstance(value, property)]
+    return {**asdict(result), **{name: getattr(result, name) for name in derived}}
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    report = Report()
+    if args.url:
+        _measure_server(args, report)
+    else:
+        _measure_here(args, report)
+    text = json.dumps(report.as_json(), indent=2)
+    if args.output:
+        _write(args.output, text)
+        note(args, f"written to {args.output}")
+    if args.json:
+        print(text)
+    else:
+        from ridgeline.cli.bench_tables import show
+
+        show(report.about, report.sections)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.workload is None:
+        comparing = args.compare or args.continuous_vs_static
+        args.workload = () if comparing else ("serving",) if args.url else WORKLOADS[:3]
+    for name in args.workload:
+        if name not in WORKLOADS:
+            raise ConfigError(f"unknown workload {name!r}; choose among {', '.join(WORKLOADS)}")
+    if args.url and (args.workload != ("serving",) or args.compare or args.continuous_vs_static):
+        raise ConfigError("--url measures the serving workload only")
+
+
+def _write(name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {name}: {error.strerror}") from None
+
+
+# ---------------------------------------------------------------------- in this process
+
+
+def _measure_here(args: argparse.Namespace, report: Report) -> None:
+    if args.workload:
+        with open_llm(args) as llm:
+            _workloads(args, report, llm)
+    if args.compare:
+        _compare(args, report)
+    if args.continuous_vs_static:
+        _batching(args, report)
+
+
+def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
+    from ridgeline.benchmark.speed import Bench
+
+    _describe(args, report, llm)
+    bench = Bench(
+        llm, report.about["bandwidth"]["read_bytes_per_s"], args.repeats, llm.resolved.seed
+    )
+    for name in args.workload:
+        _WORK[name](args, report, bench)
+
+
+def _describe(args: argparse.Namespace, report: Report, llm: LLM) -> None:
+    """Fill `about` once: where this runs, which model it is, how fast the memory is."""
+    if report.about:
+        return
+    import torch
+
+    from ridgeline.architectures.counts import num_parameters
+    from ridgeline.benchmark.environment import environment
+    from ridgeline.measure.bandwidth import measure_bandwidth
+
+    device = torch.device(llm.resolved.device)
+    resolved = asdict(llm.resolved)
+    resolved.pop("decisions")
+    resolved.pop("model_path")
+    with stage(args, "measuring the memory's read bandwidth"):
+        bandwidth = measure_bandwidth(device)
+    report.about = {
+        "environment": asdict(environment(device)),
+        "model": {"family": llm.spec.family, "parameters": num_parameters(llm.spec), **resolved},
+        "bandwidth": asdict(bandwidth),
+    }
+
+
+def _decode(args: argparse.Namespace, report: Report, bench: Bench) -> None:
+    for batch in args.batch:
+        with stage(args, f"decode, batch {batch}"):
+            result = bench.decode(batch, args.prompt_len or 128, args.output_len or 128)
+        report.add("decode", result)
+
+
+def _prefill(args: argparse.Namespace, report: Report, bench: Bench) -> None:
+    for length in (args.prompt_len,) if args.prompt_len else (512, 2048):
+        with stage(args, f"prefill, {length} tokens"):
+            result = bench.prefill(length)
+        report.add("prefill", result)
+        if result.note:
+            return  # longer prompts would be cut to the same length
+
+
+def _split(args: argparse.Namespace, report: Report, bench: Bench) -> None:
+    with stage(args, "split of one request"):
+        report.add("split", bench.split(args.prompt_len or 1024, args.output_len or 512))
+
+
+def _mixed(args: argparse.Namespace, report: Report, bench: Bench) -> None:
+    with stage(args, "mixed lengths"):
+        report.add("mixed", bench.mixed(args.num_requests or 64, 100, 1024))
+
+
+def _serving(args: argparse.Namespace, report: Report, bench: Bench) -> None:
+    with stage(args, f"serving {args.rate:g} requests a second"):
+        report.add(
+            "serving",
+            bench.serving(
+                args.num_requests or 64, args.rate, args.prompt_len or 512, args.output_len or 128
+            ),
+        )
+
+
+_WORK = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "split": _split,
+    "mixed": _mixed,
+    "serving": _serving,
+}
+
+
+def _compare(args: argparse.Namespace, report: Report) -> None:
+    from ridgeline.benchmark.caching import compare_caching
+
+    @contextmanager
+    def opener(**options: Any) -> Iterator[LLM]:
+        with open_llm(args, **options) as llm:
+            _describe(args, report, llm)
+            yield llm
+
+    with stage(args, "comparing uncached, cached and paged"):
+        results = compare_caching(
+            opener,
+            args.compare,
+            prompt_len=args.prompt_len or 256,
+            output_len=args.output_len or 128,
+            crowd=args.num_requests or 32,
+            seed=0,
+        )
+    for result in results:
+        report.add("caching", result)
+
+
+def _batching(args: argparse.Namespace, report: Report) -> None:
+    from ridgeline.benchmark.batching import compare_batching
+
+    with open_llm(args, max_num_seqs=args.slots) as llm:
+        _describe(args, report, llm)
+        with stage(args, "continuous against static batching"):
+            result = compare_batching(
+                llm,
+                num_requests=args.num_requests or 320,
+                slots=args.slots,
+                low=10,
+                high=1000,
+                seed=llm.resolved.seed,
+            )
+    report.add("batching", result)
+
+
+# ---------------------------------------------------------------------- a running server
+
+
+def _measure_server(args: argparse.Namespace, report: Report) -> None:
+    import torch
+
+    from ridgeline.benchmark.environment import environment
+    from ridgeline.benchmark.http_client import endpoint, served_models
+
+    server = endpoint(args.url, args.served_model_name or "", _key(args.api_key_file))
+    try:
+        name = args.served_model_name or served_models(server)[0]
+    except OSError as error:
+        raise ConfigError(f"--url {args.url}: {error}") from None
+    report.about = {
+        "environment": asdict(environment(torch.device("cpu"))),
+        "model": {"served_model_name": name, "url": args.url},
+    }
+    report.add("serving", _serve_load(args, endpoint(args.url, name, server.api_key)))
+
+
+def _serve_load(args: argparse.Namespace, server: Any) -> LoadResult:
+    from random import Random
+
+    from ridgeline.architectures import read_spec
+    from ridgeline.benchmark.http_client import run_http
+    from ridgeline.benchmark.jobs import fit, poisson, uniform
+    from ridgeline.benchmark.speed import load_result
+    from ridgeline.loader import read_config
+
+    spec = read_spec(read_config(Path(args.model)))
+    context = getattr(args, "engine_max_model_len", None) or spec.max_position_embeddings
+    lengths = fit(args.prompt_len or 512, args.output_len or 128, context)
+    rng = Random(0)
+    jobs = poisson(rng, uniform(rng, args.num_requests or 64, lengths, spec.vocab_size), args.rate)
+    with stage(args, f"serving {args.rate:g} requests a second"):
+        run, errors = run_http(server, jobs)
+    for error in sorted(set(errors))[:3]:
+        note(args, f"failed: {error}")
+    return load_result(run, jobs, args.rate, lengths.note)
+
+
+def _key(name: str | None) -> str | None:
+    """The first key of a file as `ridgeline serve --api-key-file` takes it."""
+    if name is None:
+        return None
+    try:
+        lines = Path(name).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {name}: {error.strerror}") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {name} holds no key")
+    return keys[0]

@@ -1,0 +1,217 @@
+"""`ridgeline chat`: a conversation with the model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.cli.interrupt import CtrlC
+from ridgeline.cli.sampling_flags import add_sampling_flags, sampling_changes, setting
+from ridgeline.cli.session import add_session_flags, note, open_llm
+from ridgeline.errors import ConfigError, RequestFault
+
+if TYPE_CHECKING:
+    from ridgeline.answer import ChoiceDelta
+    from ridgeline.llm import LLM
+
+NAME = "chat"
+SUMMARY = "talk to the model in the terminal"
+EXAMPLES = """Type a message and press Enter. Ctrl-C stops an answer, Ctrl-D or /exit ends the chat.
+/help lists the commands. Messages may also be piped in, one per line.
+
+A model without a chat template cannot chat; with --plain it continues your text instead: what you
+type is added to the text so far, and the model writes on.
+
+examples:
+  ridgeline chat user/model --system "You answer in one sentence."
+  ridgeline chat path/to/base-model --plain --temperature 0.8
+  printf 'Hello\\nAnd why?\\n' | ridgeline chat path/to/model -q
+"""
+
+HELP = """/help                 this list
+/reset                forget the conversation
+/system TEXT          give the model its role, and forget the conversation
+/set NAME=VALUE       such as temperature=0.5 or max_tokens=100; without value: the model's own
+/save FILE            write the conversation as JSON
+/exit                 leave (or Ctrl-D); Ctrl-C stops an answer"""
+
+NOT_IN_CHAT = ("n", "best_of", "beam_width", "length_penalty", "early_stopping", "logprobs")
+SETTABLE = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--system", metavar="TEXT", help="the model's role, before the first message"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="continue the text; for models without chat template"
+    )
+    add_session_flags(parser, without=("seed",))
+    add_sampling_flags(parser, without=(*NOT_IN_CHAT, "prompt_logprobs"))
+
+
+def run(args: argparse.Namespace) -> int:
+    changes = sampling_changes(args)
+    seed = {"seed": changes["seed"]} if "seed" in changes else {}
+    with open_llm(args, **seed) as llm:
+        if llm.tokenizer is None:
+            raise ConfigError(f"{args.model} has no tokenizer, so there is no text to chat in")
+        if not args.plain and not llm.has_chat_template:
+            raise ConfigError(
+                f"{args.model} has no chat template; use --plain to let it continue your text"
+            )
+        if args.plain and args.system is not None:
+            raise ConfigError("--system needs a chat template; it cannot be used with --plain")
+        Chat(args, llm, changes).run()
+    return 0
+
+
+class Chat:
+    """The conversation so far and the commands on it.
+
+    `messages` is used with a chat template, `text` without one (--plain).
+    """
+
+    def __init__(self, args: argparse.Namespace, llm: LLM, changes: dict[str, Any]) -> None:
+        self.args = args
+        self.llm = llm
+        self.changes: dict[str, Any] = {"max_tokens": None} | changes
+        self.system: str | None = args.system
+        self.messages: list[dict[str, str]] = []
+        self.text = ""
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: self.say(HELP),
+            "/reset": lambda _: self.reset(),
+            "/system": self.set_system,
+            "/set": self.set,
+            "/save": self.save,
+        }
+        llm.sampling(**self.changes)  # refuse a bad flag now, not at the first answer
+        self.reset()
+
+    def say(self, text: str) -> None:
+        note(self.args, text)
+
+    def run(self) -> None:
+        """Until /exit or the end of the input."""
+        if sys.stdin.isatty():
+            self.say("/help lists the commands, Ctrl-D ends the chat.")
+        for line in lines():
+            if line in ("/exit", "/quit"):
+                return
+            try:
+                self.take(line)
+            except RequestFault as fault:
+                self.say(f"ridgeline: {fault}")
+
+    def take(self, line: str) -> None:
+        """One line of the person: a command or a message."""
+        name, _, rest = line.partition(" ")
+        if name in self.commands:
+            self.commands[name](rest.strip())
+        elif name.startswith("/") and name[1:].isalpha():
+            self.say(f"no command {name}; /help lists them")
+        elif line.strip():
+            self.answer(line)
+
+    # ------------------------------------------------------------------ commands
+
+    def reset(self) -> None:
+        self.text = ""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def set_system(self, text: str) -> None:
+        if self.args.plain:
+            raise RequestFault("/system needs a chat template")
+        self.system = text or None
+        self.reset()
+
+    def set(self, text: str) -> None:
+        if not text:
+            chosen = self.llm.sampling(**self.changes)
+            self.say("  ".join(f"{name}={getattr(chosen, name)}" for name in SETTABLE))
+            return
+        name, value = setting(text, SETTABLE)
+        changes = dict(self.changes)
+        if value is None and name != "max_tokens":
+            changes.pop(name, None)
+        else:
+            changes[name] = value
+        self.llm.sampling(**changes)  # raises RequestFault for a bad value
+        self.changes = changes
+
+    def save(self, name: str) -> None:
+        if not name:
+            raise RequestFault("/save needs a file name")
+        what = {"text": self.text} if self.args.plain else {"messages": self.messages}
+        try:
+            Path(name).write_text(
+                json.dumps(what, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+        except OSError as error:
+            raise RequestFault(f"/save {name}: {error.strerror}") from None
+        self.say(f"saved to {name}")
+
+    # ------------------------------------------------------------------ answers
+
+    def answer(self, line: str) -> None:
+        """Ask, show the answer as it comes, and remember what was said (also if stopped)."""
+        sampling = self.llm.sampling(**self.changes)
+        if self.args.plain:
+            said = self.show(self.llm.stream(self.text + line, sampling))
+            self.text += line + said
+            return
+        asked = [*self.messages, {"role": "user", "content": line}]
+        said = self.show(self.llm.chat_stream(asked, sampling))
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+
+    def show(self, pieces: Iterator[ChoiceDelta]) -> str:
+        started = time.perf_counter()
+        said: list[str] = []
+        count = 0
+        with CtrlC() as ctrl_c:
+            for piece in ctrl_c.watch(pieces):
+                said.append(piece.text)
+                count += len(piece.token_ids)
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        rate = count / max(time.perf_counter() - started, 1e-9)
+        stopped = ", stopped" if ctrl_c.pressed else ""
+        self.say(f"[{count} tokens, {rate:.1f} tok/s{stopped}]")
+        return "".join(said)
+
+
+def lines() -> Iterator[str]:
+    """What the person types, or the lines of a pipe, without their line ends."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    import readline  # noqa: F401  gives input() history and editing
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends the chat)", file=sys.stderr)

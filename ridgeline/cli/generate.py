@@ -1,0 +1,240 @@
+"""`ridgeline generate`: what does the model say to these prompts?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.cli.interrupt import CtrlC
+from ridgeline.cli.sampling_flags import add_sampling_flags, ids, sampling_changes
+from ridgeline.cli.session import add_session_flags, note, open_llm
+from ridgeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ridgeline.answer import Choice
+    from ridgeline.llm import LLM, GenerationResult
+    from ridgeline.request import SamplingParams, TokenLogprobs
+
+NAME = "generate"
+SUMMARY = "answer prompts and print the text"
+DEFAULT_MAX_TOKENS = 256
+EXAMPLES = f"""The text goes to standard output as it comes, with one newline at its end; everything
+else goes to standard error. Without --max-tokens an answer has at most {DEFAULT_MAX_TOKENS} tokens.
+
+examples:
+  ridgeline generate path/to/model -p "Once upon a time" --temperature 0
+  ridgeline generate path/to/model -p "One" -p "Two" -p "Three"    three prompts in one batch
+  cat letter.txt | ridgeline generate path/to/model -p -           the prompt from standard input
+  ridgeline generate path/to/model -p "Why?" --n 4 --seed 7 --json
+  ridgeline generate path/to/model -p "Yes or no?" --max-tokens 1 --logprobs 5
+  ridgeline generate examples/tiny-random --load-format random --token-ids 1,2,3
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: a text, or token ids as they are."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts (at least one)")
+    group.add_argument(
+        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="- reads standard input"
+    )
+    group.add_argument(
+        "--prompt-file", action="append", default=[], metavar="FILE", help="a whole file, UTF-8"
+    )
+    group.add_argument(
+        "--token-ids", action="append", default=[], type=ids, metavar="IDS", help="such as 1,2,3"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything known as JSON")
+    add_session_flags(parser, without=("seed",))
+    add_sampling_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    texts = read_prompts(args)
+    changes = sampling_changes(args)
+    seed = {"seed": changes["seed"]} if "seed" in changes else {}
+    with open_llm(args, **seed) as llm:
+        prompts = [_encode(llm, text) for text in texts]
+        sampling = [answer_sampling(llm, changes, len(prompt.token_ids)) for prompt in prompts]
+        if len(prompts) == 1 and _streams(args, sampling[0]):
+            return _stream(args, llm, prompts[0], sampling[0])
+        return _batch(args, llm, prompts, sampling)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str | tuple[int, ...]]:
+    """The prompts in the order of their kinds. ConfigError when there is none."""
+    texts: list[str | tuple[int, ...]] = [
+        sys.stdin.read() if text == "-" else text for text in args.prompt
+    ]
+    texts += [_read(name) for name in args.prompt_file]
+    texts += args.token_ids
+    if not texts:
+        raise ConfigError("no prompt was given; use -p TEXT, -p - (standard input) or --token-ids")
+    return texts
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file {name}: {error}") from None
+
+
+def _encode(llm: LLM, prompt: str | tuple[int, ...]) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(prompt, tuple(llm.encode(prompt)))
+    return Prompt(None, prompt)
+
+
+def answer_sampling(llm: LLM, changes: dict[str, Any], num_prompt_tokens: int) -> SamplingParams:
+    """The flags over the model's defaults; an unasked max_tokens fits what the context leaves."""
+    room = llm.resolved.max_model_len - num_prompt_tokens
+    least = max(1, changes.get("min_tokens", 0))
+    default = max(least, min(DEFAULT_MAX_TOKENS, room))
+    return llm.sampling(**({"max_tokens": default} | changes))
+
+
+def _streams(args: argparse.Namespace, sampling: SamplingParams) -> bool:
+    plain = sampling.n == 1 and sampling.best_of is None and sampling.beam_width == 1
+    return plain and not args.json and sampling.logprobs is None
+
+
+def _stream(args: argparse.Namespace, llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
+    """One answer, written as it comes. Ctrl-C ends it between two tokens."""
+    started = time.perf_counter()
+    first: float | None = None
+    count, reason = 0, "abort"
+    with CtrlC() as ctrl_c:
+        for piece in ctrl_c.watch(llm.stream(prompt.token_ids, sampling)):
+            if first is None and piece.token_ids:
+                first = time.perf_counter()
+            count += len(piece.token_ids)
+            sys.stdout.write(piece.text if llm.tokenizer else _ids_text(piece.token_ids, " "))
+            sys.stdout.flush()
+            reason = piece.finish_reason or reason
+    sys.stdout.write("\n")
+    now = time.perf_counter()
+    num_prompt = len(prompt.token_ids)
+    note(args, _stats(num_prompt, count, started, first or now, now, reason))
+    if ctrl_c.pressed:
+        raise KeyboardInterrupt
+    return 0
+
+
+def _stats(
+    num_prompt: int, count: int, started: float, first: float, done: float, reason: str
+) -> str:
+    rate = (count - 1) / (done - first) if count > 1 and done > first else 0.0
+    return (
+        f"[{num_prompt} prompt tokens, first token after {(first - started) * 1e3:.1f} ms, "
+        f"{count} tokens, then {rate:.1f} tok/s; ended by {reason}]"
+    )
+
+
+def _ids_text(token_ids: tuple[int, ...], end: str = "") -> str:
+    """What stands for the text of a model without a tokenizer."""
+    return " ".join(map(str, token_ids)) + (end if token_ids else "")
+
+
+def _batch(
+    args: argparse.Namespace, llm: LLM, prompts: list[Prompt], sampling: list[SamplingParams]
+) -> int:
+    """All answers in one batch, in the order of the prompts."""
+    started = time.perf_counter()
+    results = llm.generate(
+        [prompt.token_ids for prompt in prompts], sampling, progress=False if args.quiet else None
+    )
+    seconds = time.perf_counter() - started
+    if args.json:
+        print(json.dumps(as_json(llm, prompts, results), indent=2, ensure_ascii=False))
+    else:
+        for number, result in enumerate(results):
+            _print_result(args, llm, result, f"prompt {number}" if len(results) > 1 else "")
+    tokens = sum(len(choice.token_ids) for result in results for choice in result.outputs)
+    note(args, f"[{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tok/s]")
+    return 0
+
+
+def _print_result(args: argparse.Namespace, llm: LLM, result: GenerationResult, title: str) -> None:
+    for choice in result.outputs:
+        named = [title] if title else []
+        named += [f"answer {choice.index}"] if len(result.outputs) > 1 else []
+        if named:
+            note(args, f"--- {', '.join(named)}")
+        print(choice.text if llm.tokenizer else _ids_text(choice.token_ids), flush=True)
+        if choice.logprobs is not None:
+            _print_logprobs(llm, choice.logprobs)
+
+
+def _print_logprobs(llm: LLM, logprobs: tuple[TokenLogprobs, ...]) -> None:
+    for entry in logprobs:
+        others = "  ".join(f"{_piece(llm, i)} {value:.3f}" for i, value in entry.top)
+        chosen = f"{_piece(llm, entry.token_id):<16} {entry.logprob:8.4f}  rank {entry.rank:<5}"
+        print(f"{chosen} {others}".rstrip(), file=sys.stderr)
+
+
+def _piece(llm: LLM, token_id: int) -> str:
+    return repr(llm.tokenizer.decode([token_id])) if llm.tokenizer else str(token_id)
+
+
+def as_json(llm: LLM, prompts: list[Prompt], results: list[GenerationResult]) -> dict[str, Any]:
+    """Everything known about the answers, as plain JSON values."""
+    return {
+        "model": llm.resolved.model_name,
+        "results": [_result_json(p.text, r) for p, r in zip(prompts, results, strict=True)],
+    }
+
+
+def _result_json(text: str | None, result: GenerationResult) -> dict[str, Any]:
+    metrics = result.metrics
+    record: dict[str, Any] = {
+        "prompt": text,
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "outputs": [_choice_json(choice) for choice in result.outputs],
+        "metrics": {
+            "ttft_s": metrics.ttft_s,
+            "tpot_s": metrics.tpot_s,
+            "e2e_s": metrics.e2e_s,
+            "num_cached_tokens": metrics.num_cached_tokens,
+            "num_preemptions": metrics.num_preemptions,
+        },
+    }
+    if result.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [
+            None if entry is None else _logprob_json(entry) for entry in result.prompt_logprobs
+        ]
+    return record
+
+
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "index": choice.index,
+        "text": choice.text,
+        "token_ids": list(choice.token_ids),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "cumulative_logprob": choice.cumulative_logprob,
+    }
+    if choice.logprobs is not None:
+        record["logprobs"] = [_logprob_json(entry) for entry in choice.logprobs]
+    return record
+
+
+def _logprob_json(entry: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": entry.logprob,
+        "rank": entry.rank,
+        "top": [{"token_id": token_id, "logprob": value} for token_id, value in entry.top],
+    }

@@ -1,0 +1,309 @@
+"""`ridgeline inspect`: what is this model made of, and what memory would it need?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.architectures.counts import (
+    kv_bytes,
+    kv_bytes_per_token,
+    linear_weights,
+    num_active_parameters,
+    num_parameters,
+    weight_bytes,
+)
+from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
+from ridgeline.cli.engine_flags import CHOICES
+from ridgeline.cli.session import paper
+from ridgeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NAME = "inspect"
+SUMMARY = "show what a model is made of and what memory it needs"
+EXAMPLES = """A folder with config.json is enough. Where weights are there, the name and shape
+of each tensor is checked against the architecture, without reading the weights.
+
+examples:
+  ridgeline inspect path/to/model
+  ridgeline inspect path/to/model --context 8192 --batch 16
+  ridgeline inspect path/to/model --dtype bfloat16 --json
+"""
+LEAST_MEMORY = "weights and KV cache only; a running engine also needs some working space"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parameters by what they are for; `active` are those that one token is multiplied by."""
+
+    embedding: int
+    layer_matrices: int  # attention and feed-forward
+    output_matrix: int  # 0 when it is the embedding
+    other: int  # norms, biases, routers
+    total: int
+    active: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes for `batch` requests of `context` tokens in one number format."""
+
+    dtype: str
+    weights: int
+    kv_per_token: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the checkpoint holds; `dtypes` in the words of its format."""
+
+    tensors: int
+    bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """All that is shown. `weights` None: there are none in the folder."""
+
+    model: str
+    spec: ModelSpec
+    context: int
+    batch: int
+    parts: Parts
+    needs: tuple[Need, ...]
+    weights: Weights | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a hub id user/name[@revision]")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of each request")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="requests at once")
+    parser.add_argument(
+        "--dtype", choices=CHOICES["dtype"][1:], help="show this number format only"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ridgeline.architectures import read_spec
+    from ridgeline.loader import read_config
+
+    folder = find_folder(args.model)
+    spec = read_spec(read_config(folder))
+    context = args.context or spec.max_position_embeddings
+    if context < 1 or args.batch < 1:
+        raise ConfigError("--context and --batch must be at least 1")
+    dtypes = [args.dtype] if args.dtype else CHOICES["dtype"][1:]
+    sheet = Sheet(
+        args.model,
+        spec,
+        context,
+        args.batch,
+        count_parts(spec),
+        tuple(need(spec, dtype, context, args.batch) for dtype in dtypes),
+        check_weights(folder, spec),
+    )
+    if args.json:
+        print(json.dumps(as_json(sheet), indent=2))
+    else:
+        _show(sheet)
+    return 0
+
+
+def find_folder(model: str) -> Path:
+    """The folder of MODEL. For a hub id only config.json is fetched. Raises ConfigError."""
+    from ridgeline.loader.hub import DEFAULT_REVISION, HUB_ID
+
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    found = HUB_ID.fullmatch(model)
+    if found is None:
+        raise ConfigError(f"{model}: folder not found, and it is no hub id user/name[@revision]")
+    from huggingface_hub import hf_hub_download
+
+    revision = found["revision"] or DEFAULT_REVISION
+    try:
+        return Path(hf_hub_download(found["name"], "config.json", revision=revision)).parent
+    except Exception as error:  # whatever HTTP library the hub's client uses today
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{model}: no such folder, and not on the hub ({reason})") from None
+
+
+def count_parts(spec: ModelSpec) -> Parts:
+    embedding, layers = spec.vocab_size * spec.hidden_size, linear_weights(spec)
+    output = 0 if spec.tie_embeddings else embedding
+    total = num_parameters(spec)
+    other = total - embedding - layers - output
+    return Parts(embedding, layers, output, other, total, num_active_parameters(spec))
+
+
+def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
+    """What `batch` requests of `context` tokens take; layers with a window keep no more than it."""
+    from ridgeline.resolve import DTYPE_BYTES
+
+    size = DTYPE_BYTES[dtype]
+    cache = batch * kv_bytes(spec, context, size)
+    return Need(dtype, weight_bytes(spec, size), kv_bytes_per_token(spec, size), cache)
+
+
+def check_weights(folder: Path, spec: ModelSpec) -> Weights | None:
+    """The weights after their check; None when the folder has none.
+
+    ConfigError names the tensor that is missing or has the wrong shape.
+    """
+    if not any(folder.glob("*.safetensors*")):
+        return None
+    from ridgeline.architectures import expected_tensors
+    from ridgeline.loader import check_tensors, open_checkpoint
+
+    checkpoint = open_checkpoint(folder)
+    try:
+        check_tensors(checkpoint, expected_tensors(spec), folder)
+        names = checkpoint.names()
+        num_bytes = sum(checkpoint.num_bytes(name) for name in names)
+        dtypes = sorted({checkpoint.dtype(name) for name in names})
+        return Weights(len(names), num_bytes, tuple(dtypes))
+    finally:
+        checkpoint.close()
+
+
+def facts(spec: ModelSpec) -> dict[str, str]:
+    """The architecture in words, one fact a line."""
+    layers = Counter((layer.attention, layer.feed_forward) for layer in spec.layers)
+    described = {
+        "family": spec.family,
+        "layers": f"{spec.num_layers}, hidden size {spec.hidden_size}",
+        "vocabulary": f"{spec.vocab_size}, output "
+        + ("shares the embedding" if spec.tie_embeddings else "has its own matrix"),
+        "context": f"{spec.max_position_embeddings} tokens",
+        "checkpoint dtype": spec.dtype,
+    }
+    for index, ((attention, feed_forward), count) in enumerate(layers.items()):
+        suffix = f" ({count} layers)" if len(layers) > 1 else ""
+        number = f" {index + 1}" if len(layers) > 1 else ""
+        described[f"attention{number}"] = _attention_words(attention) + suffix
+        described[f"feed-forward{number}"] = _feed_forward_words(feed_forward) + suffix
+    return described
+
+
+def _attention_words(a: AttentionSpec) -> str:
+    extras = [
+        f"rotary {a.rope.kind}, theta {a.rope.theta:g}",
+        f"window of {a.window} tokens" if a.window else "all of the past",
+        *(["bias on q, k, v"] if a.qkv_bias else []),
+        *(["norm on q and k"] if a.qk_norm else []),
+    ]
+    heads = f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads"
+    return f"{heads}; {', '.join(extras)}"
+
+
+def _feed_forward_words(ffn: DenseSpec | ExpertsSpec) -> str:
+    if isinstance(ffn, ExpertsSpec):
+        return (
+            f"{ffn.num_experts} experts of {ffn.intermediate_size}, {ffn.num_active} per token, "
+            f"{ffn.activation}"
+        )
+    return f"{ffn.intermediate_size}, {ffn.activation}, gated"
+
+
+def as_json(sheet: Sheet) -> dict[str, Any]:
+    """Sizes in bytes, counts as numbers."""
+    return {
+        "model": sheet.model,
+        "architecture": facts(sheet.spec),
+        "num_layers": sheet.spec.num_layers,
+        "parameters": asdict(sheet.parts),
+        "context": sheet.context,
+        "batch": sheet.batch,
+        "memory_bytes": {
+            row.dtype: {
+                "weights": row.weights,
+                "kv_per_token": row.kv_per_token,
+                "kv_cache": row.kv_cache,
+                "total": row.total,
+            }
+            for row in sheet.needs
+        },
+        "checkpoint": None if sheet.weights is None else asdict(sheet.weights),
+    }
+
+
+def _show(sheet: Sheet) -> None:
+    from rich.table import Table
+
+    out = paper()
+    architecture = Table(title=sheet.model, show_header=False)
+    for name, words in facts(sheet.spec).items():
+        architecture.add_row(name, words)
+    out.print(architecture)
+    out.print(_parts_table(sheet))
+    out.print(_memory_table(sheet))
+    out.print(f"  {LEAST_MEMORY}")
+    out.print(_weights_line(sheet.weights))
+
+
+def _parts_table(sheet: Sheet) -> Table:
+    from rich.table import Table
+
+    parts = sheet.parts
+    table = Table("parameters", "count", "share", title=f"{parts.total:,} parameters")
+    for name in ("embedding", "layer_matrices", "output_matrix", "other"):
+        value = getattr(parts, name)
+        table.add_row(name.replace("_", " "), f"{value:,}", f"{value / parts.total * 100:.1f} %")
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in sheet.spec.layers):
+        table.add_row("active per token", f"{parts.active:,}", "")
+    return table
+
+
+def _memory_table(sheet: Sheet) -> Table:
+    from rich.table import Table
+
+    unit, decimal, binary = _unit(max(row.total for row in sheet.needs))
+    table = Table(
+        *("dtype", f"weights {unit}B", f"{unit}iB", "KV per token"),
+        *(f"KV cache {unit}B", f"{unit}iB", f"together {unit}B", f"{unit}iB"),
+        title=f"memory for {sheet.batch} x {sheet.context} tokens",
+    )
+    for row in sheet.needs:
+        cells = [row.dtype, *_both(row.weights, decimal, binary), f"{row.kv_per_token:,} B"]
+        for value in (row.kv_cache, row.total):
+            cells += _both(value, decimal, binary)
+        table.add_row(*cells)
+    return table
+
+
+def _unit(largest: int) -> tuple[str, float, float]:
+    """Letter, decimal size and binary size of the unit in which `largest` reads well."""
+    return ("G", 1e9, 2.0**30) if largest >= 100_000_000 else ("M", 1e6, 2.0**20)
+
+
+def _both(num_bytes: int, decimal: float, binary: float) -> tuple[str, str]:
+    """In decimal and binary units, which differ by up to 7 %."""
+    return f"{num_bytes / decimal:.3f}", f"{num_bytes / binary:.3f}"
+
+
+def size(num_bytes: int) -> str:
+    unit, decimal, binary = _unit(num_bytes)
+    return f"{num_bytes / decimal:.3f} {unit}B = {num_bytes / binary:.3f} {unit}iB"
+
+
+def _weights_line(weights: Weights | None) -> str:
+    if weights is None:
+        return "weights: none in this folder (only config.json was read)"
+    return (
+        f"weights: {weights.tensors} tensors, {size(weights.bytes)}, "
+        f"stored as {', '.join(weights.dtypes)}; all that the model needs are there"
+    )

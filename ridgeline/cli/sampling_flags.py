@@ -1,0 +1,124 @@
+"""Which flags shape an answer? One per field of SamplingParams; the model's own wishes first."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+from dataclasses import Field, fields
+from typing import Any
+
+from ridgeline.errors import RequestFault
+from ridgeline.request import SamplingParams
+
+HELP = {
+    "max_tokens": "most tokens of the answer",
+    "min_tokens": "no end before that many tokens",
+    "temperature": "0 always takes the likeliest token, 1 samples from the model's distribution",
+    "top_k": "sample among the k likeliest tokens only; 0 is off",
+    "top_p": "sample among the likeliest tokens that together have this probability",
+    "min_p": "drop tokens less likely than this share of the likeliest one's probability",
+    "repetition_penalty": "above 1 makes tokens that occurred less likely, multiplying",
+    "presence_penalty": "above 0 makes tokens of the answer less likely, once",
+    "frequency_penalty": "above 0 makes tokens of the answer less likely, per occurrence",
+    "logit_bias": "add VALUE to the logit of token ID; may be repeated",
+    "seed": "the same seed gives the same answer (and the same random weights)",
+    "stop": "end the answer before this text; may be repeated",
+    "stop_token_ids": "token ids that end the answer, such as 13,198",
+    "ignore_eos": "go on after the model's own end token, up to the last token allowed",
+    "n": "answers for each prompt",
+    "best_of": "make that many answers and give the n likeliest",
+    "logprobs": "log-probability of each token, and of the k likeliest beside it",
+    "prompt_logprobs": "the same for the prompt's tokens (with --json)",
+    "beam_width": "beam search with that many beams instead of sampling",
+    "length_penalty": "beams are ranked by log-probability / length ** this",
+    "early_stopping": "end the beam search as soon as enough beams are complete",
+    "skip_special_tokens": "show special tokens in the text",
+}
+
+
+def ids(text: str) -> tuple[int, ...]:
+    """Token ids of "1,2,3"."""
+    try:
+        return tuple(int(word) for word in text.replace(",", " ").split())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 1,2,3") from None
+
+
+def bias(text: str) -> tuple[int, float]:
+    """(token id, value) of "13:-2.5"."""
+    token_id, _, value = text.partition(":")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID:VALUE, such as 13:-2.5") from None
+
+
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "ignore_eos": {"action": "store_true"},
+    "early_stopping": {"action": "store_true"},
+    "skip_special_tokens": {"action": "store_false"},
+    "stop": {"action": "append", "metavar": "TEXT"},
+    "stop_token_ids": {"type": ids, "metavar": "IDS"},
+    "logit_bias": {"action": "append", "type": bias, "metavar": "ID:VALUE"},
+}
+
+
+def _kind(field: Field[Any]) -> Callable[[str], object]:
+    return {"int": int, "float": float}[str(field.type).partition(" ")[0]]
+
+
+def _flag(name: str) -> str:
+    if name == "skip_special_tokens":
+        return "--show-special-tokens"
+    return "--" + name.replace("_", "-")
+
+
+def _dest(name: str) -> str:
+    return f"sampling_{name}"
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add the flags. What is not given is left to the model's generation_config.json."""
+    group = parser.add_argument_group(
+        "sampling", "What is not given here is taken from the model's generation_config.json."
+    )
+    for field in fields(SamplingParams):
+        if field.name in without:
+            continue
+        options = _SPECIAL.get(field.name) or {
+            "type": _kind(field),
+            "metavar": "N" if _kind(field) is int else "X",
+        }
+        group.add_argument(
+            _flag(field.name),
+            dest=_dest(field.name),
+            default=argparse.SUPPRESS,
+            help=HELP[field.name],
+            **options,
+        )
+
+
+def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of SamplingParams that were given on the command line, not yet checked."""
+    given = {
+        field.name: getattr(args, _dest(field.name))
+        for field in fields(SamplingParams)
+        if hasattr(args, _dest(field.name))
+    }
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return given
+
+
+def setting(text: str, allowed: Collection[str]) -> tuple[str, Any]:
+    """(field, value) of "temperature=0.5", typed in a chat. RequestFault says what is allowed."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or name not in allowed:
+        raise RequestFault(f"write NAME=VALUE with NAME one of {', '.join(sorted(allowed))}")
+    if value.lower() in ("", "none", "default"):
+        return name, None
+    field = next(field for field in fields(SamplingParams) if field.name == name)
+    try:
+        return name, _kind(field)(value)
+    except ValueError:
+        raise RequestFault(f"{name}: {value!r} is not a number", param=name) from None

@@ -1,0 +1,134 @@
+"""`ridgeline serve`: an OpenAI-compatible HTTP server for one model."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import Field, fields
+from typing import Any
+
+from ridgeline.cli.engine_flags import add_engine_flags, byte_size, engine_options
+from ridgeline.config import EngineConfig
+from ridgeline.server.config import Limits, ServeConfig
+
+NAME = "serve"
+SUMMARY = "serve the model over HTTP with OpenAI's API"
+EXAMPLES = """It listens on this machine only. With another --host it also wants a key.
+Stop it with Ctrl-C or SIGTERM: running answers are finished first.
+
+examples:
+  ridgeline serve path/to/model
+  ridgeline serve user/model@revision --port 9000 --served-model-name my-model
+  ridgeline serve path/to/model --host 192.0.2.7 --api-key-file keys.txt
+  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+    -d '{"model": "my-model", "prompt": "Once upon a time", "max_tokens": 50}'
+"""
+
+LIMIT_HELP = {
+    "max_body_bytes": "largest request body",
+    "max_header_bytes": "largest request head",
+    "max_headers": "most header lines",
+    "max_json_depth": "deepest nesting of a body",
+    "max_connections": "most open connections",
+    "max_sequences_per_request": "prompts times answers of one request",
+    "max_queued_sequences": "waiting sequences beyond those that can run at once",
+    "max_queued_cache_fills": "waiting prompt tokens, in sizes of the KV cache",
+    "max_held_body_bytes": "bytes of bodies held at once",
+    "max_requests_per_key": "requests at once for one API key",
+    "max_stream_bytes": "bytes made for a stream that its client has not read yet",
+    "header_timeout_s": "to receive the head of a request",
+    "body_timeout_s": "to receive its body",
+    "idle_connection_timeout_s": "an unused connection is closed after",
+    "queue_timeout_s": "a request may wait for its first step",
+    "run_timeout_s": "a request may take in all",
+    "write_timeout_s": "a client may leave its stream unread",
+    "keepalive_s": "between comments on a stream that has no news",
+    "drain_s": "at the end, for running answers",
+    "step_deadline_s": "pending work without a step for so long: not ready",
+    "step_kill_s": "and for so long: the engine is started again",
+    "max_engine_restarts": "in a row before the server gives up",
+    "tokenizer_threads": "threads that turn text into tokens",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = {field.name: field.default for field in fields(ServeConfig)}
+    where = parser.add_argument_group("where and for whom")
+    where.add_argument(
+        "--host", default=defaults["host"], help="address to listen on (default: %(default)s)"
+    )
+    where.add_argument(
+        "--port",
+        type=int,
+        default=defaults["port"],
+        help="0 lets the system choose (default: %(default)s)",
+    )
+    where.add_argument("--served-model-name", metavar="NAME", help="what clients put into `model`")
+    where.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="accepted keys, one a line; or set RIDGELINE_API_KEY to one key",
+    )
+    where.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that browsers may know this server by; may be repeated",
+    )
+    where.add_argument(
+        "--allow-anyone-on-the-network-without-a-key",
+        action="store_true",
+        help="listen beyond this machine although no key is set",
+    )
+    where.add_argument(
+        "--log-level",
+        default=defaults["log_level"],
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="default: %(default)s",
+    )
+    add_engine_flags(parser)
+    group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
+    for field in fields(Limits):
+        _add_limit(group, field)
+
+
+def _add_limit(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
+    kinds = {"int": int, "float": float}
+    kind = byte_size if field.name.endswith("_bytes") else kinds[str(field.type)]
+    group.add_argument(
+        "--" + field.name.replace("_", "-"),
+        type=kind,
+        default=field.default,
+        dest=f"limit_{field.name}",
+        metavar="N",
+        help=f"{LIMIT_HELP[field.name]} (default: %(default)s)",
+    )
+
+
+def serve_config(args: argparse.Namespace) -> ServeConfig:
+    """What the command line asks for."""
+    limits = Limits(**{f.name: getattr(args, f"limit_{f.name}") for f in fields(Limits)})
+    return ServeConfig(
+        engine=EngineConfig(model=args.model, **engine_options(args)),
+        host=args.host,
+        port=args.port,
+        served_model_name=args.served_model_name,
+        api_key_file=args.api_key_file,
+        allowed_hosts=tuple(args.allowed_host),
+        allow_anyone_on_the_network_without_a_key=args.allow_anyone_on_the_network_without_a_key,
+        log_level=args.log_level,
+        limits=limits,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from ridgeline import log
+    from ridgeline.server.lifecycle import serve
+
+    log.set_up(args.log_level)
+    return serve(serve_config(args), on_listening=_announce)
+
+
+def _announce(url: str) -> None:
+    """On standard output, so that whoever asked for port 0 learns which it is."""
+    print(f"ridgeline: listening on {url}", flush=True)

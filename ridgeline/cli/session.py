@@ -1,0 +1,140 @@
+"""How does a command get its engine, and what does it tell the person while that starts?
+
+Standard output belongs to the answer; everything said here goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.cli.engine_flags import add_engine_flags, engine_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ridgeline.llm import LLM
+
+PIPE_WIDTH = 110  # characters
+
+
+def add_session_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """MODEL, the engine's flags, and how much to say."""
+    add_engine_flags(parser, without)
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but the answer")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show each start-up decision and the memory"
+    )
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    """A line for the person, unless --quiet."""
+    if not args.quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def open_llm(args: argparse.Namespace, **more: Any) -> Iterator[LLM]:
+    """The engine for MODEL, started as the flags say; `more` overrides them."""
+    from ridgeline import log
+
+    log.set_up("INFO" if args.verbose else "ERROR" if args.quiet else "WARNING")
+    started = time.perf_counter()
+    with _progress(args) as progress:
+        from ridgeline.llm import LLM
+
+        llm = LLM(args.model, progress=progress, **(engine_options(args) | more))
+    with llm:
+        note(args, _start_line(llm, time.perf_counter() - started))
+        if args.verbose:
+            _show_decisions(llm)
+        yield llm
+
+
+def _start_line(llm: LLM, seconds: float) -> str:
+    from ridgeline.architectures.counts import num_parameters
+
+    asked = llm.resolved
+    tokens = asked.num_blocks * asked.block_size
+    weights = "random weights, " if asked.load_format == "random" else ""
+    return (
+        f"{asked.model_name}: {llm.spec.family}, {quantity(num_parameters(llm.spec))} parameters, "
+        f"{weights}{asked.dtype} on {asked.device}, cache for {tokens} tokens, "
+        f"ready in {seconds:.1f} s"
+    )
+
+
+def quantity(value: float) -> str:
+    """1234567 as "1.23 M"."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def console() -> Console:
+    """Where bars and notes for the person go: standard error."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def paper() -> Console:
+    """Where tables that are the answer go: standard output, of a fixed width in a file or pipe."""
+    from rich.console import Console
+
+    out = Console(highlight=False, emoji=False, markup=False)
+    if not out.is_terminal:
+        out = Console(highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
+    return out
+
+
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[Any]:
+    """A callback (stage, done, of how many) that draws a bar, on a terminal only."""
+    if args.quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def _show_decisions(llm: LLM) -> None:
+    from rich.table import Table
+
+    decided = Table("what", "asked", "got", "because", title="decided at start")
+    for row in llm.resolved.decisions:
+        decided.add_row(row.field, row.asked, row.got, row.because)
+    memory = Table("memory", "GB", "GiB", "measured GB", title="where the memory goes")
+    for line in llm.memory:
+        measured = "" if line.measured is None else f"{line.measured / 1e9:.3f}"
+        memory.add_row(
+            line.what, f"{line.predicted / 1e9:.3f}", f"{line.predicted / 2**30:.3f}", measured
+        )
+    out = console()
+    out.print(decided)
+    out.print(memory)
+
+
+@contextmanager
+def stage(args: argparse.Namespace, text: str) -> Iterator[None]:
+    """Show what is being done while it is done, on a terminal only."""
+    if args.quiet or not sys.stderr.isatty():
+        yield
+        return
+    with console().status(text):
+        yield

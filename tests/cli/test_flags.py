@@ -1,0 +1,161 @@
+"""Do the flags follow the records they fill, field by field?"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+import pytest
+
+from ridgeline.cli import engine_flags, sampling_flags, serve
+from ridgeline.cli.main import parse
+from ridgeline.config import EngineConfig
+from ridgeline.errors import RequestFault
+from ridgeline.request import SamplingParams
+from ridgeline.server.config import Limits
+
+ENGINE_ARGV = {
+    "tokenizer": "folder",
+    "device": "cuda:1",
+    "dtype": "bfloat16",
+    "load_format": "random",
+    "seed": "7",
+    "max_model_len": "99",
+    "block_size": "32",
+    "num_blocks": "5",
+    "kv_cache_memory_bytes": "2MiB",
+    "memory_utilization": "0.5",
+    "max_num_seqs": "3",
+    "max_num_batched_tokens": "64",
+    "policy": "priority",
+    "max_in_flight": "1",
+    "attention_backend": "reference",
+    "weight_format": "plain",
+    "kv_cache_dtype": "auto",
+    "threads": "2",
+}
+
+
+def test_every_engine_field_has_a_flag_and_a_help() -> None:
+    names = {field.name for field in fields(EngineConfig)} - {"model"}
+    assert set(engine_flags.HELP) == names
+    assert set(ENGINE_ARGV) == names - {"prefix_caching"}
+
+
+def test_engine_flags_reach_their_fields_with_their_types() -> None:
+    argv = ["bench", "m", "--no-prefix-caching"]
+    for name, value in ENGINE_ARGV.items():
+        argv += ["--" + name.replace("_", "-"), value]
+    options = engine_flags.engine_options(parse(argv))
+    config = EngineConfig(model="m", **options)
+    assert config.kv_cache_memory_bytes == 2 << 20
+    assert config.prefix_caching is False
+    assert (config.seed, config.memory_utilization, config.threads) == (7, 0.5, 2)
+    assert {name: str(getattr(config, name)) for name in ENGINE_ARGV} | {
+        "kv_cache_memory_bytes": "2MiB"
+    } == ENGINE_ARGV
+
+
+def test_flags_not_given_leave_the_defaults_alone() -> None:
+    assert engine_flags.engine_options(parse(["bench", "m"])) == {}
+    assert sampling_flags.sampling_changes(parse(["generate", "m"])) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("17", 17), ("2KiB", 2048), ("2kb", 2000), ("1.5 MiB", 3 << 19), ("4GB", 4 * 10**9)],
+)
+def test_byte_sizes(text: str, expected: int) -> None:
+    assert engine_flags.byte_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1 XB", "1e9"])
+def test_bad_byte_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="512MiB"):
+        engine_flags.byte_size(text)
+
+
+SAMPLING_ARGV = [
+    *("--max-tokens", "9", "--min-tokens", "2", "--temperature", "0.5", "--top-k", "4"),
+    *("--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1"),
+    *("--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--logit-bias", "5:-2"),
+    *("--logit-bias", "6:1.5", "--seed", "11", "--stop", "x", "--stop", "y y"),
+    *("--stop-token-ids", "7,8", "--ignore-eos", "--n", "2", "--best-of", "3"),
+    *("--logprobs", "1", "--prompt-logprobs", "0", "--length-penalty", "0.7"),
+    *("--early-stopping", "--show-special-tokens"),
+]
+
+
+def test_every_sampling_field_has_a_flag() -> None:
+    given = sampling_flags.sampling_changes(parse(["generate", "m", *SAMPLING_ARGV]))
+    names = {field.name for field in fields(SamplingParams)}
+    assert set(sampling_flags.HELP) == names
+    assert set(given) == names - {"beam_width"}
+    assert SamplingParams(**given) == SamplingParams(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias={5: -2.0, 6: 1.5},
+        seed=11,
+        stop=("x", "y y"),
+        stop_token_ids=(7, 8),
+        ignore_eos=True,
+        n=2,
+        best_of=3,
+        logprobs=1,
+        prompt_logprobs=0,
+        length_penalty=0.7,
+        early_stopping=True,
+        skip_special_tokens=False,
+    )
+    beams = sampling_flags.sampling_changes(parse(["generate", "m", "--beam-width", "4"]))
+    assert beams == {"beam_width": 4}
+
+
+def test_settings_typed_in_a_chat() -> None:
+    allowed = ("temperature", "max_tokens")
+    assert sampling_flags.setting("temperature = 0.5", allowed) == ("temperature", 0.5)
+    assert sampling_flags.setting("max_tokens=7", allowed) == ("max_tokens", 7)
+    assert sampling_flags.setting("temperature=default", allowed) == ("temperature", None)
+    for wrong in ("temperature", "n=2", "=3"):
+        with pytest.raises(RequestFault, match="max_tokens, temperature"):
+            sampling_flags.setting(wrong, allowed)
+    with pytest.raises(RequestFault, match="not a number"):
+        sampling_flags.setting("max_tokens=many", allowed)
+
+
+def test_serve_flags_make_a_serve_config() -> None:
+    config = serve.serve_config(
+        parse(
+            [
+                "serve",
+                "m",
+                "--port",
+                "0",
+                "--max-body-bytes",
+                "1KiB",
+                "--run-timeout-s",
+                "2.5",
+                "--allowed-host",
+                "a",
+                "--allowed-host",
+                "b",
+                "--max-num-seqs",
+                "3",
+            ]
+        )
+    )
+    assert config.engine == EngineConfig(model="m", max_num_seqs=3)
+    assert (config.host, config.port, config.allowed_hosts) == ("127.0.0.1", 0, ("a", "b"))
+    assert config.limits == Limits(max_body_bytes=1024, run_timeout_s=2.5)
+    assert config.allow_anyone_on_the_network_without_a_key is False
+
+
+def test_every_limit_has_a_help() -> None:
+    assert set(serve.LIMIT_HELP) == {field.name for field in fields(Limits)}

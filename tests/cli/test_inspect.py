@@ -1,0 +1,124 @@
+"""Does `ridgeline inspect` count right, with and without weights?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.tiny_model import tiny_config
+
+LLAMA_3_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+def inspect(cli: Cli, folder: Path, *argv: object) -> dict[str, object]:
+    code, out, _ = cli("inspect", folder, "--json", *argv)
+    assert code == 0
+    return dict(json.loads(out))
+
+
+def test_known_figures_from_a_config_alone(tmp_path: Path, cli: Cli) -> None:
+    """Llama-3.1-70B: 70.6 billion parameters, 320 KiB of cache a token, 40 GiB at 128K tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(**LLAMA_3_70B)))
+    found = inspect(cli, tmp_path, "--dtype", "bfloat16")
+    assert found["parameters"]["total"] == 70_553_706_496  # type: ignore[index]
+    memory = found["memory_bytes"]["bfloat16"]  # type: ignore[index]
+    assert memory["kv_per_token"] == 320 << 10
+    assert memory["kv_cache"] == 40 << 30
+    assert memory["weights"] == 2 * 70_553_706_496
+    assert memory["total"] == memory["weights"] + memory["kv_cache"]
+    assert found["checkpoint"] is None
+
+
+def test_context_and_batch(bare: Path, cli: Cli) -> None:
+    found = inspect(cli, bare, "--context", 100, "--batch", 7)
+    memory = found["memory_bytes"]
+    assert isinstance(memory, dict)
+    # 2 layers, K and V, 2 KV heads of 8
+    assert {name: row["kv_per_token"] for name, row in memory.items()} == {
+        "float32": 256,
+        "bfloat16": 128,
+        "float16": 128,
+    }
+    assert memory["float32"]["kv_cache"] == 256 * 100 * 7
+    code, out, err = cli("inspect", bare, "--batch", 0)
+    assert (code, out) == (2, "")
+    assert "at least 1" in err
+
+
+def test_a_window_caps_the_cache(tmp_path: Path, cli: Cli) -> None:
+    config = tiny_config(model_type="mistral", sliding_window=64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = inspect(cli, tmp_path, "--context", 500, "--dtype", "float32")
+    assert found["memory_bytes"]["float32"]["kv_cache"] == 256 * 64  # type: ignore[index]
+    assert "window of 64 tokens" in cli("inspect", tmp_path)[1]
+
+
+def test_weights_are_checked_where_there_are_some(shared: Path, cli: Cli) -> None:
+    found = inspect(cli, shared / "models" / "stories260K")
+    assert found["checkpoint"] == {"tensors": 47, "bytes": 260_032 * 4, "dtypes": ["F32"]}
+    _, out, _ = cli("inspect", shared / "models" / "babyllama-char105-moe4")
+    assert "4 experts of 88, 4 per token" in out
+    assert "active per token" in out
+    assert "all that the model needs are there" in out
+
+
+def test_missing_tensors_are_named(shared: Path, tmp_path: Path, cli: Cli) -> None:
+    source = shared / "models" / "stories260K"
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    code, out, err = cli("inspect", tmp_path)
+    assert (code, out) == (2, "")
+    assert "model.layers.5." in err
+
+
+def test_tables_show_both_units(bare: Path, cli: Cli) -> None:
+    _, out, _ = cli("inspect", bare)
+    assert "MiB" in out
+    assert "together MB" in out
+    assert "4 heads of 8, 2 KV heads" in out
+
+
+@pytest.mark.parametrize("name", ["no such folder", "../nowhere/at all"])
+def test_no_model_there(name: str, cli: Cli) -> None:
+    code, out, err = cli("inspect", name)
+    assert (code, out) == (2, "")
+    assert "folder not found" in err
+
+
+def test_of_a_hub_model_only_the_config_is_fetched(
+    bare: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, str]] = []
+
+    def download(name: str, file: str, *, revision: str) -> str:
+        asked.append((name, file, revision))
+        return str(bare / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert cli("inspect", "user/model@v2")[0] == 0
+    assert cli("inspect", "user/model")[0] == 0
+    assert asked == [("user/model", "config.json", "v2"), ("user/model", "config.json", "main")]
+
+
+def test_a_hub_that_says_no_is_quoted(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> str:
+        raise OSError("access is restricted\nmore lines")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    code, out, err = cli("inspect", "user/model")
+    assert (code, out) == (2, "")
+    assert err.endswith("not on the hub (access is restricted)\n")

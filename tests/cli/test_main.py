@@ -1,0 +1,159 @@
+"""Does the command line teach, refuse well and end with the right code?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ridgeline import __version__
+from ridgeline.cli import generate, main
+from ridgeline.errors import ConfigError, DoesNotFit, RequestFault
+
+COMMANDS = ("generate", "chat", "serve", "inspect", "bench")
+
+
+def exit_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main.main(argv)
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of(["--version"], capsys) == (0, f"ridgeline {__version__}\n", "")
+
+
+def test_the_parser_loads_nothing_heavy() -> None:
+    program = (
+        "import sys; from ridgeline.cli.main import build_parser; build_parser();"
+        "print([m for m in ('torch', 'numpy', 'rich', 'starlette') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = exit_of([command, "--help"], capsys)
+    assert code == 0
+    assert f"usage: ridgeline {command}" in out
+    examples = out[out.index("examples:") :]
+    assert f"ridgeline {command}" in examples
+
+
+def test_top_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = exit_of(["--help"], capsys)
+    assert code == 0
+    assert all(f"    {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["generate", "m", "--max-token", "5"], "did you mean --max-tokens?"),
+        (["generate", "m", "--temprature=1"], "did you mean --temperature?"),
+        (["serve", "m", "--served-name", "x"], "did you mean --served-model-name?"),
+        (["bench", "m", "--workloads", "decode"], "did you mean --workload?"),
+        (["genrate"], "did you mean generate?"),
+        (["generate"], "required: MODEL"),
+        ([], "required: COMMAND"),
+        (["generate", "m", "--kv-cache-memory-bytes", "lots"], "512MiB"),
+        (["bench", "m", "--batch", "0"], "1,8,32"),
+        (["generate", "m", "--token-ids", "1,x"], "1,2,3"),
+        (["generate", "m", "--dtype", "float8"], "bfloat16"),
+    ],
+)
+def test_wrong_flags_get_a_hint(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = exit_of(argv, capsys)
+    assert (code, out) == (2, "")
+    assert "error:" in err
+    assert hint in err
+    assert len(err.splitlines()) == 2
+    assert err.splitlines()[1].startswith("Try 'ridgeline")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(generate, "run", run)
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("no config.json here"), RequestFault("bad top_p", param="top_p")]
+)
+def test_our_errors_are_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, error)
+    assert main.main(["generate", "m", "-p", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"ridgeline: error: {error}\n")
+
+
+def test_lack_of_memory_shows_the_table_and_the_ways_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = DoesNotFit("too big", (("weights", 3 << 30), ("KV cache", 10**9)), ("dtype bfloat16",))
+    failing(monkeypatch, error)
+    assert main.main(["generate", "m", "-p", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "ridgeline: error: too big"
+    assert lines[1].split() == ["weights", "3.221", "GB", "3.000", "GiB"]
+    assert lines[3] == "  would help: dtype bfloat16"
+
+
+def test_ctrl_c_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, KeyboardInterrupt())
+    assert main.main(["generate", "m", "-p", "x"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_our_own_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main.main(["generate", "m", "-p", "x"])
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
+    program = (
+        "from ridgeline.cli import generate, main\n"
+        "def run(args):\n"
+        "    for _ in range(100000): print('text ' * 20)\n"
+        "    return 0\n"
+        "generate.run = run\n"
+        "raise SystemExit(main.main(['generate', 'm', '-p', 'x']))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        err = child.stderr.read()
+    assert (child.returncode, err) == (141, b"")
+
+
+def test_prompts_come_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.txt").write_text("from a file\n", encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from stdin"))
+    argv = ["generate", "m", "--token-ids", "1,2 3", "--prompt-file", str(tmp_path / "p.txt")]
+    args = main.parse([*argv, "-p", "-", "-p", "plain"])
+    assert generate.read_prompts(args) == ["from stdin", "plain", "from a file\n", (1, 2, 3)]
+
+
+def test_no_prompt_and_unreadable_files_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no prompt was given"):
+        generate.read_prompts(main.parse(["generate", "m"]))
+    missing = str(tmp_path / "missing.txt")
+    with pytest.raises(ConfigError, match=r"--prompt-file .*missing\.txt"):
+        generate.read_prompts(main.parse(["generate", "m", "--prompt-file", missing]))
