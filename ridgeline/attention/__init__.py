@@ -1,0 +1,48 @@
+"""Which kernel answers a query over the cache? One file per backend."""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.attention.backend import AttentionBackend, Supports
+from ridgeline.errors import ConfigError
+from ridgeline.registry import load
+
+__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Supports", "choose_backend"]
+
+ATTENTION_BACKENDS: dict[str, str] = {
+    "reference": "ridgeline.attention.reference:ReferenceAttention",
+    "sdpa": "ridgeline.attention.sdpa:SdpaAttention",
+}
+# What `auto` tries, best first: torch's fused kernels beat the tiled reference on every device
+# and shape that both serve.
+PREFERENCE = ("sdpa", "reference")
+
+
+def choose_backend(
+    name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """The backend of this name, or with `auto` the best that serves every layer of the model.
+
+    ConfigError for an unknown name, or with the reason why the named one cannot be used.
+    """
+    if name != "auto":
+        backend: AttentionBackend = load(ATTENTION_BACKENDS, name, "attention backend")()
+        if reason := _why_not(backend, spec, dtype, device):
+            raise ConfigError(f"attention backend {name} {reason}; use auto")
+        return backend
+    for candidate in PREFERENCE:
+        backend = load(ATTENTION_BACKENDS, candidate, "attention backend")()
+        if _why_not(backend, spec, dtype, device) is None:
+            return backend
+    raise ConfigError(f"no attention backend serves {dtype} on {device.type}")
+
+
+def _why_not(
+    backend: AttentionBackend, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    for attention in {layer.attention for layer in spec.layers}:
+        if reason := backend.supports.why_not(attention, dtype, device):
+            return reason
+    return None

@@ -1,0 +1,1 @@
+"""How do the processes that share one model divide it and talk?"""

@@ -1,0 +1,230 @@
+"""What do all our model families read from a config.json in the same way?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ridgeline.architectures.config_reader import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    ConfigReader,
+)
+from ridgeline.architectures.rope_config import check_context, read_rope
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+)
+
+# Config names -> ours. `gelu_new`, `gelu_fast` and `gelu_pytorch_tanh` are the same tanh formula.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What Transformers assumes for a family's missing keys. `num_kv_heads` None: as many as
+    query heads. `head_dim` None: hidden size divided by heads."""
+
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """The sizes that every family has, read and checked."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope: RopeSpec
+    norm_eps: float
+
+    def attention(
+        self,
+        *,
+        window: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            window=window,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            qk_norm=qk_norm,
+        )
+
+
+def read_trunk(config: ConfigReader, defaults: Defaults, max_model_len: int | None) -> Trunk:
+    _refuse_foreign(config)
+    hidden_size = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    kv_heads = config.integer(
+        "num_key_value_heads", high=MAX_HEADS, default=_kv_heads(config, defaults, heads)
+    )
+    if heads % kv_heads:
+        raise config.fail(
+            "num_key_value_heads", f"is {kv_heads}; it must divide num_attention_heads ({heads})"
+        )
+    max_positions = config.integer(
+        "max_position_embeddings", high=MAX_POSITIONS, default=defaults.max_positions
+    )
+    head_dim = _head_dim(config, defaults, hidden_size, heads)
+    rope = read_rope(
+        config,
+        head_dim=head_dim,
+        default_theta=defaults.rope_theta,
+        max_positions=max_positions,
+    )
+    check_context(rope, max_positions, max_model_len)
+    return Trunk(
+        vocab_size=config.integer("vocab_size", high=MAX_VOCAB),
+        hidden_size=hidden_size,
+        num_layers=config.integer("num_hidden_layers", high=MAX_LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        rope=rope,
+        norm_eps=config.number("rms_norm_eps", default=defaults.norm_eps, low=0.0, high=1.0),
+    )
+
+
+def _kv_heads(config: ConfigReader, defaults: Defaults, heads: int) -> int:
+    """An explicit null means as many as query heads; a missing key, the family's default."""
+    if defaults.num_kv_heads is None or "num_key_value_heads" in config.values:
+        return heads
+    return defaults.num_kv_heads
+
+
+def _head_dim(config: ConfigReader, defaults: Defaults, hidden_size: int, heads: int) -> int:
+    if config.has("head_dim"):
+        return config.integer("head_dim", high=4096)
+    if defaults.head_dim is not None:
+        return defaults.head_dim
+    if hidden_size % heads:
+        raise config.fail(
+            "hidden_size",
+            f"is {hidden_size}; it must be a multiple of num_attention_heads ({heads})"
+            " when head_dim is not given",
+        )
+    return hidden_size // heads
+
+
+def _refuse_foreign(config: ConfigReader) -> None:
+    """Keys of other designs that would change every number."""
+    config.refuse("quantization_config", {})
+    config.refuse("is_encoder_decoder", False)
+    config.refuse("add_cross_attention", False)
+    config.refuse("use_bidirectional_attention", False)
+
+
+def activation(config: ConfigReader) -> str:
+    name = config.text("hidden_act", default="silu")
+    if name not in ACTIVATIONS:
+        raise config.fail("hidden_act", f"is {name!r}; supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def dense(config: ConfigReader, *, bias: bool = False) -> DenseSpec:
+    return DenseSpec(config.integer("intermediate_size"), activation(config), bias)
+
+
+def sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer by the rules of Qwen: `layer_types` when given, else the layers
+    from `max_window_layers` on, and none at all unless `use_sliding_window`."""
+    kinds = config.texts("layer_types", length=num_layers)
+    for kind in kinds or ():
+        if kind not in LAYER_TYPES:
+            raise config.fail("layer_types", f"has {kind!r}; supported are {LAYER_TYPES}")
+    if not config.flag("use_sliding_window", default=False) or (
+        "sliding_window" in config.values and not config.has("sliding_window")
+    ):
+        if "sliding_attention" in (kinds or ()):
+            raise config.fail("layer_types", "has sliding_attention but use_sliding_window is off")
+        return (None,) * num_layers
+    window = config.integer("sliding_window", high=MAX_POSITIONS, default=4096)
+    first = config.integer("max_window_layers", low=0, high=MAX_POSITIONS, default=28)
+    slides = (
+        [kind == "sliding_attention" for kind in kinds]
+        if kinds is not None
+        else [index >= first for index in range(num_layers)]
+    )
+    return tuple(window if slide else None for slide in slides)
+
+
+def one_window(config: ConfigReader, num_layers: int, default: int | None) -> int | None:
+    """The window of all layers by the rules of Mistral: `sliding_window`, null for none."""
+    window: int | None = default
+    if "sliding_window" in config.values:
+        window = (
+            config.integer("sliding_window", high=MAX_POSITIONS)
+            if config.has("sliding_window")
+            else None
+        )
+    kinds = config.texts("layer_types", length=num_layers)
+    wanted = "full_attention" if window is None else "sliding_attention"
+    if kinds is not None and set(kinds) != {wanted}:
+        raise config.fail("layer_types", f"must be {wanted} everywhere in this model family")
+    return window
+
+
+def model_spec(
+    config: ConfigReader,
+    trunk: Trunk,
+    *,
+    family: str,
+    attention: tuple[AttentionSpec, ...],
+    feed_forward: DenseSpec | ExpertsSpec,
+    tensor_names: Mapping[str, str],
+) -> ModelSpec:
+    bos = config.token_ids("bos_token_id", vocab_size=trunk.vocab_size)
+    return ModelSpec(
+        family=family,
+        vocab_size=trunk.vocab_size,
+        hidden_size=trunk.hidden_size,
+        layers=tuple(LayerSpec(spec, feed_forward) for spec in attention),
+        norm_eps=trunk.norm_eps,
+        tie_embeddings=config.flag("tie_word_embeddings", default=False),
+        max_position_embeddings=trunk.max_positions,
+        dtype=read_dtype(config),
+        tensor_names=tensor_names,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=config.token_ids("eos_token_id", vocab_size=trunk.vocab_size),
+    )
+
+
+def read_dtype(config: ConfigReader) -> str:
+    """`dtype` (newer files) or `torch_dtype`, float32 when neither is there."""
+    key = "dtype" if config.has("dtype") else "torch_dtype"
+    name = config.text(key, default="float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise config.fail(key, f"is {name!r}; supported are {', '.join(DTYPES)}")
+    return name

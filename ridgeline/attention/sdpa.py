@@ -1,0 +1,311 @@
+"""Attention by torch's own fused kernel, on what is gathered from the cache.
+
+Requests with few new tokens (decodes above all) are padded to one length and answered by one call;
+the places behind a request's end repeat its own last token, so nothing foreign is ever read, and a
+bias of -inf hides them. Longer pieces go one by one, in tiles of query rows once a mask is needed.
+Query heads that share a KV head are rows of one product: K and V are never repeated in memory.
+Letters: T packed tokens, B requests of a tile, L keys of each, Q new tokens of each, H query heads,
+K KV heads, G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+from ridgeline.architectures.spec import AttentionSpec
+from ridgeline.attention.backend import Supports, softmax_scale
+from ridgeline.attention.layout import AttentionLayout
+from ridgeline.attention.slots import slots_of_range, slots_of_ranges
+from ridgeline.kvcache import LayerKV
+
+QUERY_TILE = 256  # rows of a masked piece that are answered by one call
+FEW_TOKENS = 8  # up to so many new tokens, requests of a kind are answered together
+MAX_GATHERED = 1 << 16  # tokens that one call gathers for several requests
+MAX_PADDING = 1 << 11  # tokens of padding in a call before another call is cheaper
+BIAS_ALIGNMENT = 16  # keys; torch copies a bias of another width at every call on a GPU
+
+
+@dataclass(slots=True)
+class Bias:
+    """0 where a query may look and -inf elsewhere, kept in each dtype it is asked for."""
+
+    hidden: torch.Tensor
+    kept: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self.kept:
+            blank = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+            self.kept[dtype] = blank.masked_fill_(self.hidden, -torch.inf)
+        return self.kept[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortTile:
+    """Requests with `num_new` new tokens each. `rows_T` None: the whole step, in its order."""
+
+    rows_T: torch.Tensor | None
+    num_requests: int
+    num_new: int
+    length: int
+    slots: torch.Tensor  # [B * L]
+    hidden: Bias | None  # [B, 1, Q, L]
+
+
+@dataclass(frozen=True, slots=True)
+class LongPiece:
+    """The new tokens [start, stop) of the step, all of one request, over the keys at `slots`,
+    the last of which is the last query's own. `plain`: causal alone, nothing cached before."""
+
+    start: int
+    stop: int
+    slots: torch.Tensor  # [num_keys]
+    num_keys: int
+    plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    window: int | None
+    short: tuple[ShortTile, ...]
+    long: tuple[LongPiece, ...]
+    band: Bias | None
+
+
+class SdpaAttention:
+    name = "sdpa"
+    supports = Supports(("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16))
+
+    def __init__(self) -> None:
+        # cuDNN's kernel spends tens of milliseconds of the host on every shape it has not seen,
+        # and here every step has another length.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def plan(self, layout: AttentionLayout, group: int, window: int | None) -> SdpaPlan:
+        table_BM = layout.block_tables_BM[group]
+        short: dict[int, list[int]] = {}
+        long: list[LongPiece] = []
+        for row, num_new in enumerate(layout.query_lens):
+            if num_new <= FEW_TOKENS:
+                short.setdefault(num_new, []).append(row)
+            else:
+                long.append(_long_piece(layout, table_BM, row, window))
+        tiles = (
+            _short_tile(layout, table_BM, rows, num_new, window)
+            for num_new, kind in short.items()
+            for rows in _by_length(layout, kind, num_new, window)
+        )
+        return SdpaPlan(window, tuple(tiles), tuple(long), _band(long, window, table_BM.device))
+
+    def attend(
+        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: SdpaPlan, spec: AttentionSpec
+    ) -> torch.Tensor:
+        scale = softmax_scale(spec)
+        if len(plan.short) == 1 and plan.short[0].rows_T is None:
+            return _attend_short(q_THD, layer_kv, plan.short[0], scale)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        for tile in plan.short:
+            rows = slice(None) if tile.rows_T is None else tile.rows_T
+            out_THD[rows] = _attend_short(q_THD[rows], layer_kv, tile, scale)
+        for piece in plan.long:
+            _attend_long(q_THD, layer_kv, piece, plan, scale, out_THD)
+        return out_THD
+
+
+def _visible(seq_len: int, num_new: int, window: int | None) -> int:
+    """How many of a request's tokens any of its new tokens may look at."""
+    return seq_len if window is None else min(seq_len, window + num_new - 1)
+
+
+def _by_length(
+    layout: AttentionLayout, rows: list[int], num_new: int, window: int | None
+) -> Iterator[list[int]]:
+    """Requests that share a call: all of them, unless padding to the longest costs too much."""
+    lengths = {row: _visible(layout.seq_lens[row], num_new, window) for row in rows}
+    longest = max(lengths.values())
+    padding = longest * len(rows) - sum(lengths.values())
+    if padding <= MAX_PADDING and longest * len(rows) <= MAX_GATHERED:
+        yield rows
+        return
+    batch: list[int] = []
+    padding = 0
+    for row in sorted(rows, key=lengths.__getitem__, reverse=True):
+        longest = lengths[batch[0]] if batch else lengths[row]
+        padding += longest - lengths[row]
+        if batch and (padding > MAX_PADDING or longest * (len(batch) + 1) > MAX_GATHERED):
+            yield batch
+            batch, padding = [], 0
+        batch.append(row)
+    yield batch
+
+
+def _short_tile(
+    layout: AttentionLayout,
+    table_BM: torch.Tensor,
+    rows: list[int],
+    num_new: int,
+    window: int | None,
+) -> ShortTile:
+    device = table_BM.device
+    ends = [layout.seq_lens[row] for row in rows]
+    lengths = [_visible(end, num_new, window) for end in ends]
+    length = max(lengths)
+    whole = rows == list(range(len(layout.seq_lens)))
+    if device.type == "cuda" and min(lengths) < length:
+        length += -length % BIAS_ALIGNMENT
+    if len(rows) == 1:
+        slots = slots_of_range(table_BM[rows[0]], ends[0] - length, ends[0], layout.block_size)
+    else:
+        starts = [end - n for end, n in zip(ends, lengths, strict=True)]
+        tables = table_BM if whole else table_BM[rows]
+        slots = slots_of_ranges(tables, starts, lengths, length, layout.block_size).view(-1)
+    return ShortTile(
+        rows_T=None if whole else _token_rows(layout, rows, num_new, device),
+        num_requests=len(rows),
+        num_new=num_new,
+        length=length,
+        slots=slots,
+        hidden=_short_bias(lengths, length, num_new, window, device),
+    )
+
+
+def _token_rows(
+    layout: AttentionLayout, rows: list[int], num_new: int, device: torch.device
+) -> torch.Tensor:
+    starts = [layout.query_start[row] for row in rows]
+    return torch.tensor([s + i for s in starts for i in range(num_new)], device=device)
+
+
+def _short_bias(
+    lengths: list[int], length: int, num_new: int, window: int | None, device: torch.device
+) -> Bias | None:
+    """Query j of a request with n of `length` places sees those up to place n - num_new + j, and
+    `window` of them. None when nothing is hidden."""
+    if num_new == 1 and min(lengths) == length:
+        return None
+    place_L = torch.arange(length, device=device)
+    lengths_B11 = torch.tensor(lengths, device=device)[:, None, None]
+    own_BQ1 = lengths_B11 + torch.arange(-num_new, 0, device=device)[:, None]
+    hidden_BQL = place_L > own_BQ1
+    if window is not None and num_new > 1:
+        hidden_BQL |= place_L <= own_BQ1 - window
+    return Bias(hidden_BQL[:, None])
+
+
+def _attend_short(
+    q_THD: torch.Tensor, layer_kv: LayerKV, tile: ShortTile, scale: float
+) -> torch.Tensor:
+    kv = layer_kv.gather(tile.slots)
+    num_kv_heads, head_dim = kv.shape[2], kv.shape[3]
+    batch, num_new, share = tile.num_requests, tile.num_new, q_THD.shape[1] // num_kv_heads
+    k_BKLD, v_BKLD = (
+        kv.view(batch, tile.length, 2, num_kv_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    )
+    bias = None if tile.hidden is None else tile.hidden.of(q_THD.dtype)
+    if num_new == 1:
+        q_BKRD = q_THD.view(batch, num_kv_heads, share, head_dim)
+        out = functional.scaled_dot_product_attention(
+            q_BKRD, k_BKLD, v_BKLD, attn_mask=bias, scale=scale
+        )
+        return out.reshape(q_THD.shape)
+    q_BQKGD = q_THD.view(batch, num_new, num_kv_heads, share, head_dim)
+    out = functional.scaled_dot_product_attention(
+        q_BQKGD.permute(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, share * num_new, head_dim),
+        k_BKLD,
+        v_BKLD,
+        attn_mask=None if bias is None else bias.repeat(1, 1, share, 1),
+        scale=scale,
+    )
+    out_BKGQD = out.reshape(batch, num_kv_heads, share, num_new, head_dim)
+    return out_BKGQD.permute(0, 3, 1, 2, 4).reshape(q_THD.shape)
+
+
+def _long_piece(
+    layout: AttentionLayout, table_BM: torch.Tensor, row: int, window: int | None
+) -> LongPiece:
+    num_new, seq_len = layout.query_lens[row], layout.seq_lens[row]
+    num_keys = _visible(seq_len, num_new, window)
+    return LongPiece(
+        start=layout.query_start[row],
+        stop=layout.query_start[row + 1],
+        slots=slots_of_range(table_BM[row], seq_len - num_keys, seq_len, layout.block_size),
+        num_keys=num_keys,
+        plain=seq_len == num_new and (window is None or window >= num_new),
+    )
+
+
+def _band(pieces: Sequence[LongPiece], window: int | None, device: torch.device) -> Bias | None:
+    """[QUERY_TILE, keys]: what the last query rows may not see of the last keys. Every tile of
+    every piece is its lower right corner, because all tiles end with their last query's key.
+    None where no piece needs it, or where torch has a kernel for causal pieces behind others."""
+    masked = [piece.num_keys for piece in pieces if not piece.plain]
+    if not masked or (window is None and device.type == "cuda"):
+        return None
+    keys = max(masked) if window is None else min(max(masked), window + QUERY_TILE - 1)
+    query_R1 = torch.arange(-QUERY_TILE, 0, device=device)[:, None]
+    key_n = torch.arange(-keys, 0, device=device)
+    hidden = key_n > query_R1
+    return Bias(hidden if window is None else hidden | (key_n <= query_R1 - window))
+
+
+def _attend_long(
+    q_THD: torch.Tensor,
+    layer_kv: LayerKV,
+    piece: LongPiece,
+    plan: SdpaPlan,
+    scale: float,
+    out_THD: torch.Tensor,
+) -> None:
+    kv_n2KD = layer_kv.gather(piece.slots)
+    num_kv_heads, head_dim = kv_n2KD.shape[2], kv_n2KD.shape[3]
+    num_new, share = piece.stop - piece.start, q_THD.shape[1] // num_kv_heads
+    # G stands where torch wants the batch: its memory-efficient GPU kernel takes heads of stride 0
+    # for a special case and then reads a bias wrongly (seen when one query is left over 64).
+    k_GKnD, v_GKnD = (
+        x.expand(share, num_kv_heads, -1, head_dim) for x in kv_n2KD.permute(1, 2, 0, 3).unbind(0)
+    )
+    q_GKQD, out_GKQD = (
+        x[piece.start : piece.stop].view(num_new, num_kv_heads, share, head_dim).permute(2, 1, 0, 3)
+        for x in (q_THD, out_THD)
+    )
+    if plan.band is None or piece.plain:
+        causal = None if piece.plain else _behind_others(num_new, piece.num_keys)
+        out_GKQD.copy_(
+            functional.scaled_dot_product_attention(
+                q_GKQD, k_GKnD, v_GKnD, attn_mask=causal, is_causal=piece.plain, scale=scale
+            )
+        )
+        return
+    band = plan.band.of(q_THD.dtype)
+    for start, stop, key_start, key_stop in _tiles(num_new, piece.num_keys, plan.window):
+        bias = band[start - stop :, key_start - key_stop :]
+        if bias.is_cuda:  # the kernel reads vectors, so rows must start where vectors do
+            bias = bias.clone(memory_format=torch.contiguous_format)
+        out_GKQD[:, :, start:stop] = functional.scaled_dot_product_attention(
+            q_GKQD[:, :, start:stop],
+            k_GKnD[:, :, key_start:key_stop],
+            v_GKnD[:, :, key_start:key_stop],
+            attn_mask=bias,
+            scale=scale,
+        )
+
+
+def _behind_others(num_new: int, num_keys: int) -> torch.Tensor:
+    """The causal mask of queries that are the last of the keys. Imported where it is used: the
+    module pulls in torch's compiler, a second of start-up that a CPU never needs."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask: torch.Tensor = causal_lower_right(num_new, num_keys)
+    return mask
+
+
+def _tiles(num_new: int, num_keys: int, window: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Query rows [start, stop) and the keys that any of them may see."""
+    cached = num_keys - num_new
+    for start in range(0, num_new, QUERY_TILE):
+        stop = min(start + QUERY_TILE, num_new)
+        key_start = 0 if window is None else max(0, cached + start - window + 1)
+        yield start, stop, key_start, cached + stop

@@ -1,0 +1,50 @@
+"""How do we run on one NVIDIA GPU?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ridgeline.errors import ConfigError
+
+BFLOAT16_CAPABILITY = (8, 0)
+
+
+class CudaDevice:
+    """GPU `index`. Opening it switches TF32 off, so that float32 means float32."""
+
+    def __init__(self, index: int) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("device cuda was asked for, but torch finds no CUDA GPU; use cpu")
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(f"device cuda:{index} does not exist; there are {count} GPUs")
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        torch.set_float32_matmul_precision("highest")
+        capable = torch.cuda.get_device_capability(self.torch_device) >= BFLOAT16_CAPABILITY
+        self.best_dtype = "bfloat16" if capable else "float16"
+
+    def describe(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def memory_total(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
+    def memory_free(self) -> int:
+        """Free for the driver, plus what torch's allocator holds without using it."""
+        free = torch.cuda.mem_get_info(self.torch_device)[0]
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        return free + reserved - torch.cuda.memory_allocated(self.torch_device)
+
+    def upload(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        pinned = torch.tensor(values, dtype=dtype, pin_memory=True)
+        return pinned.to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)

@@ -1,0 +1,36 @@
+"""What do we ask of a device, whichever it is?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Device(Protocol):
+    """A place where tensors live. `name` is as asked for ("cpu", "cuda:0"); sizes are bytes."""
+
+    name: str
+    torch_device: torch.device
+    best_dtype: str
+
+    def describe(self) -> str:
+        """A human name of the hardware."""
+        ...
+
+    def memory_total(self) -> int: ...
+
+    def memory_free(self) -> int:
+        """What could be allocated now, by us and by others."""
+        ...
+
+    def upload(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Host numbers as a tensor on the device, in stream order, without waiting."""
+        ...
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the host; waits for what computes it."""
+        ...
+
+    def synchronize(self) -> None: ...

@@ -1,0 +1,71 @@
+"""Which share of the model does this process hold? Tensor parallelism as one small object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ridgeline.errors import ConfigError, check
+
+
+class Collective(Protocol):
+    """What ranks say to each other. Every rank calls the same methods in the same order."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, on every rank; may write into `x`."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks (same shape), in rank order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """`length` of a dimension's entries from `start` on."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    rank: int = 0
+    size: int = 1
+    collective: Collective | None = None
+
+    def __post_init__(self) -> None:
+        check(0 <= self.rank < self.size, "rank lies inside size", rank=self.rank, size=self.size)
+        check(self.size == 1 or self.collective is not None, "more than one rank can talk")
+
+    def shard(self, total: int, what: str) -> Shard:
+        """This rank's equal share of `total`; ConfigError names `what` if it does not divide."""
+        if total % self.size:
+            raise ConfigError(
+                f"{what} ({total}) cannot be split over {self.size} ranks; use a divisor of it"
+            )
+        return Shard(self.rank * (total // self.size), total // self.size)
+
+    def shard_heads(self, num_kv_heads: int) -> Shard:
+        """This rank's KV heads: a share, or one head held by several ranks."""
+        if self.size <= num_kv_heads:
+            return self.shard(num_kv_heads, "num_key_value_heads")
+        if self.size % num_kv_heads:
+            raise ConfigError(
+                f"{self.size} ranks cannot share {num_kv_heads} KV heads evenly; use a multiple"
+            )
+        return Shard(self.rank // (self.size // num_kv_heads), 1)
+
+    def shard_rows(self, total: int) -> Shard:
+        """A share of ceil(total / size) rows, shorter or empty at the end."""
+        rows = -(-total // self.size)
+        start = min(self.rank * rows, total)
+        return Shard(start, min(rows, total - start))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.collective is None else self.collective.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x] if self.collective is None else self.collective.all_gather(x)

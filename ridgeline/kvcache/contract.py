@@ -1,0 +1,46 @@
+"""What must a KV format be able to do? `gather` makes any format work with any attention backend.
+
+Letters: T tokens, N blocks, S block size, K KV heads, D head size, n gathered tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+Store = tuple[torch.Tensor, ...]
+
+
+class KVFormat(Protocol):
+    """How the keys and values of one layer lie in memory."""
+
+    name: str
+
+    def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+        """Bytes of one token's K and V in one layer, served in a dtype of `dtype_bytes`; pure
+        arithmetic, and what its line in `formats` says."""
+        ...
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Store:
+        """The memory of one layer. The first dimension of each tensor is the block."""
+        ...
+
+    def write(self, store: Store, slots_T: torch.Tensor, kv_TC: torch.Tensor) -> None:
+        """Put tokens into slots (block * block_size + offset). A row of `kv_TC` is the K heads,
+        then the V heads: C = 2 * K * D. Padding tokens all name the slots of block 0."""
+        ...
+
+    def gather(
+        self, store: Store, slots_n: torch.Tensor, num_kv_heads: int, head_dim: int
+    ) -> torch.Tensor:
+        """The tokens of these slots as [n, 2, K, D] in the serving dtype: K is [:, 0]."""
+        ...

@@ -1,0 +1,101 @@
+"""Queries, keys and values, their rotation, the cache, and the way back.
+
+Letters: T tokens, E hidden, H query heads, K KV heads, D head size (numbers of this rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ridgeline.architectures.spec import AttentionSpec
+from ridgeline.attention.backend import AttentionBackend
+from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.kernels.rope import rotate_
+from ridgeline.kvcache import LayerKV
+from ridgeline.layers.linear import Linear, Part
+from ridgeline.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What one step means to the layers of one KV group and rotation."""
+
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+    slots_T: torch.Tensor
+    plan: Any
+
+
+class Attention:
+    """`name(role)` is the checkpoint name of a tensor of this layer."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        norm_eps: float,
+        name: Callable[[str], str],
+        linear: Callable[..., Linear],
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        placement: Placement,
+    ) -> None:
+        kv_heads = placement.shard_heads(spec.num_kv_heads)
+        q_heads = placement.shard(spec.num_heads, "num_attention_heads")
+        self.spec = replace(spec, num_heads=q_heads.length, num_kv_heads=kv_heads.length)
+        self.backend = backend
+        head_dim = spec.head_dim
+        bias = "_bias" if spec.qkv_bias else None
+        shards = {"q": q_heads, "k": kv_heads, "v": kv_heads}
+        self.qkv = linear(
+            [
+                Part(name(role), name(role + bias) if bias else None, _times(heads, head_dim))
+                for role, heads in shards.items()
+            ],
+            hidden_size,
+        )
+        out_bias = name("o_bias") if spec.out_bias else None
+        self.out = linear(
+            [Part(name("o"), out_bias, Shard(0, hidden_size))],
+            spec.num_heads * head_dim,
+            columns=_times(q_heads, head_dim),
+        )
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(name("q_norm"), head_dim, norm_eps, dtype, device)
+            self.k_norm = RMSNorm(name("k_norm"), head_dim, norm_eps, dtype, device)
+        self.q_size = q_heads.length * head_dim
+        self.kv_size = kv_heads.length * head_dim
+
+    def __call__(self, x_TE: torch.Tensor, step: AttentionStep, layer_kv: LayerKV) -> torch.Tensor:
+        """[T, E] -> [T, E]; writes the new tokens' keys and values to the cache."""
+        heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        qkv_TC = self.qkv(x_TE)
+        tokens, width = qkv_TC.shape
+        turned_TND = qkv_TC.as_strided((tokens, heads + kv_heads, size), (width, size, 1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = turned_TND[:, :heads], turned_TND[:, heads:]
+            q_THD.copy_(self.q_norm(q_THD))
+            k_TKD.copy_(self.k_norm(k_TKD))
+        rotate_(turned_TND, step.cos_T1D, step.sin_T1D)
+        layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
+        q_THD = qkv_TC.as_strided((tokens, heads, size), (width, size, 1))
+        out_THD = self.backend.attend(q_THD, layer_kv, step.plan, self.spec)
+        return self.out(out_THD.reshape(tokens, self.q_size))
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.out]
+
+    @property
+    def norms(self) -> list[RMSNorm]:
+        return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+
+
+def _times(shard: Shard, size: int) -> Shard:
+    return Shard(shard.start * size, shard.length * size)

@@ -1,0 +1,217 @@
+"""How do token ids become logits? The one loop that every model family shares.
+
+Letters: T packed tokens, R rows that need logits, E hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from ridgeline.architectures import expected_tensors, optional_tensors
+from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
+from ridgeline.attention.backend import AttentionBackend
+from ridgeline.attention.layout import ForwardBatch
+from ridgeline.distributed.placement import Placement
+from ridgeline.errors import ConfigError, check
+from ridgeline.kvcache import KVCache, LayerKV
+from ridgeline.layers.attention import Attention, AttentionStep
+from ridgeline.layers.embedding import VocabularyMatrix
+from ridgeline.layers.experts import Experts
+from ridgeline.layers.feed_forward import FeedForward
+from ridgeline.layers.linear import Linear
+from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.piece import Piece, TensorSource, fill
+from ridgeline.layers.random_source import RandomSource
+from ridgeline.layers.rope import Rotation
+from ridgeline.quantization import WeightFormat
+from ridgeline.quantization.plain import PlainWeights
+
+
+class DecoderLayer:
+    def __init__(
+        self,
+        attention: Attention,
+        feed_forward: FeedForward | Experts,
+        input_norm: RMSNorm,
+        post_norm: RMSNorm,
+    ) -> None:
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.input_norm = input_norm
+        self.post_norm = post_norm
+
+    def __call__(
+        self, hidden_TE: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
+    ) -> torch.Tensor:
+        """[T, E] -> [T, E]"""
+        hidden_TE = self.attention(self.input_norm(hidden_TE), step, layer_kv).add_(hidden_TE)
+        return self.feed_forward(self.post_norm(hidden_TE)).add_(hidden_TE)
+
+
+class Decoder:
+    """One rank's share of a model. Build it, `load` or `randomize` it, then run it.
+
+    On the meta device it has all shapes and no memory.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        placement: Placement,
+        attention: AttentionBackend,
+        weight_format: WeightFormat,
+        max_model_len: int,
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.placement = placement
+        self.backend = attention
+        self.max_model_len = max_model_len
+        names = spec.tensor_names
+        self._linear = partial(
+            Linear, weight_format=weight_format, dtype=dtype, device=device, placement=placement
+        )
+        # Routers are tiny and decide much: they stay as they are in every format.
+        self._plain_linear = partial(self._linear, weight_format=PlainWeights())
+        self._matrix = partial(
+            VocabularyMatrix,
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            dtype=dtype,
+            device=device,
+            placement=placement,
+        )
+        self.embedding = self._matrix(names["embedding"])
+        self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
+        self.layers = [self._layer(i, layer) for i, layer in enumerate(spec.layers)]
+        self.norm = self._norm(names["norm"])
+        ropes = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
+        kinds = list(dict.fromkeys(ropes))
+        self.rotations = [Rotation(*kind, max_model_len, device) for kind in kinds]
+        self.rotation_of_layer = [kinds.index(kind) for kind in ropes]
+
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(name, self.spec.hidden_size, self.spec.norm_eps, self.dtype, self.device)
+
+    def _layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
+        width = self.spec.hidden_size
+
+        def name(role: str, expert: int | None = None) -> str:
+            return self.spec.tensor_names[role].format(layer=index, expert=expert)
+
+        attention = Attention(
+            spec.attention,
+            width,
+            self.spec.norm_eps,
+            name,
+            self._linear,
+            self.backend,
+            self.dtype,
+            self.device,
+            self.placement,
+        )
+        inner = spec.feed_forward
+        feed_forward = (
+            FeedForward(inner, width, name, self._linear, self.placement)
+            if isinstance(inner, DenseSpec)
+            else Experts(inner, width, name, self._linear, self._plain_linear, self.placement)
+        )
+        norms = self._norm(name("input_norm")), self._norm(name("post_norm"))
+        return DecoderLayer(attention, feed_forward, *norms)
+
+    def _parts(self) -> Iterator[VocabularyMatrix | RMSNorm | Linear]:
+        """All that holds parameters, each once, in the order of computation."""
+        yield self.embedding
+        for layer in self.layers:
+            yield layer.input_norm
+            yield from layer.attention.norms
+            yield from layer.attention.linears
+            yield layer.post_norm
+            yield from layer.feed_forward.linears
+        yield self.norm
+        if self.lm_head is not self.embedding:
+            yield self.lm_head
+
+    @torch.inference_mode()
+    def load(self, source: TensorSource, progress: Callable[[int], None] | None = None) -> None:
+        """Read this rank's share of every tensor, one at a time, into its final place.
+
+        `progress` gets the bytes read so far. ConfigError if a tensor has another
+        shape than the spec says, or if a tied model's file holds a different output matrix.
+        """
+        expected = expected_tensors(self.spec)
+        for name, shape in expected.items():
+            if (found := tuple(source.shape(name))) != shape:
+                raise ConfigError(f"tensor {name} has shape {found} where {shape} is needed")
+        wanted, done = set(expected), 0
+        for part in self._parts():
+            for piece in part.pieces():
+                done += fill(piece, source)
+                wanted.discard(piece.name)
+                if progress is not None:
+                    progress(done)
+            if isinstance(part, Linear):
+                part.finish()
+        check(self.placement.size > 1 or not wanted, "every tensor was read", left=sorted(wanted))
+        self._check_tied(source)
+
+    def _check_tied(self, source: TensorSource) -> None:
+        present = set(source.names())
+        for name in optional_tensors(self.spec):
+            if name not in present or not self.embedding.rows.length:
+                continue
+            rows = self.embedding.rows
+            stored = source.slice(name, 0, rows.start, rows.length).to(self.device, self.dtype)
+            if not torch.equal(stored, self.embedding.weight_PE[: rows.length]):
+                raise ConfigError(
+                    f"tie_word_embeddings is true but {name} differs from"
+                    f" {self.embedding.name}; set tie_word_embeddings to false in config.json"
+                )
+
+    def randomize(self, seed: int) -> None:
+        """Fill with random numbers, the same for the same seed, device and dtype."""
+        shapes = expected_tensors(self.spec)
+        self.load(RandomSource(shapes, seed, self.dtype, self.device))
+
+    def num_parameters(self) -> int:
+        """Numbers read from a checkpoint by this rank."""
+        return sum(p.target.numel() for p in self.pieces())
+
+    def pieces(self) -> Iterator[Piece]:
+        """Where each checkpoint tensor goes; only before `load` has packed the weights."""
+        for part in self._parts():
+            yield from part.pieces()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
+        """Hidden states of the step's tokens before the final norm, [T, E]; fills the cache."""
+        hidden_TE = self.embedding.embed(batch.token_ids_T)
+        steps = self._steps(batch, kv)
+        for index, layer in enumerate(self.layers):
+            layer_kv = kv.layers[index]
+            step = steps[layer_kv.group, self.rotation_of_layer[index]]
+            hidden_TE = layer(hidden_TE, step, layer_kv)
+        return hidden_TE
+
+    def _steps(self, batch: ForwardBatch, kv: KVCache) -> dict[tuple[int, int], AttentionStep]:
+        """What the step means to the layers of each (KV group, rotation)."""
+        turned = [rotation.at(batch.positions_T) for rotation in self.rotations]
+        steps: dict[tuple[int, int], AttentionStep] = {}
+        for index, group in enumerate(kv.groups):
+            plan = self.backend.plan(batch.layout, index, group.window)
+            slots_T = batch.layout.slots_T[index]
+            for rotation in {self.rotation_of_layer[layer] for layer in group.layers}:
+                steps[index, rotation] = AttentionStep(*turned[rotation], slots_T, plan)
+        return steps
+
+    @torch.inference_mode()
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """Final norm and output matrix: [R, E] rows of `forward` -> [R, V] float32."""
+        return self.lm_head.logits(self.norm(hidden_RE)).float()

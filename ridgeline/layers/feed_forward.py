@@ -1,0 +1,46 @@
+"""down(act(gate(x)) * up(x)), with gate and up as one product.
+
+Letters: T tokens, E hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ridgeline.architectures.spec import DenseSpec
+from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.kernels.gated import gated
+from ridgeline.layers.linear import Linear, Part
+
+
+class FeedForward:
+    """`name(role)` is the checkpoint name of a tensor of this layer."""
+
+    def __init__(
+        self,
+        spec: DenseSpec,
+        hidden_size: int,
+        name: Callable[[str], str],
+        linear: Callable[..., Linear],
+        placement: Placement,
+    ) -> None:
+        inner = placement.shard(spec.intermediate_size, "intermediate_size")
+
+        def part(role: str, rows: Shard) -> Part:
+            return Part(name(role), name(f"{role}_bias") if spec.bias else None, rows)
+
+        self.activation = spec.activation
+        self.gate_up = linear([part("gate", inner), part("up", inner)], hidden_size)
+        self.down = linear(
+            [part("down", Shard(0, hidden_size))], spec.intermediate_size, columns=inner
+        )
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, E]"""
+        return self.down(gated(self.gate_up(x_TE), self.activation))
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.gate_up, self.down]

@@ -1,0 +1,114 @@
+"""Which angles turn the heads at which position? Tables made once, as Transformers makes them.
+
+Formulas: Hugging Face Transformers `modeling_rope_utils` (linear, dynamic NTK, Llama 3, YaRN),
+in float32. Letters: L positions, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ridgeline.architectures.spec import RopeSpec
+from ridgeline.errors import check
+
+
+class Rotation:
+    """Cosines and signed sines of positions 0 .. max_model_len - 1 for one RopeSpec."""
+
+    def __init__(
+        self, spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device
+    ) -> None:
+        frequencies, factor = inverse_frequencies(spec, head_dim, max_model_len)
+        positions = torch.arange(max_model_len, dtype=torch.float32)
+        angles = positions[:, None] * frequencies
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+        self.table_L2D = table.to(device)
+
+    def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cosines, signed sines) as `kernels.rope` wants them, [T, 1, D] float32 each."""
+        both_T2D = self.table_L2D.index_select(0, positions_T)
+        return both_T2D[:, :1], both_T2D[:, 1:]
+
+
+def inverse_frequencies(
+    spec: RopeSpec, head_dim: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
+    """(radians per position of each pair, [D / 2]; the factor of cosines and sines).
+
+    The dynamic kind depends on the length served: all tokens of all requests are turned as in a
+    sequence of `max_model_len` tokens, so that cached keys stay valid as a request grows. Up to
+    the trained length it is the default kind.
+    """
+    if spec.kind == "yarn":
+        return _yarn(spec, head_dim)
+    if spec.kind == "dynamic":
+        return _plain(_dynamic_theta(spec, head_dim, max_model_len), head_dim), 1.0
+    frequencies = _plain(spec.theta, head_dim)
+    if spec.kind == "linear":
+        frequencies = frequencies / spec.factor
+    if spec.kind == "llama3":
+        frequencies = _llama3(spec, frequencies)
+    return frequencies, 1.0
+
+
+def _plain(theta: float, head_dim: int) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+
+
+def _original(spec: RopeSpec) -> int:
+    check(spec.original_max_position is not None, "the trained length is known", kind=spec.kind)
+    return spec.original_max_position or 0
+
+
+def _dynamic_theta(spec: RopeSpec, head_dim: int, max_model_len: int) -> float:
+    trained = _original(spec)
+    stretch = spec.factor * max(max_model_len, trained) / trained - (spec.factor - 1)
+    grown: float = stretch ** (head_dim / (head_dim - 2))
+    return spec.theta * grown
+
+
+def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
+    """Long waves are slowed down by the factor, short ones kept, those between are mixed."""
+    trained, low, high = _original(spec), spec.low_freq_factor or 1.0, spec.high_freq_factor or 4.0
+    wavelengths = 2 * math.pi / frequencies
+    long_waves = wavelengths > trained / low
+    slowed = torch.where(long_waves, frequencies / spec.factor, frequencies)
+    mix = (trained / wavelengths - low) / (high - low)
+    mixed = (1 - mix) * slowed / spec.factor + mix * slowed
+    between = ~(wavelengths < trained / high) & ~long_waves
+    return torch.where(between, mixed, slowed)
+
+
+def _yarn(spec: RopeSpec, head_dim: int) -> tuple[torch.Tensor, float]:
+    trained = _original(spec)
+
+    def dimension(rotations: float) -> float:
+        """The pair that turns so many times within the trained length."""
+        turns = math.log(trained / (rotations * 2 * math.pi))
+        return head_dim * turns / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if high == low else high
+    ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    powers = spec.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    frequencies = 1.0 / (spec.factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return frequencies, _yarn_factor(spec)
+
+
+def _yarn_factor(spec: RopeSpec) -> float:
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+
+    def grown(mscale: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
+
+    if spec.mscale and spec.mscale_all_dim:
+        return grown(spec.mscale) / grown(spec.mscale_all_dim)
+    return grown(1.0)

@@ -1,0 +1,40 @@
+"""What must a weight format be able to do?
+
+A linear layer asks for `parameters`, writes the checkpoint's rows into the one called "weight",
+calls `finish` once, and then only `linear`. Letters: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+Parameters = dict[str, torch.Tensor]
+
+
+class WeightFormat(Protocol):
+    """`bits` a weight takes, None for those of the serving dtype."""
+
+    name: str
+    bits: int | None
+
+    def parameters(
+        self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
+    ) -> Parameters:
+        """Uninitialised tensors to load into; "weight" is [O, I] in the serving dtype."""
+        ...
+
+    def finish(self, parameters: Parameters) -> Parameters:
+        """What is kept after loading: packed, rounded or as it was."""
+        ...
+
+    def linear(
+        self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x @ W.T + bias, [T, O] in the dtype of x; equals x @ dequantize(parameters).T + bias."""
+        ...
+
+    def dequantize(self, parameters: Parameters) -> torch.Tensor:
+        """The weights that `linear` multiplies by, [O, I]."""
+        ...

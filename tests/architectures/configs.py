@@ -1,0 +1,20 @@
+"""Small config.json contents to change one key of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    return base | changes

@@ -1,0 +1,131 @@
+"""Every attention backend agrees with the definition in float64 on ragged, poisoned steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.spec import AttentionSpec, RopeSpec
+from ridgeline.attention import ATTENTION_BACKENDS, AttentionBackend, choose_backend, sdpa
+from ridgeline.attention.backend import Supports
+from ridgeline.errors import ConfigError
+from ridgeline.kernels import paged_attention
+from ridgeline.registry import load
+from tests.attention.cases import Case, Shape, make_case, naive, random_shape
+from tests.layers.reference_models import tiny_config
+
+NUM_CASES = 220
+CPU = torch.device("cpu")
+
+
+def backend_of(name: str) -> AttentionBackend:
+    backend: AttentionBackend = load(ATTENTION_BACKENDS, name, "attention backend")()
+    return backend
+
+
+def attend(name: str, case: Case) -> torch.Tensor:
+    backend, spec = backend_of(name), case.shape.spec
+    plan = backend.plan(case.layout, 0, spec.window)
+    return backend.attend(case.q_THD, case.layer_kv, plan, spec).cpu()
+
+
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_ragged_cases(name: str) -> None:
+    for seed in range(NUM_CASES):
+        case = make_case(random_shape(random.Random(seed)), seed)
+        error = (attend(name, case).double() - naive(case)).abs().max().item()
+        assert error < 1e-5, f"seed {seed}: {error} {case.shape}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_half_precision_error_is_at_most_twice_that_of_pytorch(
+    name: str, dtype: torch.dtype
+) -> None:
+    for seed in range(60):
+        case = make_case(random_shape(random.Random(1000 + seed)), seed, dtype)
+        exact = naive(case)
+        ours = (attend(name, case).double() - exact).abs().max().item()
+        theirs = (naive(case, dtype).double() - exact).abs().max().item()
+        floor = torch.finfo(dtype).eps * exact.abs().max().item() / 2  # rounding the exact result
+        assert ours <= max(2 * theirs, floor), f"seed {seed}: {ours} vs {theirs} {case.shape}"
+
+
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_one_query_beyond_a_tile_of_a_kernel(name: str) -> None:
+    for window in (None, 1, 2, 40):
+        spec = AttentionSpec(4, 1, 16, RopeSpec(), window=window)
+        lengths = ((0, 65), (30, 65), (2, 129), (0, 64), (9, 257))
+        case = make_case(Shape(lengths, spec, 4), 7)
+        error = (attend(name, case).double() - naive(case)).abs().max().item()
+        assert error < 1e-5, f"window {window}: {error}"
+
+
+def test_reference_in_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiny tiles the running maximum changes, and tiles lie before, on and behind an edge."""
+    monkeypatch.setattr(paged_attention, "QUERY_TILE", 7)
+    monkeypatch.setattr(paged_attention, "KEY_TILE", 5)
+    for seed in range(60):
+        case = make_case(random_shape(random.Random(seed)), seed)
+        error = (attend("reference", case).double() - naive(case)).abs().max().item()
+        assert error < 1e-5, f"seed {seed}: {error} {case.shape}"
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sdpa_in_several_calls(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """With tiny limits every step needs several padded calls and several query tiles."""
+    monkeypatch.setattr(sdpa, "QUERY_TILE", 7)
+    monkeypatch.setattr(sdpa, "MAX_GATHERED", 100)
+    monkeypatch.setattr(sdpa, "MAX_PADDING", 11)
+    spec = AttentionSpec(4, 2, 16, RopeSpec(), window=window)
+    lengths = ((90, 1), (3, 1), (0, 40), (70, 1), (50, 30), (8, 1), (20, 3), (2, 3), (0, 9))
+    case = make_case(Shape(lengths, spec, 4), 5)
+    plan = sdpa.SdpaAttention().plan(case.layout, 0, window)
+    assert len(plan.short) >= 3
+    assert len(plan.long) == 3
+    torch.testing.assert_close(attend("sdpa", case).double(), naive(case), atol=1e-5, rtol=0)
+
+
+def test_sdpa_does_not_pad_a_long_request_onto_many_short_ones() -> None:
+    spec = AttentionSpec(1, 1, 8, RopeSpec())
+    lengths = ((9000, 1), *[(10, 1)] * 20)
+    case = make_case(Shape(lengths, spec, 16), 6)
+    plan = sdpa.SdpaAttention().plan(case.layout, 0, None)
+    assert sorted(tile.num_requests for tile in plan.short) == [1, 20]
+    assert sum(tile.slots.numel() for tile in plan.short) < 9500
+    torch.testing.assert_close(attend("sdpa", case).double(), naive(case), atol=1e-5, rtol=0)
+
+
+def test_auto_takes_the_first_that_serves_the_model() -> None:
+    spec = read_spec(tiny_config("llama"))
+    assert choose_backend("auto", spec, torch.float32, CPU).name == "sdpa"
+    assert choose_backend("reference", spec, torch.bfloat16, CPU).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("flash", torch.float32, "unknown attention backend 'flash'; choose one of reference"),
+        ("sdpa", torch.float64, "sdpa does not serve torch.float64"),
+        ("auto", torch.float64, "no attention backend serves torch.float64 on cpu"),
+    ],
+)
+def test_what_cannot_be_had_is_a_config_error(name: str, dtype: torch.dtype, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        choose_backend(name, read_spec(tiny_config("llama")), dtype, CPU)
+
+
+def test_supports_says_why_not() -> None:
+    narrow = Supports(("cuda",), (torch.bfloat16,), max_head_dim=64, windows=False)
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    plain = AttentionSpec(1, 1, 64, RopeSpec())
+    assert narrow.why_not(plain, half, cuda) is None
+    assert "not on cpu" in (narrow.why_not(plain, half, CPU) or "")
+    assert "float32" in (narrow.why_not(plain, torch.float32, cuda) or "")
+    wide = AttentionSpec(1, 1, 128, RopeSpec())
+    assert "up to 64, not 128" in (narrow.why_not(wide, half, cuda) or "")
+    windowed = AttentionSpec(1, 1, 64, RopeSpec(), window=4)
+    assert "sliding windows" in (narrow.why_not(windowed, half, cuda) or "")

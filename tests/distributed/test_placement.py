@@ -1,0 +1,138 @@
+"""What each rank holds, and that several ranks together are one model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.architectures import read_spec
+from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.errors import ConfigError, InternalError
+from tests.layers.driving import Driver, TensorDict, build_decoder
+from tests.layers.reference_models import ReferenceModel, tiny_config
+
+PROMPTS = {"a": [3, 14, 15, 92, 65, 35], "b": [8, 9, 79]}
+
+
+class Threads:
+    """Ranks as threads of one process: each brings its tensor, then all see all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.brought: list[torch.Tensor | None] = [None] * size
+
+    def of(self, rank: int) -> ThreadCollective:
+        return ThreadCollective(self, rank)
+
+
+class ThreadCollective:
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.threads = threads
+        self.rank = rank
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.threads.brought[self.rank] = x
+        self.threads.barrier.wait(timeout=60)
+        found = [tensor for tensor in self.threads.brought if tensor is not None]
+        self.threads.barrier.wait(timeout=60)
+        return found
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.all_gather(x.clone())).sum(0)
+
+
+def on_ranks(size: int, work: Callable[[Placement], Any]) -> list[Any]:
+    """`work` on every rank at once; the first error of any rank is raised."""
+    threads, answers = Threads(size), [None] * size
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        try:
+            answers[rank] = work(Placement(rank, size, threads.of(rank)))
+        except Exception as error:
+            errors.append(error)
+            threads.barrier.abort()
+
+    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    if errors:
+        raise errors[0]
+    return answers
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config("llama", attention_bias=True, mlp_bias=True),
+        tiny_config("llama", tie_word_embeddings=True),
+        tiny_config("mixtral"),
+        tiny_config("qwen2"),
+        tiny_config("qwen3"),
+    ],
+    ids=lambda c: str(c["model_type"]),
+)
+def test_ranks_together_are_one_model(config: dict[str, Any], size: int) -> None:
+    """With 4 ranks two of them hold the same one of 2 KV heads; 97 rows of the vocabulary are
+    split unevenly."""
+    model = ReferenceModel(config)
+    spec = read_spec(config)
+
+    def work(placement: Placement) -> list[dict[str, torch.Tensor]]:
+        decoder = build_decoder(spec, max_model_len=64, placement=placement)
+        decoder.load(TensorDict(model.tensors))
+        driver = Driver(decoder, num_kv_heads=placement.shard_heads(2).length)
+        first = driver.step(PROMPTS)
+        return [first, driver.step({"a": [1], "b": [2]})]
+
+    whole = work(Placement())
+    for answer in on_ranks(size, work):
+        for got, want in zip(answer, whole, strict=True):
+            for name in PROMPTS:
+                assert (got[name] - want[name]).abs().max().item() < 1e-4
+
+
+def test_random_models_are_the_same_however_they_are_split() -> None:
+    spec = read_spec(tiny_config("mixtral"))
+
+    def work(placement: Placement) -> torch.Tensor:
+        decoder = build_decoder(spec, max_model_len=64, placement=placement)
+        decoder.randomize(3)
+        driver = Driver(decoder, num_kv_heads=placement.shard_heads(2).length)
+        return driver.step({"a": PROMPTS["a"]})["a"]
+
+    whole = work(Placement())
+    for answer in on_ranks(2, work):
+        assert (answer - whole).abs().max().item() < 1e-5
+
+
+def test_shares() -> None:
+    rank = Placement(2, 4, Threads(4).of(2))
+    assert rank.shard(8, "x") == Shard(4, 2)
+    assert rank.shard_heads(8) == Shard(4, 2)
+    assert rank.shard_heads(2) == Shard(1, 1)
+    assert rank.shard_rows(97) == Shard(50, 25)
+    assert Placement(3, 4, Threads(4).of(3)).shard_rows(97) == Shard(75, 22)
+    assert Placement(3, 4, Threads(4).of(3)).shard_rows(3) == Shard(3, 0)
+    with pytest.raises(ConfigError, match=r"x \(7\) cannot be split over 4 ranks"):
+        rank.shard(7, "x")
+    with pytest.raises(ConfigError, match="4 ranks cannot share 3 KV heads"):
+        rank.shard_heads(3)
+
+
+def test_alone_nothing_is_said() -> None:
+    x = torch.ones(2)
+    assert Placement().all_reduce(x) is x
+    assert Placement().all_gather(x) == [x]
+    with pytest.raises(InternalError, match="more than one rank can talk"):
+        Placement(0, 2)
+    with pytest.raises(InternalError, match="rank lies inside size"):
+        Placement(1, 1)

@@ -1,0 +1,134 @@
+"""Tiny Transformers models of every family with weights large enough to tell mistakes apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 97
+WEIGHT_STD = 0.2
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A config.json of the older generation of keys; None removes a key."""
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if model_type == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if model_type == "mistral":
+        config["sliding_window"] = None
+    config |= changes
+    return {key: value for key, value in config.items() if value is not _GONE}
+
+
+_GONE = object()
+GONE: Any = _GONE
+
+
+def newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same config as Transformers 5 writes it: `rope_parameters` and `dtype`."""
+    newer = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": config.get("rope_theta", 10000.0),
+    } | dict(config.get("rope_scaling") or {})
+    newer["dtype"] = newer.pop("torch_dtype")
+    return newer
+
+
+@dataclass
+class ReferenceModel:
+    """A Transformers model, its config.json and its checkpoint tensors."""
+
+    config: dict[str, Any]
+    seed: int = 0
+    model: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = dict(self.config)
+        model_type = given.pop("model_type")
+        config = AutoConfig.for_model(model_type, **given)
+        config._attn_implementation = "eager"
+        make: Any = AutoModelForCausalLM.from_config
+        self.model = make(config, dtype=torch.float32).eval()
+        noise = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                around = 1.0 if "norm" in name else 0.0
+                weight.copy_(around + WEIGHT_STD * torch.randn(weight.shape, generator=noise))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Named as in a checkpoint on disk."""
+        state = {k: v.detach() for k, v in self.model.state_dict().items()}
+        if self.config.get("tie_word_embeddings"):
+            state.pop("lm_head.weight", None)
+        return dict(_mixtral_names(state)) if self.config["model_type"] == "mixtral" else state
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] in one pass without a cache."""
+        with torch.inference_mode():
+            out: torch.Tensor = self.model(torch.tensor([list(token_ids)])).logits[0]
+        return out
+
+    def greedy(self, prompt: Sequence[int], num: int) -> list[int]:
+        ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num,
+                min_new_tokens=num,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        answer: list[int] = out[0, len(prompt) :].tolist()
+        return answer
+
+
+def _mixtral_names(state: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Transformers 5 keeps experts stacked in memory; files have one matrix per expert."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in state.items():
+        stem = name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith("experts.gate_up_proj"):
+            stem = stem.removesuffix("gate_up_proj")
+            for expert, matrix in enumerate(tensor):
+                gate, up = matrix.chunk(2, 0)
+                found += [(f"{stem}{expert}.w1.weight", gate), (f"{stem}{expert}.w3.weight", up)]
+        elif name.endswith("experts.down_proj"):
+            stem = stem.removesuffix("down_proj")
+            found += [(f"{stem}{e}.w2.weight", matrix) for e, matrix in enumerate(tensor)]
+        else:
+            found.append((stem, tensor))
+    return found

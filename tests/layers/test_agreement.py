@@ -1,0 +1,168 @@
+"""Our decoder over a paged cache gives the logits and tokens of Transformers, family by family."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.layers.driving import Driver, greedy, load_decoder
+from tests.layers.reference_models import (
+    LLAMA3,
+    VOCAB,
+    YARN,
+    ReferenceModel,
+    newer_keys,
+    tiny_config,
+)
+
+TOLERANCE = 1e-4
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+YARN_TUNING = {
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "mscale": 1.5,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama"),
+    "llama biased": tiny_config("llama", attention_bias=True, mlp_bias=True),
+    "llama tied": tiny_config("llama", tie_word_embeddings=True),
+    "llama one head each": tiny_config("llama", num_key_value_heads=None, head_dim=None),
+    "llama one kv head": tiny_config("llama", num_key_value_heads=1),
+    "llama wide heads": tiny_config("llama", head_dim=32),
+    "llama gelu": tiny_config("llama", hidden_act="gelu_pytorch_tanh"),
+    "llama linear": tiny_config("llama", rope_scaling={"type": "linear", "factor": 2.5}),
+    "llama dynamic": tiny_config("llama", rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "llama llama3": tiny_config("llama", rope_scaling=LLAMA3),
+    "llama yarn": tiny_config("llama", rope_scaling=YARN),
+    "llama yarn tuned": tiny_config(
+        "llama",
+        rope_scaling=YARN
+        | {
+            "beta_fast": 16,
+            "beta_slow": 2,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    ),
+    "llama yarn factor": tiny_config("llama", rope_scaling=YARN | {"attention_factor": 1.25}),
+    "mistral": tiny_config("mistral"),
+    "mistral window": tiny_config("mistral", sliding_window=5),
+    "mistral yarn": tiny_config("mistral", rope_scaling=YARN),
+    "mixtral": tiny_config("mixtral"),
+    "mixtral window": tiny_config("mixtral", sliding_window=6),
+    "mixtral one expert": tiny_config("mixtral", num_experts_per_tok=1),
+    "mixtral llama3": tiny_config("mixtral", rope_scaling=LLAMA3),
+    "qwen2": tiny_config("qwen2"),
+    "qwen2 tied": tiny_config("qwen2", tie_word_embeddings=True),
+    "qwen2 window": tiny_config("qwen2", **QWEN_WINDOW),
+    "qwen2 yarn": tiny_config("qwen2", rope_scaling=YARN),
+    "qwen3": tiny_config("qwen3"),
+    "qwen3 biased": tiny_config("qwen3", attention_bias=True),
+    "qwen3 window": tiny_config("qwen3", **QWEN_WINDOW),
+    "qwen3 layer types": tiny_config(
+        "qwen3",
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "qwen3 dynamic": tiny_config("qwen3", rope_scaling={"type": "dynamic", "factor": 3.0}),
+}
+CONFIGS |= {
+    f"{name} (newer keys)": newer_keys(CONFIGS[name])
+    for name in ("llama", "llama linear", "llama llama3", "llama yarn", "mixtral", "qwen3 dynamic")
+}
+NAMES = list(CONFIGS)
+
+
+@cache
+def reference(name: str) -> ReferenceModel:
+    return ReferenceModel(CONFIGS[name], seed=NAMES.index(name))
+
+
+def prompts(seed: int, lengths: tuple[int, ...]) -> dict[str, list[int]]:
+    rng = random.Random(seed)
+    return {f"r{i}": [rng.randrange(3, VOCAB) for _ in range(n)] for i, n in enumerate(lengths)}
+
+
+def drive(name: str, *, backend: str = "auto", max_model_len: int = 128) -> Driver:
+    model = reference(name)
+    decoder = load_decoder(
+        model.config, model.tensors, max_model_len=max_model_len, backend=backend
+    )
+    return Driver(decoder, seed=NAMES.index(name))
+
+
+def worst(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape
+    assert got.isfinite().all()
+    return float((got - want).abs().max())
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_in_one_pass(name: str, backend: str) -> None:
+    work = prompts(1, (90, 1, 17))
+    got = drive(name, backend=backend).step(work)
+    errors = {key: worst(got[key], reference(name).logits(ids)) for key, ids in work.items()}
+    print(f"{name} {backend}: {max(errors.values()):.2e}")
+    assert max(errors.values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_in_chunks_and_single_tokens(name: str) -> None:
+    """Three requests at different places share every batch; the cache holds what they share not."""
+    texts = prompts(2, (60, 40, 50))
+    driver, rng = drive(name), random.Random(NAMES.index(name))
+    rows: dict[str, list[torch.Tensor]] = {key: [] for key in texts}
+    done = dict.fromkeys(texts, 0)
+    while open_ := [key for key in texts if done[key] < len(texts[key])]:
+        work = {}
+        for key in rng.sample(open_, rng.randint(1, len(open_))):
+            size = rng.choice((1, 1, 2, 5, 13, 24))
+            work[key] = texts[key][done[key] : done[key] + size]
+            done[key] += len(work[key])
+        for key, logits in driver.step(work).items():
+            rows[key].append(logits)
+    for key, ids in texts.items():
+        assert worst(torch.cat(rows[key]), reference(name).logits(ids)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_64_greedy_tokens(name: str) -> None:
+    texts = prompts(3, (11, 29, 3))
+    answers = greedy(drive(name), texts, 64)
+    for key, ids in texts.items():
+        assert answers[key] == reference(name).greedy(ids, 64), key
+
+
+@pytest.mark.parametrize("name", ["llama dynamic", "qwen3 dynamic"])
+def test_dynamic_positions_past_the_trained_length(name: str) -> None:
+    """Served to 200 tokens, every pass turns as Transformers does in one pass of 200."""
+    ids = prompts(4, (200,))["r0"]
+    driver = drive(name, max_model_len=200)
+    got = torch.cat([driver.step({"a": ids[i : i + 64]})["a"] for i in range(0, 200, 64)])
+    assert worst(got, reference(name).logits(ids)) <= TOLERANCE
+
+
+def test_dynamic_positions_below_the_trained_length_are_plain() -> None:
+    ids = prompts(4, (40,))["r0"]
+    got = drive("llama dynamic", max_model_len=40).step({"a": ids})["a"]
+    assert worst(got, reference("llama dynamic").logits(ids)) <= TOLERANCE
+
+
+def test_window_drops_what_it_has_passed() -> None:
+    """The driver frees passed blocks and gives them to others, so a leak would show."""
+    driver = drive("mistral window")
+    ids = prompts(5, (100,))["r0"]
+    rows = [driver.step({"a": ids[i : i + 10]})["a"] for i in range(0, 100, 10)]
+    assert sum(block > 0 for block in driver.tables["a"][0]) <= 5
+    assert worst(torch.cat(rows), reference("mistral window").logits(ids)) <= TOLERANCE

@@ -1,0 +1,114 @@
+"""What the spec promises is what PyTorch counts: parameters, shapes, operations, and no drift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ridgeline.architectures import expected_tensors, read_spec
+from ridgeline.architectures.counts import (
+    flops_per_token,
+    linear_weights,
+    num_active_parameters,
+    num_parameters,
+    step_flops,
+    weight_bytes,
+)
+from tests.layers.driving import Driver, build_decoder
+from tests.layers.reference_models import ReferenceModel, tiny_config
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama"),
+    "llama biased": tiny_config("llama", attention_bias=True, mlp_bias=True),
+    "llama tied": tiny_config("llama", tie_word_embeddings=True),
+    "mistral": tiny_config("mistral", sliding_window=8),
+    "mixtral": tiny_config("mixtral"),
+    "qwen2": tiny_config("qwen2"),
+    "qwen3": tiny_config("qwen3", head_dim=32),
+}
+# Llama-3.1-8B: 8.03 billion parameters, as its model card says.
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensors_and_parameters_equal_transformers(name: str) -> None:
+    spec = read_spec(CONFIGS[name])
+    model = ReferenceModel(CONFIGS[name])
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.tensors.items()}
+    assert expected_tensors(spec) == shapes
+    assert num_parameters(spec) == sum(p.numel() for p in model.model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_meta_decoder_has_the_parameters_of_the_spec(name: str) -> None:
+    spec = read_spec(CONFIGS[name])
+    decoder = build_decoder(spec, max_model_len=64, device="meta")
+    targets = {piece.name: tuple(piece.target.shape) for piece in decoder.pieces()}
+    assert targets == expected_tensors(spec)
+    assert decoder.num_parameters() == num_parameters(spec)
+    packed = sum(p.target.numel() for p in decoder.pieces() if is_packed(p.name))
+    assert packed == linear_weights(spec)
+
+
+def is_packed(name: str) -> bool:
+    return name.endswith("weight") and ("_proj" in name or ".w" in name.removesuffix(".weight"))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operations_of_a_decode_equal_the_spec(name: str, backend: str) -> None:
+    """One new token after 30: nothing is padded, so every product is counted exactly."""
+    spec = read_spec(CONFIGS[name])
+    decoder = build_decoder(spec, max_model_len=64, backend=backend)
+    decoder.randomize(0)
+    driver = Driver(decoder)
+    driver.step({"a": list(range(30))})
+    batch = driver.batch({"a": [5]})
+    with FlopCounterMode(display=False) as counter:
+        decoder.logits(decoder.forward(batch, driver.kv))
+    counted = counter.get_total_flops() + sdpa_flops_missed(counter, spec, backend)
+    assert counted == flops_per_token(spec, 31) == step_flops(spec, [(1, 30)], 1)
+
+
+def sdpa_flops_missed(counter: FlopCounterMode, spec: Any, backend: str) -> int:
+    """The counter of PyTorch knows the fused CPU kernel in some versions only."""
+    names = [str(op) for ops in counter.get_flop_counts().values() for op in ops]
+    if backend == "reference" or any("scaled_dot_product" in name for name in names):
+        return 0
+    seen = (min(31, layer.attention.window or 31) for layer in spec.layers)
+    heads = spec.layers[0].attention
+    return sum(4 * heads.num_heads * heads.head_dim * n for n in seen)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_operations_on_the_meta_device_equal_the_spec(name: str) -> None:
+    """A prompt of one token, without memory. (Experts need real numbers to choose by.)"""
+    spec = read_spec(CONFIGS[name])
+    decoder = build_decoder(spec, max_model_len=64, device="meta", backend="reference")
+    driver = Driver(decoder, poison=False)
+    batch = driver.batch({"a": [5]})
+    with FlopCounterMode(display=False) as counter:
+        decoder.logits(decoder.forward(batch, driver.kv))
+    assert counter.get_total_flops() == flops_per_token(spec, 1)
+
+
+def test_a_known_model() -> None:
+    spec = read_spec(LLAMA_8B)
+    assert num_parameters(spec) == 8_030_261_248
+    assert num_active_parameters(spec) == 8_030_261_248 - 128256 * 4096
+    assert weight_bytes(spec, 2) == 16_060_522_496
+    decoder = build_decoder(spec, max_model_len=16, dtype=torch.bfloat16, device="meta")
+    assert decoder.num_parameters() == 8_030_261_248
