@@ -33,6 +33,7 @@ class EngineConfig:
     max_in_flight: int = 2
     attention_backend: str = "auto"
     weight_format: str = "auto"
+    kv_cache_dtype: str = "auto"
     threads: int | None = None
 
 
@@ -67,5 +68,6 @@ class ResolvedConfig:
     max_in_flight: int
     attention_backend: str
     weight_format: str
+    kv_cache_dtype: str
     threads: int
     decisions: tuple[Decision, ...] = ()

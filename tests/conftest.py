@@ -10,6 +10,9 @@ import torch
 
 torch.set_num_threads(1)
 
+# The device that the correctness suite runs on; `make test-gpu` sets it to cuda.
+TEST_DEVICE = os.environ.get("RIDGELINE_TEST_DEVICE", "cpu")
+
 
 def find_shared() -> Path | None:
     """The folder of third-party models and texts, which is never part of the repository:

@@ -1,0 +1,213 @@
+"""From a configuration to a running engine: the only file that names concrete classes together."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ridgeline import registry
+from ridgeline.architectures import expected_tensors, read_spec
+from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.attention import choose_backend
+from ridgeline.clock import Clock, WallClock
+from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.devices import Device, open_device
+from ridgeline.distributed.placement import Placement
+from ridgeline.engine import Engine
+from ridgeline.executor.local import LocalExecutor
+from ridgeline.executor.scorer import Scorer
+from ridgeline.generation import GenerationDefaults, generation_defaults
+from ridgeline.kvcache import KVCache
+from ridgeline.layers.decoder import Decoder
+from ridgeline.loader import (
+    Checkpoint,
+    ModelFolder,
+    check_tensors,
+    open_checkpoint,
+    read_config,
+    read_generation_config,
+    resolve_model,
+)
+from ridgeline.quantization import open_weight_format
+from ridgeline.resolve import MemoryRow, resolve
+from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.policies import POLICIES
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.text.chat import ChatTemplate, load_chat_template
+from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
+
+Progress = Callable[[str, int, int], None]  # (stage, done, of how many)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Everything that a front (offline API, server, evaluation) needs."""
+
+    engine: Engine
+    scorer: Scorer
+    spec: ModelSpec
+    resolved: ResolvedConfig
+    memory: tuple[MemoryRow, ...]
+    device: Device
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    generation: GenerationDefaults
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return self.generation.end_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The text side of a model, without its weights: all that the HTTP process needs."""
+
+    folder: ModelFolder
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    generation: GenerationDefaults
+
+
+def build_front(config: EngineConfig, progress: Progress | None = None) -> Front:
+    """Find the model and read everything but its weights. Raises ConfigError."""
+    folder = resolve_model(config.model, progress=progress)
+    spec = read_spec(read_config(folder.path))
+    text = Path(config.tokenizer) if config.tokenizer else folder.path
+    tokenizer = load_tokenizer(text)
+    end = spec.eos_token_ids
+    if not end and tokenizer is not None and tokenizer.eos_token_id is not None:
+        end = (tokenizer.eos_token_id,)
+    generation = generation_defaults(read_generation_config(folder.path), end)
+    return Front(folder, spec, tokenizer, load_chat_template(text, tokenizer), generation)
+
+
+def build(
+    config: EngineConfig, progress: Progress | None = None, clock: Clock | None = None
+) -> Built:
+    """A ready engine. Raises ConfigError (DoesNotFit with its table) before memory is taken."""
+    front = build_front(config, progress)
+    path, spec = front.folder.path, front.spec
+    checkpoint = _open(config, path, spec)
+    device = open_device(config.device)
+    resolved, memory = resolve(
+        config,
+        spec,
+        device,
+        model_path=str(path),
+        model_name=front.folder.name,
+        revision=front.folder.revision,
+        has_weights=checkpoint is not None,
+    )
+    torch.set_num_threads(resolved.threads)
+    before = device.memory_free()
+    decoder = _decoder(resolved, spec, device, checkpoint, progress)
+    loaded = device.memory_free()
+    executor, kv = _executor(resolved, spec, device, decoder)
+    weights = before - loaded if device.name.startswith("cuda") else None
+    memory = _measured(memory, weights, kv.num_bytes)
+    engine = Engine(
+        _scheduler(resolved, spec), executor, clock or WallClock(), resolved.max_in_flight
+    )
+    return Built(
+        engine,
+        Scorer(
+            decoder, device, block_size=resolved.block_size, max_model_len=resolved.max_model_len
+        ),
+        spec,
+        resolved,
+        memory,
+        device,
+        front.tokenizer,
+        front.chat_template,
+        front.generation,
+    )
+
+
+def _open(config: EngineConfig, path: Path, spec: ModelSpec) -> Checkpoint | None:
+    if config.load_format == "random" or not any(path.iterdir()):
+        return None
+    checkpoint = open_checkpoint(path)
+    check_tensors(checkpoint, expected_tensors(spec), path)
+    return checkpoint
+
+
+def _decoder(
+    resolved: ResolvedConfig,
+    spec: ModelSpec,
+    device: Device,
+    checkpoint: Checkpoint | None,
+    progress: Progress | None,
+) -> Decoder:
+    dtype = getattr(torch, resolved.dtype)
+    decoder = Decoder(
+        spec,
+        dtype=dtype,
+        device=device.torch_device,
+        placement=Placement(),
+        attention=choose_backend(resolved.attention_backend, spec, dtype, device.torch_device),
+        weight_format=open_weight_format(resolved.weight_format),
+        max_model_len=resolved.max_model_len,
+    )
+    if checkpoint is None or resolved.load_format == "random":
+        decoder.randomize(resolved.seed)
+        return decoder
+    total = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
+    report = None if progress is None else lambda done: progress("weights", done, total)
+    decoder.load(checkpoint, report)
+    checkpoint.close()
+    return decoder
+
+
+def _executor(
+    resolved: ResolvedConfig, spec: ModelSpec, device: Device, decoder: Decoder
+) -> tuple[LocalExecutor, KVCache]:
+    kv = KVCache(
+        spec,
+        kv_groups(spec),
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        dtype=getattr(torch, resolved.dtype),
+        device=device.torch_device,
+        kv_format=resolved.kv_cache_dtype,
+    )
+    executor = LocalExecutor(
+        decoder,
+        kv,
+        device,
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        groups=kv_groups(spec),
+        vocab_size=spec.vocab_size,
+        max_model_len=resolved.max_model_len,
+    )
+    return executor, kv
+
+
+def _scheduler(resolved: ResolvedConfig, spec: ModelSpec) -> Scheduler:
+    blocks = BlockManager(
+        resolved.num_blocks,
+        resolved.block_size,
+        windows=tuple(group.window for group in kv_groups(spec)),
+        prefix_caching=resolved.prefix_caching,
+        key=secrets.token_bytes(32),
+    )
+    policy = registry.load(POLICIES, resolved.policy, "policy")()
+    return Scheduler(
+        blocks,
+        policy,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_num_seqs=resolved.max_num_seqs,
+    )
+
+
+def _measured(
+    memory: tuple[MemoryRow, ...], weights: int | None, cache: int
+) -> tuple[MemoryRow, ...]:
+    got = {"weights": weights, "KV cache": cache}
+    return tuple(replace(row, measured=got.get(row.what)) for row in memory)

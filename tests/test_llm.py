@@ -1,0 +1,290 @@
+"""The offline API: one front for text, token ids, samples, beams, streams and research."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline import LLM, ConfigError, RequestFault, SamplingParams
+from ridgeline.llm import Prompt
+from tests.conftest import TEST_DEVICE
+from tests.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return LLM(str(folder), device=TEST_DEVICE, max_num_seqs=8, num_blocks=200)
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | changes))
+
+
+def naive_greedy(llm: LLM, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(llm.logits(ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_greedy_equals_repeated_full_passes(llm: LLM) -> None:
+    prompt = llm.encode("abc")
+    (result,) = llm.generate("abc", greedy())
+    assert list(result.prompt_token_ids) == prompt
+    assert result.token_ids == naive_greedy(llm, prompt, 12)
+    assert result.finish_reason == "length"
+    assert result.prompt == "abc"
+
+
+def test_prompts_may_be_text_ids_or_lists_of_both(llm: LLM) -> None:
+    ids = llm.encode("hello")
+    alone = llm.generate(ids, greedy())[0].token_ids
+    prompts: list[Prompt] = ["hello", ids, "other"]
+    mixed = llm.generate(prompts, greedy())
+    assert [r.token_ids for r in mixed[:2]] == [alone, alone]
+    assert llm.engine.is_idle
+
+
+def test_one_sampling_each(llm: LLM) -> None:
+    short, long = llm.generate(["a", "b"], [greedy(max_tokens=2), greedy(max_tokens=5)])
+    assert (len(short.token_ids), len(long.token_ids)) == (2, 5)
+    with pytest.raises(RequestFault, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [greedy()])
+
+
+def test_same_seed_same_tokens_whatever_the_company(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=20, seed=7, temperature=1.2, ignore_eos=True)
+    alone = llm.generate("story", sampling)[0].token_ids
+    others = [SamplingParams(max_tokens=25, seed=i, ignore_eos=True) for i in range(5)]
+    crowd = llm.generate(["x", "story", "y", "z", "w", "v"], [others[0], sampling, *others[1:]])
+    assert crowd[1].token_ids == alone
+    other = SamplingParams(max_tokens=20, seed=8, temperature=1.2, ignore_eos=True)
+    assert llm.generate("story", other)[0].token_ids != alone
+
+
+def test_n_samples_share_one_prefill(llm: LLM) -> None:
+    prompt = list(range(5, 105))
+    shapes: list[int] = []
+
+    class Count:
+        def on_step(self, record: Any) -> None:
+            shapes.append(sum(new for new, _ in record.plan.shape))
+
+        def on_output(self, output: Any, now: float) -> None:
+            pass
+
+    counter = Count()
+    llm.engine.observers.append(counter)
+    sampling = SamplingParams(n=4, max_tokens=3, seed=1, ignore_eos=True)
+    (result,) = llm.generate(prompt, sampling)
+    llm.engine.observers.remove(counter)
+    assert len(result.outputs) == 4
+    assert len({o.token_ids for o in result.outputs}) > 1
+    # One prefill of 100 tokens, three times the last prompt token, two more tokens for each of 4.
+    assert sum(shapes) == 100 + 3 + 4 * 2
+    first = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    assert result.outputs[0].token_ids == tuple(llm.generate(prompt, first)[0].token_ids)
+
+
+def test_best_of_returns_the_likeliest(llm: LLM) -> None:
+    many = SamplingParams(n=6, max_tokens=6, seed=3, logprobs=0, ignore_eos=True)
+    best = SamplingParams(n=2, best_of=6, max_tokens=6, seed=3, ignore_eos=True)
+    (all_of_them,) = llm.generate("q", many)
+    (chosen,) = llm.generate("q", best)
+    means = {o.token_ids: (o.cumulative_logprob or 0.0) / 6 for o in all_of_them.outputs}
+    ranked = sorted(means, key=lambda ids: -means[ids])
+    assert [o.token_ids for o in chosen.outputs] == ranked[:2]
+    assert [o.index for o in chosen.outputs] == [0, 1]
+    assert chosen.outputs[0].logprobs is None
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    (free,) = llm.generate("abc", greedy(max_tokens=40))
+    stop = free.text[8:11]
+    where = free.text.index(stop)
+    (stopped,) = llm.generate("abc", greedy(max_tokens=40, stop=stop))
+    assert stopped.text == free.text[:where]
+    assert stopped.finish_reason == "stop"
+    assert stopped.outputs[0].stop_reason == stop
+    assert len(stopped.token_ids) <= len(free.token_ids)
+    pieces = list(llm.stream("abc", greedy(max_tokens=40, stop=stop)))
+    assert "".join(piece.text for piece in pieces) == stopped.text
+    assert [i for piece in pieces for i in piece.token_ids] == stopped.token_ids
+    token = free.token_ids[5]
+    cut = free.token_ids.index(token)
+    (by_id,) = llm.generate("abc", greedy(max_tokens=40, stop_token_ids=[token]))
+    assert by_id.token_ids == free.token_ids[:cut]
+    assert (by_id.finish_reason, by_id.outputs[0].stop_reason) == ("stop", token)
+    assert llm.engine.is_idle
+
+
+def test_min_tokens_holds_back_the_stop(llm: LLM) -> None:
+    (free,) = llm.generate("abc", greedy())
+    token = free.token_ids[0]
+    (held,) = llm.generate("abc", greedy(stop_token_ids=[token], min_tokens=4))
+    assert len(held.token_ids) >= 4
+    assert token not in held.token_ids[:4]
+
+
+def test_logprobs_equal_the_full_pass(llm: LLM) -> None:
+    sampling = greedy(max_tokens=5, logprobs=3, prompt_logprobs=2)
+    (result,) = llm.generate("some text", sampling)
+    ids = [*result.prompt_token_ids, *result.token_ids]
+    table = torch.log_softmax(llm.logits(ids), -1)
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0] is None
+    for i, entry in enumerate(result.prompt_logprobs[1:], 1):
+        assert entry is not None
+        assert entry.token_id == ids[i]
+        assert entry.logprob == pytest.approx(table[i - 1, ids[i]].item(), abs=1e-3)
+        assert len(entry.top) == 2
+    assert result.logprobs is not None
+    for i, entry in enumerate(result.logprobs, len(result.prompt_token_ids)):
+        assert entry.logprob == pytest.approx(table[i - 1, ids[i]].item(), abs=1e-3)
+        assert len(entry.top) == 3
+
+
+def test_beam_search_returns_ranked_beams(llm: LLM) -> None:
+    (result,) = llm.generate("abc", greedy(beam_width=4, n=3, max_tokens=6))
+    scores = [o.cumulative_logprob for o in result.outputs]
+    assert len(scores) == 3
+    assert scores == sorted(scores, key=lambda s: -(s or 0.0))
+    assert len({o.token_ids for o in result.outputs}) == 3
+
+
+def test_a_closed_stream_frees_everything(llm: LLM) -> None:
+    pieces = llm.stream("abc", greedy(max_tokens=100))
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    other = llm.generate("abc", greedy(max_tokens=3))[0]
+    assert len(other.token_ids) == 3
+    assert llm.engine.is_idle
+
+
+def test_two_streams_at_once(llm: LLM) -> None:
+    wanted = [r.text for r in llm.generate(["one", "two"], greedy(max_tokens=20))]
+    first, second = (
+        llm.stream("one", greedy(max_tokens=20)),
+        llm.stream("two", greedy(max_tokens=20)),
+    )
+    texts = ["", ""]
+    for a, b in zip(first, second, strict=False):
+        texts[0] += a.text
+        texts[1] += b.text
+    texts[0] += "".join(piece.text for piece in first)
+    texts[1] += "".join(piece.text for piece in second)
+    assert texts == wanted
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    result = llm.chat(messages, greedy(max_tokens=4))
+    assert list(result.prompt_token_ids) == llm.encode("<|user|>hi<|assistant|>")
+    streamed = "".join(p.text for p in llm.chat_stream(messages, greedy(max_tokens=4)))
+    assert streamed == result.text
+    with pytest.raises(RequestFault, match="unknown role"):
+        llm.chat([{"role": "wizard", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "code"),
+    [
+        ([], {}, "empty_input"),
+        ([1, 999], {}, "invalid_token_id"),
+        ([1, -1], {}, "invalid_token_id"),
+        ([1] * 600, {}, "context_length_exceeded"),
+        ([1] * 500, {"max_tokens": 100}, "context_length_exceeded"),
+        ([1], {"stop_token_ids": [999]}, "invalid_token_id"),
+        ([1], {"logit_bias": {999: 1.0}}, "invalid_token_id"),
+    ],
+)
+def test_bad_requests_name_the_field(
+    llm: LLM, prompt: list[int], sampling: dict[str, Any], code: str
+) -> None:
+    prompts: list[Prompt] = [prompt, "fine"]
+    with pytest.raises(RequestFault) as caught:
+        llm.generate(prompts, SamplingParams(**sampling))
+    assert caught.value.code == code
+    assert caught.value.param
+    assert llm.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("max_tokens", 0),
+        ("n", 9),
+        ("best_of", 9),
+        ("logprobs", 21),
+        ("stop", [""]),
+        ("stop", ["a"] * 5),
+        ("stop", ["a" * 257]),
+        ("stop", 3),
+        ("logit_bias", {1: 101.0}),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 3),
+        ("seed", 1.0),
+        ("beam_width", 0),
+    ],
+)
+def test_sampling_params_refuse_bad_values(field: str, value: object) -> None:
+    with pytest.raises(RequestFault) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert field in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_serves_ids(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", tokenizer=False)
+    bare = LLM(str(folder), device="cpu", num_blocks=20, max_model_len=64)
+    (result,) = bare.generate([3, 4, 5], greedy(max_tokens=4))
+    assert len(result.token_ids) == 4
+    assert result.text == ""
+    with pytest.raises(RequestFault, match="token ids"):
+        bare.generate("text", greedy())
+    with pytest.raises(RequestFault, match="stop"):
+        bare.generate([3, 4], greedy(stop="x"))
+
+
+def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", tokenizer=False, weights=False)
+    with pytest.raises(ConfigError, match="safetensors"):
+        LLM(str(folder), device="cpu")
+    options: dict[str, Any] = {"device": "cpu", "load_format": "random", "num_blocks": 20}
+    first = LLM(str(folder), max_model_len=64, **options).generate([3, 4], greedy())[0].token_ids
+    again = LLM(str(folder), max_model_len=64, **options).generate([3, 4], greedy())[0].token_ids
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "tpu"}, "tpu"),
+        ({"dtype": "float8"}, "float8"),
+        ({"load_format": "pickle"}, "pickle"),
+        ({"max_model_len": 100_000}, "max_model_len"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"num_blocks": 2, "max_model_len": 512}, "max_model_len"),
+        ({"policy": "magic"}, "magic"),
+        ({"attention_backend": "magic"}, "magic"),
+        ({"weight_format": "magic"}, "magic"),
+        ({"kv_cache_dtype": "magic"}, "magic"),
+        ({"memory_utilization": 1.5}, "memory_utilization"),
+        ({"max_in_flight": 5}, "max_in_flight"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    folder = make_tiny_model(tmp_path / "m")
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(folder), **({"device": "cpu"} | options))

@@ -1,0 +1,153 @@
+"""What is asked for becomes what is done, with reasons, or an error that says the way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.counts import weight_bytes
+from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.devices.cpu import CpuDevice
+from ridgeline.errors import ConfigError, DoesNotFit
+from ridgeline.kvcache import bytes_per_block
+from ridgeline.resolve import MemoryRow, longest_context, resolve
+from tests.tiny_model import tiny_config
+
+GB = 10**9
+LLAMA_8B = tiny_config(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    torch_dtype="bfloat16",
+)
+
+
+class FakeDevice(CpuDevice):
+    """A device with as much memory as a test wants."""
+
+    def __init__(self, name: str, total: int, free: int | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self.total, self.free = total, total if free is None else free
+
+    def memory_total(self) -> int:
+        return self.total
+
+    def memory_free(self) -> int:
+        return self.free
+
+
+def done(
+    config: dict[str, Any], device: FakeDevice, **asked: Any
+) -> tuple[ResolvedConfig, tuple[MemoryRow, ...]]:
+    return resolve(
+        EngineConfig(model="m", device=device.name, **asked),
+        read_spec(config),
+        device,
+        model_path="m",
+        model_name="m",
+        revision=None,
+        has_weights=True,
+    )
+
+
+def test_an_80_gb_card_holds_the_8b_and_as_much_cache_as_is_left() -> None:
+    card = FakeDevice("cuda:0", 80 * GB)
+    resolved, memory = done(LLAMA_8B, card)
+    rows = {row.what: row.predicted for row in memory}
+    assert rows["weights"] == weight_bytes(read_spec(LLAMA_8B), 2)
+    assert sum(rows.values()) <= 0.9 * card.total
+    assert sum(rows.values()) > 0.9 * card.total - 2 * 16 * 131072
+    assert resolved.max_model_len == 131072
+    assert (resolved.dtype, resolved.block_size) == ("bfloat16", 16)
+    assert rows["KV cache"] == (resolved.num_blocks + 1) * bytes_per_block(
+        read_spec(LLAMA_8B), 16, 2
+    )
+
+
+def test_a_smaller_card_shortens_the_context_and_says_so() -> None:
+    resolved, _ = done(LLAMA_8B, FakeDevice("cuda:0", 24 * GB), max_num_batched_tokens=512)
+    assert resolved.max_model_len < 131072
+    (decision,) = [d for d in resolved.decisions if d.field == "max_model_len"]
+    assert str(resolved.max_model_len) == decision.got
+    # The same length, asked for outright, is served; one more token is refused with the number.
+    again = {"max_num_batched_tokens": 512, "num_blocks": resolved.num_blocks}
+    assert done(LLAMA_8B, FakeDevice("cuda:0", 24 * GB), **again)[0].max_model_len == (
+        resolved.max_model_len
+    )
+    with pytest.raises(DoesNotFit, match=str(resolved.max_model_len)):
+        done(
+            LLAMA_8B,
+            FakeDevice("cuda:0", 24 * GB),
+            max_model_len=resolved.max_model_len + 32,
+            **again,
+        )
+
+
+def test_what_cannot_fit_names_the_largest_item_and_ways_out() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        done(LLAMA_8B, FakeDevice("cuda:0", 12 * GB))
+    assert "weights" in str(caught.value)
+    assert dict(caught.value.items)["weights"] > 16 * GB - GB
+    assert len(caught.value.changes) == 3
+
+
+def test_memory_taken_by_others_counts() -> None:
+    whole, _ = done(LLAMA_8B, FakeDevice("cuda:0", 80 * GB))
+    shared, _ = done(LLAMA_8B, FakeDevice("cuda:0", 80 * GB, free=60 * GB))
+    assert shared.num_blocks < whole.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "served"),
+    [
+        ("float16", "cpu", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+        ("float16", "cuda:0", "float16"),
+        ("float32", "cuda:0", "float32"),
+    ],
+)
+def test_dtype_auto(stored: str, device: str, served: str) -> None:
+    resolved, _ = done(tiny_config(torch_dtype=stored), FakeDevice(device, 8 * GB))
+    assert resolved.dtype == served
+    assert any(d.field == "dtype" for d in resolved.decisions)
+
+
+def test_scaled_positions_reach_further_than_the_config_says() -> None:
+    scaled = tiny_config(rope_scaling={"rope_type": "linear", "factor": 4.0})
+    spec = read_spec(scaled)
+    assert longest_context(spec) == 4 * 512
+    resolved, _ = done(scaled, FakeDevice("cpu", 8 * GB), max_model_len=2048)
+    assert resolved.max_model_len == 2048
+    with pytest.raises(ConfigError, match="2048"):
+        done(scaled, FakeDevice("cpu", 8 * GB), max_model_len=2049)
+
+
+def test_nothing_is_decided_in_silence() -> None:
+    resolved, _ = done(tiny_config(), FakeDevice("cpu", 8 * GB))
+    assert {d.field for d in resolved.decisions} >= {"dtype", "num_blocks"}
+    assert all(d.because for d in resolved.decisions)
+    explicit, _ = done(
+        tiny_config(), FakeDevice("cpu", 8 * GB), dtype="float32", num_blocks=64, max_model_len=512
+    )
+    assert explicit.decisions == ()
+    assert replace(explicit, decisions=()).num_blocks == 64
+
+
+def test_small_models_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeline.resolve.CORES", 8)
+    small, _ = done(tiny_config(), FakeDevice("cpu", 8 * GB))
+    large, _ = done(LLAMA_8B, FakeDevice("cpu", 80 * GB))
+    assert (small.threads, large.threads) == (1, 8)
+    assert any(d.field == "threads" for d in small.decisions)
+    assert done(tiny_config(), FakeDevice("cpu", 8 * GB), threads=3)[0].threads == 3
