@@ -1,0 +1,262 @@
+"""A plan names requests and counts; which tokens, positions and cache slots are these?
+
+Letters: T packed tokens of the step, B requests, R rows that sample, M blocks per table row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ridgeline.attention.layout import AttentionLayout, ForwardBatch
+from ridgeline.errors import check
+from ridgeline.executor.rows import Row, Rows
+from ridgeline.executor.transfer import Array, Transfer
+from ridgeline.sampling.batch import SamplingBatch, build_batch
+from ridgeline.sampling.row import Needs
+from ridgeline.step import ScheduledRequest
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """What stays the same while the same rows sample. `counts_` name those with penalties, by
+    row of the batch and by row of the counts."""
+
+    rows: list[Row]
+    request_ids: list[str]
+    batch: SamplingBatch
+    slots_R: torch.Tensor
+    counts_rows_C: torch.Tensor | None
+    counts_slots_C: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class SamplingStep:
+    """The rows that sample in this step. `places_R` are their rows of the hidden state, None
+    when that is every row in order. `positions_R` is where the new tokens will stand."""
+
+    kept: SamplingRows
+    places_R: torch.Tensor | None
+    positions_R: torch.Tensor
+    host_positions: Array
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """`rows` per scheduled request, in the plan's order. `has_prompts`: not only decodes."""
+
+    forward: ForwardBatch
+    rows: list[Row]
+    scheduled: Sequence[ScheduledRequest]
+    sampling: SamplingStep | None
+    has_prompts: bool
+
+
+class RowMissing(Exception):
+    """Its argument is the request that is scheduled without a row."""
+
+
+@dataclass(slots=True)
+class _Decode:
+    """What stays the same while the same rows decode one token each."""
+
+    rows: list[Row]
+    slots: Array
+    firsts: Array  # 0 .. B - 1
+    lens: list[int]
+    query_start: list[int]
+    logit_rows: torch.Tensor
+    version: int = -1
+    width: int = 0
+    tables: tuple[Array, ...] = ()
+    tables_BM: tuple[torch.Tensor, ...] = ()
+
+
+class BatchBuilder:
+    def __init__(self, rows: Rows, block_size: int, vocab_size: int, transfer: Transfer) -> None:
+        self._rows = rows
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._transfer = transfer
+        self._sampling: SamplingRows | None = None
+        self._decode: _Decode | None = None
+
+    def build(self, scheduled: Sequence[ScheduledRequest]) -> StepBatch:
+        """Everything the step needs, sent to the device in one go. Appends the entries' blocks to
+        their rows and counts the tokens that will be sampled.
+
+        RowMissing for a request without a row, InternalError for what no row can do.
+        """
+        rows: list[Row] = []
+        starts: list[int] = []
+        is_decode = True
+        for entry in scheduled:  # the one loop of a decode step: kept tight
+            row = self._rows.get(entry.request_id)
+            if row is None:
+                raise RowMissing(entry.request_id)
+            if any(entry.new_block_ids):
+                self._rows.append_blocks(row, entry.new_block_ids)
+            start = entry.start
+            end = start + entry.num_tokens
+            samples = entry.samples
+            if (
+                end <= start
+                or entry.num_draft
+                or samples is not (end == row.num_tokens)
+                or end > row.num_tokens
+                or end > row.num_slots
+            ):
+                _refuse(entry, row)
+            if samples:
+                row.num_tokens = end + 1
+            if start < row.num_known or end - start > 1 or not samples:
+                is_decode = False
+            rows.append(row)
+            starts.append(start)
+        if is_decode:
+            return self._decode_batch(scheduled, rows, starts)
+        return self._mixed_batch(scheduled, rows)
+
+    # ------------------------------------------------------------ one token for each request
+
+    def _decode_batch(
+        self, scheduled: Sequence[ScheduledRequest], rows: list[Row], starts: list[int]
+    ) -> StepBatch:
+        same = self._decode
+        if same is None or same.rows != rows:
+            same = self._decode = self._new_decode(rows)
+        self._gather_tables(same, max(starts) // self._block_size + 1)
+        positions = np.array(starts, np.int64)
+        next_positions = positions + 1
+        blocks, offsets = np.divmod(positions, self._block_size)
+        slots = [self._cache_slots(table[same.firsts, blocks], offsets) for table in same.tables]
+        positions_T, next_T, *slots_T = self._transfer.send_all([positions, next_positions, *slots])
+        layout = AttentionLayout(
+            same.lens,
+            next_positions.tolist(),
+            same.query_start,
+            same.tables_BM,
+            tuple(slots_T),
+            self._block_size,
+        )
+        kept = self._sampling_of(rows)
+        token_ids_T = self._rows.last_ids_N.index_select(0, kept.slots_R)
+        forward = ForwardBatch(token_ids_T, positions_T, layout, same.logit_rows)
+        step = SamplingStep(kept, None, next_T, next_positions)
+        return StepBatch(forward, rows, scheduled, step, has_prompts=False)
+
+    def _new_decode(self, rows: list[Row]) -> _Decode:
+        num = len(rows)
+        firsts = np.arange(num)
+        return _Decode(
+            rows,
+            np.array([row.slot for row in rows], np.int64),
+            firsts,
+            [1] * num,
+            list(range(num + 1)),
+            self._transfer.send(firsts),
+        )
+
+    def _gather_tables(self, same: _Decode, width: int) -> None:
+        """The rows' tables side by side, no wider than the longest request needs."""
+        if same.version == self._rows.version and same.width == width:
+            return
+        same.version, same.width = self._rows.version, width
+        same.tables = tuple(table[same.slots, :width] for table in self._rows.tables_NM)
+        same.tables_BM = tuple(self._transfer.send_all(same.tables))
+
+    # ------------------------------------------------------------------- prompts among them
+
+    def _mixed_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
+        starts = np.array([entry.start for entry in scheduled], np.int64)
+        lens = np.array([entry.num_tokens for entry in scheduled], np.int64)
+        ends = starts + lens
+        query_start = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lens, out=query_start[1:])
+        request_of_T = np.repeat(np.arange(len(rows)), lens)
+        positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[request_of_T]
+        slots = np.array([row.slot for row in rows], np.int64)
+        width = int(ends.max() - 1) // self._block_size + 1
+        tables = [table[slots, :width] for table in self._rows.tables_NM]
+        blocks, offsets = positions // self._block_size, positions % self._block_size
+        cache_slots = [self._cache_slots(table[request_of_T, blocks], offsets) for table in tables]
+        token_ids, unknown = self._known_tokens(scheduled, rows, query_start)
+        sampling = np.flatnonzero([entry.samples for entry in scheduled])
+        places, next_positions = query_start[1:][sampling] - 1, ends[sampling]
+        num_groups = len(tables)
+        sent = self._transfer.send_all(
+            [token_ids, positions, places, next_positions, unknown, *cache_slots, *tables]
+        )
+        token_ids_T = sent[0]
+        if len(unknown[0]):
+            token_ids_T[sent[4][0]] = self._rows.last_ids_N[sent[4][1]]
+        layout = AttentionLayout(
+            lens.tolist(),
+            ends.tolist(),
+            query_start.tolist(),
+            tuple(sent[5 + num_groups :]),
+            tuple(sent[5 : 5 + num_groups]),
+            self._block_size,
+        )
+        step = None
+        if len(sampling):
+            kept = self._sampling_of([rows[i] for i in sampling])
+            step = SamplingStep(kept, sent[2], sent[3], next_positions)
+        forward = ForwardBatch(token_ids_T, sent[1], layout, sent[2])
+        return StepBatch(forward, rows, scheduled, step, has_prompts=True)
+
+    def _known_tokens(
+        self, scheduled: Sequence[ScheduledRequest], rows: list[Row], query_start: Array
+    ) -> tuple[Array, Array]:
+        """Token ids that the host knows; (place, row slot) of those that only the device has."""
+        token_ids = np.zeros(query_start[-1], np.int64)
+        unknown: list[tuple[int, int]] = []
+        for entry, row, first in zip(scheduled, rows, query_start.tolist(), strict=False):
+            known = row.known_ids[entry.start : entry.start + entry.num_tokens]
+            token_ids[first : first + len(known)] = known
+            if len(known) < entry.num_tokens:
+                is_last = entry.samples and len(known) == entry.num_tokens - 1
+                check(is_last, "only the newest token may be unknown", request=entry.request_id)
+                unknown.append((first + len(known), row.slot))
+        return token_ids, np.array(unknown, np.int64).reshape(-1, 2).T.copy()
+
+    def _cache_slots(self, blocks: Array, offsets: Array) -> Array:
+        slots: Array = np.multiply(blocks, self._block_size, dtype=np.int64)
+        slots += offsets
+        return slots
+
+    # ------------------------------------------------------------------------------ sampling
+
+    def _sampling_of(self, rows: list[Row]) -> SamplingRows:
+        kept = self._sampling
+        if kept is not None and kept.rows == rows:
+            return kept
+        send = self._transfer.send
+        counted = [
+            (i, row.sampling.counts_slot)
+            for i, row in enumerate(rows)
+            if row.sampling.needs & Needs.PENALTIES
+        ]
+        where = send(np.array(counted, np.int64).reshape(-1, 2).T.copy()) if counted else None
+        kept = self._sampling = SamplingRows(
+            rows,
+            [row.request_id for row in rows],
+            build_batch([row.sampling for row in rows], self._vocab_size, send),
+            send(np.array([row.slot for row in rows], np.int64)),
+            None if where is None else where[0],
+            None if where is None else where[1],
+        )
+        return kept
+
+
+def _refuse(entry: ScheduledRequest, row: Row) -> None:
+    end = entry.start + entry.num_tokens
+    about: dict[str, object] = {"request": entry.request_id, "start": entry.start, "end": end}
+    check(entry.num_draft == 0, "this executor verifies no drafts", **about)
+    check(entry.num_tokens > 0, "nothing to compute", **about)
+    check(end <= row.num_tokens, "tokens beyond the row", has=row.num_tokens, **about)
+    check(entry.samples == (end == row.num_tokens), "samples at the wrong token", **about)
+    check(end <= row.num_slots, "no block for these tokens", has=row.num_slots, **about)

@@ -1,0 +1,216 @@
+"""How is a step run on the device of this process?
+
+A plan's rows are opened and closed on the host, one batch is built and sent, the decoder runs, and
+the rows that are due get a token. Nothing in `submit` waits for a GPU; `result()` of the future
+does. Letters: T packed tokens of the step, E hidden, R rows that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ridgeline.architectures.kv_groups import KVGroup
+from ridgeline.devices import Device
+from ridgeline.errors import EngineFault, InternalError, check
+from ridgeline.executor.batch import BatchBuilder, RowMissing, SamplingStep, StepBatch
+from ridgeline.executor.future import Failed, Pending, SampledLogprobs
+from ridgeline.executor.prompt_logprobs import (
+    CHUNK_BYTES,
+    PromptLogprobs,
+    fetch_logprobs,
+    prompt_logprobs,
+)
+from ridgeline.executor.rows import Rows
+from ridgeline.executor.transfer import transfer_to
+from ridgeline.kvcache import KVCache
+from ridgeline.layers.decoder import Decoder
+from ridgeline.log import say
+from ridgeline.sampling.logprobs import token_logprobs
+from ridgeline.sampling.sampler import sample
+from ridgeline.step import BlockCopy, StepFuture, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_MAX_CAUSE = 200  # characters of an error's first line
+
+
+class RowLost(Exception):
+    """A step needs a row that went with an earlier fault."""
+
+
+class LocalExecutor:
+    """Runs the plans of one engine on one device, in the order they are submitted.
+
+    A step that fails takes the rows of its requests with it; steps already planned for those fail
+    too, and all others go on.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        device: Device,
+        *,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[KVGroup],
+        vocab_size: int,
+        max_model_len: int,
+        logits_chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._decoder = decoder
+        self._kv = kv
+        self._transfer = transfer_to(device.torch_device)
+        self._rows = Rows(len(groups), block_size, max_model_len, vocab_size, self._transfer)
+        self._builder = BatchBuilder(self._rows, block_size, vocab_size, self._transfer)
+        self._max_logit_rows = max(1, logits_chunk_bytes // (4 * vocab_size))
+        self._lost: set[str] = set()
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        """Send the step off. A plan that breaks its promises raises InternalError here; what
+        goes wrong on the device is raised by the future as EngineFault."""
+        for request_id in plan.preempted:
+            self._close(request_id)
+        for request_id in plan.finished:
+            self._close(request_id)
+        try:
+            with torch.inference_mode():
+                return self._run(plan)
+        except InternalError:
+            raise
+        except Exception as error:
+            return Failed(str(self._fault(plan, error)))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    # ------------------------------------------------------------------------------ one step
+
+    def _run(self, plan: StepPlan) -> StepFuture:
+        for new in plan.new:
+            self._rows.open(new)
+            self._lost.discard(new.request_id)
+        if plan.copies:
+            self._copy(plan.copies)
+        if not plan.scheduled:
+            return self._pending(plan, None, None, None)
+        step = self._build(plan)
+        hidden_TE = self._decoder.forward(step.forward, self._kv)
+        prompt = None
+        if step.has_prompts:
+            prompt = prompt_logprobs(
+                step, hidden_TE, self._decoder, self._transfer, self._max_logit_rows
+            )
+        return self._pending(plan, step, hidden_TE, prompt)
+
+    def _build(self, plan: StepPlan) -> StepBatch:
+        try:
+            return self._builder.build(plan.scheduled)
+        except RowMissing as missing:
+            check(missing.args[0] in self._lost, "no row", request=missing.args[0])
+            raise RowLost("it needs a request that an earlier failed step has lost") from None
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Block copies in order; those that do not build on each other go together."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for copy in copies:
+            if copy.request_id not in self._lost:
+                self._rows.replace_block(copy)
+            if copy.source in targets or copy.target in sources or copy.target in targets:
+                self._copy_blocks(sources, targets)
+                sources, targets = [], []
+            sources.append(copy.source)
+            targets.append(copy.target)
+        self._copy_blocks(sources, targets)
+
+    def _copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        ids = self._transfer.send(np.array([sources, targets], np.int64))
+        self._kv.copy_blocks(ids[0], ids[1])
+
+    def _sample(
+        self, sampling: SamplingStep, hidden_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, SampledLogprobs | None]:
+        """Tokens of the rows that are due, -1 where logits were not finite; the rows remember
+        theirs on the device."""
+        places = sampling.places_R
+        hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
+        logits_RV = self._decoder.logits(hidden_RE)
+        counts = self._rows.counts
+        kept = sampling.kept
+        sampled = sample(
+            logits_RV, kept.batch, sampling.positions_R, sampling.host_positions, counts
+        )
+        ids_R = sampled.token_ids_R
+        self._rows.last_ids_N.index_copy_(0, kept.slots_R, ids_R)
+        if kept.counts_rows_C is not None and kept.counts_slots_C is not None:
+            counts.add(kept.counts_slots_C, ids_R[kept.counts_rows_C])
+        logprobs = None
+        if (wanted := kept.batch.logprobs) is not None:
+            there = token_logprobs(
+                logits_RV[wanted.rows_L], ids_R[wanted.rows_L], max(wanted.top_ks)
+            )
+            here = fetch_logprobs(there, self._transfer)
+            logprobs = SampledLogprobs(wanted.rows, wanted.top_ks, here)
+        return self._transfer.fetch(ids_R.where(sampled.is_sound_R, -1)), logprobs
+
+    def _pending(
+        self,
+        plan: StepPlan,
+        step: StepBatch | None,
+        hidden_TE: torch.Tensor | None,
+        prompt: PromptLogprobs | None,
+    ) -> Pending:
+        token_ids, logprobs = None, None
+        names: list[str] = []
+        if step is not None and step.sampling is not None and hidden_TE is not None:
+            token_ids, logprobs = self._sample(step.sampling, hidden_TE)
+            names = step.sampling.kept.request_ids
+        return Pending(
+            names,
+            token_ids,
+            logprobs,
+            prompt,
+            self._transfer.mark(),
+            lambda error: self._fault(plan, error),
+        )
+
+    # --------------------------------------------------------------------------------- faults
+
+    def _close(self, request_id: str) -> None:
+        self._rows.close(request_id)
+        self._lost.discard(request_id)
+
+    def _fault(self, plan: StepPlan, error: Exception) -> EngineFault:
+        """The rows of this plan's requests are gone; says in one line what happened."""
+        names = [entry.request_id for entry in plan.scheduled]
+        names.extend(new.request_id for new in plan.new)
+        for request_id in names:
+            self._rows.close(request_id)
+            self._lost.add(request_id)
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        cause = _cause(error)
+        say(logger, logging.ERROR, "step failed", step=plan.step_id, cause=cause, where=where)
+        error.__traceback__ = None  # its frames hold the step's tensors
+        return EngineFault(f"step {plan.step_id} failed: {cause}")
+
+
+def _cause(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0][:_MAX_CAUSE]
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first:
+        return (
+            "out of device memory; lower max_num_batched_tokens or max_num_seqs, or leave the"
+            " step more room with a lower memory_utilization or fewer num_blocks"
+        )
+    if isinstance(error, RowLost):
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

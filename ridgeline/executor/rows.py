@@ -1,0 +1,135 @@
+"""What does the executor keep of each request between steps?
+
+A row: the tokens the host knew when it was opened, its block tables, its sampling state, and on the
+device the token sampled last. A token that is not among the known ones is always that last one.
+Letters: N rows there is room for, M blocks per table row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ridgeline.errors import check
+from ridgeline.executor.transfer import Array, Transfer
+from ridgeline.sampling.penalties import PenaltyCounts
+from ridgeline.sampling.row import Needs, SamplingRow, sampling_row
+from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables, NewRequest
+
+_FIRST_ROWS = 16
+_FIRST_BLOCKS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """`slot` is its place in the tables. `known_ids` (int64) are prompt and output as they were
+    when the row was opened; `num_tokens` counts them and every token sampled since."""
+
+    request_id: str
+    slot: int
+    known_ids: Array
+    num_known: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_blocks: list[int]  # per KV group
+    num_slots: int  # tokens that the shortest table has room for
+    sampling: SamplingRow
+    top_prompt_logprobs: int | None
+
+
+class Rows:
+    """All rows, by request id. `tables_NM` (int32, one per KV group) are on the host; `version`
+    changes whenever they do. `last_ids_N` (int64) is on the device."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        block_size: int,
+        max_model_len: int,
+        vocab_size: int,
+        transfer: Transfer,
+    ) -> None:
+        self._transfer = transfer
+        self._block_size = block_size
+        self._max_blocks = max_blocks = -(-max_model_len // block_size)
+        self._rows: dict[str, Row] = {}
+        self.get = self._rows.get
+        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+        width = min(_FIRST_BLOCKS, max_blocks)
+        self.tables_NM = [np.zeros((_FIRST_ROWS, width), np.int32) for _ in range(num_groups)]
+        self.last_ids_N = transfer.send(np.zeros(_FIRST_ROWS, np.int64))
+        self.counts = PenaltyCounts(vocab_size, transfer.send)
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def open(self, new: NewRequest) -> None:
+        check(new.request_id not in self._rows, "row exists already", request=new.request_id)
+        check(len(new.block_ids) == len(self.tables_NM), "one table per KV group")
+        known_ids = np.array(new.token_ids, np.int64)
+        num_prompt = new.num_prompt_tokens
+        row = Row(
+            new.request_id,
+            self._take_slot(),
+            known_ids,
+            len(known_ids),
+            num_prompt,
+            len(known_ids),
+            [0] * len(self.tables_NM),
+            0,
+            sampling_row(new.request_id, new.sampling, num_prompt),
+            new.sampling.prompt_logprobs,
+        )
+        self._rows[new.request_id] = row
+        for table_NM in self.tables_NM:
+            table_NM[row.slot] = NULL_BLOCK
+        self.append_blocks(row, new.block_ids)
+        if row.sampling.needs & Needs.PENALTIES:
+            prompt, output = known_ids[:num_prompt], known_ids[num_prompt:]
+            row.sampling.counts_slot = self.counts.open(prompt, output)
+
+    def close(self, request_id: str) -> None:
+        """Forget a row; harmless for a request without one."""
+        if (row := self._rows.pop(request_id, None)) is None:
+            return
+        self._free.append(row.slot)
+        if row.sampling.counts_slot >= 0:
+            self.counts.close(row.sampling.counts_slot)
+
+    def append_blocks(self, row: Row, block_ids: BlockTables) -> None:
+        for group, ids in enumerate(block_ids):
+            if ids:
+                start = row.num_blocks[group]
+                end = row.num_blocks[group] = start + len(ids)
+                if end > self.tables_NM[group].shape[1]:
+                    self._widen(group, end)
+                self.tables_NM[group][row.slot, start:end] = ids
+        row.num_slots = min(row.num_blocks) * self._block_size
+        self.version += 1
+
+    def replace_block(self, copy: BlockCopy) -> None:
+        row = self._rows.get(copy.request_id)
+        check(row is not None, "copy for a request without a row", request=copy.request_id)
+        if row is not None:
+            check(copy.index < row.num_blocks[copy.group], "copy beyond the table", copy=copy)
+            self.tables_NM[copy.group][row.slot, copy.index] = copy.target
+            self.version += 1
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            old = len(self.last_ids_N)
+            self.tables_NM = [
+                np.concatenate([table, np.zeros_like(table)]) for table in self.tables_NM
+            ]
+            self.last_ids_N = torch.cat([self.last_ids_N, torch.zeros_like(self.last_ids_N)])
+            self._free.extend(range(2 * old - 1, old - 1, -1))
+        return self._free.pop()
+
+    def _widen(self, group: int, needed: int) -> None:
+        check(needed <= self._max_blocks, "table longer than the context", blocks=needed)
+        table = self.tables_NM[group]
+        more = min(max(needed, 2 * table.shape[1]), self._max_blocks) - table.shape[1]
+        self.tables_NM[group] = np.pad(table, ((0, 0), (0, more)))

@@ -1,0 +1,83 @@
+"""Which tokens has a request used, and what does that cost them?
+
+Counts live on the device, one row of the vocabulary per request that has a penalty, and each step
+adds one token to them: nothing here grows with the context. Letters: P rows of counts, R rows that
+sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Upload = Callable[[Array], torch.Tensor]
+
+
+class PenaltyCounts:
+    """`counts_PV` counts output tokens (int32), `prompt_PV` marks those of the prompt (bool).
+
+    Takes 5 bytes per vocabulary entry and penalised request, and grows by doubling.
+    """
+
+    def __init__(self, vocab_size: int, upload: Upload) -> None:
+        self.vocab_size = vocab_size
+        self._upload = upload
+        empty = upload(np.empty((0,), np.int32))
+        self.counts_PV = torch.zeros((0, vocab_size), dtype=torch.int32, device=empty.device)
+        self.prompt_PV = torch.zeros((0, vocab_size), dtype=torch.bool, device=empty.device)
+        self._free: list[int] = []
+
+    def open(self, prompt_ids: Array, output_ids: Array) -> int:
+        """A row for a request that has these tokens already; gives its index."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self.prompt_PV[slot] = False
+        self.counts_PV[slot] = 0
+        if len(prompt_ids):
+            self.prompt_PV[slot].index_fill_(0, self._upload(prompt_ids), True)
+        if len(output_ids):
+            ids = self._upload(output_ids)
+            self.counts_PV[slot].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        return slot
+
+    def close(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def add(self, slots_R: torch.Tensor, token_ids_R: torch.Tensor) -> None:
+        """Count one new token for each of these rows."""
+        flat = self.counts_PV.view(-1)
+        at = slots_R * self.vocab_size + token_ids_R
+        flat.scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+
+    def _grow(self) -> None:
+        old = len(self.counts_PV)
+        more = max(4, old)
+        self.counts_PV = torch.cat(
+            [self.counts_PV, self.counts_PV.new_zeros(more, self.vocab_size)]
+        )
+        self.prompt_PV = torch.cat(
+            [self.prompt_PV, self.prompt_PV.new_zeros(more, self.vocab_size)]
+        )
+        self._free.extend(range(old + more - 1, old - 1, -1))
+
+
+def repetition(logits_RV: torch.Tensor, seen_RV: torch.Tensor, by_R1: torch.Tensor) -> torch.Tensor:
+    """Divide positive and multiply negative logits of seen tokens (CTRL, Keskar et al., 2019;
+    as Transformers' RepetitionPenaltyLogitsProcessor does)."""
+    pushed = torch.where(logits_RV < 0, logits_RV * by_R1, logits_RV / by_R1)
+    return torch.where(seen_RV, pushed, logits_RV)
+
+
+def frequency_and_presence(
+    logits_RV: torch.Tensor,
+    counts_RV: torch.Tensor,
+    frequency_R1: torch.Tensor,
+    presence_R1: torch.Tensor,
+) -> torch.Tensor:
+    """Take `frequency` off for each time a token was produced and `presence` once (OpenAI API)."""
+    return logits_RV - frequency_R1 * counts_RV - presence_R1 * (counts_RV > 0)

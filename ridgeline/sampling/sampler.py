@@ -1,0 +1,144 @@
+"""Which token comes next? Logits of a batch in, one token per row out.
+
+The order of work, the same as in Transformers and vLLM where both agree:
+
+1. logit bias is added
+2. stop tokens are banned until `min_tokens` are out
+3. repetition penalty (prompt and output), then frequency and presence penalties (output)
+4. greedy rows take the largest (the lowest id of equals) and are done
+5. division by temperature
+6. top-k, then top-p of what is left, then min-p (see filters)
+7. Gumbel noise of (seed, position, token id) is added and the largest taken, which is a draw from
+   the softmax
+
+What no row asks for is not computed. The logits are never written to: log-probabilities are of
+the raw ones. Letters: R rows, V vocabulary, C penalised rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.sampling.batch import Filters, Penalties, SamplingBatch, SparseAdds
+from ridgeline.sampling.filters import threshold
+from ridgeline.sampling.noise import minus_gumbel
+from ridgeline.sampling.penalties import (
+    Array,
+    PenaltyCounts,
+    frequency_and_presence,
+    repetition,
+)
+
+# Logits that steps 5 to 7 work on at once: few enough for a CPU's cache, enough to fill a GPU.
+# They take up to 44 bytes for each.
+_NUMBERS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 23}
+
+
+@dataclass(slots=True)
+class Sampled:
+    """`token_ids_R` (int64) are always valid ids; `is_sound_R` is false for rows whose largest
+    logit is not a finite number, and whose token therefore means nothing."""
+
+    token_ids_R: torch.Tensor
+    is_sound_R: torch.Tensor
+
+
+def sample(
+    logits_RV: torch.Tensor,
+    batch: SamplingBatch,
+    positions_R: torch.Tensor,
+    host_positions: Array,
+    counts: PenaltyCounts | None = None,
+) -> Sampled:
+    """One token per row of `logits_RV` (float32).
+
+    `positions_R` (int64) is where the new tokens will stand in their sequences, `host_positions`
+    the same on the host. `counts` is needed when a row has penalties. Never waits for a GPU.
+    """
+    adjusted_RV = adjust(logits_RV, batch, positions_R, host_positions, counts)
+    largest_R, token_ids_R = adjusted_RV.max(dim=-1)
+    if batch.filters is not None:
+        token_ids_R = _draw(adjusted_RV, largest_R, batch.filters, positions_R)
+    return Sampled(token_ids_R, largest_R.mul(0.0).eq(0.0))  # NaN for what is not finite
+
+
+def adjust(
+    logits_RV: torch.Tensor,
+    batch: SamplingBatch,
+    positions_R: torch.Tensor,
+    host_positions: Array,
+    counts: PenaltyCounts | None,
+) -> torch.Tensor:
+    """Steps 1 to 3: what greedy rows are subject to as well."""
+    bans = batch.bans if batch.bans_at(host_positions) else None
+    if batch.bias is not None or bans is not None:
+        logits_RV = logits_RV.clone()
+    if batch.bias is not None:
+        _add(logits_RV, batch.bias, batch.bias.values_N)
+    if bans is not None and bans.until_N is not None:
+        is_on_N = positions_R[bans.rows_N] < bans.until_N
+        _add(logits_RV, bans, bans.values_N.where(is_on_N, 0.0))
+    if batch.penalties is not None and counts is not None:
+        logits_RV = _penalise(logits_RV, batch.penalties, counts)
+    return logits_RV
+
+
+def probabilities(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """[R, V]: what step 7 draws from, given the logits after step 3."""
+    if batch.filters is None:
+        return torch.nn.functional.one_hot(logits_RV.argmax(-1), logits_RV.shape[1]).float()
+    return _likely_scores(logits_RV, logits_RV.amax(-1), batch.filters).softmax(-1)
+
+
+def _draw(
+    logits_RV: torch.Tensor, largest_R: torch.Tensor, filters: Filters, positions_R: torch.Tensor
+) -> torch.Tensor:
+    """Steps 5 to 7, for as many rows at once as memory is set aside for."""
+    num_rows, vocab_size = logits_RV.shape
+    step = max(1, _NUMBERS_AT_ONCE[logits_RV.device.type] // vocab_size)
+    if num_rows <= step:
+        return _draw_some(logits_RV, largest_R, filters, positions_R)
+    parts = [slice(start, start + step) for start in range(0, num_rows, step)]
+    return torch.cat(
+        [
+            _draw_some(logits_RV[part], largest_R[part], filters.part(part), positions_R[part])
+            for part in parts
+        ]
+    )
+
+
+def _draw_some(
+    logits_RV: torch.Tensor, largest_R: torch.Tensor, filters: Filters, positions_R: torch.Tensor
+) -> torch.Tensor:
+    scores_RV = _likely_scores(logits_RV, largest_R, filters)
+    noise_RV = minus_gumbel(filters.keys_R, positions_R, logits_RV.shape[1])
+    if filters.noisy_R1 is not None:
+        noise_RV.mul_(filters.noisy_R1)
+    return scores_RV.sub_(noise_RV).argmax(-1)
+
+
+def _likely_scores(
+    logits_RV: torch.Tensor, largest_R: torch.Tensor, filters: Filters
+) -> torch.Tensor:
+    """Steps 5 and 6: the largest score is 0, what a filter takes out is minus infinity."""
+    scores_RV = (logits_RV - largest_R.unsqueeze(1)).div_(filters.temperature_R1)
+    low_R1 = threshold(scores_RV, filters)
+    return scores_RV if low_R1 is None else scores_RV.masked_fill_(scores_RV < low_R1, -torch.inf)
+
+
+def _add(logits_RV: torch.Tensor, adds: SparseAdds, values_N: torch.Tensor) -> None:
+    logits_RV.index_put_((adds.rows_N, adds.tokens_N), values_N, accumulate=True)
+
+
+def _penalise(logits_RV: torch.Tensor, penalties: Penalties, counts: PenaltyCounts) -> torch.Tensor:
+    some_CV = logits_RV[penalties.rows_C]
+    counts_CV = counts.counts_PV[penalties.slots_C]
+    if penalties.repetition_C1 is not None:
+        seen_CV = (counts_CV > 0) | counts.prompt_PV[penalties.slots_C]
+        some_CV = repetition(some_CV, seen_CV, penalties.repetition_C1)
+    some_CV = frequency_and_presence(
+        some_CV, counts_CV, penalties.frequency_C1, penalties.presence_C1
+    )
+    return logits_RV.index_copy(0, penalties.rows_C, some_CV)
