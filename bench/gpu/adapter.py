@@ -1,0 +1,74 @@
+"""Lets Ridgeline be measured by an engine-neutral workload file.
+
+The workload file (`workloads.py`) hands over requests with `.prompt` (token ids), `.max_tokens`
+and `.temperature`, and reads back the submit time, the end and one (time, tokens) per engine step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.answer import Answer, check_prompt, resolve_sampling
+
+
+@dataclass
+class RunResult:
+    t_submit: float
+    t_done: float
+    out_tokens: int
+    steps: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def wall(self) -> float:
+        return self.t_done - self.t_submit
+
+
+class RidgelineEngine:
+    """An engine in this process, driven step by step."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.llm = LLM(model, **options)
+        self._count = 0
+
+    def run(self, requests: Sequence[Any]) -> RunResult:
+        """Submit all requests now and step until the last one has ended."""
+        llm, engine = self.llm, self.llm.engine
+        start = time.monotonic()
+        for request in requests:
+            ids = check_prompt(request.prompt, llm.spec.vocab_size)
+            sampling = resolve_sampling(
+                SamplingParams(
+                    max_tokens=request.max_tokens,
+                    temperature=request.temperature,
+                    ignore_eos=True,
+                ),
+                len(ids),
+                max_model_len=llm.resolved.max_model_len,
+                vocab_size=llm.spec.vocab_size,
+                end_token_ids=(),
+            )
+            self._count += 1
+            answer = Answer(
+                f"b{self._count}",
+                ids,
+                sampling,
+                tokenizer=None,
+                end_token_ids=frozenset(),
+                arrival_time=start,
+            )
+            engine.add(answer.requests[0])
+        steps: list[tuple[float, int]] = []
+        total = 0
+        while not engine.is_idle:
+            tokens = sum(len(output.new_token_ids) for output in engine.step())
+            if tokens:
+                steps.append((time.monotonic(), tokens))
+                total += tokens
+        return RunResult(start, time.monotonic(), total, steps)
+
+    def reset_prefix_cache(self) -> None:
+        self.llm.engine.scheduler.blocks.clear_cache()
