@@ -1,0 +1,49 @@
+"""What has the engine done? Counters that follow its steps, as one of its observers."""
+
+from __future__ import annotations
+
+from ridgeline.request import RequestOutput
+from ridgeline.step import StepRecord
+
+
+class StepCounters:
+    """Steps, tokens, prefix hits and the time that steps took; all only rise.
+
+    `take_started` gives the rows that plans opened since it was last called: requests that run
+    for the first time, and again those that come back from a preemption.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.last_failed = False
+        self.num_scheduled_tokens = 0
+        self.num_prompt_tokens = 0  # looked up in the prefix cache
+        self.num_hit_tokens = 0  # and found there
+        self.busy_s = 0.0  # with at least one step in flight
+        self._busy_until = 0.0
+        self._started: list[str] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.num_steps += 1
+        self.last_failed = record.error is not None
+        self.num_failed_steps += self.last_failed
+        plan, ended = record.plan, record.collected_at
+        self.num_scheduled_tokens += sum(entry.num_tokens for entry in plan.scheduled)
+        self.busy_s += max(0.0, ended - max(record.launched_at, self._busy_until))
+        self._busy_until = max(self._busy_until, ended)
+        if not plan.new:
+            return
+        starts = {entry.request_id: entry.start for entry in plan.scheduled}
+        for row in plan.new:
+            self._started.append(row.request_id)
+            if len(row.token_ids) == row.num_prompt_tokens:
+                self.num_prompt_tokens += row.num_prompt_tokens
+                self.num_hit_tokens += starts.get(row.request_id, 0)
+
+    def on_output(self, output: RequestOutput, now: float) -> None:
+        """Nothing to count here."""
+
+    def take_started(self) -> tuple[str, ...]:
+        started, self._started = tuple(self._started), []
+        return started

@@ -1,0 +1,156 @@
+"""Which paths does the server have, and who answers on each?"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+import ridgeline
+from ridgeline.errors import RequestFault
+from ridgeline.server.auth import Keys
+from ridgeline.server.calls import Call
+from ridgeline.server.chat import read_chat
+from ridgeline.server.completions import read_completion
+from ridgeline.server.errors import from_fault
+from ridgeline.server.gate import Gate
+from ridgeline.server.hosts import HostGuard
+from ridgeline.server.metrics_page import CONTENT_TYPE, render
+from ridgeline.server.model import ServedModel
+from ridgeline.server.service import Body, Service, send_json, unless_gone
+from ridgeline.server.tokenize import detokenize, tokenize
+
+Read = Callable[[Body, ServedModel], Call]
+Work = Callable[[Body, ServedModel], bytes]
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    object: str
+    data: list[ModelCard]
+
+
+class Answering:
+    """POST of a question to the engine."""
+
+    def __init__(self, service: Service, read: Read) -> None:
+        self._service = service
+        self._read = read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._service.answer(scope, receive, send, self._read)
+
+
+class Computing:
+    """POST of something that needs the tokenizer but not the engine."""
+
+    def __init__(self, service: Service, work: Work) -> None:
+        self._service = service
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        service.need_model()
+        with service.admission.open(scope["state"]["key"]) as ticket:
+            body = await service.read(scope, receive, ticket)
+            work = self._work_elsewhere(body, service.need_model())
+            await send_json(send, await unless_gone(receive, work))
+
+    async def _work_elsewhere(self, body: Body, model: ServedModel) -> bytes:
+        try:
+            return await self._service.run_in_thread(self._work, body, model)
+        except RequestFault as fault:
+            raise from_fault(fault) from None
+
+
+def make_app(service: Service, keys: Keys) -> Gate:
+    """The whole application, as ASGI."""
+    config = service.config
+    router = Router(make_routes(service), redirect_slashes=False)
+    hosts = HostGuard(config.host, config.allowed_hosts)
+    return Gate(router, keys, hosts, service.engine.traffic)
+
+
+def make_routes(service: Service) -> list[Route]:
+    limits = service.limits
+
+    def completion(body: Body, model: ServedModel) -> Call:
+        call = read_completion(
+            body, model.defaults, model.ready.vocab_size, limits.max_sequences_per_request
+        )
+        model.check_name(call.model)
+        return call
+
+    def chat(body: Body, model: ServedModel) -> Call:
+        call = read_chat(body, model.defaults)
+        model.check_name(call.model)
+        return call
+
+    return [
+        Route("/v1/models", _get(service, _models), methods=["GET"]),
+        Route("/v1/models/{name:path}", _get(service, _model), methods=["GET"]),
+        Route("/v1/completions", Answering(service, completion), methods=["POST"]),
+        Route("/v1/chat/completions", Answering(service, chat), methods=["POST"]),
+        Route("/tokenize", Computing(service, tokenize), methods=["POST"]),
+        Route("/detokenize", Computing(service, detokenize), methods=["POST"]),
+        Route("/health/live", _get(service, _live), methods=["GET"]),
+        Route("/health/ready", _get(service, _ready), methods=["GET"]),
+        Route("/metrics", _get(service, _metrics), methods=["GET"]),
+        Route("/version", _get(service, _version), methods=["GET"]),
+    ]
+
+
+def _get(
+    service: Service, answer: Callable[[Service, Request], Response]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return answer(service, request)
+
+    return endpoint
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _card(model: ServedModel) -> ModelCard:
+    return ModelCard(model.name, "model", model.created, "ridgeline", model.max_model_len)
+
+
+def _models(service: Service, request: Request) -> Response:
+    return _json(ModelList("list", [_card(service.need_model())]))
+
+
+def _model(service: Service, request: Request) -> Response:
+    model = service.need_model()
+    model.check_name(request.path_params["name"])
+    return _json(_card(model))
+
+
+def _live(service: Service, request: Request) -> Response:
+    return _json({"status": "live"})
+
+
+def _ready(service: Service, request: Request) -> Response:
+    service.check_ready()
+    return _json({"status": "ready"})
+
+
+def _metrics(service: Service, request: Request) -> Response:
+    return Response(render(service), headers={"content-type": CONTENT_TYPE})
+
+
+def _version(service: Service, request: Request) -> Response:
+    versions: Mapping[str, str] = {"version": ridgeline.__version__}
+    return _json(versions)

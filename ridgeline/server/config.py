@@ -1,0 +1,63 @@
+"""What may an operator ask of the server?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ridgeline.config import EngineConfig
+
+DEFAULT_BUILDER = "ridgeline.build:build"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one client, or all together, may cost. Bytes, seconds and counts as the names say.
+
+    Nothing here adjusts itself; a request over a limit is refused with the limit in the message.
+    """
+
+    max_body_bytes: int = 4 << 20
+    max_header_bytes: int = 64 << 10
+    max_headers: int = 100
+    max_json_depth: int = 64
+    max_connections: int = 8192
+    max_sequences_per_request: int = 512  # prompts times best_of
+    max_queued_sequences: int = 1024  # beyond those the engine can run at once
+    max_queued_cache_fills: float = 4.0  # prompt tokens held, in sizes of the KV cache
+    max_held_body_bytes: int = 256 << 20
+    max_requests_per_key: int = 64  # at once; only when keys are configured
+    max_stream_bytes: int = 256 << 10  # made for one stream and not yet read by its client
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    idle_connection_timeout_s: int = 30
+    queue_timeout_s: float = 60.0
+    run_timeout_s: float = 600.0
+    write_timeout_s: float = 30.0
+    keepalive_s: float = 15.0
+    drain_s: float = 30.0
+    step_deadline_s: float = 30.0  # pending work and no step for so long: not ready
+    step_kill_s: float = 300.0  # and for so long: the engine is killed and started again
+    max_engine_restarts: int = 3  # in a row, without a healthy minute between them
+    tokenizer_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Where to listen, for whom, and what to serve.
+
+    `port` 0 lets the system choose. `served_model_name` is what clients put into `model` (the
+    model's own name when None). Keys come one a line from `api_key_file`, or from the environment
+    variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
+    by. `builder` names the function that makes the engine ("module:function"): an extension seam.
+    """
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key_file: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allow_anyone_on_the_network_without_a_key: bool = False
+    log_level: str = "INFO"
+    limits: Limits = field(default_factory=Limits)
+    builder: str = DEFAULT_BUILDER

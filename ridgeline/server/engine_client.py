@@ -1,0 +1,359 @@
+"""Is there an engine, and which request does each of its words belong to? The HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import ridgeline
+from ridgeline.clock import Clock
+from ridgeline.errors import ConfigError, EngineFault, RequestFault
+from ridgeline.log import say
+from ridgeline.observe.latency import Latency
+from ridgeline.observe.progress import Progress
+from ridgeline.observe.traffic import Traffic
+from ridgeline.server.auth import KEY_VARIABLE
+from ridgeline.server.config import ServeConfig
+from ridgeline.server.errors import ApiError, internal_error
+from ridgeline.server.live import Live
+from ridgeline.server.wire import (
+    HEADER,
+    Abort,
+    Admitted,
+    BrokenWire,
+    Command,
+    Event,
+    Faulted,
+    Gauges,
+    Loading,
+    Output,
+    Ready,
+    Refused,
+    Start,
+    StartFailed,
+    Step,
+    frame,
+    frame_length,
+    pack_add,
+    read_event,
+    unpack_output,
+)
+
+HEALTHY_S = 60.0  # an engine that lived so long starts with a clean record
+RESTART_PAUSE_S = 0.2
+EXIT_WAIT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Stopping(Exception):
+    """The engine ended because we told it to."""
+
+
+class Listener(Protocol):
+    """Who wants to know that an engine is ready to serve."""
+
+    async def on_ready(self, ready: Ready) -> None:
+        """Get ready to serve this model. A ConfigError ends the server."""
+        ...
+
+
+@dataclass(slots=True)
+class _Life:
+    """One engine process, from its start to its end."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    ready_at: float | None = None
+
+
+class EngineClient:
+    """Starts the engine process, keeps it alive and hands its outputs to their requests.
+
+    `run` is the supervisor; it returns after `stop` and raises when there will be no engine.
+    """
+
+    def __init__(self, config: ServeConfig, clock: Clock, listener: Listener) -> None:
+        self.config = config
+        self.clock = clock
+        self.gauges = Gauges()
+        self.ready: Ready | None = None
+        self.progress = Progress(config.limits.step_deadline_s)
+        self.latency = Latency()
+        self.traffic = Traffic()
+        self.loading: Loading | None = None
+        self.num_restarts = 0
+        self.lives: dict[str, Live] = {}
+        self._listener = listener
+        self._tickets: dict[int, Live] = {}
+        self._numbers = itertools.count()
+        self._life: _Life | None = None
+        self._stopping = False
+        self._start_failure: str | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.ready is not None
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._life.process.pid if self._life is not None else None
+
+    # ------------------------------------------------------------------ for request handlers
+
+    def refuse_if_down(self) -> None:
+        """Raises ApiError `starting` before the first engine, `engine_unavailable` after it."""
+        if self.ready is None and self.num_restarts:
+            raise ApiError("engine_unavailable", "the engine is being restarted; try again soon")
+        if self.ready is None:
+            raise ApiError("starting", "the model is still being loaded; try again soon")
+
+    async def submit(self, live: Live) -> None:
+        """Hand the requests of `live` to the engine and wait until it has taken them in.
+
+        Raises RequestFault when it refuses and ApiError when it is gone. On any exit but the
+        normal one nothing of `live` is left in the engine.
+        """
+        self.refuse_if_down()
+        ticket = next(self._numbers)
+        requests = live.requests
+        self._tickets[ticket] = live
+        self.lives.update(dict.fromkeys(live.open_ids, live))
+        self.progress.work_began(self.clock.now(), len(requests))
+        self._send(pack_add(ticket, requests))
+        try:
+            await live.admitted
+        except BaseException:
+            self.abandon(live)
+            raise
+        finally:
+            self._tickets.pop(ticket, None)
+
+    def abandon(self, live: Live) -> None:
+        """Nobody waits for `live` any more: abort what the engine still does for it."""
+        self._abort(live, tuple(live.open_ids))
+        live.open_ids.clear()
+
+    def _abort(self, live: Live, request_ids: tuple[str, ...]) -> None:
+        known = tuple(i for i in request_ids if self.lives.pop(i, None) is not None)
+        if known:
+            self.progress.work_ended(len(known))
+            now = self.clock.now()
+            for request_id in known:
+                self.latency.on_end(live.times[request_id], now)
+            self.traffic.finished["abort"] += len(known)
+            self._send(Abort(known))
+
+    # ------------------------------------------------------------------ the engine's life
+
+    async def run(self) -> None:
+        """Start engines until told to stop. Raises ConfigError when none can be built, and
+        EngineFault after too many deaths in a row."""
+        deaths = 0
+        while True:
+            lived_well = await self._one_life()
+            if self._stopping:
+                return
+            if self._start_failure is not None:
+                raise ConfigError(self._start_failure)
+            deaths = 1 if lived_well else deaths + 1
+            if deaths > self.config.limits.max_engine_restarts:
+                raise EngineFault(f"the engine died {deaths} times in a row; giving up")
+            self.num_restarts += 1
+            say(logger, logging.WARNING, "restarting the engine", attempt=deaths)
+            await asyncio.sleep(RESTART_PAUSE_S * 2 ** (deaths - 1))
+
+    async def stop(self) -> None:
+        """Close the wire; the engine process ends by itself, or is killed after a while."""
+        self._stopping = True
+        if self._life is not None:
+            self._life.writer.close()
+
+    def dump_stacks(self) -> None:
+        """Have the engine process write its Python stacks to the log."""
+        if self._life is not None and self._life.process.returncode is None:
+            self._life.process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End the engine process now, with whatever it started."""
+        if self._life is not None and self._life.process.returncode is None:
+            try:
+                os.killpg(self._life.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._life.process.kill()
+
+    async def _one_life(self) -> bool:
+        """Run one engine process to its end. Whether it served in good health."""
+        self._life = life = await self._spawn()
+        try:
+            await self._listen(life)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the other end is closed: it exited, was killed, or we told it to stop
+        except BrokenWire as fault:
+            say(logger, logging.ERROR, "the engine broke the protocol", reason=fault)
+        finally:
+            self.on_engine_lost()
+            code = await self._reap(life)
+            self._life = None
+        if not self._stopping and self._start_failure is None:
+            say(logger, logging.ERROR, "the engine process ended", exit_code=code)
+        return life.ready_at is not None and self.clock.now() - life.ready_at > HEALTHY_S
+
+    async def _spawn(self) -> _Life:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "ridgeline.server.engine_process",
+                "--fd",
+                str(theirs.fileno()),
+                "--builder",
+                self.config.builder,
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=_environment(),
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        life = _Life(process, reader, writer)
+        writer.write(frame(Start(self.config.engine, self.config.log_level)))
+        return life
+
+    async def _listen(self, life: _Life) -> None:
+        while True:
+            header = await life.reader.readexactly(HEADER.size)
+            payload = await life.reader.readexactly(frame_length(header))
+            await self._take(read_event(payload), life)
+
+    async def _reap(self, life: _Life) -> int | None:
+        life.writer.close()
+        try:
+            async with asyncio.timeout(EXIT_WAIT_S if self._stopping else RESTART_PAUSE_S):
+                await life.process.wait()
+        except TimeoutError:
+            pass
+        self.kill()
+        return await life.process.wait()
+
+    # ------------------------------------------------------------------ the engine's words
+
+    async def _take(self, event: Event, life: _Life) -> None:
+        if isinstance(event, Step):
+            self.on_step(event)
+        elif isinstance(event, Loading):
+            self.loading = event
+            say(logger, logging.INFO, "loading", stage=event.stage, done=event.done, of=event.total)
+        elif isinstance(event, Ready):
+            await self._listener.on_ready(event)
+            life.ready_at = self.clock.now()
+            self.progress.reset()
+            self.ready = event
+        elif isinstance(event, StartFailed):
+            self._start_failure = event.message
+        elif isinstance(event, Faulted):
+            say(logger, logging.ERROR, "the engine failed", reason=event.message)
+
+    def on_step(self, step: Step) -> None:
+        """Hand everything in one message of the engine to the requests it is for."""
+        now = self.clock.now()
+        self.gauges = step.gauges
+        self.progress.step_done(now)
+        for reply in step.replies:
+            self._reply(reply)
+        for request_id in step.started:
+            if (live := self.lives.get(request_id)) is not None:
+                live.started = True
+                self.latency.on_start(live.times[request_id], now)
+        for output in step.outputs:
+            self._output(output, now)
+
+    def _reply(self, reply: Admitted | Refused) -> None:
+        live = self._tickets.get(reply.ticket)
+        if live is None or live.admitted.done():
+            return  # its client has gone
+        if isinstance(reply, Admitted):
+            self.traffic.accepted(
+                len(live.times), sum(len(a.prompt_token_ids) for a in live.answers)
+            )
+            live.admitted.set_result(None)
+            return
+        for request_id in live.open_ids:
+            self.lives.pop(request_id, None)
+        self.progress.work_ended(len(live.open_ids))
+        live.open_ids.clear()
+        fault = RequestFault(reply.message, param=reply.param, code=reply.code)
+        live.admitted.set_exception(fault)
+
+    def _output(self, output: Output, now: float) -> None:
+        live = self.lives.get(output.request_id)
+        if live is None:
+            self.traffic.num_late_outputs += 1
+            return
+        times = live.times[output.request_id]
+        self.latency.on_tokens(times, len(output.new_token_ids), now)
+        self.traffic.num_output_tokens += len(output.new_token_ids)
+        self._push(live, output)
+        if output.finish_reason is not None:
+            self.lives.pop(output.request_id, None)
+            live.open_ids.discard(output.request_id)
+            self.progress.work_ended()
+            self.latency.on_end(times, now)
+            self.traffic.finished[output.finish_reason] += 1
+        if live.error is not None:
+            self.abandon(live)
+        elif stopped := live.take_aborts():
+            self._stopped(live, stopped, now)
+
+    def _push(self, live: Live, output: Output) -> None:
+        """No output, whatever is in it, may harm anyone but its own request."""
+        try:
+            live.push(unpack_output(output))
+        except Exception:
+            logger.exception("an output could not be assembled")
+            live.fail(internal_error())
+        if output.error is not None:
+            say(logger, logging.ERROR, "the engine failed one request", reason=output.error)
+
+    def _stopped(self, live: Live, request_ids: Iterable[str], now: float) -> None:
+        """A stop string ended these, which the engine cannot see."""
+        known = tuple(i for i in request_ids if self.lives.pop(i, None) is not None)
+        self.progress.work_ended(len(known))
+        for request_id in known:
+            self.latency.on_end(live.times[request_id], now)
+        self.traffic.finished["stop"] += len(known)
+        self._send(Abort(known))
+
+    def on_engine_lost(self) -> None:
+        """Everything in flight fails with one error that says to try again."""
+        self.ready = None
+        self.progress.reset()
+        self.gauges = Gauges()
+        error = ApiError("engine_unavailable", "the engine failed; it is being restarted")
+        lives, self.lives = {*self.lives.values()}, {}
+        for live in lives:
+            live.fail(error)
+            self.traffic.finished["error"] += len(live.open_ids)
+            live.open_ids.clear()
+
+    def _send(self, message: Command) -> None:
+        if self._life is not None and not self._life.writer.is_closing():
+            self._life.writer.write(frame(message))
+
+
+def _environment() -> dict[str, str]:
+    """The engine's: ours without the key, and with the place this package was found at."""
+    env = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    home = str(Path(ridgeline.__file__).resolve().parents[1])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, env.get("PYTHONPATH"))))
+    return env

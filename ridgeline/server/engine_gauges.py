@@ -1,0 +1,53 @@
+"""How does the engine stand right now? A snapshot for the HTTP process."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ridgeline.clock import Clock
+from ridgeline.observe.steps import StepCounters
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.server.wire import Gauges
+
+MEMORY_PERIOD_S = 1.0  # asking a device for its free memory can cost more than a step
+
+
+class ReportsMemory(Protocol):
+    def memory_total(self) -> int: ...
+    def memory_free(self) -> int: ...
+
+
+class GaugeReader:
+    def __init__(
+        self, scheduler: Scheduler, device: ReportsMemory, steps: StepCounters, clock: Clock
+    ) -> None:
+        self._scheduler = scheduler
+        self._device = device
+        self._steps = steps
+        self._clock = clock
+        self._memory_read_at = clock.now() - MEMORY_PERIOD_S
+        self._memory_used = 0
+
+    def read(self) -> Gauges:
+        scheduler, steps = self._scheduler, self._steps
+        blocks = scheduler.blocks
+        return Gauges(
+            num_steps=steps.num_steps,
+            num_failed_steps=steps.num_failed_steps,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_used_blocks=blocks.num_blocks - blocks.num_free_blocks - blocks.num_deferred_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_scheduled_tokens=steps.num_scheduled_tokens,
+            num_prefix_queried_tokens=steps.num_prompt_tokens,
+            num_prefix_hit_tokens=steps.num_hit_tokens,
+            busy_s=steps.busy_s,
+            device_memory_used=self._device_memory(),
+        )
+
+    def _device_memory(self) -> int:
+        now = self._clock.now()
+        if now - self._memory_read_at >= MEMORY_PERIOD_S:
+            self._memory_read_at = now
+            self._memory_used = self._device.memory_total() - self._device.memory_free()
+        return self._memory_used

@@ -1,0 +1,183 @@
+"""How does the engine live in a process of its own? `python -m ridgeline.server.engine_process`.
+
+It is started by the HTTP process with one end of a socket pair, which is its only way in and out:
+nobody else can connect to it, and it ends as soon as the other end is closed, however that came
+about. `--builder module:function` names what makes the engine from an EngineConfig and a progress
+callback; the default is ridgeline.build:build, and tests and extensions may name another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import queue
+import resource
+import signal
+import socket
+import sys
+import threading
+from importlib import import_module
+from typing import NoReturn
+
+from ridgeline.clock import WallClock
+from ridgeline.errors import ConfigError
+from ridgeline.log import say, set_up
+from ridgeline.server.config import DEFAULT_BUILDER
+from ridgeline.server.engine_loop import Builder, EngineLoop, Served, ready_message
+from ridgeline.server.wire import (
+    HEADER,
+    BrokenWire,
+    Command,
+    Event,
+    Faulted,
+    Loading,
+    Start,
+    StartFailed,
+    frame,
+    frame_length,
+    read_command,
+)
+
+MAX_WAITING_COMMANDS = 4096
+PROGRESS_PERIOD_S = 0.2
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+EXIT_FAULT = 70  # EX_SOFTWARE
+EXIT_CONFIG = 78  # EX_CONFIG
+
+logger = logging.getLogger("ridgeline.server.engine_process")
+
+
+class Wire:
+    """The engine's end of the socket pair: a thread reads, the engine's loop writes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._inbox: queue.Queue[Command] = queue.Queue(MAX_WAITING_COMMANDS)
+
+    def listen(self) -> None:
+        """Start reading. The process ends when the other side is gone, whatever it is doing."""
+        threading.Thread(target=self._read, name="wire", daemon=True).start()
+
+    def take(self, *, wait: bool) -> list[Command]:
+        """What has come in; with `wait`, at least one command."""
+        commands = [self._inbox.get()] if wait else []
+        while not self._inbox.empty():
+            commands.append(self._inbox.get_nowait())
+        return commands
+
+    def send(self, event: Event) -> None:
+        try:
+            self._sock.sendall(frame(event))
+        except OSError:
+            leave()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                length = frame_length(self._exactly(HEADER.size))
+                self._inbox.put(read_command(self._exactly(length)))
+        except (EOFError, OSError):
+            leave()
+        except BrokenWire as fault:
+            say(logger, logging.CRITICAL, "the HTTP side broke the protocol", reason=fault)
+            leave()
+
+    def _exactly(self, length: int) -> bytes:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            received = self._sock.recv_into(view)
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return bytes(data)
+
+
+def leave() -> NoReturn:
+    """End at once, from any thread: nothing here is worth saving, and memory is the system's."""
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Where the kernel can do it, end us even if Python never runs again (an endless kernel)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _harden() -> None:
+    os.umask(0o077)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the HTTP side asks where we are stuck
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the HTTP side says when to stop
+
+
+def load_builder(name: str) -> Builder:
+    module, _, function = name.partition(":")
+    builder: Builder = getattr(import_module(module), function)
+    return builder
+
+
+def _build(wire: Wire, start: Start, builder: str) -> Served:
+    """Raises ConfigError as the builder does."""
+    clock = WallClock()
+    said = clock.now()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal said
+        if done == total or clock.now() - said > PROGRESS_PERIOD_S:
+            said = clock.now()
+            wire.send(Loading(stage, done, total))
+
+    return load_builder(builder)(start.config, progress)
+
+
+def _report(served: Served) -> None:
+    """What was decided and what memory it takes: a line each, for the operator."""
+    decisions = "; ".join(f"{d.field}={d.got} ({d.because})" for d in served.resolved.decisions)
+    memory = "; ".join(f"{row.what}={row.predicted}" for row in served.memory)
+    say(logger, logging.INFO, "resolved", decisions=decisions or "none")
+    say(logger, logging.INFO, "memory contract in bytes", items=memory)
+
+
+def run(wire: Wire, builder: str) -> int:
+    """Build, say so, and serve until the wire closes. The exit code."""
+    wire.listen()
+    start = wire.take(wait=True)[0]
+    if not isinstance(start, Start):
+        return EXIT_FAULT
+    set_up(start.log_level)
+    try:
+        served = _build(wire, start, builder)
+        _report(served)
+        wire.send(ready_message(served, os.getpid()))
+        EngineLoop(served, wire, WallClock()).run()
+    except ConfigError as fault:
+        wire.send(StartFailed(str(fault)))
+        return EXIT_CONFIG
+    except Exception as fault:
+        logger.critical("the engine failed", exc_info=True)
+        wire.send(Faulted(f"{type(fault).__name__}: {fault}"[:500]))
+        return EXIT_FAULT
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="ridgeline.server.engine_process")
+    parser.add_argument("--fd", type=int, required=True, help="our end of the socket pair")
+    parser.add_argument("--builder", default=DEFAULT_BUILDER)
+    options = parser.parse_args()
+    _die_with_parent()
+    _harden()
+    os.set_inheritable(options.fd, False)
+    return run(Wire(socket.socket(fileno=options.fd)), options.builder)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # no interpreter teardown: a device library may hang in it

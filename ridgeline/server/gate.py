@@ -1,0 +1,114 @@
+"""Who gets in, and how does every reply leave? The outermost layer, around all routes.
+
+Closed by default: a route is open without a key only if it is listed here.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ridgeline.log import say
+from ridgeline.observe.traffic import Traffic
+from ridgeline.server.auth import Keys
+from ridgeline.server.body import ClientGone, header_values
+from ridgeline.server.errors import ApiError, internal_error
+from ridgeline.server.hosts import HostGuard
+from ridgeline.server.http_protocol import EXTENSION, new_request_id
+
+OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+
+logger = logging.getLogger(__name__)
+
+
+class Gate:
+    """Checks Host and key, gives each request our id, and turns every exception into a reply."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, hosts: HostGuard, traffic: Traffic) -> None:
+        self._app = app
+        self._keys = keys
+        self._hosts = hosts
+        self._traffic = traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exit_ = _Exit(scope, send)
+        scope["app"] = self  # makes the router raise its 404 and 405 instead of answering itself
+        try:
+            self._hosts.check(header_values(scope, b"host"))
+            scope["state"] = {"request_id": exit_.request_id, "key": self._check_key(scope)}
+            await self._app(scope, receive, exit_.send)
+        except ClientGone:
+            self._traffic.refused["client_gone"] += 1
+            exit_.hang_up()
+        except ApiError as error:
+            await self._refuse(error, scope, exit_)
+        except HTTPException as fault:
+            await self._refuse(_route_error(fault), scope, exit_)
+        except Exception:
+            logger.exception("a request handler failed")
+            await self._refuse(internal_error(), scope, exit_)
+
+    async def _refuse(self, error: ApiError, scope: Scope, exit_: _Exit) -> None:
+        if scope["path"] not in OPEN_PATHS:  # a probe that hears no is not a refused request
+            self._traffic.refused[error.code] += 1
+            if error.status >= 500:
+                say(logger, logging.WARNING, "a request was refused", code=error.code)
+        await exit_.refuse(error)
+
+    def _check_key(self, scope: Scope) -> bytes:
+        if scope["path"] in OPEN_PATHS:
+            return b""
+        given = header_values(scope, b"authorization")
+        return self._keys.check(given[0] if len(given) == 1 else None)
+
+
+def _route_error(fault: HTTPException) -> ApiError:
+    if fault.status_code == 405:
+        error = ApiError("method_not_allowed", "this method is not served on this path")
+        for name, value in (fault.headers or {}).items():
+            error.headers.append((name.lower().encode(), value.encode()))
+        return error
+    return ApiError("not_found", "there is nothing at this path")
+
+
+class _Exit:
+    """The way out of one request: our id on every reply, and one refusal at most."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.request_id = new_request_id()
+        self._scope = scope
+        self._send = send
+        self._started = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            message["headers"] = [
+                *message.get("headers", ()), (b"x-request-id", self.request_id.encode())
+            ]  # fmt: skip
+        await self._send(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        if self._started:
+            say(logger, logging.ERROR, "a reply broke off", code=error.code)
+            self.hang_up()
+            return
+        body = error.body()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *error.headers,
+        ]
+        if error.close or header_values(self._scope, b"expect"):
+            headers.append((b"connection", b"close"))
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def hang_up(self) -> None:
+        connection = self._scope.get("extensions", {}).get(EXTENSION)
+        if connection is not None:
+            connection.abort()

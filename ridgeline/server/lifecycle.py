@@ -1,0 +1,203 @@
+"""How does the server start, and how does it end?
+
+Start: listen (so that probes get an answer), start the engine process, say where we are.
+First SIGTERM or SIGINT: refuse new work, let open requests finish until the drain deadline, fail
+the rest, exit 0. Second one: exit at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from ridgeline.clock import WallClock
+from ridgeline.errors import ConfigError, EngineFault
+from ridgeline.log import say
+from ridgeline.server.app import make_app
+from ridgeline.server.auth import KEY_VARIABLE, load_keys
+from ridgeline.server.config import ServeConfig
+from ridgeline.server.hosts import check_bind
+from ridgeline.server.http_protocol import protocol_class
+from ridgeline.server.service import Service
+
+BACKLOG = 2048
+SEND_BUFFER_BYTES = 256 << 10  # the kernel's, per connection; by itself it would take megabytes
+TCP_OPTIONS = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, times
+LAST_WORDS_S = 1.0  # for error events and half-sent answers, after the drain deadline
+POLL_S = 0.05
+EXIT_NO_ENGINE = 70  # EX_SOFTWARE
+
+logger = logging.getLogger(__name__)
+
+
+def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None) -> int:
+    """Serve until told to stop; the exit code: 0 after a drain, 70 when the engine keeps dying.
+
+    `on_listening` gets the URL. Raises ConfigError when the server cannot start as asked: the
+    address, the keys, or (later) the model.
+    """
+    keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
+    check_bind(
+        config.host,
+        has_keys=bool(keys),
+        allow_anyone=config.allow_anyone_on_the_network_without_a_key,
+    )
+    if not keys and config.allow_anyone_on_the_network_without_a_key:
+        say(logger, logging.WARNING, "anyone who reaches this address may use it", host=config.host)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
+    with listen(config.host, config.port) as sock:
+        service = Service(config, WallClock())
+        server = _Server(service, sock, uvicorn_config(config, make_app(service, keys)))
+        url = url_of(sock)
+        say(logger, logging.INFO, f"listening on {url}")
+        if on_listening is not None:
+            on_listening(url)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(server.run())
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. ConfigError when the address cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as fault:
+        raise ConfigError(f"host {host} is no address of this machine: {fault.strerror}") from None
+    try:
+        _set_options(sock)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as fault:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {fault.strerror}; choose another port, or 0 "
+            "for any free one"
+        ) from None
+    return sock
+
+
+def _set_options(sock: socket.socket) -> None:
+    """Connections inherit these. What a client does not read must be seen by us and not vanish in
+    the kernel's buffers; a client whose machine is gone must be noticed without sending to it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in TCP_OPTIONS.items():
+        if hasattr(socket, name):  # each system has some of them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def uvicorn_config(config: ServeConfig, app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=protocol_class(config.limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",  # the gate logs what matters, without a client's words
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=config.limits.idle_connection_timeout_s,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on this system: the standard loop does the same, slower
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class _Server:
+    """The event loop's main task: HTTP, engine supervisor, timekeeper, signals."""
+
+    def __init__(self, service: Service, sock: socket.socket, config: uvicorn.Config) -> None:
+        self._service = service
+        self._sock = sock
+        self._http = uvicorn.Server(config)
+        service.connections = self._http.server_state.connections
+        self._stop = asyncio.Event()
+        self._num_signals = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, self._on_signal, name)
+        http = asyncio.create_task(self._http._serve([self._sock]))
+        engine = asyncio.create_task(self._service.engine.run())
+        timekeeper = asyncio.create_task(self._service.keep_time())
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((http, engine, stop), return_when=asyncio.FIRST_COMPLETED)
+            return await self._end(engine)
+        finally:
+            timekeeper.cancel()
+            stop.cancel()
+            await self._close(http, engine)
+
+    def _on_signal(self, name: int) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            say(logger, logging.INFO, "draining; a second signal ends at once", signal=name)
+            self._service.draining = True
+            self._stop.set()
+            return
+        say(logger, logging.WARNING, "ending at once", signal=name)
+        self._service.engine.kill()
+        logging.shutdown()
+        os._exit(128 + name)
+
+    async def _end(self, engine: asyncio.Task[None]) -> int:
+        """Drain, unless there is no engine any more to finish anything."""
+        if engine.done():
+            self._service.draining = True
+            fault = engine.exception()
+            self._service.fail_all("engine_unavailable", "the engine is gone")
+            if isinstance(fault, EngineFault):
+                say(logger, logging.CRITICAL, "no engine", reason=fault)
+                return EXIT_NO_ENGINE
+            if fault is not None:
+                raise fault
+            return EXIT_NO_ENGINE
+        await self._drain()
+        return 0
+
+    async def _drain(self) -> None:
+        service = self._service
+        deadline = service.clock.now() + service.limits.drain_s
+        while service.admission.num_requests and service.clock.now() < deadline:
+            await asyncio.sleep(POLL_S)
+        if service.admission.num_requests:
+            say(
+                logger, logging.WARNING, "the drain deadline has passed",
+                open_requests=service.admission.num_requests,
+            )  # fmt: skip
+        service.fail_all("shutting_down", "the server shut down before this was finished")
+        deadline = service.clock.now() + LAST_WORDS_S
+        while service.admission.num_requests and service.clock.now() < deadline:
+            await asyncio.sleep(POLL_S)
+
+    async def _close(self, http: asyncio.Task[None], engine: asyncio.Task[None]) -> None:
+        self._http.should_exit = True
+        await self._service.engine.stop()
+        await asyncio.gather(http, engine, return_exceptions=True)
+        self._service.pool.shutdown(wait=False, cancel_futures=True)

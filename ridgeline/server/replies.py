@@ -1,0 +1,355 @@
+"""What do the answers look like on the wire? OpenAI's objects for completions and chat.
+
+Source of the shapes: https://platform.openai.com/docs/api-reference. `stop_reason`,
+`prompt_logprobs`, `token_ids` and `prompt_token_ids` are additions that vLLM's clients know; ids
+come when `return_token_ids` asks for them, and always from a model that has no text to show.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ridgeline.answer import Answer, Choice, ChoiceDelta
+from ridgeline.request import TokenLogprobs
+from ridgeline.server.calls import Call, Kind
+from ridgeline.server.live import Live
+from ridgeline.server.token_text import TokenTexts
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's word for "as good as impossible"; JSON has no -inf
+DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keepalive\n\n"
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatPiece(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+Part = CompletionChoice | ChatChoice | ChatPiece
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A whole answer, or one event of a stream (`usage` unset unless it was asked for)."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[Part]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+_ENCODE = msgspec.json.Encoder().encode
+
+
+def usage_of(live: Live, *, drop_output: bool = False) -> Usage:
+    """Tokens read and delivered; those of `best_of` that lost were made, so they count."""
+    prompt = sum(len(answer.prompt_token_ids) for answer in live.answers)
+    output = 0 if drop_output else sum(answer.num_output_tokens for answer in live.answers)
+    cached = sum(answer.num_cached_tokens for answer in live.answers)
+    return Usage(prompt, output, prompt + output, PromptDetails(cached))
+
+
+class Renderer:
+    """Writes the answer to one call."""
+
+    def __init__(
+        self,
+        call: Call,
+        reply_id: str,
+        created: int,
+        texts: TokenTexts,
+        prompt_texts: Sequence[str],
+    ) -> None:
+        self._call = call
+        self._id = reply_id
+        self._created = created
+        self._texts = texts
+        self._prompt_texts = prompt_texts  # for echo; one per answer
+        self._offsets: dict[int, int] = {}  # characters of each choice that were streamed so far
+        self._show_ids = call.return_token_ids or not texts.has_text
+        self.opened = False
+
+    # ------------------------------------------------------------------ the whole answer
+
+    def whole(self, live: Live) -> bytes:
+        parts: list[Part] = []
+        for number, answer in enumerate(live.answers):
+            first = number * answer.sampling.n
+            parts += [self._part(number, answer, c, first + c.index) for c in answer.choices()]
+        name = "chat.completion" if self._call.kind is Kind.CHAT else "text_completion"
+        usage = usage_of(live, drop_output=self._call.drop_output)
+        asked = live.answers[0].sampling.prompt_logprobs is not None
+        chat = self._call.kind is Kind.CHAT
+        shown = self._prompt_rows(live.answers[0]) if asked and chat else UNSET
+        return _ENCODE(
+            Reply(
+                self._id,
+                name,
+                self._created,
+                self._call.model,
+                parts,
+                usage,
+                None,
+                shown,
+                self._ids(live.answers[0].prompt_token_ids) if chat else UNSET,
+            )
+        )
+
+    def _part(self, number: int, answer: Answer, choice: Choice, index: int) -> Part:
+        entries = choice.logprobs
+        if self._call.kind is Kind.CHAT:
+            logprobs = None if entries is None else self._chat_logprobs(entries)
+            message = ChatMessage("assistant", choice.text)
+            return ChatChoice(
+                index,
+                message,
+                logprobs,
+                choice.finish_reason,
+                choice.stop_reason,
+                self._ids(choice.token_ids),
+            )
+        dropped = self._call.drop_output
+        text = "" if dropped else choice.text
+        shown: Sequence[TokenLogprobs | int] = () if dropped or entries is None else entries
+        if self._call.echo:
+            text = self._prompt_texts[number] + text
+            if entries is not None:
+                shown = (answer.prompt_token_ids[0], *answer.prompt_logprobs, *shown)
+        reason = "length" if dropped else choice.finish_reason
+        asked = not self._call.echo and answer.sampling.prompt_logprobs is not None
+        return CompletionChoice(
+            index,
+            text,
+            None if entries is None else self._completion_logprobs(shown, 0),
+            reason,
+            choice.stop_reason,
+            self._prompt_rows(answer) if asked else UNSET,
+            self._ids(() if dropped else choice.token_ids),
+            self._ids(answer.prompt_token_ids),
+        )
+
+    def _ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...] | UnsetType:
+        return token_ids if self._show_ids else UNSET
+
+    # ------------------------------------------------------------------ pieces of a stream
+
+    def opening(self, num_choices: int) -> bytes:
+        """The events before the first token: each message's role, or the prompts to echo."""
+        self.opened = True
+        if self._call.kind is Kind.CHAT:
+            role = ChatDelta("assistant", "")
+            return b"".join(self._event(ChatPiece(i, role)) for i in range(num_choices))
+        if not self._call.echo:
+            return b""
+        per_prompt = num_choices // len(self._prompt_texts)
+        prompts = [text for text in self._prompt_texts for _ in range(per_prompt)]
+        return b"".join(
+            self._event(CompletionChoice(i, text, None, None)) for i, text in enumerate(prompts)
+        )
+
+    def piece(self, delta: ChoiceDelta, live: Live) -> bytes:
+        """The events for what one choice gained; none when there is nothing to see."""
+        if self._call.drop_output:
+            delta = ChoiceDelta(delta.index, "", (), (), delta.finish_reason and "length")
+        usage = self._running_usage(live)
+        if self._call.kind is Kind.COMPLETION:
+            return self._completion_piece(delta, usage)
+        events = b""
+        entries = delta.logprobs if self._call.top_logprobs is not None else ()
+        if delta.text or entries or (self._show_ids and delta.token_ids):
+            logprobs = self._chat_logprobs(entries) if entries else None
+            piece = ChatPiece(
+                delta.index,
+                ChatDelta(None, delta.text),
+                logprobs,
+                token_ids=self._ids(delta.token_ids),
+            )
+            events = self._event(piece, usage)
+        if delta.finish_reason:
+            end = ChatPiece(delta.index, ChatDelta(), None, delta.finish_reason, delta.stop_reason)
+            events += self._event(end, usage)
+        return events
+
+    def usage(self, live: Live) -> bytes:
+        """The last event of a stream that asked for it."""
+        return self._event(None, usage_of(live, drop_output=self._call.drop_output))
+
+    def _running_usage(self, live: Live) -> Usage | None:
+        options = self._call.stream
+        return usage_of(live) if options is not None and options.continuous_usage else None
+
+    def _completion_piece(self, delta: ChoiceDelta, usage: Usage | None) -> bytes:
+        entries = delta.logprobs if self._call.top_logprobs is not None else ()
+        shown = self._show_ids and delta.token_ids
+        if not (delta.text or entries or delta.finish_reason or shown):
+            return b""
+        start = self._offsets.get(delta.index, 0)
+        logprobs = self._completion_logprobs(entries, start) if entries else None
+        self._offsets[delta.index] = start + sum(
+            len(self._texts.text_of(entry.token_id)) for entry in entries
+        )
+        part = CompletionChoice(
+            delta.index,
+            delta.text,
+            logprobs,
+            delta.finish_reason,
+            delta.stop_reason,
+            token_ids=self._ids(delta.token_ids),
+        )
+        return self._event(part, usage)
+
+    def _event(self, part: Part | None, usage: Usage | None = None) -> bytes:
+        name = "chat.completion.chunk" if self._call.kind is Kind.CHAT else "text_completion"
+        options = self._call.stream
+        asked = options is not None and (options.include_usage or options.continuous_usage)
+        reply = Reply(
+            self._id,
+            name,
+            self._created,
+            self._call.model,
+            () if part is None else (part,),
+            usage if asked else UNSET,
+        )
+        return b"data: " + _ENCODE(reply) + b"\n\n"
+
+    # ------------------------------------------------------------------ log-probabilities
+
+    def _completion_logprobs(
+        self, entries: Sequence[TokenLogprobs | int], start: int
+    ) -> CompletionLogprobs:
+        """`entries` may begin with a bare token id: the first of a prompt, which has none."""
+        ids = [e if isinstance(e, int) else e.token_id for e in entries]
+        tokens = [self._texts.text_of(token_id) for token_id in ids]
+        offsets = list(itertools.accumulate(map(len, tokens), initial=start))[:-1]
+        values = [None if isinstance(e, int) else _finite(e.logprob) for e in entries]
+        top: list[dict[str, float] | None] | None = None
+        if self._call.top_logprobs:
+            top = [None if isinstance(e, int) else self._top(e) for e in entries]
+        return CompletionLogprobs(offsets, values, tokens, top)
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the chosen one when it is not among them."""
+        rows = {self._texts.text_of(i): _finite(value) for i, value in reversed(entry.top)}
+        rows = dict(reversed(rows.items()))
+        rows.setdefault(self._texts.text_of(entry.token_id), _finite(entry.logprob))
+        return rows
+
+    def _chat_logprobs(self, entries: Iterable[TokenLogprobs]) -> ChatLogprobs:
+        return ChatLogprobs(
+            [
+                ChatLogprob(
+                    self._texts.text_of(e.token_id),
+                    _finite(e.logprob),
+                    list(self._texts.bytes_of(e.token_id)),
+                    [self._one_of_top(i, value) for i, value in e.top],
+                )
+                for e in entries
+            ]
+        )
+
+    def _one_of_top(self, token_id: int, value: float) -> TopLogprob:
+        raw = self._texts.bytes_of(token_id)
+        return TopLogprob(self._texts.text_of(token_id), _finite(value), list(raw))
+
+    def _prompt_rows(self, answer: Answer) -> PromptLogprobs:
+        rows: PromptLogprobs = [None]
+        for entry in answer.prompt_logprobs:
+            row = {str(i): self._prompt_row(i, v, n) for n, (i, v) in enumerate(entry.top, 1)}
+            own = self._prompt_row(entry.token_id, entry.logprob, entry.rank)
+            rows.append({str(entry.token_id): own} | row)
+        return rows
+
+    def _prompt_row(self, token_id: int, value: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(_finite(value), rank, self._texts.text_of(token_id))
+
+
+def _finite(value: float) -> float:
+    return max(LOWEST_LOGPROB, value)

@@ -1,0 +1,196 @@
+"""Which sampling does a request ask for? The fields that completions and chat have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ridgeline.errors import RequestFault
+from ridgeline.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from ridgeline.server.errors import ApiError, from_fault, quote
+from ridgeline.server.fields import Fields, check_text, wrong_type
+
+MAX_TOKEN_COUNT = 1 << 30
+MAX_TOKEN_ID = 1 << 31
+MAX_SALT_LENGTH = 128
+MAX_PRIORITY = 1 << 31
+
+SAMPLING_FIELDS = frozenset(
+    {
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "n",
+        "min_tokens", "skip_special_tokens", "use_beam_search", "beam_width", "length_penalty",
+        "early_stopping", "prompt_logprobs", "max_tokens",
+    }
+)  # fmt: skip
+# What a beam search cannot honour, and the values that ask for nothing. The model's own defaults
+# for these are put aside.
+BEAM_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+}
+CALL_FIELDS = frozenset(
+    {"model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids"}
+)
+
+
+def read_sampling(fields: Fields, defaults: Mapping[str, Any], **more: object) -> SamplingParams:
+    """The request's own fields over the model's `defaults` over OpenAI's; `more` comes on top.
+
+    Raises ApiError naming the field.
+    """
+    asked: dict[str, Any] = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 0, 1),
+        "top_k": fields.integer("top_k", -1, MAX_TOKEN_COUNT),
+        "min_p": fields.number("min_p", 0, 1),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 1e6),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "logit_bias": _logit_bias(fields),
+        "seed": fields.integer("seed", -(1 << 63), (1 << 63) - 1),
+        "stop": _stop(fields),
+        "stop_token_ids": _stop_token_ids(fields),
+        "ignore_eos": fields.flag("ignore_eos"),
+        "n": fields.integer("n", 1, MAX_N, "limit_exceeded"),
+        "min_tokens": fields.integer("min_tokens", 0, MAX_TOKEN_COUNT),
+        "skip_special_tokens": fields.flag("skip_special_tokens"),
+        "prompt_logprobs": fields.integer("prompt_logprobs", 0, MAX_LOGPROBS, "limit_exceeded"),
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    merged = {**defaults, **given, **{k: v for k, v in more.items() if v is not None}}
+    if "max_tokens" in more:
+        merged["max_tokens"] = more["max_tokens"]  # None is a value here: to the context's end
+    try:
+        sampling = SamplingParams(**merged)
+        return _with_beams(sampling, fields)
+    except RequestFault as fault:
+        raise from_fault(fault) from None
+
+
+def _with_beams(sampling: SamplingParams, fields: Fields) -> SamplingParams:
+    """`use_beam_search` with `beam_width` (or, as older clients have it, `best_of`) beams."""
+    wanted = fields.flag("use_beam_search")
+    width = fields.integer("beam_width", 1, MAX_N, "limit_exceeded")
+    penalty = fields.number("length_penalty", -10, 10)
+    early = fields.flag("early_stopping")
+    if wanted is None:
+        wanted = width is not None and width > 1
+    if not wanted:
+        if penalty not in (None, 1) or early:
+            name = "early_stopping" if early else "length_penalty"
+            raise ApiError("invalid_value", f"{name} needs use_beam_search", name)
+        return sampling
+    width = width or sampling.num_samples
+    if width < 2:
+        raise ApiError(
+            "missing_required_parameter", "use_beam_search needs a beam_width above 1", "beam_width"
+        )
+    for name, neutral in BEAM_NEUTRAL.items():
+        if fields.get(name) is not None and fields.get(name) not in neutral:
+            raise ApiError("unsupported_parameter", f"{name} has no effect on beams", name)
+    return replace(
+        sampling,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        best_of=None,
+        beam_width=width,
+        length_penalty=1.0 if penalty is None else penalty,
+        early_stopping=bool(early),
+    )
+
+
+def _stop(fields: Fields) -> tuple[str, ...] | None:
+    value = fields.get("stop")
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        raise wrong_type("stop", "a string or a list of strings", value)
+    if len(texts) > MAX_STOP_STRINGS:
+        raise ApiError("limit_exceeded", f"stop takes at most {MAX_STOP_STRINGS} strings", "stop")
+    for i, text in enumerate(texts):
+        _check_stop_text(text, "stop" if isinstance(value, str) else f"stop[{i}]")
+    return tuple(texts)
+
+
+def _check_stop_text(text: object, param: str) -> None:
+    if not isinstance(text, str):
+        raise wrong_type(param, "a string", text)
+    if not text:
+        raise ApiError("empty_input", "a stop string must not be empty", param)
+    if len(text) > MAX_STOP_LENGTH:
+        raise ApiError(
+            "limit_exceeded", f"a stop string has at most {MAX_STOP_LENGTH} characters", param
+        )
+    check_text(text, param)
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
+    values = fields.items("stop_token_ids")
+    if values is None:
+        return None
+    if len(values) > MAX_STOP_TOKEN_IDS:
+        raise ApiError(
+            "limit_exceeded", f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS}", "stop_token_ids"
+        )
+    return tuple(token_id(value, f"stop_token_ids[{i}]") for i, value in enumerate(values))
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
+    bias = fields.get("logit_bias")
+    if bias is None:
+        return None
+    if not isinstance(bias, dict):
+        raise wrong_type("logit_bias", "an object", bias)
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ApiError(
+            "limit_exceeded", f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", "logit_bias"
+        )
+    values = Fields(bias, "logit_bias")
+    pairs: dict[int, float] = {}
+    for name in bias:
+        if not (name.isascii() and name.isdecimal() and len(name) < 11):
+            raise ApiError(
+                "invalid_token_id", f"logit_bias: {quote(name)} is not a token id", "logit_bias"
+            )
+        value = values.number(name, -100, 100)
+        pairs[token_id(int(name), "logit_bias")] = 0.0 if value is None else value
+    return tuple(pairs.items())
+
+
+def token_id(value: object, param: str, vocab_size: int = MAX_TOKEN_ID) -> int:
+    """`value` as a token id. Raises ApiError invalid_token_id for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ApiError("invalid_token_id", f"{param} must be a token id (an integer)", param)
+    if not 0 <= value < vocab_size:
+        raise ApiError("invalid_token_id", f"{param} must be in 0..{vocab_size - 1}", param)
+    return value
+
+
+def read_salt(fields: Fields) -> str:
+    """A client's own salt for the prefix cache; it narrows sharing further, never widens it."""
+    salt = fields.text("cache_salt", MAX_SALT_LENGTH)
+    if salt == "":
+        raise ApiError("invalid_value", "cache_salt must not be empty", "cache_salt")
+    return salt or ""
+
+
+def read_priority(fields: Fields) -> int:
+    """Smaller is served sooner, under a policy that looks at it."""
+    return fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0

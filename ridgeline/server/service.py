@@ -1,0 +1,275 @@
+"""What happens to a request between its last byte in and its last byte out?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from ridgeline.clock import Clock
+from ridgeline.errors import RequestFault
+from ridgeline.log import say
+from ridgeline.server.admission import Admission, Ticket
+from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
+from ridgeline.server.calls import Call, Kind
+from ridgeline.server.config import ServeConfig
+from ridgeline.server.deadlines import PERIOD_S, enforce
+from ridgeline.server.engine_client import EngineClient
+from ridgeline.server.errors import ApiError, from_fault
+from ridgeline.server.http_protocol import EXTENSION
+from ridgeline.server.json_body import parse_object
+from ridgeline.server.live import Live
+from ridgeline.server.model import ServedModel, epoch_s, load_model
+from ridgeline.server.prepare import Prepared, prepare
+from ridgeline.server.replies import Renderer
+from ridgeline.server.sse import EventStream, State
+from ridgeline.server.wire import Ready
+
+SMALL_BODY_BYTES = 16 << 10  # parsed on the event loop; larger ones in a worker thread
+LARGE = 1 << 30
+
+Body = Mapping[str, object]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """The model, the engine and everything that is being served."""
+
+    def __init__(self, config: ServeConfig, clock: Clock) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.clock = clock
+        self.admission = Admission(config.limits)
+        self.engine = EngineClient(config, clock, self)
+        self.model: ServedModel | None = None
+        self.draining = False
+        self.open: set[Live] = set()
+        self.connections: Collection[object] = ()  # the HTTP side puts its own here
+        self.pool = ThreadPoolExecutor(config.limits.tokenizer_threads, "tokenize")
+
+    # ------------------------------------------------------------------ the engine's side
+
+    async def on_ready(self, ready: Ready) -> None:
+        """The engine is up (again): load the text side and set the ceilings."""
+        if self.model is None or self.model.ready.model_path != ready.model_path:
+            loop = asyncio.get_running_loop()
+            self.model = await loop.run_in_executor(self.pool, load_model, self.config, ready)
+        self.admission.size(
+            max_num_seqs=ready.max_num_seqs, cache_tokens=ready.num_blocks * ready.block_size
+        )
+        say(
+            logger, logging.INFO, "ready to serve", model=self.model.name,
+            max_model_len=ready.max_model_len, engine_pid=ready.pid,
+        )  # fmt: skip
+
+    async def keep_time(self) -> None:
+        """Enforce deadlines until cancelled; kill an engine whose step never ends."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            now = self.clock.now()
+            enforce(self.open, self.limits, now)
+            stalled = self.engine.progress.stalled_s(now)
+            if stalled > self.limits.step_kill_s and self.engine.is_up:
+                say(logger, logging.CRITICAL, "the engine is stuck; killing it", stalled_s=stalled)
+                self.engine.dump_stacks()
+                await asyncio.sleep(PERIOD_S)
+                self.engine.kill()
+
+    # ------------------------------------------------------------------ states
+
+    def need_model(self) -> ServedModel:
+        """The model, if new work is welcome. Raises ApiError starting, shutting_down or
+        engine_unavailable."""
+        if self.draining:
+            raise ApiError("shutting_down", "the server is shutting down; try another", close=True)
+        self.engine.refuse_if_down()
+        if self.model is None:
+            raise ApiError("starting", "the model is still being loaded; try again soon")
+        return self.model
+
+    def check_ready(self) -> None:
+        """Raises ApiError unless a request sent now would be served."""
+        self.need_model()
+        if self.engine.progress.is_stuck(self.clock.now()):
+            raise ApiError("engine_unavailable", "the engine has made no progress for too long")
+
+    def fail_all(self, code: str, message: str) -> None:
+        for live in list(self.open):
+            live.fail(ApiError(code, message))
+
+    # ------------------------------------------------------------------ one request
+
+    async def read(self, scope: Scope, receive: Receive, ticket: Ticket) -> Body:
+        """The parsed JSON object of a request. Raises ApiError or ClientGone."""
+        check_headers(scope)
+        body = await read_body(scope, receive, ticket, self.limits)
+        return await self.run(len(body), parse_object, body, self.limits.max_json_depth)
+
+    async def run(self, size: int, work: Callable[..., T], *values: object) -> T:
+        """`work(*values)`: here for a small body of `size` bytes, else in a worker thread."""
+        if size <= SMALL_BODY_BYTES:
+            return work(*values)
+        return await self.run_in_thread(work, *values)
+
+    async def run_in_thread(self, work: Callable[..., T], *values: object) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.pool, work, *values)
+
+    async def answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        read: Callable[[Body, ServedModel], Call],
+    ) -> None:
+        """Serve one completion or chat request, from its body to its last byte."""
+        arrival = self.clock.now()
+        self.need_model()
+        with self.admission.open(scope["state"]["key"]) as ticket:
+            body = await self.read(scope, receive, ticket)
+            work = self._answer(scope, send, read, body, ticket, arrival)
+            await unless_gone(receive, work)
+
+    async def _answer(
+        self,
+        scope: Scope,
+        send: Send,
+        read: Callable[[Body, ServedModel], Call],
+        body: Body,
+        ticket: Ticket,
+        arrival: float,
+    ) -> None:
+        model = self.need_model()
+        request_id = scope["state"]["request_id"]
+        key: bytes = scope["state"]["key"]
+        call, prepared = await self.run_in_thread(
+            _understand, read, body, model, request_id, key, arrival
+        )
+        ticket.reserve(prepared.num_sequences, prepared.num_prompt_tokens)
+        live = Live(
+            prepared.answers,
+            streams=call.stream is not None,
+            max_bytes=self.limits.max_stream_bytes,
+            arrival=arrival,
+        )
+        live.cut = _abort_of(scope)
+        renderer = _renderer(call, prepared, model, request_id)
+        self.open.add(live)
+        try:
+            await self._submit(live, call)
+            if call.stream is not None:
+                await self._stream(live, call, renderer, EventStream(send), scope)
+            else:
+                await self._send_whole(live, call, renderer, send)
+        finally:
+            self.engine.abandon(live)
+            self.open.discard(live)
+
+    async def _submit(self, live: Live, call: Call) -> None:
+        self.need_model()
+        try:
+            await self.engine.submit(live)
+        except RequestFault as fault:
+            raise from_fault(fault, call.rename) from None
+
+    async def _send_whole(self, live: Live, call: Call, renderer: Renderer, send: Send) -> None:
+        while live.error is None and not live.is_finished:
+            await live.news.wait()
+            live.news.clear()
+        if live.error is not None:
+            raise live.error
+        is_large = call.top_logprobs is not None or call.sampling.prompt_logprobs is not None
+        size = LARGE if is_large else 0  # log-probabilities take long to write out
+        await send_json(send, await self.run(size, renderer.whole, live))
+
+    async def _stream(
+        self, live: Live, call: Call, renderer: Renderer, stream: EventStream, scope: Scope
+    ) -> None:
+        while live.error is None:
+            await live.news.wait()
+            live.news.clear()
+            if live.error is not None:
+                break
+            await self._send_news(live, call, renderer, stream)
+            if stream.state is State.ENDED:
+                return
+        error = live.error
+        if error is not None:
+            self.engine.traffic.refused[error.code] += stream.state is State.OPEN
+            if stream.state is State.OPEN and (connection := _connection(scope)) is not None:
+                connection.close_after_response()
+            await stream.fail(error)
+
+    async def _send_news(
+        self, live: Live, call: Call, renderer: Renderer, stream: EventStream
+    ) -> None:
+        pieces = live.take()
+        finished = live.is_finished
+        data = b"".join(renderer.piece(piece, live) for piece in pieces)
+        if live.answered and not renderer.opened:
+            data = renderer.opening(len(live.answers) * call.sampling.n) + data
+        live.sending_since = self.clock.now()
+        if finished:
+            wants_usage = call.stream is not None and call.stream.include_usage
+            await stream.finish(data + (renderer.usage(live) if wants_usage else b""))
+        elif data:
+            await stream.write(data)
+        elif live.keepalive_due:
+            await stream.keep_alive()
+        live.keepalive_due = False
+        live.sending_since, live.last_sent = None, self.clock.now()
+
+
+def _understand(
+    read: Callable[[Body, ServedModel], Call],
+    body: Body,
+    model: ServedModel,
+    request_id: str,
+    key: bytes,
+    now: float,
+) -> tuple[Call, Prepared]:
+    """Validate and tokenize; in a worker thread."""
+    call = read(body, model)
+    return call, prepare(call, model, request_id, key, now)
+
+
+def _renderer(call: Call, prepared: Prepared, model: ServedModel, request_id: str) -> Renderer:
+    prefix = "chatcmpl-" if call.kind is Kind.CHAT else "cmpl-"
+    reply_id = prefix + request_id.removeprefix("req-")
+    return Renderer(call, reply_id, epoch_s(), model.texts, prepared.prompt_texts)
+
+
+def _connection(scope: Scope) -> Any:
+    return scope.get("extensions", {}).get(EXTENSION)
+
+
+def _abort_of(scope: Scope) -> Callable[[], None] | None:
+    connection = _connection(scope)
+    return None if connection is None else connection.abort
+
+
+async def send_json(send: Send, body: bytes, status: int = 200) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Cancels it and raises ClientGone as soon as the client hangs up."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)

@@ -1,0 +1,72 @@
+"""What tokens is this text, and what text are these tokens? The two routes beside the API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ridgeline.request import SamplingParams
+from ridgeline.server.calls import Call, Kind
+from ridgeline.server.chat import read_conversation
+from ridgeline.server.errors import ApiError
+from ridgeline.server.fields import Fields, check_text
+from ridgeline.server.model import ServedModel
+from ridgeline.server.prepare import encode_conversation, need_tokenizer
+from ridgeline.server.sampling_fields import token_id
+
+TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+CHAT_FIELDS = frozenset(
+    {"model", "messages", "add_generation_prompt", "chat_template_kwargs", "return_token_strs"}
+)
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+def tokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
+    """{"prompt"} or {"messages"} -> token ids. Raises ApiError or RequestFault."""
+    fields = Fields(body)
+    chat = "messages" in body
+    fields.allow(CHAT_FIELDS if chat else TEXT_FIELDS)
+    model.check_name(fields.text("model") or "", required=False)
+    ids = _conversation_ids(fields, model) if chat else _text_ids(fields, model)
+    wanted = fields.flag("return_token_strs")
+    texts = [model.texts.text_of(i) for i in ids] if wanted else None
+    return msgspec.json.encode(Tokens(len(ids), model.max_model_len, ids, texts))
+
+
+def _text_ids(fields: Fields, model: ServedModel) -> list[int]:
+    fields.require("prompt")
+    text = check_text(fields.text("prompt") or "", "prompt")
+    special = fields.flag("add_special_tokens")
+    return need_tokenizer(model, "prompt").encode(text, True if special is None else special)
+
+
+def _conversation_ids(fields: Fields, model: ServedModel) -> list[int]:
+    conversation = read_conversation(fields)
+    call = Call(Kind.CHAT, model.name, (), conversation, SamplingParams(), {})
+    return encode_conversation(call, model)
+
+
+def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
+    """{"tokens"} -> text, special tokens shown. Raises ApiError."""
+    fields = Fields(body)
+    fields.allow({"model", "tokens"})
+    model.check_name(fields.text("model") or "", required=False)
+    fields.require("tokens")
+    values = fields.items("tokens") or []
+    if not values:
+        raise ApiError("empty_input", "tokens is empty", "tokens")
+    size = model.ready.vocab_size
+    ids = [token_id(value, f"tokens[{i}]", size) for i, value in enumerate(values)]
+    tokenizer = need_tokenizer(model, "tokens")
+    return msgspec.json.encode(Text(tokenizer.decode(ids, skip_special_tokens=False)))

@@ -1,0 +1,307 @@
+"""What do the HTTP process and the engine process say to each other?
+
+Each message is four bytes of length (little-endian) and one msgpack value of a fixed schema. The
+engine side gets only what the HTTP side has validated; neither side can be made to run code.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import fields
+
+import msgspec
+
+from ridgeline.config import EngineConfig
+from ridgeline.errors import RidgelineError
+from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+
+MAX_FRAME_BYTES = 256 << 20
+HEADER = struct.Struct("<I")
+
+_NUMBER = float | int
+
+
+class BrokenWire(RidgelineError):
+    """The other side sent what is not in the schema, or too much of it."""
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The fields of SamplingParams, in its order, as plain data."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: _NUMBER
+    top_k: int
+    top_p: _NUMBER
+    min_p: _NUMBER
+    repetition_penalty: _NUMBER
+    presence_penalty: _NUMBER
+    frequency_penalty: _NUMBER
+    logit_bias: tuple[tuple[int, _NUMBER], ...]
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    n: int
+    best_of: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    beam_width: int
+    length_penalty: _NUMBER
+    early_stopping: bool
+    skip_special_tokens: bool
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """One engine request. `prompt` and `sampling` are places in the lists of its Add message."""
+
+    request_id: str
+    prompt: int
+    sampling: int
+    fork_of: str | None
+
+
+class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """Take in all of these or none; the answer is Admitted or Refused with the same ticket."""
+
+    ticket: int
+    prompts: tuple[tuple[int, ...], ...]
+    samplings: tuple[Sampling, ...]
+    sequences: tuple[Row, ...]
+    priority: int
+    cache_salt: bytes
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """Unknown ids are fine: a request may end while its abort is on the way."""
+
+    request_ids: tuple[str, ...]
+
+
+class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
+    """The first message: build this engine."""
+
+    config: EngineConfig
+    log_level: str
+
+
+Command = Start | Add | Abort
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
+    """How far the engine has got with a stage of its start."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The engine takes requests. What the HTTP side must know of it; sizes in tokens."""
+
+    pid: int
+    model_path: str
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    end_token_ids: tuple[int, ...]
+    default_sampling: tuple[tuple[str, _NUMBER], ...]
+    memory: tuple[tuple[str, int], ...]
+    device_memory_total: int
+    max_servable_tokens: int
+
+
+class StartFailed(msgspec.Struct, tag="start_failed", array_like=True, frozen=True):
+    """The engine cannot be built as asked; trying again would not help."""
+
+    message: str
+
+
+class Logprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    token_id: int
+    logprob: _NUMBER
+    rank: int
+    top: tuple[tuple[int, _NUMBER], ...]
+
+
+class Beam(msgspec.Struct, array_like=True, frozen=True):
+    token_ids: tuple[int, ...]
+    score: _NUMBER
+    logprobs: tuple[Logprob, ...]
+
+
+class Output(msgspec.Struct, array_like=True, frozen=True):
+    """A RequestOutput as plain data."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    finish_reason: str | None
+    num_cached_tokens: int
+    error: str | None
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
+    beams: tuple[Beam, ...] = ()
+
+
+class Admitted(msgspec.Struct, tag="admitted", array_like=True, frozen=True):
+    ticket: int
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    ticket: int
+    message: str
+    param: str | None
+    code: str
+
+
+class Gauges(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How the engine stands after a step. Counts and bytes; the `num_` totals only rise."""
+
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_blocks: int = 0
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    busy_s: float = 0.0
+    device_memory_used: int = 0
+
+
+class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
+    """Everything that one turn of the engine loop has to tell: one message for all requests."""
+
+    replies: tuple[Admitted | Refused, ...]
+    started: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    gauges: Gauges
+
+
+class Faulted(msgspec.Struct, tag="faulted", array_like=True, frozen=True):
+    """The engine's last word before its process ends."""
+
+    message: str
+
+
+Event = Loading | Ready | StartFailed | Step | Faulted
+
+_ENCODER = msgspec.msgpack.Encoder()
+_COMMANDS = msgspec.msgpack.Decoder(Command)
+_EVENTS = msgspec.msgpack.Decoder(Event)
+
+
+def frame(message: Command | Event) -> bytes:
+    """The bytes of one message. BrokenWire when it is larger than any reader takes."""
+    payload = _ENCODER.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise BrokenWire(f"a message of {len(payload)} bytes is over {MAX_FRAME_BYTES}")
+    return HEADER.pack(len(payload)) + payload
+
+
+def frame_length(header: bytes) -> int:
+    """Length of the payload that follows. BrokenWire when it is beyond belief."""
+    length: int = HEADER.unpack(header)[0]
+    if length > MAX_FRAME_BYTES:
+        raise BrokenWire(f"a message of {length} bytes is over {MAX_FRAME_BYTES}")
+    return length
+
+
+def read_command(payload: bytes) -> Command:
+    try:
+        command: Command = _COMMANDS.decode(payload)
+        return command
+    except msgspec.DecodeError as fault:
+        raise BrokenWire(f"not a command: {fault}") from None
+
+
+def read_event(payload: bytes) -> Event:
+    try:
+        event: Event = _EVENTS.decode(payload)
+        return event
+    except msgspec.DecodeError as fault:
+        raise BrokenWire(f"not an event: {fault}") from None
+
+
+def pack_sampling(sampling: SamplingParams) -> Sampling:
+    values = {row.name: getattr(sampling, row.name) for row in fields(SamplingParams)}
+    values["stop_token_ids"] = tuple(sorted(values["stop_token_ids"]))
+    return Sampling(**values)
+
+
+def unpack_sampling(sampling: Sampling) -> SamplingParams:
+    """Raises RequestFault for values that no validated request has."""
+    return SamplingParams(**msgspec.structs.asdict(sampling))
+
+
+def pack_add(ticket: int, requests: Sequence[Request]) -> Add:
+    """One message for all requests of a client's call; they share priority and salt."""
+    prompts: dict[tuple[int, ...], int] = {}
+    samplings: list[Sampling] = []
+    rows = []
+    for request in requests:
+        prompt = prompts.setdefault(request.prompt_token_ids, len(prompts))
+        samplings.append(pack_sampling(request.sampling))
+        rows.append(Row(request.request_id, prompt, len(samplings) - 1, request.fork_of))
+    first = requests[0]
+    return Add(
+        ticket, tuple(prompts), tuple(samplings), tuple(rows), first.priority, first.cache_salt
+    )
+
+
+def unpack_add(message: Add, now: float) -> list[Request]:
+    """The engine's requests, arriving now. Raises RequestFault like SamplingParams."""
+    samplings = [unpack_sampling(sampling) for sampling in message.samplings]
+    return [
+        Request(
+            row.request_id,
+            message.prompts[row.prompt],
+            samplings[row.sampling],
+            now,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            fork_of=row.fork_of,
+        )
+        for row in message.sequences
+    ]
+
+
+def _pack_logprobs(entries: Sequence[TokenLogprobs]) -> tuple[Logprob, ...]:
+    return tuple(Logprob(e.token_id, e.logprob, e.rank, e.top) for e in entries)
+
+
+def _unpack_logprobs(entries: Sequence[Logprob]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(e.token_id, e.logprob, e.rank, e.top) for e in entries)
+
+
+def pack_output(output: RequestOutput) -> Output:
+    reason = output.finish_reason
+    return Output(
+        output.request_id,
+        output.new_token_ids,
+        None if reason is None else reason.value,
+        output.num_cached_tokens,
+        output.error,
+        _pack_logprobs(output.logprobs),
+        _pack_logprobs(output.prompt_logprobs),
+        tuple(Beam(ids, score, _pack_logprobs(rows)) for ids, score, rows in output.beams),
+    )
+
+
+def unpack_output(output: Output) -> RequestOutput:
+    reason = output.finish_reason
+    return RequestOutput(
+        output.request_id,
+        output.new_token_ids,
+        None if reason is None else FinishReason(reason),
+        _unpack_logprobs(output.logprobs),
+        _unpack_logprobs(output.prompt_logprobs),
+        output.num_cached_tokens,
+        output.error,
+        tuple((b.token_ids, b.score, _unpack_logprobs(b.logprobs)) for b in output.beams),
+    )

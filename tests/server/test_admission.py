@@ -1,0 +1,107 @@
+"""Are reservations atomic, bounded and given back?"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ridgeline.server.admission import Admission, Ticket
+from ridgeline.server.config import Limits
+from ridgeline.server.errors import ApiError
+
+
+def admission(**limits: int) -> Admission:
+    made = Admission(Limits(**limits))
+    made.size(max_num_seqs=2, cache_tokens=100)
+    return made
+
+
+def code(caught: pytest.ExceptionInfo[ApiError]) -> str:
+    return caught.value.code
+
+
+def test_sequences_tokens_and_bytes_are_capped() -> None:
+    held = admission(max_queued_sequences=3, max_held_body_bytes=10)
+    with held.open(b"") as one, held.open(b"") as two:
+        one.reserve(4, 399)
+        with pytest.raises(ApiError) as caught:
+            two.reserve(2, 1)
+        assert code(caught) == "overloaded"
+        with pytest.raises(ApiError) as caught:
+            two.reserve(1, 2)
+        assert code(caught) == "overloaded"
+        assert (held.num_sequences, held.num_tokens) == (4, 399)  # a refusal takes nothing
+        two.reserve(1, 1)
+        one.hold_bytes(10)
+        with pytest.raises(ApiError) as caught:
+            two.hold_bytes(1)
+        assert code(caught) == "overloaded"
+    assert (held.num_requests, held.num_bytes, held.num_sequences, held.num_tokens) == (0, 0, 0, 0)
+
+
+def test_what_never_fits_is_the_requests_fault() -> None:
+    held = admission(max_queued_sequences=3)
+    with held.open(b"") as ticket:
+        for cost in ((6, 1), (1, 401)):
+            with pytest.raises(ApiError) as caught:
+                ticket.reserve(*cost)
+            assert (code(caught), caught.value.status) == ("limit_exceeded", 400)
+
+
+def test_each_key_has_its_own_limit() -> None:
+    held = admission(max_requests_per_key=2)
+    tickets = [held.open(b"a"), held.open(b"a"), held.open(b"b")]
+    with pytest.raises(ApiError) as caught:
+        held.open(b"a")
+    assert code(caught) == "rate_limit_exceeded"
+    assert (b"retry-after", b"1") in caught.value.headers
+    tickets[0].release()
+    tickets[0].release()  # twice is once
+    tickets.append(held.open(b"a"))
+    for ticket in tickets:
+        ticket.release()
+    assert held.num_requests == 0
+
+
+def test_without_keys_there_is_no_limit_per_key() -> None:
+    held = admission(max_requests_per_key=1, max_queued_sequences=10)
+    tickets = [held.open(b"") for _ in range(20)]
+    assert held.num_requests == 20
+    for ticket in tickets:
+        ticket.release()
+
+
+def test_open_requests_are_capped_before_their_bodies_are_read() -> None:
+    held = admission(max_queued_sequences=2)
+    tickets = [held.open(b"") for _ in range(8)]
+    with pytest.raises(ApiError) as caught:
+        held.open(b"")
+    assert code(caught) == "overloaded"
+    for ticket in tickets:
+        ticket.release()
+
+
+def test_random_use_never_exceeds_a_ceiling_and_ends_at_zero() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    held = admission(max_queued_sequences=6, max_held_body_bytes=50, max_requests_per_key=5)
+    live: list[Ticket] = []
+    for _ in range(2000):
+        try:
+            if live and rng.random() < 0.5:
+                live.pop(rng.randrange(len(live))).release()
+            else:
+                live.append(held.open(rng.choice([b"", b"a", b"b"])))
+                live[-1].hold_bytes(rng.randrange(30))
+                live[-1].reserve(rng.randrange(1, 9), rng.randrange(1, 300))
+        except ApiError:
+            pass
+        assert 0 <= held.num_sequences <= held.max_sequences
+        assert 0 <= held.num_tokens <= held.max_tokens
+        assert 0 <= held.num_bytes <= 50
+        assert held.num_requests == len(live)
+    for ticket in live:
+        ticket.release()
+    assert (held.num_requests, held.num_bytes, held.num_sequences, held.num_tokens) == (0, 0, 0, 0)

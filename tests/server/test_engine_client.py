@@ -1,0 +1,148 @@
+"""Does the HTTP side keep its books straight, whatever the engine says and when?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from ridgeline.answer import Answer
+from ridgeline.clock import VirtualClock
+from ridgeline.config import EngineConfig
+from ridgeline.errors import RequestFault
+from ridgeline.request import SamplingParams
+from ridgeline.server.config import ServeConfig
+from ridgeline.server.engine_client import EngineClient
+from ridgeline.server.errors import ApiError
+from ridgeline.server.live import Live
+from ridgeline.server.wire import Admitted, Gauges, Output, Ready, Refused, Step
+
+READY = Ready(1, "/nowhere", "m", 264, 512, 16, 64, 8, (257,), (), (), 0, 512)
+
+
+class Nobody:
+    async def on_ready(self, ready: Ready) -> None:
+        """Not called here."""
+
+
+def output(request_id: str, *token_ids: int, finish: str | None = None) -> Output:
+    return Output(request_id, token_ids, finish, 0, None)
+
+
+def step(*outputs: Output, replies: tuple[Admitted | Refused, ...] = ()) -> Step:
+    return Step(replies, (), outputs, Gauges())
+
+
+def with_client(test: Callable[[EngineClient, Live], Awaitable[None]], n: int = 2) -> None:
+    """Run `test` with a client whose engine is up (but mute) and a live request of n samples."""
+
+    async def go() -> None:
+        config = ServeConfig(engine=EngineConfig(model="m"))
+        client = EngineClient(config, VirtualClock(), Nobody())
+        client.ready = READY
+        sampling = SamplingParams(max_tokens=9, n=n, seed=1)
+        answer = Answer(
+            "q", (1, 2), sampling, tokenizer=None, end_token_ids=frozenset(), arrival_time=0.0
+        )
+        await test(client, Live([answer], streams=True, max_bytes=10_000, arrival=0.0))
+        assert client.lives == {}
+        assert client.progress.num_pending == 0
+
+    asyncio.run(go())
+
+
+async def submitted(client: EngineClient, live: Live) -> asyncio.Task[None]:
+    task = asyncio.create_task(client.submit(live))
+    await asyncio.sleep(0)
+    assert len(client.lives) == client.progress.num_pending == len(live.times)
+    return task
+
+
+def test_a_request_that_runs_to_its_end_leaves_nothing() -> None:
+    async def test(client: EngineClient, live: Live) -> None:
+        task = await submitted(client, live)
+        client.on_step(step(replies=(Admitted(0),)))
+        await task
+        client.on_step(step(output("q-0", 5), output("q-1", 6)))
+        client.on_step(step(output("q-0", 7, finish="length")))
+        assert list(client.lives) == ["q-1"]
+        client.on_step(step(output("q-1", 8, finish="length")))
+        assert live.is_finished
+        assert client.traffic.finished == {"length": 2}
+        assert client.traffic.num_output_tokens == 4
+
+    with_client(test)
+
+
+def test_a_refusal_reaches_its_request_and_leaves_nothing() -> None:
+    async def test(client: EngineClient, live: Live) -> None:
+        task = await submitted(client, live)
+        client.on_step(step(replies=(Refused(0, "no", "n", "limit_exceeded"),)))
+        with pytest.raises(RequestFault) as caught:
+            await task
+        assert (caught.value.param, caught.value.code) == ("n", "limit_exceeded")
+
+    with_client(test)
+
+
+def test_a_cancelled_submission_leaves_nothing_and_late_words_harm_nobody() -> None:
+    async def test(client: EngineClient, live: Live) -> None:
+        task = await submitted(client, live)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        client.on_step(step(replies=(Admitted(0),)))
+        client.on_step(step(output("q-0", 5, finish="length"), output("unknown", 5)))
+        assert client.traffic.num_late_outputs == 2
+        assert client.traffic.finished == {"abort": 2}
+
+    with_client(test)
+
+
+def test_an_error_on_one_sample_ends_the_whole_request() -> None:
+    async def test(client: EngineClient, live: Live) -> None:
+        task = await submitted(client, live)
+        client.on_step(step(replies=(Admitted(0),)))
+        await task
+        broken = Output("q-1", (), "error", 0, "the logits are not numbers")
+        client.on_step(step(broken))
+        assert live.error is not None
+        assert live.error.code == "internal_error"
+        assert "logits" not in live.error.message
+
+    with_client(test)
+
+
+def test_an_output_that_cannot_be_assembled_harms_only_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def explode(*_: Any) -> None:
+        raise ValueError("the tokenizer has a bug")
+
+    async def test(client: EngineClient, live: Live) -> None:
+        task = await submitted(client, live)
+        client.on_step(step(replies=(Admitted(0),)))
+        await task
+        monkeypatch.setattr(live, "push", explode)
+        client.on_step(step(output("q-0", 5)))
+        assert live.error is not None
+        assert live.error.code == "internal_error"
+
+    with_client(test)
+
+
+def test_a_lost_engine_fails_everything_in_flight() -> None:
+    async def test(client: EngineClient, live: Live) -> None:
+        task = await submitted(client, live)
+        client.on_engine_lost()
+        with pytest.raises(ApiError) as caught:
+            await task
+        assert caught.value.code == "engine_unavailable"
+        assert not client.is_up
+        assert client.traffic.finished == {"error": 2}
+        with pytest.raises(ApiError):
+            await client.submit(live)
+
+    with_client(test)

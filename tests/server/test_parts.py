@@ -1,0 +1,271 @@
+"""The small parts that need no server: errors, keys, hosts, streams, slots, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.answer import Answer, ChoiceDelta
+from ridgeline.errors import ConfigError, InternalError, RequestFault
+from ridgeline.request import RequestOutput, SamplingParams
+from ridgeline.server.auth import Keys, load_keys
+from ridgeline.server.config import Limits
+from ridgeline.server.deadlines import enforce
+from ridgeline.server.errors import ApiError, from_fault, quote
+from ridgeline.server.hosts import HostGuard, check_bind, is_loopback
+from ridgeline.server.live import Live, merge
+from ridgeline.server.prepare import refuse_hopeless
+from ridgeline.server.sse import EventStream, State
+from ridgeline.text.tokenizer import load_tokenizer
+
+# ------------------------------------------------------------------ errors
+
+
+def test_an_error_body_has_one_shape() -> None:
+    error = ApiError("overloaded", "too much\nwork\x00" + "x" * 1000, "a" * 100)
+    body = json.loads(error.body())
+    assert list(body) == ["error"]
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert body["error"]["type"] == "server_error"
+    assert (error.status, error.headers) == (503, [(b"retry-after", b"1")])
+    assert len(body["error"]["message"]) == 500
+    assert body["error"]["message"].isprintable()
+    assert len(body["error"]["param"]) == 64
+
+
+def test_codes_of_faults_and_renamed_fields() -> None:
+    fault = RequestFault("too long", param="prompt", code="context_length_exceeded")
+    assert from_fault(fault, {"prompt": "messages"}).param == "messages"
+    nested = RequestFault("no", param="prompt[3]")
+    assert from_fault(nested, {"prompt": "messages"}).param == "messages[3]"
+    assert from_fault(nested).status == 400
+
+
+def test_quoting_is_short_and_harmless() -> None:
+    assert quote("a\r\nb\x1b[31m") == "'a??b?[31m'"
+    assert len(quote("y" * 5000)) <= 66
+
+
+# ------------------------------------------------------------------ who may ask
+
+
+def test_keys_are_checked_whole() -> None:
+    keys = Keys(("first-key-1", "second-key-2"))
+    assert keys.check(b"Bearer first-key-1") == keys.check(b"bearer  first-key-1 ")
+    assert keys.check(b"Bearer first-key-1") != keys.check(b"Bearer second-key-2")
+    for wrong in (None, b"", b"first-key-1", b"Basic first-key-1", b"Bearer first-key-", b"Bearer"):
+        with pytest.raises(ApiError) as caught:
+            keys.check(wrong)
+        assert caught.value.status == 401
+        assert (b"www-authenticate", b"Bearer") in caught.value.headers
+    assert Keys().check(None) == b""
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# for tests\nalpha-key-1\n\n  beta-key-22  \n")
+    keys = load_keys(str(path), "gamma-key-3")
+    for key in (b"alpha-key-1", b"beta-key-22", b"gamma-key-3"):
+        keys.check(b"Bearer " + key)
+    path.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        load_keys(str(path), None)
+    path.write_text("short\n")
+    with pytest.raises(ConfigError, match="8 to 512"):
+        load_keys(str(path), None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_keys(str(tmp_path / "missing"), None)
+    assert not load_keys(None, None)
+
+
+def test_the_network_needs_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
+        assert not is_loopback(host)
+        with pytest.raises(ConfigError, match="no API key"):
+            check_bind(host, has_keys=False, allow_anyone=False)
+        check_bind(host, has_keys=True, allow_anyone=False)
+        check_bind(host, has_keys=False, allow_anyone=True)
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        check_bind(host, has_keys=False, allow_anyone=False)
+
+
+def test_host_guard() -> None:
+    guard = HostGuard("127.0.0.1", ("my.name",))
+    for host in (b"localhost", b"LOCALHOST:80", b"127.0.0.1:8000", b"[::1]:80", b"my.name:1"):
+        guard.check([host])
+    for hosts in ([], [b"evil.example"], [b""], [b"localhost", b"localhost"], [b"localhost.evil"]):
+        with pytest.raises(ApiError) as caught:
+            guard.check(hosts)
+        assert caught.value.status == 421
+    HostGuard("0.0.0.0", ()).check([b"anything"])
+
+
+# ------------------------------------------------------------------ streams
+
+
+class Sent:
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    async def __call__(self, message: Any) -> None:
+        self.messages.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.messages)
+
+
+def test_a_stream_that_succeeds_says_done_once() -> None:
+    sent = Sent()
+
+    async def go() -> None:
+        stream = EventStream(sent)
+        await stream.write(b"data: 1\n\n")
+        await stream.keep_alive()
+        await stream.finish(b"data: 2\n\n")
+        assert stream.state is State.ENDED
+        for again in (stream.write(b"x"), stream.finish(b"")):
+            with pytest.raises(InternalError):
+                await again
+
+    asyncio.run(go())
+    assert sent.messages[0]["status"] == 200
+    assert sent.body == b"data: 1\n\n: keepalive\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert [m.get("more_body") for m in sent.messages[1:]] == [True, True, False]
+
+
+def test_a_stream_that_fails_has_no_done() -> None:
+    sent = Sent()
+
+    async def go() -> None:
+        stream = EventStream(sent)
+        await stream.write(b"data: 1\n\n")
+        await stream.fail(ApiError("shutting_down", "bye"))
+        with pytest.raises(InternalError):
+            await stream.fail(ApiError("shutting_down", "bye"))
+
+    asyncio.run(go())
+    assert b"[DONE]" not in sent.body
+    assert json.loads(sent.body.split(b"data: ")[2])["error"]["code"] == "shutting_down"
+
+
+def test_before_the_first_byte_an_error_keeps_its_status() -> None:
+    sent = Sent()
+
+    async def go() -> None:
+        with pytest.raises(ApiError):
+            await EventStream(sent).fail(ApiError("queue_timeout", "late"))
+
+    asyncio.run(go())
+    assert sent.messages == []
+
+
+# ------------------------------------------------------------------ slots and deadlines
+
+
+def one_answer(**sampling: Any) -> Answer:
+    params = SamplingParams(max_tokens=100, seed=1, **sampling)
+    return Answer("q", (1, 2), params, tokenizer=None, end_token_ids=frozenset(), arrival_time=0.0)
+
+
+def live_of(answer: Answer, streams: bool = True, max_bytes: int = 10_000) -> Live:
+    return Live([answer], streams=streams, max_bytes=max_bytes, arrival=0.0)
+
+
+def test_pieces_of_one_choice_are_joined() -> None:
+    pieces = [
+        ChoiceDelta(0, "a", (1,)),
+        ChoiceDelta(1, "x", (7,)),
+        ChoiceDelta(0, "b", (2,)),
+        ChoiceDelta(0, "", (), (), "stop", "end"),
+    ]
+    assert merge(pieces) == [
+        ChoiceDelta(0, "ab", (1, 2), (), "stop", "end"),
+        ChoiceDelta(1, "x", (7,)),
+    ]
+
+
+def test_a_reader_that_lags_too_far_is_cut() -> None:
+    async def go() -> None:
+        live, cuts = live_of(one_answer(), max_bytes=200), []
+        live.cut = lambda: cuts.append(1)
+        for i in range(20):
+            live.push(RequestOutput("q-0", (i,)))
+        assert live.error is None
+        for i in range(10):
+            live.push(RequestOutput("q-0", (i,)))
+        assert live.error is not None
+        assert live.error.code == "slow_client"
+        assert cuts
+
+    asyncio.run(go())
+
+
+def test_reading_makes_room_again() -> None:
+    async def go() -> None:
+        live = live_of(one_answer(), max_bytes=200)
+        for i in range(90):
+            live.push(RequestOutput("q-0", (i,)))
+            if i % 20 == 19:
+                (piece,) = live.take()
+                assert len(piece.token_ids) == 20
+        assert live.error is None
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("started", "now", "code"),
+    [
+        (False, 59.0, None),
+        (False, 61.0, "queue_timeout"),
+        (True, 61.0, None),
+        (True, 599.0, None),
+        (True, 601.0, "deadline_exceeded"),
+    ],
+)
+def test_deadlines(started: bool, now: float, code: str | None) -> None:
+    async def go() -> None:
+        live = live_of(one_answer())
+        live.started = started
+        enforce([live], Limits(), now)
+        assert (live.error.code if live.error else None) == code
+        if code is not None:
+            assert live.admitted.exception() is live.error
+
+    asyncio.run(go())
+
+
+def test_a_stalled_write_is_cut_and_a_silent_stream_is_nudged() -> None:
+    async def go() -> None:
+        live, cuts = live_of(one_answer()), []
+        live.cut = lambda: cuts.append(1)
+        live.started = True
+        enforce([live], Limits(), 14.0)
+        assert not live.keepalive_due
+        enforce([live], Limits(), 16.0)
+        assert live.keepalive_due
+        assert live.news.is_set()
+        live.sending_since = 16.0
+        enforce([live], Limits(), 45.0)
+        assert not cuts
+        enforce([live], Limits(), 47.0)
+        assert cuts
+
+    asyncio.run(go())
+
+
+# ------------------------------------------------------------------ hopeless prompts
+
+
+def test_hopeless_prompts_are_refused_by_their_beginning(fake_model: Path) -> None:
+    tokenizer = load_tokenizer(fake_model)
+    assert tokenizer is not None
+    refuse_hopeless(tokenizer, "x" * 400, 100)  # within reach of some vocabulary: not our business
+    with pytest.raises(RequestFault, match="more than the 100 tokens") as caught:
+        refuse_hopeless(tokenizer, "x" * 100_000_000, 100)  # would take minutes to encode
+    assert caught.value.code == "context_length_exceeded"
