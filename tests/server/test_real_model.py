@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
+from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
 from ridgeline.server import ServeConfig
 from tests.conftest import TEST_DEVICE
-from tests.server.running import Running, running
+from tests.server.running import Running, running, until
+
+SEED = 20261121
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +129,78 @@ def test_a_broken_model_folder_ends_the_start_with_its_reason(tmp_path: Path) ->
     assert "ConfigError: " in log
     assert "config.json" in log
     assert "restarting" not in log
+
+
+def stream_bodies(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
+    """Completions of random length from the beginnings of real stories, greedy and seeded."""
+    rng = random.Random(seed)
+    prompts = [p["text"] for p in json.loads((folder / "expected.json").read_text())["prompts"]]
+    return [
+        {
+            "model": "stories260K",
+            "prompt": rng.choice(prompts) + rng.choice(["", " and", " was", " said"]),
+            "max_tokens": rng.randint(1, 120),
+            "temperature": rng.choice([0.0, 0.8]),
+            "seed": rng.randrange(1 << 30),
+            "stream": True,
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_concurrent_streams_equal_each_alone(server: Running, folder: Path, count: int) -> None:
+    print(f"seed {SEED}")
+    bodies = stream_bodies(folder, count, SEED)
+    llm = LLM(str(folder), device=TEST_DEVICE, dtype="float32", num_blocks=256, threads=1)
+    fields = ("max_tokens", "temperature", "seed")
+    alone = [
+        llm.generate(b["prompt"], SamplingParams(**{f: b[f] for f in fields}))[0].text
+        for b in bodies
+    ]
+
+    async def one(client: AsyncOpenAI, body: dict[str, Any]) -> str:
+        stream = await client.completions.create(**body)
+        return "".join([event.choices[0].text async for event in stream])
+
+    async def all_at_once() -> list[str]:
+        url = f"{server.url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+            return await asyncio.gather(*(one(client, body) for body in bodies))
+
+    assert asyncio.run(all_at_once()) == alone
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_streams_left_at_random_leave_nothing(server: Running, folder: Path, count: int) -> None:
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    bodies = stream_bodies(folder, count, SEED)
+    with server.http as http:
+        http.post("/v1/completions", json=bodies[0] | {"stream": False})
+    server.wait_until_idle()
+    tasks = server.metric("ridgeline_http_tasks")
+
+    async def leave(client: AsyncOpenAI, body: dict[str, Any], events: int) -> None:
+        stream = await client.completions.create(**body, n=rng.choice([1, 1, 3]))
+        async for _ in stream:
+            events -= 1
+            if events < 0:
+                break
+        await stream.close()
+
+    async def in_groups() -> None:
+        url = f"{server.url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+            for start in range(0, count, 20):
+                group = bodies[start : start + 20]
+                await asyncio.gather(*(leave(client, b, rng.choice([0, 1, 5, 30])) for b in group))
+
+    asyncio.run(in_groups())
+    server.wait_until_idle()
+    assert server.metric("ridgeline_kv_cache_usage_ratio") == 0
+    until(lambda: server.metric("ridgeline_http_tasks") <= tasks, "tasks to end")
+    with server.http as http:
+        again = http.post("/v1/completions", json=bodies[0] | {"stream": False}).json()
+    assert again["choices"][0]["finish_reason"] in ("length", "stop")
