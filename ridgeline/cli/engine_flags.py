@@ -33,7 +33,8 @@ HELP = {
     "attention_backend": "auto, or a backend by name",
     "weight_format": "how weights are kept in memory; auto keeps the checkpoint's numbers",
     "kv_cache_dtype": "how cached keys and values are kept; auto is the dtype of the arithmetic",
-    "threads": "CPU threads for arithmetic; all cores when not given",
+    "threads": "CPU threads for arithmetic; when not given, one for each 16 MiB of weights, "
+    "at most all cores",
 }
 
 CHOICES: dict[str, tuple[Any, ...]] = {
