@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import islice
+from typing import NoReturn
 
 from ridgeline.errors import RequestFault
 
@@ -26,7 +28,7 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
-def _fail(field_name: str, message: str, code: str = "invalid_value") -> None:
+def _fail(field_name: str, message: str, code: str = "invalid_value") -> NoReturn:
     raise RequestFault(f"{field_name} {message}", param=field_name, code=code)
 
 
@@ -42,6 +44,53 @@ def _integer(name: str, value: object, low: int, high: int, code: str = "invalid
         _fail(name, f"must be an integer, not {type(value).__name__}", "invalid_type")
     elif not low <= value <= high:
         _fail(name, f"must be between {low} and {high}", code)
+
+
+def _items(name: str, values: object, most: int, what: str) -> tuple[object, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        _fail(name, f"must be a list of {what}", "invalid_type")
+    items = tuple(islice(values, most + 1))
+    if len(items) > most:
+        _fail(name, f"takes at most {most} {what}", "limit_exceeded")
+    return items
+
+
+def _strings(name: str, values: object) -> tuple[str, ...]:
+    texts: list[str] = []
+    items = (
+        (values,) if isinstance(values, str) else _items(name, values, MAX_STOP_STRINGS, "strings")
+    )
+    for text in items:
+        if not isinstance(text, str):
+            _fail(name, "must be a string or a list of strings", "invalid_type")
+        if not text:
+            _fail(name, "must not contain an empty string")
+        if len(text) > MAX_STOP_LENGTH:
+            _fail(name, f"strings are at most {MAX_STOP_LENGTH} long", "limit_exceeded")
+        texts.append(text)
+    return tuple(texts)
+
+
+def _token_ids(name: str, values: object) -> frozenset[int]:
+    ids: list[int] = []
+    for token_id in _items(name, values, MAX_STOP_TOKEN_IDS, "token ids"):
+        _integer(name, token_id, 0, 1 << 31, "invalid_token_id")
+        if isinstance(token_id, int):
+            ids.append(token_id)
+    return frozenset(ids)
+
+
+def _bias(name: str, values: object) -> tuple[tuple[int, float], ...]:
+    pairs = values.items() if isinstance(values, Mapping) else values
+    found: dict[int, float] = {}
+    for pair in _items(name, pairs, MAX_LOGIT_BIAS, "tokens"):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            _fail(name, "must map token ids to numbers", "invalid_type")
+        token_id, value = pair
+        _integer(name, token_id, 0, 1 << 31, "invalid_token_id")
+        _number(name, value, -100.0, 100.0)
+        found[token_id] = value
+    return tuple(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +131,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # normalise the collections of a frozen record, once
-        if isinstance(self.stop, str):
-            put(self, "stop", (self.stop,))
-        elif isinstance(self.stop, Iterable):
-            put(self, "stop", tuple(self.stop))
-        else:
-            _fail("stop", "must be a string or a list of strings", "invalid_type")
-        if not isinstance(self.stop_token_ids, Iterable):
-            _fail("stop_token_ids", "must be a list of integers", "invalid_type")
-        put(self, "stop_token_ids", frozenset(self.stop_token_ids))
-        bias = self.logit_bias
-        if not isinstance(bias, (Mapping, tuple)):
-            _fail("logit_bias", "must map token ids to numbers", "invalid_type")
-        put(self, "logit_bias", tuple(sorted(bias.items() if isinstance(bias, Mapping) else bias)))
+        put(self, "stop", _strings("stop", self.stop))
+        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        put(self, "logit_bias", _bias("logit_bias", self.logit_bias))
         self._check_numbers()
-        self._check_collections()
+        for name in ("ignore_eos", "early_stopping", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                _fail(name, "must be true or false", "invalid_type")
 
     def _check_numbers(self) -> None:
         if self.max_tokens is not None:
@@ -131,29 +172,6 @@ class SamplingParams:
             _fail("n", f"must not exceed beam_width ({self.beam_width})")
         if self.beam_width > 1 and self.best_of is not None:
             _fail("best_of", "cannot be combined with beam_width")
-
-    def _check_collections(self) -> None:
-        stop = tuple(self.stop)
-        if len(stop) > MAX_STOP_STRINGS:
-            _fail("stop", f"takes at most {MAX_STOP_STRINGS} strings", "limit_exceeded")
-        for text in stop:
-            if not isinstance(text, str):
-                _fail("stop", "must be a string or a list of strings", "invalid_type")
-            if not text:
-                _fail("stop", "must not contain an empty string")
-            if len(text) > MAX_STOP_LENGTH:
-                _fail("stop", f"strings are at most {MAX_STOP_LENGTH} long", "limit_exceeded")
-        ids = frozenset(self.stop_token_ids)
-        if len(ids) > MAX_STOP_TOKEN_IDS:
-            _fail("stop_token_ids", f"takes at most {MAX_STOP_TOKEN_IDS}", "limit_exceeded")
-        for token_id in ids:
-            _integer("stop_token_ids", token_id, 0, 1 << 31, "invalid_token_id")
-        bias = tuple(self.logit_bias)
-        if len(bias) > MAX_LOGIT_BIAS:
-            _fail("logit_bias", f"takes at most {MAX_LOGIT_BIAS} tokens", "limit_exceeded")
-        for token_id, value in bias:
-            _integer("logit_bias", token_id, 0, 1 << 31, "invalid_token_id")
-            _number("logit_bias", value, -100.0, 100.0)
 
     @property
     def num_samples(self) -> int:
@@ -202,13 +220,24 @@ class Request:
     cache_salt: bytes = b""
     fork_of: str | None = None
     # How far it has got. Only the scheduler writes below this line.
+    order: int = 0  # of arrival, from 1
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     draft_token_ids: tuple[int, ...] = ()  # guesses at what follows token_ids
-    num_computed_tokens: int = 0  # tokens whose K and V are in the cache
+    num_computed_tokens: int = 0  # planned; an upper bound while drafts are in flight
+    num_done_tokens: int = 0  # of them, what collected steps are known to have written
+    num_computable_tokens: int = 0  # nobody reads the last token of an answer
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    num_published_blocks: int = 0  # leading blocks that the prefix cache has been told of
+    num_dropped_blocks: list[int] = field(default_factory=list)  # that left the window, per group
+    num_cached_tokens: int = 0  # of the prompt, not computed by itself at first admission
+    num_prompt_logprobs: int = 0  # delivered so far
     num_preemptions: int = 0
+    epoch: int = 0  # raised when its blocks go: a result of an older epoch has no place any more
+    has_row: bool = False  # the executor keeps a row for it
+    has_drafts: bool = False  # that row has guesses
+    has_output: bool = False  # something was delivered
+    is_ended: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -221,8 +250,9 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        n = len(self.token_ids)
-        while n and self.token_ids[n - 1] == UNKNOWN_TOKEN:
+        tokens = self.token_ids
+        n = len(tokens)
+        while n and tokens[n - 1] == UNKNOWN_TOKEN:
             n -= 1
         return n
 
@@ -235,12 +265,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step (or an abort, or a fault) gave one request.
+    """What one step (or an abort, or a fault) gave one request. Nothing follows a finish_reason.
 
     A stop token is part of `new_token_ids`. `prompt_logprobs` come with the chunk that computed
     them; the first prompt token has none. `error` is set with FinishReason.ERROR.
-    `beams` is set on the only output of a beam search: finished sequences, best first, each
-    (token ids, score, log-probabilities of its tokens).
+    `num_cached_tokens` is set on the first output alone. `beams` is set on the only output of a
+    beam search: finished sequences, best first, each (token ids, score, log-probabilities of its
+    tokens); `new_token_ids` are then those of the best.
     """
 
     request_id: str

@@ -4,6 +4,9 @@ A plan's size follows what changed, never the context length: the executor keeps
 request (its tokens, block tables and sampling state) from the plan that brings it in `new` to the
 plan that names it in `preempted` or `finished`. A plan is applied in this order: `preempted` and
 `finished` rows go, `new` rows come, `copies` are made, `scheduled` tokens are computed and sampled.
+A name without a row in `preempted` or `finished` is harmless (after a fault the host names rows
+again), and one plan may close a row and open it anew (the beams of a beam search do, as the host
+chooses their tokens).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ridgeline.request import SamplingParams, TokenLogprobs
+from ridgeline.request import RequestOutput, SamplingParams, TokenLogprobs
 
 NULL_BLOCK = 0  # never allocated: padding, and what left a sliding window. Real ids start at 1.
 
@@ -40,9 +43,18 @@ class ScheduledRequest:
     """Compute `num_tokens` tokens from position `start`; the last `num_draft` are guesses.
 
     Tokens the row does not hold yet were sampled (or drafted) by a step still in flight and are
-    on the device. Then `start` is an upper bound (all guesses accepted) and the device knows the
-    true one. `new_block_ids` are appended to the row's tables, one tuple per KV group.
+    on the device. `new_block_ids` are appended to the row's tables, one tuple per KV group.
     `samples`: the step ends with a new token for this request.
+
+    With drafts, each row keeps three things on the device: its true length (how many of its
+    tokens are computed), its newest token and its next guesses. While a step with guesses is in
+    flight the host knows only the upper bound (all of them accepted), so `start` may lie beyond
+    the true start; the device then runs the same `num_tokens` at the true start, where the row's
+    blocks are reserved too. The entry's tokens are the row's num_tokens - num_draft newest ones,
+    then `num_draft` guesses; a row with fewer guesses fills up with any token ids (they are
+    verified like all others). A result has the accepted guesses and one sampled token, and the
+    row's true length becomes start + num_tokens - (guesses not accepted). Tokens past a stop token
+    are cut by the host, whose next plan names the row in `finished`.
     """
 
     request_id: str
@@ -86,8 +98,8 @@ class StepResult:
 
     `logprobs` are there for requests that asked, one per token of `token_ids`. `prompt_logprobs`
     are those of prompt positions start+1 .. (start+num_tokens, at most the last prompt token)
-    whose predicting position was computed in this step. `faults` names requests whose own numbers went
-    wrong (for example NaN logits) and says how; they have no tokens.
+    whose predicting position was computed in this step. `faults` names requests whose own numbers
+    went wrong (for example NaN logits) and says how; they have no tokens.
     """
 
     token_ids: dict[str, tuple[int, ...]]
@@ -113,6 +125,39 @@ class Executor(Protocol):
     block_size: int
 
     def submit(self, plan: StepPlan) -> StepFuture: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step that is over, as observers see it. Times are seconds of the engine's clock; counts
+    are as they stand after its results were taken in. `error` is set when the step failed."""
+
+    plan: StepPlan
+    launched_at: float
+    collected_at: float
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int  # cached blocks that may be evicted count as free
+    num_blocks: int
+    num_new_tokens: int  # delivered by this step
+    num_in_flight: int  # steps behind it that are still in flight
+    error: str | None = None
+
+    @property
+    def shape(self) -> StepShape:
+        return self.plan.shape
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self.plan.preempted)
+
+
+class Observer(Protocol):
+    """Metrics, receipts, watchdog, simulation report. What it raises is logged and dropped."""
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_output(self, output: RequestOutput, now: float) -> None: ...
 
 
 class StepPricer(Protocol):

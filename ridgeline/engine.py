@@ -1,0 +1,158 @@
+"""What is the life of a request? add, launch, collect, step, abort."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from ridgeline.clock import Clock
+from ridgeline.errors import EngineFault
+from ridgeline.log import say
+from ridgeline.request import FinishReason, Request, RequestOutput
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.step import Executor, Observer, StepFuture, StepPlan, StepRecord, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The future of a step that the executor would not even take."""
+
+    fault: EngineFault
+
+    def result(self) -> StepResult:
+        raise self.fault
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    future: StepFuture
+    at: float
+
+
+class Engine:
+    """`max_in_flight` 1 plans a step after the last one's result; 2 and more plan it while they
+    run. The same two calls, launch and collect, in another order."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, max_in_flight: int = 1
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.max_in_flight = max_in_flight
+        self.observers: list[Observer] = []
+        self._in_flight: deque[_Launched] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.scheduler.requests and not self._in_flight
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn. Raises RequestFault when it cannot be served."""
+        self.scheduler.add(request, self.clock.now())
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request, in whatever state it is. None for one that is unknown or over."""
+        if not self.scheduler.finish(request_id):
+            return None
+        output = RequestOutput(request_id, (), FinishReason.ABORT)
+        self._tell_outputs([output], self.clock.now())
+        return output
+
+    def launch(self) -> StepFuture | None:
+        """Plan a step and send it off. None when there is nothing to send, or no place for it."""
+        if len(self._in_flight) >= self.max_in_flight:
+            return None
+        now = self.clock.now()
+        plan = self.scheduler.schedule(now)
+        if not plan.scheduled:
+            return None
+        future: StepFuture
+        try:
+            future = self.executor.submit(plan)
+        except EngineFault as fault:
+            future = _Failed(fault)
+        self._in_flight.append(_Launched(plan, future, now))
+        return future
+
+    def collect(self) -> list[RequestOutput]:
+        """Wait for the oldest step and take in its tokens. [] when none is in flight."""
+        if not self._in_flight:
+            return []
+        step = self._in_flight.popleft()
+        try:
+            result = step.future.result()
+        except EngineFault as fault:
+            return self._fail(step, str(fault) or "a step failed")
+        outputs = self.scheduler.update(step.plan, result)
+        self._tell(step, outputs, None)
+        return outputs
+
+    def step(self) -> list[RequestOutput]:
+        """Keep `max_in_flight` steps going; collect one when there is no place for another."""
+        launched = self.launch()
+        if self._in_flight and (launched is None or len(self._in_flight) >= self.max_in_flight):
+            return self.collect()
+        return []
+
+    def _fail(self, step: _Launched, reason: str) -> list[RequestOutput]:
+        """A step failed: so does every request with tokens in flight. The engine goes on."""
+        say(logger, logging.ERROR, "step failed", step=step.plan.step_id, reason=reason)
+        behind = list(self._in_flight)
+        self._in_flight.clear()
+        for later in behind:
+            try:
+                later.future.result()  # what it touches is ours again only when it is over
+            except EngineFault as fault:
+                say(logger, logging.ERROR, "step failed", step=later.plan.step_id, reason=fault)
+        outputs = self.scheduler.fail_in_flight(reason)
+        self._tell(step, outputs, reason)
+        for later in behind:
+            self._tell(later, [], reason)
+        return outputs
+
+    # ------------------------------------------------------------------ observers
+
+    def _tell(self, step: _Launched, outputs: list[RequestOutput], error: str | None) -> None:
+        if not self.observers:
+            return
+        now = self.clock.now()
+        record = StepRecord(
+            step.plan,
+            step.at,
+            now,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_free_blocks=self.scheduler.blocks.num_free_blocks,
+            num_blocks=self.scheduler.blocks.num_blocks,
+            num_new_tokens=sum(len(output.new_token_ids) for output in outputs),
+            num_in_flight=len(self._in_flight),
+            error=error,
+        )
+        for observer in self.observers:
+            try:
+                observer.on_step(record)
+            except Exception as problem:
+                _observer_failed(problem)
+        self._tell_outputs(outputs, now)
+
+    def _tell_outputs(self, outputs: list[RequestOutput], now: float) -> None:
+        for observer in self.observers:
+            try:
+                for output in outputs:
+                    observer.on_output(output, now)
+            except Exception as problem:
+                _observer_failed(problem)
+
+
+def _observer_failed(problem: Exception) -> None:
+    """What an observer raises must not reach the requests."""
+    say(logger, logging.ERROR, "observer failed", problem=repr(problem))

@@ -1,0 +1,362 @@
+"""Who owns which KV block? Knows token ids and block ids; knows nothing of tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from ridgeline.errors import check
+from ridgeline.request import Request
+from ridgeline.scheduler.prefix_cache import Prefix, PrefixCache, first_needed
+from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables
+
+UNBOUNDED_TOKENS = 1 << 30  # what a pool can serve when every layer has a window
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def blocks_needed(
+    num_tokens: int, block_size: int, windows: Sequence[int | None], chunk: int
+) -> int:
+    """Most blocks that one request of `num_tokens` (prompt and answer) ever holds at once.
+
+    The last token is never computed. A group with a window holds what the window and one chunk of
+    `chunk` tokens (the most that one step computes) overlap.
+    """
+    every = _ceil_div(max(1, num_tokens - 1), block_size)
+    total = 0
+    for window in windows:
+        span = every * block_size if window is None else window - 1 + chunk
+        total += min(every, 1 if span <= 1 else (span + block_size - 2) // block_size + 1)
+    return total
+
+
+def beam_blocks_needed(
+    num_prompt: int,
+    num_tokens: int,
+    width: int,
+    block_size: int,
+    windows: Sequence[int | None],
+    chunk: int,
+) -> int:
+    """Most blocks that `width` beams hold: they share the full blocks of their prompt, except in
+    groups with a window, where nothing need be common."""
+    one = [blocks_needed(num_tokens, block_size, (window,), chunk) for window in windows]
+    common = (width - 1) * (num_prompt // block_size)
+    return sum(
+        width * need - (common if window is None else 0)
+        for need, window in zip(one, windows, strict=True)
+    )
+
+
+def max_servable_tokens(
+    num_blocks: int, block_size: int, windows: Sequence[int | None], chunk: int
+) -> int:
+    """Longest request (prompt and answer) that a pool of `num_blocks` can serve; 0 when none.
+
+    The one answer to "how long may it be", for start-up, admission and the cap on an answer.
+    """
+    low, high = 0, UNBOUNDED_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = blocks_needed(middle, block_size, windows, chunk) <= num_blocks
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low if low > 1 else 0
+
+
+class BlockManager:
+    """One pool of blocks for all KV groups.
+
+    A block is held (by one or more tables), deferred (given back, but a step in flight may touch
+    it) or free. A free block may still be cached: it keeps its hash until it is taken. Cached
+    blocks are taken last, the one that was given back first before the others.
+
+    `windows` has one entry per KV group; `key` makes the hashes of the prefix cache unguessable.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        prefix_caching: bool = True,
+        key: bytes = b"",
+    ) -> None:
+        check(num_blocks > 0 and block_size > 0, "a pool has blocks", num_blocks=num_blocks)
+        check(len(windows) > 0, "a pool serves at least one group")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.windows = windows
+        self.prefix_caching = prefix_caching
+        self._windowed = tuple(g for g, window in enumerate(windows) if window is not None)
+        self._no_change: tuple[BlockTables, tuple[BlockCopy, ...]] = (((),) * len(windows), ())
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self._deferred: OrderedDict[int, int] = OrderedDict()  # block -> last step that touches it
+        self._ref_count = [0] * (num_blocks + 1)
+        self._cache = PrefixCache(num_blocks, block_size, windows, key)
+        self._retired = 0  # this step and all before it are over
+
+    # ------------------------------------------------------------------ how much
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_deferred_blocks(self) -> int:
+        return len(self._deferred)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cache)
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windowed)
+
+    def num_leaving(self, request: Request) -> int:
+        """Blocks that leave its windows once the steps in flight are over."""
+        total = 0
+        for g in self._windowed:
+            bound = first_needed(self.windows[g], request.num_computed_tokens) // self.block_size
+            total += max(0, bound - request.num_dropped_blocks[g])
+        return total
+
+    def num_held(self, request: Request) -> list[int]:
+        """Blocks in its table of each group."""
+        tables = zip(request.block_ids, request.num_dropped_blocks, strict=True)
+        return [len(table) - dropped for table, dropped in tables]
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """How many more free blocks `extend` needs. Not above zero: it will succeed."""
+        return self._num_to_take(request, num_tokens) - len(self._free)
+
+    def missing_for(self, prefix: Prefix, num_tokens: int) -> int:
+        """How many more free blocks a request needs for `num_tokens` after `prefix`."""
+        end = _ceil_div(prefix.num_tokens + num_tokens, self.block_size)
+        need = (end - len(prefix.tables[0])) * len(self.windows)
+        if prefix.num_tokens % self.block_size:
+            need += len(self.windows)  # the half-filled block is copied
+        found = sum(block in self._free for table in prefix.tables for block in table)
+        return need + found - len(self._free)
+
+    def fits(self, prefix: Prefix, num_tokens: int, chunk: int) -> bool:
+        """Is there room to compute all `num_tokens` after `prefix`, at most `chunk` in a step?
+
+        What windows give back on the way is counted.
+        """
+        if not self._windowed:
+            return self.missing_for(prefix, num_tokens) <= 0
+        found = sum(block in self._free for table in prefix.tables for block in table)
+        held = [sum(block != NULL_BLOCK for block in table) for table in prefix.tables]
+        size = self.block_size
+        every = _ceil_div(prefix.num_tokens + num_tokens, size)
+        need = found
+        for g, window in enumerate(self.windows):
+            most = every
+            if window is not None:
+                most = min(every, blocks_needed(every * size + 1, size, (window,), chunk))
+            need += max(0, most - held[g]) + bool(prefix.num_tokens % size)
+        return need <= len(self._free)
+
+    # ------------------------------------------------------------------ what is known already
+
+    def match(self, request: Request, limit: int) -> Prefix:
+        """The longest cached prefix that ends at a block's end and before token `limit` - 1.
+
+        Groups with a window need only the blocks that the next query looks back on.
+        """
+        return self._cache.match(request, limit if self.prefix_caching else 0)
+
+    def share(self, parent: Request, num_tokens: int) -> Prefix | None:
+        """The parent's blocks as a prefix of `num_tokens`, or None where its windows passed on."""
+        size = self.block_size
+        end = _ceil_div(num_tokens, size)
+        tables = []
+        for g, window in enumerate(self.windows):
+            first = first_needed(window, num_tokens) // size
+            if parent.num_dropped_blocks[g] > first and first < end:
+                return None
+            tables.append((NULL_BLOCK,) * min(first, end) + tuple(parent.block_ids[g][first:end]))
+        return Prefix(num_tokens, tuple(tables))
+
+    def publish(self, request: Request, in_flight: int) -> None:
+        """Let others find the blocks that it is known to have filled, and give back those that
+        left its windows: no query to come looks back on them."""
+        full = request.num_done_tokens // self.block_size
+        first, request.num_published_blocks = request.num_published_blocks, full
+        if full > first and self.prefix_caching:
+            self._cache.publish(request, first, full)
+        if self._windowed and request.block_ids:
+            self._drop(request, in_flight)
+
+    def forget(self, request: Request) -> None:
+        """Its numbers went wrong: nobody shall find any of its blocks again."""
+        for table in request.block_ids:
+            for block in table:
+                self._cache.forget(block)
+
+    # ------------------------------------------------------------------ give and take
+
+    def admit(self, request: Request, prefix: Prefix) -> None:
+        """Open its tables with the blocks of `prefix`, one more reference to each."""
+        check(not request.block_ids, "a request is admitted once", id=request.request_id)
+        for table in prefix.tables:
+            for block in table:
+                if block != NULL_BLOCK:
+                    self._hold(block)
+        request.block_ids = [list(table) for table in prefix.tables]
+        request.num_dropped_blocks = [
+            min(first_needed(w, prefix.num_tokens) // self.block_size, len(table))
+            for w, table in zip(self.windows, prefix.tables, strict=True)
+        ]
+        request.num_computed_tokens = request.num_done_tokens = prefix.num_tokens
+        request.num_published_blocks = prefix.num_tokens // self.block_size
+
+    def extend(
+        self, request: Request, num_tokens: int, step_id: int
+    ) -> tuple[BlockTables, tuple[BlockCopy, ...]] | None:
+        """Room for `num_tokens` more: the blocks that are new and those to copy before the write.
+
+        All or nothing: None leaves everything as it was. `step_id` is the step that will write.
+        """
+        start, size = request.num_computed_tokens, self.block_size
+        num_held, index = len(request.block_ids[0]), start // size
+        num_new = _ceil_div(start + num_tokens, size) - num_held
+        shared = self._shared(request, index) if index < num_held else ()
+        if num_new <= 0 and not shared:
+            return self._no_change
+        if max(0, num_new) * len(self.windows) + len(shared) > len(self._free):
+            return None
+        copies = tuple(self._copy(request, g, index, step_id) for g in shared)
+        if num_new <= 0:
+            return self._no_change[0], copies
+        new = tuple(tuple(self._take() for _ in range(num_new)) for _ in self.windows)
+        for mine, more in zip(request.block_ids, new, strict=True):
+            mine.extend(more)
+        return new, copies
+
+    def free(self, request: Request, in_flight: int) -> None:
+        """Take back every block. Step `in_flight` may still touch them until it is retired."""
+        for table, dropped in zip(request.block_ids, request.num_dropped_blocks, strict=True):
+            for i in range(len(table) - 1, dropped - 1, -1):  # tail first: evicted first
+                self._release(table[i], in_flight)
+        request.block_ids = []
+        request.num_dropped_blocks = []
+        request.num_computed_tokens = request.num_done_tokens = 0
+        request.num_published_blocks = 0
+
+    def retire(self, step_id: int) -> None:
+        """Step `step_id` and all before it are over."""
+        self._retired = step_id
+        while self._deferred and next(iter(self._deferred.values())) <= step_id:
+            block, _ = self._deferred.popitem(last=False)
+            self._put_free(block)
+
+    def clear_cache(self) -> None:
+        """Forget every cached block; running requests keep theirs."""
+        for block in range(1, self.num_blocks + 1):
+            self._cache.forget(block)
+
+    # ------------------------------------------------------------------ invariants
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Everything that must hold between two steps, given all requests with tables."""
+        uses = [0] * (self.num_blocks + 1)
+        for request in requests:
+            self._check_tables(request)
+            for table in request.block_ids:
+                for block in table:
+                    uses[block] += 1
+        uses[NULL_BLOCK] = 0
+        free, deferred = self._free, self._deferred
+        check(uses == self._ref_count, "reference counts equal uses")
+        check(free.keys().isdisjoint(deferred.keys()), "no block is both free and deferred")
+        check(NULL_BLOCK not in free and NULL_BLOCK not in deferred, "the null block is never free")
+        unused = uses.count(0) - 1
+        check(len(free) + len(deferred) == unused, "an unused block is free or deferred")
+        check(all(uses[b] == 0 for b in free), "a free block is in no table")
+        check(all(uses[b] == 0 for b in deferred), "a deferred block is in no table")
+        check(all(step > self._retired for step in deferred.values()), "deferred blocks wait")
+        self._cache.check_invariants()
+
+    def _check_tables(self, request: Request) -> None:
+        tables = request.block_ids
+        if not tables:
+            return
+        end, size = len(tables[0]), self.block_size
+        check(len(tables) == len(self.windows), "one table per group")
+        check(request.num_done_tokens <= request.num_computed_tokens, "done follows computed")
+        check(request.num_computed_tokens <= end * size, "every computed token has a slot")
+        for g, table in enumerate(tables):
+            dropped = request.num_dropped_blocks[g]
+            check(len(table) == end, "tables are of equal length", id=request.request_id)
+            check(not any(table[:dropped]), "what left the window is the null block")
+            check(all(table[dropped:]), "what is in the window is a real block")
+            bound = first_needed(self.windows[g], request.num_done_tokens) // size
+            check(dropped <= bound, "only what no query needs has left")
+
+    # ------------------------------------------------------------------ details
+
+    def _num_to_take(self, request: Request, num_tokens: int) -> int:
+        start = request.num_computed_tokens
+        held, index = len(request.block_ids[0]), start // self.block_size
+        shared = len(self._shared(request, index)) if index < held else 0
+        num_new = max(0, _ceil_div(start + num_tokens, self.block_size) - held)
+        return num_new * len(self.windows) + shared
+
+    def _shared(self, request: Request, index: int) -> Sequence[int]:
+        """The groups whose block at `index` others hold too, or may find."""
+        found: tuple[int, ...] = ()
+        for g, table in enumerate(request.block_ids):
+            block = table[index]
+            if self._ref_count[block] > 1 or self._cache.names(block):
+                found += (g,)
+        return found
+
+    def _copy(self, request: Request, group: int, index: int, step_id: int) -> BlockCopy:
+        table = request.block_ids[group]
+        source, target = table[index], self._take()
+        table[index] = target
+        self._release(source, step_id)  # this very step reads it
+        return BlockCopy(request.request_id, group, index, source, target)
+
+    def _hold(self, block: int) -> None:
+        if self._ref_count[block] == 0:
+            if block in self._free:
+                del self._free[block]
+            else:
+                del self._deferred[block]
+        self._ref_count[block] += 1
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._cache.forget(block)
+        self._ref_count[block] = 1
+        return block
+
+    def _release(self, block: int, in_flight: int) -> None:
+        check(self._ref_count[block] > 0, "only what is held is given back", block=block)
+        self._ref_count[block] -= 1
+        if self._ref_count[block]:
+            return
+        if in_flight <= self._retired:
+            self._put_free(block)
+        else:
+            self._deferred[block] = in_flight
+
+    def _put_free(self, block: int) -> None:
+        self._free[block] = None
+        if not self._cache.names(block):
+            self._free.move_to_end(block, last=False)  # nothing is lost by taking it first
+
+    def _drop(self, request: Request, in_flight: int) -> None:
+        for g in self._windowed:
+            table, dropped = request.block_ids[g], request.num_dropped_blocks[g]
+            bound = first_needed(self.windows[g], request.num_done_tokens) // self.block_size
+            for i in range(dropped, bound):
+                self._release(table[i], in_flight)
+                table[i] = NULL_BLOCK
+            request.num_dropped_blocks[g] = max(dropped, bound)

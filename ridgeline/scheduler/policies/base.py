@@ -1,0 +1,60 @@
+"""What may a policy decide? The order, the budget, whom to turn away, how many guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ridgeline.errors import RequestFault
+from ridgeline.request import Request
+from ridgeline.step import StepShape
+
+Rank = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Let it wait for its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Turn it away; it may be worth asking again after `retry_after_s` seconds."""
+
+    retry_after_s: float
+    because: str = "too much work is waiting"
+
+
+class Overloaded(RequestFault):
+    """A policy turned the request away. `retry_after_s`: when to ask again, in seconds."""
+
+    def __init__(self, refusal: Refuse) -> None:
+        super().__init__(
+            f"{refusal.because}; try again in {refusal.retry_after_s:g} s", code="overloaded"
+        )
+        self.retry_after_s = refusal.retry_after_s
+
+
+class Policy:
+    """Defaults for everything but `rank`. Ties are broken by order of arrival.
+
+    `rank_is_fixed` promises that `rank` does not depend on `now` and saves sorting at each step.
+    """
+
+    rank_is_fixed = False
+
+    def rank(self, request: Request, now: float) -> Rank:
+        """Sort key. The smallest is served first; the largest is preempted first."""
+        return (request.arrival_time,)
+
+    def token_budget(self, running: Collection[Request], now: float) -> int | None:
+        """Most tokens for the next step; None: as many as configured (never more, at least 1)."""
+        return None
+
+    def admit(self, request: Request, now: float) -> Admit | Refuse:
+        """Asked once, when a request comes in."""
+        return Admit()
+
+    def num_drafts(self, request: Request, shape: StepShape) -> int | None:
+        """Guesses to verify in a step that has `shape` so far; None: all there are."""
+        return None

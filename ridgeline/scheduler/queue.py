@@ -1,0 +1,84 @@
+"""Who is next in line?"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+
+from ridgeline.request import Request
+from ridgeline.scheduler.policies.base import Policy, Rank
+
+Place = tuple[Rank, int]  # rank, then order of arrival: never equal for two requests
+
+MAX_BYPASSES = 256
+
+
+class WaitingQueue:
+    """Requests in the order of the policy, with a bound on how often the oldest is passed over.
+
+    After `max_bypasses` younger ones went before the oldest, nobody else is head until it is taken:
+    so nobody starves, whatever the policy ranks by.
+    """
+
+    def __init__(self, policy: Policy, max_bypasses: int = MAX_BYPASSES) -> None:
+        self.policy = policy
+        self.max_bypasses = max_bypasses
+        self._line: list[tuple[Rank, int, Request]] = []  # by place
+        self._places: dict[int, Place] = {}  # by order of arrival
+        self._by_age: OrderedDict[int, Request] = OrderedDict()
+        self._num_bypasses = 0  # of the oldest
+        self._ranked_at: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __contains__(self, request: Request) -> bool:
+        return self._by_age.get(request.order) is request
+
+    def add(self, request: Request, now: float) -> None:
+        place = (self.policy.rank(request, now), request.order)
+        self._places[request.order] = place
+        insort(self._line, (*place, request))
+        self._by_age[request.order] = request
+
+    def put_back(self, request: Request, now: float) -> None:
+        """It was running and comes back: it counts as the oldest."""
+        self.add(request, now)
+        self._by_age.move_to_end(request.order, last=False)
+        self._num_bypasses = 0
+
+    def head(self, now: float) -> Request | None:
+        if not self._line:
+            return None
+        if self._num_bypasses >= self.max_bypasses:
+            return next(iter(self._by_age.values()))
+        if not self.policy.rank_is_fixed and self._ranked_at != now:
+            self._rank_again(now)
+        return self._line[0][2]
+
+    def take(self, request: Request) -> None:
+        """It starts to run."""
+        if next(iter(self._by_age)) == request.order:
+            self._num_bypasses = 0
+        else:
+            self._num_bypasses += 1
+        self._remove(request)
+
+    def discard(self, request: Request) -> None:
+        """It will not run from here; safe for one that does not wait."""
+        if request not in self:
+            return
+        if next(iter(self._by_age)) == request.order:
+            self._num_bypasses = 0
+        self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        del self._by_age[request.order]
+        place = self._places.pop(request.order)
+        del self._line[bisect_left(self._line, place)]
+
+    def _rank_again(self, now: float) -> None:
+        self._ranked_at = now
+        self._line = [(self.policy.rank(r, now), r.order, r) for r in self._by_age.values()]
+        self._line.sort()
+        self._places = {order: (rank, order) for rank, order, _ in self._line}

@@ -1,0 +1,116 @@
+"""What did a step give to whom?"""
+
+from __future__ import annotations
+
+from ridgeline.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from ridgeline.scheduler.ledger import Ledger
+from ridgeline.step import ScheduledRequest, StepResult
+
+Flight = tuple[ScheduledRequest, Request, int]  # what was planned, for which row and epoch
+
+
+class ResultTaker:
+    """Brings results home: tokens to their requests, blocks to the prefix cache, ends."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.num_late = 0  # of rows that had been closed
+
+    def take(self, flight: Flight, result: StepResult) -> RequestOutput | None:
+        entry, row, _ = flight
+        if row.is_ended:
+            self.num_late += 1
+            return None
+        if result.faults and entry.request_id in result.faults:
+            return self._fault(row, result.faults[entry.request_id])
+        if self.ledger.groups and entry.request_id in self.ledger.groups:
+            return self._take_beam(flight, result)
+        return self._take_tokens(flight, result)
+
+    def _take_tokens(self, flight: Flight, result: StepResult) -> RequestOutput | None:
+        """A request that was preempted meanwhile still gets its token, which it waits for; but
+        nothing of an older epoch counts as computed."""
+        entry, request, epoch = flight
+        request_id = request.request_id
+        new: tuple[int, ...] = ()
+        reason: FinishReason | None = None
+        num_rejected = 0
+        if entry.samples:
+            sampled = result.token_ids[request_id]
+            num_rejected = entry.num_draft + 1 - len(sampled)
+            new, reason = _append(request, entry, sampled)
+        if request.epoch == epoch:
+            request.num_computed_tokens -= num_rejected
+            request.num_done_tokens += entry.num_tokens - num_rejected
+            if reason is not None:  # accepted guesses may have been cut
+                request.num_done_tokens = min(request.num_done_tokens, request.num_known_tokens)
+            request.draft_token_ids = result.draft_token_ids.get(request_id, ())
+            self.ledger.blocks.publish(request, self.ledger.last_planned)
+        logprobs = result.logprobs[request_id][: len(new)] if request_id in result.logprobs else ()
+        prompt_logprobs = _prompt_logprobs(request, entry, result)
+        if reason is not None:
+            self.ledger.end(request)
+        if not new and not prompt_logprobs:
+            return None
+        num_cached = 0 if request.has_output else request.num_cached_tokens
+        request.has_output = True
+        return RequestOutput(request_id, new, reason, logprobs, prompt_logprobs, num_cached)
+
+    def _take_beam(self, flight: Flight, result: StepResult) -> RequestOutput | None:
+        entry, row, epoch = flight
+        if row.epoch != epoch:
+            self.num_late += 1
+            return None
+        row.num_done_tokens += entry.num_tokens
+        self.ledger.blocks.publish(row, self.ledger.last_planned)
+        group = self.ledger.groups[row.request_id]
+        if not entry.samples:
+            return None
+        if not group.report(row, result.logprobs[row.request_id][-1]):
+            return None
+        self.ledger.regroup(group)
+        if group.rows:
+            return None
+        self.ledger.end(group.request)
+        return group.output()
+
+    def _fault(self, row: Request, reason: str) -> RequestOutput:
+        """Its numbers went wrong: it ends, and nobody may find what it wrote."""
+        request = self.ledger.request_of(row)
+        for each in self.ledger.rows(request):
+            self.ledger.blocks.forget(each)
+        return self.ledger.end_with_error(request, reason)
+
+
+def _append(
+    request: Request, entry: ScheduledRequest, sampled: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Put known tokens where unknown ones stand; those of rejected guesses go."""
+    first = request.num_known_tokens
+    room = request.num_computable_tokens + 1 - first
+    new, reason = _cut(sampled, room, frozenset(request.sampling.stop_token_ids))
+    request.token_ids[first : first + entry.num_draft + 1] = new
+    return new, reason
+
+
+def _cut(
+    token_ids: tuple[int, ...], room: int, stop: frozenset[int]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The tokens up to a stop token or the request's end."""
+    if not stop.isdisjoint(token_ids):
+        for i, token_id in enumerate(token_ids[:room]):
+            if token_id in stop:
+                return token_ids[: i + 1], FinishReason.STOP
+    return token_ids[:room], FinishReason.LENGTH if len(token_ids) >= room else None
+
+
+def _prompt_logprobs(
+    request: Request, entry: ScheduledRequest, result: StepResult
+) -> tuple[TokenLogprobs, ...]:
+    """Those that were not delivered before a preemption."""
+    if request.sampling.prompt_logprobs is None:
+        return ()
+    got = result.prompt_logprobs.get(request.request_id, ())
+    new = got[max(0, request.num_prompt_logprobs - entry.start) :]
+    request.num_prompt_logprobs += len(new)
+    return new

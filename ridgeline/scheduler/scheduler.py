@@ -1,0 +1,440 @@
+"""Which tokens of which requests run next? No tensors, no clock, no randomness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ridgeline.errors import RequestFault, check
+from ridgeline.request import UNKNOWN_TOKEN, Request, RequestOutput
+from ridgeline.scheduler.admission import Capacity
+from ridgeline.scheduler.beam_group import BeamGroup
+from ridgeline.scheduler.block_manager import BlockManager, beam_blocks_needed
+from ridgeline.scheduler.forks import can_share, has_prompt
+from ridgeline.scheduler.ledger import Ledger
+from ridgeline.scheduler.policies.base import Overloaded, Policy, Refuse
+from ridgeline.scheduler.prefix_cache import Prefix
+from ridgeline.scheduler.queue import MAX_BYPASSES
+from ridgeline.scheduler.results import Flight, ResultTaker
+from ridgeline.step import (
+    BlockCopy,
+    BlockTables,
+    NewRequest,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    StepShape,
+)
+
+MAX_PREEMPTIONS = 8
+
+Room = tuple[BlockTables, tuple[BlockCopy, ...]]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan in the making."""
+
+    step_id: int
+    now: float
+    budget: int
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
+    num_planned: dict[str, int] = field(default_factory=dict)  # tokens, by row
+    memory_is_short: bool = False
+
+    @property
+    def shape(self) -> StepShape:
+        return tuple((s.num_tokens, s.start) for s in self.scheduled)
+
+
+class Scheduler:
+    """Plans steps and takes in their results.
+
+    `num_drafts` is how many guesses the executor's draft method has for each row (0: none).
+    After `max_bypasses` younger requests went first, the oldest that waits is next; after
+    `max_preemptions` a request runs again only when nobody need be preempted any more.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        policy: Policy,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        *,
+        num_drafts: int = 0,
+        max_bypasses: int = MAX_BYPASSES,
+        max_preemptions: int = MAX_PREEMPTIONS,
+    ) -> None:
+        check(max_num_batched_tokens > 0 and max_num_seqs > 0, "a step has room for a token")
+        self.blocks = blocks
+        self.policy = policy
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.num_drafts = num_drafts
+        self.capacity = Capacity(blocks, max_num_batched_tokens, max_num_seqs)
+        self.ledger = Ledger(blocks, policy, max_bypasses, max_preemptions)
+        self.requests = self.ledger.requests
+        self.running, self.waiting = self.ledger.running, self.ledger.waiting
+        self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
+        self._results = ResultTaker(self.ledger)
+        self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}
+        self._num_added = 0
+        self._no_room: tuple[Request, int, int] | None = None  # who, at what change, free blocks
+
+    # ------------------------------------------------------------------ for the engine
+
+    @property
+    def max_servable_tokens(self) -> int:
+        """Longest request, prompt and answer, that the pool can serve."""
+        return self.capacity.max_servable_tokens
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.requests) - len(self.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.ledger.num_preemptions
+
+    @property
+    def num_late_results(self) -> int:
+        return self._results.num_late
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request in. Raises RequestFault for what can never be served, for an id that is
+        in use, and (Overloaded) when the policy turns it away."""
+        if request.request_id in self.requests:
+            raise RequestFault("a request with this id is being served", param="request_id")
+        check(request.order == 0, "a request is added once", id=request.request_id)
+        self.capacity.check(request)
+        if isinstance(answer := self.policy.admit(request, now), Refuse):
+            raise Overloaded(answer)
+        parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
+        self._num_added += 1
+        request.order = self._num_added
+        request.num_computable_tokens = request.max_num_tokens - 1
+        self.requests[request.request_id] = request
+        if request.sampling.beam_width > 1:
+            self.ledger.groups[request.request_id] = BeamGroup(request)
+        if parent is not None and can_share(request, parent):
+            self.ledger.forks.add(request, parent)
+            if not has_prompt(parent, parent.num_computed_tokens):
+                self.ledger.forks.park(request)
+                return
+        self.waiting.add(request, now)
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plan one step and account for it at once, so that the next can be planned
+        before this one has run. A plan that schedules nothing is not to be sent."""
+        ledger = self.ledger
+        step = _Step(ledger.last_planned + 1, now, self._budget(now))
+        for fork in ledger.forks.take_woken():
+            self.waiting.add(fork, now)
+        self._continue_running(step)
+        self._admit_waiting(step)
+        if not step.scheduled:
+            return StepPlan(ledger.last_planned, ())
+        plan = StepPlan(
+            step.step_id,
+            tuple(step.scheduled),
+            tuple(step.new),
+            tuple(step.copies),
+            tuple(ledger.preempted),
+            tuple(ledger.finished),
+        )
+        ledger.preempted, ledger.finished = [], []
+        ledger.last_planned = step.step_id
+        self._flights[step.step_id] = (plan, step.flights)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take in what a step has sampled. Steps retire in the order they were planned."""
+        in_order = plan.step_id == self.ledger.last_retired + 1
+        check(in_order and plan.step_id in self._flights, "steps retire in order", id=plan.step_id)
+        _, flights = self._flights.pop(plan.step_id)
+        self.ledger.retire(plan.step_id)
+        take = self._results.take
+        return [output for flight in flights if (output := take(flight, result)) is not None]
+
+    def finish(self, request_id: str) -> bool:
+        """End a request, in whatever state it is. False for an unknown id."""
+        if (request := self.requests.get(request_id)) is None:
+            return False
+        self.ledger.end(request)
+        return True
+
+    def fail_in_flight(self, reason: str) -> list[RequestOutput]:
+        """No step in flight will give a result: end every request that had tokens in one.
+
+        To be called when the executor is done with all of them. Rows that those plans were to
+        close are named again, since nobody knows how far they got.
+        """
+        ledger, outputs = self.ledger, []
+        for plan, flights in self._flights.values():
+            ledger.finished += (*plan.preempted, *plan.finished)
+            for _, row, _ in flights:
+                if not row.is_ended:
+                    outputs.append(ledger.end_with_error(ledger.request_of(row), reason))
+        self._flights.clear()
+        ledger.retire(ledger.last_planned)
+        return outputs
+
+    def check_invariants(self) -> None:
+        """Everything that must hold between two steps, for tests and for idle time."""
+        self.ledger.check_invariants()
+        check(self.running.num_seats <= self.max_num_seqs, "seats are limited")
+        check(len(self._flights) == self.ledger.last_planned - self.ledger.last_retired, "flights")
+
+    # ------------------------------------------------------------------ running requests
+
+    def _budget(self, now: float) -> int:
+        wanted = self.policy.token_budget(self.running.requests, now)
+        most = self.max_num_batched_tokens
+        return most if wanted is None else max(1, min(wanted, most))
+
+    def _continue_running(self, step: _Step) -> None:
+        """Decodes first, as each costs few tokens of the budget; then chunks of prompts."""
+        chunks: list[Request] = []
+        for _, _, request in self.running.in_order(step.now):
+            if step.budget <= 0:
+                return
+            if request.sampling.beam_width > 1:
+                chunks += self._continue_beams(request, step)
+            elif len(request.token_ids) - request.num_computed_tokens > 1:
+                chunks.append(request)
+            else:
+                self._continue(request, step)
+        for row in chunks:
+            if step.budget <= 0:
+                return
+            self._continue(row, step)
+
+    def _continue_beams(self, request: Request, step: _Step) -> list[Request]:
+        """Returns the rows that have more than one token to compute."""
+        if request not in self.running:
+            return []
+        group = self.ledger.groups[request.request_id]
+        if not group.is_whole:
+            return list(group.rows)
+        for row in group.rows:
+            if row.num_pending_tokens == 1 and step.budget > 0:
+                self._continue(row, step)
+        return [row for row in group.rows if row.num_pending_tokens > 1]
+
+    def _continue(self, row: Request, step: _Step) -> None:
+        if not row.block_ids:
+            self._open_beam(row, step)
+            return
+        num_tokens, num_draft = self._num_schedulable(row, step)
+        if num_tokens > 0 and not self._compute(row, num_tokens, num_draft, step):
+            step.memory_is_short = True
+
+    def _num_schedulable(self, row: Request, step: _Step) -> tuple[int, int]:
+        """How many tokens of it to compute now, and how many of them are guesses."""
+        pending = len(row.token_ids) - row.num_computed_tokens
+        room = min(step.budget, row.num_computable_tokens - row.num_computed_tokens)
+        if (group := self.ledger.group_of(row)) is not None:
+            room = min(room, group.limit(row) - row.num_computed_tokens)
+        if pending != 1 or not row.has_drafts:
+            return min(pending, room), 0
+        known = row.token_ids[-1] != UNKNOWN_TOKEN
+        most = len(row.draft_token_ids) if known else self.num_drafts
+        if self._policy_limits_drafts:
+            wanted = self.policy.num_drafts(row, step.shape)
+            most = most if wanted is None else min(most, wanted)
+        num_draft = max(0, min(most, room - 1))
+        return min(1 + num_draft, room), num_draft
+
+    def _compute(self, row: Request, num_tokens: int, num_draft: int, step: _Step) -> bool:
+        """Find room and plan it. False: there is none this time."""
+        tables = None if row.has_row else tuple(tuple(table) for table in row.block_ids)
+        room = self.blocks.extend(row, num_tokens, step.step_id)
+        if room is None:
+            missing = self.blocks.missing(row, num_tokens)
+            if not self._make_room(self.ledger.request_of(row), missing, step):
+                return False
+            room = self.blocks.extend(row, num_tokens, step.step_id)
+        self._commit(row, num_tokens, num_draft, room, tables, step)
+        return True
+
+    def _open_beam(self, row: Request, step: _Step) -> None:
+        """After a preemption the first row computes the prompt; here the others take it over."""
+        group = self.ledger.group_of(row)
+        if group is None or group.request not in self.running:
+            return  # preempted earlier in this very step
+        lead, num_prompt = group.rows[0], group.num_prompt_tokens
+        if lead.num_computed_tokens - step.num_planned.get(lead.request_id, 0) < num_prompt:
+            return
+        prefix = group.shared_prompt(self.blocks)
+        num_tokens = min(len(row.token_ids) - num_prompt, step.budget)
+        missing = self.blocks.missing_for(prefix, num_tokens)
+        if missing > 0 and not self._make_room(group.request, missing, step):
+            step.memory_is_short = True
+            return
+        self._open(row, prefix, num_tokens, step)
+
+    def _make_room(self, request: Request, missing: int, step: _Step) -> bool:
+        """Preempt those ranked behind `request`, the last first, until `missing` more blocks are
+        free. False: wait; either enough is coming back, or nobody may be preempted."""
+        blocks, target = self.blocks, self.blocks.num_free_blocks + missing
+        behind = reversed(self.running.in_order(step.now))
+        while blocks.num_free_blocks < target:
+            coming = blocks.num_deferred_blocks + self._num_leaving()
+            if blocks.num_free_blocks + coming >= target:
+                return False
+            victim = next(
+                (v for _, _, v in behind if v is request or self._may_preempt(v, step)), request
+            )
+            if victim is request:
+                return False
+            self.ledger.preempt(victim, step.now)
+        return True
+
+    def _num_leaving(self) -> int:
+        """Blocks that leave somebody's window when the steps in flight are over."""
+        if not self.blocks.has_windows:
+            return 0
+        rows = (row for r in self.running for row in self.ledger.rows(r) if row.block_ids)
+        return sum(self.blocks.num_leaving(row) for row in rows)
+
+    def _may_preempt(self, request: Request, step: _Step) -> bool:
+        if request not in self.running:
+            return False
+        return all(row.request_id not in step.num_planned for row in self.ledger.rows(request))
+
+    def _commit(
+        self,
+        row: Request,
+        num_tokens: int,
+        num_draft: int,
+        room: Room | None,
+        tables: BlockTables | None,
+        step: _Step,
+    ) -> None:
+        if room is None:
+            check(False, "room was made before", id=row.request_id)
+            return
+        new_block_ids, copies = room
+        start = row.num_computed_tokens
+        samples = start + num_tokens - num_draft == len(row.token_ids)
+        entry = ScheduledRequest(
+            row.request_id, start, num_tokens, new_block_ids, samples, num_draft
+        )
+        if tables is not None:
+            step.new.append(self._new_row(row, tables))
+        row.num_computed_tokens = start + num_tokens
+        if samples and self.ledger.group_of(row) is None:
+            row.token_ids += [UNKNOWN_TOKEN] * (num_draft + 1)
+            row.has_drafts = self.num_drafts > 0
+        step.scheduled.append(entry)
+        step.copies += copies
+        step.flights.append((entry, row, row.epoch))
+        step.num_planned[row.request_id] = num_tokens
+        step.budget -= num_tokens
+        if self.ledger.forks.parked and has_prompt(row, row.num_computed_tokens):
+            self.ledger.forks.wake(row)
+
+    def _new_row(self, row: Request, tables: BlockTables) -> NewRequest:
+        row.has_row = True
+        group = self.ledger.group_of(row)
+        sampling = row.sampling if group is None else group.sampling
+        num_prompt = len(row.prompt_token_ids)
+        return NewRequest(row.request_id, tuple(row.token_ids), num_prompt, sampling, tables)
+
+    # ------------------------------------------------------------------ waiting requests
+
+    def _admit_waiting(self, step: _Step) -> None:
+        """What is left of the budget goes to waiting requests, in order; nobody overtakes one that
+        finds no room."""
+        while step.budget > 0 and not step.memory_is_short:
+            request = self.waiting.head(step.now)
+            if request is None or not self._may_find_room(request):
+                return
+            if request.num_known_tokens < len(request.token_ids):
+                return  # preempted with a step in flight: its token is still to come
+            prefix = self._prefix(request, step)
+            if prefix is None:
+                continue  # a fork whose parent has lost the prompt
+            if not self._fits(request, prefix):
+                self._no_room = (request, self.ledger.num_changes, self.blocks.num_free_blocks)
+                return
+            self._admit(request, prefix, step)
+
+    def _may_find_room(self, request: Request) -> bool:
+        """A cheap look, before the prefix cache is asked again about one that found no room."""
+        if self.running.num_seats + request.sampling.beam_width > self.max_num_seqs:
+            return False
+        if self._no_room is None:
+            return True
+        who, change, num_free = self._no_room
+        is_same = who is request and change == self.ledger.num_changes
+        return not is_same or self.blocks.num_free_blocks > num_free
+
+    def _prefix(self, request: Request, step: _Step) -> Prefix | None:
+        """What it need not compute. None: it is parked until its parent has the prompt."""
+        if (parent := self.ledger.forks.parent_of(request)) is not None:
+            planned = step.num_planned.get(parent.request_id, 0)
+            if not has_prompt(parent, parent.num_computed_tokens - planned):
+                self._park_again(request, parent)
+                return None
+            shared = self.blocks.share(parent, len(request.prompt_token_ids) - 1)
+            if shared is not None:
+                return shared
+        row = self.ledger.first_row(request)
+        limit = len(row.token_ids)
+        if request.sampling.beam_width > 1:
+            limit = len(request.prompt_token_ids)  # other beams take over what it has
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        if wants_prompt and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1:
+            limit = 0  # each prompt position is to be computed
+        return self.blocks.match(row, limit)
+
+    def _park_again(self, fork: Request, parent: Request) -> None:
+        self.waiting.discard(fork)
+        self.ledger.forks.park(fork)
+        if has_prompt(parent, parent.num_computed_tokens):
+            self.ledger.forks.wake(parent)  # this very step computes it
+
+    def _fits(self, request: Request, prefix: Prefix) -> bool:
+        """Is there room for all its tokens so far? And for one that was preempted too often, or
+        beside such a one: for everything that anybody running may still ask for?"""
+        chunk, blocks = self.max_num_batched_tokens, self.blocks
+        group, row = self.ledger.group_of(request), self.ledger.first_row(request)
+        if not blocks.fits(prefix, len(row.token_ids) - prefix.num_tokens, chunk):
+            return False
+        if group is not None and len(group.rows) > 1:
+            num_prompt, num_tokens = group.num_prompt_tokens, len(row.token_ids) + 1
+            size, windows, width = blocks.block_size, blocks.windows, len(group.rows)
+            need = beam_blocks_needed(num_prompt, num_tokens, width, size, windows, chunk)
+            if need > blocks.num_free_blocks:
+                return False
+        if not self.ledger.num_veterans:
+            return True
+        to_come = sum(self._num_blocks_to_come(other) for other in self.running)
+        return self.capacity.blocks_needed(request) + to_come <= blocks.num_free_blocks
+
+    def _num_blocks_to_come(self, request: Request) -> int:
+        if (group := self.ledger.group_of(request)) is None:
+            return self.capacity.blocks_to_come(request, self.blocks.num_held(request))
+        held = 0 if self.blocks.has_windows else group.num_held_blocks()
+        return max(0, self.capacity.blocks_needed(request) - held)
+
+    def _admit(self, request: Request, prefix: Prefix, step: _Step) -> None:
+        row, group = self.ledger.first_row(request), self.ledger.group_of(request)
+        limit = len(row.token_ids) if group is None else group.limit(row)
+        self.ledger.start(request)
+        if not request.has_output and not request.num_preemptions:
+            request.num_cached_tokens = prefix.num_tokens
+        self._open(row, prefix, min(limit - prefix.num_tokens, step.budget), step)
+
+    def _open(self, row: Request, prefix: Prefix, num_tokens: int, step: _Step) -> None:
+        self.blocks.admit(row, prefix)
+        room = self.blocks.extend(row, num_tokens, step.step_id)
+        self._commit(row, num_tokens, 0, room, prefix.tables, step)

@@ -1,0 +1,528 @@
+"""A world in which everything happens to one engine, and every step is checked.
+
+One seed draws a configuration and then a history: requests arrive (plain, forks, beam searches,
+with salts, stop tokens, log-probabilities), are aborted in any state, twice, or by unknown ids;
+steps fail, rows go wrong, results come late, the cache is cleared. The device is exact, so every
+token that is delivered is compared with what the prompt alone implies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from ridgeline.clock import VirtualClock
+from ridgeline.engine import Engine
+from ridgeline.errors import RequestFault
+from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
+from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.policies.base import Policy, Rank
+from ridgeline.scheduler.policies.fcfs import FCFS
+from ridgeline.scheduler.policies.priority import Priority
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.step import StepPlan, StepRecord, StepShape
+from tests.fake_device import (
+    VOCAB,
+    FakeDevice,
+    FakeFuture,
+    Truth,
+    Violation,
+    Windows,
+    demand,
+    truth_of,
+)
+
+MAX_TOKENS = 48  # of the longest request that a world asks for
+MAX_LIVE = 20
+WINDOWS: tuple[Windows, ...] = (
+    *[(None,)] * 4,
+    (None, 3),
+    (None, 1),
+    (5,),
+    (None, None, 8),
+    (2, 9),
+)
+
+
+class Moody(Policy):
+    """Ranks by something that changes all the time, and has wishes of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def rank(self, request: Request, now: float) -> Rank:
+        return (hash((request.order, int(now) // 7)) % 5,)
+
+    def token_budget(self, running: Collection[Request], now: float) -> int | None:
+        return self.rng.choice([None, 0, 1, 3, 1000])
+
+    def num_drafts(self, request: Request, shape: StepShape) -> int | None:
+        return self.rng.choice([None, 0, 1, 9])
+
+
+@dataclass(slots=True)
+class Live:
+    """One request in the world, and what it has got."""
+
+    request: Request
+    truth: Truth
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    num_outputs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One configuration."""
+
+    num_blocks: int
+    block_size: int
+    windows: Windows
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_in_flight: int
+    num_drafts: int
+    prefix_caching: bool
+    policy: str
+    max_bypasses: int
+    max_preemptions: int
+    longest_prompt: float  # as a share of the request
+    has_faults: bool
+    num_salts: int
+    arrival: float
+    beams: float
+
+
+def draw_case(rng: random.Random) -> Case:
+    windows = rng.choice(WINDOWS)
+    block_size = rng.choice([1, 2, 3, 16])
+    most = 64 if block_size < 16 else 24
+    return Case(
+        num_blocks=rng.randint(max(2, len(windows)) * rng.choice([1, 2]), most),
+        block_size=block_size,
+        windows=windows,
+        max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 16, 64, 512]),
+        max_num_seqs=rng.choice([1, 2, 3, 4, 6, 8, 16]),
+        max_in_flight=rng.randint(1, 3),
+        num_drafts=rng.choice([0, 0, 0, 1, 2, 3, 4]),
+        prefix_caching=rng.random() < 0.7,
+        policy=rng.choice(["fcfs", "fcfs", "priority", "moody"]),
+        max_bypasses=rng.choice([1, 4, 256]),
+        max_preemptions=rng.choice([1, 2, 8]),
+        longest_prompt=rng.choice([1.0, 0.2]),
+        has_faults=rng.random() < 0.4,
+        num_salts=rng.choice([1, 1, 2, 3]),
+        arrival=rng.choice([0.1, 0.3, 0.8]),
+        beams=rng.choice([0.05, 0.05, 0.05, 0.5]),
+    )
+
+
+class CheckedDevice(FakeDevice):
+    """A device that refuses an unlawful plan."""
+
+    scheduler: Scheduler
+    flown: dict[int, list[Request]]  # by step in flight: whose tokens
+
+    def submit(self, plan: StepPlan) -> FakeFuture:
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        names = [entry.request_id for entry in plan.scheduled]
+        demand(len(set(names)) == len(names) > 0, "scheduled at most once, and somebody", names)
+        total = sum(entry.num_tokens for entry in plan.scheduled)
+        demand(total <= scheduler.max_num_batched_tokens, "within the budget", total)
+        rows = {row.request_id: row for _, row, _ in scheduler._flights[plan.step_id][1]}
+        size = blocks.block_size
+        for entry in plan.scheduled:
+            row, end = rows[entry.request_id], entry.start + entry.num_tokens
+            demand(entry.num_tokens > entry.num_draft >= 0, "at least one real token", entry)
+            demand(end <= row.num_computable_tokens, "the last token is not computed", entry)
+            demand(end == row.num_computed_tokens, "accounted for at once", entry)
+            low = entry.start - self._guesses_in_flight(row, plan)
+            for table in row.block_ids:
+                for block in table[low // size : -(-end // size)]:
+                    free_to_write = blocks._ref_count[block] == 1 and not blocks._cache.names(block)
+                    demand(free_to_write, "one writer, neither shared nor sealed", entry, block)
+        owners = (scheduler.requests[name.partition("/beam-")[0]] for name in names)
+        self.flown[plan.step_id] = list(owners)
+        future = super().submit(plan)
+        ledger = scheduler.ledger
+        open_rows = {
+            row.request_id
+            for r in ledger.requests.values()
+            for row in ledger.rows(r)
+            if row.has_row
+        }
+        demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
+        return future
+
+    def _guesses_in_flight(self, row: Request, plan: StepPlan) -> int:
+        """By so much may the true start lie before the planned one."""
+        return sum(
+            entry.num_draft
+            for step_id, (_, flights) in self.scheduler._flights.items()
+            for entry, other, epoch in flights
+            if other is row and epoch == row.epoch and step_id != plan.step_id
+        )
+
+
+class World:
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.case = case = draw_case(self.rng)
+        self.device = CheckedDevice(
+            case.num_blocks, case.block_size, case.windows, case.num_drafts, seed
+        )
+        blocks = BlockManager(
+            case.num_blocks, case.block_size, case.windows, case.prefix_caching, b"key"
+        )
+        policies: dict[str, Policy] = {
+            "fcfs": FCFS(),
+            "priority": Priority(10.0),
+            "moody": Moody(seed),
+        }
+        self.scheduler = Scheduler(
+            blocks,
+            policies[case.policy],
+            case.max_num_batched_tokens,
+            case.max_num_seqs,
+            num_drafts=case.num_drafts,
+            max_bypasses=case.max_bypasses,
+            max_preemptions=case.max_preemptions,
+        )
+        self.device.scheduler = self.scheduler
+        self.device.flown = {}
+        self.clock = VirtualClock()
+        self.engine = Engine(self.scheduler, self.device, self.clock, case.max_in_flight)
+        self.engine.observers.append(self)
+        self.stems = [self._tokens(MAX_TOKENS) for _ in range(3)]
+        self.live: dict[str, Live] = {}
+        self.ended: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.failed = False
+        self.trace = sha256() if traced else None
+        self._num_ids = 0
+        self._num_seen_preemptions = 0
+        self._talks: list[tuple[tuple[int, ...], bytes]] = []  # prompts with answers, to go on with
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, num_steps: int) -> None:
+        """Live until the device has executed `num_steps`, then let everything end."""
+        case, device = self.case, self.device
+        if case.has_faults:
+            device.step_fault, device.row_fault, device.submit_fault = 0.01, 0.002, 0.004
+        while device.num_steps < num_steps:
+            self._happen()
+            self._turn()
+        device.step_fault = device.row_fault = device.submit_fault = 0.0
+        bound = device.num_steps + 200 * (len(self.live) + 1) * (MAX_TOKENS + 1)
+        while not self.engine.is_idle:
+            self._turn()
+            demand(device.num_steps < bound, "everything ends when nothing new happens")
+        demand(not self.live, "every request has ended", list(self.live))
+        free = self.scheduler.blocks.num_free_blocks
+        demand(free == case.num_blocks, "all blocks are free at the end", free)
+
+    def _turn(self) -> None:
+        """A few launches and collects in any order, each of them checked."""
+        self.clock.advance_to(self.clock.now() + 1.0)
+        if self.rng.random() < 0.8:
+            self._take(self.engine.step)
+        elif self.rng.random() < 0.5:
+            self._take(self._launch)
+        elif self.engine.num_in_flight:
+            self._take(self.engine.collect)
+        self.scheduler.check_invariants()
+        if self.rng.random() < 0.05:
+            self._check_hashes()
+        queue = self.scheduler.waiting
+        demand(queue._num_bypasses <= queue.max_bypasses, "passed over too often")
+
+    def _check_hashes(self) -> None:
+        """The hashes of a row are those of its own tokens."""
+        ledger, cache = self.scheduler.ledger, self.scheduler.blocks._cache
+        for request in ledger.requests.values():
+            for row in ledger.rows(request):
+                fresh = Request("", tuple(row.token_ids), row.sampling, 0.0)
+                fresh.cache_salt = row.cache_salt
+                hashes = cache._hashes(fresh, len(row.block_hashes))
+                demand(hashes == row.block_hashes, "hashes of its own tokens", row.request_id)
+
+    def _launch(self) -> list[RequestOutput]:
+        idle = not self.engine.num_in_flight
+        if self.engine.launch() is None and idle:
+            demand(not self.scheduler.requests, "work is pending and nothing is in flight")
+        return []
+
+    def _take(self, act: object) -> None:
+        self.failed = False
+        before = self.device.num_steps
+        idle = not self.engine.num_in_flight
+        outputs: list[RequestOutput] = act()  # type: ignore[operator]
+        if idle and self.device.num_steps == before and act == self.engine.step:
+            demand(not self.scheduler.requests or self.failed, "work is pending, nothing happens")
+        if self.failed:
+            flown = {request for owners in self.device.flown.values() for request in owners}
+            wanted = {name for name, live in self.live.items() if live.request in flown}
+            hit = {output.request_id for output in outputs}
+            demand(hit == wanted, "those in flight fail, and nobody else", hit, wanted)
+            self.device.recover()
+            self.device.flown.clear()
+        for output in outputs:
+            self._check(output)
+
+    # ------------------------------------------------------------------ what is observed
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.error is not None:
+            self.failed = True
+        else:
+            del self.device.flown[record.plan.step_id]
+        if self.trace is not None:
+            plan = record.plan
+            self.trace.update(
+                repr((plan.scheduled, plan.copies, plan.preempted, plan.finished)).encode()
+            )
+
+    def on_output(self, output: RequestOutput, now: float) -> None:
+        if self.trace is not None:
+            self.trace.update(repr((now, output)).encode())
+
+    def _check(self, output: RequestOutput) -> None:
+        live = self.live.get(output.request_id)
+        if live is None:
+            raise Violation(f"an output for nobody: {output}")
+        truth, request = live.truth, live.request
+        beams = request.sampling.beam_width > 1
+        cached = 0 if live.num_outputs else request.num_cached_tokens
+        is_error = output.finish_reason is FinishReason.ERROR
+        demand(is_error or output.num_cached_tokens == cached, "cached tokens come first", output)
+        live.num_outputs += 1
+        live.token_ids += output.new_token_ids
+        live.logprobs += [] if beams else [item.logprob for item in output.logprobs]
+        live.prompt_logprobs += [item.logprob for item in output.prompt_logprobs]
+        got, wanted = tuple(live.token_ids), truth.output
+        demand(got == wanted[: len(got)], "the tokens of the prompt", request, got, wanted)
+        often = request.num_preemptions <= self.case.max_preemptions
+        demand(often, "preempted too often", request)
+        demand(
+            bool(output.finish_reason or output.new_token_ids or output.prompt_logprobs),
+            "no empty output",
+            output,
+        )
+        if request.sampling.logprobs is not None and not beams:
+            demand(tuple(live.logprobs) == truth.logprobs[: len(got)], "logprobs", output)
+        if request.sampling.prompt_logprobs is not None:
+            n = len(live.prompt_logprobs)
+            demand(tuple(live.prompt_logprobs) == truth.prompt_logprobs[:n], "prompt", output)
+        if output.finish_reason is not None:
+            self._check_end(live, output)
+
+    def _check_end(self, live: Live, output: RequestOutput) -> None:
+        request, reason, truth = live.request, output.finish_reason, live.truth
+        self.counts[str(reason)] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            demand(tuple(live.token_ids) == truth.output, "all tokens", request, truth)
+            stops = frozenset(request.sampling.stop_token_ids)
+            is_stop = reason is FinishReason.STOP
+            demand(is_stop == (truth.output[-1] in stops), "the right reason", reason)
+            if request.sampling.prompt_logprobs is not None:
+                demand(tuple(live.prompt_logprobs) == truth.prompt_logprobs, "prompt logprobs")
+            self._check_beams(output, truth)
+        elif reason is FinishReason.ERROR:
+            faulted = request.request_id in self.device.faulted
+            demand(faulted or self.failed, "an error has a cause", output)
+        self.counts["preemptions"] += request.num_preemptions
+        self.counts["veterans"] += request.num_preemptions == self.case.max_preemptions
+        self.counts["cached"] += request.num_cached_tokens
+        self._forget(request)
+
+    def _check_beams(self, output: RequestOutput, truth: Truth) -> None:
+        got = [beam[0] for beam in output.beams]
+        demand(got == [beam[0] for beam in truth.beams], "the beams", got, truth.beams)
+        for mine, theirs in zip(output.beams, truth.beams, strict=True):
+            demand(abs(mine[1] - theirs[1]) < 1e-9, "the scores", mine, theirs)
+            demand(len(mine[2]) == len(mine[0]), "a log-probability for each token", mine)
+
+    def _forget(self, request: Request) -> None:
+        live = self.live.pop(request.request_id)
+        answers = [beam[0] for beam in live.truth.beams] or [live.truth.output]
+        talk = (*request.prompt_token_ids, *self.rng.choice(answers))
+        self._talks = [*self._talks[-8:], (talk, request.cache_salt)]
+        self.ended = [*self.ended[-5:], request.request_id]
+
+    # ------------------------------------------------------------------ what happens
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(count)]
+
+    def _happen(self) -> None:
+        rng = self.rng
+        if rng.random() < self.case.arrival and len(self.live) < MAX_LIVE:
+            self._arrive()
+        roll = rng.random()
+        if self.scheduler.num_preemptions > self._num_seen_preemptions and self.live:
+            self._num_seen_preemptions = self.scheduler.num_preemptions
+            if roll < 0.3:
+                self._abort(rng.choice(list(self.live)))
+        elif roll < 0.02 and self.live:
+            self._abort(rng.choice(list(self.live)))
+        elif roll < 0.03:
+            demand(self.engine.abort("nobody") is None, "nobody cannot be aborted")
+        elif roll < 0.035 and self.ended and self.ended[-1] not in self.live:
+            demand(self.engine.abort(self.ended[-1]) is None, "what is over stays over")
+        elif roll < 0.04:
+            self.scheduler.blocks.clear_cache()
+        elif roll < 0.045 and self.live:  # the same id again while old results are in flight
+            request_id = rng.choice(list(self.live))
+            self._abort(request_id)
+            self._arrive(request_id)
+        elif roll < 0.05 and self.live:
+            live = self.live[rng.choice(list(self.live))]
+            try:
+                self.engine.add(self._twin(live.request))
+            except RequestFault:
+                self.counts["duplicates"] += 1
+            else:
+                raise Violation("an id is in use once")
+        elif roll < 0.052:
+            for request_id in list(self.live):
+                self._abort(request_id)
+
+    def _twin(self, request: Request) -> Request:
+        return Request(request.request_id, request.prompt_token_ids, request.sampling, 0.0)
+
+    def _abort(self, request_id: str) -> None:
+        output = self.engine.abort(request_id)
+        if output is None:
+            raise Violation(f"a live request can be aborted: {request_id}")
+        self._check(
+            RequestOutput(request_id, (), FinishReason.ABORT) if self._is_first(output) else output
+        )
+        demand(self.engine.abort(request_id) is None, "it is over after an abort")
+
+    def _is_first(self, output: RequestOutput) -> bool:
+        self.live[output.request_id].num_outputs += 1  # an abort says nothing of cached tokens
+        return True
+
+    def _arrive(self, request_id: str | None = None) -> None:
+        rng = self.rng
+        roll = rng.random()
+        if roll < 0.15 and self.live and request_id is None:
+            self._fork(rng.choice(list(self.live.values())).request)
+            return
+        longest = min(MAX_TOKENS, self.scheduler.max_servable_tokens + rng.choice([0, 0, 0, 0, 1]))
+        if longest < 2:
+            longest = 2
+        num_prompt = rng.randint(1, max(1, int((longest - 1) * self.case.longest_prompt)))
+        if rng.random() < 0.3:  # at a block's boundary, or one off
+            num_prompt = num_prompt // self.case.block_size * self.case.block_size
+            num_prompt = min(longest - 1, max(1, num_prompt + rng.choice([-1, 0, 1])))
+        stem, salt = rng.choice(self.stems), b"\x00\x01\x02"[: rng.randrange(self.case.num_salts)]
+        common = rng.randint(0, num_prompt)
+        prompt = tuple(stem[:common] + self._tokens(num_prompt - common))
+        if self._talks and rng.random() < 0.25:  # what was answered becomes part of a prompt
+            talk, salt = rng.choice(self._talks)
+            prompt = (talk + tuple(self._tokens(longest)))[:num_prompt]
+        room = longest - num_prompt
+        max_tokens = rng.choice([room, rng.randint(1, room), min(room, 3)])
+        beams = rng.random() < self.case.beams
+        self._add(self._request(request_id, prompt, salt, max_tokens, beams=beams))
+
+    def _fork(self, parent: Request) -> None:
+        sampling = SamplingParams(
+            max_tokens=self.rng.randint(1, max(1, parent.sampling.max_tokens or 1)),
+            stop_token_ids=parent.sampling.stop_token_ids,
+            logprobs=self.rng.choice([None, 1]),
+        )
+        prompt, salt, roll = parent.prompt_token_ids, parent.cache_salt, self.rng.random()
+        if roll < 0.1:  # named as a fork, but nothing may be shared
+            prompt = (*self._tokens(1), *prompt[1:])
+        elif roll < 0.2:
+            salt += b"x"
+        child = Request(
+            self._new_id(),
+            prompt,
+            sampling,
+            self.clock.now(),
+            priority=self.rng.randint(0, 2),
+            cache_salt=salt,
+            fork_of=parent.request_id,
+        )
+        self._add(child)
+
+    def _new_id(self) -> str:
+        self._num_ids += 1
+        return f"r{self._num_ids}"
+
+    def _request(
+        self,
+        request_id: str | None,
+        prompt: tuple[int, ...],
+        salt: bytes,
+        max_tokens: int,
+        *,
+        beams: bool,
+    ) -> Request:
+        rng = self.rng
+        width = rng.randint(2, 4) if beams else 1
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=rng.choice([frozenset(), frozenset({7}), frozenset({7, 13, 60})]),
+            logprobs=rng.choice([None, 1]),
+            prompt_logprobs=0 if not beams and rng.random() < 0.1 else None,
+            beam_width=width,
+            n=rng.randint(1, width) if beams else 1,
+            length_penalty=rng.choice([0.0, 1.0, 2.0, -0.5]),
+            early_stopping=rng.random() < 0.5,
+        )
+        return Request(
+            request_id or self._new_id(),
+            prompt,
+            sampling,
+            self.clock.now() - rng.choice([0.0, 0.0, 5.0]),
+            priority=rng.randint(0, 2),
+            cache_salt=salt,
+        )
+
+    def _add(self, request: Request) -> None:
+        capacity = self.scheduler.capacity
+        fits = capacity.blocks_needed(request) <= self.case.num_blocks
+        fits = fits and request.sampling.beam_width <= self.case.max_num_seqs
+        if request.sampling.beam_width == 1:
+            longest = self.scheduler.max_servable_tokens
+            demand(fits == (request.max_num_tokens <= longest), "one function decides")
+        try:
+            self.engine.add(request)
+        except RequestFault as fault:
+            demand(not fits, "what fits is taken", request, str(fault))
+            self.counts["refused"] += 1
+            return
+        demand(fits, "what can never fit is refused", request)
+        self.counts["arrived"] += 1
+        self.counts["beams"] += request.sampling.beam_width > 1
+        self.counts["forks"] += request.fork_of is not None
+        device, request_id = self.device, request.request_id
+        device.salts[request_id] = request.cache_salt
+        device.parents[request_id] = request.fork_of
+        device.faulted.discard(request_id)
+        truth = truth_of(
+            request.prompt_token_ids, request.sampling, request.cache_salt, self.case.windows
+        )
+        device.truths[request_id] = truth
+        self.live[request_id] = Live(request, truth)
+
+
+def run_seed(seed: int, num_steps: int, *, traced: bool = False) -> World:
+    """One world's whole life. Violations name the seed."""
+    world = World(seed, traced=traced)
+    try:
+        world.run(num_steps)
+    except Exception as problem:
+        raise Violation(
+            f"seed {seed} step {world.device.num_steps}: {type(problem).__name__} {problem}"
+        ) from problem
+    return world

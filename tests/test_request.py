@@ -1,0 +1,111 @@
+"""Bad sampling parameters name their field; good ones arrive normalised."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from ridgeline.errors import RequestFault
+from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
+
+BAD: dict[str, tuple[object, ...]] = {
+    "max_tokens": (0, -1, 1.5, True, "3", 1 << 40),
+    "min_tokens": (-1, 17, "1"),
+    "temperature": (-0.1, math.nan, math.inf, "hot", True, None),
+    "top_k": (-2, 1.0, None),
+    "top_p": (0, -1.0, 1.01, math.nan),
+    "min_p": (-0.1, 2.0),
+    "repetition_penalty": (0, -1.0, math.inf),
+    "presence_penalty": (-2.1, 2.1),
+    "frequency_penalty": (-2.1, 2.1),
+    "logit_bias": (3, "x", {1: 101}, {-1: 1}, {"a": 1}, [1, 2], [(1,)], {1: math.nan}, None),
+    "seed": (1 << 63, 0.5, "s"),
+    "stop": (3, [""], "", ["a"] * 5, ["x" * 257], [1], None),
+    "stop_token_ids": (3, "12", [-1], [1.0], [True], [[1]], range(2000), None),
+    "ignore_eos": (1, None, "yes"),
+    "n": (0, 9, 1.0),
+    "best_of": (0, 9, "2"),
+    "logprobs": (-1, 21, True),
+    "prompt_logprobs": (-1, 21),
+    "beam_width": (0, 9, None),
+    "length_penalty": (math.nan, 11, "1"),
+    "early_stopping": ("never", 1),
+    "skip_special_tokens": (0, None),
+}
+
+
+def test_every_field_is_checked() -> None:
+    assert BAD.keys() == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_values_name_their_field(name: str) -> None:
+    for value in BAD[name]:
+        with pytest.raises(RequestFault) as caught:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        assert caught.value.param == name, value
+        assert str(caught.value).startswith(name), value
+
+
+def test_no_value_raises_anything_else() -> None:
+    seed = 3
+    rng = random.Random(seed)
+    strange: list[Any] = [None, True, -1, 0, 1, 3, 10**30, 0.5, math.nan, math.inf, "", "a", b"b"]
+    strange += [[], [1], ["a"], [None], {}, {1: 1}, {"a": "b"}, {None: 1}, (), ((1, 2),), [[1]]]
+    params = []
+    for _ in range(3000):
+        chosen = {name: rng.choice(strange) for name in rng.sample(sorted(BAD), 2)}
+        try:
+            SamplingParams(**chosen)
+        except RequestFault as fault:  # anything else fails the test
+            params.append(fault.param)
+    assert set(params) <= BAD.keys(), f"seed {seed}"
+    assert len(params) > 1000
+
+
+def test_collections_are_normalised() -> None:
+    sampling = SamplingParams(
+        stop="end", stop_token_ids=iter([3, 3, 1]), logit_bias={7: 1.0, 2: -1}
+    )
+    assert sampling.stop == ("end",)
+    assert sampling.stop_token_ids == frozenset({1, 3})
+    assert sampling.logit_bias == ((2, -1), (7, 1.0))
+    assert SamplingParams(logit_bias=((7, 1.0), (2, -1))) == SamplingParams(
+        logit_bias={7: 1.0, 2: -1}
+    )
+    assert hash(sampling) == hash(sampling)
+
+
+def test_combinations_that_contradict_are_refused() -> None:
+    for chosen, name in (
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 3, "beam_width": 2}, "n"),
+        ({"beam_width": 2, "best_of": 2}, "best_of"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    ):
+        with pytest.raises(RequestFault) as caught:
+            SamplingParams(**chosen)  # type: ignore[arg-type]
+        assert caught.value.param == name
+
+
+def test_end_tokens_join_the_stop_tokens_unless_ignored() -> None:
+    sampling = SamplingParams(stop_token_ids=[5])
+    assert sampling.with_end_tokens([2]).stop_token_ids == frozenset({2, 5})
+    ignoring = SamplingParams(stop_token_ids=[5], ignore_eos=True)
+    assert ignoring.with_end_tokens([2]) is ignoring
+
+
+def test_how_far_a_request_has_got() -> None:
+    request = Request("a", (1, 2, 3), SamplingParams(max_tokens=4), 0.0)
+    assert (request.num_pending_tokens, request.num_known_tokens) == (3, 3)
+    request.token_ids += [9, UNKNOWN_TOKEN, UNKNOWN_TOKEN]
+    request.num_computed_tokens = 4
+    assert (request.num_pending_tokens, request.num_known_tokens) == (2, 4)
+    assert request.max_num_tokens == 7
+    assert request.prompt_token_ids == (1, 2, 3)
+    with pytest.raises(RequestFault, match="max_tokens"):
+        _ = Request("b", (1,), SamplingParams(max_tokens=None), 0.0).max_num_tokens
