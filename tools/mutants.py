@@ -1,0 +1,520 @@
+"""Do the tests bite? Plant one bug at a time into a copy of the core and see who notices.
+
+usage: python tools/mutants.py [--only WORDS] [--processes 2]
+
+First the exact oracle runs (tools/simulate_core.py, a reduced amount), then, if that sees nothing,
+the unit tests of the core. Exit code 1 when a bug survives both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ORACLE_STEPS = 40_000
+TIMEOUT_S = 400
+COPIED_TESTS = (
+    "__init__.py",
+    "fake_device.py",
+    "simulated_world.py",
+    "test_engine.py",
+    "extensions/__init__.py",
+    "extensions/toy_policy.py",
+)
+
+ENGINE = "engine.py"
+SCHEDULER = "scheduler/scheduler.py"
+RESULTS = "scheduler/results.py"
+LEDGER = "scheduler/ledger.py"
+BLOCKS = "scheduler/block_manager.py"
+CACHE = "scheduler/prefix_cache.py"
+FORKS = "scheduler/forks.py"
+QUEUE = "scheduler/queue.py"
+GROUP = "scheduler/beam_group.py"
+BEAM = "scheduler/beam.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = (
+    # ------------------------------------------------------------ planning
+    Mutant(
+        "readmits a request before its token is known",
+        SCHEDULER,
+        "if request.num_known_tokens < len(request.token_ids):",
+        "if False:",
+    ),
+    Mutant(
+        "computes the last token, which nobody reads",
+        SCHEDULER,
+        "row.num_computable_tokens - row.num_computed_tokens)",
+        "row.num_computable_tokens + 1 - row.num_computed_tokens)",
+    ),
+    Mutant(
+        "samples from an unfinished prompt",
+        SCHEDULER,
+        "samples = start + num_tokens - num_draft == len(row.token_ids)",
+        "samples = True",
+    ),
+    Mutant("does not count the budget", SCHEDULER, "step.budget -= num_tokens", "pass"),
+    Mutant(
+        "plans as if all guesses failed",
+        SCHEDULER,
+        "row.token_ids += [UNKNOWN_TOKEN] * (num_draft + 1)",
+        "row.token_ids += [UNKNOWN_TOKEN]",
+    ),
+    Mutant(
+        "guesses take the place of the token itself",
+        SCHEDULER,
+        "num_draft = max(0, min(most, room - 1))",
+        "num_draft = max(0, min(most, room))",
+    ),
+    Mutant(
+        "preempts although enough is coming back",
+        SCHEDULER,
+        "coming = blocks.num_deferred_blocks + self._num_leaving()",
+        "coming = 0",
+    ),
+    Mutant(
+        "preempts what this very step computes",
+        SCHEDULER,
+        "return all(row.request_id not in step.num_planned for row in self.ledger.rows(request))",
+        "return True",
+    ),
+    Mutant(
+        "preempts the first in line",
+        SCHEDULER,
+        "behind = reversed(self.running.in_order(step.now))",
+        "behind = iter(self.running.in_order(step.now))",
+    ),
+    Mutant(
+        "preempts the same request for ever",
+        SCHEDULER,
+        "if not self.ledger.num_veterans:",
+        "if True:",
+    ),
+    Mutant(
+        "takes over a prompt that is still being computed",
+        SCHEDULER,
+        "if not has_prompt(parent, parent.num_computed_tokens - planned):",
+        "if not has_prompt(parent, parent.num_computed_tokens):",
+    ),
+    Mutant(
+        "forgets to wake a fork whose parent is computed in this step",
+        SCHEDULER,
+        "self.ledger.forks.wake(parent)  # this very step computes it",
+        "pass",
+    ),
+    Mutant(
+        "a beam search takes one seat",
+        SCHEDULER,
+        "if self.running.num_seats + request.sampling.beam_width > self.max_num_seqs:",
+        "if self.running.num_seats + 1 > self.max_num_seqs:",
+    ),
+    Mutant(
+        "admits what has no room",
+        SCHEDULER,
+        "if not blocks.fits(prefix, len(row.token_ids) - prefix.num_tokens, chunk):",
+        "if False:",
+    ),
+    Mutant(
+        "asks for a request that found no room only once",
+        SCHEDULER,
+        "return not is_same or self.blocks.num_free_blocks > num_free",
+        "return who is not request",
+    ),
+    Mutant(
+        "prompt log-probabilities skip what is cached",
+        SCHEDULER,
+        "limit = 0  # each prompt position is to be computed",
+        "pass",
+    ),
+    Mutant(
+        "serves two requests with one id",
+        SCHEDULER,
+        "if request.request_id in self.requests:",
+        "if False:",
+    ),
+    Mutant(
+        "takes what can never be served",
+        "scheduler/admission.py",
+        "if self.blocks_needed(request) > self.blocks.num_blocks:",
+        "if False:",
+    ),
+    Mutant(
+        "a fault spares those that run behind it",
+        SCHEDULER,
+        "for plan, flights in self._flights.values():",
+        "for plan, flights in list(self._flights.values())[:1]:",
+    ),
+    Mutant(
+        "forgets rows that a failed plan was to close",
+        SCHEDULER,
+        "ledger.finished += (*plan.preempted, *plan.finished)",
+        "pass",
+    ),
+    # ------------------------------------------------------------ results
+    Mutant(
+        "rejected guesses stay computed",
+        RESULTS,
+        "request.num_computed_tokens -= num_rejected",
+        "pass",
+    ),
+    Mutant(
+        "rejected guesses count as done",
+        RESULTS,
+        "request.num_done_tokens += entry.num_tokens - num_rejected",
+        "request.num_done_tokens += entry.num_tokens",
+    ),
+    Mutant(
+        "a late result counts for the next life",
+        RESULTS,
+        "if request.epoch == epoch:",
+        "if True:",
+    ),
+    Mutant("a late report counts for a beam", RESULTS, "if row.epoch != epoch:", "if False:"),
+    Mutant("gives tokens to the dead", RESULTS, "if row.is_ended:", "if False:"),
+    Mutant(
+        "tokens behind a stop token are delivered",
+        RESULTS,
+        "return token_ids[: i + 1], FinishReason.STOP",
+        "return token_ids, FinishReason.STOP",
+    ),
+    Mutant(
+        "prompt positions are delivered twice",
+        RESULTS,
+        "got[max(0, request.num_prompt_logprobs - entry.start) :]",
+        "got[0:]",
+    ),
+    Mutant(
+        "what went wrong can still be found",
+        RESULTS,
+        "self.ledger.blocks.forget(each)",
+        "pass",
+    ),
+    # ------------------------------------------------------------ ledger, forks, queue
+    Mutant("forgets to close rows", LEDGER, "names.append(row.request_id)", "pass"),
+    Mutant(
+        "an older life is not told from a newer one", LEDGER, "row.epoch += 1", "row.epoch += 0"
+    ),
+    Mutant(
+        "blocks of a step in flight are free at once",
+        LEDGER,
+        "self.blocks.free(row, self.last_planned)",
+        "self.blocks.free(row, 0)",
+    ),
+    Mutant(
+        "half-reported beams are remembered after a preemption",
+        LEDGER,
+        "group.forget_reports()",
+        "pass",
+    ),
+    Mutant(
+        "beams that are dropped keep their blocks",
+        LEDGER,
+        "self.close(row, self.finished)\n            if row is not",
+        "if row is not",
+    ),
+    Mutant(
+        "beams go on with the executor's tokens",
+        LEDGER,
+        "            if row.has_row:\n                row.has_row = False\n"
+        "                self.finished.append(row.request_id)\n\n",
+        "\n",
+    ),
+    Mutant("forks of the dead sleep on", LEDGER, "self.forks.wake(request)", "pass"),
+    Mutant(
+        "a fork under another salt shares blocks",
+        FORKS,
+        "and child.cache_salt == parent.cache_salt",
+        "",
+    ),
+    Mutant(
+        "a fork shares another prompt",
+        FORKS,
+        "and child.prompt_token_ids == parent.prompt_token_ids",
+        "",
+    ),
+    Mutant(
+        "a fork takes over all but the last two tokens as if it were one",
+        FORKS,
+        "return num_computed >= len(parent.prompt_token_ids) - 1",
+        "return num_computed >= len(parent.prompt_token_ids) - 2",
+    ),
+    Mutant(
+        "the oldest is passed over for ever",
+        QUEUE,
+        "if self._num_bypasses >= self.max_bypasses:",
+        "if False:",
+    ),
+    # ------------------------------------------------------------ blocks
+    Mutant(
+        "a shared block is not counted",
+        BLOCKS,
+        "                del self._deferred[block]\n        self._ref_count[block] += 1",
+        "                del self._deferred[block]\n        self._ref_count[block] = 1",
+    ),
+    Mutant(
+        "an evicted block keeps its hash",
+        BLOCKS,
+        "block, _ = self._free.popitem(last=False)\n        self._cache.forget(block)",
+        "block, _ = self._free.popitem(last=False)",
+    ),
+    Mutant(
+        "reuses blocks that a step in flight may touch",
+        BLOCKS,
+        "if in_flight <= self._retired:",
+        "if True:",
+    ),
+    Mutant(
+        "deferred blocks come back one step early",
+        BLOCKS,
+        "next(iter(self._deferred.values())) <= step_id:",
+        "next(iter(self._deferred.values())) <= step_id + 1:",
+    ),
+    Mutant(
+        "writes into a shared block",
+        BLOCKS,
+        "if self._ref_count[block] > 1 or self._cache.names(block):",
+        "if self._cache.names(block):",
+    ),
+    Mutant(
+        "writes into a published block",
+        BLOCKS,
+        "if self._ref_count[block] > 1 or self._cache.names(block):",
+        "if self._ref_count[block] > 1:",
+    ),
+    Mutant(
+        "a copied block is gone before it is read",
+        BLOCKS,
+        "self._release(source, step_id)",
+        "self._release(source, 0)",
+    ),
+    Mutant(
+        "publishes half-filled blocks",
+        BLOCKS,
+        "full = request.num_done_tokens // self.block_size",
+        "full = _ceil_div(request.num_done_tokens, self.block_size)",
+    ),
+    Mutant(
+        "publishes what no step has written yet",
+        BLOCKS,
+        "full = request.num_done_tokens // self.block_size",
+        "full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size",
+    ),
+    Mutant(
+        "gives back what the window still shows",
+        BLOCKS,
+        "bound = first_needed(self.windows[g], request.num_done_tokens) // self.block_size\n"
+        "            for i",
+        "bound = first_needed(self.windows[g], request.num_computed_tokens) // self.block_size\n"
+        "            for i",
+    ),
+    Mutant(
+        "shares what the parent's window has passed",
+        BLOCKS,
+        "if parent.num_dropped_blocks[g] > first and first < end:",
+        "if False:",
+    ),
+    Mutant(
+        "a window needs no more than its own tokens",
+        BLOCKS,
+        "(span + block_size - 2) // block_size + 1",
+        "span // block_size",
+    ),
+    Mutant(
+        "beams need no blocks of their own",
+        BLOCKS,
+        "common = (width - 1) * (num_prompt // block_size)",
+        "common = (width - 1) * (num_tokens // block_size)",
+    ),
+    Mutant(
+        "forgets that windows give blocks back",
+        BLOCKS,
+        "total += max(0, bound - request.num_dropped_blocks[g])",
+        "total += 0",
+    ),
+    # ------------------------------------------------------------ prefix cache
+    Mutant(
+        "a hit may cover every token",
+        CACHE,
+        "num_blocks = max(0, limit - 1) // self.block_size",
+        "num_blocks = limit // self.block_size",
+    ),
+    Mutant(
+        "the hash ignores what came before",
+        CACHE,
+        "parent = hashes[-1] if hashes else self._root(request.cache_salt)",
+        "parent = self._root(request.cache_salt)",
+    ),
+    Mutant(
+        "the hash ignores the salt",
+        CACHE,
+        "self._root(request.cache_salt)",
+        'self._root(b"")',
+    ),
+    Mutant(
+        "two blocks of one hash",
+        CACHE,
+        "if block and self._hash_of[block] is None and hashes[i] not in blocks:",
+        "if block and self._hash_of[block] is None:",
+    ),
+    Mutant(
+        "a window finds one token too few",
+        CACHE,
+        "return 0 if window is None else max(0, position - window + 1)",
+        "return 0 if window is None else max(0, position - window + 2)",
+    ),
+    Mutant(
+        "a gap in a window is overlooked",
+        CACHE,
+        "for i in range(length - 1, first - 1, -1)",
+        "for i in range(length - 1, first, -1)",
+    ),
+    # ------------------------------------------------------------ beams
+    Mutant(
+        "the first beam leaves the prompt before the others have it",
+        GROUP,
+        "len(row.token_ids) if self.is_whole or len(self.rows) == 1 else self.num_prompt_tokens",
+        "len(row.token_ids)",
+    ),
+    Mutant(
+        "beams write into one list of tokens",
+        GROUP,
+        "child.token_ids = list(row.token_ids)",
+        "child.token_ids = row.token_ids",
+    ),
+    Mutant(
+        "beams mix up their hashes",
+        GROUP,
+        "child.block_hashes = list(row.block_hashes)",
+        "child.block_hashes = row.block_hashes",
+    ),
+    Mutant(
+        "any candidate may finish, however unlikely",
+        BEAM,
+        "for c in candidates[: self.width] if self._ends(c, length)",
+        "for c in candidates if self._ends(c, length)",
+    ),
+    Mutant(
+        "finished beams are not normalised by length",
+        BEAM,
+        "self._grow(c, c.score / penalty, tops)",
+        "self._grow(c, c.score, tops)",
+    ),
+    Mutant(
+        "early stopping is ignored",
+        BEAM,
+        "return not self.sampling.early_stopping and",
+        "return",
+    ),
+    Mutant(
+        "beams report too few candidates",
+        BEAM,
+        "return sampling.beam_width + max(",
+        "return max(",
+    ),
+    # ------------------------------------------------------------ engine
+    Mutant(
+        "retires steps out of order", ENGINE, "self._in_flight.popleft()", "self._in_flight.pop()"
+    ),
+    Mutant(
+        "does not wait for steps behind a failed one",
+        ENGINE,
+        "behind = list(self._in_flight)",
+        "behind: list[_Launched] = []",
+    ),
+    Mutant(
+        "one step more in flight than allowed",
+        ENGINE,
+        "if len(self._in_flight) >= self.max_in_flight:\n            return None",
+        "if len(self._in_flight) > self.max_in_flight:\n            return None",
+    ),
+)
+
+NO_BUG = Mutant("nothing", ENGINE, "class Engine:", "class Engine:")
+
+
+def plant(mutant: Mutant, scratch: Path) -> None:
+    shutil.copytree(
+        ROOT / "ridgeline", scratch / "ridgeline", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (scratch / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "simulate_core.py", scratch / "tools")
+    shutil.copy(ROOT / "pyproject.toml", scratch)
+    shutil.copytree(ROOT / "tests" / "scheduler", scratch / "tests" / "scheduler")
+    (scratch / "tests" / "extensions").mkdir()
+    for name in COPIED_TESTS:
+        shutil.copy(ROOT / "tests" / name, scratch / "tests" / name)
+    target = scratch / "ridgeline" / mutant.file
+    text = target.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.what}: its text occurs {text.count(mutant.old)} times")
+    target.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+
+
+def succeeds(command: list[str], folder: Path) -> bool:
+    environment = os.environ | {"RIDGELINE_SIM_STEPS": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        run = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment | {"PYTHONPATH": str(folder)},
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return run.returncode == 0
+
+
+def who_notices(mutant: Mutant) -> str:
+    """ "oracle", "tests" or "" when it survives."""
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        plant(mutant, scratch)
+        oracle = ["tools/simulate_core.py", "--steps", str(ORACLE_STEPS), "--processes", "1"]
+        if not succeeds(oracle, scratch):
+            return "oracle"
+        tests = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests"]
+        return "" if succeeds(tests, scratch) else "tests"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="", help="bugs whose description holds these words")
+    parser.add_argument("--processes", type=int, default=2)
+    asked = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if asked.only in mutant.what]
+    start, survivors = time.monotonic(), 0
+    if witness := who_notices(NO_BUG):
+        print(f"the {witness} fails without any bug: mend that first")
+        return 1
+    with ThreadPoolExecutor(asked.processes) as pool:
+        for mutant, witness in zip(chosen, pool.map(who_notices, chosen), strict=True):
+            survivors += not witness
+            verdict = f"caught by the {witness}" if witness else "SURVIVED"
+            print(f"{verdict:16} {mutant.file}: {mutant.what}", flush=True)
+    caught = len(chosen) - survivors
+    print(f"{caught} of {len(chosen)} caught in {time.monotonic() - start:.0f} s")
+    return 1 if survivors or not chosen else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""Run the engine in many simulated worlds, every step of them checked.
+
+usage: python tools/simulate_core.py [--steps 1000000] [--seed 0] [--only SEED] [--processes N]
+
+Exit code 1 when a world is violated; the seed that is printed runs that world alone (--only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+STEPS_PER_WORLD = 400
+LONG_WORLD_STEPS = 20_000  # one world in LONG_EVERY goes on for longer
+LONG_EVERY = 500
+
+
+def live(seed: int) -> tuple[int, int, Counter[str], str]:
+    """One world: (seed, steps, what happened, what was violated)."""
+    from tests.fake_device import Violation
+    from tests.simulated_world import run_seed
+
+    logging.disable()
+    num_steps = LONG_WORLD_STEPS if seed % LONG_EVERY == LONG_EVERY - 1 else STEPS_PER_WORLD
+    try:
+        world = run_seed(seed, num_steps)
+    except Violation as violation:
+        return seed, 0, Counter(), str(violation)
+    counts = Counter(world.counts)
+    counts["faults"] = world.device.num_faults + world.device.num_row_faults
+    counts["late results"] = world.scheduler.num_late_results
+    counts["accepted guesses"] = world.device.num_accepted
+    return seed, world.device.num_steps, counts, ""
+
+
+def worlds(first: int, num_processes: int) -> Iterator[tuple[int, int, Counter[str], str]]:
+    seeds = iter(range(first, sys.maxsize))
+    if num_processes == 1:
+        yield from map(live, seeds)
+        return
+    batch = 8 * num_processes
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        while True:
+            chunk = [next(seeds) for _ in range(batch)]
+            yield from pool.imap_unordered(live, chunk)
+
+
+def simulate(num_steps: int, first: int, num_processes: int) -> int:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    total: Counter[str] = Counter()
+    violations: list[str] = []
+    done = last = 0
+    start = time.monotonic()
+    columns = (
+        TextColumn("checked steps"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=num_steps)
+        for seed, steps, counts, problem in worlds(first, num_processes):
+            done, last = done + steps, max(last, seed)
+            total.update(counts)
+            progress.update(task, completed=min(done, num_steps))
+            if problem:
+                violations.append(problem)
+                progress.console.print(f"VIOLATION {problem}", markup=False)
+            if done >= num_steps or len(violations) >= 10:
+                break
+    shown = " ".join(f"{name}={count}" for name, count in sorted(total.items()))
+    print(f"{done} checked steps, seeds {first} to {last}, {time.monotonic() - start:.0f} s")
+    print(shown)
+    print(f"{len(violations)} violations")
+    return 1 if violations else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0, help="the first world's seed")
+    parser.add_argument("--only", type=int, help="run this world alone")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    asked = parser.parse_args()
+    if asked.only is not None:
+        _, steps, counts, problem = live(asked.only)
+        print(problem or f"{steps} checked steps, no violation, {dict(counts)}")
+        return 1 if problem else 0
+    return simulate(asked.steps, asked.seed, asked.processes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
