@@ -1,0 +1,1 @@
+"""How well does a model do what it should? Scores on problems with known answers."""

@@ -1,0 +1,91 @@
+"""Which problems with known answers are there, for training and for the test?
+
+Everything is drawn from the `rng` passed in, so the same seed gives the same text everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ridgeline.errors import ConfigError
+from ridgeline.evaluation.worlds.conversations import chat
+from ridgeline.evaluation.worlds.fields import json_object
+from ridgeline.evaluation.worlds.lists import copy, sort
+from ridgeline.evaluation.worlds.passages import lookup
+from ridgeline.evaluation.worlds.problem import Message, Problem, Rng, Split
+from ridgeline.evaluation.worlds.scoring import score
+from ridgeline.evaluation.worlds.sums import arithmetic
+from ridgeline.evaluation.worlds.telling import document, stories
+
+__all__ = [
+    "TASKS",
+    "TRAINING_WEIGHTS",
+    "Message",
+    "Problem",
+    "Rng",
+    "Split",
+    "document",
+    "problem",
+    "score",
+    "training_conversation",
+]
+
+TASKS: Mapping[str, Callable[[Rng, Split], Problem]] = {
+    "arithmetic": arithmetic,
+    "lookup": lookup,
+    "copy": copy,
+    "sort": sort,
+    "json": json_object,
+    "stories": stories,
+    "chat": chat,
+}
+TRAINING_WEIGHTS: Mapping[str, int] = {  # per cent
+    "arithmetic": 22,
+    "lookup": 24,
+    "copy": 8,
+    "sort": 16,
+    "json": 6,
+    "stories": 12,
+    "chat": 12,
+}
+WEIGHTED = tuple(task for task, weight in TRAINING_WEIGHTS.items() for _ in range(weight))
+SEVERAL = 0.3  # how many conversations have more than one problem
+MAX_CHARACTERS = 4800  # of a conversation that goes on, so that it stays below 2,048 tokens
+SYSTEM = (
+    "You are Ridge, a small language model.",
+    "You are a helpful assistant.",
+    "Answer briefly.",
+    "You are Ridge. Be kind and brief.",
+)
+
+
+def problem(task: str, rng: Rng, split: Split) -> Problem:
+    """One problem of `task`. Raises ConfigError for a task that there is not."""
+    if task not in TASKS:
+        raise ConfigError(f"there is no task {task!r}; the tasks are {', '.join(TASKS)}")
+    return TASKS[task](rng, split)
+
+
+def training_conversation(rng: Rng) -> tuple[Message, ...]:
+    """Training problems with their answers: mostly one, at times several of different tasks."""
+    wanted = rng.randrange(2, 5) if rng.random() < SEVERAL else 1
+    messages = [Message("system", rng.choice(SYSTEM))] if rng.random() < 0.08 else []
+    used: set[str] = set()
+    while wanted > 0:
+        task = rng.choice(WEIGHTED)
+        if task in used:
+            continue
+        used.add(task)
+        wanted -= 1
+        added = answered(problem(task, rng, "train"))
+        if num_characters(messages) + num_characters(added) <= MAX_CHARACTERS or not messages:
+            messages += added
+    return tuple(messages) if messages[1:] else training_conversation(rng)
+
+
+def answered(made: Problem) -> list[Message]:
+    return [*made.messages, Message("assistant", made.answer)]
+
+
+def num_characters(messages: list[Message]) -> int:
+    return sum(len(message.content) for message in messages)

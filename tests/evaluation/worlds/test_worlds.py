@@ -1,0 +1,135 @@
+"""Problems are the same for the same seed, never both in training and test, and right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ridgeline.errors import ConfigError, InternalError
+from ridgeline.evaluation import worlds
+from ridgeline.evaluation.worlds.problem import TEST_EVERY, draw, split_of
+
+TASKS = tuple(worlds.TASKS)
+DRAWS = 10_000
+FEWER_TEST_DRAWS = {"stories": 2_500, "lookup": 2_500}  # those that take long; all when slow
+SPLITS: tuple[worlds.Split, ...] = ("train", "test")
+MAX_CHARACTERS = 5_500
+
+
+def problems(task: str, count: int, seed: int, split: worlds.Split) -> list[worlds.Problem]:
+    rng = random.Random(seed)
+    return [worlds.problem(task, rng, split) for _ in range(count)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_same_seed_draws_the_same(task: str, split: worlds.Split) -> None:
+    assert problems(task, 30, 1, split) == problems(task, 30, 1, split)
+    assert problems(task, 30, 1, split) != problems(task, 30, 2, split)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_problem_is_in_both_splits(task: str) -> None:
+    check_splits(task, FEWER_TEST_DRAWS.get(task, DRAWS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", FEWER_TEST_DRAWS)
+def test_no_problem_of_many_is_in_both_splits(task: str) -> None:
+    check_splits(task, DRAWS)
+
+
+def check_splits(task: str, num_tests: int) -> None:
+    train = {p.messages for p in problems(task, DRAWS, 3, "train")}
+    test = {p.messages for p in problems(task, num_tests, 4, "test")}
+    assert not train & test
+    assert len(test) > 500
+
+
+def test_no_problem_of_the_test_is_the_beginning_of_a_training_conversation() -> None:
+    test = {p.messages for task in TASKS for p in problems(task, 2_000, 5, "test")}
+    rng = random.Random(6)
+    for _ in range(5_000):
+        conversation = worlds.training_conversation(rng)
+        spoken = [m for m in conversation if m.role != "system"]
+        for end in range(1, len(spoken), 2):
+            assert tuple(spoken[:end]) not in test
+            assert (spoken[end - 1],) not in test
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("task", TASKS)
+def test_conversations_are_well_formed(task: str, split: worlds.Split) -> None:
+    for p in problems(task, 500, 7, split):
+        assert [m.role for m in p.messages[::2]] == ["user"] * (len(p.messages) // 2 + 1)
+        assert {m.role for m in p.messages[1::2]} <= {"assistant"}
+        assert sum(len(m.content) for m in p.messages) + len(p.answer) <= MAX_CHARACTERS
+        for text in (p.answer, *(m.content for m in p.messages)):
+            assert text == text.strip()
+            assert text.isascii()
+            assert text
+            assert "~" not in text
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answer_scores_and_another_does_not(task: str, split: worlds.Split) -> None:
+    for p in problems(task, 500, 8, split):
+        assert worlds.score(p, p.answer), p
+        assert worlds.score(p, f" {p.answer}\n"), p
+        if p.words or task != "stories":
+            assert not worlds.score(p, "Xyzzy."), p
+            assert not worlds.score(p, ""), p
+        if not p.accept and task != "stories":
+            assert not worlds.score(p, p.answer + "1")
+
+
+def test_a_word_inside_another_word_does_not_count() -> None:
+    asked = worlds.Problem("stories", (worlds.Message("user", "?"),), "", words=("cat",))
+    assert worlds.score(asked, "The Cat sat.")
+    assert not worlds.score(asked, "The catalog.")
+
+
+def test_an_unknown_task_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"no task 'poetry'.*arithmetic"):
+        worlds.problem("poetry", random.Random(0), "test")
+
+
+def test_one_part_of_all_contents_is_for_tests() -> None:
+    share = sum(split_of(f"content {i}") == "test" for i in range(20_000)) / 20_000
+    assert abs(share * TEST_EVERY - 1) < 0.15
+
+
+def test_drawing_what_cannot_be_had_ends() -> None:
+    make: Callable[[], str] = lambda: "always the same"  # noqa: E731
+    absent: worlds.Split = "test" if split_of(make()) == "train" else "train"
+    with pytest.raises(InternalError, match="draws"):
+        draw(make, str, absent)
+
+
+# ---------------------------------------------------------------------- training
+
+
+def test_training_conversations_alternate_and_repeat() -> None:
+    drawn = [worlds.training_conversation(random.Random(seed)) for seed in range(500)]
+    assert drawn == [worlds.training_conversation(random.Random(seed)) for seed in range(500)]
+    lengths = set()
+    for conversation in drawn:
+        roles = [m.role for m in conversation if m.role != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        assert sum(len(m.content) for m in conversation) <= MAX_CHARACTERS
+        lengths.add(len(roles))
+    assert {2, 4, 6} <= lengths
+
+
+def test_training_has_every_task_in_its_share() -> None:
+    assert worlds.TRAINING_WEIGHTS.keys() == worlds.TASKS.keys()
+    assert sum(worlds.TRAINING_WEIGHTS.values()) == 100
+
+
+def test_json_answers_are_one_line_of_json() -> None:
+    for p in problems("json", 500, 9, "test"):
+        assert json.dumps(json.loads(p.answer)) == p.answer
