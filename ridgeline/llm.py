@@ -157,6 +157,11 @@ class LLM:
         return self._built.chat_template is not None
 
     @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens by which the model itself ends an answer."""
+        return self._built.end_token_ids
+
+    @property
     def default_sampling(self) -> SamplingParams:
         """What the model's own generation_config asks for."""
         return self._built.generation.sampling()
@@ -209,13 +214,13 @@ class LLM:
     ) -> GenerationResult:
         """The assistant's next message, by the model's own chat template."""
         chosen = sampling or self.sampling(max_tokens=None)
-        return self.generate([self._chat_ids(messages)], chosen, progress=False)[0]
+        return self.generate([self.encode_chat(messages)], chosen, progress=False)[0]
 
     def chat_stream(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None
     ) -> Iterator[ChoiceDelta]:
         """Like `chat`, piece by piece."""
-        return self.stream(self._chat_ids(messages), sampling or self.sampling(max_tokens=None))
+        return self.stream(self.encode_chat(messages), sampling or self.sampling(max_tokens=None))
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits [T, V] in float32 on the CPU: row t predicts the token after token_ids[t]."""
@@ -235,6 +240,17 @@ class LLM:
                 "this model has no tokenizer files; give token ids instead of text", param="prompt"
             )
         return self.tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt for the assistant's next message, as `chat` would make them."""
+        template = self._built.chat_template
+        if template is None:
+            raise RequestFault(
+                "this model has no chat template; use generate with a plain prompt",
+                param="messages",
+                code="chat_template_missing",
+            )
+        return template.encode_chat([dict(message) for message in messages])
 
     def close(self) -> None:
         """Abort what is running."""
@@ -264,16 +280,6 @@ class LLM:
                 param="sampling",
             )
         return list(sampling)
-
-    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        template = self._built.chat_template
-        if template is None:
-            raise RequestFault(
-                "this model has no chat template; use generate with a plain prompt",
-                param="messages",
-                code="chat_template_missing",
-            )
-        return template.encode_chat([dict(message) for message in messages])
 
     def _prepare(self, prompt: Prompt, sampling: SamplingParams) -> _Live:
         text = prompt if isinstance(prompt, str) else None

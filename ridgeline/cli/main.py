@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from ridgeline import __version__
-from ridgeline.cli import bench, chat, generate, inspect, serve
+from ridgeline.cli import bench, chat, eval, generate, inspect, serve
 from ridgeline.cli.parser import Command, Parser
 from ridgeline.errors import DoesNotFit, RidgelineError
 
-COMMANDS: tuple[Command, ...] = (generate, chat, serve, inspect, bench)
+COMMANDS: tuple[Command, ...] = (generate, chat, serve, inspect, bench, eval)
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   ridgeline serve path/to/model --port 8000                 an OpenAI-compatible server
   ridgeline inspect path/to/model --context 8192 --batch 16 what would it need? (no weights needed)
   ridgeline bench path/to/model                             how fast is it here, and why?
+  ridgeline eval path/to/model                              what does it get right?
 
 MODEL is a folder with config.json and *.safetensors, or a hub id such as user/name or
 user/name@revision. "ridgeline COMMAND --help" explains each command.

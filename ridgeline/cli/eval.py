@@ -1,0 +1,195 @@
+"""`ridgeline eval`: what does this model get right, and how well does it predict text?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.cli.bench import positive, words
+from ridgeline.cli.engine_flags import engine_options
+from ridgeline.cli.session import add_session_flags, note, open_llm, paper
+
+if TYPE_CHECKING:
+    from ridgeline.evaluation.questions import Answered
+    from ridgeline.evaluation.rows import Row
+    from ridgeline.evaluation.run import Report, Wanted
+    from ridgeline.llm import LLM
+
+NAME = "eval"
+SUMMARY = "score a model on held-out problems, with intervals"
+DRAFT_OPTIONS = ("device", "dtype", "load_format", "attention_backend", "threads")
+EXAMPLES = """Each task draws --num problems that no training run has seen; --seed draws others.
+Answers are greedy, by the model's chat template, or in a plain "User: ... Assistant:" form where
+it has none. Problems that are too long for the model's context are left out and counted.
+
+metrics (with 95 % intervals):
+  exact_match           share of answers equal to the expected one, spaces around it aside
+  words                 share of stories that hold all words asked for
+  accept                share of chat replies that say what was expected
+  perplexity            per token, and byte_perplexity per byte: of held-out stories (the task
+                        "perplexity") and of --data, each window of the context scored alone
+  draft_agreement       share of the answers' tokens that the draft of --draft guesses, each after
+                        the true ones before it
+  accepted_length_k4    tokens per step when the draft guesses 4 and the model adds one: 1 to 5
+
+examples:
+  ridgeline eval path/to/model                              all tasks
+  ridgeline eval path/to/model --task arithmetic,sort --num 500
+  ridgeline eval path/to/model --task stories --num 10 --show 10    read ten stories
+  ridgeline eval path/to/model --task perplexity --data wiki.valid.txt.gz
+  ridgeline eval path/to/model --draft path/to/draft --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to score")
+    group.add_argument(
+        "--task",
+        type=words,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="may be repeated, or names with commas; default: all",
+    )
+    group.add_argument(
+        "--num", type=positive, default=200, metavar="N", help="problems of each (default: 200)"
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="draws the problems (default: 0)"
+    )
+    group.add_argument(
+        "--data", metavar="FILE", help="perplexity of this text (UTF-8, perhaps gzipped) as well"
+    )
+    group.add_argument("--draft", metavar="MODEL", help="how well does this one guess the answers?")
+    group.add_argument(
+        "--show",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="show the first N problems of each task and their answers",
+    )
+    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_session_flags(parser, without=("seed",))
+
+
+def run(args: argparse.Namespace) -> int:
+    from ridgeline.evaluation.run import evaluate
+
+    wanted = read_wanted(args)
+    with open_llm(args, seed=args.seed) as llm:
+        started = time.perf_counter()
+        report = evaluate(
+            llm,
+            wanted,
+            _draft(args) if args.draft else None,
+            progress=False if args.quiet else None,
+            say=lambda text: note(args, text),
+        )
+        seconds = time.perf_counter() - started
+        for task, count in report.skipped.items():
+            note(args, f"{task}: {count} of {args.num} left out, too long for the model's context")
+        if args.json:
+            print(json.dumps(as_json(args, llm, report, seconds), indent=2, ensure_ascii=False))
+        else:
+            _show_answers(args, report)
+            _show_rows(report.rows)
+        note(args, f"[{seconds:.1f} s]")
+    return 0
+
+
+def read_wanted(args: argparse.Namespace) -> Wanted:
+    """What the flags ask for. ConfigError for an unknown task or an unreadable file."""
+    from ridgeline.evaluation.run import Text, Wanted, check_tasks
+    from ridgeline.evaluation.texts import read_text
+
+    tasks = check_tasks([name for names in args.task for name in names])
+    text = None
+    if args.data is not None:
+        path = Path(args.data).expanduser()
+        text = Text(path.name, read_text(path))
+    return Wanted(tasks, args.num, args.seed, text)
+
+
+def _draft(args: argparse.Namespace) -> Callable[[], LLM]:
+    """Opens --draft on the device and in the number format that the flags name for MODEL."""
+
+    def load() -> LLM:
+        from ridgeline.llm import LLM
+
+        options = {k: v for k, v in engine_options(args).items() if k in DRAFT_OPTIONS}
+        return LLM(args.draft, seed=args.seed, **options)
+
+    return load
+
+
+def as_json(args: argparse.Namespace, llm: LLM, report: Report, seconds: float) -> dict[str, Any]:
+    """The report as plain JSON values."""
+    record: dict[str, Any] = {
+        "model": llm.resolved.model_name,
+        "draft": args.draft,
+        "dtype": llm.resolved.dtype,
+        "device": llm.resolved.device,
+        "num": args.num,
+        "seed": args.seed,
+        "seconds": seconds,
+        "skipped": report.skipped,
+        "rows": [asdict(row) for row in report.rows],
+    }
+    if args.show:
+        record["answers"] = [_answer_json(one) for one in shown(report, args.show)]
+    return record
+
+
+def shown(report: Report, count: int) -> list[Answered]:
+    """The first `count` answers of each task."""
+    from ridgeline.evaluation.tasks import by_task
+
+    return [one for group in by_task(report.answered).values() for one in group[:count]]
+
+
+def _answer_json(one: Answered) -> dict[str, Any]:
+    problem = one.question.problem
+    return {
+        "task": problem.task,
+        "messages": [{"role": m.role, "content": m.content} for m in problem.messages],
+        "expected": problem.answer,
+        "words": list(problem.words),
+        "answer": one.text,
+    }
+
+
+def _show_answers(args: argparse.Namespace, report: Report) -> None:
+    for one in shown(report, args.show) if args.show else []:
+        problem = one.question.problem
+        print(f"--- {problem.task}")
+        for message in problem.messages:
+            print(f"{message.role}: {message.content}")
+        print(f"assistant: {one.text.strip()}\n")
+
+
+def _show_rows(rows: tuple[Row, ...]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("task", "metric", box=box.SIMPLE)
+    for heading in ("value", "95 % interval", "n"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(row.task, row.metric, number(row.value), interval(row), str(row.n))
+    paper().print(table)
+
+
+def number(value: float) -> str:
+    """Four digits after the point for shares; large perplexities without."""
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+
+
+def interval(row: Row) -> str:
+    if row.low is None or row.high is None:
+        return "unknown"
+    return f"{number(row.low)} - {number(row.high)}"
