@@ -26,6 +26,7 @@ LEARN = 1 << 15
 STORY_SHARE = 0.12  # of documents that are plain stories
 BOOK_SHARE = 0.03  # ... that are pieces of the books given
 BOOK_PIECE = 1200  # characters
+PATIENCE = 180.0  # seconds without the next shard (a second's work) before the run ends
 
 
 def make_shard(
@@ -68,10 +69,14 @@ def shard_path(folder: Path, number: int) -> Path:
 def wait_for(
     folder: Path, number: int, check: Callable[[], None]
 ) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
-    """The shard, as soon as its worker has written it. `check` raises when that cannot happen."""
+    """The shard, as soon as its worker has written it. `check` raises when that cannot happen;
+    a worker that lives but writes nothing for `PATIENCE` seconds ends the run too."""
     path = shard_path(folder, number)
+    start = time.monotonic()
     while not path.exists():
         check()
+        if time.monotonic() - start > PATIENCE:
+            raise SystemExit(f"no worker has written {path.name} in {PATIENCE:.0f} seconds")
         time.sleep(0.005)
     return np.load(path)  # type: ignore[no-any-return]
 

@@ -265,10 +265,10 @@ def run(args: argparse.Namespace) -> bool:
     for name, part in parts.items():
         part.save(args.out / f"checkpoint-{name}.safetensors", done)
     note.write_text(json.dumps({"step": done}))
-    if done == args.steps:
-        for name, part in parts.items():
-            part.export(args.out / name)
-            save_tokenizer(tokenizer, args.out / name)
+    # Exported at every stop, so that whoever loses the machine keeps the weights so far.
+    for name, part in parts.items():
+        part.export(args.out / name)
+        save_tokenizer(tokenizer, args.out / name)
     return bool(done == args.steps)
 
 
