@@ -17,7 +17,7 @@ PACKAGE = ROOT / "ridgeline"
 
 # A part imports from its own level and from those before it, and never in a circle.
 LEVELS = (
-    {"clock", "errors", "registry", "log"},
+    {"clock", "demo", "errors", "registry", "log"},
     {"request", "step", "config", "formats", "architectures"},
     {"scheduler", "cost"},
     {"engine", "router", "observe"},
