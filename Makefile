@@ -11,19 +11,21 @@ ARGS ?=
 export MODEL PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-full test-gpu check mutants simulate-core bench wheel clean
+.PHONY: help setup run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel clean
 
 help:
 	@echo "make setup          a virtual environment in $(VENV) with everything pinned"
 	@echo "make run            answer one prompt: MODEL=folder-or-hub-id PROMPT='...'"
-	@echo "                    (without MODEL: a demonstration on random weights, no download)"
+	@echo "                    (without MODEL: the small model that is bundled, no download)"
+	@echo "make eval           score MODEL on held-out problems (default: the bundled model)"
 	@echo "make test           the tests (a few minutes); ARGS='-k name' to choose"
 	@echo "make test-full      the tests with the full amounts"
 	@echo "make test-gpu       the tests on a CUDA device, and those that need one"
 	@echo "make check          style, types and who imports whom"
 	@echo "make mutants        plant bugs in the core and see that the tests find them"
 	@echo "make simulate-core  a million checked steps of the scheduler"
-	@echo "make bench          speed of MODEL (or of the random demonstration model)"
+	@echo "make bench          speed of MODEL (default: the bundled model)"
+	@echo "make train-demo     train the bundled models again on a GPU: OUT=folder BOOKS='a.txt b.txt'"
 	@echo "make wheel          build the wheel into dist/"
 
 setup: $(STAMP)
@@ -42,13 +44,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: setup
-	@if [ -n "$$MODEL" ]; then \
-	  exec $(BIN)/ridgeline generate "$$MODEL" -p "$$PROMPT" $(ARGS); \
-	fi; \
-	echo "No MODEL given, so this is the engine at work on RANDOM weights: the tokens mean nothing." >&2; \
-	echo "For text: make run MODEL=folder-or-hub-id PROMPT='...'" >&2; \
-	exec $(BIN)/ridgeline generate examples/tiny-random --load-format random \
-	  --token-ids 1,2,3,5,8,13 --max-tokens 64 --ignore-eos --seed 0 $(ARGS)
+	@exec $(BIN)/ridgeline generate $${MODEL:+"$$MODEL"} -p "$$PROMPT" $(ARGS)
+
+eval: setup
+	@exec $(BIN)/ridgeline eval $${MODEL:+"$$MODEL"} $(ARGS)
 
 test: setup
 	@$(BIN)/python -m pytest -m "not slow and not gpu and not multi_gpu" $(ARGS)
@@ -72,8 +71,14 @@ simulate-core: setup
 	@$(BIN)/python tools/simulate_core.py --steps 1000000 $(ARGS)
 
 bench: setup
-	@if [ -n "$$MODEL" ]; then exec $(BIN)/ridgeline bench "$$MODEL" $(ARGS); fi; \
-	exec $(BIN)/ridgeline bench examples/tiny-random --load-format random $(ARGS)
+	@exec $(BIN)/ridgeline bench $${MODEL:+"$$MODEL"} $(ARGS)
+
+train-demo: setup
+	@test -n "$(OUT)" || { echo "name a folder: make train-demo OUT=folder BOOKS='a.txt b.txt'" >&2; exit 2; }
+	$(BIN)/python -m tools.train_demo.train --what pair --out "$(OUT)" --steps 19200 --reuse 1 \
+	  --log-every 100 $(BOOKS:%=--book %) $(ARGS)
+	$(BIN)/python -m tools.train_demo.train --what moe --out "$(OUT)" --steps 3200 --reuse 1 \
+	  --log-every 100 $(BOOKS:%=--book %) $(ARGS)
 
 wheel: setup
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .

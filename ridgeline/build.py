@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeline import registry
+from ridgeline import demo, registry
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ModelSpec
@@ -76,7 +76,9 @@ class Front:
 
 def build_front(config: EngineConfig, progress: Progress | None = None) -> Front:
     """Find the model and read everything but its weights. Raises ConfigError."""
-    folder = resolve_model(config.model, progress=progress)
+    folder = resolve_model(demo.located(config.model), progress=progress)
+    if config.model.startswith(demo.PREFIX):
+        folder = replace(folder, name=config.model)
     spec = read_spec(read_config(folder.path))
     text = Path(config.tokenizer) if config.tokenizer else folder.path
     tokenizer = load_tokenizer(text)

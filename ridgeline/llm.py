@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ridgeline import demo
 from ridgeline.answer import Answer, Choice, ChoiceDelta, check_prompt, resolve_sampling
 from ridgeline.build import Built, Progress, build
 from ridgeline.config import EngineConfig, ResolvedConfig
@@ -117,7 +118,8 @@ class _Live:
 class LLM:
     """A model in this process.
 
-    `model` is a folder or a hub id `user/name[@revision]`; keyword arguments are the fields of
+    `model` is a folder, a hub id `user/name[@revision]` or a bundled model (`demo:chat`, the
+    default, `demo:draft`, `demo:moe`); keyword arguments are the fields of
     `ridgeline.config.EngineConfig`. Raises ConfigError when it cannot be had here.
 
         from ridgeline import LLM, SamplingParams
@@ -125,8 +127,11 @@ class LLM:
         print(llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].text)
     """
 
-    def __init__(self, model: str, *, progress: Progress | None = None, **options: Any) -> None:
-        self._built: Built = build(EngineConfig(model=str(model), **options), progress)
+    def __init__(
+        self, model: str | None = None, *, progress: Progress | None = None, **options: Any
+    ) -> None:
+        named = demo.DEFAULT if model is None else str(model)
+        self._built: Built = build(EngineConfig(model=named, **options), progress)
         self._live: dict[str, _Live] = {}  # request id -> its question
         self._ids = itertools.count()
 

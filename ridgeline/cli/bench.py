@@ -30,6 +30,7 @@ EXAMPLES = """workloads (--workload, several with commas):
 Lengths that exceed the model's context are scaled down, and the result says so.
 
 examples:
+  ridgeline bench                                            the bundled model
   ridgeline bench path/to/model                              decode, prefill and split
   ridgeline bench path/to/model --workload decode --batch 1,8,32
   ridgeline bench path/to/model --compare uncached,cached,paged    what the KV cache buys
@@ -301,13 +302,14 @@ def _measure_server(args: argparse.Namespace, report: Report) -> None:
 def _serve_load(args: argparse.Namespace, server: Any) -> LoadResult:
     from random import Random
 
+    from ridgeline import demo
     from ridgeline.architectures import read_spec
     from ridgeline.benchmark.http_client import run_http
     from ridgeline.benchmark.jobs import fit, poisson, uniform
     from ridgeline.benchmark.speed import load_result
     from ridgeline.loader import read_config
 
-    spec = read_spec(read_config(Path(args.model)))
+    spec = read_spec(read_config(Path(demo.located(args.model))))
     context = getattr(args, "engine_max_model_len", None) or spec.max_position_embeddings
     lengths = fit(args.prompt_len or 512, args.output_len or 128, context)
     rng = Random(0)

@@ -28,6 +28,7 @@ A model without a chat template cannot chat; with --plain it continues your text
 type is added to the text so far, and the model writes on.
 
 examples:
+  ridgeline chat                                           with the bundled model
   ridgeline chat user/model --system "You answer in one sentence."
   ridgeline chat path/to/base-model --plain --temperature 0.8
   printf 'Hello\\nAnd why?\\n' | ridgeline chat path/to/model -q

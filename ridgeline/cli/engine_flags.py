@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from typing import Any
 
+from ridgeline import demo
 from ridgeline.config import EngineConfig
 from ridgeline.scheduler.policies import POLICIES
 
@@ -75,9 +76,22 @@ def engine_fields() -> tuple[Field[Any], ...]:
     return tuple(field for field in fields(EngineConfig) if field.name != "model")
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, which may be left out: then it is the bundled model for chats."""
+    bundled = ", ".join(demo.PREFIX + name for name in demo.NAMES)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=demo.DEFAULT,
+        help=f"a folder, a hub id user/name[@revision], or a bundled model: {bundled} "
+        "(default: %(default)s)",
+    )
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Add MODEL and the engine's flags. What is not given stays with EngineConfig's default."""
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a hub id user/name[@revision]")
+    add_model(parser)
     group = parser.add_argument_group("engine")
     for field in engine_fields():
         if field.name not in without:

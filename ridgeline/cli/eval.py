@@ -38,6 +38,8 @@ metrics (with 95 % intervals):
   accepted_length_k4    tokens per step when the draft guesses 4 and the model adds one: 1 to 5
 
 examples:
+  ridgeline eval                                            the bundled model, all tasks
+  ridgeline eval --draft demo:draft                         and how well its draft guesses
   ridgeline eval path/to/model                              all tasks
   ridgeline eval path/to/model --task arithmetic,sort --num 500
   ridgeline eval path/to/model --task stories --num 10 --show 10    read ten stories

@@ -27,6 +27,7 @@ EXAMPLES = f"""The text goes to standard output as it comes, with one newline at
 else goes to standard error. Without --max-tokens an answer has at most {DEFAULT_MAX_TOKENS} tokens.
 
 examples:
+  ridgeline generate -p "Once upon a time"                         by the bundled model
   ridgeline generate path/to/model -p "Once upon a time" --temperature 0
   ridgeline generate path/to/model -p "One" -p "Two" -p "Three"    three prompts in one batch
   cat letter.txt | ridgeline generate path/to/model -p -           the prompt from standard input

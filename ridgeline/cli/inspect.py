@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline import demo
 from ridgeline.architectures.counts import (
     kv_bytes,
     kv_bytes_per_token,
@@ -18,7 +19,7 @@ from ridgeline.architectures.counts import (
     weight_bytes,
 )
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
-from ridgeline.cli.engine_flags import CHOICES
+from ridgeline.cli.engine_flags import CHOICES, add_model
 from ridgeline.cli.session import paper
 from ridgeline.errors import ConfigError
 
@@ -31,6 +32,7 @@ EXAMPLES = """A folder with config.json is enough. Where weights are there, the 
 of each tensor is checked against the architecture, without reading the weights.
 
 examples:
+  ridgeline inspect                                        the bundled model
   ridgeline inspect path/to/model
   ridgeline inspect path/to/model --context 8192 --batch 16
   ridgeline inspect path/to/model --dtype bfloat16 --json
@@ -87,7 +89,7 @@ class Sheet:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a hub id user/name[@revision]")
+    add_model(parser)
     parser.add_argument("--context", type=int, metavar="N", help="tokens of each request")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="requests at once")
     parser.add_argument(
@@ -126,7 +128,7 @@ def find_folder(model: str) -> Path:
     """The folder of MODEL. For a hub id only config.json is fetched. Raises ConfigError."""
     from ridgeline.loader.hub import DEFAULT_REVISION, HUB_ID
 
-    path = Path(model).expanduser()
+    path = Path(demo.located(model)).expanduser()
     if path.exists():
         return path
     found = HUB_ID.fullmatch(model)

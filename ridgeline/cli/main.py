@@ -20,6 +20,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 EXAMPLES = """examples:
+  ridgeline chat                                            talk to the model that is bundled
   ridgeline generate path/to/model -p "Once upon a time"    one answer, streamed
   ridgeline chat user/model                                 talk to it in the terminal
   ridgeline serve path/to/model --port 8000                 an OpenAI-compatible server
@@ -27,8 +28,9 @@ EXAMPLES = """examples:
   ridgeline bench path/to/model                             how fast is it here, and why?
   ridgeline eval path/to/model                              what does it get right?
 
-MODEL is a folder with config.json and *.safetensors, or a hub id such as user/name or
-user/name@revision. "ridgeline COMMAND --help" explains each command.
+MODEL is a folder with config.json and *.safetensors, a hub id such as user/name or
+user/name@revision, or a small model that comes with the package: demo:chat (the one that is used
+when MODEL is left out), demo:draft or demo:moe. "ridgeline COMMAND --help" explains each command.
 """
 
 
@@ -50,7 +52,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
             help=command.SUMMARY,
             description=command.SUMMARY[0].upper() + command.SUMMARY[1:] + ".",
             epilog=command.EXAMPLES,
-            usage=f"ridgeline {command.NAME} MODEL [options]",
+            usage=f"ridgeline {command.NAME} [MODEL] [options]",
         )
         command.add_arguments(sub)
         by_name[command.NAME] = sub

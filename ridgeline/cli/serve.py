@@ -16,6 +16,7 @@ EXAMPLES = """It listens on this machine only. With another --host it also wants
 Stop it with Ctrl-C or SIGTERM: running answers are finished first.
 
 examples:
+  ridgeline serve                                       the bundled model
   ridgeline serve path/to/model
   ridgeline serve user/model@revision --port 9000 --served-model-name my-model
   ridgeline serve path/to/model --host 192.0.2.7 --api-key-file keys.txt

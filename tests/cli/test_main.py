@@ -59,7 +59,6 @@ def test_top_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None
         (["serve", "m", "--served-name", "x"], "did you mean --served-model-name?"),
         (["bench", "m", "--workloads", "decode"], "did you mean --workload?"),
         (["genrate"], "did you mean generate?"),
-        (["generate"], "required: MODEL"),
         ([], "required: COMMAND"),
         (["generate", "m", "--kv-cache-memory-bytes", "lots"], "512MiB"),
         (["bench", "m", "--batch", "0"], "1,8,32"),

@@ -1,7 +1,7 @@
 """Train the models in the box from nothing but a seed.
 
-    python -m tools.train_demo.train --what pair --out DIR --steps 8000 --reuse 2
-    python -m tools.train_demo.train --what moe  --out DIR --steps 4000
+    python -m tools.train_demo.train --what pair --out DIR --steps 19200 --reuse 1
+    python -m tools.train_demo.train --what moe  --out DIR --steps 3200 --reuse 1
 
 `pair` trains the chat model and, from its logits on the same batches, the draft (KL distillation);
 `moe` trains the expert model on the same data. Data is made by worker processes while the GPU
