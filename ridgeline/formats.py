@@ -1,8 +1,12 @@
 """How many bits does a weight or a cached token take, and which class does the work? Data only:
-cost, planner and resolve read these lines without loading torch."""
+cost, planner and resolve read these lines without loading torch.
+
+A line whose `where` is empty can be priced and planned for, and is not served by this version.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ridgeline.errors import ConfigError
@@ -11,12 +15,15 @@ from ridgeline.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class WeightFormatLine:
     """`bits` a weight, None for those of the serving dtype; `group` weights share scales of
-    `scale_bytes` (group 0: no scales). `where` is "module:Class" of a WeightFormat."""
+    `scale_bytes` (group 0: no scales, or so few that they do not count). `where` is
+    "module:Class" of a WeightFormat. `compute` is the dtype of the products, as hardware catalogues
+    call it, where the inputs are rounded too; None: the weights become the serving dtype first."""
 
     where: str
     bits: int | None = None
     group: int = 0
     scale_bytes: int = 0
+    compute: str | None = None
 
     def bits_per_weight(self, dtype_bytes: int) -> float:
         """Bits of one weight and its part of the scales, served in a dtype of `dtype_bytes`."""
@@ -38,13 +45,43 @@ class KVFormatLine:
         bits = dtype_bytes * 8 if self.element_bits is None else self.element_bits
         return 2 * num_kv_heads * (-(-head_dim * bits // 8) + self.head_bytes)
 
+    def latent_bytes_per_token(self, width: int, dtype_bytes: int) -> int:
+        """Bytes of one token's latent vector of `width` numbers in one layer, for all heads."""
+        bits = dtype_bytes * 8 if self.element_bits is None else self.element_bits
+        return -(-width * bits // 8) + self.head_bytes
+
 
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights"),
+    "fp8": WeightFormatLine("", bits=8, compute="fp8"),
+    "int8": WeightFormatLine("", bits=8, group=128, scale_bytes=2),
+    "int4": WeightFormatLine("", bits=4, group=128, scale_bytes=2),
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),
+    "fp8": KVFormatLine("", element_bits=8),
+    "int8": KVFormatLine("", element_bits=8, head_bytes=2),
+    "int4": KVFormatLine("", element_bits=4, head_bytes=4),
 }
+
+
+def served(lines: Mapping[str, WeightFormatLine] | Mapping[str, KVFormatLine]) -> dict[str, str]:
+    """Name -> "module:Class" of the formats that this version can serve."""
+    return {name: line.where for name, line in lines.items() if line.where}
+
+
+def check_served(
+    lines: Mapping[str, WeightFormatLine] | Mapping[str, KVFormatLine], name: str, what: str
+) -> None:
+    """ConfigError if `name` is a format that is only priced, or none at all."""
+    choices = ", ".join(served(lines))
+    if name not in lines:
+        raise ConfigError(f"unknown {what} {name!r}; choose one of {choices}")
+    if not lines[name].where:
+        raise ConfigError(
+            f"{what} {name!r} can be planned for, cannot be served by this version; "
+            f"choose one of {choices}"
+        )
 
 
 def weight_line(name: str) -> WeightFormatLine:

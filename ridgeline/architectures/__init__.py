@@ -17,6 +17,7 @@ from ridgeline.registry import load
 
 __all__ = [
     "FAMILIES",
+    "PLANNED_FAMILIES",
     "expected_tensors",
     "is_ignored",
     "leftover_tensors",
@@ -32,22 +33,31 @@ FAMILIES: dict[str, str] = {
     "qwen2": "ridgeline.architectures.qwen2:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
 }
+# Described, priced and planned for; `serving.check_served` says why they are not served.
+PLANNED_FAMILIES: dict[str, str] = {
+    "deepseek_v3": "ridgeline.architectures.deepseek_v3:read",
+    "gemma3": "ridgeline.architectures.gemma3:read_multimodal",
+    "gemma3_text": "ridgeline.architectures.gemma3:read",
+}
 
 
 def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None) -> ModelSpec:
     """The model that a config.json describes.
 
     `max_model_len` is only checked against what the model's positions can serve. ConfigError
-    names the key that is missing, of a wrong type, out of range or not supported.
+    names the key that is missing, of a wrong type, out of range or not supported. A family that
+    can only be planned for is read too: `serving.check_served` tells.
     """
     reader = ConfigReader(config)
     model_type = reader.text("model_type")
-    if model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+    families = {**PLANNED_FAMILIES, **FAMILIES}
+    if model_type not in families:
+        known, planned = ", ".join(sorted(FAMILIES)), ", ".join(sorted(PLANNED_FAMILIES))
         raise ConfigError(
-            f"config.json: model_type is {model_type[:60]!r}; supported families are {known}"
+            f"config.json: model_type is {model_type[:60]!r}; supported families are {known} "
+            f"(and for planning alone {planned})"
         )
-    spec = load(FAMILIES, model_type, "model family")(reader, max_model_len)
+    spec = load(families, model_type, "model family")(reader, max_model_len)
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"model family {model_type!r} did not return a ModelSpec")
     return spec

@@ -8,9 +8,17 @@ PyTorch counts.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 
-from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+)
 from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.formats import kv_line, weight_line
 
@@ -26,21 +34,14 @@ def num_active_parameters(spec: ModelSpec) -> int:
     for layer in spec.layers:
         if isinstance(layer.feed_forward, ExpertsSpec):
             unused = layer.feed_forward.num_experts - layer.feed_forward.num_active
-            idle += unused * 3 * spec.hidden_size * layer.feed_forward.intermediate_size
+            idle += unused * expert_weights(spec, layer.feed_forward)
     return num_parameters(spec) - idle
 
 
 def linear_weights(spec: ModelSpec) -> int:
     """Weights that a weight format stores: attention and feed-forward matrices without routers.
     The embedding, the output matrix, norms, biases and routers stay in the serving dtype."""
-    return sum(
-        _attention_weights(spec, layer.attention)
-        + (layer.feed_forward.num_experts if isinstance(layer.feed_forward, ExpertsSpec) else 1)
-        * 3
-        * spec.hidden_size
-        * layer.feed_forward.intermediate_size
-        for layer in spec.layers
-    )
+    return sum(_packed_weights(spec, layer) for layer in spec.layers)
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain") -> int:
@@ -50,22 +51,40 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain"
     return int(packed * bits / 8) + (num_parameters(spec) - packed) * dtype_bytes
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, kv_format: str = "auto") -> int:
-    """Bytes of K and V of one token in all layers, as long as no window has passed it."""
+def layer_kv_bytes(
+    attention: AttentionSpec, dtype_bytes: int, kv_format: str = "auto", ranks: int = 1
+) -> int:
+    """Bytes that one token's keys and values of one layer take on each of `ranks` devices, whose
+    layer it may be: KV heads are split as far as they go, a latent vector is held by all."""
     line = kv_line(kv_format)
+    if attention.latent is not None:
+        return line.latent_bytes_per_token(attention.latent.cached_width, dtype_bytes)
+    heads = -(-attention.num_kv_heads // ranks)
+    return line.bytes_per_token(heads, attention.head_dim, dtype_bytes)
+
+
+def kv_bytes_per_token(
+    spec: ModelSpec, dtype_bytes: int, kv_format: str = "auto", ranks: int = 1
+) -> int:
+    """Bytes of K and V of one token in all layers that keep some, until a window has passed it."""
     return sum(
-        line.bytes_per_token(layer.attention.num_kv_heads, layer.attention.head_dim, dtype_bytes)
-        for layer in spec.layers
+        layer_kv_bytes(attention, dtype_bytes, kv_format, ranks) for attention in _caching(spec)
     )
 
 
-def kv_bytes(spec: ModelSpec, num_tokens: int, dtype_bytes: int, kv_format: str = "auto") -> int:
+def kv_bytes(
+    spec: ModelSpec, num_tokens: int, dtype_bytes: int, kv_format: str = "auto", ranks: int = 1
+) -> int:
     """Bytes of K and V that a request of `num_tokens` must keep: its windows, or all of it."""
-    line = kv_line(kv_format)
     return sum(
-        line.bytes_per_token(a.num_kv_heads, a.head_dim, dtype_bytes) * _seen(a, num_tokens)
-        for a in (layer.attention for layer in spec.layers)
+        layer_kv_bytes(a, dtype_bytes, kv_format, ranks) * num_visible(a, num_tokens)
+        for a in _caching(spec)
     )
+
+
+def _caching(spec: ModelSpec) -> list[AttentionSpec]:
+    every = [layer.attention for layer in spec.layers]
+    return [attention for attention in every if attention.cache_layer is None]
 
 
 def linear_flops_per_token(spec: ModelSpec) -> int:
@@ -81,10 +100,32 @@ def logits_flops(spec: ModelSpec) -> int:
 def attention_flops(spec: ModelSpec, num_new: int, num_before: int) -> int:
     """Operations of scores and mixing for `num_new` tokens after `num_before`, each looking at
     what it may see, itself included."""
-    return sum(
-        4 * a.num_heads * a.head_dim * _pairs(a, num_new, num_before)
-        for a in (layer.attention for layer in spec.layers)
-    )
+    return sum(layer_attention_flops(layer.attention, num_new, num_before) for layer in spec.layers)
+
+
+def layer_attention_flops(attention: AttentionSpec, num_new: int, num_before: int) -> int:
+    """The same, of one layer.
+
+    Latent attention multiplies queries by cached latent vectors (always so for one new token), or
+    first computes the keys and values of earlier tokens from them, whichever takes fewer.
+    """
+    pairs = num_pairs(attention, num_new, num_before)
+    flops = flops_per_key(attention) * pairs
+    latent = attention.latent
+    if latent is None or num_new == 1:
+        return flops
+    heads = 2 * attention.num_heads
+    direct = heads * (latent.qk_head_dim + latent.v_head_dim) * pairs
+    expand = heads * latent.kv_lora_rank * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return min(flops, direct + expand * num_before)
+
+
+def flops_per_key(attention: AttentionSpec) -> int:
+    """Operations of one query token, all heads, against one key and value as the cache has them."""
+    latent = attention.latent
+    if latent is None:
+        return 4 * attention.num_heads * attention.head_dim
+    return 2 * attention.num_heads * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
 
 
 def flops_per_token(spec: ModelSpec, context: int) -> int:
@@ -104,28 +145,104 @@ def step_flops(spec: ModelSpec, shape: Iterable[tuple[int, int]], num_logits: in
     )
 
 
-def _attention_weights(spec: ModelSpec, attention: AttentionSpec) -> int:
-    heads = 2 * attention.num_heads + 2 * attention.num_kv_heads
-    return heads * attention.head_dim * spec.hidden_size
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """[rows, columns] of a layer; `role` as in `tensor_names`."""
+
+    role: str
+    rows: int
+    columns: int
+
+    @property
+    def num_weights(self) -> int:
+        return self.rows * self.columns
 
 
-def _layer_weights(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Weights that one token meets in a layer."""
-    inner = layer.feed_forward
-    width = 3 * spec.hidden_size * inner.intermediate_size
-    if not isinstance(inner, DenseSpec):
-        width = width * inner.num_active + spec.hidden_size * inner.num_experts
-    return _attention_weights(spec, layer.attention) + width
+def attention_matrices(attention: AttentionSpec, hidden_size: int) -> tuple[Matrix, ...]:
+    """The matrices of one layer's attention, unsplit."""
+    if attention.latent is not None:
+        return _latent_matrices(attention.num_heads, attention.latent, hidden_size)
+    width = attention.num_heads * attention.head_dim
+    kv_width = attention.num_kv_heads * attention.head_dim
+    kv_roles = ("k", "v") if attention.cache_layer is None else ()
+    return (
+        Matrix("q", width, hidden_size),
+        *(Matrix(role, kv_width, hidden_size) for role in kv_roles),
+        Matrix("o", hidden_size, width),
+    )
 
 
-def _seen(attention: AttentionSpec, num_tokens: int) -> int:
+def _latent_matrices(heads: int, latent: LatentSpec, hidden_size: int) -> tuple[Matrix, ...]:
+    queries = heads * latent.qk_head_dim
+    rank = latent.q_lora_rank
+    down_and_up = (
+        (Matrix("q", queries, hidden_size),)
+        if rank is None
+        else (Matrix("q_a", rank, hidden_size), Matrix("q_b", queries, rank))
+    )
+    both = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return (
+        *down_and_up,
+        Matrix("kv_a", latent.cached_width, hidden_size),
+        Matrix("kv_b", both, latent.kv_lora_rank),
+        Matrix("o", hidden_size, heads * latent.v_head_dim),
+    )
+
+
+def small_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Numbers of a layer that no weight format packs: norms, biases and the router."""
+    attention, inner, width = layer.attention, layer.feed_forward, spec.hidden_size
+    total = width * (4 if layer.output_norms else 2)
+    kv_width = 0 if attention.cache_layer is not None else attention.num_kv_heads
+    if attention.qk_norm:
+        total += attention.head_dim * (2 if kv_width else 1)
+    if attention.qkv_bias:
+        total += (attention.num_heads + 2 * kv_width) * attention.head_dim
+    if attention.out_bias:
+        total += width
+    if attention.latent is not None:
+        total += attention.latent.kv_lora_rank + (attention.latent.q_lora_rank or 0)
+    if isinstance(inner, DenseSpec):
+        return total + (2 * inner.intermediate_size + width if inner.bias else 0)
+    return total + inner.num_experts * (width + (1 if inner.score_bias else 0))
+
+
+def expert_weights(spec: ModelSpec, experts: ExpertsSpec) -> int:
+    """Weights of one expert."""
+    return 3 * spec.hidden_size * experts.intermediate_size
+
+
+def num_visible(attention: AttentionSpec, num_tokens: int) -> int:
+    """How many of the last `num_tokens` a query sees."""
     return num_tokens if attention.window is None else min(num_tokens, attention.window)
 
 
-def _pairs(attention: AttentionSpec, num_new: int, num_before: int) -> int:
+def num_pairs(attention: AttentionSpec, num_new: int, num_before: int) -> int:
     """How many (query, visible key) pairs there are."""
     first, last = num_before + 1, num_before + num_new  # keys that the queries could see
     if attention.window is None or last <= attention.window:
         return (first + last) * num_new // 2
     growing = max(0, attention.window - num_before)  # queries that still see everything
     return growing * (first + attention.window) // 2 + (num_new - growing) * attention.window
+
+
+def _attention_weights(spec: ModelSpec, attention: AttentionSpec) -> int:
+    return sum(m.num_weights for m in attention_matrices(attention, spec.hidden_size))
+
+
+def _packed_weights(spec: ModelSpec, layer: LayerSpec) -> int:
+    inner, width = layer.feed_forward, 3 * spec.hidden_size
+    attention = _attention_weights(spec, layer.attention)
+    if isinstance(inner, DenseSpec):
+        return attention + width * inner.intermediate_size
+    experts = inner.num_experts * expert_weights(spec, inner)
+    return attention + experts + width * inner.shared_size
+
+
+def _layer_weights(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Weights that one token meets in a layer."""
+    inner = layer.feed_forward
+    if isinstance(inner, DenseSpec):
+        return _packed_weights(spec, layer)
+    unused = (inner.num_experts - inner.num_active) * expert_weights(spec, inner)
+    return _packed_weights(spec, layer) - unused + spec.hidden_size * inner.num_experts

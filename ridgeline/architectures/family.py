@@ -33,6 +33,7 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+FeedForwardSpec = DenseSpec | ExpertsSpec
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -107,7 +108,7 @@ def read_trunk(config: ConfigReader, defaults: Defaults, max_model_len: int | No
     return Trunk(
         vocab_size=config.integer("vocab_size", high=MAX_VOCAB),
         hidden_size=hidden_size,
-        num_layers=config.integer("num_hidden_layers", high=MAX_LAYERS),
+        num_layers=read_num_layers(config),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -115,6 +116,10 @@ def read_trunk(config: ConfigReader, defaults: Defaults, max_model_len: int | No
         rope=rope,
         norm_eps=config.number("rms_norm_eps", default=defaults.norm_eps, low=0.0, high=1.0),
     )
+
+
+def read_num_layers(config: ConfigReader) -> int:
+    return config.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
 def _kv_heads(config: ConfigReader, defaults: Defaults, heads: int) -> int:
@@ -202,15 +207,17 @@ def model_spec(
     *,
     family: str,
     attention: tuple[AttentionSpec, ...],
-    feed_forward: DenseSpec | ExpertsSpec,
+    feed_forward: FeedForwardSpec | tuple[FeedForwardSpec, ...],
     tensor_names: Mapping[str, str],
 ) -> ModelSpec:
+    """`feed_forward` is that of every layer, or one for each."""
+    inner = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,) * trunk.num_layers
     bos = config.token_ids("bos_token_id", vocab_size=trunk.vocab_size)
     return ModelSpec(
         family=family,
         vocab_size=trunk.vocab_size,
         hidden_size=trunk.hidden_size,
-        layers=tuple(LayerSpec(spec, feed_forward) for spec in attention),
+        layers=tuple(map(LayerSpec, attention, inner)),
         norm_eps=trunk.norm_eps,
         tie_embeddings=config.flag("tie_word_embeddings", default=False),
         max_position_embeddings=trunk.max_positions,

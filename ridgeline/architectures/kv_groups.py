@@ -22,10 +22,11 @@ class KVGroup:
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KVGroup, ...]:
-    """Groups of the model's layers, those with full attention first."""
+    """Groups of the layers that keep keys and values, those with full attention first."""
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
-        by_window.setdefault(layer.attention.window, []).append(index)
+        if layer.attention.cache_layer is None:
+            by_window.setdefault(layer.attention.window, []).append(index)
     size = gcd(*(len(layers) for layers in by_window.values()))
     order = sorted(by_window, key=lambda window: (window is not None, window or 0))
     return tuple(

@@ -2,6 +2,9 @@
 are all built from. Pure Python.
 
 Letters: E hidden, H query heads, K KV heads, D head size, F feed-forward, V vocabulary, X experts.
+
+What this version can serve is less than what it can describe: `architectures/serving.py` says which
+of these fields the decoder follows today. The cost model and the planner follow all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,36 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): per token, the cache holds one
+    vector of `kv_lora_rank` numbers for all heads, and one rotated key of `qk_rope_head_dim`.
+
+    A query or key of a head is `qk_nope_head_dim` plain and `qk_rope_head_dim` rotated numbers, a
+    value is `v_head_dim`. Queries go through `q_lora_rank` numbers (None: straight).
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers that the cache holds per token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
+    """`head_dim` is the size of a query. With `latent`, `num_kv_heads` equals `num_heads` and the
+    cache holds what LatentSpec says. `cache_layer`: this layer has no keys and values of its own
+    and reads those of that earlier layer."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -44,6 +76,8 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
     scale: float | None = None  # None: head_dim ** -0.5
+    latent: LatentSpec | None = None
+    cache_layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +92,37 @@ class DenseSpec:
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """`num_active` of `num_experts` gated feed-forwards; router weights are a softmax over all
-    experts, renormalised over the chosen ones when `renormalize`."""
+    experts, renormalised over the chosen ones when `renormalize`.
+
+    `shared_size` is the width of a feed-forward that every token passes besides (0: none).
+    `scoring` "sigmoid" scores each expert for itself; `score_bias` adds a learned number per
+    expert to choose by, not to weigh by (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
 
     num_experts: int
     num_active: int
     intermediate_size: int
     activation: str = "silu"
     renormalize: bool = True
+    shared_size: int = 0
+    scoring: str = "softmax"
+    score_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
+    """`output_norms`: attention and feed-forward are normalised once more before they are added."""
+
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
+    output_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only model. `tensor_names` maps our parameter roles to checkpoint names, with
-    `{layer}` and `{expert}` to fill in (see `architectures/llama.py` for the roles)."""
+    `{layer}` and `{expert}` to fill in (see `architectures/tensor_names.py` for the roles).
+    `unserved` says what the numbers of this family need and this version does not compute."""
 
     family: str
     vocab_size: int
@@ -89,6 +135,7 @@ class ModelSpec:
     tensor_names: Mapping[str, str] = field(repr=False)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    unserved: str = ""
 
     @property
     def num_layers(self) -> int:

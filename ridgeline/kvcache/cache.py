@@ -14,7 +14,7 @@ import torch
 from ridgeline.architectures.kv_groups import KVGroup, kv_groups
 from ridgeline.architectures.spec import AttentionSpec, ModelSpec
 from ridgeline.errors import ConfigError
-from ridgeline.formats import KV_FORMATS, kv_line
+from ridgeline.formats import KV_FORMATS, check_served, kv_line, served
 from ridgeline.kvcache.contract import KVFormat, Store
 from ridgeline.registry import load
 
@@ -62,8 +62,8 @@ class KVCache:
     ) -> None:
         attention = one_attention_shape(spec)
         heads = num_kv_heads or attention.num_kv_heads
-        table = {name: line.where for name, line in KV_FORMATS.items()}
-        self.format: KVFormat = load(table, kv_format, "KV format")()
+        check_served(KV_FORMATS, kv_format, "KV format")
+        self.format: KVFormat = load(served(KV_FORMATS), kv_format, "KV format")()
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.block_size = block_size

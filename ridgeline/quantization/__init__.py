@@ -3,7 +3,7 @@ their names is `ridgeline.formats.WEIGHT_FORMATS`."""
 
 from __future__ import annotations
 
-from ridgeline.formats import WEIGHT_FORMATS
+from ridgeline.formats import WEIGHT_FORMATS, check_served, served
 from ridgeline.quantization.contract import Parameters, WeightFormat
 from ridgeline.registry import load
 
@@ -12,6 +12,7 @@ __all__ = ["Parameters", "WeightFormat", "open_weight_format"]
 
 def open_weight_format(name: str) -> WeightFormat:
     """The format of this name; `auto` is `plain`. ConfigError lists the choices."""
-    table = {known: line.where for known, line in WEIGHT_FORMATS.items()}
-    opened: WeightFormat = load(table, "plain" if name == "auto" else name, "weight format")()
+    name = "plain" if name == "auto" else name
+    check_served(WEIGHT_FORMATS, name, "weight format")
+    opened: WeightFormat = load(served(WEIGHT_FORMATS), name, "weight format")()
     return opened

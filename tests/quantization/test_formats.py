@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.formats import WEIGHT_FORMATS, KVFormatLine, WeightFormatLine
+from ridgeline.formats import WEIGHT_FORMATS, KVFormatLine, WeightFormatLine, served
 from ridgeline.quantization import open_weight_format
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("name", ["auto", *WEIGHT_FORMATS])
+@pytest.mark.parametrize("name", ["auto", *served(WEIGHT_FORMATS)])
 def test_linear_is_a_product_with_the_dequantized_weights(name: str, has_bias: bool) -> None:
     weights = open_weight_format(name)
     parameters = weights.parameters(24, 16, torch.float32, CPU)

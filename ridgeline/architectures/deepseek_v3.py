@@ -1,0 +1,112 @@
+"""What is a DeepSeek-V3? Latent attention everywhere; after a few dense layers, many small experts
+beside one that every token passes, scored by a sigmoid. Described, not served yet.
+
+Source: arXiv 2412.19437, section 2.1, and the published config.json. Checkpoints in fp8 are
+described like others: which format is served is not the model's matter. Their additional layers
+for drafting (`num_nextn_predict_layers`) are not part of the model here.
+"""
+
+from __future__ import annotations
+
+from ridgeline.architectures.config_reader import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, ConfigReader
+from ridgeline.architectures.family import Trunk, activation, dense, model_spec, read_num_layers
+from ridgeline.architectures.rope_config import check_context, read_rope
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LatentSpec,
+    ModelSpec,
+)
+from ridgeline.architectures.tensor_names import LLAMA_NAMES
+
+MAX_EXPERTS = 4096
+_ATTENTION = "model.layers.{layer}.self_attn."
+_MLP = "model.layers.{layer}.mlp."
+NAMES = {
+    **LLAMA_NAMES,
+    "q_a": f"{_ATTENTION}q_a_proj.weight",
+    "q_a_norm": f"{_ATTENTION}q_a_layernorm.weight",
+    "q_b": f"{_ATTENTION}q_b_proj.weight",
+    "kv_a": f"{_ATTENTION}kv_a_proj_with_mqa.weight",
+    "kv_a_norm": f"{_ATTENTION}kv_a_layernorm.weight",
+    "kv_b": f"{_ATTENTION}kv_b_proj.weight",
+    "router": f"{_MLP}gate.weight",
+    "score_bias": f"{_MLP}gate.e_score_correction_bias",
+    **{
+        f"{prefix}_{role}": f"{_MLP}{folder}.{role}_proj.weight"
+        for prefix, folder in (("expert", "experts.{expert}"), ("shared", "shared_experts"))
+        for role in ("gate", "up", "down")
+    },
+}
+
+
+def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
+    config.refuse("attention_bias", False)
+    config.refuse("moe_layer_freq", 1)
+    trunk = _trunk(config, max_model_len)
+    first = config.integer("first_k_dense_replace", low=0, default=3)
+    feed_forward = tuple(
+        dense(config) if index < first else _experts(config) for index in range(trunk.num_layers)
+    )
+    return model_spec(
+        config,
+        trunk,
+        family="deepseek_v3",
+        attention=(_attention(config, trunk),) * trunk.num_layers,
+        feed_forward=feed_forward,
+        tensor_names=NAMES,
+    )
+
+
+def _trunk(config: ConfigReader, max_model_len: int | None) -> Trunk:
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    if config.integer("num_key_value_heads", high=MAX_HEADS, default=heads) != heads:
+        raise config.fail("num_key_value_heads", f"must equal num_attention_heads ({heads})")
+    positions = config.integer("max_position_embeddings", high=MAX_POSITIONS, default=4096)
+    rotated = config.integer("qk_rope_head_dim", high=4096, default=64)
+    rope = read_rope(config, head_dim=rotated, default_theta=10_000.0, max_positions=positions)
+    check_context(rope, positions, max_model_len)
+    return Trunk(
+        vocab_size=config.integer("vocab_size", high=MAX_VOCAB),
+        hidden_size=config.integer("hidden_size"),
+        num_layers=read_num_layers(config),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=rotated + config.integer("qk_nope_head_dim", high=4096, default=128),
+        max_positions=positions,
+        rope=rope,
+        norm_eps=config.number("rms_norm_eps", default=1e-6, low=0.0, high=1.0),
+    )
+
+
+def _attention(config: ConfigReader, trunk: Trunk) -> AttentionSpec:
+    rotated = config.integer("qk_rope_head_dim", high=4096, default=64)
+    latent = LatentSpec(
+        kv_lora_rank=config.integer("kv_lora_rank", default=512),
+        qk_rope_head_dim=rotated,
+        qk_nope_head_dim=trunk.head_dim - rotated,
+        v_head_dim=config.integer("v_head_dim", high=4096, default=128),
+        q_lora_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
+    )
+    return AttentionSpec(
+        trunk.num_heads, trunk.num_heads, trunk.head_dim, trunk.rope, latent=latent
+    )
+
+
+def _experts(config: ConfigReader) -> DenseSpec | ExpertsSpec:
+    total = config.integer("n_routed_experts", high=MAX_EXPERTS, default=256)
+    size = config.integer("moe_intermediate_size", default=2048)
+    scoring = config.text("scoring_func", default="sigmoid")
+    if scoring not in ("sigmoid", "softmax"):
+        raise config.fail("scoring_func", f"is {scoring!r}; supported are sigmoid, softmax")
+    return ExpertsSpec(
+        num_experts=total,
+        num_active=config.integer("num_experts_per_tok", high=total, default=8),
+        intermediate_size=size,
+        activation=activation(config),
+        renormalize=config.flag("norm_topk_prob", default=True),
+        shared_size=size * config.integer("n_shared_experts", low=0, high=64, default=1),
+        scoring=scoring,
+        score_bias=config.text("topk_method", default="noaux_tc") == "noaux_tc",
+    )
