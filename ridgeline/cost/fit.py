@@ -1,0 +1,361 @@
+"""Which constants explain what was measured? A few for each class of operator, then the host's.
+
+First each class by its own points, then all together, with most weight on whole steps: there
+operators meet caches that others have filled. Residuals are logarithms of predicted over measured
+seconds under a soft-L1 loss, so a point that someone disturbed does not draw the rest. A fifth of
+the points of every class is kept out; the errors on them are what the record promises. The formulas
+are those of `roofline` and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from statistics import median
+from typing import Any
+
+from ridgeline.cost.constants import (
+    AttentionConstants,
+    Calibration,
+    HostConstants,
+    MatmulConstants,
+    StreamConstants,
+    default_calibration,
+)
+from ridgeline.cost.hardware import Device
+from ridgeline.cost.least_squares import minimise
+from ridgeline.cost.ops import COLLECTIVES, Op
+from ridgeline.cost.roofline import QUANTITIES, combine, op_cost
+
+HELD_OUT_SHARE = 5  # one of so many points
+FEWEST_POINTS = 3  # of a class; with fewer its constants stay as assumed
+OPERATOR_WEIGHT = 0.25  # of an operator's residual beside a whole step's
+STEPS = ("decode_step", "prefill_step", "mixed_step")
+ATTENTION = ("decode_attention", "prefill_attention", "mixed_attention")
+
+Path = tuple[str, str, str]  # (field of Calibration, key of its table or "", constant)
+
+# What each constant can be. The search is in logarithms, so nothing starts at or reaches zero.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "e_c": (0.005, 1.0),
+    "e_m": (0.005, 1.0),
+    "e_v": (0.005, 1.0),
+    "q": (1.0, 12.0),
+    "k0": (0.1, 4000.0),
+    "k_m": (0.1, 10000.0),
+    "t0_s": (1e-7, 1e-2),
+    "decode_e_c": (0.001, 1.0),
+    "decode_e_m": (0.001, 1.0),
+    "decode_t0_s": (1e-7, 1e-2),
+    "skew": (1e-3, 1.0),
+    "prefill_e_c": (0.001, 1.0),
+    "prefill_e_m": (0.001, 1.0),
+    "prefill_t0_s": (1e-7, 1e-2),
+    "mixed_prefill": (1.0, 3.0),
+    "mixed_decode": (1.0, 4.0),
+    "c0_s": (1e-6, 1e-1),
+    "c1_s": (1e-8, 1e-2),
+    "per_launch_s": (1e-7, 1e-3),
+}
+START_MATMUL = MatmulConstants(0.7, 0.7, 4e-6, q=2.0, k0=50.0, e_v=0.8, k_m=50.0)
+START_ATTENTION = AttentionConstants(
+    decode_e_m=0.5,
+    decode_t0_s=2e-5,
+    prefill_e_c=0.4,
+    prefill_e_m=0.5,
+    prefill_t0_s=2e-5,
+    decode_e_c=0.3,
+    skew=0.05,
+    mixed_prefill=1.05,
+    mixed_decode=1.1,
+)
+START_STREAM = StreamConstants(0.6, 5e-6)
+MATMUL = ("e_c", "e_m", "t0_s", "q", "k0", "e_v", "k_m")
+ATTENTION_CONSTANTS = {
+    "decode_attention": ("decode_e_m", "decode_e_c", "decode_t0_s", "skew"),
+    "prefill_attention": ("prefill_e_m", "prefill_e_c", "prefill_t0_s"),
+    "mixed_attention": ("mixed_prefill", "mixed_decode"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`ops` together took `seconds`. `num_requests`: the point is a whole step of so many
+    requests, with the host's part; None: device work alone. `dtype` as in `Device.peak_flops`."""
+
+    what: str
+    dtype: str
+    ops: tuple[Op, ...]
+    seconds: float
+    num_requests: int | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors |predicted / measured - 1| of `count` points."""
+
+    count: int
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """`errors` are by class of point and dtype ("decode_step bf16"), on points kept out."""
+
+    calibration: Calibration
+    errors: Mapping[str, Errors]
+    fitted: tuple[Point, ...]
+    held_out: tuple[Point, ...]
+
+
+def predict(point: Point, device: Device, calibration: Calibration) -> float:
+    """Seconds that the model gives to a point."""
+    kernels = sum(op_cost(op, device, calibration).expected_s for op in point.ops)
+    if point.num_requests is None:
+        return kernels
+    launches = sum(op.count for op in point.ops)
+    return combine(calibration.host, kernels, point.num_requests, launches)[2]
+
+
+def relative_error(point: Point, device: Device, calibration: Calibration) -> float:
+    """Predicted over measured, less one."""
+    return predict(point, device, calibration) / point.seconds - 1
+
+
+def fit(points: Sequence[Point], device: Device, host: HostConstants) -> Fit:
+    """Constants for `device` from measured points. `host` is what the host was seen to do by
+    itself; whole steps show what comes on top."""
+    fitted, held_out = split(points)
+    found = _start(points, device, host)
+    for knobs, own in _classes(fitted, found):
+        found = _turned(own, device, found, knobs)
+    found = _turned(fitted, device, found, _host_knobs(host))
+    found = _together(fitted, device, found)
+    errors = errors_by_class(held_out, device, found)
+    found = replace(
+        _alike(found),
+        ranges=ranges(points),
+        assumed_kinds=_assumed(points),
+        held_out={name: error.median for name, error in errors.items()},
+    )
+    return Fit(found, errors, tuple(fitted), tuple(held_out))
+
+
+# ------------------------------------------------------------------------ keeping points out
+
+
+def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+    """(to fit, to keep out): of every class and dtype a fifth, chosen by the hash of its label,
+    so the same whatever was measured before or after."""
+    kept: set[int] = set()
+    for group in _groups(points).values():
+        ordered = sorted(group, key=lambda i: _digest(points[i]))
+        kept.update(ordered[: len(group) // HELD_OUT_SHARE])
+    return (
+        [point for i, point in enumerate(points) if i not in kept],
+        [point for i, point in enumerate(points) if i in kept],
+    )
+
+
+def _groups(points: Sequence[Point]) -> dict[tuple[str, str], list[int]]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, point in enumerate(points):
+        groups.setdefault((point.what, point.dtype), []).append(i)
+    return groups
+
+
+def _digest(point: Point) -> bytes:
+    text = f"{point.what} {point.dtype} {point.label}"
+    return blake2b(text.encode(), digest_size=8).digest()
+
+
+def errors_by_class(
+    points: Iterable[Point], device: Device, calibration: Calibration
+) -> dict[str, Errors]:
+    """Errors of each class in each dtype."""
+    found: dict[str, list[float]] = {}
+    for point in points:
+        error = abs(relative_error(point, device, calibration))
+        found.setdefault(f"{point.what} {point.dtype}", []).append(error)
+    return {name: _errors(values) for name, values in found.items()}
+
+
+def _errors(values: Sequence[float]) -> Errors:
+    ordered = sorted(values)
+    return Errors(len(values), median(ordered), ordered[math.ceil(0.9 * len(ordered)) - 1])
+
+
+def ranges(points: Iterable[Point]) -> dict[str, tuple[float, float]]:
+    """Lowest and highest m, n, k, bytes, flops of every kind of operator that was measured."""
+    found: dict[str, tuple[float, float]] = {}
+    for point in points:
+        for op in point.ops:
+            for quantity in QUANTITIES:
+                name, value = f"{op.kind}.{quantity}", float(getattr(op, quantity))
+                low, high = found.get(name, (value, value))
+                found[name] = (min(low, value), max(high, value))
+    return found
+
+
+def _assumed(points: Iterable[Point]) -> tuple[str, ...]:
+    measured = {op.kind for point in points for op in point.ops}
+    return tuple(kind for kind in COLLECTIVES if kind not in measured)
+
+
+# ------------------------------------------------------------------------ turning constants
+
+
+def _start(points: Sequence[Point], device: Device, host: HostConstants) -> Calibration:
+    dtypes = tuple(dict.fromkeys(point.dtype for point in points))
+    return replace(
+        default_calibration(device),
+        origin="calibrated",
+        host=_host_start(points, host),
+        matmul=dict.fromkeys(dtypes, START_MATMUL),
+        attention=dict.fromkeys(dtypes, START_ATTENTION),
+        elementwise=START_STREAM,
+        sampling=START_STREAM,
+        streams={name: START_STREAM for point in points if (name := _stream(point))},
+    )
+
+
+def _host_start(points: Sequence[Point], host: HostConstants) -> HostConstants:
+    """Where the search for the host begins. If it is hidden behind the device it is seen only
+    where it is the longer of the two, so it begins with as much as the steps allow."""
+    steps = [p for p in points if p.what in STEPS and p.num_requests]
+    if not host.overlapped or not steps:
+        return replace(host, c0_s=max(2 * host.c0_s, 1e-4), c1_s=max(host.c1_s, 1e-6))
+    return replace(
+        host,
+        c0_s=min(p.seconds for p in steps) / 2,
+        c1_s=min(p.seconds / (p.num_requests or 1) for p in steps),
+        per_launch_s=min(p.seconds / sum(op.count for op in p.ops) for p in steps),
+    )
+
+
+def _stream(point: Point) -> str:
+    """What a pass over memory is called in `Calibration.streams`; "" for other points."""
+    is_pass = point.what in ("elementwise", "embedding", "sampling")
+    return f"{point.ops[0].name} {point.dtype}" if is_pass else ""
+
+
+def _classes(
+    points: Sequence[Point], start: Calibration
+) -> Iterable[tuple[list[Path], list[Point]]]:
+    """Constants and the points that decide them, class by class."""
+    for dtype in start.matmul:
+        mine = [point for point in points if point.dtype == dtype]
+        yield (
+            [("matmul", dtype, name) for name in MATMUL],
+            [point for point in mine if point.what == "matmul"],
+        )
+        for what, names in ATTENTION_CONSTANTS.items():
+            yield (
+                [("attention", dtype, name) for name in names],
+                [point for point in mine if point.what == what],
+            )
+    for stream in start.streams:
+        yield (
+            [("streams", stream, "e_m"), ("streams", stream, "t0_s")],
+            [point for point in points if _stream(point) == stream],
+        )
+
+
+def _host_knobs(host: HostConstants) -> list[Path]:
+    knobs: list[Path] = [("host", "", "c0_s"), ("host", "", "c1_s")]
+    return [*knobs, ("host", "", "per_launch_s")] if host.overlapped else knobs
+
+
+def _together(points: Sequence[Point], device: Device, start: Calibration) -> Calibration:
+    """Whole steps have the last word on what they are made of."""
+    steps = [point for point in points if point.what in STEPS]
+    if len(steps) < FEWEST_POINTS:
+        return start
+    knobs = _host_knobs(start.host)
+    for dtype in dict.fromkeys(point.dtype for point in steps):
+        knobs += [("matmul", dtype, name) for name in ("e_c", "e_m", "t0_s", "e_v", "k_m")]
+        knobs += [
+            ("attention", dtype, name)
+            for names in ATTENTION_CONSTANTS.values()
+            for name in names
+            if not name.startswith("mixed")
+        ]
+    products = [point for point in points if point.what in ("matmul", *ATTENTION)]
+    return _turned([*steps, *products], device, start, knobs)
+
+
+def _turned(
+    points: Sequence[Point], device: Device, start: Calibration, knobs: Sequence[Path]
+) -> Calibration:
+    """The calibration whose `knobs` are where `points` are explained best. With whole steps among
+    the points, single operators count less."""
+    is_host = any(knob[0] == "host" for knob in knobs)
+    used = [p for p in points if p.what in STEPS] if is_host and len(knobs) < 4 else list(points)
+    if len(used) < FEWEST_POINTS:
+        return start
+    has_steps = any(point.what in STEPS for point in used)
+    weights = [OPERATOR_WEIGHT if has_steps and p.what not in STEPS else 1.0 for p in used]
+
+    def at(parameters: Sequence[float]) -> Calibration:
+        values = {
+            knob: _bounded(knob, parameter)
+            for knob, parameter in zip(knobs, parameters, strict=True)
+        }
+        return with_values(start, values)
+
+    def residuals(parameters: Sequence[float]) -> list[float]:
+        calibration = at(parameters)
+        return [
+            weight * math.log(predict(point, device, calibration) / point.seconds)
+            for point, weight in zip(used, weights, strict=True)
+        ]
+
+    return at(minimise(residuals, [math.log(_value(start, knob)) for knob in knobs]))
+
+
+def _bounded(knob: Path, parameter: float) -> float:
+    low, high = BOUNDS[knob[2]]
+    return min(max(math.exp(min(max(parameter, -50.0), 50.0)), low), high)
+
+
+def _value(calibration: Calibration, knob: Path) -> float:
+    field, key, name = knob
+    owner = getattr(calibration, field)
+    return float(getattr(owner[key] if key else owner, name))
+
+
+def with_values(calibration: Calibration, values: Mapping[Path, float]) -> Calibration:
+    """The same with some constants replaced. One row of a product is never slower than two."""
+    groups: dict[tuple[str, str], dict[str, float]] = {}
+    for (field, key, name), value in values.items():
+        groups.setdefault((field, key), {})[name] = value
+    changes: dict[str, Any] = {}
+    for (field, key), constants in groups.items():
+        owner = changes.get(field, getattr(calibration, field))
+        if not key:
+            changes[field] = replace(owner, **constants)
+            continue
+        changed = replace(owner[key], **constants)
+        if isinstance(changed, MatmulConstants):
+            changed = replace(changed, e_v=max(changed.e_v or 0.0, changed.e_m))
+        changes[field] = {**owner, key: changed}
+    return replace(calibration, **changes)
+
+
+def _alike(calibration: Calibration) -> Calibration:
+    """What was not measured apart: the last norm is a norm, other passes are like an activation,
+    sampling in other dtypes is like that in the first."""
+    streams = dict(calibration.streams)
+    changes: dict[str, Any] = {}
+    for name, constants in calibration.streams.items():
+        if name.startswith("norm "):
+            streams[f"final_{name}"] = constants
+        if name.startswith("activation "):
+            changes.setdefault("elementwise", constants)
+        if name.startswith("sampling "):
+            changes.setdefault("sampling", constants)
+    return replace(calibration, streams=streams, **changes)

@@ -1,0 +1,235 @@
+"""What does a model take on each device, line by line, and how many KV blocks are left?
+
+Everything is in bytes of the fullest device: under tensor parallelism it holds its share of every
+matrix and all of what cannot be split (norms, routers, a latent cache), under pipeline parallelism
+the layers of one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ridgeline.architectures.counts import kv_bytes_per_token, layer_kv_bytes
+from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.memory_items import (
+    WEIGHTS,
+    MemoryItem,
+    size_words,
+    stage_layers,
+    weight_items,
+)
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.ways_to_fit import Change, Limits
+from ridgeline.cost.ways_to_fit import ways_to_fit as find_ways
+from ridgeline.cost.working_space import working_items
+from ridgeline.errors import ConfigError, DoesNotFit
+from ridgeline.scheduler.block_manager import blocks_needed
+
+__all__ = [
+    "Change",
+    "Limits",
+    "MemoryItem",
+    "MemoryPlan",
+    "memory_plan",
+    "plan_or_none",
+    "size_words",
+    "ways_to_fit",
+    "weight_items",
+    "working_items",
+]
+
+RESERVE_BYTES = {"gpu": 1 << 30, "cpu": 128 << 20}  # context, libraries, fragmentation
+GRAPH_BYTES = 400 << 20  # captured steps
+COMMUNICATOR_BYTES = 360 << 20  # buffers of the collective library
+KV_CACHE = "KV cache"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Of one device. `kv_bytes_per_token` is one token in all its layers, `capacity_bytes` what may
+    be taken; `max_sequences` requests of full length fit at once."""
+
+    items: tuple[MemoryItem, ...]
+    kv_bytes_per_token: int
+    block_bytes: int
+    num_blocks: int
+    total_bytes: int
+    capacity_bytes: int
+    max_sequences: int
+
+    def item(self, what: str) -> MemoryItem:
+        """The line of this name."""
+        for item in self.items:
+            if item.what == what:
+                return item
+        raise ConfigError(f"no line {what!r} in the memory plan")
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(item.bytes for item in self.items if item.what in WEIGHTS)
+
+
+def memory_plan(
+    setup: Setup,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int = 16,
+    utilization: float = 0.9,
+    min_sequences: int = 1,
+) -> MemoryPlan:
+    """The memory of one device, and as many KV blocks as fit and can be used.
+
+    DoesNotFit names the largest item and the three cheapest changes, each of which would fit, when
+    not even `min_sequences` requests of `max_model_len` tokens have room.
+    """
+    limits = Limits(
+        max_model_len,
+        max_num_seqs,
+        max_num_batched_tokens,
+        block_size,
+        utilization,
+        min_sequences,
+    )
+    plan = plan_or_none(setup, limits)
+    if plan is None:
+        raise _shortage(setup, limits)
+    return plan
+
+
+def plan_or_none(setup: Setup, limits: Limits) -> MemoryPlan | None:
+    """The plan, None when not even `min_sequences` requests of full length fit."""
+    fixed = fixed_items(setup, limits)
+    block = block_bytes(setup, limits.block_size)
+    capacity = int(setup.device.memory_bytes * limits.utilization)
+    room = capacity - sum(item.bytes for item in fixed)
+    per_sequence = blocks_per_sequence(setup.spec, limits)
+    fits = room // block - 1  # and the null block
+    if fits < per_sequence * limits.least_sequences:
+        return None
+    num_blocks = min(fits, limits.max_num_seqs * per_sequence)
+    cache = MemoryItem(
+        KV_CACHE,
+        (num_blocks + 1) * block,
+        f"{num_blocks} blocks of {limits.block_size} tokens, {block:,} B each",
+    )
+    items = (*fixed, cache)
+    return MemoryPlan(
+        items,
+        stage_kv_bytes_per_token(setup),
+        block,
+        num_blocks,
+        sum(item.bytes for item in items),
+        capacity,
+        num_blocks // per_sequence,
+    )
+
+
+def device_kind(name: str) -> str:
+    """ "cpu", or "gpu" for everything else: its memory is taken and used alike."""
+    return "cpu" if name == "cpu" else "gpu"
+
+
+def blocks_per_sequence(spec: ModelSpec, limits: Limits) -> int:
+    """KV blocks, of all groups, that one request of full length holds at most."""
+    windows = tuple(group.window for group in kv_groups(spec))
+    chunk = limits.max_num_batched_tokens
+    return blocks_needed(limits.max_model_len, limits.block_size, windows, chunk)
+
+
+# ------------------------------------------------------------------------ what does not grow
+
+
+def fixed_items(setup: Setup, limits: Limits) -> tuple[MemoryItem, ...]:
+    """All but the KV cache."""
+    return (
+        *weight_items(setup.spec, setup.layout, setup.precision),
+        *working_items(
+            setup.spec,
+            num_tokens=limits.max_num_batched_tokens,
+            num_rows=limits.max_num_seqs,
+            context=limits.max_model_len,
+            dtype_bytes=setup.precision.dtype_bytes,
+            ranks=setup.layout.tp,
+            kind=device_kind(setup.device.kind),
+        ),
+        *_library_items(setup),
+    )
+
+
+def _library_items(setup: Setup) -> Iterator[MemoryItem]:
+    if setup.constants.host.captured_tokens:
+        yield MemoryItem("graphs", GRAPH_BYTES, "captured decode steps")
+    if setup.layout.devices > 1:
+        yield MemoryItem("communicator", COMMUNICATOR_BYTES, "buffers of the collective library")
+    reserve = RESERVE_BYTES[device_kind(setup.device.kind)]
+    yield MemoryItem("reserve", reserve, "context, libraries, fragmentation")
+
+
+# ------------------------------------------------------------------------ the cache
+
+
+def block_bytes(setup: Setup, block_size: int) -> int:
+    """Bytes of one block on the fullest device: a slot in each of the layers of a KV group.
+
+    Groups share one pool of equal blocks, so the largest decides.
+    """
+    precision, layout = setup.precision, setup.layout
+    sizes = []
+    for group in kv_groups(setup.spec):
+        per_token = max(
+            layer_kv_bytes(
+                setup.spec.layers[i].attention, precision.dtype_bytes, precision.kv, layout.tp
+            )
+            for i in group.layers
+        )
+        sizes.append(ceil(len(group.layers) / layout.pp) * block_size * per_token)
+    return max(sizes)
+
+
+def stage_kv_bytes_per_token(setup: Setup) -> int:
+    """Bytes of one token's keys and values in the layers of the fullest stage."""
+    spec, precision, layout = setup.spec, setup.precision, setup.layout
+    if layout.pp == 1:
+        return kv_bytes_per_token(spec, precision.dtype_bytes, precision.kv, layout.tp)
+    stages = (
+        replace(
+            spec,
+            layers=tuple(spec.layers[i] for i in stage_layers(spec.num_layers, layout.pp, stage)),
+        )
+        for stage in range(layout.pp)
+    )
+    return max(
+        kv_bytes_per_token(part, precision.dtype_bytes, precision.kv, layout.tp) for part in stages
+    )
+
+
+def ways_to_fit(setup: Setup, limits: Limits, count: int = 3) -> tuple[Change, ...]:
+    """The cheapest changes that fit, cheapest first."""
+    return find_ways(setup, limits, lambda *changed: plan_or_none(*changed) is not None, count)
+
+
+def _shortage(setup: Setup, limits: Limits) -> DoesNotFit:
+    """The error with everything that one needs to decide."""
+    sequences = limits.least_sequences
+    cache = blocks_per_sequence(setup.spec, limits) * sequences + 1
+    request = MemoryItem(
+        KV_CACHE,
+        cache * block_bytes(setup, limits.block_size),
+        f"{sequences} x {limits.max_model_len} tokens",
+    )
+    items = (*fixed_items(setup, limits), request)
+    needed = sum(item.bytes for item in items)
+    capacity = int(setup.device.memory_bytes * limits.utilization)
+    largest = max(items, key=lambda item: item.bytes)
+    ways = ways_to_fit(setup, limits)
+    return DoesNotFit(
+        f"does not fit: {size_words(needed)} needed on each device, {size_words(capacity)} may be "
+        f"taken of {setup.device.label}; the largest item is {largest.what} with {largest.words}",
+        tuple((item.what, item.bytes) for item in items),
+        tuple(way.text for way in ways),
+    )

@@ -1,0 +1,110 @@
+"""What do weights take on one device, line by line?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.architectures.counts import (
+    attention_matrices,
+    expert_weights,
+    small_parameters,
+)
+from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
+from ridgeline.cost.layout import Layout
+from ridgeline.cost.precision import Precision
+
+WEIGHTS = ("embedding", "attention", "feed-forward", "experts", "norms", "LM head", "scales")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """One line of the contract; `note` says what is in it."""
+
+    what: str
+    bytes: int
+    note: str = ""
+
+    @property
+    def words(self) -> str:
+        return size_words(self.bytes)
+
+
+def size_words(num_bytes: float) -> str:
+    """In decimal and in binary units, which differ by 7 %: "16.06 GB (14.96 GiB)"."""
+    return f"{num_bytes / 1e9:.2f} GB ({num_bytes / 2**30:.2f} GiB)"
+
+
+def weight_items(spec: ModelSpec, layout: Layout, precision: Precision) -> tuple[MemoryItem, ...]:
+    """The weights of the fullest pipeline stage by group; `norms` has biases and routers too."""
+    stages = (_stage_items(spec, layout, precision, stage) for stage in range(layout.pp))
+    return max(stages, key=lambda items: sum(item.bytes for item in items))
+
+
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
+    """Which layers a pipeline stage has: as even as possible."""
+    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
+
+
+def _stage_items(
+    spec: ModelSpec, layout: Layout, precision: Precision, stage: int
+) -> tuple[MemoryItem, ...]:
+    own = [spec.layers[i] for i in stage_layers(spec.num_layers, layout.pp, stage)]
+    counts = {layer: own.count(layer) for layer in dict.fromkeys(own)}
+    is_first, is_last = stage == 0, stage == layout.pp - 1
+    size, tp = precision.dtype_bytes, layout.tp
+    vocabulary = -(-spec.vocab_size // tp) * spec.hidden_size * size
+    attention = dense = experts = small = 0
+    for layer, count in counts.items():
+        attention += count * _attention_weights(spec, layer, tp)
+        of_experts = _expert_weights(spec, layer, tp)
+        experts += count * of_experts
+        dense += count * _dense_weights(spec, layer, tp)
+        small += count * small_parameters(spec, layer)
+    packed = attention + dense + experts
+    bits = 8 * size if precision.weight_line.bits is None else precision.weight_line.bits
+    plain = attention * bits // 8, dense * bits // 8, experts * bits // 8
+    scales = int(packed * precision.weight_bits / 8) - sum(plain)
+    has_embedding = is_first or (is_last and spec.tie_embeddings)
+    amounts = (
+        (vocabulary if has_embedding else 0, f"{spec.vocab_size} x {spec.hidden_size}"),
+        (plain[0], "q, k, v and output matrices"),
+        (plain[1], "gate, up and down matrices"),
+        (plain[2], "gate, up and down matrices of all experts"),
+        ((small + (spec.hidden_size if is_last else 0)) * size, "norms, biases and routers"),
+        (vocabulary if is_last and not spec.tie_embeddings else 0, "output matrix"),
+        (scales, f"of {precision.weights} weights"),
+    )
+    return tuple(
+        MemoryItem(what, amount, note)
+        for what, (amount, note) in zip(WEIGHTS, amounts, strict=True)
+        if amount
+    )
+
+
+def _attention_weights(spec: ModelSpec, layer: LayerSpec, tp: int) -> int:
+    """Weights of one rank: q, o and what belongs to heads are split, k and v as far as there are
+    KV heads, what all heads share is not."""
+    attention = layer.attention
+    total = 0
+    for matrix in attention_matrices(attention, spec.hidden_size):
+        if matrix.role in ("q_a", "kv_a"):
+            total += matrix.num_weights
+        elif matrix.role in ("k", "v"):
+            per_head = matrix.num_weights // attention.num_kv_heads
+            total += -(-attention.num_kv_heads // tp) * per_head
+        else:
+            total += matrix.num_weights // tp
+    return total
+
+
+def _dense_weights(spec: ModelSpec, layer: LayerSpec, tp: int) -> int:
+    inner = layer.feed_forward
+    size = inner.intermediate_size if isinstance(inner, DenseSpec) else inner.shared_size
+    return 3 * spec.hidden_size * size // tp
+
+
+def _expert_weights(spec: ModelSpec, layer: LayerSpec, tp: int) -> int:
+    inner = layer.feed_forward
+    if isinstance(inner, DenseSpec):
+        return 0
+    return inner.num_experts * expert_weights(spec, inner) // tp

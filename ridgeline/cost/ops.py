@@ -1,0 +1,423 @@
+"""Which operators does a step run on each device, with how many operations, bytes and messages?
+
+Letters: M tokens of the step, R rows that need logits, E hidden, H query heads, K KV heads, D head
+size, F feed-forward, V vocabulary, X experts. Everything is of one device ("rank"); the layers of
+all pipeline stages are listed, because a token passes them all.
+
+Formulas: a matrix product of [M, k] and [k, n] takes 2 M n k operations and moves its weights, its
+input and its output once; decode attention reads every visible key and value once; causal prefill
+attention computes the visible pairs and reads each visible key once per chunk. Expected experts
+with work: X (1 - (1 - k/X)^M), if tokens choose at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ridgeline.architectures.counts import attention_matrices, flops_per_key, layer_kv_bytes
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+)
+from ridgeline.cost.layout import ONE_DEVICE, Layout
+from ridgeline.cost.precision import LOGIT_BYTES, PLAIN, Precision
+from ridgeline.cost.totals import AttentionTotals, StepTotals, attention_kinds, step_totals
+from ridgeline.step import StepShape
+
+KINDS = (
+    "matmul",
+    "prefill_attention",
+    "decode_attention",
+    "elementwise",
+    "embedding",
+    "sampling",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "point_to_point",
+)
+COLLECTIVES = KINDS[-4:]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """ONE of `count` equal operators of a step, on one rank.
+
+    `read_bytes` and `write_bytes` are memory traffic, with `weight_bytes` and `kv_bytes` the parts
+    of it that are weights or cached keys and values; `sent_bytes` go to other ranks. `ranks` take
+    part in a collective. `weights` names the weight format of a matmul.
+
+    m, n, k of a matmul are those of the product. Attention has m query tokens and k keys read;
+    n is the most keys that one request reads (decode) or the number of chunks (prefill).
+    `mixed`: decode and prefill attention occur in the same step.
+    """
+
+    name: str
+    kind: str
+    count: int
+    flops: float
+    read_bytes: float
+    write_bytes: float
+    sent_bytes: float = 0.0
+    dtype: str = "bf16"
+    m: float = 0
+    n: int = 0
+    k: int = 0
+    ranks: int = 1
+    weight_bytes: float = 0.0
+    mixed: bool = False
+    kv_bytes: float = 0.0
+    weights: str = "plain"
+
+    @property
+    def bytes(self) -> float:
+        """Memory traffic of one."""
+        return self.read_bytes + self.write_bytes
+
+
+def step_ops(
+    spec: ModelSpec,
+    shape: StepShape,
+    layout: Layout = ONE_DEVICE,
+    precision: Precision = PLAIN,
+    num_logits: int | None = None,
+) -> tuple[Op, ...]:
+    """The operators of a step; `num_logits` rows need logits (None: one per request)."""
+    kinds = attention_kinds(spec)
+    totals = step_totals(tuple(kinds), shape)
+    if not totals.num_tokens:
+        return ()
+    rows = totals.num_requests if num_logits is None else num_logits
+    return (
+        *token_ops(spec, totals.num_tokens, layout, precision),
+        *attention_ops(kinds, totals, layout, precision),
+        *output_ops(spec, rows, layout, precision),
+    )
+
+
+# ------------------------------------------------------------------------ by number of tokens
+
+
+def token_ops(
+    spec: ModelSpec, num_tokens: int, layout: Layout, precision: Precision
+) -> Iterator[Op]:
+    """Everything whose cost depends on the number of tokens alone."""
+    build = _Builder(spec, num_tokens, layout, precision)
+    yield build.embedding()
+    for layer, count in _distinct_layers(spec).items():
+        yield from build.attention_projections(layer.attention, count)
+        yield from build.feed_forward(layer.feed_forward, count)
+        yield from build.norms(layer, count)
+    yield from build.messages()
+
+
+def _distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
+    counts: dict[LayerSpec, int] = {}
+    for layer in spec.layers:
+        counts[layer] = counts.get(layer, 0) + 1
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    spec: ModelSpec
+    num_tokens: int
+    layout: Layout
+    precision: Precision
+
+    # -- parts of an operator
+
+    def elementwise(self, name: str, count: int, read: float, written: float) -> Op:
+        """`read` and `written` are numbers per token, in the serving dtype."""
+        size = self.num_tokens * self.precision.dtype_bytes
+        return Op(
+            name,
+            "elementwise",
+            count,
+            0,
+            read * size,
+            written * size,
+            dtype=self.precision.short_dtype,
+            m=self.num_tokens,
+        )
+
+    def matmul(
+        self,
+        name: str,
+        count: int,
+        n: int,
+        k: int,
+        *,
+        m: float | None = None,
+        copies: float = 1.0,
+        is_packed: bool = True,
+    ) -> Op:
+        """[m, k] @ [k, n]. `copies` such matrices are read (experts with work); `is_packed`: in
+        the weight format, else in the serving dtype."""
+        rows = self.num_tokens if m is None else m
+        precision = self.precision
+        size = precision.dtype_bytes
+        is_packed = is_packed and precision.weights != "plain"
+        rounded = is_packed and precision.weight_line.compute is not None
+        bits = precision.weight_bits if is_packed else 8 * size
+        weights = copies * n * k * bits / 8
+        return Op(
+            name,
+            "matmul",
+            count,
+            2 * rows * n * k,
+            weights + rows * k * (1 if rounded else size),
+            rows * n * size,
+            dtype=precision.compute_dtype if is_packed else precision.short_dtype,
+            m=rows,
+            n=n,
+            k=k,
+            weight_bytes=weights,
+            weights=precision.weights if is_packed else "plain",
+        )
+
+    # -- layers
+
+    def embedding(self) -> Op:
+        size = self.num_tokens * self.spec.hidden_size * self.precision.dtype_bytes
+        dtype = self.precision.short_dtype
+        return Op("embedding", "embedding", 1, 0, size, size, dtype=dtype, m=self.num_tokens)
+
+    def norms(self, layer: LayerSpec, count: int) -> Iterator[Op]:
+        width = 2 * self.spec.hidden_size  # the residual and what is added to it
+        yield self.elementwise("norm", count * (4 if layer.output_norms else 2), width, width)
+
+    def attention_projections(self, attention: AttentionSpec, count: int) -> Iterator[Op]:
+        if attention.latent is not None:
+            yield from self._latent_projections(attention, count)
+            return
+        tp, width = self.layout.tp, self.spec.hidden_size
+        heads = attention.num_heads // tp
+        kv_heads = 0 if attention.cache_layer is not None else -(-attention.num_kv_heads // tp)
+        total = (heads + 2 * kv_heads) * attention.head_dim
+        yield self.matmul("qkv", count, total, width)
+        turned = (heads + kv_heads) * attention.head_dim * (2 if attention.qk_norm else 1)
+        yield self._rotate_and_write(attention, count, turned)
+        yield self.matmul("attention_out", count, width, heads * attention.head_dim)
+
+    def _rotate_and_write(self, attention: AttentionSpec, count: int, turned: int) -> Op:
+        """Rotation (and head norms) in place; new keys and values go to the cache."""
+        op = self.elementwise("rope_and_cache", count, turned, turned)
+        if attention.cache_layer is not None:
+            return op
+        size, precision = self.num_tokens, self.precision
+        cached = size * layer_kv_bytes(
+            attention, precision.dtype_bytes, precision.kv, self.layout.tp
+        )
+        plain = size * layer_kv_bytes(attention, precision.dtype_bytes, "auto", self.layout.tp)
+        return Op(
+            op.name,
+            op.kind,
+            count,
+            0,
+            op.read_bytes + plain,
+            op.write_bytes + cached,
+            dtype=op.dtype,
+            m=size,
+            kv_bytes=cached,
+        )
+
+    def _latent_projections(self, attention: AttentionSpec, count: int) -> Iterator[Op]:
+        """What no head owns (q_a, kv_a) is computed by every rank; kv_b is multiplied per token
+        whether it makes keys and values or is absorbed into query and output."""
+        latent = attention.latent
+        if latent is None:
+            return
+        tp, width = self.layout.tp, self.spec.hidden_size
+        heads = attention.num_heads // tp
+        by_role = {m.role: m for m in attention_matrices(attention, width)}
+        down = by_role["kv_a"].rows + (by_role["q_a"].rows if "q_a" in by_role else 0)
+        yield self.matmul("latent_down", count, down, width)
+        up = by_role.get("q_b", by_role.get("q"))
+        if up is not None:
+            yield self.matmul("q_up", count, up.rows // tp, up.columns)
+        kv_up = by_role["kv_b"]
+        yield self.matmul("kv_up", count, kv_up.rows // tp, kv_up.columns)
+        yield self.elementwise("latent_norm", count, down, down)
+        turned = (heads + 1) * latent.qk_rope_head_dim
+        yield self._rotate_and_write(attention, count, turned)
+        yield self.matmul("attention_out", count, width, heads * latent.v_head_dim)
+
+    def feed_forward(self, inner: DenseSpec | ExpertsSpec, count: int) -> Iterator[Op]:
+        if isinstance(inner, DenseSpec):
+            yield from self._gated("", count, inner.intermediate_size // self.layout.tp)
+            return
+        yield self.matmul(
+            "router", count, inner.num_experts, self.spec.hidden_size, is_packed=False
+        )
+        yield from self._experts(inner, count)
+        if inner.shared_size:
+            yield from self._gated("shared_", count, inner.shared_size // self.layout.tp)
+
+    def _gated(self, prefix: str, count: int, inner: int) -> Iterator[Op]:
+        width = self.spec.hidden_size
+        yield self.matmul(f"{prefix}gate_up", count, 2 * inner, width)
+        yield self.elementwise(f"{prefix}activation", count, 2 * inner, inner)
+        yield self.matmul(f"{prefix}down", count, width, inner)
+
+    def _experts(self, inner: ExpertsSpec, count: int) -> Iterator[Op]:
+        """Tokens of this rank's experts, on average: a grouped product of M * active / ep rows."""
+        ep = self.layout.ep
+        width, size = self.spec.hidden_size, inner.intermediate_size * ep // self.layout.tp
+        active = inner.num_active / ep
+        rows = self.num_tokens * inner.num_active if ep == 1 else self.num_tokens * active
+        hit = experts_hit(inner.num_experts, inner.num_active, self.num_tokens) / ep
+        yield self.matmul("experts_gate_up", count, 2 * size, width, m=rows, copies=hit)
+        yield self.elementwise("experts_activation", count, 2 * size * active, size * active)
+        yield self.matmul("experts_down", count, width, size, m=rows, copies=hit)
+        yield self.elementwise("experts_sum", count, width * active, width)
+
+    # -- messages
+
+    def messages(self) -> Iterator[Op]:
+        tp, pp, layers = self.layout.tp, self.layout.pp, self.spec.num_layers
+        size = float(self.num_tokens * self.spec.hidden_size * self.precision.dtype_bytes)
+        if tp > 1:  # after the embedding, every attention and every feed-forward
+            yield self._message("all_reduce", 1 + 2 * layers, 2 * (tp - 1) / tp * size, tp)
+        for inner, count in self._expert_layers().items():
+            yield from self._exchange(inner, count, size)
+        if pp > 1:
+            yield self._message("point_to_point", pp - 1, size, 2)
+
+    def _expert_layers(self) -> dict[ExpertsSpec, int]:
+        found: dict[ExpertsSpec, int] = {}
+        for layer in self.spec.layers:
+            if isinstance(layer.feed_forward, ExpertsSpec) and self.layout.ep > 1:
+                found[layer.feed_forward] = found.get(layer.feed_forward, 0) + 1
+        return found
+
+    def _exchange(self, inner: ExpertsSpec, count: int, size: float) -> Iterator[Op]:
+        """Each rank sends its share of the tokens to their experts, and gets the answers back."""
+        ep, precision = self.layout.ep, self.precision
+        sent = (ep - 1) / ep * size / ep * inner.num_active
+        is_rounded = precision.weight_line.compute is not None
+        yield self._message(
+            "all_to_all",
+            count,
+            sent / precision.dtype_bytes if is_rounded else sent,
+            ep,
+            "dispatch",
+        )
+        yield self._message("all_to_all", count, sent, ep, "combine")
+
+    def _message(self, kind: str, count: int, sent: float, ranks: int, name: str = "") -> Op:
+        dtype = self.precision.short_dtype
+        return Op(name or kind, kind, count, 0, 0, 0, sent, dtype, self.num_tokens, ranks=ranks)
+
+
+def experts_hit(num_experts: int, num_active: int, num_tokens: int) -> float:
+    """Different experts that `num_tokens` tokens choose, expected, if each chooses at random."""
+    return num_experts * (1 - (1 - num_active / num_experts) ** num_tokens)
+
+
+# ------------------------------------------------------------------------ by context
+
+
+def attention_ops(
+    kinds: dict[AttentionSpec, int], totals: StepTotals, layout: Layout, precision: Precision
+) -> Iterator[Op]:
+    for (kind, count), sums in zip(kinds.items(), totals.attention, strict=True):
+        if totals.num_decodes:
+            yield decode_op(kind, count, totals.num_decodes, sums, layout, precision, totals)
+        if totals.num_chunks:
+            yield prefill_op(kind, count, sums, layout, precision, totals)
+
+
+def decode_op(
+    kind: AttentionSpec,
+    count: int,
+    num_rows: int,
+    sums: AttentionTotals,
+    layout: Layout,
+    precision: Precision,
+    totals: StepTotals | None = None,
+) -> Op:
+    """One new token of `num_rows` requests each, that see `sums.decode_keys` keys together."""
+    keys = sums.decode_keys
+    cached = keys * layer_kv_bytes(kind, precision.dtype_bytes, precision.kv, layout.tp)
+    read, written = _query_and_output_bytes(kind, num_rows, layout, precision)
+    return Op(
+        "decode_attention",
+        "decode_attention",
+        count,
+        flops_per_key(kind) // layout.tp * keys,
+        cached + read,
+        written,
+        dtype=precision.short_dtype,
+        m=num_rows,
+        n=sums.longest_decode,
+        k=keys,
+        mixed=totals is not None and totals.is_mixed,
+        kv_bytes=cached,
+    )
+
+
+def prefill_op(
+    kind: AttentionSpec,
+    count: int,
+    sums: AttentionTotals,
+    layout: Layout,
+    precision: Precision,
+    totals: StepTotals,
+) -> Op:
+    """Requests with several new tokens: chunks of prompts, and checks of drafts."""
+    cached = sums.prefill_keys * layer_kv_bytes(
+        kind, precision.dtype_bytes, precision.kv, layout.tp
+    )
+    read, written = _query_and_output_bytes(kind, totals.num_prefill_tokens, layout, precision)
+    return Op(
+        "prefill_attention",
+        "prefill_attention",
+        count,
+        sums.prefill_flops // layout.tp,
+        cached + read,
+        written,
+        dtype=precision.short_dtype,
+        m=totals.num_prefill_tokens,
+        n=totals.num_chunks,
+        k=sums.prefill_keys,
+        mixed=totals.is_mixed,
+        kv_bytes=cached,
+    )
+
+
+def _query_and_output_bytes(
+    kind: AttentionSpec, num_tokens: int, layout: Layout, precision: Precision
+) -> tuple[int, int]:
+    latent = kind.latent
+    read = kind.head_dim if latent is None else latent.cached_width
+    written = kind.head_dim if latent is None else latent.kv_lora_rank
+    size = num_tokens * (kind.num_heads // layout.tp) * precision.dtype_bytes
+    return size * read, size * written
+
+
+# ------------------------------------------------------------------------ by rows of logits
+
+
+def output_ops(
+    spec: ModelSpec, num_rows: int, layout: Layout, precision: Precision
+) -> Sequence[Op]:
+    """Final norm, output matrix, the gather of its parts and sampling, of `num_rows` rows."""
+    if not num_rows:
+        return ()
+    tp = layout.tp
+    build = _Builder(spec, num_rows, layout, precision)
+    logits = float(num_rows * spec.vocab_size * LOGIT_BYTES)
+    gather = build._message("all_gather", 1, (tp - 1) / tp * logits, tp, "gather_logits")
+    dtype = precision.short_dtype
+    sampling = Op("sampling", "sampling", 1, 0, 2 * logits, logits, dtype=dtype, m=num_rows)
+    return (
+        build.elementwise("final_norm", 1, spec.hidden_size, spec.hidden_size),
+        build.matmul("lm_head", 1, -(-spec.vocab_size // tp), spec.hidden_size, is_packed=False),
+        *([gather] if tp > 1 else []),
+        sampling,
+    )

@@ -1,0 +1,86 @@
+"""In which number formats are weights, cache and arithmetic, and what does each number take?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.errors import ConfigError
+from ridgeline.formats import KVFormatLine, WeightFormatLine, kv_line, weight_line
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as hardware catalogues say
+LONG = {short: name for name, short in SHORT.items()}
+LOGIT_BYTES = 4  # logits are float32 in every format
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`dtype` is that of activations and of weights that no format packs; `weights` and `kv` are
+    names of `ridgeline.formats`."""
+
+    dtype: str = "bfloat16"
+    weights: str = "plain"
+    kv: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(SHORT)}")
+        weight_line(self.weights)
+        kv_line(self.kv)
+
+    @classmethod
+    def named(cls, weights: str = "bf16", kv: str = "auto", *, dtype: str = "bf16") -> Precision:
+        """From the words of the command line: bf16, fp16, fp32, fp8, int8 or int4.
+
+        16- and 32-bit names of weights set the dtype of the arithmetic, the others keep `dtype`.
+        The cache is in that dtype too ("auto" or its name) or in a format of its own.
+        """
+        serving = LONG.get(weights) or LONG.get(dtype, dtype)
+        same = ("auto", SHORT.get(serving, ""))
+        if kv in LONG and kv not in same and DTYPE_BYTES[LONG[kv]] != DTYPE_BYTES.get(serving):
+            raise ConfigError(
+                f"KV format {kv!r} with {SHORT.get(serving, serving)} arithmetic: the cache is in "
+                "the same dtype or in fp8, int8 or int4"
+            )
+        return cls(serving, "plain" if weights in LONG else weights, "auto" if kv in LONG else kv)
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def short_dtype(self) -> str:
+        """The dtype as `Device.peak_flops` calls it."""
+        return SHORT[self.dtype]
+
+    @property
+    def weight_line(self) -> WeightFormatLine:
+        return weight_line(self.weights)
+
+    @property
+    def kv_line(self) -> KVFormatLine:
+        return kv_line(self.kv)
+
+    @property
+    def compute_dtype(self) -> str:
+        """In which dtype packed matrices are multiplied, as `Device.peak_flops` calls it."""
+        return self.weight_line.compute or self.short_dtype
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits of one packed weight and its part of the scales."""
+        return self.weight_line.bits_per_weight(self.dtype_bytes)
+
+    @property
+    def served_today(self) -> bool:
+        """This version can serve it; otherwise it can only be priced and planned for."""
+        return bool(self.weight_line.where and self.kv_line.where)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """(weights, kv) in the words of the command line; `named` understands them."""
+        weights = self.short_dtype if self.weights == "plain" else self.weights
+        return weights, self.short_dtype if self.kv == "auto" else self.kv
+
+
+PLAIN = Precision()

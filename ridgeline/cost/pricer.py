@@ -1,0 +1,198 @@
+"""How long will a step take? The same answer as `roofline.step_cost`, fast enough for every step.
+
+Products depend on the number of tokens only and are priced once for each number; attention needs a
+few sums over the requests. `DecodeRun` goes further: the times of the next j decode steps of the
+same requests, each longer by one token, in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ridgeline.architectures.spec import AttentionSpec
+from ridgeline.cost.constants import AttentionConstants
+from ridgeline.cost.decode_run import DecodeLine, DecodeRun
+from ridgeline.cost.ops import Op, decode_op, output_ops, prefill_op, token_ops
+from ridgeline.cost.roofline import StepCost, combine, is_captured, op_cost, step_cost
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.totals import AttentionTotals, StepTotals, attention_kinds, step_totals
+from ridgeline.step import StepShape
+
+__all__ = ["DecodeRun", "Pricer", "Setup"]
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillLine:
+    """Seconds of one layer's prefill attention: s_p (per_flop f + per_key k + per_token m + t0)."""
+
+    per_flop_s: float
+    per_key_s: float
+    per_token_s: float
+    t0_s: float
+    mixed: float
+
+    def seconds(self, sums: AttentionTotals, num_tokens: int, *, is_mixed: bool) -> float:
+        alone = (
+            sums.prefill_flops * self.per_flop_s
+            + sums.prefill_keys * self.per_key_s
+            + num_tokens * self.per_token_s
+            + self.t0_s
+        )
+        return alone * self.mixed if is_mixed else alone
+
+
+class Pricer:
+    """Prices steps of one setup. `seconds` is the StepPricer protocol of `step.py`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._constants = setup.constants
+        counts = attention_kinds(setup.spec)
+        self.kinds: tuple[AttentionSpec, ...] = tuple(counts)
+        self._counts = tuple(counts.values())
+        self._decode = tuple(self._decode_line(kind) for kind in self.kinds)
+        self._prefill = tuple(self._prefill_line(kind) for kind in self.kinds)
+        self._tokens: dict[tuple[int, bool], tuple[float, int]] = {}
+        self._rows: dict[tuple[int, bool], tuple[float, int]] = {}
+
+    # -- one step
+
+    def seconds(self, shape: StepShape, num_logits: int | None = None) -> float:
+        """Expected seconds of a step of which `num_logits` rows need logits (None: one of every
+        request)."""
+        return self.seconds_of(step_totals(self.kinds, shape), num_logits)
+
+    def totals(self, shape: StepShape) -> StepTotals:
+        return step_totals(self.kinds, shape)
+
+    def seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
+        """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
+        per request)."""
+        requests = totals.num_requests
+        host = self._constants.host
+        captured = is_captured(host, totals)
+        kernels, launches = self._fixed(
+            totals.num_tokens, requests if num_logits is None else num_logits, captured=captured
+        )
+        mixed = totals.is_mixed
+        for i, sums in enumerate(totals.attention):
+            count = self._counts[i]
+            if totals.num_decodes:
+                launches += count
+                kernels += count * self._decode[i].seconds(
+                    totals.num_decodes, sums.decode_keys, sums.longest_decode, is_mixed=mixed
+                )
+            if totals.num_prefill_tokens:
+                launches += count
+                kernels += count * self._prefill[i].seconds(
+                    sums, totals.num_prefill_tokens, is_mixed=mixed
+                )
+        return combine(host, kernels, requests, 0 if captured else launches)[2]
+
+    def cost(self, shape: StepShape, num_logits: int | None = None) -> StepCost:
+        """The same step operator by operator; many times slower."""
+        return step_cost(self.setup, shape, num_logits)
+
+    # -- many decode steps
+
+    @property
+    def decode_is_linear(self) -> bool:
+        """No layer has a window: sums and longest context say all about a set of decodes."""
+        return all(kind.window is None for kind in self.kinds)
+
+    def decode_run(self, contexts: Sequence[int], num_logits: int | None = None) -> DecodeRun:
+        """The coming decode steps of requests with `contexts` computed tokens each."""
+        rows = len(contexts)
+        captured = is_captured(self._constants.host, StepTotals(rows, rows, 0, 0, ()))
+        fixed, launches = self._fixed(
+            rows, rows if num_logits is None else num_logits, captured=captured
+        )
+        launches += sum(self._counts)
+        return DecodeRun(
+            contexts,
+            tuple(kind.window for kind in self.kinds),
+            self._decode,
+            self._counts,
+            fixed,
+            self._constants.host,
+            0 if captured else launches,
+        )
+
+    def decode_seconds(self, contexts: Sequence[int], num_steps: int) -> list[float]:
+        """Seconds of each of the next `num_steps` decode steps of these requests."""
+        run = self.decode_run(contexts)
+        return [run.seconds(step) for step in range(num_steps)]
+
+    # -- what does not change from step to step
+
+    def _fixed(self, num_tokens: int, num_rows: int, *, captured: bool) -> tuple[float, int]:
+        """Kernel seconds and launches of all but attention."""
+        key = (num_tokens, captured)
+        by_tokens = self._tokens.get(key)
+        if by_tokens is None:
+            by_tokens = self._tokens[key] = self._token_seconds(num_tokens, captured=captured)
+        key = (num_rows, captured)
+        by_rows = self._rows.get(key)
+        if by_rows is None:
+            by_rows = self._rows[key] = self._row_seconds(num_rows, captured=captured)
+        return by_tokens[0] + by_rows[0], by_tokens[1] + by_rows[1]
+
+    def _token_seconds(self, num_tokens: int, *, captured: bool) -> tuple[float, int]:
+        if not num_tokens:
+            return 0.0, 0
+        setup = self.setup
+        ops = tuple(token_ops(setup.spec, num_tokens, setup.layout, setup.precision))
+        return self._sum(ops, captured=captured)
+
+    def _row_seconds(self, num_rows: int, *, captured: bool) -> tuple[float, int]:
+        setup = self.setup
+        ops = output_ops(setup.spec, num_rows, setup.layout, setup.precision)
+        return self._sum(ops, captured=captured)
+
+    def _sum(self, ops: Sequence[Op], *, captured: bool) -> tuple[float, int]:
+        device, constants = self.setup.device, self._constants
+        costs = (op_cost(op, device, constants, captured=captured) for op in ops)
+        return sum(cost.expected_s for cost in costs), sum(op.count for op in ops)
+
+    def _attention_constants(self) -> AttentionConstants:
+        return self._constants.attention_for(self.setup.precision.short_dtype)
+
+    def _decode_line(self, kind: AttentionSpec) -> DecodeLine:
+        setup, c = self.setup, self._attention_constants()
+        row = decode_op(kind, 1, 1, AttentionTotals(), setup.layout, setup.precision)
+        key = decode_op(kind, 1, 0, AttentionTotals(1, 1), setup.layout, setup.precision)
+        peak = c.decode_e_c * setup.device.peak(setup.precision.short_dtype)
+        rate = c.decode_e_m * setup.device.bandwidth
+        return DecodeLine(
+            compute_per_key_s=key.flops / peak,
+            memory_per_key_s=key.bytes / rate,
+            memory_per_row_s=row.bytes / rate,
+            t0_s=c.decode_t0_s,
+            skew=c.skew,
+            mixed=c.mixed_decode,
+            overlap_s=c.mixed_overlap_s,
+        )
+
+    def _prefill_line(self, kind: AttentionSpec) -> _PrefillLine:
+        setup, c = self.setup, self._attention_constants()
+        token = prefill_op(
+            kind, 1, AttentionTotals(), setup.layout, setup.precision, StepTotals(1, 0, 1, 1, ())
+        )
+        key = prefill_op(
+            kind,
+            1,
+            AttentionTotals(prefill_keys=1),
+            setup.layout,
+            setup.precision,
+            StepTotals(1, 0, 0, 0, ()),
+        )
+        peak = c.prefill_e_c * setup.device.peak(setup.precision.short_dtype)
+        rate = c.prefill_e_m * setup.device.bandwidth
+        return _PrefillLine(
+            1.0 / setup.layout.tp / peak,
+            key.bytes / rate,
+            token.bytes / rate,
+            c.prefill_t0_s,
+            max(1.0, c.mixed_prefill),
+        )

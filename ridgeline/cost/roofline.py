@@ -1,0 +1,232 @@
+"""How long does an operator take, and which resource binds it?
+
+  matmul    c = 2 m n (k + k0) / (e_c P),  b = (bytes + weights k_m / k) / (e_m BW), one row: e_v,
+            t = (c^q + b^q)^(1/q) + t0 + q_b 3 m k / BW
+  decode    t = max(flops f / (e_c P), (cache f + rest) / (e_m BW)) + t0,
+            f = 1 + skew (longest / mean - 1)
+  prefill   t = flops / (e_c P) + bytes / (e_m BW) + t0
+  mixed     prefill s_p t, decode s_d t - t_ov, never less than alone
+  stream    t = bytes / (e_m BW) + t0                    (elementwise, embedding, sampling)
+  message   see `communication`
+  step      device = max(sum of t, launches), host = c0 + c1 B; sum, or max when overlapped
+
+Ideal is max(flops / P, bytes / BW, sent / link) with the data sheet's figures. The forms were
+fitted on public tables of kernel times; their constants are in `constants`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ridgeline.cost.communication import message_s, wire
+from ridgeline.cost.constants import ORIGINS, Calibration, HostConstants, MatmulConstants, Origin
+from ridgeline.cost.hardware import Device
+from ridgeline.cost.ops import COLLECTIVES, Op, step_ops
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.totals import StepTotals, step_totals
+from ridgeline.step import StepShape
+
+BOUNDS = ("compute", "memory", "link", "latency")
+LONGEST_CHECK = 16  # new tokens of a request that is no chunk of a prompt: one and its drafts
+QUANTITIES = ("m", "n", "k", "flops", "bytes", "sent_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Seconds of ALL `op.count` of them together. `bound` is compute, memory, link or latency
+    (launches and small messages)."""
+
+    op: Op
+    ideal_s: float
+    expected_s: float
+    bound: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """`ideal_s` has no host time. `expected_s` is from its first to its last operator, through all
+    pipeline stages; `device_s` is the devices' part of it, `host_s` all host work, hidden or not.
+    `flops` and `bytes` are of one rank."""
+
+    ops: tuple[OpCost, ...]
+    host_s: float
+    ideal_s: float
+    expected_s: float
+    bound: str
+    flops: float
+    bytes: float
+    origin: Origin
+    device_s: float = 0.0
+
+    def seconds_by_bound(self) -> dict[str, float]:
+        """Expected seconds of the operators by the resource that binds each."""
+        return _seconds_by_bound(self.ops)
+
+
+def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> StepCost:
+    """The cost of a step of (new tokens, context before them) per request."""
+    constants, device = setup.constants, setup.device
+    ops = step_ops(setup.spec, shape, setup.layout, setup.precision, num_logits)
+    captured = is_captured(constants.host, step_totals((), shape))
+    costs = tuple(op_cost(op, device, constants, captured=captured) for op in ops)
+    device_s, host_s, expected_s = combine(
+        constants.host,
+        sum(cost.expected_s for cost in costs),
+        len(shape),
+        0 if captured else sum(op.count for op in ops),
+    )
+    return StepCost(
+        costs,
+        host_s,
+        sum(cost.ideal_s for cost in costs),
+        expected_s,
+        _step_bound(costs, device_s, expected_s),
+        sum(op.count * op.flops for op in ops),
+        sum(op.count * op.bytes for op in ops),
+        _worst({cost.origin for cost in costs}, constants.origin),
+        device_s,
+    )
+
+
+def is_captured(host: HostConstants, totals: StepTotals) -> bool:
+    """A step of decodes and checks of a few drafts, small enough for a graph."""
+    return totals.num_tokens <= host.captured_tokens and totals.longest_chunk <= LONGEST_CHECK
+
+
+def combine(
+    host: HostConstants, kernels_s: float, num_requests: int, num_launches: int
+) -> tuple[float, float, float]:
+    """(device, host, step) seconds: launches run ahead of kernels, and the host's plan of the next
+    step beside both when it is overlapped (on the same thread as the launches)."""
+    plan_s = host.c0_s + host.c1_s * num_requests
+    launch_s = host.per_launch_s * num_launches
+    if host.overlapped:
+        return kernels_s, plan_s + launch_s, max(kernels_s, plan_s + launch_s)
+    device_s = max(kernels_s, launch_s)
+    return device_s, plan_s + launch_s, plan_s + device_s
+
+
+def op_cost(op: Op, device: Device, calibration: Calibration, *, captured: bool = False) -> OpCost:
+    """Ideal and expected seconds of all `op.count`, and what binds."""
+    parts = _parts(op, device, calibration, captured)
+    ideal = _ideal(op, device)
+    expected = max(parts.pop("total"), ideal)
+    return OpCost(
+        op,
+        op.count * ideal,
+        op.count * expected,
+        max(parts, key=lambda name: parts[name]),
+        _origin(op, calibration),
+    )
+
+
+def _ideal(op: Op, device: Device) -> float:
+    if op.kind in COLLECTIVES:
+        return op.sent_bytes / wire(device, op.ranks).bytes_per_s
+    return max(op.flops / device.peak(op.dtype), op.bytes / device.bandwidth)
+
+
+def _parts(op: Op, device: Device, calibration: Calibration, captured: bool) -> dict[str, float]:
+    """Seconds of one: "total", and the share of each resource by itself."""
+    host = calibration.host
+    launch = host.captured_t0 if captured else 1.0
+    if op.kind in COLLECTIVES:
+        return _message_parts(op, device, calibration)
+    if op.kind == "matmul":
+        constants = calibration.matmul_for(op.dtype, op.weights)
+        return _matmul_parts(op, device, constants, launch)
+    if op.kind == "decode_attention":
+        return _decode_parts(op, device, calibration)
+    if op.kind == "prefill_attention":
+        return _prefill_parts(op, device, calibration)
+    stream = calibration.stream_for(op.name, op.kind, op.dtype)
+    memory, latency = op.bytes / (stream.e_m * device.bandwidth), launch * stream.t0_s
+    return {"total": memory + latency, "memory": memory, "latency": latency}
+
+
+def _matmul_parts(
+    op: Op, device: Device, constants: MatmulConstants, launch: float
+) -> dict[str, float]:
+    c = constants
+    compute = op.flops * (1 + c.k0 / op.k) / (c.e_c * device.peak(op.dtype))
+    rounding = c.q_b * 3 * op.m * op.k / device.bandwidth
+    share = c.e_v if op.m == 1 and c.e_v is not None else c.e_m
+    memory = (op.bytes + op.weight_bytes * c.k_m / op.k) / (share * device.bandwidth)
+    latency = launch * c.t0_s
+    total = power_sum(compute, memory, c.q) + latency + rounding
+    return {
+        "total": total,
+        "compute": compute,
+        "memory": memory + rounding,
+        "latency": latency,
+    }
+
+
+def power_sum(a: float, b: float, q: float) -> float:
+    """(a^q + b^q)^(1/q) without overflow; q of infinity is the larger one."""
+    large, small = (a, b) if a > b else (b, a)
+    if large == 0.0 or math.isinf(q):
+        return large
+    return large * float((1.0 + (small / large) ** q) ** (1.0 / q))
+
+
+def _decode_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
+    c = calibration.attention_for(op.dtype)
+    stretch = 1.0 + c.skew * (op.m * op.n / op.k - 1.0) if op.k else 1.0
+    compute = op.flops * stretch / (c.decode_e_c * device.peak(op.dtype))
+    rest = op.bytes - op.kv_bytes
+    memory = (op.kv_bytes * stretch + rest) / (c.decode_e_m * device.bandwidth)
+    alone = max(compute, memory) + c.decode_t0_s
+    total = max(alone, c.mixed_decode * alone - c.mixed_overlap_s) if op.mixed else alone
+    return {"total": total, "compute": compute, "memory": memory, "latency": c.decode_t0_s}
+
+
+def _prefill_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
+    c = calibration.attention_for(op.dtype)
+    compute = op.flops / (c.prefill_e_c * device.peak(op.dtype))
+    memory = op.bytes / (c.prefill_e_m * device.bandwidth)
+    alone = compute + memory + c.prefill_t0_s
+    total = alone * max(1.0, c.mixed_prefill) if op.mixed else alone
+    return {"total": total, "compute": compute, "memory": memory, "latency": c.prefill_t0_s}
+
+
+def _message_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
+    way, messages = wire(device, op.ranks), calibration.messages
+    alpha = way.latency_s if messages.alpha_s is None else messages.alpha_s
+    speed = messages.efficiency * way.bytes_per_s
+    total = message_s(op.kind, op.sent_bytes, op.ranks, speed, alpha, is_direct=way.is_direct)
+    link = min(total, op.sent_bytes / speed)
+    return {"total": total, "link": link, "latency": total - link}
+
+
+# ------------------------------------------------------------------------ labels
+
+
+def _origin(op: Op, calibration: Calibration) -> Origin:
+    if calibration.origin == "assumed" or op.kind in calibration.assumed_kinds:
+        return "assumed"
+    for quantity in QUANTITIES:
+        bounds = calibration.ranges.get(f"{op.kind}.{quantity}")
+        if bounds is not None and not bounds[0] <= getattr(op, quantity) <= bounds[1]:
+            return "extrapolated"
+    return calibration.origin
+
+
+def _worst(origins: set[Origin], default: Origin) -> Origin:
+    return max(origins, key=ORIGINS.index) if origins else default
+
+
+def _seconds_by_bound(costs: tuple[OpCost, ...]) -> dict[str, float]:
+    seconds = dict.fromkeys(BOUNDS, 0.0)
+    for cost in costs:
+        seconds[cost.bound] += cost.expected_s
+    return seconds
+
+
+def _step_bound(costs: tuple[OpCost, ...], device_s: float, expected_s: float) -> str:
+    """The resource that most of the step waits for; waiting for the host is latency."""
+    seconds = _seconds_by_bound(costs)
+    seconds["latency"] += expected_s - device_s
+    return max(seconds, key=lambda name: seconds[name])

@@ -1,0 +1,232 @@
+"""How much faster is decoding with guesses, and how many guesses are best?
+
+A step checks k guesses and one more token of each request at once. E tokens come out of it on
+average, so with T the time of a target step, drafting included:
+
+  speedup(B, S, k) = E(k) * T(B, 1, S) / (T(B, k + 1, S) + draft(B, S, k) + overhead)
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, for E
+and the simple form in which T(B, k + 1, S) = T(B, 1, S). That holds for one request on a device
+that waits for memory; the form above holds for any batch B and context S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.totals import StepTotals
+from ridgeline.errors import ConfigError
+from ridgeline.step import StepShape
+
+MAX_DRAFTS = 16
+
+
+# ---------------------------------------------------------------------- how many are accepted
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Mean tokens of a step whose guesses are each accepted with probability `acceptance`, one
+    after the other until the first miss; the target's own token after it is included."""
+    _check_drafts(num_drafts)
+    if not 0 <= acceptance <= 1:
+        raise ConfigError(f"an acceptance rate must be in 0 .. 1, not {acceptance:g}")
+    if acceptance == 1:
+        return float(num_drafts + 1)
+    return float((1 - acceptance ** (num_drafts + 1)) / (1 - acceptance))
+
+
+def expected_accepted(acceptance: float, num_drafts: int) -> float:
+    """Mean guesses that are accepted: less than acceptance * num_drafts, as a miss ends the run."""
+    return expected_tokens(acceptance, num_drafts) - 1
+
+
+def expected_tokens_from_curve(lengths: Sequence[float], num_drafts: int) -> float:
+    """The same from a measurement: `lengths[k - 1]` is the mean number of tokens of a step with k
+    guesses, the target's own token included (1 means that no guess was accepted)."""
+    _check_drafts(num_drafts)
+    if num_drafts > len(lengths):
+        raise ConfigError(f"acceptance was measured up to {len(lengths)} guesses, not {num_drafts}")
+    return 1.0 if num_drafts == 0 else lengths[num_drafts - 1]
+
+
+class Acceptance(Protocol):
+    """Mean tokens of a step with so many guesses, for up to `max_drafts` of them."""
+
+    @property
+    def max_drafts(self) -> int: ...
+
+    def tokens(self, num_drafts: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IndependentAcceptance:
+    """Each guess is accepted with the same probability `rate`, whatever came before it."""
+
+    rate: float
+    max_drafts: int = MAX_DRAFTS
+
+    def tokens(self, num_drafts: int) -> float:
+        return expected_tokens(self.rate, num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredAcceptance:
+    """A measured curve; see `expected_tokens_from_curve`. ConfigError for an impossible one."""
+
+    lengths: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for k, length in enumerate(self.lengths, start=1):
+            if not 1 <= length <= k + 1:
+                raise ConfigError(
+                    f"a step with {k} guesses gives 1 .. {k + 1} tokens, not {length:g}; "
+                    "count the target's own token too"
+                )
+
+    @property
+    def max_drafts(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, num_drafts: int) -> float:
+        return expected_tokens_from_curve(self.lengths, num_drafts)
+
+
+# ---------------------------------------------------------------------- the rule of acceptance
+
+
+def acceptance_rate(target: Sequence[float], draft: Sequence[float]) -> float:
+    """How often a token drawn from `draft` is accepted, with probability min(1, p/q), where
+    `target` gives p and `draft` gives q of each token: the overlap of the two."""
+    return sum(map(min, target, draft))
+
+
+def after_rejection(target: Sequence[float], draft: Sequence[float]) -> tuple[float, ...]:
+    """Probabilities to draw from instead of a rejected token: max(0, p - q), normalised."""
+    excess = [max(0.0, p - q) for p, q in zip(target, draft, strict=True)]
+    total = sum(excess)
+    return tuple(target) if total == 0 else tuple(value / total for value in excess)
+
+
+def emitted(target: Sequence[float], draft: Sequence[float]) -> tuple[float, ...]:
+    """Probabilities of the token that comes out, accepted or replaced: those of the target."""
+    replaced = 1 - acceptance_rate(target, draft)
+    rest = after_rejection(target, draft)
+    return tuple(min(p, q) + replaced * r for p, q, r in zip(target, draft, rest, strict=True))
+
+
+# ---------------------------------------------------------------------- the simple form
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """So many guesses a step; `speedup` of tokens per second over decoding without. No guesses
+    (num_drafts 0, speedup 1) when none pays."""
+
+    num_drafts: int
+    speedup: float
+
+
+def simple_speedup(acceptance: float, num_drafts: int, draft_ratio: float) -> float:
+    """Speedup for one request: a draft step takes `draft_ratio` of a target step, and checking
+    takes as long as decoding (both wait for the same weights)."""
+    return expected_tokens(acceptance, num_drafts) / (1 + num_drafts * draft_ratio)
+
+
+def best_simple(acceptance: float, draft_ratio: float, max_drafts: int = MAX_DRAFTS) -> Choice:
+    """The best number of guesses in the simple form."""
+    return _best(lambda k: simple_speedup(acceptance, k, draft_ratio), max_drafts)
+
+
+# ---------------------------------------------------------------------- with batch and context
+
+
+class Target(Protocol):
+    """What `ridgeline.cost.pricer.Pricer` has: the price of a step of which `num_logits` rows need
+    logits (None: one per request)."""
+
+    def totals(self, shape: StepShape) -> StepTotals: ...
+
+    def seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float: ...
+
+
+class Drafter(Protocol):
+    """What drafting costs."""
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        """Time to guess `num_drafts` tokens for each of `batch` requests of `context` tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSteps:
+    """Guesses come one after the other from a smaller model, or from a head (see `head_spec`),
+    with a KV cache of its own for the whole context."""
+
+    pricer: Pricer
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return self.pricer.decode_run((context,) * batch).total(num_drafts)
+
+
+def head_spec(target: ModelSpec) -> ModelSpec:
+    """A draft head: one more layer like the target's last, and the target's output matrix."""
+    last = replace(target.layers[-1].attention, cache_layer=None)
+    return replace(target, layers=(replace(target.layers[-1], attention=last),))
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Guesses are copied from earlier text (n-grams): host time per request, no device time."""
+
+    seconds_per_request: float = 5e-6
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return self.seconds_per_request * batch if num_drafts else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A target and its drafter; `overhead_s` is what a step with guesses costs beside both."""
+
+    target: Target
+    drafter: Drafter
+    acceptance: Acceptance
+    overhead_s: float = 0.0
+
+    def step_seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        """Drafting and checking; without guesses, a decode step."""
+        _check_drafts(num_drafts)
+        if num_drafts == 0:
+            return self._target(batch, context, 1)
+        check_s = self._target(batch, context, num_drafts + 1)
+        return check_s + self.drafter.seconds(batch, context, num_drafts) + self.overhead_s
+
+    def _target(self, batch: int, context: int, rows: int) -> float:
+        totals = self.target.totals(((rows, context),) * batch)
+        return self.target.seconds_of(totals, rows * batch)
+
+    def speedup(self, batch: int, context: int, num_drafts: int) -> float:
+        """Tokens per second with guesses over those without."""
+        plain = self.step_seconds(batch, context, 0)
+        step = self.step_seconds(batch, context, num_drafts)
+        return self.acceptance.tokens(num_drafts) * plain / step
+
+    def best(self, batch: int, context: int, max_drafts: int = MAX_DRAFTS) -> Choice:
+        """The number of guesses that gives the most tokens per second here."""
+        limit = min(max_drafts, self.acceptance.max_drafts)
+        return _best(lambda k: self.speedup(batch, context, k), limit)
+
+
+def _best(speedup: Callable[[int], float], max_drafts: int) -> Choice:
+    _check_drafts(max_drafts)
+    choices = [Choice(0, 1.0), *(Choice(k, speedup(k)) for k in range(1, max_drafts + 1))]
+    return max(choices, key=lambda choice: choice.speedup)
+
+
+def _check_drafts(num_drafts: int) -> None:
+    if num_drafts < 0:
+        raise ConfigError(f"the number of guesses must be at least 0, not {num_drafts}")

@@ -1,0 +1,117 @@
+"""What of a step's shape decides its price? A few sums, whichever requests they come from.
+
+Matrix products see only how many tokens there are; attention sees how many keys its queries read;
+the output matrix sees how many rows need logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ridgeline.architectures.counts import layer_attention_flops
+from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
+from ridgeline.step import StepShape
+
+_NO_ROPE = RopeSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTotals:
+    """Sums over the requests of a step, for one layer of one attention kind.
+
+    `decode_keys` and `longest_decode`: keys that the decoding requests read, and the most that one
+    of them reads. `prefill_flops` and `prefill_keys`: of the requests with more than one new
+    token, whole model (not yet split over devices); a chunk reads each key that it sees once.
+    """
+
+    decode_keys: int = 0
+    longest_decode: int = 0
+    prefill_flops: int = 0
+    prefill_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """`attention` has one entry per kind, in the order of `attention_kinds`. A request with one
+    new token decodes, one with more is a chunk of a prompt or a check of drafts; the longest of
+    these has `longest_chunk` new tokens."""
+
+    num_requests: int
+    num_decodes: int
+    num_prefill_tokens: int
+    longest_chunk: int
+    attention: tuple[AttentionTotals, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefill_tokens
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_requests - self.num_decodes
+
+    @property
+    def is_mixed(self) -> bool:
+        return 0 < self.num_decodes < self.num_requests
+
+
+def attention_kinds(spec: ModelSpec) -> dict[AttentionSpec, int]:
+    """Kinds of attention that cost the same, and how many layers have each."""
+    kinds: dict[AttentionSpec, int] = {}
+    for layer in spec.layers:
+        kind = attention_kind(layer.attention)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return kinds
+
+
+def attention_kind(attention: AttentionSpec) -> AttentionSpec:
+    """`attention` without what its keys' cost does not depend on."""
+    return replace(
+        attention,
+        rope=_NO_ROPE,
+        qkv_bias=False,
+        out_bias=False,
+        qk_norm=False,
+        scale=None,
+        cache_layer=None,
+    )
+
+
+def step_totals(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepTotals:
+    """The sums of a step of (new tokens, context before them) per request."""
+    contexts = [before for new, before in shape if new == 1]
+    chunks = [] if len(contexts) == len(shape) else [one for one in shape if one[0] > 1]
+    return StepTotals(
+        len(contexts) + len(chunks),
+        len(contexts),
+        sum(new for new, _ in chunks),
+        max(new for new, _ in chunks) if chunks else 0,
+        tuple(_attention_totals(kind, contexts, chunks) for kind in kinds),
+    )
+
+
+def _attention_totals(
+    kind: AttentionSpec, contexts: list[int], chunks: list[tuple[int, int]]
+) -> AttentionTotals:
+    window = kind.window
+    longest = max(contexts) + 1 if contexts else 0
+    if window is None or longest <= window:
+        keys = sum(contexts) + len(contexts)
+    else:
+        before = window - 1
+        keys = sum([c if c < before else before for c in contexts]) + len(contexts)
+        longest = window
+    if not chunks:
+        return AttentionTotals(keys, longest)
+    return AttentionTotals(
+        keys,
+        longest,
+        sum(layer_attention_flops(kind, new, before) for new, before in chunks),
+        sum(chunk_keys(window, new, before) for new, before in chunks),
+    )
+
+
+def chunk_keys(window: int | None, new: int, before: int) -> int:
+    """Different keys that `new` queries after `before` tokens see."""
+    return new + (before if window is None else min(before, window - 1))

@@ -1,0 +1,231 @@
+"""How much does the largest step hold at once, beside weights and KV cache?
+
+What is counted is what the plain path allocates: the numbers that are alive together at the worst
+moment of the worst step that the limits allow. Forward pass, prompt log-probabilities and sampling
+come one after the other and use the same memory, so the largest decides. `bench/memory.py` holds
+this against what is allocated.
+
+Letters: T tokens of a step, E hidden, C queries, keys and values, Q queries, N numbers that are
+rotated, F feed-forward, V vocabulary, each per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ridgeline.architectures.counts import layer_kv_bytes
+from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
+from ridgeline.cost.memory_items import MemoryItem
+from ridgeline.request import MAX_LOGPROBS
+
+# Of attention (ridgeline.attention.sdpa): tokens of several requests that one call copies together,
+# new tokens up to which requests are answered together, and query rows of one masked call.
+GATHERED_TOKENS = {"cpu": 1 << 11, "gpu": 1 << 16}
+FEW_TOKENS = 8
+QUERY_TILE = 256
+# Of sampling: logits that are worked on at once (ridgeline.sampling.parts), what that takes for
+# each of them, and float32 logits of a prompt that exist at once (executor.prompt_logprobs).
+NUMBERS_AT_ONCE = {"cpu": 1 << 18, "gpu": 1 << 23}
+SAMPLING_BYTES = {"cpu": 36, "gpu": 48}
+LOGPROBS_BYTES = {"cpu": 13, "gpu": 13}
+PROMPT_LOGITS_BYTES = 64 << 20
+# The matrix library's scratch that torch takes from its own allocator: 32 MiB on Hopper, less on
+# others (getChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp).
+LIBRARY_BYTES = {"cpu": 0, "gpu": 32 << 20}
+
+INDEX = 8  # bytes of an int64
+FLOAT = 4  # bytes of a float32
+
+
+def working_items(
+    spec: ModelSpec,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    context: int,
+    dtype_bytes: int,
+    ranks: int = 1,
+    kind: str = "gpu",
+) -> tuple[MemoryItem, ...]:
+    """What steps of at most `num_tokens` tokens for at most `num_rows` requests of at most
+    `context` tokens need, on each of `ranks` devices. `kind` is "cpu" or "gpu"."""
+    space = _Space(spec, num_tokens, num_rows, context, dtype_bytes, ranks, kind)
+    forward, after = space.forward, space.after
+    items = (
+        MemoryItem("activations", forward, f"a step of {space.tokens} tokens, at its widest"),
+        MemoryItem(
+            "sampling",
+            max(0, after - forward),
+            f"logits of {space.rows} rows with every filter on, beyond the activations' memory",
+        ),
+        MemoryItem("penalty counts", space.counts, f"{space.count_rows} requests with penalties"),
+        MemoryItem("tables", space.tables, f"rotations of {context} positions, noise of tokens"),
+        MemoryItem("library", LIBRARY_BYTES[kind], "scratch space of matrix products"),
+    )
+    return tuple(item for item in items if item.bytes)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Sizes in bytes. `tokens` and `rows` are what a step can have of what it may have."""
+
+    spec: ModelSpec
+    most_tokens: int
+    most_rows: int
+    context: int
+    size: int  # bytes of a number of the serving dtype
+    ranks: int
+    kind: str
+
+    @property
+    def tokens(self) -> int:
+        return min(self.most_tokens, self.most_rows * self.context)
+
+    @property
+    def rows(self) -> int:
+        return min(self.most_rows, self.tokens)
+
+    @property
+    def casts(self) -> bool:
+        """A CPU turns 16-bit numbers into float32 in memory, a GPU in its registers."""
+        return self.kind == "cpu" and self.size < FLOAT
+
+    # -------------------------------------------------------------------- between the steps
+
+    @property
+    def tables(self) -> int:
+        """Cosines and sines of each kind of rotation, and a number per token id for the noise."""
+        return self.context * self._rotary_bytes + self.spec.vocab_size * INDEX
+
+    @property
+    def count_rows(self) -> int:
+        """Requests that penalties keep counts of; there is room for 4, then for twice as many."""
+        rows = 4
+        while rows < self.most_rows:
+            rows *= 2
+        return rows
+
+    @property
+    def counts(self) -> int:
+        """An int32 and a flag for each token id."""
+        return self.count_rows * self.spec.vocab_size * 5
+
+    @cached_property
+    def _rotary_bytes(self) -> int:
+        """Of a position, in all tables."""
+        return sum(2 * width * FLOAT for _, width in self._rotations)
+
+    @property
+    def _rotations(self) -> set[tuple[object, int]]:
+        kinds: set[tuple[object, int]] = set()
+        for layer in self.spec.layers:
+            attention = layer.attention
+            latent = attention.latent
+            width = attention.head_dim if latent is None else latent.qk_rope_head_dim
+            kinds.add((attention.rope, width))
+        return kinds
+
+    # -------------------------------------------------------------------- the forward pass
+
+    @property
+    def forward(self) -> int:
+        """Of a full step, or of one whose requests all have a few new tokens each."""
+        few = min(self.tokens, FEW_TOKENS * self.rows)
+        inputs = self.tokens * (INDEX * (3 + len(self._windows)) + self._rotary_bytes)
+        many = max(self._short_plan(self.rows), self._long_plan)
+        each = min(FEW_TOKENS, self.tokens // self.rows)
+        full = many + self._widest(self.tokens, 1)
+        return inputs + max(full, self._short_plan(few) + self._widest(few, each))
+
+    @cached_property
+    def _windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in kv_groups(self.spec))
+
+    def _visible(self, window: int | None, num_new: int) -> int:
+        return self.context if window is None else min(self.context, window + num_new - 1)
+
+    def _short_plan(self, num_new: int) -> int:
+        """Where the keys of requests lie that have few new tokens, `num_new` in all, and which of
+        them each new token must not see."""
+        seen = sum(self._visible(window, FEW_TOKENS) for window in self._windows)
+        return seen * (self.rows * INDEX + num_new * (1 + self.size))
+
+    @property
+    def _long_plan(self) -> int:
+        """The same for requests with more; masks are shared, and a GPU knows the usual one."""
+        rows = min(self.rows, max(1, self.tokens // (FEW_TOKENS + 1)))
+        seen = sum(self._visible(window, self.tokens) for window in self._windows)
+        masked = (w for w in self._windows if w is not None or self.kind == "cpu")
+        masks = sum(self._visible(window, QUERY_TILE) for window in masked) * QUERY_TILE
+        return rows * seen * INDEX + masks * (1 + self.size)
+
+    def _widest(self, tokens: int, each: int) -> int:
+        """What the layers hold at most, when requests that are answered together have `each` new
+        tokens. Three vectors of E are the most that wait outside of a
+        product: the sum so far twice (as it came and as attention left it) and its norm."""
+        return max(
+            max(self._attention(layer, tokens, each), self._feed_forward(layer, tokens))
+            for layer in dict.fromkeys(self.spec.layers)
+        )
+
+    def _attention(self, layer: LayerSpec, tokens: int, each: int) -> int:
+        attention = layer.attention
+        queries = attention.num_heads * attention.head_dim // self.ranks
+        keys = -(-attention.num_kv_heads // self.ranks) * attention.head_dim
+        held = 2 * self.spec.hidden_size + queries + 2 * keys
+        turned = (queries + keys) * (self.size + FLOAT + (2 * FLOAT if self.casts else 0))
+        per_key = layer_kv_bytes(attention, self.size, "auto", self.ranks)
+        longest = self._visible(attention.window, min(tokens, self.context))
+        together = min(self.rows * longest, max(longest, GATHERED_TOKENS[self.kind]))
+        at_once = max(1, together // longest) * each
+        share = attention.num_heads // attention.num_kv_heads
+        masks = together * each * share * self.size if each > 1 else 0
+        short = together * per_key + masks + 2 * at_once * queries * self.size
+        whole = min(tokens, self.context)
+        long = longest * per_key + whole * queries * self.size
+        if self.kind == "cpu":  # only what starts a request is answered in one piece
+            pieces = min(whole, QUERY_TILE) * queries * self.size
+            long = max(longest * per_key + pieces, whole * (per_key + queries * self.size))
+        return max(
+            tokens * (held * self.size + turned),
+            tokens * (held + queries) * self.size + max(short, long),
+            tokens * (held + queries + self.spec.hidden_size) * self.size,
+        )
+
+    def _feed_forward(self, layer: LayerSpec, tokens: int) -> int:
+        """Gate and up, and the activation of the gate. All tokens may want the same expert."""
+        inner, hidden = layer.feed_forward, self.spec.hidden_size
+        product = 3 * inner.intermediate_size // self.ranks * self.size
+        if isinstance(inner, DenseSpec):
+            return tokens * (3 * hidden * self.size + product)
+        weighted = hidden * (FLOAT + self.size)
+        routed = inner.num_active * 3 * INDEX + inner.num_experts * FLOAT
+        return tokens * (5 * hidden * self.size + routed + max(product, weighted))
+
+    # -------------------------------------------------------------------- after it
+
+    @property
+    def after(self) -> int:
+        """Growing the counts comes before the forward pass, but not with it."""
+        width = self.spec.hidden_size * self.size
+        states = self.rows * width
+        told = self.tokens * (width + (MAX_LOGPROBS + 1) * (FLOAT + INDEX))
+        grown = 3 * self.count_rows // 2 * self.spec.vocab_size if self.count_rows > 4 else 0
+        prompt = max(1, PROMPT_LOGITS_BYTES // (FLOAT * self.spec.vocab_size))
+        return max(
+            grown,
+            told + self._logits(min(self.tokens, self.context, prompt), 0, LOGPROBS_BYTES),
+            told + states + self._logits(self.rows, FLOAT, SAMPLING_BYTES),
+        )
+
+    def _logits(self, rows: int, copied: int, at_once: Mapping[str, int]) -> int:
+        """Logits of `rows`, first in the serving dtype and then in float32; then `copied` bytes
+        more for each, and `at_once` for those worked on."""
+        numbers, hidden = rows * self.spec.vocab_size, rows * self.spec.hidden_size
+        step = min(rows, max(1, NUMBERS_AT_ONCE[self.kind] // self.spec.vocab_size))
+        made = (numbers if self.size < FLOAT else hidden) * self.size
+        used = numbers * copied + step * self.spec.vocab_size * at_once[self.kind]
+        return numbers * FLOAT + max(made, used)

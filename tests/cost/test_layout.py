@@ -1,0 +1,98 @@
+"""Spreading a model, and naming number formats: what is accepted and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from ridgeline.cost.hardware import catalogue
+from ridgeline.cost.layout import Layout
+from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Setup
+from ridgeline.errors import ConfigError
+from tests.cost.random_setups import DEEPSEEK_V3, LLAMA_8B, device, spec_of
+
+
+def test_layouts_count_devices() -> None:
+    assert Layout().devices == 1
+    assert (Layout(4, 2).devices, Layout(4, 2, replicas=3).all_devices) == (8, 24)
+    assert Layout().words == "1 device"
+    assert Layout(8, 2, 4, 3).words == "tp 8, pp 2, ep 4, replicas 3"
+    assert Layout(16).words == "tp 16"
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (lambda: Layout(tp=0), "tp is 0"),
+        (lambda: Layout(replicas=-1), "replicas is -1"),
+        (lambda: Layout(tp=4, ep=3), r"ep is 3; it must divide tp \(4\)"),
+    ],
+)
+def test_impossible_layouts(layout: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (LLAMA_8B, Layout(tp=3), "tp is 3; 32 attention heads cannot be split"),
+        (LLAMA_8B, Layout(tp=64), "tp is 64; 32 attention heads"),
+        (LLAMA_8B, Layout(pp=33), "pp is 33; the model has only 32 layers"),
+        (LLAMA_8B, Layout(tp=2, ep=2), "no experts to divide"),
+        (LLAMA_8B | {"intermediate_size": 14337}, Layout(tp=2), "14337 rows of the feed-forward"),
+        (
+            LLAMA_8B | {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 3072},
+            Layout(tp=8),
+            "6 KV heads",
+        ),
+        (DEEPSEEK_V3 | {"n_routed_experts": 100}, Layout(tp=8, ep=8), "100 experts"),
+        (DEEPSEEK_V3 | {"moe_intermediate_size": 100}, Layout(tp=8), "100 rows of an expert"),
+    ],
+)
+def test_models_that_cannot_be_split_so(
+    config: dict[str, object], layout: Layout, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Setup(spec_of(config), device(), layout)
+
+
+def test_models_that_can() -> None:
+    Layout(tp=16, pp=32).check(spec_of(LLAMA_8B))  # two ranks for each KV head
+    Layout(tp=8, ep=8).check(spec_of(DEEPSEEK_V3))
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "expected"),
+    [
+        ("bf16", "auto", Precision("bfloat16", "plain", "auto")),
+        ("bf16", "bf16", Precision("bfloat16", "plain", "auto")),
+        ("fp16", "bf16", Precision("float16", "plain", "auto")),
+        ("fp32", "auto", Precision("float32", "plain", "auto")),
+        ("fp8", "fp8", Precision("bfloat16", "fp8", "fp8")),
+        ("int4", "int8", Precision("bfloat16", "int4", "int8")),
+    ],
+)
+def test_the_users_names(weights: str, kv: str, expected: Precision) -> None:
+    assert Precision.named(weights, kv) == expected
+    assert Precision.named(*expected.names) == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv"), [("fp7", "auto"), ("bf16", "fp7"), ("fp32", "bf16"), ("bf16", "fp32")]
+)
+def test_unknown_names(weights: str, kv: str) -> None:
+    with pytest.raises(ConfigError):
+        Precision.named(weights, kv)
+
+
+def test_what_is_computed_and_what_is_served() -> None:
+    assert Precision.named("fp8").compute_dtype == "fp8"
+    assert Precision.named("int4").compute_dtype == "bf16"  # unpacked first
+    assert Precision.named("fp32").compute_dtype == "fp32"
+    assert Precision.named("bf16").served_today
+    assert not Precision.named("fp8").served_today
+    assert not Precision.named("bf16", "int8").served_today
+    assert Precision.named("int4").weight_bits == 4.125
+    every = catalogue().values()
+    assert all(one.peak(Precision.named("fp8").compute_dtype) > 0 for one in every)

@@ -1,0 +1,242 @@
+"""Is the speedup of guessing what the formulas, a simulation and the step's price say?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+
+from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
+from ridgeline.cost.constants import (
+    AttentionConstants,
+    Calibration,
+    HostConstants,
+    MatmulConstants,
+    MessageConstants,
+    default_calibration,
+)
+from ridgeline.cost.hardware import find_device
+from ridgeline.cost.layout import Layout
+from ridgeline.cost.precision import Precision
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.speculation import (
+    Choice,
+    DraftSteps,
+    IndependentAcceptance,
+    Lookup,
+    MeasuredAcceptance,
+    Speculation,
+    acceptance_rate,
+    after_rejection,
+    best_simple,
+    emitted,
+    expected_accepted,
+    expected_tokens,
+    expected_tokens_from_curve,
+    head_spec,
+    simple_speedup,
+)
+from ridgeline.cost.totals import StepTotals, step_totals
+from ridgeline.errors import ConfigError
+from ridgeline.step import StepShape
+from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_70B
+
+PLAIN = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, rope=RopeSpec())
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A step priced as weights + a share for each row, each key read and each row of logits."""
+
+    weights_s: float
+    row_s: float = 0.0
+    key_s: float = 0.0
+    logits_s: float = 0.0
+
+    def totals(self, shape: StepShape) -> StepTotals:
+        return step_totals((PLAIN,), shape)
+
+    def seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
+        keys = totals.attention[0].decode_keys + totals.attention[0].prefill_keys
+        logits = totals.num_requests if num_logits is None else num_logits
+        rows = totals.num_tokens
+        return self.weights_s + rows * self.row_s + keys * self.key_s + logits * self.logits_s
+
+
+@dataclass(frozen=True, slots=True)
+class Guesser:
+    step_s: float
+    key_s: float = 0.0
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return num_drafts * (self.step_s + batch * context * self.key_s)
+
+
+def test_the_mean_is_that_of_many_runs() -> None:
+    rng = Random(5)
+    for rate, drafts in ((0.3, 2), (0.7, 5), (0.9, 8)):
+        total = 0
+        for _ in range(20_000):
+            accepted = 0
+            while accepted < drafts and rng.random() < rate:
+                accepted += 1
+            total += accepted + 1
+        assert total / 20_000 == pytest.approx(expected_tokens(rate, drafts), rel=0.02), "seed 5"
+
+
+def test_bounds_of_the_mean() -> None:
+    assert expected_tokens(0.0, 5) == 1
+    assert expected_tokens(1.0, 5) == 6
+    assert expected_tokens(0.6, 0) == 1
+    assert expected_accepted(0.7, 5) < 0.7 * 5  # a miss ends the run
+    assert expected_tokens(0.999999, 5) == pytest.approx(6, rel=1e-4)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1])
+def test_a_rate_is_a_share(rate: float) -> None:
+    with pytest.raises(ConfigError, match="acceptance"):
+        expected_tokens(rate, 3)
+
+
+def test_negative_guesses_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 0"):
+        expected_tokens(0.5, -1)
+
+
+def test_a_measured_curve_replaces_the_formula() -> None:
+    curve = (1.80, 2.33, 2.75)
+    assert expected_tokens_from_curve(curve, 0) == 1
+    assert expected_tokens_from_curve(curve, 2) == 2.33
+    with pytest.raises(ConfigError, match="up to 3"):
+        expected_tokens_from_curve(curve, 4)
+    assert MeasuredAcceptance(curve).max_drafts == 3
+
+
+@pytest.mark.parametrize("curve", [(0.8, 1.33), (2.5,)])
+def test_a_curve_that_forgets_the_own_token_is_refused(curve: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="own token"):
+        MeasuredAcceptance(curve)
+
+
+def test_what_is_emitted_follows_the_target() -> None:
+    target, draft = (0.5, 0.3, 0.2, 0.0), (0.1, 0.6, 0.1, 0.2)
+    assert emitted(target, draft) == pytest.approx(target)
+    assert after_rejection(target, draft) == pytest.approx((0.8, 0.0, 0.2, 0.0))
+    assert acceptance_rate(target, draft) == pytest.approx(0.5)
+    assert acceptance_rate(target, target) == pytest.approx(1)
+    assert emitted(target, target) == pytest.approx(target)
+
+
+def test_the_simple_form_is_the_full_one_where_checking_is_free() -> None:
+    whole = Speculation(Line(1.0), Guesser(0.05), IndependentAcceptance(0.8))
+    for k in range(1, 12):
+        assert whole.speedup(1, 100, k) == pytest.approx(simple_speedup(0.8, k, 0.05))
+    assert whole.best(1, 100) == best_simple(0.8, 0.05)
+
+
+def test_no_guess_is_best_when_none_pays() -> None:
+    assert best_simple(0.1, 0.5) == Choice(0, 1.0)
+    assert best_simple(0.8, 0.05, max_drafts=3).num_drafts == 3
+
+
+def test_checking_prices_every_row_and_its_logits() -> None:
+    target = Line(1.0, row_s=0.01, logits_s=0.1)
+    whole = Speculation(target, Lookup(0.001), IndependentAcceptance(0.5), overhead_s=0.5)
+    expected = 1.0 + 4 * 3 * 0.01 + 4 * 3 * 0.1 + 4 * 0.001 + 0.5
+    assert whole.step_seconds(4, 100, 2) == pytest.approx(expected)
+    assert whole.step_seconds(4, 100, 0) == pytest.approx(1.0 + 4 * 0.01 + 4 * 0.1)
+    assert Lookup().seconds(8, 100, 0) == 0
+
+
+def test_rows_that_cost_arithmetic_end_the_gain_at_large_batches() -> None:
+    target = Line(1.0, row_s=0.01)
+    whole = Speculation(target, Guesser(0.02), IndependentAcceptance(0.7))
+    gains = [whole.best(batch, 10).speedup for batch in (1, 16, 64, 256)]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 2
+    assert gains[-1] < 1.2
+
+
+def test_a_long_context_brings_the_gain_back_for_a_light_drafter() -> None:
+    """The check reads the cache once for all its rows; a drafter with a cache reads its own."""
+    target = Line(1.0, row_s=0.01, key_s=1e-5)
+    curve = MeasuredAcceptance((1.8, 2.3, 2.75, 3.06))
+    light = Speculation(target, Guesser(0.02), curve)
+    heavy = Speculation(target, Guesser(0.02, key_s=1e-5), curve)
+    assert light.best(128, 16_000).speedup > light.best(128, 100).speedup
+    assert heavy.best(128, 16_000).speedup < light.best(128, 16_000).speedup
+
+
+def h100_in_fp8() -> Calibration:
+    """Constants fitted to public tables of kernel times (vLLM on H100, eager launches)."""
+    device = find_device("h100-sxm")
+    return replace(
+        default_calibration(device),
+        matmul={
+            "fp8": MatmulConstants(0.833, 0.832, 6.8e-6, q=4.3, k0=427, q_b=3.2),
+            "bf16": MatmulConstants(0.859, 0.924, 5.2e-6, q=3.9, k0=118),
+        },
+        attention={
+            "bf16": AttentionConstants(
+                decode_e_m=0.81,
+                decode_t0_s=12.5e-6,
+                prefill_e_c=0.69,
+                prefill_e_m=0.81,
+                prefill_t0_s=12.5e-6,
+                mixed_decode=1.8,
+            )
+        },
+        messages=MessageConstants(0.78, 5.4e-6),
+        host=HostConstants(),
+        origin="calibrated",
+    )
+
+
+def priced(spec: ModelSpec, tp: int) -> Pricer:
+    device = find_device("h100-sxm")
+    return Pricer(Setup(spec, device, Layout(tp=tp), Precision.named("fp8"), h100_in_fp8()))
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "speedup"),
+    [
+        (1024, 1, 1.98),
+        (1024, 16, 1.76),
+        (1024, 64, 1.41),
+        (1024, 128, 1.21),
+        (1024, 256, 1.06),
+        (16_384, 1, 1.91),
+        (16_384, 16, 1.37),
+        (16_384, 64, 1.12),
+    ],
+)
+def test_a_small_model_that_drafts_for_a_70b(context: int, batch: int, speedup: float) -> None:
+    """A 1B on one device for a 70B on eight, acceptance 0.8: what an independent model of the same
+    hardware said. The draft reads a cache of its own, so a long context takes the gain away."""
+    whole = Speculation(
+        priced(LLAMA_3_70B, 8), DraftSteps(priced(LLAMA_3_1B, 1)), IndependentAcceptance(0.8)
+    )
+    assert whole.best(batch, context).speedup == pytest.approx(speedup, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "speedup"),
+    [
+        (1024, 1, 2.76),
+        (1024, 32, 2.07),
+        (1024, 128, 1.45),
+        (1024, 512, 1.13),
+        (16_384, 1, 2.77),
+        (16_384, 128, 2.11),
+        (16_384, 512, 1.98),
+    ],
+)
+def test_a_head_that_drafts_for_a_70b(context: int, batch: int, speedup: float) -> None:
+    """One more layer, with a measured acceptance curve: at a long context it goes on paying."""
+    curve = MeasuredAcceptance((1.80, 2.33, 2.75, 3.06, 3.25, 3.43, 3.46, 3.51))
+    whole = Speculation(
+        priced(LLAMA_3_70B, 8), DraftSteps(priced(head_spec(LLAMA_3_70B), 8)), curve
+    )
+    assert whole.best(batch, context).speedup == pytest.approx(speedup, rel=0.12)
