@@ -10,6 +10,9 @@ RidgelineError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class RidgelineError(Exception):
     """Base of everything we raise on purpose."""
@@ -22,7 +25,9 @@ class ConfigError(RidgelineError):
 class DoesNotFit(ConfigError):
     """The model or its cache needs more memory than there is.
 
-    `items` is (what, bytes) per line of the contract; `changes` are the cheapest ways out.
+    `items` is (what, bytes) per line of the contract; `changes` are the cheapest ways out, in
+    words. `settings` has one mapping for each of them: fields of EngineConfig and their new values,
+    empty for a change that is no setting.
     """
 
     def __init__(
@@ -30,23 +35,34 @@ class DoesNotFit(ConfigError):
         message: str,
         items: tuple[tuple[str, int], ...] = (),
         changes: tuple[str, ...] = (),
+        settings: tuple[Mapping[str, Any], ...] = (),
     ) -> None:
         super().__init__(message)
         self.items = items
         self.changes = changes
+        self.settings = settings or ({},) * len(changes)
 
 
 class RequestFault(RidgelineError):
     """This request cannot be served; the message says what would make it servable.
 
     `param` is the field at fault; `code` is a short stable name such as `invalid_value`,
-    `limit_exceeded`, `context_length_exceeded` or `empty_input`.
+    `limit_exceeded`, `context_length_exceeded` or `empty_input`. `retry_after_s`: seconds after
+    which the same request may be servable.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        retry_after_s: float | None = None,
+    ):
         super().__init__(message)
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class EngineFault(RidgelineError):

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
+from typing import Any
 
 import torch
 
 from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.spec import DenseSpec, ModelSpec
+from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
+from ridgeline.cost.memory import RESERVE_BYTES, device_kind, size_words, working_items
+from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS
+from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS, check_served
 from ridgeline.kvcache import bytes_per_block
 from ridgeline.scheduler.block_manager import blocks_needed
-from ridgeline.scheduler.policies import POLICIES
+from ridgeline.scheduler.policies import POLICIES, check_promise
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_CACHE_BYTES = 4 << 30  # what the KV cache takes on a CPU when nothing was asked
-RESERVE_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # context, libraries, fragmentation
-GATHERED_TOKENS = 1 << 16  # of all requests, that attention copies together at once
 WEIGHT_BYTES_PER_THREAD = 16 << 20
 CORES = torch.get_num_threads()  # as torch found them, before any model changes the number
 MAX_NUM_SEQS = {"cuda": 256, "cpu": 64}
@@ -35,6 +37,18 @@ class MemoryRow:
     what: str
     predicted: int
     measured: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """A device as far as sizes are concerned, in bytes."""
+
+    name: str
+    total: int
+    free: int
+
+
+Resolved = tuple[ResolvedConfig, tuple[MemoryRow, ...]]
 
 
 @dataclass(slots=True)
@@ -58,9 +72,42 @@ def resolve(
 ) -> tuple[ResolvedConfig, tuple[MemoryRow, ...]]:
     """The final configuration and the memory it will take.
 
-    Raises ConfigError for a choice that cannot be had and DoesNotFit, with the itemised table,
-    when weights and one request's cache exceed the memory allowed. Nothing is allocated here.
+    Raises ConfigError for a choice that cannot be had and DoesNotFit, with the itemised table and
+    changes that have been tried, when weights and one request's cache exceed the memory allowed.
+    Nothing is allocated here.
     """
+    memory = _Memory(device.name, device.memory_total(), device.memory_free())
+
+    def attempt(asked: EngineConfig, where: _Memory) -> Resolved:
+        return _resolve(
+            asked,
+            spec,
+            where,
+            model_path=model_path,
+            model_name=model_name,
+            revision=revision,
+            has_weights=has_weights,
+        )
+
+    try:
+        return attempt(config, memory)
+    except DoesNotFit as error:
+        ways = ways_out(config, spec, memory, attempt)
+        texts, settings = tuple(way.text for way in ways), tuple(way.settings for way in ways)
+        raise DoesNotFit(str(error), error.items, texts, settings) from None
+
+
+def _resolve(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: _Memory,
+    *,
+    model_path: str,
+    model_name: str,
+    revision: str | None,
+    has_weights: bool,
+) -> Resolved:
+    """`resolve` for one configuration; its DoesNotFit names no changes."""
     _check_numbers(config)
     decisions = _Decisions()
     kind = "cuda" if device.name.startswith("cuda") else "cpu"
@@ -78,14 +125,22 @@ def resolve(
     batched = config.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind]
     weight_format = "plain" if config.weight_format == "auto" else config.weight_format
     weights = weight_bytes(spec, DTYPE_BYTES[dtype], weight_format)
-    working = working_bytes(spec, batched, max_num_seqs, max_model_len, DTYPE_BYTES[dtype])
+    working_of = partial(
+        working_items,
+        spec,
+        num_tokens=batched,
+        num_rows=max_num_seqs,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        kind=device_kind(kind),
+    )
+    working = working_of(context=max_model_len)
     block_bytes = bytes_per_block(
         spec, config.block_size, DTYPE_BYTES[dtype], kv_format=config.kv_cache_dtype
     )
     fixed = (
         ("weights", weights),
-        ("working space", working),
-        ("reserve", RESERVE_BYTES[kind]),
+        *((item.what, item.bytes) for item in working),
+        ("reserve", RESERVE_BYTES[device_kind(kind)]),
     )
     num_blocks, max_model_len = _cache_size(
         config,
@@ -115,6 +170,8 @@ def resolve(
         max_num_batched_tokens=batched,
         prefix_caching=config.prefix_caching,
         policy=config.policy,
+        ttft_slo_ms=config.ttft_slo_ms,
+        tpot_slo_ms=config.tpot_slo_ms,
         max_in_flight=config.max_in_flight,
         attention_backend=config.attention_backend,
         weight_format=weight_format,
@@ -123,8 +180,13 @@ def resolve(
         decisions=tuple(decisions.made),
     )
     cache = (num_blocks + 1) * block_bytes  # and the null block
-    rows = [MemoryRow(what, size) for what, size in fixed]
-    return resolved, (rows[0], MemoryRow("KV cache", cache), *rows[1:])
+    rows = [
+        MemoryRow("weights", weights),
+        MemoryRow("KV cache", cache),
+        *(MemoryRow(item.what, item.bytes) for item in working_of(context=max_model_len)),
+        MemoryRow(*fixed[-1]),
+    ]
+    return resolved, tuple(rows)
 
 
 def longest_context(spec: ModelSpec) -> int:
@@ -136,26 +198,6 @@ def longest_context(spec: ModelSpec) -> int:
             original = rope.original_max_position or spec.max_position_embeddings
             longest = max(longest, int(original * rope.factor))
     return longest
-
-
-def working_bytes(
-    spec: ModelSpec, num_tokens: int, num_rows: int, context: int, dtype_bytes: int
-) -> int:
-    """Upper estimate of what the plain path holds at once: the activations of a step of
-    `num_tokens`, the logits of `num_rows` rows, the keys and values that attention gathers for a
-    request of `context` tokens, and the rotary tables."""
-    widest = gathered = tables = 0
-    for layer in spec.layers:
-        attention, ffn = layer.attention, layer.feed_forward
-        qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-        width = ffn.intermediate_size * (1 if isinstance(ffn, DenseSpec) else ffn.num_active)
-        widest = max(widest, 3 * width, 3 * qkv)
-        per_token = 2 * attention.num_kv_heads * attention.head_dim * dtype_bytes
-        gathered = max(gathered, min(num_rows * context, max(context, GATHERED_TOKENS)) * per_token)
-        tables = max(tables, context * attention.head_dim * 2 * 4)
-    activations = num_tokens * (widest * dtype_bytes + 4 * spec.hidden_size * (dtype_bytes + 4))
-    logits = min(num_rows, num_tokens) * spec.vocab_size * 4 * 4
-    return activations + logits + gathered + tables
 
 
 def _check_numbers(config: EngineConfig) -> None:
@@ -179,14 +221,13 @@ def _check_numbers(config: EngineConfig) -> None:
         raise ConfigError(f"max_in_flight is {config.max_in_flight}; it must be 1 or 2")
     if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
         raise ConfigError("give num_blocks or kv_cache_memory_bytes, not both")
-    for name, choices in (
-        ("weight_format", ("auto", *WEIGHT_FORMATS)),
-        ("kv_cache_dtype", tuple(KV_FORMATS)),
-        ("policy", tuple(POLICIES)),
-    ):
-        if getattr(config, name) not in choices:
-            known = ", ".join(sorted(choices))
-            raise ConfigError(f"unknown {name} {getattr(config, name)!r}; choose one of {known}")
+    if config.policy not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigError(f"unknown policy {config.policy!r}; choose one of {known}")
+    if config.weight_format != "auto":
+        check_served(WEIGHT_FORMATS, config.weight_format, "weight_format")
+    check_served(KV_FORMATS, config.kv_cache_dtype, "kv_cache_dtype")
+    check_promise(config.policy, config.ttft_slo_ms, config.tpot_slo_ms)
 
 
 def _load_format(config: EngineConfig, has_weights: bool) -> str:
@@ -231,7 +272,7 @@ def _threads(config: EngineConfig, kind: str, weights: int, decisions: _Decision
 def _cache_size(
     config: EngineConfig,
     spec: ModelSpec,
-    device: Device,
+    device: _Memory,
     kind: str,
     fixed: tuple[tuple[str, int], ...],
     block_bytes: int,
@@ -246,8 +287,8 @@ def _cache_size(
     def blocks_for(num_tokens: int) -> int:
         return blocks_needed(num_tokens, config.block_size, windows, batched)
 
-    total, free = device.memory_total(), device.memory_free()
-    allowed = min(int(total * config.memory_utilization), free)
+    free = device.free
+    allowed = min(int(device.total * config.memory_utilization), free)
     used = sum(size for _, size in fixed)
     wanted = max_num_seqs * blocks_for(max_model_len)
     if config.num_blocks is not None:
@@ -264,7 +305,7 @@ def _cache_size(
     needed = used + (max(num_blocks, 1) + 1) * block_bytes
     items = (fixed[0], ("KV cache", max(num_blocks, 0) * block_bytes), *fixed[1:])
     if num_blocks < 1 or needed > free:
-        raise DoesNotFit(_shortage(items, allowed, free), items, _ways_out(config))
+        raise DoesNotFit(_shortage(items, allowed, free), items)
     if blocks_for(max_model_len) <= num_blocks:
         return num_blocks, max_model_len
     fits = _longest(num_blocks, max_model_len, blocks_for)
@@ -274,7 +315,6 @@ def _cache_size(
             f"KV cache holds {num_blocks} ({fits} tokens); lower max_model_len or give the cache "
             "more memory",
             items,
-            (f"max_model_len {fits}", "a larger memory_utilization", "a 16-bit dtype"),
         )
     because = f"the KV cache holds {num_blocks} blocks, not {blocks_for(max_model_len)}"
     decisions.note("max_model_len", None, fits, because)
@@ -293,15 +333,130 @@ def _longest(num_blocks: int, max_model_len: int, blocks_for: object) -> int:
 
 
 def _shortage(items: tuple[tuple[str, int], ...], allowed: int, free: int) -> str:
-    lines = ", ".join(f"{what} {size / 1e9:.2f} GB" for what, size in items)
+    lines = ", ".join(f"{what} {size_words(size)}" for what, size in items)
     return (
-        f"does not fit: {lines}; allowed {allowed / 1e9:.2f} GB, free {free / 1e9:.2f} GB. "
+        f"does not fit: {lines}; allowed {size_words(allowed)}, free {size_words(free)}. "
         "The largest item is " + max(items, key=lambda item: item[1])[0]
     )
 
 
-def _ways_out(config: EngineConfig) -> tuple[str, ...]:
-    ways = ["a smaller max_num_batched_tokens", "a smaller model", "a device with more memory"]
+# ------------------------------------------------------------------------ ways out
+
+SHORTEST_CONTEXT = 1024  # a shorter limit than this is no way out
+FEWEST_TOKENS = 256  # nor is a smaller step
+NUM_WAYS = 3
+GB = 10**9
+Attempt = Callable[[EngineConfig, _Memory], Resolved]
+
+
+@dataclass(frozen=True, slots=True)
+class WayOut:
+    """In words, and as fields of EngineConfig where it is a matter of settings."""
+
+    text: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+Works = Callable[[dict[str, Any]], bool]
+
+
+def ways_out(
+    config: EngineConfig, spec: ModelSpec, memory: _Memory, attempt: Attempt
+) -> tuple[WayOut, ...]:
+    """The cheapest changes that make it fit, each of them tried, cheapest first."""
+    wanted = config.max_model_len or spec.max_position_embeddings
+
+    def works_on(where: _Memory, change: dict[str, Any]) -> bool:
+        asked = replace(config, **change)
+        lowest: int = min(SHORTEST_CONTEXT, change.get("max_model_len", wanted))
+        try:
+            return attempt(asked, where)[0].max_model_len >= lowest
+        except DoesNotFit:
+            return False
+
+    kind = "cuda" if memory.name.startswith("cuda") else "cpu"
+    works = partial(works_on, memory)
+    series = (*_fewer(config, kind), _shorter(wanted, works), [_least(config, kind, wanted)])
+    found = (next((one for one in changes if works(one)), None) for changes in series)
+    ways = [
+        WayOut(", ".join(f"{k} {v}" for k, v in change.items()), change)
+        for change in found
+        if change
+    ]
+    if len(ways) < NUM_WAYS:
+        others = _elsewhere(config, spec, memory, lambda where: works_on(where, {}))
+        ways += (WayOut(text) for text in others)
+    return tuple(ways[:NUM_WAYS])
+
+
+def _least(config: EngineConfig, kind: str, wanted: int) -> dict[str, Any]:
+    """All three limits as low as they are of use, and none above what was asked for."""
+    tokens = config.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind]
+    return {
+        "max_num_batched_tokens": min(tokens, FEWEST_TOKENS),
+        "max_num_seqs": min(config.max_num_seqs or MAX_NUM_SEQS[kind], 8),
+        "max_model_len": min(wanted, 2 * SHORTEST_CONTEXT),
+    }
+
+
+def _fewer(config: EngineConfig, kind: str) -> Iterator[list[dict[str, Any]]]:
+    """Changes of one setting each, the least first."""
     if config.dtype in ("auto", "float32"):
-        ways.insert(0, "dtype bfloat16")
-    return tuple(ways[:3])
+        yield [{"dtype": "bfloat16"}]
+    if config.memory_utilization < 0.95:
+        yield [{"memory_utilization": 0.95}]
+    for name, value, lowest in (
+        ("num_blocks", config.num_blocks, 1),
+        ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1),
+        (
+            "max_num_batched_tokens",
+            config.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind],
+            FEWEST_TOKENS,
+        ),
+        ("max_num_seqs", config.max_num_seqs or MAX_NUM_SEQS[kind], 1),
+    ):
+        yield [{name: half} for half in _halves(value or 0, lowest)]
+    if kind == "cpu" and config.num_blocks is None and config.kv_cache_memory_bytes is None:
+        yield [{"kv_cache_memory_bytes": CPU_CACHE_BYTES << power} for power in range(1, 8)]
+
+
+def _halves(value: int, lowest: int) -> Iterator[int]:
+    while value // 2 >= lowest:
+        value //= 2
+        yield value
+
+
+def _shorter(wanted: int, works: Works) -> list[dict[str, Any]]:
+    """The longest request that fits, if it is long enough to be of use."""
+    low, high = min(SHORTEST_CONTEXT, wanted), wanted
+    if not works({"max_model_len": low}):
+        return []
+    while low < high:
+        middle = (low + high + 1) // 2
+        if works({"max_model_len": middle}):
+            low = middle
+        else:
+            high = middle - 1
+    return [{"max_model_len": low}]
+
+
+def _elsewhere(
+    config: EngineConfig, spec: ModelSpec, memory: _Memory, works: Callable[[_Memory], bool]
+) -> Iterator[str]:
+    """When no setting helps enough: the smallest device that would do, and what else there is."""
+    low, high = memory.total // GB, 1 << 14
+    if not works(_Memory(memory.name, high * GB, high * GB)):
+        return
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if works(_Memory(memory.name, middle * GB, middle * GB)):
+            high = middle
+        else:
+            low = middle
+    yield f"a device with {high} GB of memory, all of it free"
+    lacking = int((high * GB - min(memory.total, memory.free)) * config.memory_utilization)
+    size = DTYPE_BYTES.get(config.dtype) or DTYPE_BYTES[spec.dtype]
+    fewer = weight_bytes(spec, size) - lacking
+    if fewer > 0:
+        yield f"a model of {fewer / size / 1e9:.1f} billion parameters or fewer"
+    yield f"what `ridgeline plan {config.model} --all` finds: other formats, more devices"

@@ -102,6 +102,45 @@ def test_what_cannot_fit_names_the_largest_item_and_ways_out() -> None:
     assert len(caught.value.changes) == 3
 
 
+@pytest.mark.parametrize(
+    ("device", "size_gb", "asked", "first"),
+    [
+        ("cpu", 20, {"dtype": "float32"}, "dtype bfloat16"),
+        ("cuda:0", 21, {"max_num_batched_tokens": 8192}, "memory_utilization 0.95"),
+        ("cuda:0", 24, {"max_num_batched_tokens": 65536}, "max_num_batched_tokens 16384"),
+        ("cuda:0", 24, {"max_model_len": 131072}, "max_model_len 24"),
+        ("cuda:0", 80, {"num_blocks": 10**6}, "num_blocks 15625"),
+        ("cpu", 80, {"max_model_len": 131072}, "kv_cache_memory_bytes 34359738368"),
+        ("cuda:0", 20, {}, "max_num_batched_tokens 256, max_num_seqs 8, max_model_len 2048"),
+    ],
+)
+def test_each_change_of_a_setting_works(
+    device: str, size_gb: int, asked: dict[str, Any], first: str
+) -> None:
+    card = FakeDevice(device, size_gb * GB)
+    with pytest.raises(DoesNotFit) as caught:
+        done(LLAMA_8B, card, **asked)
+    changes = caught.value.changes
+    assert len(changes) == len(set(changes)) == 3
+    assert changes[0].startswith(first), changes
+    for change, settings in zip(changes, caught.value.settings, strict=True):
+        if change.startswith("a device with"):
+            larger = FakeDevice(device, int(change.split()[3]) * GB)
+            assert done(LLAMA_8B, larger, **asked)[0].num_blocks > 0
+        elif not change.startswith(("a model", "what")):
+            assert change == ", ".join(f"{name} {value}" for name, value in settings.items())
+            assert done(LLAMA_8B, card, **{**asked, **settings})[0].num_blocks > 0
+
+
+def test_formats_that_are_only_priced_are_refused() -> None:
+    card = FakeDevice("cpu", 8 * GB)
+    for field in ("weight_format", "kv_cache_dtype"):
+        with pytest.raises(ConfigError, match=f"{field} 'fp8' can be planned for, cannot be serv"):
+            done(tiny_config(), card, **{field: "fp8"})
+        with pytest.raises(ConfigError, match=f"unknown {field} 'fp7'"):
+            done(tiny_config(), card, **{field: "fp7"})
+
+
 def test_memory_taken_by_others_counts() -> None:
     whole, _ = done(LLAMA_8B, FakeDevice("cuda:0", 80 * GB))
     shared, _ = done(LLAMA_8B, FakeDevice("cuda:0", 80 * GB, free=60 * GB))

@@ -156,7 +156,7 @@ class LocalExecutor:
         logprobs = None
         if (wanted := kept.batch.logprobs) is not None:
             there = token_logprobs(
-                logits_RV[wanted.rows_L], ids_R[wanted.rows_L], max(wanted.top_ks)
+                logits_RV, ids_R[wanted.rows_L], max(wanted.top_ks), wanted.rows_L
             )
             here = fetch_logprobs(there, self._transfer)
             logprobs = SampledLogprobs(wanted.rows, wanted.top_ks, here)

@@ -184,6 +184,12 @@ class Decoder:
         """Numbers read from a checkpoint by this rank."""
         return sum(p.target.numel() for p in self.pieces())
 
+    @property
+    def num_bytes(self) -> int:
+        """All that the parameters of this rank take."""
+        held = (tensor for part in self._parts() for tensor in part.tensors())
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
     def pieces(self) -> Iterator[Piece]:
         """Where each checkpoint tensor goes; only before `load` has packed the weights."""
         for part in self._parts():

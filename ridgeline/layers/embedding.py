@@ -32,6 +32,9 @@ class VocabularyMatrix:
         self.weight_PE = torch.empty(padded, hidden_size, dtype=dtype, device=device)
         self.weight_PE[self.rows.length :].zero_()
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight_PE]
+
     def pieces(self) -> list[Piece]:
         if not self.rows.length:
             return []

@@ -59,6 +59,11 @@ class Linear:
         y_TO = self.format.linear(x_TI, self.parameters, self.added_bias_O)
         return y_TO if self.columns is None else self.placement.all_reduce(y_TO)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is kept, scales and bias included."""
+        bias = [] if self.bias_O is None else [self.bias_O]
+        return [*self.parameters.values(), *bias]
+
     def pieces(self) -> list[Piece]:
         found: list[Piece] = []
         weight = self.parameters["weight"]

@@ -20,5 +20,8 @@ class RMSNorm:
         """[..., E] -> [..., E]"""
         return rms_norm(x, self.weight_E, self.eps)
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight_E]
+
     def pieces(self) -> list[Piece]:
         return [Piece(self.name, self.weight_E)]

@@ -77,6 +77,17 @@ class Penalties:
     frequency_C1: torch.Tensor
     presence_C1: torch.Tensor
 
+    def part(self, rows: slice) -> Penalties:
+        """The same for some of the penalised rows."""
+        repetition = self.repetition_C1
+        return Penalties(
+            self.rows_C[rows],
+            self.slots_C[rows],
+            None if repetition is None else repetition[rows],
+            self.frequency_C1[rows],
+            self.presence_C1[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:

@@ -1,6 +1,6 @@
 """How likely did the model itself find a token? From the raw logits, before any processor.
 
-Letters: L rows that want log-probabilities, V vocabulary, K likeliest tokens.
+Letters: R rows, L those that want log-probabilities, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.request import TokenLogprobs
+from ridgeline.sampling.parts import parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,26 @@ class LogprobTensors:
     top_ids_LK: torch.Tensor
 
 
-def token_logprobs(logits_LV: torch.Tensor, ids_L: torch.Tensor, top_k: int) -> LogprobTensors:
-    """Log-probability and rank of each row's token `ids_L`, and its `top_k` likeliest."""
+def token_logprobs(
+    logits_RV: torch.Tensor, ids_L: torch.Tensor, top_k: int, rows_L: torch.Tensor | None = None
+) -> LogprobTensors:
+    """Log-probability and rank of the token `ids_L` of each of these rows (None: of every row),
+    and its `top_k` likeliest."""
+    found = [
+        _some(logits_RV[part if rows_L is None else rows_L[part]], ids_L[part], top_k)
+        for part in parts(len(ids_L), logits_RV)
+    ]
+    if len(found) == 1:
+        return found[0]
+    return LogprobTensors(
+        torch.cat([one.chosen_L for one in found]),
+        torch.cat([one.ranks_L for one in found]),
+        torch.cat([one.top_LK for one in found]),
+        torch.cat([one.top_ids_LK for one in found]),
+    )
+
+
+def _some(logits_LV: torch.Tensor, ids_L: torch.Tensor, top_k: int) -> LogprobTensors:
     logprobs_LV = logits_LV.log_softmax(-1)
     chosen_L1 = logprobs_LV.gather(1, ids_L.unsqueeze(1))
     ranks_L = (logprobs_LV > chosen_L1).sum(-1) + 1

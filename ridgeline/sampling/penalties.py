@@ -57,13 +57,17 @@ class PenaltyCounts:
     def _grow(self) -> None:
         old = len(self.counts_PV)
         more = max(4, old)
-        self.counts_PV = torch.cat(
-            [self.counts_PV, self.counts_PV.new_zeros(more, self.vocab_size)]
-        )
-        self.prompt_PV = torch.cat(
-            [self.prompt_PV, self.prompt_PV.new_zeros(more, self.vocab_size)]
-        )
+        self.counts_PV = _with_room(self.counts_PV, more)
+        self.prompt_PV = _with_room(self.prompt_PV, more)
         self._free.extend(range(old + more - 1, old - 1, -1))
+
+
+def _with_room(rows_PV: torch.Tensor, more: int) -> torch.Tensor:
+    """The same rows and `more` of zeros."""
+    num_rows, vocab_size = rows_PV.shape
+    larger_PV = rows_PV.new_zeros(num_rows + more, vocab_size)
+    larger_PV[:num_rows] = rows_PV
+    return larger_PV
 
 
 def repetition(logits_RV: torch.Tensor, seen_RV: torch.Tensor, by_R1: torch.Tensor) -> torch.Tensor:

@@ -24,16 +24,13 @@ import torch
 from ridgeline.sampling.batch import Filters, Penalties, SamplingBatch, SparseAdds
 from ridgeline.sampling.filters import threshold
 from ridgeline.sampling.noise import minus_gumbel
+from ridgeline.sampling.parts import parts
 from ridgeline.sampling.penalties import (
     Array,
     PenaltyCounts,
     frequency_and_presence,
     repetition,
 )
-
-# Logits that steps 5 to 7 work on at once: few enough for a CPU's cache, enough to fill a GPU.
-# They take up to 44 bytes for each.
-_NUMBERS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 
 @dataclass(slots=True)
@@ -73,15 +70,17 @@ def adjust(
 ) -> torch.Tensor:
     """Steps 1 to 3: what greedy rows are subject to as well."""
     bans = batch.bans if batch.bans_at(host_positions) else None
-    if batch.bias is not None or bans is not None:
+    penalties = None if counts is None else batch.penalties
+    if batch.bias is not None or bans is not None or penalties is not None:
         logits_RV = logits_RV.clone()
     if batch.bias is not None:
         _add(logits_RV, batch.bias, batch.bias.values_N)
     if bans is not None and bans.until_N is not None:
         is_on_N = positions_R[bans.rows_N] < bans.until_N
         _add(logits_RV, bans, bans.values_N.where(is_on_N, 0.0))
-    if batch.penalties is not None and counts is not None:
-        logits_RV = _penalise(logits_RV, batch.penalties, counts)
+    if penalties is not None and counts is not None:
+        for part in parts(len(penalties.rows_C), logits_RV):
+            _penalise(logits_RV, penalties.part(part), counts)
     return logits_RV
 
 
@@ -96,15 +95,13 @@ def _draw(
     logits_RV: torch.Tensor, largest_R: torch.Tensor, filters: Filters, positions_R: torch.Tensor
 ) -> torch.Tensor:
     """Steps 5 to 7, for as many rows at once as memory is set aside for."""
-    num_rows, vocab_size = logits_RV.shape
-    step = max(1, _NUMBERS_AT_ONCE[logits_RV.device.type] // vocab_size)
-    if num_rows <= step:
+    pieces = parts(len(logits_RV), logits_RV)
+    if len(pieces) == 1:
         return _draw_some(logits_RV, largest_R, filters, positions_R)
-    parts = [slice(start, start + step) for start in range(0, num_rows, step)]
     return torch.cat(
         [
             _draw_some(logits_RV[part], largest_R[part], filters.part(part), positions_R[part])
-            for part in parts
+            for part in pieces
         ]
     )
 
@@ -132,7 +129,7 @@ def _add(logits_RV: torch.Tensor, adds: SparseAdds, values_N: torch.Tensor) -> N
     logits_RV.index_put_((adds.rows_N, adds.tokens_N), values_N, accumulate=True)
 
 
-def _penalise(logits_RV: torch.Tensor, penalties: Penalties, counts: PenaltyCounts) -> torch.Tensor:
+def _penalise(logits_RV: torch.Tensor, penalties: Penalties, counts: PenaltyCounts) -> None:
     some_CV = logits_RV[penalties.rows_C]
     counts_CV = counts.counts_PV[penalties.slots_C]
     if penalties.repetition_C1 is not None:
@@ -141,4 +138,4 @@ def _penalise(logits_RV: torch.Tensor, penalties: Penalties, counts: PenaltyCoun
     some_CV = frequency_and_presence(
         some_CV, counts_CV, penalties.frequency_C1, penalties.presence_C1
     )
-    return logits_RV.index_copy(0, penalties.rows_C, some_CV)
+    logits_RV.index_copy_(0, penalties.rows_C, some_CV)

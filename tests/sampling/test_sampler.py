@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ridgeline.request import SamplingParams
-from ridgeline.sampling import sampler
 from ridgeline.sampling.batch import build_batch
 from ridgeline.sampling.logprobs import records, token_logprobs
+from ridgeline.sampling.parts import NUMBERS_AT_ONCE
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import Needs, sampling_row, seed_of
 from ridgeline.sampling.sampler import sample
@@ -195,11 +195,28 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert got[0].top[0] == (got[0].token_id, got[0].logprob)
 
 
-def test_rows_drawn_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_handled_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(6)
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(6))
-    rows = [params(seed=i, temperature=float(i % 3), top_k=i, top_p=0.9) for i in range(9)]
-    positions = np.arange(9)
-    batch = batch_of(rows, VOCAB)
-    whole = sample(logits, batch, upload(positions), positions).token_ids_R
-    monkeypatch.setitem(sampler._NUMBERS_AT_ONCE, "cpu", 4 * VOCAB)
-    assert torch.equal(sample(logits, batch, upload(positions), positions).token_ids_R, whole)
+    rows = [random_row(rng, seed=i) for i in range(9)]
+    histories = [[rng.randrange(VOCAB) for _ in range(12)] for _ in rows]
+    positions, some = np.full(9, 12), torch.tensor([0, 2, 3, 5, 6, 8])
+
+    def tokens() -> list[torch.Tensor]:
+        counts = PenaltyCounts(VOCAB, upload)
+        made = open_rows(
+            [(row, h[:8], h[8:]) for row, h in zip(rows, histories, strict=True)], counts
+        )
+        batch = build_batch(made, VOCAB, upload)
+        assert batch.needs & Needs.PENALTIES
+        assert batch.needs & Needs.TOP_P
+        ids = sample(logits, batch, upload(positions), positions, counts).token_ids_R
+        every, few = token_logprobs(logits, ids, 3), token_logprobs(logits, ids[some], 3, some)
+        assert torch.equal(few.ranks_L, every.ranks_L[some])
+        return [ids, every.chosen_L, every.ranks_L, every.top_LK, every.top_ids_LK, few.chosen_L]
+
+    raw, whole = logits.clone(), tokens()
+    monkeypatch.setitem(NUMBERS_AT_ONCE, "cpu", 4 * VOCAB)
+    for one, other in zip(tokens(), whole, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(logits, raw)
