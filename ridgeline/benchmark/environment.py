@@ -43,7 +43,7 @@ def environment(device: torch.device) -> Environment:
         packages={name: found for name in PACKAGES if (found := _version(name))},
         system=f"{platform.system()} {platform.machine()}",
         device=str(device),
-        device_name=_device_name(device),
+        device_name=device_name(device),
         threads=torch.get_num_threads(),
     )
 
@@ -78,7 +78,8 @@ def _git(*words: str) -> str | None:
     return done.stdout.strip() or None
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What the hardware calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

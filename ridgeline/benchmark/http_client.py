@@ -58,8 +58,17 @@ def served_models(server: Endpoint) -> list[str]:
     return asyncio.run(_models(server))
 
 
+def fetch(server: Endpoint, path: str) -> bytes:
+    """The body of a GET. ServerFault unless it succeeds, OSError when nobody is there."""
+    return asyncio.run(_get(server, path))
+
+
+async def _get(server: Endpoint, path: str) -> bytes:
+    return b"".join([part async for part in _exchange(server, "GET", path, None)])
+
+
 async def _models(server: Endpoint) -> list[str]:
-    body = b"".join([part async for part in _exchange(server, "GET", "/v1/models", None)])
+    body = await _get(server, "/v1/models")
     try:
         return [str(row["id"]) for row in json.loads(body)["data"]]
     except (ValueError, KeyError, TypeError):

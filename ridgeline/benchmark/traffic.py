@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from ridgeline.architectures.counts import kv_bytes, linear_weights
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.formats import weight_line
-from ridgeline.resolve import DTYPE_BYTES
 
 
 def decode_bytes(

@@ -1,0 +1,184 @@
+"""`ridgeline calibrate`: how fast is this machine really, operator by operator?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ridgeline.cli.bench import positive, words
+from ridgeline.cli.session import console, note, paper
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from ridgeline.cost.constants import Calibration
+    from ridgeline.measure.calibrate import Answer
+
+NAME = "calibrate"
+SUMMARY = "measure this machine, so that predictions are about it and not about a data sheet"
+EXAMPLES = """Measures memory, matrix products, attention, elementwise passes, sampling, the
+host's own work and whole steps of a few random models; fits a few constants to each class; tests
+them on a fifth of the points that it kept out. Takes minutes (--quick: one), best on an idle
+machine. The record goes to the user's cache folder, where every command that asks for
+`--device this` finds it.
+
+examples:
+  ridgeline calibrate                              the device that the engine would choose
+  ridgeline calibrate --device cpu --threads 1     as small models run on a CPU
+  ridgeline calibrate --dtype bfloat16 --quick
+  ridgeline calibrate --output here.json           keep it there as well, for --calibration
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to measure")
+    group.add_argument(
+        "--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (default: auto)"
+    )
+    group.add_argument(
+        "--dtype",
+        type=words,
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="float32, bfloat16, float16 (default: float32 and bfloat16 on a CPU, the fastest "
+        "16-bit one on a GPU)",
+    )
+    group.add_argument(
+        "--threads", type=positive, metavar="N", help="of a CPU (default: all its cores)"
+    )
+    group.add_argument("--quick", action="store_true", help="fewer points, under a minute")
+    group.add_argument("--output", metavar="FILE", help="write the record here as well")
+    group.add_argument("--json", action="store_true", help="print the record instead of tables")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress, no notes")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ridgeline.measure.calibrate import Question, calibrate
+    from ridgeline.measure.records import prepare_folder, record_path, write_record
+
+    question = Question(
+        device=args.device,
+        dtypes=tuple(name for names in args.dtype for name in names),
+        threads=args.threads,
+        is_quick=args.quick,
+    )
+    for path in (args.output, record_path("any")):
+        if path:
+            prepare_folder(Path(path))
+    with bars(args) as progress:
+        answer = calibrate(question, progress)
+    kept = record_path(answer.device.name)
+    write_record(answer.record, kept)
+    note(args, f"kept in {kept}")
+    if args.output:
+        write_record(answer.record, Path(args.output))
+        note(args, f"written to {args.output}")
+    if args.json:
+        print(json.dumps(answer.record, indent=1))
+    else:
+        show(answer, paper())
+    return 0
+
+
+@contextmanager
+def bars(args: argparse.Namespace) -> Iterator[Callable[[str, int, int], None]]:
+    """A callback (stage, done, of how many) that draws bars on a terminal, lines elsewhere."""
+    if args.quiet:
+        yield lambda stage, done, total: None
+        return
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console()) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def _lines() -> Callable[[str, int, int], None]:
+    """One line a stage."""
+    seen: set[str] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in seen:
+            seen.add(stage)
+            print(stage, file=sys.stderr, flush=True)
+
+    return report
+
+
+def show(answer: Answer, out: Console) -> None:
+    """The device, its constants and how well they predict."""
+    _show_device(answer, out)
+    _show_constants(answer.fit.calibration, out)
+    _show_errors(answer, out)
+
+
+def _show_device(answer: Answer, out: Console) -> None:
+    from rich.table import Table
+
+    device, about = answer.device, answer.record["about"]
+    table = Table("figure", "value", title=device.label)
+    for dtype, flops in device.peak_flops.items():
+        table.add_row(f"peak {dtype}", f"{flops / 1e12:.4g} TFLOP/s")
+    table.add_row("memory, read (measured)", f"{about['read_bytes_per_s'] / 1e9:.4g} GB/s")
+    table.add_row("memory, copy (measured)", f"{about['copy_bytes_per_s'] / 1e9:.4g} GB/s")
+    table.add_row("bandwidth that shares refer to", f"{device.bandwidth / 1e9:.4g} GB/s")
+    table.add_row("one small operator, host side", f"{about['launch_s'] * 1e6:.3g} us")
+    host = answer.fit.calibration.host
+    table.add_row("step, host side", f"{host.c0_s * 1e6:.0f} us + {host.c1_s * 1e6:.1f} us/request")
+    out.print(table)
+
+
+def _show_constants(calibration: Calibration, out: Console) -> None:
+    from rich.table import Table
+
+    table = Table("class", "of the peak", "of the bandwidth", "us a launch", title="constants")
+    measured = {
+        name.rpartition(" ")[2] for name in calibration.held_out if name.startswith("matmul")
+    }
+    for dtype in measured:
+        product, attention = calibration.matmul[dtype], calibration.attention_for(dtype)
+        for name, share, stream, launch in (
+            (f"products {dtype}", product.e_c, product.e_m, product.t0_s),
+            (
+                f"prefill attention {dtype}",
+                attention.prefill_e_c,
+                attention.prefill_e_m,
+                attention.prefill_t0_s,
+            ),
+            (
+                f"decode attention {dtype}",
+                attention.decode_e_c,
+                attention.decode_e_m,
+                attention.decode_t0_s,
+            ),
+        ):
+            table.add_row(name, f"{share:.1%}", f"{stream:.1%}", f"{launch * 1e6:.3g}")
+    for name, passes in calibration.streams.items():
+        table.add_row(name, "", f"{passes.e_m:.1%}", f"{passes.t0_s * 1e6:.3g}")
+    out.print(table)
+
+
+def _show_errors(answer: Answer, out: Console) -> None:
+    from rich.table import Table
+
+    table = Table("points kept out", "number", "median error", "90 %", title="does it predict?")
+    for name, error in answer.fit.errors.items():
+        table.add_row(name, str(error.count), f"{error.median:.1%}", f"{error.p90:.1%}")
+    out.print(table)

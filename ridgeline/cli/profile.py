@@ -1,0 +1,142 @@
+"""`ridgeline profile`: the kernels of a step beside their prices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.cli.bench import positive
+from ridgeline.cli.session import add_session_flags, note, open_llm, paper
+from ridgeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ridgeline.measure.profile import Profile
+
+NAME = "profile"
+SUMMARY = "the kernels of a step beside their prices, and a Chrome trace"
+EXAMPLES = """A step is run with PyTorch's profiler on. Each kernel counts in the class of the
+operator that launched it; the cost model's operators are put into the same classes. "expected"
+comes from this machine's calibration (ridgeline calibrate), else from assumed efficiencies, "ideal"
+from the peak and the bandwidth alone.
+
+On a CPU the kernels are PyTorch's operators, and the profiler itself slows small ones down: compare
+the step with the profiler with the step without it.
+
+examples:
+  ridgeline profile                                    decode steps of the bundled model
+  ridgeline profile --phase prefill --input 1024
+  ridgeline profile path/to/model --batch 16 --input 2048 --steps 20
+  ridgeline profile --trace step.json                  open it in a browser: ui.perfetto.dev
+  ridgeline profile path/to/model --load-format random --json
+"""
+SHOWN = 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to profile")
+    group.add_argument(
+        "--phase", choices=("decode", "prefill"), default="decode", help="(default: decode)"
+    )
+    group.add_argument(
+        "--batch", type=positive, default=1, metavar="B", help="requests that decode (default: 1)"
+    )
+    group.add_argument(
+        "--input", type=positive, default=256, metavar="N", help="prompt tokens (default: 256)"
+    )
+    group.add_argument(
+        "--steps", type=positive, default=10, metavar="N", help="steps to average (default: 10)"
+    )
+    group.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (JSON)")
+    group.add_argument(
+        "--top", type=positive, default=SHOWN, metavar="N", help=f"kernels shown (default: {SHOWN})"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_session_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.trace is not None and not args.trace.absolute().parent.is_dir():
+        raise ConfigError(f"--trace {args.trace}: there is no folder {args.trace.parent}")
+    with open_llm(args) as llm:
+        from ridgeline.measure.profile import profile_steps
+
+        found = profile_steps(
+            llm.built,
+            llm.built.pricer.setup,
+            phase=args.phase,
+            batch=args.batch,
+            num_input=args.input,
+            num_steps=args.steps,
+            trace=args.trace,
+        )
+        name = llm.resolved.model_name
+    if args.json:
+        print(json.dumps(as_json(name, found), indent=1))
+    else:
+        _show(name, found, args.top)
+    if args.trace is not None:
+        note(args, f"trace written to {args.trace}")
+    return 0
+
+
+def as_json(model: str, found: Profile) -> dict[str, Any]:
+    """Seconds, bytes and operations, all of one step."""
+    return {
+        "model": model,
+        "phase": found.phase,
+        "shape": [list(entry) for entry in found.shape],
+        "num_steps": found.num_steps,
+        "step_s": found.plain_s,
+        "step_with_profiler_s": found.wall_s,
+        "kernels_s": found.kernels_s,
+        "expected_s": found.cost.expected_s,
+        "ideal_s": found.cost.ideal_s,
+        "bound": found.cost.bound,
+        "origin": found.cost.origin,
+        "classes": [asdict(row) for row in found.classes],
+        "kernels": [asdict(row) for row in found.kernels],
+    }
+
+
+def _show(model: str, found: Profile, top: int) -> None:
+    from rich.table import Table
+
+    tokens, rows = sum(new for new, _ in found.shape), len(found.shape)
+    classes = Table(
+        "class", "kernels", "measured ms", "share", "expected ms", "ideal ms", "GB/s", "TFLOP/s",
+        title=f"{model}: a {found.phase} step of {tokens} tokens for {rows} requests",
+    )  # fmt: skip
+    for row in found.classes:
+        rate = 1 / row.seconds if row.seconds else 0.0
+        classes.add_row(
+            row.kind,
+            f"{row.calls:.0f}",
+            f"{row.seconds * 1e3:.3f}",
+            f"{row.seconds / found.kernels_s:.0%}" if found.kernels_s else "",
+            f"{row.expected_s * 1e3:.3f}",
+            f"{row.ideal_s * 1e3:.3f}",
+            f"{row.bytes * rate / 1e9:.1f}",
+            f"{row.flops * rate / 1e12:.3f}",
+        )
+    kernels = Table("kernel", "class", "calls", "us each", "ms", "share", title="longest kernels")
+    for kernel in found.kernels[:top]:
+        kernels.add_row(
+            kernel.name[:60],
+            kernel.kind,
+            f"{kernel.calls:.0f}",
+            f"{kernel.seconds / kernel.calls * 1e6:.1f}",
+            f"{kernel.seconds * 1e3:.3f}",
+            f"{kernel.seconds / found.kernels_s:.0%}" if found.kernels_s else "",
+        )
+    out = paper()
+    out.print(classes)
+    out.print(kernels)
+    out.print(
+        f"step without the profiler {found.plain_s * 1e3:.3f} ms, with it "
+        f"{found.wall_s * 1e3:.3f} ms, of which kernels {found.kernels_s * 1e3:.3f} ms; "
+        f"expected {found.cost.expected_s * 1e3:.3f} ms ({found.cost.origin}), ideal "
+        f"{found.cost.ideal_s * 1e3:.3f} ms, bound by {found.cost.bound}"
+    )

@@ -1,0 +1,186 @@
+"""Measures everything that a calibration needs, class by class, and hands on the points."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ridgeline.cost.fit import Point
+from ridgeline.cost.ops import step_ops
+from ridgeline.cost.precision import Precision
+from ridgeline.devices import Device
+from ridgeline.measure.attention_cases import attention_cases, open_attention
+from ridgeline.measure.models import Grid, Sample
+from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
+from ridgeline.measure.steps import StepBench, StepTimes, random_engine, step_bench
+from ridgeline.measure.stopwatch import Stopwatch, typical
+from ridgeline.step import StepShape
+
+Progress = Callable[[str, int, int], None]  # (stage, done, of how many)
+
+ROUNDS = 2  # every point is measured in each, so that a disturbance does not hit one alone
+STEP_BUDGET_S = 0.4  # of one point of whole steps, per round
+MIN_STEPS, MAX_STEPS = 4, 24
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure each point, and at which dtypes and sizes."""
+
+    grid: Grid
+    dtypes: tuple[str, ...]
+    operator_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """One run of measurements on one device, with what it has found so far."""
+
+    device: Device
+    stopwatch: Stopwatch
+    effort: Effort
+    cold_bytes: int
+    threads: int
+    progress: Progress
+    points: list[Point] = field(default_factory=list)
+
+    def run(self) -> None:
+        """All classes of operators, then whole steps."""
+        for dtype in self.effort.dtypes:
+            bench = Bench(self.device, dtype, self.cold_bytes)
+            self._matmuls(bench)
+            self._streams(bench)
+            self._attention(bench)
+            self._forget()
+        for dtype in self.effort.dtypes:
+            for sample in self.effort.grid.samples:
+                self._steps(sample, dtype)
+                self._forget()
+
+    # -- operators
+
+    def _matmuls(self, bench: Bench) -> None:
+        grid, stage = self.effort.grid, f"matrix products, {bench.dtype}"
+        with torch.inference_mode():
+            for done, sample in enumerate(grid.samples):
+                self.progress(stage, done, len(grid.samples))
+                for series in matmul_series(bench, sample.spec, grid.tokens):
+                    self._measure(self._quick_ones(series))
+        self.progress(stage, len(grid.samples), len(grid.samples))
+
+    def _streams(self, bench: Bench) -> None:
+        grid, stage = self.effort.grid, f"elementwise passes, {bench.dtype}"
+        with torch.inference_mode():
+            for done, sample in enumerate(grid.samples):
+                self.progress(stage, done, len(grid.samples))
+                for series in stream_series(bench, sample.spec, grid.tokens):
+                    self._measure(self._quick_ones(series))
+        self.progress(stage, len(grid.samples), len(grid.samples))
+
+    def _attention(self, bench: Bench) -> None:
+        grid, stage = self.effort.grid, f"attention, {bench.dtype}"
+        with torch.inference_mode():
+            for done, heads in enumerate(grid.attention):
+                self.progress(stage, done, len(grid.attention))
+                cases = attention_cases(open_attention(bench, heads, grid), grid)
+                self._measure(list(cases))
+                self._forget()
+        self.progress(stage, len(grid.attention), len(grid.attention))
+
+    def _quick_ones(self, series: Sequence[Case]) -> list[Case]:
+        """Cases in order of size, up to the first that takes too long for one call."""
+        kept: list[Case] = []
+        for case in series:
+            kept.append(case)
+            if min(self.stopwatch.times(case.call, 0.0)) > self.effort.grid.max_call_s:
+                break
+        return kept
+
+    def _measure(self, cases: Sequence[Case]) -> None:
+        found: list[list[float]] = [[] for _ in cases]
+        for _ in range(ROUNDS):
+            for case, times in zip(cases, found, strict=True):
+                times += self.stopwatch.times(case.call, self.effort.operator_s / ROUNDS)
+        self.points += [
+            Point(case.what, case.dtype, case.ops, typical(times), label=case.label)
+            for case, times in zip(cases, found, strict=True)
+        ]
+
+    # -- whole steps
+
+    def _steps(self, sample: Sample, dtype: str) -> None:
+        stage = f"whole steps, {sample.name}, {dtype}"
+        options = engine_options(sample, self.device, dtype, self.threads)
+        with random_engine(sample.config, **options) as built:
+            bench = step_bench(built)
+            wanted = list(_wanted(sample, bench))
+            found: list[list[StepTimes]] = [[] for _ in wanted]
+            for turn in range(ROUNDS):
+                for done, (_, measure) in enumerate(wanted):
+                    self.progress(stage, turn * len(wanted) + done, ROUNDS * len(wanted))
+                    found[done].append(measure(self._repeats(found[done])))
+            self.progress(stage, 1, 1)
+        for (what, _), times in zip(wanted, found, strict=True):
+            seconds = typical([s for each in times for s in each.seconds])
+            self.points.append(step_point(what, sample, dtype, times[-1].shape, seconds))
+
+    def _repeats(self, earlier: Sequence[StepTimes]) -> int:
+        if not earlier:
+            return MIN_STEPS
+        return max(1, min(MAX_STEPS, int(STEP_BUDGET_S / typical(earlier[0].seconds))))
+
+    def _forget(self) -> None:
+        gc.collect()
+        if self.device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _wanted(sample: Sample, bench: StepBench) -> Iterator[tuple[str, Callable[[int], StepTimes]]]:
+    for tokens in sample.prefills:
+        yield "prefill_step", lambda n, tokens=tokens: bench.prefill(tokens, n)  # type: ignore[misc]
+    for rows, context in sample.decodes:
+        yield "decode_step", lambda n, r=rows, c=context: bench.decode(r, c, n)  # type: ignore[misc]
+    for tokens, rows, context in sample.mixes:
+        yield (
+            "mixed_step",
+            lambda n, t=tokens, r=rows, c=context: bench.mixed(t, r, c, n),  # type: ignore[misc]
+        )
+
+
+def engine_options(sample: Sample, device: Device, dtype: str, threads: int) -> dict[str, object]:
+    """An engine that takes the largest of the sample's steps at once."""
+    rows = [rows for rows, _ in sample.decodes] + [rows for _, rows, _ in sample.mixes]
+    loads = [rows * (c + 128) for rows, c in sample.decodes]
+    loads += [tokens + rows * (c + 128) for tokens, rows, c in sample.mixes]
+    loads += list(sample.prefills)
+    longest = max([c for _, c in sample.decodes] + list(sample.prefills))
+    most = max(rows, default=1)
+    return {
+        "device": device.name,
+        "dtype": dtype,
+        "threads": threads,
+        "num_blocks": -(-max(loads) // 16) + 2 * most + 8,
+        "max_num_seqs": max(most + 1, 8),
+        "max_num_batched_tokens": max([t + r for t, r, _ in sample.mixes] + [*sample.prefills, 64]),
+        "max_model_len": longest + 512,
+    }
+
+
+def step_point(what: str, sample: Sample, dtype: str, shape: StepShape, seconds: float) -> Point:
+    """A whole step as a point to fit; every request of it gets a token."""
+    precision = Precision(dtype)
+    ops = step_ops(sample.spec, shape, precision=precision)
+    label = f"{sample.name}: {described(shape)}"
+    return Point(what, precision.short_dtype, ops, seconds, len(shape), label)
+
+
+def described(shape: StepShape) -> str:
+    """A step shape in words."""
+    contexts = [before + 1 for new, before in shape if new == 1]
+    chunks = [f"prefill {new}" for new, _ in shape if new > 1]
+    if contexts:
+        chunks.append(f"decode {len(contexts)} x {round(sum(contexts) / len(contexts))}")
+    return ", ".join(chunks)

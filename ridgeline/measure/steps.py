@@ -1,0 +1,150 @@
+"""How long do whole steps take? The real engine and scheduler, contexts reached by a shortcut.
+
+A decode step is timed as the engine lives: from one collected step to the next, with as many in
+flight as it keeps. A step with a prompt in it is timed alone, from its plan to its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ridgeline.build import Built, build
+from ridgeline.config import EngineConfig
+from ridgeline.engine import Engine
+from ridgeline.errors import check
+from ridgeline.measure.shortcut import ShortcutExecutor
+from ridgeline.measure.stopwatch import host_clock
+from ridgeline.request import Request, RequestOutput, SamplingParams
+from ridgeline.step import StepRecord, StepShape
+
+WARM_UP = 3  # steps of a series that are not counted
+PROMPT_IDS = 1000  # different token ids in prompts
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of several steps that had (about) this shape."""
+
+    shape: StepShape
+    seconds: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class StepBench:
+    """Times steps of one engine. It must have been idle, and is idle again after each call."""
+
+    engine: Engine
+    shortcut: ShortcutExecutor
+    vocabulary: int
+    rng: Random = field(default_factory=lambda: Random(0))
+    records: list[StepRecord] = field(default_factory=list)
+    num_added: int = 0
+
+    def decode(self, num_requests: int, context: int, steps: int) -> StepTimes:
+        """Steps in which `num_requests` requests of `context` tokens get one more each."""
+        self._reach(num_requests, context, steps)
+        for _ in range(WARM_UP + steps + 1):
+            self.engine.step()
+        times = [record.collected_at for record in self.records[WARM_UP - 1 :]]
+        middle = self.records[len(self.records) // 2].plan.shape
+        self._end()
+        return StepTimes(middle, tuple(b - a for a, b in pairwise(times)))
+
+    def prefill(self, num_tokens: int, repeats: int) -> StepTimes:
+        """Steps that read one new prompt of `num_tokens`, which must fit in a step."""
+        return self._alone([num_tokens], 0, 0, repeats)
+
+    def mixed(self, num_tokens: int, num_requests: int, context: int, repeats: int) -> StepTimes:
+        """Steps that read one prompt of `num_tokens` beside `num_requests` that decode."""
+        return self._alone([num_tokens], num_requests, context, repeats)
+
+    def _alone(
+        self, prompts: list[int], num_requests: int, context: int, repeats: int
+    ) -> StepTimes:
+        found: list[StepRecord] = []
+        for _ in range(repeats):
+            self._reach(num_requests, context, 4)
+            for length in prompts:
+                self._add(length, 1)
+            self._one_step()
+            found.append(self.records[-1])
+            self._end()
+        seconds = tuple(record.collected_at - record.launched_at for record in found)
+        return StepTimes(found[0].plan.shape, seconds)
+
+    def _one_step(self) -> None:
+        self.engine.launch()
+        self.engine.collect()
+
+    # -- getting there and away
+
+    def _reach(self, num_requests: int, context: int, steps: int) -> None:
+        """Requests that have just finished their prompts of `context` tokens; one step of theirs
+        has been computed, so that their rows exist."""
+        self.shortcut.is_skipping = True
+        for _ in range(num_requests):
+            self._add(context, steps + num_requests + 64)
+        while any(
+            request.num_computed_tokens < len(request.prompt_token_ids)
+            for request in self.engine.scheduler.requests.values()
+        ):
+            self.engine.step()
+        self._settle()
+        self.shortcut.is_skipping = False
+        if num_requests:
+            self._one_step()
+            self._one_step()
+        self.records.clear()
+
+    def _add(self, length: int, num_output: int) -> None:
+        self.num_added += 1
+        top = min(self.vocabulary, PROMPT_IDS)
+        ids = tuple(self.rng.randrange(top) for _ in range(length))
+        sampling = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True, seed=0)
+        self.engine.add(Request(f"measure-{self.num_added}", ids, sampling, 0.0))
+
+    def _settle(self) -> None:
+        while self.engine.num_in_flight:
+            self.engine.collect()
+
+    def _end(self) -> None:
+        for request_id in list(self.engine.scheduler.requests):
+            self.engine.abort(request_id)
+        self._settle()
+        self.engine.scheduler.blocks.clear_cache()
+        self.records.clear()
+
+    # -- the engine's observer
+
+    def on_step(self, record: StepRecord) -> None:
+        check(record.error is None, "a step failed while it was measured", why=record.error)
+        self.records.append(record)
+
+    def on_output(self, output: RequestOutput, now: float) -> None:
+        """The records say it all."""
+
+
+def step_bench(built: Built) -> StepBench:
+    """A bench on this engine, whose executor it wraps and whose clock it sets."""
+    built.engine.clock = host_clock(built.device.torch_device, built.resolved.threads)
+    shortcut = ShortcutExecutor(built.engine.executor)
+    built.engine.executor = shortcut
+    bench = StepBench(built.engine, shortcut, built.spec.vocab_size)
+    built.engine.observers.append(bench)
+    return bench
+
+
+@contextmanager
+def random_engine(config: Mapping[str, Any], **options: Any) -> Iterator[Built]:
+    """An engine for this config.json with random weights; `options` are EngineConfig's."""
+    with tempfile.TemporaryDirectory(prefix="ridgeline-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        yield build(EngineConfig(model=folder, load_format="random", **options))

@@ -1,0 +1,81 @@
+"""Are the steps that are timed the steps that were asked for?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ridgeline.cost.precision import Precision
+from ridgeline.measure.host import host_seconds, line_through
+from ridgeline.measure.points import described, step_point
+from ridgeline.measure.steps import StepBench, random_engine, step_bench
+from ridgeline.measure.stopwatch import ProcessorClock
+from tests.measure.small import SAMPLE
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[StepBench]:
+    options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
+    with random_engine(SAMPLE.config, **options, max_num_seqs=8) as built:
+        yield step_bench(built)
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 16), (3, 50), (8, 33)])
+def test_decodes_have_their_rows_and_their_context(
+    bench: StepBench, rows: int, context: int
+) -> None:
+    found = bench.decode(rows, context, steps=5)
+    assert len(found.seconds) == 5
+    assert min(found.seconds) > 0
+    assert len(found.shape) == rows
+    assert all(new == 1 for new, _ in found.shape)
+    assert all(context <= before <= context + rows + 12 for _, before in found.shape)
+    assert bench.engine.is_idle
+    bench.engine.scheduler.check_invariants()
+
+
+def test_a_prefill_reads_one_prompt_in_one_step(bench: StepBench) -> None:
+    found = bench.prefill(45, repeats=3)
+    assert found.shape == ((45, 0),)
+    assert len(found.seconds) == 3
+
+
+def test_a_mixed_step_has_both(bench: StepBench) -> None:
+    found = bench.mixed(20, 3, 30, repeats=2)
+    assert sorted(new for new, _ in found.shape) == [1, 1, 1, 20]
+    assert (20, 0) in found.shape
+    assert all(before >= 30 for new, before in found.shape if new == 1)
+
+
+def test_no_prompt_is_served_from_the_prefix_cache(bench: StepBench) -> None:
+    first, second = bench.prefill(64, repeats=2), bench.prefill(64, repeats=2)
+    assert first.shape == second.shape == ((64, 0),)
+
+
+def test_one_thread_is_timed_by_its_own_clock(bench: StepBench) -> None:
+    assert isinstance(bench.engine.clock, ProcessorClock)
+
+
+def test_a_step_becomes_a_point_with_its_operators() -> None:
+    shape = ((1, 19), (1, 29), (12, 0))
+    point = step_point("mixed_step", SAMPLE, "bfloat16", shape, 0.5)
+    assert point.num_requests == 3
+    assert point.dtype == "bf16"
+    assert point.label == "tiny: prefill 12, decode 2 x 25"
+    kinds = {op.kind for op in point.ops}
+    assert {"matmul", "decode_attention", "prefill_attention", "sampling"} <= kinds
+    assert Precision("bfloat16").short_dtype == "bf16"
+    assert described(((7, 3),)) == "prefill 7"
+
+
+def test_the_loop_without_a_device_costs_more_for_more_requests() -> None:
+    few, many = min(host_seconds(1, 32) for _ in range(3)), host_seconds(64, 32)
+    assert 0 < few < many
+
+
+def test_a_line_through_exact_points_is_that_line() -> None:
+    found = line_through([(n, 3e-5 + 4e-6 * n) for n in (1, 16, 64)])
+    assert list(found) == pytest.approx([3e-5, 4e-6])
+    assert line_through([(1, 2e-5), (10, 1e-5)])[1] == 0.0  # never negative
+    assert list(line_through([(4, 5e-5)])) == pytest.approx([5e-5, 0.0])
