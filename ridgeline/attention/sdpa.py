@@ -25,6 +25,9 @@ from ridgeline.kvcache import LayerKV
 QUERY_TILE = 256  # rows of a masked piece that are answered by one call
 FEW_TOKENS = 8  # up to so many new tokens, requests of a kind are answered together
 MAX_GATHERED = 1 << 16  # tokens that one call gathers for several requests
+# And on a CPU few enough for its cache: beyond it the copy goes through memory, and beyond 32 MiB
+# through fresh pages at every call.
+MAX_GATHERED_CPU = 1 << 11
 MAX_PADDING = 1 << 11  # tokens of padding in a call before another call is cheaper
 BIAS_ALIGNMENT = 16  # keys; torch copies a bias of another width at every call on a GPU
 
@@ -86,6 +89,8 @@ class SdpaAttention:
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> SdpaPlan:
         table_BM = layout.block_tables_BM[group]
+        is_cpu = table_BM.device.type == "cpu"
+        most = min(MAX_GATHERED, MAX_GATHERED_CPU) if is_cpu else MAX_GATHERED
         short: dict[int, list[int]] = {}
         long: list[LongPiece] = []
         for row, num_new in enumerate(layout.query_lens):
@@ -96,7 +101,7 @@ class SdpaAttention:
         tiles = (
             _short_tile(layout, table_BM, rows, num_new, window)
             for num_new, kind in short.items()
-            for rows in _by_length(layout, kind, num_new, window)
+            for rows in _by_length(layout, kind, num_new, window, most)
         )
         return SdpaPlan(window, tuple(tiles), tuple(long), _band(long, window, table_BM.device))
 
@@ -121,13 +126,13 @@ def _visible(seq_len: int, num_new: int, window: int | None) -> int:
 
 
 def _by_length(
-    layout: AttentionLayout, rows: list[int], num_new: int, window: int | None
+    layout: AttentionLayout, rows: list[int], num_new: int, window: int | None, most: int
 ) -> Iterator[list[int]]:
     """Requests that share a call: all of them, unless padding to the longest costs too much."""
     lengths = {row: _visible(layout.seq_lens[row], num_new, window) for row in rows}
     longest = max(lengths.values())
     padding = longest * len(rows) - sum(lengths.values())
-    if padding <= MAX_PADDING and longest * len(rows) <= MAX_GATHERED:
+    if padding <= MAX_PADDING and longest * len(rows) <= most:
         yield rows
         return
     batch: list[int] = []
@@ -135,7 +140,7 @@ def _by_length(
     for row in sorted(rows, key=lengths.__getitem__, reverse=True):
         longest = lengths[batch[0]] if batch else lengths[row]
         padding += longest - lengths[row]
-        if batch and (padding > MAX_PADDING or longest * (len(batch) + 1) > MAX_GATHERED):
+        if batch and (padding > MAX_PADDING or longest * (len(batch) + 1) > most):
             yield batch
             batch, padding = [], 0
         batch.append(row)
