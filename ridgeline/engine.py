@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ridgeline.clock import Clock
-from ridgeline.errors import EngineFault
+from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.log import say
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import Executor, Observer, StepFuture, StepPlan, StepRecord, StepResult
+from ridgeline.step import (
+    Executor,
+    Journal,
+    Observer,
+    StepFuture,
+    StepPlan,
+    StepRecord,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +36,7 @@ class _Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class Launched:
     plan: StepPlan
     future: StepFuture
     at: float
@@ -45,7 +54,8 @@ class Engine:
         self.clock = clock
         self.max_in_flight = max_in_flight
         self.observers: list[Observer] = []
-        self._in_flight: deque[_Launched] = deque()
+        self.journals: list[Journal] = []
+        self._in_flight: deque[Launched] = deque()
 
     @property
     def is_idle(self) -> bool:
@@ -57,14 +67,23 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn. Raises RequestFault when it cannot be served."""
-        self.scheduler.add(request, self.clock.now())
+        now = self.clock.now()
+        try:
+            self.scheduler.add(request, now)
+        except RequestFault as fault:
+            refused = fault
+            self._note(lambda journal: journal.on_add(request, now, refused))
+            raise
+        self._note(lambda journal: journal.on_add(request, now, None))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, in whatever state it is. None for one that is unknown or over."""
         if not self.scheduler.finish(request_id):
             return None
+        now = self.clock.now()
         output = RequestOutput(request_id, (), FinishReason.ABORT)
-        self._tell_outputs([output], self.clock.now())
+        self._note(lambda journal: journal.on_abort(request_id, now))
+        self._tell_outputs([output], now)
         return output
 
     def launch(self) -> StepFuture | None:
@@ -73,6 +92,7 @@ class Engine:
             return None
         now = self.clock.now()
         plan = self.scheduler.schedule(now)
+        self._note(lambda journal: journal.on_plan(plan, now))
         if not plan.scheduled:
             return None
         future: StepFuture
@@ -80,7 +100,10 @@ class Engine:
             future = self.executor.submit(plan)
         except EngineFault as fault:
             future = _Failed(fault)
-        self._in_flight.append(_Launched(plan, future, now))
+        self._in_flight.append(Launched(plan, future, now))
+        if self.journals:
+            submitted = self.clock.now()
+            self._note(lambda journal: journal.on_submitted(plan, submitted))
         return future
 
     def collect(self) -> list[RequestOutput]:
@@ -93,7 +116,7 @@ class Engine:
         except EngineFault as fault:
             return self._fail(step, str(fault) or "a step failed")
         outputs = self.scheduler.update(step.plan, result)
-        self._tell(step, outputs, None)
+        self._tell(step, result, outputs, None)
         return outputs
 
     def step(self) -> list[RequestOutput]:
@@ -103,7 +126,7 @@ class Engine:
             return self.collect()
         return []
 
-    def _fail(self, step: _Launched, reason: str) -> list[RequestOutput]:
+    def _fail(self, step: Launched, reason: str) -> list[RequestOutput]:
         """A step failed: so does every request with tokens in flight. The engine goes on."""
         say(logger, logging.ERROR, "step failed", step=step.plan.step_id, reason=reason)
         behind = list(self._in_flight)
@@ -114,17 +137,31 @@ class Engine:
             except EngineFault as fault:
                 say(logger, logging.ERROR, "step failed", step=later.plan.step_id, reason=fault)
         outputs = self.scheduler.fail_in_flight(reason)
-        self._tell(step, outputs, reason)
+        self._tell(step, None, outputs, reason)
         for later in behind:
-            self._tell(later, [], reason)
+            self._tell(later, None, [], reason)
         return outputs
 
-    # ------------------------------------------------------------------ observers
+    # ------------------------------------------------------------------ journals and observers
 
-    def _tell(self, step: _Launched, outputs: list[RequestOutput], error: str | None) -> None:
-        if not self.observers:
+    def _note(self, tell: Callable[[Journal], None]) -> None:
+        for journal in self.journals:
+            try:
+                tell(journal)
+            except Exception as problem:
+                _observer_failed(problem)
+
+    def _tell(
+        self,
+        step: Launched,
+        result: StepResult | None,
+        outputs: list[RequestOutput],
+        error: str | None,
+    ) -> None:
+        if not self.observers and not self.journals:
             return
         now = self.clock.now()
+        self._note(lambda journal: journal.on_collect(step.plan, result, outputs, error, now))
         record = StepRecord(
             step.plan,
             step.at,

@@ -11,10 +11,12 @@ chooses their tokens).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ridgeline.request import RequestOutput, SamplingParams, TokenLogprobs
+from ridgeline.errors import RequestFault
+from ridgeline.request import Request, RequestOutput, SamplingParams, TokenLogprobs
 
 NULL_BLOCK = 0  # never allocated: padding, and what left a sliding window. Real ids start at 1.
 
@@ -158,6 +160,37 @@ class Observer(Protocol):
     def on_step(self, record: StepRecord) -> None: ...
 
     def on_output(self, output: RequestOutput, now: float) -> None: ...
+
+
+class Journal(Protocol):
+    """Hears all that goes into the scheduler and comes out of it, in order, with the very clock
+    readings that were used: enough to do it again. What it raises is logged and dropped."""
+
+    def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
+        """A request came in, or was refused (`fault`)."""
+        ...
+
+    def on_abort(self, request_id: str, now: float) -> None: ...
+
+    def on_plan(self, plan: StepPlan, now: float) -> None:
+        """A step was planned and is about to be sent; one that schedules nothing is not sent."""
+        ...
+
+    def on_submitted(self, plan: StepPlan, now: float) -> None:
+        """The executor has taken it. One that computes inside `submit` is done with it."""
+        ...
+
+    def on_collect(
+        self,
+        plan: StepPlan,
+        result: StepResult | None,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        now: float,
+    ) -> None:
+        """A step is over and was taken in; a failed one has an `error` and no result, and ends
+        all steps behind it, which are told of in the same way, without outputs."""
+        ...
 
 
 class StepPricer(Protocol):

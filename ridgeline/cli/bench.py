@@ -162,13 +162,19 @@ def _measure_here(args: argparse.Namespace, report: Report) -> None:
 
 def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     from ridgeline.benchmark.speed import Bench
+    from ridgeline.observe.readout import read_out, snapshot
 
     _describe(args, report, llm)
     bench = Bench(
         llm, report.about["bandwidth"]["read_bytes_per_s"], args.repeats, llm.resolved.seed
     )
+    watch, costs = llm.watch, []
     for name in args.workload:
+        before = snapshot(watch.pricing.totals)
         _WORK[name](args, report, bench)
+        costs.append(read_out(name, watch.meter, watch.pricing.totals, before))
+    for cost in costs:
+        report.add("cost", cost)
 
 
 def _describe(args: argparse.Namespace, report: Report, llm: LLM) -> None:
@@ -287,7 +293,7 @@ def _measure_server(args: argparse.Namespace, report: Report) -> None:
     from ridgeline.benchmark.environment import environment
     from ridgeline.benchmark.http_client import endpoint, served_models
 
-    server = endpoint(args.url, args.served_model_name or "", _key(args.api_key_file))
+    server = endpoint(args.url, args.served_model_name or "", first_key(args.api_key_file))
     try:
         name = args.served_model_name or served_models(server)[0]
     except OSError as error:
@@ -321,7 +327,7 @@ def _serve_load(args: argparse.Namespace, server: Any) -> LoadResult:
     return load_result(run, jobs, args.rate, lengths.note)
 
 
-def _key(name: str | None) -> str | None:
+def first_key(name: str | None) -> str | None:
     """The first key of a file as `ridgeline serve --api-key-file` takes it."""
     if name is None:
         return None

@@ -13,6 +13,7 @@ from ridgeline.benchmark.caching import CachingResult
 from ridgeline.benchmark.record import Spread
 from ridgeline.benchmark.speed import DecodeSpeed, LoadResult, PrefillSpeed, SplitResult
 from ridgeline.cli.session import paper
+from ridgeline.observe.readout import ReadOut
 
 
 def show(about: Mapping[str, Any], sections: Mapping[str, Sequence[Any]]) -> None:
@@ -172,6 +173,28 @@ def _batching(results: Sequence[BatchingResult]) -> Table:
     return table
 
 
+def _cost(results: Sequence[ReadOut]) -> Table:
+    """All steps of each workload, warm-up included, against their prices and the limits."""
+    table = Table(
+        *("steps of", "count", "achieved", "of bandwidth", "TFLOP/s", "of peak"),
+        *("of expected time", "host gaps", "graph padding"),
+        title=f"achieved against the limit of {results[0].device}; prices {results[0].origin}",
+    )
+    for r in results:
+        table.add_row(
+            r.what,
+            str(r.num_steps),
+            giga(r.bytes_per_s),
+            share(r.share_of_bandwidth),
+            f"{r.flops_per_s / 1e12:.4g}",
+            share(r.share_of_peak),
+            f"{r.expected_ratio:.2f}x",
+            share(r.host_share),
+            share(r.padded_share),
+        )
+    return table
+
+
 _TABLES: dict[str, Callable[[Sequence[Any]], Table]] = {
     "decode": _decode,
     "prefill": _prefill,
@@ -180,4 +203,5 @@ _TABLES: dict[str, Callable[[Sequence[Any]], Table]] = {
     "serving": _load,
     "caching": _caching,
     "batching": _batching,
+    "cost": _cost,
 }

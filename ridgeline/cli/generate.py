@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.interrupt import CtrlC
 from ridgeline.cli.sampling_flags import add_sampling_flags, ids, sampling_changes
-from ridgeline.cli.session import add_session_flags, note, open_llm
+from ridgeline.cli.session import add_session_flags, note, note_cost, open_llm
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def _stream(args: argparse.Namespace, llm: LLM, prompt: Prompt, sampling: Sampli
     now = time.perf_counter()
     num_prompt = len(prompt.token_ids)
     note(args, _stats(num_prompt, count, started, first or now, now, reason))
+    note_cost(args, llm)
     if ctrl_c.pressed:
         raise KeyboardInterrupt
     return 0
@@ -164,6 +165,7 @@ def _batch(
             _print_result(args, llm, result, f"prompt {number}" if len(results) > 1 else "")
     tokens = sum(len(choice.token_ids) for result in results for choice in result.outputs)
     note(args, f"[{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tok/s]")
+    note_cost(args, llm)
     return 0
 
 

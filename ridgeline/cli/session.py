@@ -68,6 +68,14 @@ def _start_line(llm: LLM, seconds: float) -> str:
     )
 
 
+def note_cost(args: argparse.Namespace, llm: LLM) -> None:
+    """A line on how near to its limit the engine ran."""
+    from ridgeline.observe.readout import read_out
+
+    watch = llm.watch
+    note(args, f"[{read_out('all', watch.meter, watch.pricing.totals).words()}]")
+
+
 def quantity(value: float) -> str:
     """1234567 as "1.23 M"."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

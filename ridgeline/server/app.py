@@ -107,6 +107,7 @@ def make_routes(service: Service) -> list[Route]:
         Route("/health/live", _get(service, _live), methods=["GET"]),
         Route("/health/ready", _get(service, _ready), methods=["GET"]),
         Route("/metrics", _get(service, _metrics), methods=["GET"]),
+        Route("/explain", _explain(service), methods=["GET"]),
         Route("/version", _get(service, _version), methods=["GET"]),
     ]
 
@@ -116,6 +117,13 @@ def _get(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return answer(service, request)
+
+    return endpoint
+
+
+def _explain(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return Response(await service.explain(), media_type="application/json")
 
     return endpoint
 

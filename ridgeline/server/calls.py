@@ -55,6 +55,7 @@ class Call:
     return_token_ids: bool = False
     cache_salt: str = ""
     priority: int = 0
+    include_cost: bool = False
 
 
 def read_stream(fields: Fields) -> StreamOptions | None:

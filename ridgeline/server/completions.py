@@ -70,6 +70,7 @@ def read_completion(
         return_token_ids=bool(fields.flag("return_token_ids")),
         cache_salt=read_salt(fields),
         priority=read_priority(fields),
+        include_cost=bool(fields.flag("include_cost")),
     )
 
 

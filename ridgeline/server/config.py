@@ -35,6 +35,8 @@ class Limits:
     write_timeout_s: float = 30.0
     keepalive_s: float = 15.0
     drain_s: float = 30.0
+    step_overdue_multiple: float = 20.0  # a step that takes so many times its price: not ready
+    step_overdue_s: float = 10.0  # but never before this
     step_deadline_s: float = 30.0  # pending work and no step for so long: not ready
     step_kill_s: float = 300.0  # and for so long: the engine is killed and started again
     max_engine_restarts: int = 3  # in a row, without a healthy minute between them
@@ -48,7 +50,8 @@ class ServeConfig:
     `port` 0 lets the system choose. `served_model_name` is what clients put into `model` (the
     model's own name when None). Keys come one a line from `api_key_file`, or from the environment
     variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
-    by. `builder` names the function that makes the engine ("module:function"): an extension seam.
+    by. `price_per_hour` of all the engine's devices, in any currency, puts money on receipts.
+    `builder` names the function that makes the engine ("module:function"): an extension seam.
     """
 
     engine: EngineConfig
@@ -58,6 +61,7 @@ class ServeConfig:
     api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allow_anyone_on_the_network_without_a_key: bool = False
+    price_per_hour: float | None = None
     log_level: str = "INFO"
     limits: Limits = field(default_factory=Limits)
     builder: str = DEFAULT_BUILDER

@@ -21,9 +21,11 @@ from ridgeline.log import say
 from ridgeline.observe.latency import Latency
 from ridgeline.observe.progress import Progress
 from ridgeline.observe.traffic import Traffic
+from ridgeline.observe.watchdog import Overdue, StepInFlight, Watchdog
 from ridgeline.server.auth import KEY_VARIABLE
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, internal_error
+from ridgeline.server.heartbeat import HeartbeatPage, new_page
 from ridgeline.server.live import Live
 from ridgeline.server.wire import (
     HEADER,
@@ -32,6 +34,8 @@ from ridgeline.server.wire import (
     BrokenWire,
     Command,
     Event,
+    Explain,
+    Explained,
     Faulted,
     Gauges,
     Loading,
@@ -51,6 +55,7 @@ from ridgeline.server.wire import (
 HEALTHY_S = 60.0  # an engine that lived so long starts with a clean record
 RESTART_PAUSE_S = 0.2
 EXIT_WAIT_S = 5.0
+EXPLAIN_WAIT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class _Life:
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    heartbeat: HeartbeatPage
     ready_at: float | None = None
 
 
@@ -89,6 +95,7 @@ class EngineClient:
         self.gauges = Gauges()
         self.ready: Ready | None = None
         self.progress = Progress(config.limits.step_deadline_s)
+        self.watchdog = Watchdog(config.limits.step_overdue_multiple, config.limits.step_overdue_s)
         self.latency = Latency()
         self.traffic = Traffic()
         self.loading: Loading | None = None
@@ -96,6 +103,7 @@ class EngineClient:
         self.lives: dict[str, Live] = {}
         self._listener = listener
         self._tickets: dict[int, Live] = {}
+        self._questions: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
         self._life: _Life | None = None
         self._stopping = False
@@ -130,7 +138,7 @@ class EngineClient:
         self._tickets[ticket] = live
         self.lives.update(dict.fromkeys(live.open_ids, live))
         self.progress.work_began(self.clock.now(), len(requests))
-        self._send(pack_add(ticket, requests))
+        self._send(pack_add(ticket, requests, wants_cost=live.wants_cost))
         try:
             await live.admitted
         except BaseException:
@@ -138,6 +146,22 @@ class EngineClient:
             raise
         finally:
             self._tickets.pop(ticket, None)
+
+    async def evidence(self) -> bytes:
+        """All that the engine knows of where time went, as JSON; see Explained. Raises ApiError
+        when it is gone or does not answer in time."""
+        self.refuse_if_down()
+        ticket = next(self._numbers)
+        answer = self._questions[ticket] = asyncio.get_running_loop().create_future()
+        self._send(Explain(ticket))
+        try:
+            async with asyncio.timeout(EXPLAIN_WAIT_S):
+                found: bytes = await answer
+                return found
+        except TimeoutError:
+            raise ApiError("engine_unavailable", "the engine does not answer just now") from None
+        finally:
+            self._questions.pop(ticket, None)
 
     def abandon(self, live: Live) -> None:
         """Nobody waits for `live` any more: abort what the engine still does for it."""
@@ -153,6 +177,40 @@ class EngineClient:
                 self.latency.on_end(live.times[request_id], now)
             self.traffic.finished["abort"] += len(known)
             self._send(Abort(known))
+
+    # ------------------------------------------------------------------ its health
+
+    def overdue(self, now: float) -> Overdue | None:
+        """What is wrong with the step in flight, judged by its own price; counts and reports it
+        once. None also where steps have no price."""
+        step = self._step()
+        found = self.watchdog.look(step, now)
+        if found is not None and step is not None and self.watchdog.count(found, step.began):
+            say(
+                logger, logging.WARNING, "a step takes longer than it should",
+                step=found.step_id, elapsed_s=f"{found.elapsed_s:.3g}",
+                expected_s=f"{found.expected_s:.3g}",
+            )  # fmt: skip
+        return found
+
+    def is_stuck(self, now: float) -> bool:
+        """Work is pending and does not get on: the step in flight is overdue by its own price, or
+        none has ended for too long, unless the price of this one allows for that."""
+        if self.overdue(now) is not None:
+            return True
+        return self.progress.is_stuck(now) and not self._is_within_price(now)
+
+    def should_kill(self, now: float) -> bool:
+        """There is no hope any more for the step in flight."""
+        stalled_s = self.progress.stalled_s(now)
+        is_late = stalled_s > self.config.limits.step_kill_s
+        return self.is_up and is_late and not self._is_within_price(now)
+
+    def _step(self) -> StepInFlight | None:
+        return None if self._life is None else self._life.heartbeat.read()
+
+    def _is_within_price(self, now: float) -> bool:
+        return self.watchdog.is_within_price(self._step(), now)
 
     # ------------------------------------------------------------------ the engine's life
 
@@ -205,12 +263,14 @@ class EngineClient:
             self.on_engine_lost()
             code = await self._reap(life)
             self._life = None
+            life.heartbeat.close()
         if not self._stopping and self._start_failure is None:
             say(logger, logging.ERROR, "the engine process ended", exit_code=code)
         return life.ready_at is not None and self.clock.now() - life.ready_at > HEALTHY_S
 
     async def _spawn(self) -> _Life:
         ours, theirs = socket.socketpair()
+        page = new_page()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -218,15 +278,18 @@ class EngineClient:
                 "ridgeline.server.engine_process",
                 "--fd",
                 str(theirs.fileno()),
+                "--heartbeat-fd",
+                str(page),
                 "--builder",
                 self.config.builder,
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), page),
                 start_new_session=True,
                 env=_environment(),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        life = _Life(process, reader, writer)
+        life = _Life(process, reader, writer, HeartbeatPage(page))
+        os.close(page)
         writer.write(frame(Start(self.config.engine, self.config.log_level)))
         return life
 
@@ -259,6 +322,10 @@ class EngineClient:
             life.ready_at = self.clock.now()
             self.progress.reset()
             self.ready = event
+        elif isinstance(event, Explained):
+            question = self._questions.get(event.ticket)
+            if question is not None and not question.done():
+                question.set_result(event.evidence)
         elif isinstance(event, StartFailed):
             self._start_failure = event.message
         elif isinstance(event, Faulted):
@@ -275,6 +342,9 @@ class EngineClient:
             if (live := self.lives.get(request_id)) is not None:
                 live.started = True
                 self.latency.on_start(live.times[request_id], now)
+        for cost in step.costs:
+            if (live := self.lives.get(cost.request_id)) is not None:
+                live.costs[cost.request_id] = cost
         for output in step.outputs:
             self._output(output, now)
 
@@ -292,7 +362,9 @@ class EngineClient:
             self.lives.pop(request_id, None)
         self.progress.work_ended(len(live.open_ids))
         live.open_ids.clear()
-        fault = RequestFault(reply.message, param=reply.param, code=reply.code)
+        fault = RequestFault(
+            reply.message, param=reply.param, code=reply.code, retry_after_s=reply.retry_after_s
+        )
         live.admitted.set_exception(fault)
 
     def _output(self, output: Output, now: float) -> None:
@@ -340,6 +412,9 @@ class EngineClient:
         self.progress.reset()
         self.gauges = Gauges()
         error = ApiError("engine_unavailable", "the engine failed; it is being restarted")
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)
         lives, self.lives = {*self.lives.values()}, {}
         for live in lives:
             live.fail(error)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from ridgeline.clock import Clock
+from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.steps import StepCounters
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.server.wire import Gauges
+from ridgeline.server.wire import Gauges, RegimeTime, StepCosts
 
 MEMORY_PERIOD_S = 1.0  # asking a device for its free memory can cost more than a step
 
@@ -19,9 +20,15 @@ class ReportsMemory(Protocol):
 
 class GaugeReader:
     def __init__(
-        self, scheduler: Scheduler, device: ReportsMemory, steps: StepCounters, clock: Clock
+        self,
+        scheduler: Scheduler,
+        device: ReportsMemory,
+        steps: StepCounters,
+        clock: Clock,
+        pricing: Pricing | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._pricing = pricing
         self._device = device
         self._steps = steps
         self._clock = clock
@@ -43,6 +50,7 @@ class GaugeReader:
             num_prefix_hit_tokens=steps.num_hit_tokens,
             busy_s=steps.busy_s,
             device_memory_used=self._device_memory(),
+            costs=None if self._pricing is None else _costs(self._pricing),
         )
 
     def _device_memory(self) -> int:
@@ -51,3 +59,21 @@ class GaugeReader:
             self._memory_read_at = now
             self._memory_used = self._device.memory_total() - self._device.memory_free()
         return self._memory_used
+
+
+def _costs(pricing: Pricing) -> StepCosts:
+    totals = pricing.totals
+    return StepCosts(
+        totals.measured_s,
+        totals.expected_s,
+        totals.ideal_s,
+        totals.host_s,
+        totals.flops,
+        totals.bytes,
+        totals.num_rows,
+        totals.num_padded_rows,
+        tuple(
+            RegimeTime(name, regime.num_steps, regime.measured_s, regime.expected_s)
+            for name, regime in totals.regimes.items()
+        ),
+    )

@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from ridgeline.clock import Clock
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.generation import GenerationDefaults
+from ridgeline.observe.evidence import Observatory
 from ridgeline.observe.steps import StepCounters
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.beam_group import ROW_MARK
@@ -20,7 +23,11 @@ from ridgeline.server.wire import (
     Add,
     Admitted,
     Command,
+    Cost,
     Event,
+    Explain,
+    Explained,
+    Prices,
     Ready,
     Refused,
     Step,
@@ -38,6 +45,8 @@ class MemoryLine(Protocol):
     def what(self) -> str: ...
     @property
     def predicted(self) -> int: ...
+    @property
+    def measured(self) -> int | None: ...
 
 
 class HasVocabulary(Protocol):
@@ -62,6 +71,8 @@ class Served(Protocol):
     def generation(self) -> GenerationDefaults: ...
     @property
     def end_token_ids(self) -> frozenset[int]: ...
+    @property
+    def watch(self) -> Observatory | None: ...
 
 
 Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], Served]
@@ -88,7 +99,13 @@ def ready_message(served: Served, pid: int) -> Ready:
         tuple((row.what, row.predicted) for row in served.memory),
         served.device.memory_total(),
         min(resolved.max_model_len, served.engine.scheduler.max_servable_tokens),
+        None if served.watch is None else _prices(served.watch),
     )
+
+
+def _prices(watch: Observatory) -> Prices:
+    limits, setup = watch.meter.limits, watch.meter.pricer.setup
+    return Prices(setup.device.label, setup.constants.origin, limits.flops, limits.bytes)
 
 
 class EngineLoop:
@@ -101,8 +118,10 @@ class EngineLoop:
         self._watch = StepCounters()
         self._num_failures = 0
         self._engine.observers.append(self._watch)
-        scheduler = served.engine.scheduler
-        self._gauges = GaugeReader(scheduler, served.device, self._watch, clock)
+        scheduler, watch = served.engine.scheduler, served.watch
+        self._observatory = watch
+        pricing = None if watch is None else watch.pricing
+        self._gauges = GaugeReader(scheduler, served.device, self._watch, clock, pricing)
 
     def run(self) -> None:
         while True:
@@ -134,7 +153,20 @@ class EngineLoop:
         if isinstance(command, Abort):
             for request_id in command.request_ids:
                 self._engine.abort(request_id)
+                self._close_receipt(request_id)
+        elif isinstance(command, Explain):
+            self._wire.send(Explained(command.ticket, self._evidence()))
         return None
+
+    def _evidence(self) -> bytes:
+        """All at once and encoded by C: the next step waits for it."""
+        if self._observatory is None:
+            return b""
+        return msgspec.json.encode(self._observatory.evidence(self._engine.clock.now()))
+
+    def _close_receipt(self, request_id: str) -> None:
+        if self._observatory is not None:
+            self._observatory.receipts.close(request_id)
 
     def _add(self, command: Add) -> Admitted | Refused:
         """All of them or none."""
@@ -143,10 +175,13 @@ class EngineLoop:
             for request in unpack_add(command, self._clock.now()):
                 self._engine.add(request)
                 added.append(request.request_id)
+                if command.wants_cost and self._observatory is not None:
+                    self._observatory.receipts.ask(request.request_id)
         except RequestFault as fault:
             for request_id in added:
                 self._engine.abort(request_id)
-            return Refused(command.ticket, str(fault), fault.param, fault.code)
+                self._close_receipt(request_id)
+            return Refused(command.ticket, str(fault), fault.param, fault.code, fault.retry_after_s)
         return Admitted(command.ticket)
 
     def _tell(
@@ -158,5 +193,20 @@ class EngineLoop:
                 tuple(row.partition(ROW_MARK)[0] for row in self._watch.take_started()),
                 tuple(pack_output(output) for output in outputs),
                 self._gauges.read(),
+                self._costs(outputs),
             )
         )
+
+    def _costs(self, outputs: Sequence[RequestOutput]) -> tuple[Cost, ...]:
+        """Up to and with this output, for those who asked."""
+        if self._observatory is None:
+            return ()
+        receipts, costs = self._observatory.receipts, []
+        for output in outputs:
+            if (receipt := receipts.get(output.request_id)) is not None:
+                costs.append(
+                    Cost(output.request_id, receipt.device_ns, receipt.flops, receipt.bytes)
+                )
+                if output.finish_reason is not None:
+                    receipts.close(output.request_id)
+        return tuple(costs)

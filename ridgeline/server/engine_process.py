@@ -27,6 +27,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.log import say, set_up
 from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.engine_loop import Builder, EngineLoop, Served, ready_message
+from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.wire import (
     HEADER,
     BrokenWire,
@@ -139,12 +140,22 @@ def _build(wire: Wire, start: Start, builder: str) -> Served:
 def _report(served: Served) -> None:
     """What was decided and what memory it takes: a line each, for the operator."""
     decisions = "; ".join(f"{d.field}={d.got} ({d.because})" for d in served.resolved.decisions)
-    memory = "; ".join(f"{row.what}={row.predicted}" for row in served.memory)
+    memory = "; ".join(
+        f"{row.what}={row.predicted}"
+        + ("" if row.measured is None else f" (measured {row.measured})")
+        for row in served.memory
+    )
     say(logger, logging.INFO, "resolved", decisions=decisions or "none")
     say(logger, logging.INFO, "memory contract in bytes", items=memory)
+    if served.watch is not None:
+        setup = served.watch.meter.pricer.setup
+        say(
+            logger, logging.INFO, "steps are priced",
+            device=setup.device.label, origin=setup.constants.origin,
+        )  # fmt: skip
 
 
-def run(wire: Wire, builder: str) -> int:
+def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     """Build, say so, and serve until the wire closes. The exit code."""
     wire.listen()
     start = wire.take(wait=True)[0]
@@ -154,6 +165,8 @@ def run(wire: Wire, builder: str) -> int:
     try:
         served = _build(wire, start, builder)
         _report(served)
+        if heartbeat_fd is not None and served.watch is not None:
+            served.engine.journals.append(Heartbeat(heartbeat_fd, served.watch.pricing))
         wire.send(ready_message(served, os.getpid()))
         EngineLoop(served, wire, WallClock()).run()
     except ConfigError as fault:
@@ -169,12 +182,13 @@ def run(wire: Wire, builder: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ridgeline.server.engine_process")
     parser.add_argument("--fd", type=int, required=True, help="our end of the socket pair")
+    parser.add_argument("--heartbeat-fd", type=int, help="a page for which step we are at")
     parser.add_argument("--builder", default=DEFAULT_BUILDER)
     options = parser.parse_args()
     _die_with_parent()
     _harden()
     os.set_inheritable(options.fd, False)
-    return run(Wire(socket.socket(fileno=options.fd)), options.builder)
+    return run(Wire(socket.socket(fileno=options.fd)), options.builder, options.heartbeat_fd)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import msgspec
 
 from ridgeline.errors import RequestFault
@@ -64,7 +66,13 @@ class ApiError(Exception):
     """A refusal with everything its HTTP reply needs; `code` decides status and type."""
 
     def __init__(
-        self, code: str, message: str, param: str | None = None, *, close: bool = False
+        self,
+        code: str,
+        message: str,
+        param: str | None = None,
+        *,
+        close: bool = False,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -74,7 +82,8 @@ class ApiError(Exception):
         self.status, self.kind = CODES.get(code, (400, INVALID))
         self.headers: list[tuple[bytes, bytes]] = []
         if code in RETRY_AFTER_S:
-            self.headers.append((b"retry-after", b"%d" % RETRY_AFTER_S[code]))
+            wait_s = RETRY_AFTER_S[code] if retry_after_s is None else max(1, ceil(retry_after_s))
+            self.headers.append((b"retry-after", b"%d" % wait_s))
         if code == "invalid_api_key":
             self.headers.append((b"www-authenticate", b"Bearer"))
 
@@ -96,7 +105,7 @@ def from_fault(fault: RequestFault, rename: dict[str, str] | None = None) -> Api
     if param is not None and rename:
         head = param.partition("[")[0]
         param = rename.get(head, head) + param[len(head) :]
-    return ApiError(fault.code, str(fault), param)
+    return ApiError(fault.code, str(fault), param, retry_after_s=fault.retry_after_s)
 
 
 def internal_error() -> ApiError:

@@ -9,6 +9,7 @@ from ridgeline.answer import Answer, ChoiceDelta
 from ridgeline.observe.latency import SequenceTimes
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.server.errors import ApiError, internal_error
+from ridgeline.server.wire import Cost
 
 BYTES_PER_LOGPROB = 100  # of JSON, about; for the cap on what a slow reader may make us hold
 
@@ -26,9 +27,12 @@ class Live:
         streams: bool,
         max_bytes: int,
         arrival: float,
+        wants_cost: bool = False,
     ) -> None:
         self.answers = tuple(answers)
         self.arrival = arrival
+        self.wants_cost = wants_cost
+        self.costs: dict[str, Cost] = {}  # of its engine requests, as of their latest output
         self.news = asyncio.Event()
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: ApiError | None = None

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 import ridgeline
 from ridgeline.observe.histogram import Histogram
 from ridgeline.server.service import Service
+from ridgeline.server.wire import Prices, StepCosts
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 PREFIX = "ridgeline_"
@@ -41,6 +42,7 @@ class ServiceCollector(Collector):
         yield from self._traffic()
         yield from self._latency()
         yield from self._engine()
+        yield from self._prices()
         yield from self._memory()
         yield from self._process()
 
@@ -103,6 +105,36 @@ class ServiceCollector(Collector):
         )
         yield _counter("engine_restarts", "Engine processes replaced.", engine.num_restarts)
 
+    def _prices(self) -> Iterator[Metric]:
+        """What steps took, against what they should have taken and against the device's limits."""
+        engine = self._service.engine
+        costs = engine.gauges.costs or StepCosts()
+        prices = None if engine.ready is None else engine.ready.prices
+        prices = prices or Prices("", "", 0.0, 0.0)
+        labels = {"device": prices.device, "origin": prices.origin}
+        yield _labelled("price_info", "What prices of steps rest on.", {(): 1.0}, (), labels)
+        yield _counter("step_measured_seconds", "Time that steps took.", costs.measured_s)
+        yield _counter("step_expected_seconds", "Time they should take.", costs.expected_s)
+        yield _counter("step_ideal_seconds", "Time on an ideal device.", costs.ideal_s)
+        yield _counter("host_gap_seconds", "The device waited for the host.", costs.host_s)
+        yield _counter("step_flops", "Operations of the model.", costs.flops)
+        yield _counter("step_bytes", "Bytes that it moved.", costs.bytes)
+        yield _counter("batch_rows", "Rows of all batches.", costs.num_rows)
+        yield _counter("graph_padded_rows", "Rows that pad a graph.", costs.num_padded_rows)
+        rates = (
+            ("bandwidth", costs.bytes, prices.bytes_per_s),
+            ("flops", costs.flops, prices.flops_per_s),
+        )
+        for name, amount, limit in rates:
+            best = limit * costs.measured_s
+            share = amount / best if best > 0 else 0.0
+            yield _gauge(f"limit_{name}_per_second", "What the devices could do.", limit)
+            yield _gauge(f"achieved_{name}_ratio", "Of it, while steps ran.", share)
+        yield from _regimes(costs)
+        yield _counter(
+            "engine_overdue_steps", "Steps far over their price.", engine.watchdog.num_overdue
+        )
+
     def _memory(self) -> Iterator[Metric]:
         ready = self._service.engine.ready
         lines = () if ready is None else ready.memory
@@ -137,6 +169,19 @@ def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Me
     for key, value in sorted(values.items()):
         family.add_metric([key], float(value))
     return family
+
+
+def _regimes(costs: StepCosts) -> Iterator[Metric]:
+    """Decodes, prompts and mixtures apart: what is measured over what is expected of each."""
+    for name, text, attribute in (
+        ("regime_steps", "Steps by kind.", "num_steps"),
+        ("regime_measured_seconds", "Time they took.", "measured_s"),
+        ("regime_expected_seconds", "Time they should take.", "expected_s"),
+    ):
+        family = CounterMetricFamily(PREFIX + name, text, labels=["regime"])
+        for regime in costs.regimes:
+            family.add_metric([regime.name], float(getattr(regime, attribute)))
+        yield family
 
 
 def _labelled(

@@ -3,6 +3,7 @@
 Source of the shapes: https://platform.openai.com/docs/api-reference. `stop_reason`,
 `prompt_logprobs`, `token_ids` and `prompt_token_ids` are additions that vLLM's clients know; ids
 come when `return_token_ids` asks for them, and always from a model that has no text to show.
+`usage.cost` is ours; it comes when `include_cost` asks for it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,22 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class UsageCost(msgspec.Struct, frozen=True):
+    """Measured seconds of the engine's devices, this request's share of each step it was in; the
+    operations and bytes are the cost model's. `money` is in whatever the operator's price is in."""
+
+    device_seconds: float
+    flops: int
+    bytes: int
+    money: float | UnsetType = UNSET
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    cost: UsageCost | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -129,12 +141,27 @@ class Reply(msgspec.Struct, frozen=True):
 _ENCODE = msgspec.json.Encoder().encode
 
 
-def usage_of(live: Live, *, drop_output: bool = False) -> Usage:
+def usage_of(
+    live: Live, *, drop_output: bool = False, price_per_hour: float | None = None
+) -> Usage:
     """Tokens read and delivered; those of `best_of` that lost were made, so they count."""
     prompt = sum(len(answer.prompt_token_ids) for answer in live.answers)
     output = 0 if drop_output else sum(answer.num_output_tokens for answer in live.answers)
     cached = sum(answer.num_cached_tokens for answer in live.answers)
-    return Usage(prompt, output, prompt + output, PromptDetails(cached))
+    cost = cost_of(live, price_per_hour) if live.wants_cost else UNSET
+    return Usage(prompt, output, prompt + output, PromptDetails(cached), cost)
+
+
+def cost_of(live: Live, price_per_hour: float | None) -> UsageCost | None:
+    """Of all its samples together; None from an engine that prices nothing."""
+    if not live.costs:
+        return None
+    costs = live.costs.values()
+    device_ns = sum(cost.device_ns for cost in costs)
+    money = UNSET if price_per_hour is None else price_per_hour * device_ns / 3.6e12
+    return UsageCost(
+        device_ns / 1e9, sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs), money
+    )
 
 
 class Renderer:
@@ -147,11 +174,13 @@ class Renderer:
         created: int,
         texts: TokenTexts,
         prompt_texts: Sequence[str],
+        price_per_hour: float | None = None,
     ) -> None:
         self._call = call
         self._id = reply_id
         self._created = created
         self._texts = texts
+        self._price_per_hour = price_per_hour
         self._prompt_texts = prompt_texts  # for echo; one per answer
         self._offsets: dict[int, int] = {}  # characters of each choice that were streamed so far
         self._show_ids = call.return_token_ids or not texts.has_text
@@ -165,7 +194,7 @@ class Renderer:
             first = number * answer.sampling.n
             parts += [self._part(number, answer, c, first + c.index) for c in answer.choices()]
         name = "chat.completion" if self._call.kind is Kind.CHAT else "text_completion"
-        usage = usage_of(live, drop_output=self._call.drop_output)
+        usage = self._usage(live)
         asked = live.answers[0].sampling.prompt_logprobs is not None
         chat = self._call.kind is Kind.CHAT
         shown = self._prompt_rows(live.answers[0]) if asked and chat else UNSET
@@ -260,11 +289,16 @@ class Renderer:
 
     def usage(self, live: Live) -> bytes:
         """The last event of a stream that asked for it."""
-        return self._event(None, usage_of(live, drop_output=self._call.drop_output))
+        return self._event(None, self._usage(live))
+
+    def _usage(self, live: Live) -> Usage:
+        return usage_of(
+            live, drop_output=self._call.drop_output, price_per_hour=self._price_per_hour
+        )
 
     def _running_usage(self, live: Live) -> Usage | None:
         options = self._call.stream
-        return usage_of(live) if options is not None and options.continuous_usage else None
+        return self._usage(live) if options is not None and options.continuous_usage else None
 
     def _completion_piece(self, delta: ChoiceDelta, usage: Usage | None) -> bytes:
         entries = delta.logprobs if self._call.top_logprobs is not None else ()

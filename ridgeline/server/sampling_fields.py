@@ -42,7 +42,15 @@ BEAM_NEUTRAL: dict[str, tuple[float, ...]] = {
     "repetition_penalty": (1,),
 }
 CALL_FIELDS = frozenset(
-    {"model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids"}
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "cache_salt",
+        "priority",
+        "return_token_ids",
+        "include_cost",
+    }
 )
 
 

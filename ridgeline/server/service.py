@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ridgeline.clock import Clock
 from ridgeline.errors import RequestFault
 from ridgeline.log import say
+from ridgeline.observe.evidence import Evidence
+from ridgeline.observe.explain import explain
 from ridgeline.server.admission import Admission, Ticket
 from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
 from ridgeline.server.calls import Call, Kind
@@ -75,7 +78,8 @@ class Service:
             now = self.clock.now()
             enforce(self.open, self.limits, now)
             stalled = self.engine.progress.stalled_s(now)
-            if stalled > self.limits.step_kill_s and self.engine.is_up:
+            self.engine.overdue(now)
+            if self.engine.should_kill(now):
                 say(logger, logging.CRITICAL, "the engine is stuck; killing it", stalled_s=stalled)
                 self.engine.dump_stacks()
                 await asyncio.sleep(PERIOD_S)
@@ -96,12 +100,20 @@ class Service:
     def check_ready(self) -> None:
         """Raises ApiError unless a request sent now would be served."""
         self.need_model()
-        if self.engine.progress.is_stuck(self.clock.now()):
+        if self.engine.is_stuck(self.clock.now()):
             raise ApiError("engine_unavailable", "the engine has made no progress for too long")
 
     def fail_all(self, code: str, message: str) -> None:
         for live in list(self.open):
             live.fail(ApiError(code, message))
+
+    async def explain(self) -> bytes:
+        """Where the time went, as the JSON of ridgeline.observe.explain.Report."""
+        self.need_model()
+        evidence = await self.engine.evidence()
+        if not evidence:
+            raise ApiError("not_found", "this engine does not price its steps")
+        return await self.run_in_thread(_report, evidence)
 
     # ------------------------------------------------------------------ one request
 
@@ -157,9 +169,10 @@ class Service:
             streams=call.stream is not None,
             max_bytes=self.limits.max_stream_bytes,
             arrival=arrival,
+            wants_cost=call.include_cost,
         )
         live.cut = _abort_of(scope)
-        renderer = _renderer(call, prepared, model, request_id)
+        renderer = _renderer(call, prepared, model, request_id, self.config.price_per_hour)
         self.open.add(live)
         try:
             await self._submit(live, call)
@@ -226,6 +239,11 @@ class Service:
         live.sending_since, live.last_sent = None, self.clock.now()
 
 
+def _report(evidence: bytes) -> bytes:
+    """In a worker thread: pricing the alternatives takes a while."""
+    return msgspec.json.encode(explain(Evidence.from_json(msgspec.json.decode(evidence))).to_json())
+
+
 def _understand(
     read: Callable[[Body, ServedModel], Call],
     body: Body,
@@ -239,10 +257,16 @@ def _understand(
     return call, prepare(call, model, request_id, key, now)
 
 
-def _renderer(call: Call, prepared: Prepared, model: ServedModel, request_id: str) -> Renderer:
+def _renderer(
+    call: Call,
+    prepared: Prepared,
+    model: ServedModel,
+    request_id: str,
+    price_per_hour: float | None,
+) -> Renderer:
     prefix = "chatcmpl-" if call.kind is Kind.CHAT else "cmpl-"
     reply_id = prefix + request_id.removeprefix("req-")
-    return Renderer(call, reply_id, epoch_s(), model.texts, prepared.prompt_texts)
+    return Renderer(call, reply_id, epoch_s(), model.texts, prepared.prompt_texts, price_per_hour)
 
 
 def _connection(scope: Scope) -> Any:

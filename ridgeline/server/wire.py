@@ -63,7 +63,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """Take in all of these or none; the answer is Admitted or Refused with the same ticket."""
+    """Take in all of these or none; the answer is Admitted or Refused with the same ticket.
+    `wants_cost`: tell what they cost, with each of their outputs."""
 
     ticket: int
     prompts: tuple[tuple[int, ...], ...]
@@ -71,6 +72,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     sequences: tuple[Row, ...]
     priority: int
     cache_salt: bytes
+    wants_cost: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -86,7 +88,13 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     log_level: str
 
 
-Command = Start | Add | Abort
+class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
+    """Tell all that is known of where time went; the answer is Explained with the same ticket."""
+
+    ticket: int
+
+
+Command = Start | Add | Abort | Explain
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
@@ -95,6 +103,16 @@ class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
     stage: str
     done: int
     total: int
+
+
+class Prices(msgspec.Struct, array_like=True, frozen=True):
+    """What the engine's devices could do at best, per second, and where expectations of its steps
+    come from (assumed, calibrated, ...)."""
+
+    device: str
+    origin: str
+    flops_per_s: float
+    bytes_per_s: float
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
@@ -113,6 +131,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     memory: tuple[tuple[str, int], ...]
     device_memory_total: int
     max_servable_tokens: int
+    prices: Prices | None = None
 
 
 class StartFailed(msgspec.Struct, tag="start_failed", array_like=True, frozen=True):
@@ -156,9 +175,33 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     message: str
     param: str | None
     code: str
+    retry_after_s: _NUMBER | None = None
 
 
-class Gauges(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class RegimeTime(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Steps of one kind, and the seconds they took and should have taken."""
+
+    name: str
+    num_steps: int
+    measured_s: float
+    expected_s: float
+
+
+class StepCosts(msgspec.Struct, array_like=True, frozen=True):
+    """Sums over all steps; all only rise. Seconds, operations, bytes and rows of batches."""
+
+    measured_s: float = 0.0
+    expected_s: float = 0.0
+    ideal_s: float = 0.0
+    host_s: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    num_rows: int = 0
+    num_padded_rows: int = 0
+    regimes: tuple[RegimeTime, ...] = ()
+
+
+class Gauges(msgspec.Struct, array_like=True, frozen=True):
     """How the engine stands after a step. Counts and bytes; the `num_` totals only rise."""
 
     num_steps: int = 0
@@ -172,6 +215,17 @@ class Gauges(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_prefix_hit_tokens: int = 0
     busy_s: float = 0.0
     device_memory_used: int = 0
+    costs: StepCosts | None = None
+
+
+class Cost(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What one request has cost so far: its share of each step's measured time, and of the
+    operations and bytes of the model."""
+
+    request_id: str
+    device_ns: int
+    flops: int
+    bytes: int
 
 
 class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -181,6 +235,14 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
     started: tuple[str, ...]
     outputs: tuple[Output, ...]
     gauges: Gauges
+    costs: tuple[Cost, ...] = ()
+
+
+class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
+    """`evidence` is JSON, see ridgeline.observe.evidence; empty when nothing was priced."""
+
+    ticket: int
+    evidence: bytes
 
 
 class Faulted(msgspec.Struct, tag="faulted", array_like=True, frozen=True):
@@ -189,7 +251,7 @@ class Faulted(msgspec.Struct, tag="faulted", array_like=True, frozen=True):
     message: str
 
 
-Event = Loading | Ready | StartFailed | Step | Faulted
+Event = Loading | Ready | StartFailed | Step | Explained | Faulted
 
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMANDS = msgspec.msgpack.Decoder(Command)
@@ -239,7 +301,7 @@ def unpack_sampling(sampling: Sampling) -> SamplingParams:
     return SamplingParams(**msgspec.structs.asdict(sampling))
 
 
-def pack_add(ticket: int, requests: Sequence[Request]) -> Add:
+def pack_add(ticket: int, requests: Sequence[Request], *, wants_cost: bool = False) -> Add:
     """One message for all requests of a client's call; they share priority and salt."""
     prompts: dict[tuple[int, ...], int] = {}
     samplings: list[Sampling] = []
@@ -250,7 +312,13 @@ def pack_add(ticket: int, requests: Sequence[Request]) -> Add:
         rows.append(Row(request.request_id, prompt, len(samplings) - 1, request.fork_of))
     first = requests[0]
     return Add(
-        ticket, tuple(prompts), tuple(samplings), tuple(rows), first.priority, first.cache_salt
+        ticket,
+        tuple(prompts),
+        tuple(samplings),
+        tuple(rows),
+        first.priority,
+        first.cache_salt,
+        wants_cost,
     )
 
 

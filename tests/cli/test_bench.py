@@ -29,7 +29,12 @@ def bench(cli: Cli, folder: Path, *argv: object) -> dict[str, Any]:
 def test_decode_prefill_and_split(bare: Path, cli: Cli) -> None:
     found = bench(cli, bare, "--batch", "1,3", *SHORT)
     results = found["results"]
-    assert list(results) == ["decode", "prefill", "split"]
+    assert list(results) == ["decode", "prefill", "split", "cost"]
+    for cost, what in zip(results["cost"], ("decode", "prefill", "split"), strict=True):
+        assert cost["what"] == what
+        assert 0 < cost["ideal_s"] < cost["expected_s"]
+        assert cost["expected_ratio"] == pytest.approx(cost["measured_s"] / cost["expected_s"])
+        assert cost["padded_share"] == 0
     assert [row["batch"] for row in results["decode"]] == [1, 3]
     for row in results["decode"]:
         assert row["note"] == ""
@@ -96,8 +101,9 @@ def test_everything_as_tables_and_as_a_file(bare: Path, cli: Cli, tmp_path: Path
     assert "of read bandwidth" in out
     assert "ran at once" in out
     assert "fewer steps" in out
+    assert "achieved against the limit" in out
     assert set(json.loads(file.read_text())["results"]) == {
-        *("decode", "prefill", "mixed", "caching", "batching")
+        *("decode", "prefill", "mixed", "caching", "batching", "cost")
     }
 
 

@@ -33,10 +33,12 @@ def test_the_reference_text_through_the_shell(shared: Path) -> None:
     assert done.stdout.strip() == wanted
     assert done.stdout.endswith("\n")
     lines = done.stderr.splitlines()
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert lines[0].startswith("stories260K: llama, 260 K parameters, float32 on cpu")
     assert "first token after" in lines[1]
     assert "200 tokens" in lines[1]
+    assert "of the bandwidth" in lines[2]
+    assert "of the expected time (" in lines[2]
 
 
 def test_streamed_and_batched_text_are_the_same(plain: Path, cli: Cli) -> None:

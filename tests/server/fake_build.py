@@ -21,14 +21,20 @@ from pathlib import Path
 
 from ridgeline.clock import WallClock
 from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.cost.pricer import Pricer
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.generation import GenerationDefaults
+from ridgeline.observe.event_log import LogFile, Recorder, header_of
+from ridgeline.observe.evidence import Observatory, observatory
+from ridgeline.observe.meter import Meter
+from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import SamplingParams, TokenLogprobs
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import NewRequest, ScheduledRequest, StepPlan, StepResult
+from tests.observe.priced import CONFIG, small_setup
 
 VOCAB_SIZE = 264
 END = 257
@@ -165,6 +171,7 @@ class FakeDevice:
 class MemoryLine:
     what: str
     predicted: int
+    measured: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,7 @@ class FakeBuilt:
     engine: Engine
     resolved: ResolvedConfig
     generation: GenerationDefaults
+    watch: Observatory | None = None
     spec: FakeSpec = FakeSpec()
     device: FakeDevice = FakeDevice()
     memory: tuple[MemoryLine, ...] = (MemoryLine("KV cache", 1 << 20),)
@@ -217,4 +225,23 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> Fa
     scheduler = Scheduler(blocks, FCFS(), resolved.max_num_batched_tokens, resolved.max_num_seqs)
     executor = FakeExecutor(resolved.num_blocks, resolved.block_size)
     engine = Engine(scheduler, executor, WallClock(), resolved.max_in_flight)
-    return FakeBuilt(engine, resolved, GenerationDefaults(temperature=0.0))
+    watch = None if config.weight_format == "unpriced" else _watch(engine, config)
+    return FakeBuilt(engine, resolved, GenerationDefaults(temperature=0.0), watch)
+
+
+def _watch(engine: Engine, config: EngineConfig) -> Observatory:
+    """The fake device is priced as a small model on a large one."""
+    setup = small_setup()
+    header = header_of(
+        engine.scheduler,
+        policy="fcfs",
+        max_in_flight=config.max_in_flight,
+        computes_in_submit=True,
+        model="fake",
+        setup=setup_record(setup, CONFIG),
+    )
+    if config.event_log is not None:
+        engine.journals.append(Recorder(LogFile(config.event_log).write, header, b"key"))
+    watch = observatory(header, Meter(Pricer(setup)))
+    engine.journals += watch.journals
+    return watch

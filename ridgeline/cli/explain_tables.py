@@ -1,0 +1,134 @@
+"""How does a person read an explanation? Tables of seconds, shares and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from ridgeline.cli.session import paper
+
+PARTS = {
+    "queue": "queue",
+    "own_prefill": "own prompt",
+    "others_prefill": "others' prompts",
+    "decode": "decode",
+    "preemption": "preemption",
+    "host": "host",
+}
+FLOORS = {"own_prefill": "prefill_s", "decode": "decode_s"}
+
+
+def show(report: Mapping[str, Any], most: int) -> None:
+    """Print the report of `ridgeline.observe.explain`, as JSON has it, to standard output."""
+    out, server = paper(), report["server"]
+    out.print(
+        f"{report['model']} on {server['device']}: {server['num_steps']} steps, "
+        f"{server['num_finished']} requests ended; expectations are {server['origin']}"
+    )
+    if report["requests"]:
+        out.print(whole_table(report))
+        out.print(request_table(report["requests"], most))
+    out.print(gap_table(server))
+    out.print(f"what binds: {server['binds']}")
+    if report["changes"]:
+        out.print(change_table(report["changes"]))
+    best = report["next_change"]
+    if best is None:
+        out.print("next best change: none that this version serves gains one percent")
+    else:
+        gain = f"{best['gain']:.2f}x {best['of']} expected"
+        out.print(f"next best change: {best['name']} ({best['how']}), {gain}")
+
+
+def seconds(value: float) -> str:
+    """A time with a fitting unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return "0" if value == 0 else f"{value / 1e-6:.2g} us"
+
+
+def percent(value: float) -> str:
+    return f"{value * 100:.1f} %"
+
+
+def whole_table(report: Mapping[str, Any]) -> Table:
+    """All requests together: each part, its share and, where there is one, its floor."""
+    parts, floor, count = report["whole"], report["floor"], len(report["requests"])
+    total = sum(parts.values())
+    table = Table(
+        *("part", "all requests", "share", "per request", "floor alone", "over the floor"),
+        title=f"where the time of {count} requests went",
+    )
+    for name, text in PARTS.items():
+        least = floor[FLOORS[name]] if name in FLOORS else None
+        table.add_row(
+            text,
+            seconds(parts[name]),
+            percent(parts[name] / total if total else 0.0),
+            seconds(parts[name] / count),
+            "" if least is None else seconds(least),
+            f"{parts[name] / least:.2f}x" if least else "",
+        )
+    table.add_row("latency", seconds(total), percent(1.0), seconds(total / count), "", "")
+    return table
+
+
+def request_table(requests: list[Mapping[str, Any]], most: int) -> Table:
+    """The slowest requests, a row each."""
+    rows = sorted(requests, key=lambda request: -request["latency_s"])[:most]
+    table = Table(
+        *("request", "tokens", "latency", "TTFT", *PARTS.values(), "floor"),
+        title=f"the slowest {len(rows)} of {len(requests)}",
+    )
+    for row in rows:
+        floor = row["floor"]["prefill_s"] + row["floor"]["decode_s"]
+        table.add_row(
+            row["request_id"] + ("" if row["end"] else " (running)"),
+            f"{row['num_prompt_tokens']}+{row['num_output_tokens']}",
+            seconds(row["latency_s"]),
+            "" if row["ttft_s"] is None else seconds(row["ttft_s"]),
+            *(seconds(row["parts"][name]) for name in PARTS),
+            seconds(floor),
+        )
+    return table
+
+
+def gap_table(server: Mapping[str, Any]) -> Table:
+    """From what an ideal device needs to what was measured."""
+    gap = server["gap"]
+    total = server["measured_s"] + gap["host_s"]
+    table = Table("the time of all steps", "seconds", "share", "what it is", title="the gap")
+    achieved = (
+        f"{server['bytes_per_s'] / 1e9:.3g} GB/s, {percent(server['share_of_bandwidth'])} of the "
+        f"bandwidth; {server['flops_per_s'] / 1e12:.3g} TFLOP/s, "
+        f"{percent(server['share_of_peak'])} of the peak"
+    )
+    for name, what in (
+        ("ideal_s", "the data sheet's limits; achieved: " + achieved),
+        ("kernels_s", "what real kernels are expected to add"),
+        ("unexplained_s", "measured beyond what is expected"),
+        ("host_s", "the device waited for the host"),
+    ):
+        share = gap[name] / total if total else 0.0
+        table.add_row(name.removesuffix("_s"), seconds(gap[name]), percent(share), what)
+    for name, regime in server["regimes"].items():
+        if regime["num_steps"]:
+            ratio = regime["measured_s"] / regime["expected_s"] if regime["expected_s"] else 0.0
+            text = f"{regime['num_steps']} steps, measured {ratio:.2f}x of expected"
+            share = regime["measured_s"] / total if total else 0.0
+            table.add_row(f"{name} steps", seconds(regime["measured_s"]), percent(share), text)
+    return table
+
+
+def change_table(changes: list[Mapping[str, Any]]) -> Table:
+    table = Table(
+        *("change", "gain", "how", "because"), title="what would help, priced on recent steps"
+    )
+    for change in changes:
+        how = change["how"] if change["served_today"] else "not served by this version"
+        gain = f"{change['gain']:.2f}x {change['of']}"
+        table.add_row(change["name"], gain, how, change["because"])
+    return table

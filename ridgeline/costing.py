@@ -1,0 +1,174 @@
+"""What do steps cost on the device of this engine? From a calibration where there is one, else from
+the data sheet with assumed efficiencies; the prices say which."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ridgeline import registry
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.cost.constants import Calibration, default_calibration
+from ridgeline.cost.hardware import Device, catalogue
+from ridgeline.cost.precision import Precision
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.devices import Device as OpenDevice
+from ridgeline.errors import ConfigError
+from ridgeline.log import say
+from ridgeline.observe.event_log import EngineHeader, header_of
+from ridgeline.observe.setup_record import setup_record
+from ridgeline.scheduler.scheduler import Scheduler
+
+# Of hardware that nobody has measured and no data sheet is known for; said to be assumed.
+CORE_FLOPS = 40e9  # float32 of one CPU core with wide vectors
+CPU_BANDWIDTH = 20e9
+GPU_FLOPS, GPU_BANDWIDTH = 100e12, 1e12
+
+PRODUCT = re.compile(r"[a-z]\d|\d{4}")  # h100, l4, mi300x, 4090; not a memory size
+HBM_OF_SXM = {"hbm3", "hbm3e"}  # drivers call an SXM part by its memory
+OTHER_PRODUCTS = {"nvl", "laptop", "mobile", "max", "super", "ti"}  # same number, other part
+
+# Where calibrations are kept: a front like others, so it is named here and not imported.
+RECORDS = {
+    "read": "ridgeline.measure.records:read_record",
+    "find": "ridgeline.measure.records:find_record",
+    "key": "ridgeline.measure.machine:device_key",
+    "name": "ridgeline.benchmark.environment:device_name",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def engine_pricer(
+    config: EngineConfig, resolved: ResolvedConfig, spec: ModelSpec, device: OpenDevice
+) -> Pricer:
+    """Prices of this engine's steps. Raises ConfigError for an unreadable --calibration file."""
+    known = kept_record(config.calibration, resolved, device)
+    if known is None:
+        figures = device_figures(resolved, device)
+        constants = default_calibration(figures)
+    else:
+        figures, constants = known.device, known.calibration
+    overlapped = resolved.max_in_flight > 1 and not computes_in_submit(resolved)
+    host = replace(constants.host, captured_tokens=0, overlapped=overlapped)  # no graphs yet
+    precision = Precision(resolved.dtype, resolved.weight_format, resolved.kv_cache_dtype)
+    return Pricer(
+        Setup(spec, figures, precision=precision, calibration=replace(constants, host=host))
+    )
+
+
+def computes_in_submit(resolved: ResolvedConfig) -> bool:
+    """A CPU is done with a step when it has taken it."""
+    return resolved.device == "cpu"
+
+
+def engine_header(
+    resolved: ResolvedConfig,
+    scheduler: Scheduler,
+    pricer: Pricer,
+    model_config: Mapping[str, Any],
+) -> EngineHeader:
+    """What the event log, and whoever explains a run, must know of this engine."""
+    return header_of(
+        scheduler,
+        policy=resolved.policy,
+        max_in_flight=resolved.max_in_flight,
+        computes_in_submit=computes_in_submit(resolved),
+        model=resolved.model_name,
+        setup=setup_record(pricer.setup, model_config),
+        ttft_slo_s=resolved.ttft_slo_ms and resolved.ttft_slo_ms / 1e3,
+        tpot_slo_s=resolved.tpot_slo_ms and resolved.tpot_slo_ms / 1e3,
+    )
+
+
+# ---------------------------------------------------------------------- calibration
+
+
+class Record(Protocol):
+    """A calibration, and the device's figures that its shares refer to."""
+
+    @property
+    def device(self) -> Device: ...
+    @property
+    def calibration(self) -> Calibration: ...
+
+
+def kept_record(asked: str | None, resolved: ResolvedConfig, device: OpenDevice) -> Record | None:
+    """That of the file asked for (ConfigError when it holds none), else the one kept for this
+    device; a kept one that cannot be read is passed over, and said so."""
+    if asked is not None:
+        read: Callable[[Path], Record] = registry.load(RECORDS, "read", "record")
+        return read(Path(asked))
+    find: Callable[[str], Record | None] = registry.load(RECORDS, "find", "record")
+    key: Callable[[OpenDevice, str, int], str] = registry.load(RECORDS, "key", "record")
+    try:
+        return find(key(device, hardware_name(device), resolved.threads))
+    except ConfigError as problem:
+        say(logger, logging.WARNING, "a calibration is not used", reason=problem)
+        return None
+
+
+def hardware_name(device: OpenDevice) -> str:
+    name: Callable[[object], str] = registry.load(RECORDS, "name", "record")
+    return name(device.torch_device)
+
+
+# ---------------------------------------------------------------------- data sheets
+
+
+def device_figures(resolved: ResolvedConfig, device: OpenDevice) -> Device:
+    """The catalogue's device of this description, with the memory it really has; else a guess."""
+    name, memory = hardware_name(device), device.memory_total()
+    found = None if resolved.device == "cpu" else match(name, catalogue().values())
+    if found is not None:
+        return replace(found, memory_bytes=memory)
+    return unknown_device(name, resolved, memory)
+
+
+def match(description: str, devices: Iterable[Device]) -> Device | None:
+    """The GPU of `devices` that a driver's description means: every product word of its name (such
+    as h100 or 4090) is said, and more of its other words than of any other's."""
+    said = set(re.findall(r"[a-z0-9]+", description.lower()))
+    said |= {re.sub(r"\d+$", "", word) for word in said}  # sxm4 is an sxm
+    said |= {re.sub(r"gb$", "", word) for word in said}  # 80gb is 80
+    said |= {"sxm"} if said & HBM_OF_SXM and "pcie" not in said else set()
+    found = [
+        (len(words & said), -len(words - said), device)
+        for device in devices
+        if device.kind == "gpu"
+        and (words := set(device.name.lower().split("-")))
+        and (products := {word for word in words if PRODUCT.search(word)})
+        and products <= said
+        and not said & (OTHER_PRODUCTS - words)
+    ]
+    return max(found, key=lambda row: row[:2])[2] if found else None
+
+
+def unknown_device(description: str, resolved: ResolvedConfig, memory_bytes: int) -> Device:
+    """Round figures, so that what is far from them can be seen at least."""
+    is_cpu = resolved.device == "cpu"
+    flops = CORE_FLOPS * resolved.threads if is_cpu else GPU_FLOPS
+    return Device(
+        name="cpu" if is_cpu else "gpu",
+        label=f"{description} (assumed figures)",
+        kind="cpu" if is_cpu else "gpu",
+        peak_flops=MappingProxyType({"fp32": flops, "bf16": flops}),
+        memory_bytes=memory_bytes,
+        bandwidth=CPU_BANDWIDTH if is_cpu else GPU_BANDWIDTH,
+        l2_bytes=0,
+        link=None,
+        host_link_bytes_per_s=CPU_BANDWIDTH,
+        network_bytes_per_s=0.0,
+        watts=0.0,
+        all_in_kw=None,
+        prices=(),
+        sources=MappingProxyType({"all": "assumed; calibrate to know"}),
+        vendor="unknown",
+    )

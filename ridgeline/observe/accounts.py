@@ -1,0 +1,289 @@
+"""Where did each request's time go? Every moment between its arrival and its end is put to one of
+six accounts, so that they sum to its latency."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ridgeline.errors import RequestFault
+from ridgeline.observe.pricing import PricedStep, Pricing
+from ridgeline.request import Request, RequestOutput
+from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.step import ScheduledRequest, StepPlan, StepResult
+
+MAX_FINISHED = 256  # that are kept, the latest
+
+
+@dataclass(slots=True)
+class Parts:
+    """Seconds. A step that a request is in goes to `others_prefill` as far as prompts of others
+    made it dearer, by price; what is left goes to its own work. `queue` is before its first step,
+    and any later step that had no place for it. `preemption` is from the loss of its blocks until
+    everything lost is computed again. `host` is between two steps."""
+
+    queue: float = 0.0
+    own_prefill: float = 0.0
+    others_prefill: float = 0.0
+    decode: float = 0.0
+    preemption: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return (
+            self.queue
+            + self.own_prefill
+            + self.others_prefill
+            + self.decode
+            + self.preemption
+            + self.host
+        )
+
+    def add(self, other: Parts) -> None:
+        for name in PARTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+PARTS = tuple(row.name for row in fields(Parts))
+
+
+@dataclass(slots=True)
+class Account:
+    """One request. Times are of the engine's clock; `until`: how far its time is accounted for."""
+
+    request_id: str
+    arrival: float
+    num_prompt_tokens: int
+    parts: Parts
+    until: float
+    first_token: float | None = None
+    ended: float | None = None
+    end: str = ""  # stop, length, abort or error
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_done: int = 0  # tokens computed so far, whether or not they were lost since
+    has_started: bool = False
+    is_preempted: bool = False
+
+    @property
+    def latency(self) -> float:
+        """Seconds from arrival to where its accounts end."""
+        return self.until - self.arrival
+
+
+class Accounts:
+    """Keeps the accounts of all live requests and of the latest that ended; one of the engine's
+    journals, behind the `pricing` that it follows."""
+
+    def __init__(self, pricing: Pricing, max_finished: int | None = MAX_FINISHED) -> None:
+        self.live: dict[str, Account] = {}
+        self.finished: deque[Account] = deque(maxlen=max_finished)
+        self.num_finished = 0
+        self._steady: _Steady | None = None
+        self._pricing = pricing
+        pricing.followers.append(self)
+
+    # ------------------------------------------------------------------ as a journal
+
+    def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
+        if fault is None:
+            arrival = min(request.arrival_time, now)
+            num_prompt = len(request.prompt_token_ids)
+            self.live[request.request_id] = Account(
+                request.request_id, arrival, num_prompt, Parts(), arrival
+            )
+
+    def on_abort(self, request_id: str, now: float) -> None:
+        self._end(request_id, "abort", now)
+
+    def on_plan(self, plan: StepPlan, now: float) -> None:
+        """A plan costs nothing until it runs."""
+
+    def on_submitted(self, plan: StepPlan, now: float) -> None:
+        """The pricing says when it has run."""
+
+    def on_collect(
+        self,
+        plan: StepPlan,
+        result: StepResult | None,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        now: float,
+    ) -> None:
+        for output in outputs:
+            account = self.live.get(output.request_id)
+            if account is None:
+                continue
+            account.num_output_tokens += len(output.new_token_ids)
+            if account.first_token is None and output.new_token_ids:
+                account.first_token = now
+            if output.finish_reason is not None:
+                self._end(output.request_id, output.finish_reason.value, now)
+
+    def _end(self, request_id: str, reason: str, now: float) -> None:
+        self.settle_steady()
+        account = self.live.pop(request_id, None)
+        if account is None:
+            return
+        self.settle(account, now)
+        account.ended, account.end = now, reason
+        self.finished.append(account)
+        self.num_finished += 1
+
+    # ------------------------------------------------------------------ time
+
+    def on_priced(self, step: PricedStep) -> None:
+        steady = self._steady
+        if steady is not None and steady.takes(step):
+            return
+        self.settle_steady()
+        self._put_step(step)
+        if not step.prompts:
+            self._steady = _Steady.of(step, self.live)
+
+    def settle_steady(self) -> None:
+        """Write down what a run of equal steps has added up."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
+
+    def _put_step(self, step: PricedStep) -> None:
+        live = self.live
+        for row in step.plan.preempted:
+            account = live.get(_request_of(row))
+            if account is not None and not account.is_preempted:
+                _catch_up(account, step.began, step.previous_ended)
+                account.is_preempted = True
+                account.num_preemptions += 1
+        works = {e.request_id: _work(e) for e in step.prompts}
+        share, all_work = step.prompt_share, sum(works.values())
+        for entry in step.plan.scheduled:
+            name = entry.request_id
+            account = live.get(name) or live.get(_request_of(name))
+            if account is None or account.until >= step.ended:
+                continue  # it is over, or another beam of it was in the same step
+            _catch_up(account, step.began, step.previous_ended)
+            others = share
+            if name in works:
+                others = share * (all_work - works[name]) / all_work
+            _put(account, entry, step.ended, others)
+
+    def settle(self, account: Account, now: float) -> None:
+        """Account for the time since its last step; a step that is running counts as far as it
+        has got."""
+        running, last = self._pricing.running, self._pricing.last_ended
+        if running is not None and running.began < now:
+            _catch_up(account, running.began, last)
+            for entry in running.plan.scheduled:
+                if _request_of(entry.request_id) == account.request_id:
+                    _put(account, entry, now, 0.0)
+                    return
+            last = now
+        _catch_up(account, now, last)
+
+
+@dataclass(slots=True)
+class _Steady:
+    """Steps in which the same requests, all of them, decode one token each: what is the same for
+    all is added up once for each step, and not once for each request and step."""
+
+    names: list[str]
+    accounts: list[Account]
+    until: float
+    decode_s: float = 0.0
+    host_s: float = 0.0
+    num_steps: int = 0
+
+    @classmethod
+    def of(cls, step: PricedStep, live: Mapping[str, Account]) -> _Steady | None:
+        """Ready for more steps like this one; None if one of its rows is in any way special."""
+        accounts = []
+        for entry in step.plan.scheduled:
+            account = live.get(entry.request_id)
+            if account is None or account.until != step.ended or entry.num_draft:
+                return None
+            end = entry.start + 1
+            if account.num_done != end or end < account.num_prompt_tokens:
+                return None
+            accounts.append(account)
+        return cls([entry.request_id for entry in step.plan.scheduled], accounts, step.ended)
+
+    def takes(self, step: PricedStep) -> bool:
+        """Add this step, if it is one more of the same kind."""
+        rows = step.plan.scheduled
+        if step.prompts or step.plan.preempted or len(rows) != len(self.names):
+            return False
+        if sum([new for new, _ in step.shape]) != len(rows):
+            return False
+        if [entry.request_id for entry in rows] != self.names:
+            return False
+        self.host_s += step.began - self.until
+        self.decode_s += step.ended - step.began
+        self.until = step.ended
+        self.num_steps += 1
+        return True
+
+    def settle(self) -> None:
+        if not self.num_steps:
+            return
+        for account in self.accounts:
+            account.parts.decode += self.decode_s
+            account.parts.host += self.host_s
+            account.until = self.until
+            account.num_done += self.num_steps
+
+
+def _request_of(row: str) -> str:
+    return row.partition(ROW_MARK)[0]
+
+
+def _work(entry: ScheduledRequest) -> float:
+    """Of prompts in one step, as one is to the other: the pairs of tokens that attention sees are
+    few beside what the weights cost, so tokens decide."""
+    return float(entry.num_tokens)
+
+
+def _catch_up(account: Account, now: float, last_ended: float) -> None:
+    """Account for time in which it was not computed; the device was idle since `last_ended`."""
+    if now <= account.until:
+        return
+    parts = account.parts
+    if account.is_preempted:
+        parts.preemption += now - account.until
+    elif not account.has_started:
+        parts.queue += now - account.until
+    else:
+        left_out = min(max(account.until, last_ended), now)
+        parts.queue += left_out - account.until
+        parts.host += now - left_out
+    account.until = now
+
+
+def _put(account: Account, entry: ScheduledRequest, ended: float, others_share: float) -> None:
+    """Account for a step that it is in, up to `ended`."""
+    parts, own = account.parts, ended - account.until
+    account.until = ended
+    if not account.has_started:
+        account.has_started, account.num_cached_tokens = True, entry.start
+    account.is_preempted = False
+    others = own * others_share
+    own -= others
+    parts.others_prefill += others
+    if account.num_preemptions and entry.start < account.num_done:
+        lost = min(account.num_done - entry.start, entry.num_tokens) / entry.num_tokens * own
+        parts.preemption += lost
+        own -= lost
+    if entry.start < account.num_prompt_tokens:
+        parts.own_prefill += own
+    else:
+        parts.decode += own
+    account.num_done = max(account.num_done, entry.start + entry.num_tokens - entry.num_draft)
+
+
+def read_accounts(rows: Sequence[Mapping[str, Any]]) -> tuple[Account, ...]:
+    """The inverse of `asdict` of each."""
+    return tuple(Account(**(row | {"parts": Parts(**row["parts"])})) for row in map(dict, rows))

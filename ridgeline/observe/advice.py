@@ -1,0 +1,179 @@
+"""Which change would help most? Each is priced on the steps that were really run.
+
+A step's new time is its measured time, scaled by what the cost model expects of it after and
+before the change, so that what the model does not know stays in. A gain is of tokens per second of
+the devices' time, host included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.speculation import IndependentAcceptance, Lookup, Speculation
+from ridgeline.observe.accounts import Parts
+from ridgeline.observe.evidence import Evidence, RecentStep
+from ridgeline.observe.meter import Meter
+from ridgeline.step import StepShape
+
+LEAST_GAIN = 1.01  # smaller ones are noise
+ASSUMED_ACCEPTANCE = 0.6  # of each guess copied from earlier text, until it has been measured
+CAPTURED_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`gain`: tokens per second after over before, or latency before over after, as `of` says.
+    `how` is what to ask for. A change that is not `served_today` is priced only: this version
+    cannot run it."""
+
+    name: str
+    gain: float
+    how: str
+    because: str
+    served_today: bool = True
+    of: str = "tokens/s"
+
+
+def changes(evidence: Evidence, meter: Meter, whole: Parts) -> tuple[Change, ...]:
+    """Those that gain at least one percent, the best first."""
+    if not evidence.recent or evidence.totals.measured_s <= 0:
+        return ()
+    advisor = _Advisor(evidence, meter.pricer, whole)
+    found = [change for change in advisor.all() if change.gain >= LEAST_GAIN]
+    return tuple(sorted(found, key=lambda change: -change.gain))
+
+
+class _Advisor:
+    def __init__(self, evidence: Evidence, pricer: Pricer, whole: Parts) -> None:
+        self.evidence = evidence
+        self.header = evidence.header
+        self.pricer = pricer
+        self.setup = pricer.setup
+        self.whole = whole
+        self.before = [_seconds(pricer, step) for step in evidence.recent]
+        self.decodes = [s for s in evidence.recent if all(new == 1 for new, _ in s.shape)]
+
+    def all(self) -> Iterator[Change]:
+        yield from self._formats()
+        yield from self._host()
+        yield from self._graphs()
+        yield from self._batch()
+        yield from self._cache_size()
+        yield from self._prefix_cache()
+        yield from self._speculation()
+
+    # ------------------------------------------------------------------ other prices per step
+
+    def _gain(self, setup: Setup) -> float:
+        """Of running the recent steps with another setup."""
+        pricer, old, new = Pricer(setup), 0.0, 0.0
+        for step, before in zip(self.evidence.recent, self.before, strict=True):
+            old += step.seconds + step.host_s
+            new += step.seconds * _seconds(pricer, step) / before + step.host_s
+        return old / new if new > 0 else 1.0
+
+    def _formats(self) -> Iterator[Change]:
+        precision = self.setup.precision
+        options = []
+        if precision.dtype == "float32":
+            options.append(("16-bit weights and cache", "--dtype bfloat16", {"dtype": "bfloat16"}))
+        if precision.weights == "plain":
+            options += [
+                (f"{name} weights", f"--weight-format {name}", {"weights": name})
+                for name in ("int8", "fp8", "int4")
+            ]
+        if precision.kv == "auto":
+            options.append(("fp8 KV cache", "--kv-cache-dtype fp8", {"kv": "fp8"}))
+        for name, how, values in options:
+            changed = replace(precision, **values)
+            because = "fewer bytes for each step to read"
+            gain = self._gain(replace(self.setup, precision=changed))
+            yield Change(name, gain, how, because, changed.served_today)
+
+    def _graphs(self) -> Iterator[Change]:
+        """One launch for a whole step, where launches are dearer than kernels."""
+        constants = self.setup.constants
+        if constants.host.captured_tokens or not constants.host.per_launch_s:
+            return
+        host = replace(constants.host, captured_tokens=CAPTURED_TOKENS)
+        setup = replace(self.setup, calibration=replace(constants, host=host))
+        because = "a step would be one launch instead of one per operator"
+        yield Change("captured graphs", self._gain(setup), "", because, served_today=False)
+
+    # ------------------------------------------------------------------ the host
+
+    def _host(self) -> Iterator[Change]:
+        totals = self.evidence.totals
+        if self.header.max_in_flight > 1 or self.header.computes_in_submit:
+            return
+        gain = (totals.measured_s + totals.host_s) / totals.measured_s
+        because = "the next step is planned while one runs"
+        yield Change("overlap with the host", gain, "--max-in-flight 2", because)
+
+    # ------------------------------------------------------------------ more of the same
+
+    def _batch(self) -> Iterator[Change]:
+        """Twice the requests at once, where requests wait for a place in the batch."""
+        rows = max((len(step.shape) for step in self.decodes), default=0)
+        limit = self.header.max_num_seqs
+        if rows < limit or self.whole.queue < 0.05 * self.whole.total:
+            return
+        gains = []
+        for step in self.decodes:
+            once, twice = self._ratio(step, step.shape), self._ratio(step, step.shape * 2)
+            gains.append(2 * (once + step.host_s) / (twice + step.host_s))
+        because = f"requests wait while all {limit} places are taken, and a larger step costs less "
+        yield Change(
+            "a larger batch", median(gains), f"--max-num-seqs {2 * limit}", because + "per token"
+        )
+
+    def _ratio(self, step: RecentStep, shape: StepShape) -> float:
+        """Seconds of the step if it had this shape."""
+        before = self.pricer.seconds(step.shape)
+        return step.seconds * self.pricer.seconds(shape) / before
+
+    def _cache_size(self) -> Iterator[Change]:
+        """Room for all that run, where requests lose their blocks to each other."""
+        lost, total = self.whole.preemption, self.whole.total
+        if lost <= 0:
+            return
+        because = f"{lost / total:.0%} of the requests' time went to blocks that they lost"
+        gain = total / (total - lost)
+        yield Change("a larger KV cache", gain, "--num-blocks", because, of="latency")
+
+    def _prefix_cache(self) -> Iterator[Change]:
+        reuse = self.evidence.prompt_reuse
+        if self.header.prefix_caching or not reuse:
+            return
+        totals = self.evidence.totals
+        regimes = totals.regimes
+        prompts = regimes["prefill"].measured_s + regimes["mixed"].measured_s
+        old = totals.measured_s + totals.host_s
+        gain = old / (old - reuse * prompts)
+        because = f"{reuse:.0%} of the prompt tokens had been seen before"
+        yield Change("prefix cache", gain, "leave out --no-prefix-caching", because)
+
+    def _speculation(self) -> Iterator[Change]:
+        """Guesses copied from earlier text; they cost no device time of their own."""
+        if self.header.num_drafts or not self.decodes:
+            return
+        batch = round(median(len(step.shape) for step in self.decodes))
+        context = round(median(before for step in self.decodes for _, before in step.shape))
+        speculation = Speculation(self.pricer, Lookup(), IndependentAcceptance(ASSUMED_ACCEPTANCE))
+        best = speculation.best(batch, context)
+        old = sum(step.seconds + step.host_s for step in self.evidence.recent)
+        decoding = sum(step.seconds for step in self.decodes)
+        gain = old / (old - decoding * (1 - 1 / best.speedup))
+        because = (
+            f"{best.num_drafts} guesses a step at batch {batch}, if each is right with probability "
+            f"{ASSUMED_ACCEPTANCE:g} (assumed)"
+        )
+        yield Change("speculation", gain, "", because, served_today=False)
+
+
+def _seconds(pricer: Pricer, step: RecentStep) -> float:
+    return pricer.seconds_of(pricer.totals(step.shape), step.num_logits)

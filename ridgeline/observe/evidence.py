@@ -1,0 +1,158 @@
+"""What is there to explain a run with? Gathered in a living engine, or from its event log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ridgeline.cost.pricer import Pricer
+from ridgeline.observe.accounts import Account, Accounts, Parts
+from ridgeline.observe.event_log import Added, EngineHeader, EventLog
+from ridgeline.observe.meter import Meter
+from ridgeline.observe.pricing import PricedStep, Pricing, Regime, Totals
+from ridgeline.observe.receipts import Receipts
+from ridgeline.observe.setup_record import read_setup
+from ridgeline.step import StepShape
+
+NUM_RECENT = 64  # steps that are kept whole
+
+
+@dataclass(frozen=True, slots=True)
+class RecentStep:
+    """One step: its shape, rows of logits, measured seconds and the host's wait before it."""
+
+    shape: StepShape
+    num_logits: int
+    seconds: float
+    host_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All times in seconds. `accounts` are those that ended, `live` those that have not, up to
+    `now`. `prompt_reuse`: share of prompt tokens that an earlier prompt began with, where it is
+    known (a log has the prompts)."""
+
+    header: EngineHeader
+    now: float
+    totals: Totals
+    accounts: tuple[Account, ...]
+    live: tuple[Account, ...]
+    recent: tuple[RecentStep, ...]
+    num_finished: int
+    prompt_reuse: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Evidence:
+        header = dict(record["header"])
+        totals = dict(record["totals"])
+        regimes = {name: Regime(**values) for name, values in totals.pop("regimes").items()}
+        return cls(
+            header=EngineHeader(**(header | {"windows": tuple(header["windows"])})),
+            now=record["now"],
+            totals=Totals(**totals, regimes=regimes),
+            accounts=tuple(_account(row) for row in record["accounts"]),
+            live=tuple(_account(row) for row in record["live"]),
+            recent=tuple(_step(row) for row in record["recent"]),
+            num_finished=record["num_finished"],
+            prompt_reuse=record["prompt_reuse"],
+        )
+
+
+def _account(row: Mapping[str, Any]) -> Account:
+    return Account(**(dict(row) | {"parts": Parts(**row["parts"])}))
+
+
+def _step(row: Mapping[str, Any]) -> RecentStep:
+    shape = tuple((new, before) for new, before in row["shape"])
+    return RecentStep(shape, row["num_logits"], row["seconds"], row["host_s"])
+
+
+class Recent:
+    """The latest steps; a follower of the pricing."""
+
+    def __init__(self, num_steps: int = NUM_RECENT) -> None:
+        self.steps: deque[RecentStep] = deque(maxlen=num_steps)
+
+    def on_priced(self, step: PricedStep) -> None:
+        self.steps.append(RecentStep(step.shape, step.num_logits, step.seconds, step.host_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Observatory:
+    """Everything that watches one engine's time and cost. `journals` go to the engine, in order."""
+
+    header: EngineHeader
+    meter: Meter
+    pricing: Pricing
+    accounts: Accounts
+    receipts: Receipts
+    recent: Recent = field(default_factory=Recent)
+
+    @property
+    def journals(self) -> tuple[Pricing, Accounts]:
+        return self.pricing, self.accounts
+
+    def evidence(self, now: float) -> Evidence:
+        """As it is now; nothing in it changes any more."""
+        self.accounts.settle_steady()
+        live = tuple(
+            replace(account, parts=replace(account.parts))
+            for account in self.accounts.live.values()
+        )
+        for account in live:
+            self.accounts.settle(account, now)
+        return Evidence(
+            header=self.header,
+            now=now,
+            totals=deepcopy(self.pricing.totals),
+            accounts=tuple(self.accounts.finished),
+            live=live,
+            recent=tuple(self.recent.steps),
+            num_finished=self.accounts.num_finished,
+        )
+
+
+def observatory(
+    header: EngineHeader, meter: Meter, *, max_finished: int | None = 256
+) -> Observatory:
+    """All watchers, wired to each other."""
+    pricing = Pricing(meter.price, computes_in_submit=header.computes_in_submit)
+    receipts, recent = Receipts(meter), Recent()
+    accounts = Accounts(pricing, max_finished)
+    pricing.followers += [receipts, recent]
+    return Observatory(header, meter, pricing, accounts, receipts, recent)
+
+
+def evidence_of(log: EventLog) -> Evidence:
+    """What the engine of a log would have said at its end. Raises ConfigError when the log does
+    not say what was priced."""
+    watch = observatory(log.header, Meter(Pricer(read_setup(log.header.setup))), max_finished=None)
+    log.feed(*watch.journals)
+    now = max((event.now for event in log.events), default=0.0)
+    return replace(watch.evidence(now), prompt_reuse=prompt_reuse(log))
+
+
+def prompt_reuse(log: EventLog) -> float:
+    """Share of prompt tokens, in whole blocks, that an earlier prompt with the same salt began
+    with: the most that a prefix cache could save."""
+    size = log.header.block_size
+    seen: set[tuple[int, int]] = set()  # (hash of all before, hash of the block), chained
+    num_tokens = num_seen = 0
+    for event in log.events:
+        if not isinstance(event, Added) or event.refused is not None or event.fork_of is not None:
+            continue
+        num_tokens += len(event.prompt)
+        link = hash(event.salt)
+        for start in range(0, len(event.prompt) - size, size):
+            block = (link, hash(event.prompt[start : start + size]))
+            num_seen += size if block in seen else 0
+            seen.add(block)
+            link = hash(block)
+    return num_seen / num_tokens if num_tokens else 0.0

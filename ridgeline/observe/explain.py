@@ -1,0 +1,258 @@
+"""Where did the time go, what binds, how far is it from the limit, and what would help most?
+
+Floors are what the cost model expects of the same work with nobody else around: a request's own
+prompt, then its own tokens, one step each. The gap of a server is taken apart in the same spirit:
+what an ideal device needs, what the kernels are expected to add, what is unexplained, the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ridgeline.cost.pricer import Pricer
+from ridgeline.observe.accounts import PARTS, Account, Parts
+from ridgeline.observe.advice import Change, changes
+from ridgeline.observe.evidence import Evidence
+from ridgeline.observe.meter import Meter
+from ridgeline.observe.pricing import Regime
+from ridgeline.observe.setup_record import read_setup
+
+FLOOR_SEGMENTS = 8  # of a decode, within which time per token is taken as a straight line
+NOTHING = "nothing has run yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds that a request's prompt and its answer would take alone, as expected here."""
+
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTime:
+    """`parts` sum to `latency_s`. `ttft_s` None: no token came. `end` is empty for a live one."""
+
+    request_id: str
+    end: str
+    latency_s: float
+    ttft_s: float | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    parts: Parts
+    floor: Floor
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Seconds of all steps taken apart; the parts sum to `measured_s` + `host_s`.
+
+    `ideal_s`: the data sheet's limits. `kernels_s`: what real kernels are expected to take beyond
+    them. `unexplained_s`: what was measured beyond that (negative: steps were faster than
+    expected). `host_s`: the device waited for the host.
+    """
+
+    ideal_s: float
+    kernels_s: float
+    unexplained_s: float
+    host_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What all steps did together. Shares are of what the devices could do at best in the time
+    that steps took. `origin` says where expectations come from."""
+
+    device: str
+    origin: str
+    num_steps: int
+    num_finished: int
+    measured_s: float
+    expected_s: float
+    gap: Gap
+    bytes_per_s: float
+    share_of_bandwidth: float
+    flops_per_s: float
+    share_of_peak: float
+    padded_share: float  # of computed rows
+    regimes: dict[str, Regime]
+    bound_s: dict[str, float]  # expected seconds of recent steps by what binds their operators
+    binds: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`whole` sums the parts of all requests in `requests`, `floor` their floors."""
+
+    model: str
+    requests: tuple[RequestTime, ...]
+    whole: Parts
+    floor: Floor
+    server: Server
+    changes: tuple[Change, ...] = field(default=())
+
+    @property
+    def next_change(self) -> Change | None:
+        """The best of those that this version serves."""
+        return next((change for change in self.changes if change.served_today), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; programs read this, and so do the tables of `ridgeline explain`."""
+        best = self.next_change
+        return {**asdict(self), "next_change": None if best is None else asdict(best)}
+
+
+def explain(evidence: Evidence) -> Report:
+    """The report. Raises ConfigError when the evidence does not say what was priced."""
+    meter = Meter(Pricer(read_setup(evidence.header.setup)))
+    chunk = evidence.header.max_num_batched_tokens
+    requests = tuple(
+        _request(account, meter.pricer, chunk) for account in (*evidence.accounts, *evidence.live)
+    )
+    whole = Parts()
+    for request in requests:
+        whole.add(request.parts)
+    floor = Floor(
+        sum(request.floor.prefill_s for request in requests),
+        sum(request.floor.decode_s for request in requests),
+    )
+    server = _server(evidence, meter, whole)
+    return Report(
+        evidence.header.model, requests, whole, floor, server, changes(evidence, meter, whole)
+    )
+
+
+# ---------------------------------------------------------------------- requests
+
+
+def _request(account: Account, pricer: Pricer, chunk: int) -> RequestTime:
+    first = account.first_token
+    return RequestTime(
+        account.request_id,
+        account.end,
+        account.latency,
+        None if first is None else first - account.arrival,
+        account.num_prompt_tokens,
+        account.num_cached_tokens,
+        account.num_output_tokens,
+        account.num_preemptions,
+        account.parts,
+        floor_of(account, pricer, chunk),
+    )
+
+
+def floor_of(account: Account, pricer: Pricer, chunk: int) -> Floor:
+    """What the work it has done so far would take alone."""
+    if not account.has_started:
+        return Floor(0.0, 0.0)
+    num_prompt = min(account.num_prompt_tokens, account.num_done)
+    prefill = prefill_alone_s(pricer, account.num_cached_tokens, num_prompt, chunk)
+    num_steps = max(0, account.num_output_tokens - 1)
+    return Floor(prefill, decode_alone_s(pricer, account.num_prompt_tokens, num_steps))
+
+
+def prefill_alone_s(pricer: Pricer, start: int, end: int, chunk: int) -> float:
+    """Expected seconds to compute the prompt's tokens start .. end - 1 in steps of `chunk`, the
+    last of which makes a token."""
+    total = 0.0
+    for first in range(start, end, chunk):
+        totals = pricer.totals(((min(chunk, end - first), first),))
+        total += pricer.seconds_of(totals, int(first + chunk >= end))
+    return total
+
+
+def decode_alone_s(pricer: Pricer, context: int, num_steps: int) -> float:
+    """Expected seconds of `num_steps` decode steps after `context` tokens."""
+    if num_steps <= 0:
+        return 0.0
+    return pricer.decode_run((context,)).total(num_steps)
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def _server(evidence: Evidence, meter: Meter, whole: Parts) -> Server:
+    totals, limits, setup = evidence.totals, meter.limits, meter.pricer.setup
+    busy = totals.measured_s
+    kernels = max(0.0, totals.expected_s - totals.ideal_s)
+    gap = Gap(totals.ideal_s, kernels, busy - totals.ideal_s - kernels, totals.host_s)
+    bounds = bound_seconds(evidence, meter.pricer)
+    rows = totals.num_rows + totals.num_padded_rows
+    return Server(
+        device=setup.device.label,
+        origin=setup.constants.origin,
+        num_steps=totals.num_steps,
+        num_finished=evidence.num_finished,
+        measured_s=busy,
+        expected_s=totals.expected_s,
+        gap=gap,
+        bytes_per_s=_rate(totals.bytes, busy),
+        share_of_bandwidth=_rate(totals.bytes, busy) / limits.bytes,
+        flops_per_s=_rate(totals.flops, busy),
+        share_of_peak=_rate(totals.flops, busy) / limits.flops,
+        padded_share=totals.num_padded_rows / rows if rows else 0.0,
+        regimes=totals.regimes,
+        bound_s=bounds,
+        binds=what_binds(gap, bounds, whole),
+    )
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def bound_seconds(evidence: Evidence, pricer: Pricer) -> dict[str, float]:
+    """Expected seconds of the recent steps, by the resource that binds each operator."""
+    found = {"compute": 0.0, "memory": 0.0, "link": 0.0, "latency": 0.0}
+    for step in evidence.recent:
+        cost = pricer.cost(step.shape, step.num_logits)
+        for name, seconds in cost.seconds_by_bound().items():
+            found[name] += seconds
+    return found
+
+
+BOUND_WORDS = {
+    "compute": "arithmetic: the devices' peak",
+    "memory": "memory: the bandwidth to weights and KV cache",
+    "link": "the links between devices",
+    "latency": "launches and other fixed times of small operators",
+}
+
+
+def what_binds(gap: Gap, bounds: dict[str, float], whole: Parts) -> str:
+    """One sentence: the largest part of the gap, and whether requests wait before all of it."""
+    device = gap.ideal_s + gap.kernels_s
+    if device <= 0 or not any(bounds.values()):
+        return NOTHING
+    bound = max(bounds, key=lambda name: bounds[name])
+    reasons = {
+        BOUND_WORDS[bound]: device,
+        "the host: the device waits between steps": gap.host_s,
+        "something that the model does not know: steps take longer than expected": max(
+            0.0, gap.unexplained_s
+        ),
+    }
+    sentence = max(reasons, key=lambda reason: reasons[reason])
+    if whole.preemption > 0.1 * whole.total:
+        sentence += "; the KV cache is too small, requests lose their blocks to each other"
+    if whole.queue > 0.5 * whole.total:
+        sentence += "; most of the requests' time is spent in the queue"
+    return sentence
+
+
+def part_shares(parts: Parts) -> dict[str, float]:
+    """Each part's share of the whole."""
+    total = parts.total
+    return {name: getattr(parts, name) / total if total else 0.0 for name in PARTS}
+
+
+def slowest(requests: Sequence[RequestTime], count: int) -> tuple[RequestTime, ...]:
+    return tuple(sorted(requests, key=lambda request: -request.latency_s)[:count])

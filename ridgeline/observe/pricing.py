@@ -1,0 +1,243 @@
+"""What should each step cost, what did it cost, and how far is that from the limit?
+
+A step runs from when the device could begin it (it was launched, and the one before was over) to
+when it was collected; where the executor computes inside `submit`, from its launch to the end of
+`submit`. Between steps the device waits for the host, unless there was nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ridgeline.errors import RequestFault
+from ridgeline.request import Request, RequestOutput
+from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
+
+REGIMES = ("decode", "prefill", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """Seconds, and the operations and bytes of all devices together; of them, `own_flops` and
+    `own_bytes` belong to single rows (attention over their own cache)."""
+
+    expected_s: float
+    ideal_s: float
+    flops: float
+    bytes: float
+    own_flops: float = 0.0
+    own_bytes: float = 0.0
+
+
+Price = Callable[[StepShape, int], StepPrice]  # of a step and how many rows of logits it makes
+
+
+@dataclass(frozen=True, slots=True)
+class PricedStep:
+    """A step that has run. `previous_ended`: when the device was done with the one before.
+    `host_s`: what it then waited for this one, with work pending.
+    `price_without_prompts_s`: what the rows that decode would have cost alone."""
+
+    plan: StepPlan
+    shape: StepShape
+    num_logits: int
+    previous_ended: float
+    began: float
+    ended: float
+    host_s: float
+    price: StepPrice
+    prompts: tuple[ScheduledRequest, ...]
+    price_without_prompts_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def prompt_share(self) -> float:
+        """The part of its time that went to entries of more than one token (prompts, chunks)."""
+        expected = self.price.expected_s
+        if not self.prompts or expected <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1.0 - self.price_without_prompts_s / expected))
+
+
+class Follower(Protocol):
+    """Who wants to know of each step that has run, in their order."""
+
+    def on_priced(self, step: PricedStep) -> None: ...
+
+
+@dataclass(slots=True)
+class Regime:
+    """Steps of one kind: how many, what they took and what they should have taken, in seconds."""
+
+    num_steps: int = 0
+    measured_s: float = 0.0
+    expected_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over steps; all only rise."""
+
+    num_steps: int = 0
+    measured_s: float = 0.0
+    expected_s: float = 0.0
+    ideal_s: float = 0.0
+    host_s: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    num_rows: int = 0
+    num_padded_rows: int = 0  # computed because a captured graph is larger than its batch
+    regimes: dict[str, Regime] = field(default_factory=lambda: {r: Regime() for r in REGIMES})
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The step that the device is at."""
+
+    step_id: int
+    plan: StepPlan
+    began: float
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    shape: StepShape
+    num_logits: int
+    launched: float
+    price: StepPrice
+    prompts: tuple[ScheduledRequest, ...]
+    price_without_prompts_s: float
+
+
+class Pricing:
+    """Prices every step as it is planned and measures it when it is over; one of the engine's
+    journals. `graph_sizes` are the batch sizes that captured graphs exist for, if any."""
+
+    def __init__(
+        self, price: Price, *, computes_in_submit: bool = False, graph_sizes: Sequence[int] = ()
+    ) -> None:
+        self.totals = Totals()
+        self.followers: list[Follower] = []
+        self.last_ended = 0.0
+        self._price = price
+        self._in_submit = computes_in_submit
+        self._graph_sizes = sorted(graph_sizes)
+        self._in_flight: deque[_InFlight] = deque()
+        self._live: set[str] = set()
+        self._busy_since = 0.0  # since when there has been work, without a break
+
+    @property
+    def running(self) -> Running | None:
+        """What the device is at, as far as the host can know."""
+        if not self._in_flight:
+            return None
+        step = self._in_flight[0]
+        began = max(step.launched, self.last_ended)
+        return Running(step.plan.step_id, step.plan, began, step.price.expected_s)
+
+    def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
+        if fault is not None:
+            return
+        if not self._live:
+            self._busy_since = now
+        self._live.add(request.request_id)
+
+    def on_abort(self, request_id: str, now: float) -> None:
+        self._live.discard(request_id)
+
+    def on_plan(self, plan: StepPlan, now: float) -> None:
+        if not plan.scheduled:
+            return
+        rows, shape = plan.scheduled, plan.shape
+        num_logits = sum([entry.samples for entry in rows])
+        price = self._price(shape, num_logits)
+        prompts: tuple[ScheduledRequest, ...] = ()
+        if sum([new for new, _ in shape]) > len(shape):
+            prompts = tuple(entry for entry in rows if _is_prompt(entry))
+        alone_s = 0.0 if prompts else price.expected_s
+        if prompts and len(prompts) < len(rows):
+            rest = tuple((e.num_tokens, e.start) for e in rows if not _is_prompt(e))
+            alone_s = self._price(rest, len(rest)).expected_s
+        step = _InFlight(plan, shape, num_logits, now, price, prompts, alone_s)
+        self._in_flight.append(step)
+
+    def on_submitted(self, plan: StepPlan, now: float) -> None:
+        if self._in_submit:
+            self._over(plan.step_id, now)
+
+    def on_collect(
+        self,
+        plan: StepPlan,
+        result: StepResult | None,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        now: float,
+    ) -> None:
+        if not self._in_submit:
+            self._over(plan.step_id, now, has_failed=error is not None)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._live.discard(output.request_id)
+
+    def _over(self, step_id: int, ended: float, *, has_failed: bool = False) -> None:
+        """The oldest step in flight has run; one that failed says nothing of its price."""
+        if not self._in_flight or self._in_flight[0].plan.step_id != step_id:
+            return  # it could not be priced
+        step = self._in_flight.popleft()
+        began = min(max(step.launched, self.last_ended), ended)
+        host = max(0.0, began - max(self.last_ended, self._busy_since))
+        done = PricedStep(
+            step.plan,
+            step.shape,
+            step.num_logits,
+            self.last_ended,
+            began,
+            ended,
+            host,
+            step.price,
+            step.prompts,
+            step.price_without_prompts_s,
+        )
+        self.last_ended = ended
+        if not has_failed:
+            self._count(done)
+        for follower in self.followers:
+            follower.on_priced(done)
+
+    def _count(self, step: PricedStep) -> None:
+        totals, price, num_rows = self.totals, step.price, len(step.plan.scheduled)
+        totals.num_steps += 1
+        totals.measured_s += step.seconds
+        totals.expected_s += price.expected_s
+        totals.ideal_s += price.ideal_s
+        totals.host_s += step.host_s
+        totals.flops += price.flops
+        totals.bytes += price.bytes
+        totals.num_rows += num_rows
+        totals.num_padded_rows += self._padding(num_rows) if not step.prompts else 0
+        regime = totals.regimes[_regime(len(step.prompts), num_rows)]
+        regime.num_steps += 1
+        regime.measured_s += step.seconds
+        regime.expected_s += price.expected_s
+
+    def _padding(self, num_rows: int) -> int:
+        return next((size - num_rows for size in self._graph_sizes if size >= num_rows), 0)
+
+
+def _is_prompt(entry: ScheduledRequest) -> bool:
+    """More than one token that is no guess: a prompt, or a chunk of one."""
+    return entry.num_tokens - entry.num_draft > 1
+
+
+def _regime(num_prompts: int, num_rows: int) -> str:
+    if not num_prompts:
+        return "decode"
+    return "prefill" if num_prompts == num_rows else "mixed"

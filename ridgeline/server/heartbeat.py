@@ -1,0 +1,95 @@
+"""Which step is the engine at, as seen from outside its loop? A page of memory that both processes
+map: the engine writes to it before and after each step, and it can be read while the engine hangs.
+
+Both sides use the system's monotonic clock, which is one for all processes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from struct import Struct
+
+from ridgeline.errors import RequestFault
+from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.watchdog import StepInFlight
+from ridgeline.request import Request, RequestOutput
+from ridgeline.step import StepPlan, StepResult
+
+SIZE = mmap.PAGESIZE
+SEQUENCE = Struct("<Q")  # odd while the rest is being written
+STEP = Struct("<qdd")  # step id (0: none), began, expected seconds
+ATTEMPTS = 8
+
+
+def new_page() -> int:
+    """A file descriptor of a page of zeros that has no name."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("ridgeline-heartbeat")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, SIZE)
+    return fd
+
+
+class Heartbeat:
+    """The engine's side: one of its journals, behind the `pricing` that knows the step."""
+
+    def __init__(self, fd: int, pricing: Pricing) -> None:
+        self._page = mmap.mmap(fd, SIZE)
+        self._pricing = pricing
+        self._sequence = 0
+
+    def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
+        """Nothing runs because of it yet."""
+
+    def on_abort(self, request_id: str, now: float) -> None:
+        """The step in flight goes on."""
+
+    def on_plan(self, plan: StepPlan, now: float) -> None:
+        self._write()
+
+    def on_submitted(self, plan: StepPlan, now: float) -> None:
+        self._write()
+
+    def on_collect(
+        self,
+        plan: StepPlan,
+        result: StepResult | None,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        now: float,
+    ) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        page, running = self._page, self._pricing.running
+        SEQUENCE.pack_into(page, 0, self._sequence + 1)
+        if running is None:
+            STEP.pack_into(page, SEQUENCE.size, 0, 0.0, 0.0)
+        else:
+            STEP.pack_into(page, SEQUENCE.size, running.step_id, running.began, running.expected_s)
+        self._sequence += 2
+        SEQUENCE.pack_into(page, 0, self._sequence)
+
+
+class HeartbeatPage:
+    """The other side's view."""
+
+    def __init__(self, fd: int) -> None:
+        self._page = mmap.mmap(fd, SIZE, access=mmap.ACCESS_READ)
+
+    def read(self) -> StepInFlight | None:
+        """The step in flight; None when there is none, or it cannot be read just now."""
+        for _ in range(ATTEMPTS):
+            before = SEQUENCE.unpack_from(self._page, 0)[0]
+            step_id, began, expected_s = STEP.unpack_from(self._page, SEQUENCE.size)
+            if before % 2 == 0 and SEQUENCE.unpack_from(self._page, 0)[0] == before:
+                return StepInFlight(step_id, began, expected_s) if step_id else None
+        return None
+
+    def close(self) -> None:
+        self._page.close()

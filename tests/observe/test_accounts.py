@@ -1,0 +1,260 @@
+"""Is every moment of a request put to one account, and to the right one?"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ridgeline.clock import Clock
+from ridgeline.engine import Engine
+from ridgeline.observe.accounts import PARTS, Account, Accounts, Parts
+from ridgeline.observe.event_log import Added, EventLog, read_event_log
+from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
+from ridgeline.request import Request, SamplingParams
+from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.policies.fcfs import FCFS
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.step import StepPlan, StepResult, StepShape
+from tests.observe.recorded import RecordedWorld
+
+
+def price(shape: StepShape, num_logits: int) -> StepPrice:
+    """A second for the step and one for each token."""
+    tokens = sum(new for new, _ in shape)
+    return StepPrice(1.0 + tokens, 0.5 * tokens, 100.0 * tokens, 10.0 * tokens)
+
+
+class Ticking:
+    """A clock on which every look takes a random while."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.time = random.Random(seed), 1000.0
+
+    def now(self) -> float:
+        self.time += self.rng.random() * self.rng.choice([0.0, 1e-6, 0.3])
+        return self.time
+
+    def advance_to(self, when: float) -> None:
+        """The world asks for this; time passes by itself."""
+
+
+def keep_accounts(engine: Engine, *, in_submit: bool) -> tuple[Pricing, Accounts]:
+    pricing = Pricing(price, computes_in_submit=in_submit)
+    accounts = Accounts(pricing, None)
+    engine.journals += [pricing, accounts]
+    return pricing, accounts
+
+
+def ticking_world(seed: int, path: Path, *, in_submit: bool) -> tuple[RecordedWorld, Accounts]:
+    """A world on a ticking clock, in which requests wait a while before they come in."""
+    world = RecordedWorld(seed, path)
+    clock = Ticking(seed)
+    world.clock = world.engine.clock = clock  # type: ignore[assignment]
+    _, accounts = keep_accounts(world.engine, in_submit=in_submit)
+    world.run(150)
+    world.file.close()
+    return world, accounts
+
+
+@pytest.mark.parametrize("in_submit", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_parts_sum_to_the_latency(seed: int, in_submit: bool, tmp_path: Path) -> None:
+    """In whatever world: forks, beams, drafts, preemptions, aborts at any moment, faults."""
+    print("seed", seed)
+    _, accounts = ticking_world(seed, tmp_path / "log", in_submit=in_submit)
+    assert not accounts.live
+    assert len(accounts.finished) > 5
+    for account in accounts.finished:
+        assert account.ended is not None
+        assert abs(account.parts.total - (account.ended - account.arrival)) < 1e-9
+        assert min(getattr(account.parts, name) for name in PARTS) >= 0.0
+        assert (account.parts.preemption > 0) <= (account.num_preemptions > 0)
+
+
+def test_the_worlds_have_every_kind_of_time(tmp_path: Path) -> None:
+    """Else the test above would show little."""
+    whole = Parts()
+    for seed in range(12):
+        _, accounts = ticking_world(seed, tmp_path / f"log{seed}", in_submit=seed % 2 == 0)
+        for account in accounts.finished:
+            whole.add(account.parts)
+    assert min(getattr(whole, name) for name in PARTS) > 0.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_log_gives_the_same_accounts(seed: int, tmp_path: Path) -> None:
+    _, accounts = ticking_world(seed, tmp_path / "log", in_submit=False)
+    log = read_event_log(tmp_path / "log")
+    pricing = Pricing(price)
+    again = Accounts(pricing, None)
+    log.feed(pricing, again)
+    assert _ids(log)
+    assert list(again.finished) == list(accounts.finished)
+
+
+def _ids(log: EventLog) -> list[str]:
+    return [event.request_id for event in log.events if isinstance(event, Added)]
+
+
+# ---------------------------------------------------------------------- one story, by hand
+
+
+class Told:
+    """A clock that says what it is told."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+class Slow:
+    """An executor whose steps take as long as the test says, in `result`."""
+
+    num_blocks, block_size = 64, 4
+
+    def __init__(self, clock: Told) -> None:
+        self.clock, self.seconds = clock, 1.0
+
+    def submit(self, plan: StepPlan) -> _Result:
+        return _Result(self, plan)
+
+
+class _Result:
+    def __init__(self, executor: Slow, plan: StepPlan) -> None:
+        self.executor, self.plan = executor, plan
+
+    def result(self) -> StepResult:
+        self.executor.clock.time += self.executor.seconds
+        return StepResult({e.request_id: (7,) for e in self.plan.scheduled if e.samples})
+
+
+def story() -> tuple[Told, Slow, Engine, Accounts]:
+    clock = Told()
+    executor = Slow(clock)
+    scheduler = Scheduler(BlockManager(64, 4), FCFS(), 64, 8)
+    as_clock: Clock = clock
+    engine = Engine(scheduler, executor, as_clock, 1)
+    return clock, executor, engine, keep_accounts(engine, in_submit=False)[1]
+
+
+def ask(name: str, num_prompt: int, num_output: int, arrival: float) -> Request:
+    prompt = tuple(range(100, 100 + num_prompt))
+    return Request(name, prompt, SamplingParams(max_tokens=num_output, seed=0), arrival)
+
+
+def only(accounts: Accounts, name: str) -> Account:
+    return next(account for account in accounts.finished if account.request_id == name)
+
+
+def test_one_request_alone() -> None:
+    clock, executor, engine, accounts = story()
+    clock.time = 2.0
+    engine.add(ask("a", 9, 3, 0.5))
+    clock.time = 3.0
+    executor.seconds = 10.0
+    engine.step()  # the prompt: 3 .. 13
+    clock.time = 14.0
+    executor.seconds = 1.0
+    engine.step()  # 14 .. 15
+    clock.time = 15.25
+    engine.step()  # 15.25 .. 16.25
+    a = only(accounts, "a")
+    assert a.parts == Parts(queue=2.5, own_prefill=10.0, decode=2.0, host=1.25)
+    assert (a.first_token, a.ended, a.end) == (13.0, 16.25, "length")
+    assert (a.num_output_tokens, a.num_cached_tokens) == (3, 0)
+
+
+def test_a_prompt_of_somebody_else_is_told_from_decoding() -> None:
+    clock, executor, engine, accounts = story()
+    engine.add(ask("a", 4, 3, 0.0))
+    engine.step()
+    engine.add(Request("b", (1, 2, 3, 4, 5, 6, 7), SamplingParams(max_tokens=1), clock.time))
+    executor.seconds = 9.0  # priced 1 + 1 + 7 = 9, and 2 without the prompt
+    engine.step()
+    executor.seconds = 1.0
+    engine.step()
+    a, b = only(accounts, "a"), only(accounts, "b")
+    assert a.parts.others_prefill == pytest.approx(7.0)
+    assert a.parts.decode == pytest.approx(2.0 + 1.0)
+    assert a.parts.own_prefill == 1.0
+    assert b.parts == Parts(own_prefill=9.0)
+
+
+def test_two_prompts_in_one_step_share_it() -> None:
+    _, executor, engine, accounts = story()
+    engine.add(ask("a", 6, 1, 0.0))
+    engine.add(Request("b", tuple(range(12)), SamplingParams(max_tokens=1), 0.0))
+    executor.seconds = 19.0
+    engine.step()
+    a, b = only(accounts, "a"), only(accounts, "b")
+    assert (a.parts.others_prefill, a.parts.own_prefill) == pytest.approx((19 * 12 / 18, 19 / 3))
+    assert (b.parts.others_prefill, b.parts.own_prefill) == pytest.approx((19 / 3, 19 * 12 / 18))
+
+
+def test_idle_time_is_nobodys_and_no_host_time() -> None:
+    clock, _, engine, accounts = story()
+    steps: list[PricedStep] = []
+
+    class Seen:
+        def on_priced(self, step: PricedStep) -> None:
+            steps.append(step)
+
+    accounts._pricing.followers.append(Seen())
+    engine.add(ask("a", 4, 1, 0.0))
+    engine.step()
+    clock.time = 100.0
+    engine.add(ask("b", 4, 1, 100.0))
+    clock.time = 100.5
+    engine.step()
+    assert [step.host_s for step in steps] == [0.0, 0.5]
+    assert only(accounts, "b").parts == Parts(queue=0.5, own_prefill=1.0)
+
+
+def test_an_abort_in_the_middle_of_a_step_counts_up_to_then() -> None:
+    clock, executor, engine, accounts = story()
+    engine.add(ask("a", 4, 5, 0.0))
+    engine.step()
+    engine.launch()
+    clock.time += 0.25
+    engine.abort("a")
+    a = only(accounts, "a")
+    assert a.parts == Parts(own_prefill=1.0, decode=0.25)
+    assert a.end == "abort"
+    executor.seconds = 5.0
+    engine.collect()
+    assert only(accounts, "a").parts.decode == 0.25
+
+
+def test_what_was_lost_is_computed_again_on_the_account_of_preemption(tmp_path: Path) -> None:
+    """Two requests outgrow the cache; the younger one loses its blocks and comes back."""
+    clock = Told()
+    executor = Slow(clock)
+    scheduler = Scheduler(BlockManager(7, 2, prefix_caching=False), FCFS(), 64, 8)
+    engine = Engine(scheduler, executor, clock, 1)
+    _, accounts = keep_accounts(engine, in_submit=False)
+    engine.add(ask("a", 4, 6, 0.0))
+    engine.add(Request("b", (1, 2, 3, 4), SamplingParams(max_tokens=6), 0.0))
+    while not engine.is_idle:
+        engine.step()
+    a, b = only(accounts, "a"), only(accounts, "b")
+    assert (a.num_preemptions, b.num_preemptions) == (0, 1)
+    assert b.parts.preemption > 1.0
+    for account in (a, b):
+        assert account.parts.total == pytest.approx(account.latency, abs=1e-12)
+
+
+def test_a_finished_list_does_not_grow_for_ever() -> None:
+    clock, _, engine, _ = story()
+    pricing = Pricing(price)
+    accounts = Accounts(pricing, 3)
+    engine.journals[:] = [pricing, accounts]
+    for i in range(10):
+        engine.add(ask(f"r{i}", 2, 1, clock.time))
+        engine.step()
+    assert [account.request_id for account in accounts.finished] == ["r7", "r8", "r9"]
+    assert accounts.num_finished == 10
+    assert accounts.live == {}

@@ -1,0 +1,345 @@
+"""Does the explanation add up, and does it name the bottleneck that was put in?"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from ridgeline.cost.hardware import find_device
+from ridgeline.cost.precision import Precision
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.engine import Engine
+from ridgeline.errors import ConfigError
+from ridgeline.observe.accounts import PARTS, Parts
+from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of, read_event_log
+from ridgeline.observe.evidence import Evidence, Observatory, evidence_of, observatory
+from ridgeline.observe.explain import Report, decode_alone_s, explain, prefill_alone_s
+from ridgeline.observe.meter import Meter
+from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.readout import read_out, snapshot
+from ridgeline.observe.setup_record import read_setup, setup_record
+from ridgeline.request import Request, SamplingParams
+from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.policies.fcfs import FCFS
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
+from tests.observe.priced import CONFIG, small_setup
+from tests.observe.test_accounts import Told
+
+
+@dataclass
+class Bench:
+    """A device that takes exactly what its price says, times `slow`, and a host that takes
+    `host_s` between steps."""
+
+    clock: Told
+    engine: Engine
+    watch: Observatory
+    slow: float = 1.0
+    host_s: float = 0.0
+    num_blocks: int = 0
+    block_size: int = 16
+
+    def submit(self, plan: StepPlan) -> _Done:
+        return _Done(self, plan)
+
+    def run(self, requests: list[Request]) -> Report:
+        waiting = sorted(requests, key=lambda request: request.arrival_time)
+        while waiting or not self.engine.is_idle:
+            if self.engine.is_idle and waiting:
+                self.clock.time = max(self.clock.time, waiting[0].arrival_time)
+            while waiting and waiting[0].arrival_time <= self.clock.time:
+                self.engine.add(waiting.pop(0))
+            self.engine.step()
+            self.clock.time += self.host_s
+        return explain(self.watch.evidence(self.clock.time))
+
+
+@dataclass
+class _Done:
+    bench: Bench
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        rows = sum(entry.samples for entry in self.plan.scheduled)
+        price = self.bench.watch.meter.price(self.plan.shape, rows)
+        self.bench.clock.time += self.bench.slow * price.expected_s
+        return StepResult({e.request_id: (7,) for e in self.plan.scheduled if e.samples})
+
+
+def bench(
+    setup: Setup | None = None,
+    *,
+    num_blocks: int = 4096,
+    max_num_seqs: int = 64,
+    slow: float = 1.0,
+    host_s: float = 0.0,
+    prefix_caching: bool = True,
+    chunk: int = 256,
+    log: LogFile | None = None,
+) -> Bench:
+    found = setup or small_setup()
+    clock = Told()
+    scheduler = Scheduler(
+        BlockManager(num_blocks, 16, prefix_caching=prefix_caching), FCFS(), chunk, max_num_seqs
+    )
+    header = header_of(
+        scheduler, policy="fcfs", max_in_flight=1, model="m", setup=setup_record(found, CONFIG)
+    )
+    watch = observatory(header, Meter(Pricer(found)))
+    made = Bench(clock, None, watch, slow, host_s, num_blocks)  # type: ignore[arg-type]
+    made.engine = Engine(scheduler, made, clock, 1)
+    if log is not None:
+        made.engine.journals.append(Recorder(log.write, header, b"k"))
+    made.engine.journals += watch.journals
+    return made
+
+
+def ask(i: int, num_prompt: int, num_output: int, arrival: float = 0.0) -> Request:
+    rng = random.Random(i)
+    prompt = tuple(rng.randrange(1000) for _ in range(num_prompt))
+    return Request(f"r{i}", prompt, SamplingParams(max_tokens=num_output, seed=0), arrival)
+
+
+def names(report: Report) -> list[str]:
+    return [change.name for change in report.changes]
+
+
+# ---------------------------------------------------------------------- it adds up
+
+
+def test_one_request_alone_runs_at_its_floor() -> None:
+    report = bench().run([ask(1, 300, 20)])
+    [request] = report.requests
+    assert request.parts.own_prefill == pytest.approx(request.floor.prefill_s, rel=1e-9)
+    assert request.parts.decode == pytest.approx(request.floor.decode_s, rel=1e-9)
+    assert request.latency_s == pytest.approx(request.floor.total_s, rel=1e-9)
+    assert report.server.gap.unexplained_s == pytest.approx(0.0, abs=1e-12)
+
+
+def test_floors_are_sums_of_single_steps() -> None:
+    pricer = Pricer(small_setup())
+    steps = sum(pricer.seconds(((1, 50 + i),)) for i in range(30))
+    assert decode_alone_s(pricer, 50, 30) == pytest.approx(steps, rel=1e-9)
+    assert decode_alone_s(pricer, 50, 0) == 0.0
+    first = pricer.seconds_of(pricer.totals(((100, 16),)), 0)
+    chunks = first + pricer.seconds(((34, 116),))
+    assert prefill_alone_s(pricer, 16, 150, 100) == pytest.approx(chunks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_and_gap_sum(seed: int) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    made = bench(num_blocks=60, max_num_seqs=4, slow=1.3, host_s=1e-4)
+    requests = [
+        ask(i, rng.randint(1, 300), rng.randint(1, 60), rng.random() * 0.02) for i in range(12)
+    ]
+    report = made.run(requests)
+    assert len(report.requests) == 12
+    for request in report.requests:
+        parts = sum(getattr(request.parts, name) for name in PARTS)
+        assert parts == pytest.approx(request.latency_s, abs=1e-9)
+    assert report.whole.total == pytest.approx(sum(r.latency_s for r in report.requests))
+    gap, server = report.server.gap, report.server
+    whole = gap.ideal_s + gap.kernels_s + gap.unexplained_s + gap.host_s
+    assert whole == pytest.approx(server.measured_s + gap.host_s, abs=1e-12)
+    assert gap.unexplained_s == pytest.approx(0.3 * server.expected_s, rel=1e-6)
+    assert sum(regime.num_steps for regime in server.regimes.values()) == server.num_steps
+    assert sum(server.bound_s.values()) > 0
+
+
+def test_a_live_request_is_explained_up_to_now() -> None:
+    made = bench()
+    made.engine.add(ask(1, 40, 50))
+    for _ in range(10):
+        made.engine.step()
+    report = explain(made.watch.evidence(made.clock.time))
+    [request] = report.requests
+    assert (request.end, request.num_output_tokens) == ("", 10)
+    assert request.latency_s == pytest.approx(made.clock.time)
+    assert request.latency_s == pytest.approx(request.floor.total_s)
+    assert not made.watch.accounts.live["r1"].ended
+
+
+def test_evidence_crosses_as_json(tmp_path: Path) -> None:
+    log = LogFile(str(tmp_path / "log"))
+    made = bench(max_num_seqs=2, host_s=1e-5, log=log)
+    live = made.run([ask(i, 30 + i, 5) for i in range(4)])
+    log.close()
+    evidence = made.watch.evidence(made.clock.time)
+    back = Evidence.from_json(json.loads(json.dumps(evidence.to_json())))
+    assert back == evidence
+    assert explain(back) == live
+    from_log = explain(evidence_of(read_event_log(tmp_path / "log")))
+    assert from_log.requests == live.requests
+    assert from_log.server == live.server
+    assert json.loads(json.dumps(from_log.to_json()))["model"] == "m"
+
+
+def test_the_setup_crosses_as_json() -> None:
+    setup = small_setup("mi300x")
+    back = read_setup(json.loads(json.dumps(setup_record(setup, CONFIG))))
+    shape = ((1, 100), (1, 7), (50, 20))
+    assert Pricer(back).seconds(shape) == Pricer(setup).seconds(shape)
+    with pytest.raises(ConfigError, match="could not price"):
+        read_setup({})
+
+
+def test_nothing_has_run_yet() -> None:
+    report = explain(bench().watch.evidence(0.0))
+    assert (report.requests, report.changes, report.next_change) == ((), (), None)
+    assert report.server.binds == "nothing has run yet"
+    assert report.whole == Parts()
+    assert read_out("all", bench().watch.meter, bench().watch.pricing.totals).share_of_peak == 0
+
+
+# ---------------------------------------------------------------------- what binds
+
+
+def large_setup(**changes: str) -> Setup:
+    """Weights that take long to read: 8 requests do not hide it."""
+    config = CONFIG | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8}
+    spec = read_setup(setup_record(small_setup(), config)).spec
+    return Setup(spec, find_device("h100-sxm"), precision=replace(Precision(), **changes))
+
+
+def large_bench(setup: Setup, chunk: int = 256) -> Bench:
+    made = bench(setup, chunk=chunk)
+    config = CONFIG | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8}
+    header = replace(made.watch.header, setup=setup_record(setup, config))
+    made.watch = replace(made.watch, header=header)
+    return made
+
+
+def test_the_host_is_named_and_overlap_is_the_way_out() -> None:
+    report = bench(host_s=0.05).run([ask(i, 20, 30) for i in range(4)])
+    assert report.server.binds.startswith("the host")
+    assert report.next_change is not None
+    assert report.next_change.name == "overlap with the host"
+    gap = report.server.gap
+    whole = gap.host_s + report.server.measured_s
+    assert report.next_change.gain == pytest.approx(whole / report.server.measured_s)
+
+
+def test_a_device_slower_than_its_price_is_named() -> None:
+    report = bench(slow=5.0).run([ask(i, 20, 30) for i in range(4)])
+    assert "does not know" in report.server.binds
+    assert report.server.measured_s == pytest.approx(5 * report.server.expected_s)
+
+
+def test_memory_is_named_and_smaller_weights_are_priced() -> None:
+    report = large_bench(large_setup()).run([ask(i, 20, 100) for i in range(4)])
+    assert report.server.binds.startswith("memory")
+    gains = {change.name: change for change in report.changes}
+    assert gains["int4 weights"].gain > gains["int8 weights"].gain > 1.2
+    assert not gains["int8 weights"].served_today
+    assert "speculation" in gains
+    full = large_bench(large_setup(dtype="float32")).run([ask(i, 20, 100) for i in range(4)])
+    assert full.next_change is not None
+    assert full.next_change.name == "16-bit weights and cache"
+    assert 1.5 < full.next_change.gain < 2.0
+
+
+def test_arithmetic_is_named_for_long_prompts() -> None:
+    report = large_bench(large_setup(), 4096).run([ask(i, 2000, 1) for i in range(4)])
+    assert report.server.binds.startswith("arithmetic")
+
+
+def test_a_small_cache_is_named_and_a_larger_one_is_the_way_out() -> None:
+    report = bench(num_blocks=18).run([ask(i, 60, 120) for i in range(6)])
+    assert "too small" in report.server.binds
+    assert report.whole.preemption > 0
+    assert "a larger KV cache" in names(report)
+
+
+def test_a_full_batch_is_named_and_a_larger_one_is_the_way_out() -> None:
+    report = bench(max_num_seqs=2).run([ask(i, 10, 40) for i in range(20)])
+    assert "queue" in report.server.binds
+    assert report.next_change is not None
+    assert report.next_change.name == "a larger batch"
+    assert report.next_change.how == "--max-num-seqs 4"
+    assert 1.5 < report.next_change.gain <= 2.0
+
+
+def test_prompts_seen_before_ask_for_a_prefix_cache(tmp_path: Path) -> None:
+    common = tuple(range(160))
+    requests = [
+        Request(f"r{i}", (*common, 500 + i, 1, 2), SamplingParams(max_tokens=2), 0.0)
+        for i in range(8)
+    ]
+    found = []
+    for caching in (False, True):
+        path = tmp_path / f"log-{caching}"
+        log = LogFile(str(path))
+        bench(prefix_caching=caching, log=log).run(
+            [Request(r.request_id, r.prompt_token_ids, r.sampling, 0.0) for r in requests]
+        )
+        log.close()
+        found.append(evidence_of(read_event_log(path)))
+    assert found[0].prompt_reuse == pytest.approx(7 * 160 / (8 * 163))
+    off, on = (explain(evidence) for evidence in found)
+    assert "prefix cache" in names(off)
+    assert "prefix cache" not in names(on)
+
+
+# ---------------------------------------------------------------------- the read-out
+
+
+def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
+    made = bench(slow=2.0, host_s=1e-5)
+    made.run([ask(1, 50, 10)])
+    totals = made.watch.pricing.totals
+    before = snapshot(totals)
+    nothing = read_out("x", made.watch.meter, totals, before)
+    assert (nothing.num_steps, nothing.measured_s, nothing.expected_ratio) == (0, 0.0, 0.0)
+    made.run([ask(2, 60, 5)])
+    found = read_out("x", made.watch.meter, totals, before)
+    assert found.num_steps == 5
+    assert found.expected_ratio == pytest.approx(2.0)
+    assert 0 < found.share_of_bandwidth < found.ideal_share < 0.5
+    assert 0 < found.host_share < 1
+    assert (found.padded_share, found.origin) == (0.0, "assumed")
+    assert "2.00x of the expected time (assumed)" in found.words()
+    assert "pad" not in found.words()
+
+
+def test_graphs_larger_than_their_batch_count_as_padding() -> None:
+    made = bench()
+    made.watch.pricing._graph_sizes = [4, 8]
+    made.run([ask(i, 10, 5) for i in range(3)])
+    found = read_out("x", made.watch.meter, made.watch.pricing.totals)
+    totals = made.watch.pricing.totals
+    assert totals.num_padded_rows == totals.regimes["decode"].num_steps
+    assert found.padded_share == pytest.approx(
+        totals.num_padded_rows / (totals.num_padded_rows + totals.num_rows)
+    )
+    assert "pad graphs" in found.words()
+    assert isinstance(made.watch.header, EngineHeader)
+
+
+def test_a_step_that_cannot_be_priced_or_fails_harms_no_other() -> None:
+    def price(shape: StepShape, num_logits: int) -> StepPrice:
+        if shape == ((1, 6),):
+            raise ConfigError("no price for this one")
+        return StepPrice(1.0, 0.5, 1.0, 1.0)
+
+    made = bench()
+    pricing = Pricing(price)
+    made.engine.journals[:] = [pricing]
+    made.run([ask(1, 5, 5)])
+    assert pricing.totals.num_steps == 4
+    assert pricing.running is None
+    broken = plan_of(99)
+    pricing.on_plan(broken, 1e6)
+    pricing.on_collect(broken, None, [], "it broke", 2e6)
+    assert pricing.totals.num_steps == 4
+
+
+def plan_of(step_id: int) -> StepPlan:
+    return StepPlan(step_id, (ScheduledRequest("a", 0, 3, ((),), True),))

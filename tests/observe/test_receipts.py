@@ -1,0 +1,162 @@
+"""Do the shares of all requests sum to what the steps took, exactly?"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ridgeline.cost.roofline import step_cost
+from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
+from ridgeline.observe.receipts import NANO, Receipts
+from ridgeline.step import ScheduledRequest, StepPlan, StepShape
+from tests.observe.priced import small_meter
+from tests.observe.recorded import RecordedWorld
+from tests.observe.test_accounts import Ticking
+
+
+def random_shape(rng: random.Random) -> StepShape:
+    rows = [(1, rng.randrange(200)) for _ in range(rng.randrange(6))]
+    rows += [(rng.randint(2, 60), rng.randrange(60)) for _ in range(rng.randrange(4))]
+    return tuple(rows) or ((1, 0),)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_meter_says_what_the_cost_model_says(seed: int) -> None:
+    print("seed", seed)
+    rng, meter = random.Random(seed), small_meter()
+    for _ in range(20):
+        shape = random_shape(rng)
+        num_logits = rng.randint(0, len(shape))
+        price = meter.price(shape, num_logits)
+        cost = step_cost(meter.pricer.setup, shape, num_logits)
+        assert price.expected_s == pytest.approx(cost.expected_s, rel=1e-9)
+        assert price.ideal_s == pytest.approx(cost.ideal_s, rel=1e-9)
+        assert (price.flops, price.bytes) == pytest.approx((cost.flops, cost.bytes), rel=1e-12)
+        attention = [op.op for op in cost.ops if op.op.kind.endswith("attention")]
+        own = [meter.own_work(new, before) for new, before in shape]
+        assert sum(f for f, _ in own) == sum(op.count * op.flops for op in attention)
+        assert sum(b for _, b in own) == sum(op.count * op.kv_bytes for op in attention)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path) -> None:
+    """In a world with forks, beams, drafts, preemptions, aborts and faults; half of them ask."""
+    print("seed", seed)
+    world = RecordedWorld(seed, tmp_path / "log")
+    world.clock = world.engine.clock = Ticking(seed)  # type: ignore[assignment]
+    meter = small_meter()
+    pricing, receipts, asked = Pricing(meter.price), Receipts(meter), _Asking(seed)
+    pricing.followers += [receipts, asked]
+    asked.receipts = receipts
+    world.engine.journals += [pricing, asked]
+    world.run(120)
+    world.file.close()
+    found = [receipt for name in asked.names if (receipt := receipts.get(name)) is not None]
+    assert len(found) > 3
+    for field in ("device_ns", "flops", "bytes"):
+        parts = sum(getattr(receipt, field) for receipt in (*found, receipts.others))
+        assert parts == asked.whole[field]
+        assert all(getattr(receipt, field) >= 0 for receipt in found)
+
+
+class _Asking:
+    """Asks for every second request, and adds up the steps by itself."""
+
+    receipts: Receipts
+
+    def __init__(self, seed: int) -> None:
+        self.names: set[str] = set()
+        self.count = 0
+        self.whole = {"device_ns": 0, "flops": 0, "bytes": 0}
+
+    def on_add(self, request: object, now: float, fault: object) -> None:
+        name = request.request_id  # type: ignore[attr-defined]
+        self.count += 1
+        if fault is None and name not in self.names and self.count % 2:
+            self.names.add(name)
+            self.receipts.ask(name)
+
+    def on_abort(self, request_id: str, now: float) -> None: ...
+    def on_plan(self, plan: StepPlan, now: float) -> None: ...
+    def on_submitted(self, plan: StepPlan, now: float) -> None: ...
+    def on_collect(self, *values: object) -> None: ...
+
+    def on_priced(self, step: PricedStep) -> None:
+        self.whole["device_ns"] += round((step.ended - step.began) * NANO)
+        self.whole["flops"] += round(step.price.flops)
+        self.whole["bytes"] += round(step.price.bytes)
+
+
+def priced(rows: list[tuple[str, int, int]], seconds: float) -> PricedStep:
+    """A step of (id, tokens, start) that took so long."""
+    meter = small_meter()
+    plan = StepPlan(1, tuple(ScheduledRequest(i, s, n, ((),), True) for i, n, s in rows))
+    price = meter.price(plan.shape, len(rows))
+    return PricedStep(plan, plan.shape, len(rows), 0.0, 0.0, seconds, 0.0, price, (), 0.0)
+
+
+def test_equal_rows_get_equal_shares_and_a_longer_context_a_larger_one() -> None:
+    receipts = Receipts(small_meter())
+    for name in ("a", "b", "c"):
+        receipts.ask(name)
+    receipts.on_priced(priced([("a", 1, 3), ("b", 1, 3), ("c", 1, 20)], 3.0))
+    a, b, c = (receipts.get(name) for name in ("a", "b", "c"))
+    assert a is not None
+    assert b is not None
+    assert c is not None
+    assert abs(a.device_ns - b.device_ns) <= 1
+    assert a.device_ns < c.device_ns < 1.1 * a.device_ns
+    assert a.device_ns + b.device_ns + c.device_ns == 3 * NANO
+
+
+def test_a_prompt_of_100_tokens_pays_about_100_times_what_a_token_pays() -> None:
+    receipts = Receipts(small_meter())
+    receipts.ask("a")
+    receipts.on_priced(priced([("a", 1, 10), ("b", 100, 0)], 1.0))
+    a = receipts.get("a")
+    assert a is not None
+    assert receipts.others.device_ns == pytest.approx(100 * a.device_ns, rel=0.2)
+    receipts.close("a")
+    assert receipts.get("a") is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shares_follow_the_price_of_the_work(seed: int) -> None:
+    """Each share is within a nanosecond of its part by price, all sum to the whole, and whether
+    others have asked too changes nothing."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(50):
+        shape = random_shape(rng)
+        rows = [(f"r{i}", new, before) for i, (new, before) in enumerate(shape)]
+        step = priced(rows, rng.random())
+        shares = []
+        for name, _, _ in rows:
+            alone = Receipts(small_meter())
+            alone.ask(name)
+            alone.on_priced(step)
+            mine = alone.get(name)
+            assert mine is not None
+            assert mine.device_ns + alone.others.device_ns == round(step.seconds * NANO)
+            shares.append(mine.device_ns)
+        together = Receipts(small_meter())
+        for name, _, _ in rows:
+            together.ask(name)
+        together.on_priced(step)
+        found = [receipt.device_ns for i, _, _ in rows if (receipt := together.get(i))]
+        assert sum(found) == round(step.seconds * NANO)
+        assert found[:-1] == shares[:-1]
+        assert abs(found[-1] - shares[-1]) <= len(rows)
+
+
+def test_a_step_that_nobody_asked_about_goes_to_the_others() -> None:
+    receipts = Receipts(small_meter())
+    step = priced([("a", 1, 10)], 0.5)
+    receipts.on_priced(step)
+    receipts.ask("b")
+    receipts.on_priced(step)
+    assert receipts.others.device_ns == NANO
+    assert receipts.others.flops == 2 * round(step.price.flops)
+    assert isinstance(step.price, StepPrice)
