@@ -9,13 +9,16 @@ from pathlib import Path
 
 import torch
 
-from ridgeline import demo, registry
+from ridgeline import demo
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.serving import check_served
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.attention import choose_backend
 from ridgeline.clock import Clock, WallClock
 from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.cost.pricer import Pricer
+from ridgeline.costing import engine_header, engine_pricer
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
@@ -33,11 +36,17 @@ from ridgeline.loader import (
     read_generation_config,
     resolve_model,
 )
+from ridgeline.observe.event_log import LogFile, Recorder
+from ridgeline.observe.evidence import Observatory, observatory
+from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.policies import POLICIES
+from ridgeline.scheduler.policies import make_policy
+from ridgeline.scheduler.policies.base import PolicySetting
+from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,10 +66,18 @@ class Built:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
+    watch: Observatory
+    pricer: Pricer
+    event_log: LogFile | None = None
 
     @property
     def end_token_ids(self) -> frozenset[int]:
         return self.generation.end_token_ids
+
+    def close(self) -> None:
+        """Nothing more will happen here."""
+        if self.event_log is not None:
+            self.event_log.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +97,7 @@ def build_front(config: EngineConfig, progress: Progress | None = None) -> Front
     if config.model.startswith(demo.PREFIX):
         folder = replace(folder, name=config.model)
     spec = read_spec(read_config(folder.path))
+    check_served(spec)
     text = Path(config.tokenizer) if config.tokenizer else folder.path
     tokenizer = load_tokenizer(text)
     end = spec.eos_token_ids
@@ -106,16 +124,21 @@ def build(
         revision=front.folder.revision,
         has_weights=checkpoint is not None,
     )
+    pricer = engine_pricer(config, resolved, spec, device)
+    log = None if config.event_log is None else LogFile(config.event_log)
     torch.set_num_threads(resolved.threads)
-    before = device.memory_free()
     decoder = _decoder(resolved, spec, device, checkpoint, progress)
-    loaded = device.memory_free()
     executor, kv = _executor(resolved, spec, device, decoder)
-    weights = before - loaded if device.name.startswith("cuda") else None
-    memory = _measured(memory, weights, kv.num_bytes)
-    engine = Engine(
-        _scheduler(resolved, spec), executor, clock or WallClock(), resolved.max_in_flight
-    )
+    memory = _measured(memory, decoder.num_bytes, kv.num_bytes)
+    learned = LearnedPricer(pricer)
+    scheduler = _scheduler(resolved, spec, learned)
+    engine = Engine(scheduler, executor, clock or WallClock(), resolved.max_in_flight)
+    header = engine_header(resolved, scheduler, pricer, read_config(path))
+    if log is not None:
+        engine.journals.append(Recorder(log.write, header, secrets.token_bytes(32)))
+    watch = observatory(header, Meter(pricer))
+    watch.pricing.followers.append(learned)
+    engine.journals += watch.journals
     return Built(
         engine,
         Scorer(
@@ -128,6 +151,9 @@ def build(
         front.tokenizer,
         front.chat_template,
         front.generation,
+        watch,
+        pricer,
+        log,
     )
 
 
@@ -191,7 +217,7 @@ def _executor(
     return executor, kv
 
 
-def _scheduler(resolved: ResolvedConfig, spec: ModelSpec) -> Scheduler:
+def _scheduler(resolved: ResolvedConfig, spec: ModelSpec, pricer: StepPricer) -> Scheduler:
     blocks = BlockManager(
         resolved.num_blocks,
         resolved.block_size,
@@ -199,7 +225,17 @@ def _scheduler(resolved: ResolvedConfig, spec: ModelSpec) -> Scheduler:
         prefix_caching=resolved.prefix_caching,
         key=secrets.token_bytes(32),
     )
-    policy = registry.load(POLICIES, resolved.policy, "policy")()
+    policy = make_policy(
+        resolved.policy,
+        PolicySetting(
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            num_cache_tokens=resolved.num_blocks * resolved.block_size,
+            ttft_slo_s=resolved.ttft_slo_ms and resolved.ttft_slo_ms / 1e3,
+            tpot_slo_s=resolved.tpot_slo_ms and resolved.tpot_slo_ms / 1e3,
+            pricer=pricer,
+        ),
+    )
     return Scheduler(
         blocks,
         policy,
@@ -208,8 +244,6 @@ def _scheduler(resolved: ResolvedConfig, spec: ModelSpec) -> Scheduler:
     )
 
 
-def _measured(
-    memory: tuple[MemoryRow, ...], weights: int | None, cache: int
-) -> tuple[MemoryRow, ...]:
+def _measured(memory: tuple[MemoryRow, ...], weights: int, cache: int) -> tuple[MemoryRow, ...]:
     got = {"weights": weights, "KV cache": cache}
     return tuple(replace(row, measured=got.get(row.what)) for row in memory)

@@ -12,7 +12,10 @@ class EngineConfig:
     `model` is a folder or a hub id `user/name[@revision]`. Sizes are in tokens, requests or bytes
     as their names say. `kv_cache_memory_bytes` beats `memory_utilization`, which is the share of
     the device's total memory that weights, cache and working space together may take.
-    `max_in_flight` 1 plans a step after the last one's result, 2 while it runs.
+    `max_in_flight` 1 plans a step after the last one's result, 2 while it runs. `ttft_slo_ms` and
+    `tpot_slo_ms` are what policy slo promises: milliseconds to the first token, and per later one.
+    `calibration` is a file of measured constants for the prices of steps; `event_log` is a file
+    that everything that happens in the engine is appended to (token ids, never text).
     """
 
     model: str
@@ -30,11 +33,15 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     prefix_caching: bool = True
     policy: str = "fcfs"
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
     max_in_flight: int = 2
     attention_backend: str = "auto"
     weight_format: str = "auto"
     kv_cache_dtype: str = "auto"
     threads: int | None = None
+    calibration: str | None = None
+    event_log: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,8 @@ class ResolvedConfig:
     max_num_batched_tokens: int
     prefix_caching: bool
     policy: str
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
     max_in_flight: int
     attention_backend: str
     weight_format: str

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ridgeline.architectures.spec import ModelSpec
+    from ridgeline.observe.evidence import Observatory
     from ridgeline.resolve import MemoryRow
     from ridgeline.text.tokenizer import Tokenizer
 
@@ -138,8 +139,18 @@ class LLM:
     # ------------------------------------------------------------------ what it is
 
     @property
+    def built(self) -> Built:
+        """All the parts, for those who measure them."""
+        return self._built
+
+    @property
     def engine(self) -> Engine:
         return self._built.engine
+
+    @property
+    def watch(self) -> Observatory:
+        """What each step cost and should have cost, and where each request's time went."""
+        return self._built.watch
 
     @property
     def spec(self) -> ModelSpec:
@@ -260,6 +271,7 @@ class LLM:
     def close(self) -> None:
         """Abort what is running."""
         self._abandon(list({id(live): live for live in self._live.values()}.values()))
+        self._built.close()
 
     def __enter__(self) -> LLM:
         return self

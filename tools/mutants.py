@@ -39,6 +39,7 @@ BLOCKS = "scheduler/block_manager.py"
 CACHE = "scheduler/prefix_cache.py"
 FORKS = "scheduler/forks.py"
 QUEUE = "scheduler/queue.py"
+MACRO = "scheduler/macro.py"
 GROUP = "scheduler/beam_group.py"
 BEAM = "scheduler/beam.py"
 
@@ -168,6 +169,43 @@ MUTANTS = (
         "ledger.finished += (*plan.preempted, *plan.finished)",
         "pass",
     ),
+    Mutant(
+        "cuts a prompt that is to be computed whole",
+        SCHEDULER,
+        "if not self.chunked_prefill and self._num_to_open(request, prefix) > step.budget:",
+        "if False:",
+    ),
+    # ------------------------------------------------------------ many steps at once
+    Mutant(
+        "passes over the admission of somebody",
+        MACRO,
+        "if size < scheduler.max_num_batched_tokens and scheduler.may_admit():",
+        "if False:",
+    ),
+    Mutant(
+        "passes over the end of an answer",
+        MACRO,
+        "last = 0 if self.scheduler.flights else 1",
+        "last = 0",
+    ),
+    Mutant(
+        "passes over a preemption",
+        MACRO,
+        "or self._num_to_take(rows, most) <= free",
+        "or True",
+    ),
+    Mutant(
+        "passes over a window's edge",
+        MACRO,
+        "offsets = {(window - 1) % size",
+        "offsets = {window % size",
+    ),
+    Mutant(
+        "forgets what a prompt in flight has filled",
+        MACRO,
+        "events.append((1, True, n))",
+        "pass",
+    ),
     # ------------------------------------------------------------ results
     Mutant(
         "rejected guesses stay computed",
@@ -272,8 +310,8 @@ MUTANTS = (
     Mutant(
         "an evicted block keeps its hash",
         BLOCKS,
-        "block, _ = self._free.popitem(last=False)\n        self._cache.forget(block)",
-        "block, _ = self._free.popitem(last=False)",
+        "            forget(block)\n            ref_count[block] = 1",
+        "            ref_count[block] = 1",
     ),
     Mutant(
         "reuses blocks that a step in flight may touch",
@@ -284,8 +322,8 @@ MUTANTS = (
     Mutant(
         "deferred blocks come back one step early",
         BLOCKS,
-        "next(iter(self._deferred.values())) <= step_id:",
-        "next(iter(self._deferred.values())) <= step_id + 1:",
+        "self._deferred[block] <= step_id,",
+        "self._deferred[block] <= step_id + 1,",
     ),
     Mutant(
         "writes into a shared block",

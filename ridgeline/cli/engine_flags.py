@@ -29,13 +29,19 @@ HELP = {
     "max_num_batched_tokens": "most tokens computed in one step; smaller steps disturb running "
     "answers less, larger ones read prompts faster",
     "prefix_caching": "do not reuse the cache of a prompt's beginning that was seen before",
-    "policy": "which waiting request comes next",
+    "policy": "which waiting request comes next; slo promises times and refuses to break them",
+    "ttft_slo_ms": "with --policy slo: milliseconds within which the first token is promised",
+    "tpot_slo_ms": "with --policy slo: milliseconds promised per later token, on average",
     "max_in_flight": "2 plans the next step while one runs, 1 waits for each step's result",
     "attention_backend": "auto, or a backend by name",
     "weight_format": "how weights are kept in memory; auto keeps the checkpoint's numbers",
     "kv_cache_dtype": "how cached keys and values are kept; auto is the dtype of the arithmetic",
     "threads": "CPU threads for arithmetic; when not given, one for each 16 MiB of weights, "
     "at most all cores",
+    "calibration": "file of constants measured by ridgeline calibrate, instead of those kept for "
+    "this device; what steps should cost is worked out from them",
+    "event_log": "append every event of the engine to this file, for `ridgeline explain` and for "
+    "replays: token ids of prompts and answers are in it, their text is not",
 }
 
 CHOICES: dict[str, tuple[Any, ...]] = {

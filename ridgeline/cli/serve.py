@@ -44,6 +44,8 @@ LIMIT_HELP = {
     "write_timeout_s": "a client may leave its stream unread",
     "keepalive_s": "between comments on a stream that has no news",
     "drain_s": "at the end, for running answers",
+    "step_overdue_multiple": "a step that takes so many times what it should: not ready",
+    "step_overdue_s": "but never before so long",
     "step_deadline_s": "pending work without a step for so long: not ready",
     "step_kill_s": "and for so long: the engine is started again",
     "max_engine_restarts": "in a row before the server gives up",
@@ -82,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="listen beyond this machine although no key is set",
     )
     where.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="P",
+        help="what the devices cost an hour, in your currency: puts money on the receipts that "
+        "requests with include_cost get",
+    )
+    where.add_argument(
         "--log-level",
         default=defaults["log_level"],
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -117,6 +126,7 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
         api_key_file=args.api_key_file,
         allowed_hosts=tuple(args.allowed_host),
         allow_anyone_on_the_network_without_a_key=args.allow_anyone_on_the_network_without_a_key,
+        price_per_hour=args.price_per_hour,
         log_level=args.log_level,
         limits=limits,
     )

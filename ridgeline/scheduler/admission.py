@@ -31,8 +31,16 @@ _BEAM_NEUTRAL: dict[str, tuple[object, ...]] = {
 class Capacity:
     """What one pool, one step and one batch can hold; the same numbers for every question."""
 
-    def __init__(self, blocks: BlockManager, max_num_batched_tokens: int, max_num_seqs: int):
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        *,
+        chunked_prefill: bool = True,
+    ) -> None:
         self.blocks = blocks
+        self.chunked_prefill = chunked_prefill
         self.chunk = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.max_servable_tokens = max_servable_tokens(
@@ -71,6 +79,20 @@ class Capacity:
             self._check_beams(request.sampling)
         if self.blocks_needed(request) > self.blocks.num_blocks:
             raise self._too_long(request)
+        if not self.chunked_prefill:
+            self._check_whole(request)
+
+    def _check_whole(self, request: Request) -> None:
+        """One step must be able to compute it, answer included, beside all that decode."""
+        need = request.max_num_tokens + self.max_num_seqs - 2
+        if need > self.chunk:
+            raise RequestFault(
+                f"without chunked prefill a request of {request.max_num_tokens} tokens needs "
+                f"max_num_batched_tokens {need} (with {self.max_num_seqs} sequences at once), and "
+                f"it is {self.chunk}; raise it, or shorten the request",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def _too_long(self, request: Request) -> RequestFault:
         num_prompt, limit = len(request.prompt_token_ids), self.max_servable_tokens

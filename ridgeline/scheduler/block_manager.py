@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from ridgeline.errors import check
 from ridgeline.request import Request
@@ -224,19 +225,26 @@ class BlockManager:
         """
         start, size = request.num_computed_tokens, self.block_size
         num_held, index = len(request.block_ids[0]), start // size
-        num_new = _ceil_div(start + num_tokens, size) - num_held
+        num_new = -(-(start + num_tokens) // size) - num_held
         shared = self._shared(request, index) if index < num_held else ()
         if num_new <= 0 and not shared:
             return self._no_change
         if max(0, num_new) * len(self.windows) + len(shared) > len(self._free):
             return None
-        copies = tuple(self._copy(request, g, index, step_id) for g in shared)
+        copies = tuple([self._copy(request, g, index, step_id) for g in shared])
         if num_new <= 0:
             return self._no_change[0], copies
-        new = tuple(tuple(self._take() for _ in range(num_new)) for _ in self.windows)
+        new = tuple([tuple(self._take(num_new)) for _ in self.windows])
         for mine, more in zip(request.block_ids, new, strict=True):
             mine.extend(more)
         return new, copies
+
+    def extend_by_one(self, request: Request) -> BlockTables:
+        """One more block in each of its tables, which are full; as many must be free."""
+        new = tuple([(block,) for block in self._take(len(self.windows))])
+        for table, more in zip(request.block_ids, new, strict=True):
+            table += more
+        return new
 
     def free(self, request: Request, in_flight: int) -> None:
         """Take back every block. Step `in_flight` may still touch them until it is retired."""
@@ -251,8 +259,11 @@ class BlockManager:
     def retire(self, step_id: int) -> None:
         """Step `step_id` and all before it are over."""
         self._retired = step_id
-        while self._deferred and next(iter(self._deferred.values())) <= step_id:
-            block, _ = self._deferred.popitem(last=False)
+        if not self._deferred:
+            return
+        over = list(takewhile(lambda block: self._deferred[block] <= step_id, self._deferred))
+        for block in over:
+            del self._deferred[block]
             self._put_free(block)
 
     def clear_cache(self) -> None:
@@ -318,7 +329,7 @@ class BlockManager:
 
     def _copy(self, request: Request, group: int, index: int, step_id: int) -> BlockCopy:
         table = request.block_ids[group]
-        source, target = table[index], self._take()
+        source, (target,) = table[index], self._take(1)
         table[index] = target
         self._release(source, step_id)  # this very step reads it
         return BlockCopy(request.request_id, group, index, source, target)
@@ -331,16 +342,20 @@ class BlockManager:
                 del self._deferred[block]
         self._ref_count[block] += 1
 
-    def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        self._cache.forget(block)
-        self._ref_count[block] = 1
-        return block
+    def _take(self, count: int) -> list[int]:
+        free, forget, ref_count = self._free, self._cache.forget, self._ref_count
+        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            forget(block)
+            ref_count[block] = 1
+        return taken
 
     def _release(self, block: int, in_flight: int) -> None:
-        check(self._ref_count[block] > 0, "only what is held is given back", block=block)
-        self._ref_count[block] -= 1
-        if self._ref_count[block]:
+        count = self._ref_count[block] - 1
+        if count < 0:
+            check(False, "only what is held is given back", block=block)
+        self._ref_count[block] = count
+        if count:
             return
         if in_flight <= self._retired:
             self._put_free(block)

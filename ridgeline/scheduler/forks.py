@@ -38,6 +38,11 @@ class Forks:
     def num_parked(self) -> int:
         return sum(len(forks) for forks in self.parked.values())
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody is parked and nobody is about to wait in line."""
+        return not self.parked and not self._woken
+
     def add(self, fork: Request, parent: Request) -> None:
         self._parents[fork.request_id] = parent
 

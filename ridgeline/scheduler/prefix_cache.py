@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from hashlib import sha256
+from struct import calcsize, pack
 
 from ridgeline.errors import check
 from ridgeline.request import Request
 from ridgeline.step import NULL_BLOCK
+
+TOKEN_BYTES = calcsize("q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,16 @@ class PrefixCache:
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The chain of at least its first `num_blocks` blocks; each is hashed once in its life."""
-        hashes, size = request.block_hashes, self.block_size
-        for i in range(len(hashes), num_blocks):
+        hashes, first = request.block_hashes, len(request.block_hashes)
+        if first >= num_blocks:
+            return hashes
+        size = self.block_size
+        token_ids = request.token_ids[first * size : num_blocks * size]
+        tokens = pack(f"{len(token_ids)}q", *token_ids)
+        size *= TOKEN_BYTES
+        for i in range(num_blocks - first):
             parent = hashes[-1] if hashes else self._root(request.cache_salt)
-            tokens = array("q", request.token_ids[i * size : (i + 1) * size])
-            hashes.append(sha256(parent + tokens.tobytes()).digest())
+            hashes.append(sha256(parent + tokens[i * size : (i + 1) * size]).digest())
         return hashes
 
     def _root(self, salt: bytes) -> bytes:

@@ -47,7 +47,9 @@ class ResultTaker:
             request.draft_token_ids = result.draft_token_ids.get(request_id, ())
             self.ledger.blocks.publish(request, self.ledger.last_planned)
         logprobs = result.logprobs[request_id][: len(new)] if request_id in result.logprobs else ()
-        prompt_logprobs = _prompt_logprobs(request, entry, result)
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if request.sampling.prompt_logprobs is not None:
+            prompt_logprobs = _prompt_logprobs(request, entry, result)
         if reason is not None:
             self.ledger.end(request)
         if not new and not prompt_logprobs:
@@ -108,8 +110,6 @@ def _prompt_logprobs(
     request: Request, entry: ScheduledRequest, result: StepResult
 ) -> tuple[TokenLogprobs, ...]:
     """Those that were not delivered before a preemption."""
-    if request.sampling.prompt_logprobs is None:
-        return ()
     got = result.prompt_logprobs.get(request.request_id, ())
     new = got[max(0, request.num_prompt_logprobs - entry.start) :]
     request.num_prompt_logprobs += len(new)

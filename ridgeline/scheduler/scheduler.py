@@ -55,6 +55,7 @@ class Scheduler:
     `num_drafts` is how many guesses the executor's draft method has for each row (0: none).
     After `max_bypasses` younger requests went first, the oldest that waits is next; after
     `max_preemptions` a request runs again only when nobody need be preempted any more.
+    Without `chunked_prefill` a prompt waits until one step can compute all of it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Scheduler:
         num_drafts: int = 0,
         max_bypasses: int = MAX_BYPASSES,
         max_preemptions: int = MAX_PREEMPTIONS,
+        chunked_prefill: bool = True,
     ) -> None:
         check(max_num_batched_tokens > 0 and max_num_seqs > 0, "a step has room for a token")
         self.blocks = blocks
@@ -74,13 +76,16 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.num_drafts = num_drafts
-        self.capacity = Capacity(blocks, max_num_batched_tokens, max_num_seqs)
+        self.chunked_prefill = chunked_prefill
+        self.capacity = Capacity(
+            blocks, max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
+        )
         self.ledger = Ledger(blocks, policy, max_bypasses, max_preemptions)
         self.requests = self.ledger.requests
         self.running, self.waiting = self.ledger.running, self.ledger.waiting
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
         self._results = ResultTaker(self.ledger)
-        self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}
+        self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
         self._num_added = 0
         self._no_room: tuple[Request, int, int] | None = None  # who, at what change, free blocks
 
@@ -106,6 +111,11 @@ class Scheduler:
     @property
     def num_late_results(self) -> int:
         return self._results.num_late
+
+    @property
+    def flights(self) -> dict[int, tuple[StepPlan, list[Flight]]]:
+        """Steps that were planned and whose results are still to come, the oldest first."""
+        return self._flights
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises RequestFault for what can never be served, for an id that is
@@ -240,7 +250,7 @@ class Scheduler:
         """How many tokens of it to compute now, and how many of them are guesses."""
         pending = len(row.token_ids) - row.num_computed_tokens
         room = min(step.budget, row.num_computable_tokens - row.num_computed_tokens)
-        if (group := self.ledger.group_of(row)) is not None:
+        if self.ledger.groups and (group := self.ledger.group_of(row)) is not None:
             room = min(room, group.limit(row) - row.num_computed_tokens)
         if pending != 1 or not row.has_drafts:
             return min(pending, room), 0
@@ -330,16 +340,18 @@ class Scheduler:
         if tables is not None:
             step.new.append(self._new_row(row, tables))
         row.num_computed_tokens = start + num_tokens
-        if samples and self.ledger.group_of(row) is None:
+        ledger = self.ledger
+        if samples and (not ledger.groups or ledger.group_of(row) is None):
             row.token_ids += [UNKNOWN_TOKEN] * (num_draft + 1)
             row.has_drafts = self.num_drafts > 0
         step.scheduled.append(entry)
-        step.copies += copies
+        if copies:
+            step.copies += copies
         step.flights.append((entry, row, row.epoch))
         step.num_planned[row.request_id] = num_tokens
         step.budget -= num_tokens
-        if self.ledger.forks.parked and has_prompt(row, row.num_computed_tokens):
-            self.ledger.forks.wake(row)
+        if ledger.forks.parked and has_prompt(row, row.num_computed_tokens):
+            ledger.forks.wake(row)
 
     def _new_row(self, row: Request, tables: BlockTables) -> NewRequest:
         row.has_row = True
@@ -365,7 +377,24 @@ class Scheduler:
             if not self._fits(request, prefix):
                 self._no_room = (request, self.ledger.num_changes, self.blocks.num_free_blocks)
                 return
+            if not self.chunked_prefill and self._num_to_open(request, prefix) > step.budget:
+                return  # to be computed whole, in a step with less to do
             self._admit(request, prefix, step)
+
+    def may_admit(self) -> bool:
+        """Could somebody be admitted by the next steps, as long as nobody leaves? For policies
+        whose ranks are fixed."""
+        request, blocks = self.waiting.head(0.0), self.blocks
+        if request is None or self._no_room is None:
+            return request is not None and self._has_seat(request)
+        who, change, num_free = self._no_room
+        is_same = who is request and change == self.ledger.num_changes
+        is_no_more = blocks.num_free_blocks + blocks.num_deferred_blocks <= num_free
+        stays_full = is_same and is_no_more and not blocks.has_windows
+        return self._has_seat(request) and not stays_full
+
+    def _has_seat(self, request: Request) -> bool:
+        return self.running.num_seats + request.sampling.beam_width <= self.max_num_seqs
 
     def _may_find_room(self, request: Request) -> bool:
         """A cheap look, before the prefix cache is asked again about one that found no room."""
@@ -426,13 +455,18 @@ class Scheduler:
         held = 0 if self.blocks.has_windows else group.num_held_blocks()
         return max(0, self.capacity.blocks_needed(request) - held)
 
-    def _admit(self, request: Request, prefix: Prefix, step: _Step) -> None:
+    def _num_to_open(self, request: Request, prefix: Prefix) -> int:
+        """Tokens that its first row is to compute before anything is sampled."""
         row, group = self.ledger.first_row(request), self.ledger.group_of(request)
         limit = len(row.token_ids) if group is None else group.limit(row)
+        return limit - prefix.num_tokens
+
+    def _admit(self, request: Request, prefix: Prefix, step: _Step) -> None:
+        row, num_tokens = self.ledger.first_row(request), self._num_to_open(request, prefix)
         self.ledger.start(request)
         if not request.has_output and not request.num_preemptions:
             request.num_cached_tokens = prefix.num_tokens
-        self._open(row, prefix, min(limit - prefix.num_tokens, step.budget), step)
+        self._open(row, prefix, min(num_tokens, step.budget), step)
 
     def _open(self, row: Request, prefix: Prefix, num_tokens: int, step: _Step) -> None:
         self.blocks.admit(row, prefix)

@@ -28,11 +28,15 @@ ENGINE_ARGV = {
     "max_num_seqs": "3",
     "max_num_batched_tokens": "64",
     "policy": "priority",
+    "ttft_slo_ms": "500.0",
+    "tpot_slo_ms": "50.0",
     "max_in_flight": "1",
     "attention_backend": "reference",
     "weight_format": "plain",
     "kv_cache_dtype": "auto",
     "threads": "2",
+    "calibration": "constants.json",
+    "event_log": "events.jsonl",
 }
 
 

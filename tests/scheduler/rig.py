@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ridgeline.request import Request, RequestOutput, SamplingParams, TokenLogprobs
 from ridgeline.scheduler.block_manager import BlockManager
@@ -37,7 +38,7 @@ class Rig:
         num_drafts: int = 0,
         *,
         prefix_caching: bool = True,
-        **options: int,
+        **options: Any,
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, windows, prefix_caching, b"k")
         self.scheduler = Scheduler(

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline import registry
-from ridgeline.scheduler.policies import POLICIES
-from ridgeline.scheduler.policies.base import Admit, Policy
+from ridgeline.errors import ConfigError
+from ridgeline.scheduler.policies import POLICIES, make_policy
+from ridgeline.scheduler.policies.base import Admit, Policy, PolicySetting
 from ridgeline.scheduler.policies.priority import AGING_S, Priority
+from tests.scheduler.policies.virtual_time import Linear
 from tests.scheduler.rig import Rig, make_request
+
+SETTING = PolicySetting(
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    num_cache_tokens=32,
+    ttft_slo_s=60.0,
+    tpot_slo_s=1.0,
+    pricer=Linear(),
+)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_policies_load_and_serve(name: str) -> None:
-    policy = registry.load(POLICIES, name, "policy")()
+    policy = make_policy(name, SETTING)
     assert isinstance(policy, Policy)
     requests = [make_request(f"r{i}", arrival_time=float(i), priority=-i) for i in range(5)]
     if policy.rank_is_fixed:
@@ -24,6 +34,11 @@ def test_policies_load_and_serve(name: str) -> None:
     rig.add(*requests)
     rig.run()
     assert all(len(request.token_ids) == 8 for request in requests)
+
+
+def test_an_unknown_policy_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="fcfs, priority, slo"):
+        make_policy("lifo", SETTING)
 
 
 def test_one_step_of_priority_is_worth_a_minute() -> None:

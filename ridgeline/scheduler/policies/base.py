@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Self
 
 from ridgeline.errors import RequestFault
 from ridgeline.request import Request
-from ridgeline.step import StepShape
+from ridgeline.step import StepPricer, StepShape
 
 Rank = tuple[float, ...]
 
@@ -30,9 +31,23 @@ class Overloaded(RequestFault):
 
     def __init__(self, refusal: Refuse) -> None:
         super().__init__(
-            f"{refusal.because}; try again in {refusal.retry_after_s:g} s", code="overloaded"
+            f"{refusal.because}; try again in {refusal.retry_after_s:.3g} s",
+            code="overloaded",
+            retry_after_s=refusal.retry_after_s,
         )
-        self.retry_after_s = refusal.retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySetting:
+    """What the engine around a policy is like, and what was promised to its users: a first token
+    within `ttft_slo_s`, then one every `tpot_slo_s`. `pricer` says how long a step takes."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_cache_tokens: int
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    pricer: StepPricer | None = None
 
 
 class Policy:
@@ -42,6 +57,12 @@ class Policy:
     """
 
     rank_is_fixed = False
+    needs_promise = False  # of a time to the first token and of a time per token
+
+    @classmethod
+    def make(cls, setting: PolicySetting) -> Self:
+        """The policy for one engine. Raises ConfigError for a setting that it cannot work with."""
+        return cls()
 
     def rank(self, request: Request, now: float) -> Rank:
         """Sort key. The smallest is served first; the largest is preempted first."""

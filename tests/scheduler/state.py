@@ -1,0 +1,46 @@
+"""Everything that a scheduler knows, as plain values that can be compared."""
+
+from __future__ import annotations
+
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.step import StepPlan
+
+
+def state_of(scheduler: Scheduler) -> object:
+    """All that the scheduler and the block manager know, in order."""
+    ledger, blocks = scheduler.ledger, scheduler.blocks
+    rows = [
+        (
+            name,
+            tuple(r.token_ids),
+            [list(table) for table in r.block_ids],
+            list(r.block_hashes),
+            r.num_computed_tokens,
+            r.num_done_tokens,
+            r.num_published_blocks,
+            list(r.num_dropped_blocks),
+            (r.num_preemptions, r.epoch, r.has_row, r.has_output, r.order),
+        )
+        for name, r in scheduler.requests.items()
+    ]
+    cache = blocks._cache
+    return (
+        rows,
+        list(blocks._free),
+        list(blocks._deferred.items()),
+        list(blocks._ref_count),
+        blocks._retired,
+        list(cache._hash_of),
+        [dict(table) for table in cache._block_of],
+        (ledger.last_planned, ledger.last_retired, ledger.num_preemptions, ledger.num_changes),
+        (list(ledger.preempted), list(ledger.finished)),
+        [
+            (plan, [(e, row.request_id, n) for e, row, n in f])
+            for plan, f in scheduler.flights.values()
+        ],
+    )
+
+
+def named(plan: StepPlan) -> object:
+    """A plan without what cannot be compared."""
+    return (plan.step_id, plan.scheduled, plan.new, plan.copies, plan.preempted, plan.finished)
