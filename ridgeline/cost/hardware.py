@@ -97,8 +97,12 @@ class Device:
             if name == "bf16" and "fp16" in self.peak_flops:  # older and Apple parts
                 return self.peak_flops["fp16"]
             name = FALLBACK.get(name)
-        known = ", ".join(sorted({*DTYPES, *FALLBACK}))
-        raise ConfigError(f"{self.name} has no peak for {dtype!r}; dtypes are {known}")
+        if dtype not in {*DTYPES, *FALLBACK}:
+            known = ", ".join(sorted({*DTYPES, *FALLBACK}))
+            raise ConfigError(f"there is no dtype {dtype!r}; dtypes are {known}")
+        known = ", ".join(self.peak_flops)
+        way_out = "; `ridgeline calibrate` measures others with --dtype" if self.measured else ""
+        raise ConfigError(f"{self.name} has no peak for {dtype!r}, only for {known}{way_out}")
 
     def ridge(self, dtype: str) -> float:
         """FLOP per byte above which arithmetic binds, not memory."""

@@ -12,7 +12,7 @@ with work: X (1 - (1 - k/X)^M), if tokens choose at random.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.architectures.counts import attention_matrices, flops_per_key, layer_kv_bytes
@@ -103,19 +103,25 @@ def step_ops(
 
 
 def token_ops(
-    spec: ModelSpec, num_tokens: int, layout: Layout, precision: Precision
+    spec: ModelSpec,
+    num_tokens: int,
+    layout: Layout,
+    precision: Precision,
+    layers: Mapping[LayerSpec, int] | None = None,
 ) -> Iterator[Op]:
-    """Everything whose cost depends on the number of tokens alone."""
+    """Everything whose cost depends on the number of tokens alone. `layers` are those of
+    `distinct_layers`, for who asks often."""
     build = _Builder(spec, num_tokens, layout, precision)
     yield build.embedding()
-    for layer, count in _distinct_layers(spec).items():
+    for layer, count in (layers or distinct_layers(spec)).items():
         yield from build.attention_projections(layer.attention, count)
         yield from build.feed_forward(layer.feed_forward, count)
         yield from build.norms(layer, count)
     yield from build.messages()
 
 
-def _distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
+def distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
+    """Layers that cost the same, and how many there are of each."""
     counts: dict[LayerSpec, int] = {}
     for layer in spec.layers:
         counts[layer] = counts.get(layer, 0) + 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.cost.constants import AttentionConstants
 from ridgeline.cost.decode_run import DecodeLine, DecodeRun
-from ridgeline.cost.ops import Op, decode_op, output_ops, prefill_op, token_ops
+from ridgeline.cost.ops import Op, decode_op, distinct_layers, output_ops, prefill_op, token_ops
 from ridgeline.cost.roofline import StepCost, combine, is_captured, op_cost, step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import AttentionTotals, StepTotals, attention_kinds, step_totals
@@ -48,6 +48,7 @@ class Pricer:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._constants = setup.constants
+        self._layers = distinct_layers(setup.spec)
         counts = attention_kinds(setup.spec)
         self.kinds: tuple[AttentionSpec, ...] = tuple(counts)
         self._counts = tuple(counts.values())
@@ -142,7 +143,8 @@ class Pricer:
         if not num_tokens:
             return 0.0, 0
         setup = self.setup
-        ops = tuple(token_ops(setup.spec, num_tokens, setup.layout, setup.precision))
+        spec, layout, precision = setup.spec, setup.layout, setup.precision
+        ops = tuple(token_ops(spec, num_tokens, layout, precision, self._layers))
         return self._sum(ops, captured=captured)
 
     def _row_seconds(self, num_rows: int, *, captured: bool) -> tuple[float, int]:

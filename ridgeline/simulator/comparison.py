@@ -1,0 +1,231 @@
+"""Would the cost model have foreseen this run? A log's requests again, under predicted times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ridgeline.cost.pricer import Pricer
+from ridgeline.observe.event_log import Aborted, Added, Collected, EngineHeader, EventLog, Planned
+from ridgeline.observe.setup_record import read_setup
+from ridgeline.request import FinishReason, Request, SamplingParams
+from ridgeline.simulator.executor import Answer, Speculation
+from ridgeline.simulator.options import Machine, Options
+from ridgeline.simulator.replica import Job
+from ridgeline.simulator.report import RequestTimeline, StepSample, Summary
+from ridgeline.simulator.simulation import Rng, Simulation, SimulationReport
+from ridgeline.step import StepPricer
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same requests as they were served and as the simulator says they would be. `left_out`
+    counts those that it cannot serve (beam searches) or that never ran (refused, aborted early)."""
+
+    measured: SimulationReport
+    predicted: SimulationReport
+    left_out: int
+
+    def summaries(self) -> tuple[Summary, Summary]:
+        """Measured, predicted."""
+        return self.measured.summary(), self.predicted.summary()
+
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured, less 1, for throughput and the spreads that matter."""
+        pairs = zip(*(_figures(summary) for summary in self.summaries()), strict=True)
+        return {name: new / old - 1 for (name, old), (_, new) in pairs if old and new}
+
+
+def _figures(summary: Summary) -> list[tuple[str, float]]:
+    spreads = {"ttft": summary.ttft_s, "tpot": summary.tpot_s, "e2e": summary.e2e_s}
+    figures = [("output_tokens_per_s", summary.output_tokens_per_s)]
+    for name, spread in spreads.items():
+        figures += [(f"{name}_p50", spread.p50 or 0.0), (f"{name}_p99", spread.p99 or 0.0)]
+    return figures
+
+
+def simulate(
+    log: EventLog,
+    pricer: StepPricer | None = None,
+    *,
+    rng: Rng | None = None,
+    macro_steps: bool = True,
+) -> Comparison:
+    """The log's arrivals under predicted times. `pricer` None: that of the log's own record.
+
+    A request that was aborted is taken to have asked for the tokens that it got. Guesses are
+    accepted at the rate of the log (`rng` is needed for that).
+    """
+    header, runs = log.header, _runs(log)
+    start = min((run.added.arrival for run in runs), default=0.0)
+    if pricer is None:
+        pricer = Pricer(read_setup(header.setup))
+    simulation = Simulation(
+        Machine(pricer, header.num_blocks, header.windows),
+        (),
+        _options(header, _speculation(log), macro_steps=macro_steps),
+        rng=rng,
+    )
+    served = [run for run in runs if run.is_served]
+    ordered = sorted((run.job(start) for run in served), key=lambda job: job.request.arrival_time)
+    predicted = simulation.run_jobs(ordered)
+    measured = SimulationReport(
+        [run.timeline(start) for run in served],
+        _samples(log, start),
+        header.max_num_seqs,
+        header.num_blocks,
+        1,
+        0,
+    )
+    return Comparison(measured, predicted, len(runs) - len(served))
+
+
+def _options(
+    header: EngineHeader, speculation: Speculation | None, *, macro_steps: bool
+) -> Options:
+    return Options(
+        policy=header.policy,
+        ttft_slo_s=header.ttft_slo_s,
+        tpot_slo_s=header.tpot_slo_s,
+        prefix_caching=header.prefix_caching,
+        max_in_flight=header.max_in_flight,
+        max_num_seqs=header.max_num_seqs,
+        max_num_batched_tokens=header.max_num_batched_tokens,
+        block_size=header.block_size,
+        speculation=speculation,
+        computes_in_submit=header.computes_in_submit,
+        macro_steps=macro_steps,
+    )
+
+
+@dataclass(slots=True)
+class _Run:
+    """One request of the log: what came in and what it got, when."""
+
+    added: Added
+    token_ids: list[int] = field(default_factory=list)
+    started_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    num_cached: int = 0
+    reason: FinishReason | None = None
+
+    @property
+    def is_served(self) -> bool:
+        is_plain = self.added.sampling.beam_width == 1
+        return self.added.refused is None and is_plain and bool(self.token_ids)
+
+    def timeline(self, start: float) -> RequestTimeline:
+        added, shift = self.added, _since(start)
+        return RequestTimeline(
+            added.request_id,
+            added.arrival - start,
+            len(added.prompt),
+            len(self.token_ids),
+            0,
+            shift(self.started_s),
+            shift(self.first_token_s),
+            shift(self.finished_s),
+            self.num_cached,
+            self.num_preemptions,
+            "it failed" if self.reason is FinishReason.ERROR else "",
+        )
+
+    def job(self, start: float) -> Job:
+        """The same request, to be answered with the same tokens."""
+        added = self.added
+        request: Request = added.request()
+        request.arrival_time = added.arrival - start
+        if self.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            request.sampling = _ending_after(len(self.token_ids))
+        timeline = RequestTimeline(
+            added.request_id, request.arrival_time, len(added.prompt), len(self.token_ids)
+        )
+        return Job(request, Answer(len(added.prompt), tuple(self.token_ids)), timeline)
+
+
+def _ending_after(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens)
+
+
+def _since(start: float) -> Callable[[float | None], float | None]:
+    return lambda when: None if when is None else when - start
+
+
+def _runs(log: EventLog) -> list[_Run]:
+    """Every request of the log, an id that was used again being another one."""
+    runs, live = list[_Run](), dict[str, _Run]()
+    for event in log.events:
+        if isinstance(event, Added):
+            runs.append(_Run(event))
+            if event.refused is None:
+                live[event.request_id] = runs[-1]
+        elif isinstance(event, Aborted):
+            live.pop(event.request_id).finished_s = event.now
+        elif isinstance(event, Planned):
+            _note_plan(event, live)
+        elif isinstance(event, Collected):
+            _note_outputs(event, live)
+    return runs
+
+
+def _note_plan(event: Planned, live: Mapping[str, _Run]) -> None:
+    for row in event.opened:
+        run = live.get(row.request_id)
+        if run is not None and run.started_s is None:
+            run.started_s = event.now
+            first = next(e for e in event.plan.scheduled if e.request_id == row.request_id)
+            run.num_cached = first.start
+    for row_id in event.plan.preempted:
+        if row_id in live:
+            live[row_id].num_preemptions += 1
+
+
+def _note_outputs(event: Collected, live: dict[str, _Run]) -> None:
+    for output in event.outputs:
+        run = live[output.request_id]
+        if output.new_token_ids and event.result is not None:
+            sampled = event.result.token_ids.get(output.request_id, ())
+            run.token_ids += sampled[: len(output.new_token_ids)]
+            if run.first_token_s is None:
+                run.first_token_s = event.now
+        if output.finish_reason is not None:
+            run.finished_s, run.reason = event.now, output.finish_reason
+            del live[output.request_id]
+
+
+def _speculation(log: EventLog) -> Speculation | None:
+    """Guesses as good as those of the log; what making them cost is in its own steps alone."""
+    if not log.header.num_drafts:
+        return None
+    guessed = accepted = 0
+    drafts = {e.plan.step_id: e.plan for e in log.events if isinstance(e, Planned)}
+    for event in log.events:
+        if isinstance(event, Collected) and event.result is not None:
+            for entry in drafts[event.step_id].scheduled:
+                got = len(event.result.token_ids.get(entry.request_id, ()))
+                if entry.num_draft and got:
+                    accepted += got - 1
+                    guessed += min(got, entry.num_draft)  # those behind a wrong one were not tried
+    return Speculation.even(log.header.num_drafts, accepted / guessed if guessed else 0.0)
+
+
+def _samples(log: EventLog, start: float) -> list[StepSample]:
+    """The steps of the log that were collected, each from when the device was free for it."""
+    plans: dict[int, Planned] = {}
+    samples, free_at = list[StepSample](), start
+    for event in log.events:
+        if isinstance(event, Planned):
+            plans[event.plan.step_id] = event
+        elif isinstance(event, Collected):
+            planned = plans.pop(event.step_id)
+            begin, rows = max(free_at, planned.now), planned.plan.scheduled
+            free_at = max(begin, event.now)
+            num_tokens = sum(entry.num_tokens for entry in rows)
+            samples.append(
+                StepSample(
+                    begin - start, free_at - start, 1, len(rows), num_tokens, len(rows), 0, 0
+                )
+            )
+    return samples

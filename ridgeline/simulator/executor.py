@@ -1,0 +1,238 @@
+"""What does a step take and give on a machine that is only a price? Time, and known tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from ridgeline.clock import VirtualClock
+from ridgeline.errors import ConfigError
+from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
+
+
+class Rng(Protocol):
+    """The part of random.Random that guesses are accepted by."""
+
+    def random(self) -> float: ...
+
+
+class DecodeTimes(Protocol):
+    """Times of a run of decode steps of the same rows."""
+
+    def seconds(self, step: int) -> float:
+        """Of step `step` (0: the next one), each context that much longer than at first."""
+        ...
+
+
+@runtime_checkable
+class DecodePricer(Protocol):
+    """A pricer that knows the times of a run of decode steps without looking at every row."""
+
+    def decode_run(self, contexts: Sequence[int]) -> DecodeTimes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request will be answered: `token_ids`, then `filler` for as long as it asks."""
+
+    num_prompt: int
+    token_ids: tuple[int, ...] = ()
+    filler: int = 0
+
+    def tokens(self, first: int, count: int) -> tuple[int, ...]:
+        """Its tokens `first` .. `first + count - 1`."""
+        if first >= len(self.token_ids):
+            return (self.filler,) * count
+        known = self.token_ids[first : first + count]
+        return known + (self.filler,) * (count - len(known))
+
+
+NOBODY = Answer(0)  # a row that has ended with a step in flight: nobody reads what it gives
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A draft method with `num_drafts` guesses a step.
+
+    `accepted[i]` is the chance that guess i is right when all before it were. `draft_seconds` is
+    the time of making `num_drafts` guesses for the rows of a step, added to the step's own.
+    """
+
+    num_drafts: int
+    accepted: tuple[float, ...]
+    draft_seconds: Callable[[StepShape], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 1 or len(self.accepted) < self.num_drafts:
+            raise ConfigError(f"{self.num_drafts} guesses a step need as many acceptance rates")
+        if not all(0 <= chance <= 1 for chance in self.accepted):
+            raise ConfigError(f"acceptance rates are between 0 and 1, not {self.accepted}")
+
+    @classmethod
+    def even(
+        cls,
+        num_drafts: int,
+        acceptance: float,
+        draft_seconds: Callable[[StepShape], float] | None = None,
+    ) -> Speculation:
+        """Every guess is right with the same chance."""
+        return cls(num_drafts, (acceptance,) * num_drafts, draft_seconds)
+
+    @classmethod
+    def from_curve(
+        cls,
+        num_drafts: int,
+        lengths: Sequence[float],
+        draft_seconds: Callable[[StepShape], float] | None = None,
+    ) -> Speculation:
+        """`lengths[k - 1]` tokens come from a step with k guesses on average, the sampled one
+        included: guess k is reached and right in lengths[k - 1] - lengths[k - 2] of the steps."""
+        reached, chances = 1.0, []
+        for before, after in zip((1.0, *lengths), lengths, strict=False):
+            right = min(reached, max(0.0, after - before))
+            chances.append(right / reached if reached > 0 else 0.0)
+            reached = right
+        return cls(num_drafts, tuple(chances), draft_seconds)
+
+    def num_accepted(self, num_guesses: int, rng: Rng) -> int:
+        for i in range(num_guesses):
+            if rng.random() >= self.accepted[i]:
+                return i
+        return num_guesses
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When the device worked on one step."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFuture:
+    plan: StepPlan
+    span: Span
+    executor: SimulatedExecutor
+
+    def result(self) -> StepResult:
+        """What the step gave. To be called when the clock has come to its end."""
+        self.executor.spans.popleft()
+        return self.executor.result_of(self.plan)
+
+
+@dataclass(slots=True)
+class SimulatedExecutor:
+    """Executes plans in no time of ours and `pricer.seconds` of the clock's.
+
+    A step starts when it is submitted or when the one before it has ended, whichever is later.
+    `computes_in_submit`: the caller of `submit` waits until it has ended. `answers` is filled by
+    whoever adds requests. Ghosts are rows that have ended in a batch whose size does not change:
+    each costs as much as the longest living one.
+    """
+
+    pricer: StepPricer
+    clock: VirtualClock
+    num_blocks: int
+    block_size: int
+    computes_in_submit: bool = False
+    speculation: Speculation | None = None
+    rng: Rng | None = None
+    answers: dict[str, Answer] = field(default_factory=dict)
+    num_ghosts: int = 0
+    busy_until: float = 0.0
+    spans: deque[Span] = field(default_factory=deque)  # of steps in flight, the oldest first
+    _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with guesses alone
+    _drafted: dict[int, StepResult] = field(default_factory=dict)
+    _decode_run: Callable[[Sequence[int]], DecodeTimes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pricer = self.pricer
+        if isinstance(pricer, DecodePricer):
+            self._decode_run = pricer.decode_run
+        else:
+            self._decode_run = partial(_EachStep, pricer)
+
+    def submit(self, plan: StepPlan) -> SimulatedFuture:
+        seconds = self.seconds(plan.shape)
+        if self.speculation is not None:
+            seconds += self._guess(plan, self.speculation)
+        start = max(self.clock.now(), self.busy_until)
+        self.busy_until = start + seconds
+        span = Span(start, self.busy_until)
+        self.spans.append(span)
+        if self.computes_in_submit:
+            self.clock.advance_to(span.end_s)
+        return SimulatedFuture(plan, span, self)
+
+    def leap(self, spans: Iterable[Span], busy_until: float) -> None:
+        """Many steps later: `spans` are those in flight now."""
+        self.busy_until = busy_until
+        self.spans.clear()
+        self.spans.extend(spans)
+
+    def seconds(self, shape: StepShape) -> float:
+        """Of a step, with the rows that only fill the batch."""
+        if self.num_ghosts and shape:
+            shape += ((1, max(context for _, context in shape)),) * self.num_ghosts
+        return self.pricer.seconds(shape)
+
+    def decode_times(self, contexts: Sequence[int]) -> DecodeTimes:
+        """Of steps that compute one token after each context, then the next, and so on."""
+        if self.num_ghosts:
+            contexts = (*contexts, *[max(contexts)] * self.num_ghosts)
+        return self._decode_run(contexts)
+
+    def result_of(self, plan: StepPlan) -> StepResult:
+        if self.speculation is not None:
+            return self._drafted.pop(plan.step_id)
+        return StepResult({e.request_id: self._sampled(e) for e in plan.scheduled if e.samples})
+
+    def _sampled(self, entry: ScheduledRequest) -> tuple[int, ...]:
+        answer = self.answers.get(entry.request_id, NOBODY)
+        return answer.tokens(entry.start + entry.num_tokens - answer.num_prompt, 1)
+
+    def forget(self, request_id: str) -> None:
+        """It has ended."""
+        self.answers.pop(request_id, None)
+        self._num_sampled.pop(request_id, None)
+
+    # ------------------------------------------------------------------ guesses
+
+    def _guess(self, plan: StepPlan, speculation: Speculation) -> float:
+        """Decide at once what is accepted; the extra seconds for making the next guesses."""
+        counts = self._num_sampled
+        for new in plan.new:
+            counts[new.request_id] = len(new.token_ids) - new.num_prompt_tokens
+        tokens: dict[str, tuple[int, ...]] = {}
+        for entry in plan.scheduled:
+            if entry.samples:
+                count = 1 + self._num_accepted(entry, speculation)
+                first = counts.get(entry.request_id, 0)
+                answer = self.answers.get(entry.request_id, NOBODY)
+                tokens[entry.request_id] = answer.tokens(first, count)
+                counts[entry.request_id] = first + count
+        drafts: Mapping[str, tuple[int, ...]] = dict.fromkeys(tokens, (0,) * speculation.num_drafts)
+        self._drafted[plan.step_id] = StepResult(tokens, dict(drafts))
+        rows = tuple((1, e.start) for e in plan.scheduled if e.samples)
+        draft_seconds = speculation.draft_seconds
+        return draft_seconds(rows) if draft_seconds is not None and rows else 0.0
+
+    def _num_accepted(self, entry: ScheduledRequest, speculation: Speculation) -> int:
+        if not entry.num_draft or self.rng is None:
+            return 0
+        return speculation.num_accepted(entry.num_draft, self.rng)
+
+
+@dataclass(frozen=True, slots=True)
+class _EachStep:
+    """The times of decode steps, each priced by its shape."""
+
+    pricer: StepPricer
+    contexts: Sequence[int]
+
+    def seconds(self, step: int) -> float:
+        return self.pricer.seconds(tuple((1, context + step) for context in self.contexts))

@@ -1,0 +1,182 @@
+"""How does a simulated engine pass over many steps at once in which nothing is decided?"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ridgeline.clock import Clock
+from ridgeline.engine import Engine, Launched
+from ridgeline.request import Request, RequestOutput
+from ridgeline.scheduler.macro import QuietRun, QuietSteps
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.simulator.executor import SimulatedExecutor, SimulatedFuture, Span
+from ridgeline.step import StepPlan, StepResult
+
+LEAST_STEPS = 2  # a single step is cheaper when it is made as usual
+
+
+@dataclass(frozen=True, slots=True)
+class Leap:
+    """`run.num_steps` steps were planned and as many collected.
+
+    The device worked on the collected ones from `start_s` to `end_s` without a pause; the last of
+    them was collected at `now`. The first of them ended at `first_end_s` and computed
+    `num_first_tokens`; it may have been a prompt's. `begun` are requests that got their first
+    token, at `begun_s`; `flying` the spans of steps in flight.
+    """
+
+    run: QuietRun
+    start_s: float
+    end_s: float
+    now: float
+    first_end_s: float
+    num_first_tokens: int
+    begun: tuple[str, ...]
+    begun_s: float
+    flying: tuple[Span, ...]
+
+
+class LeapingEngine(Engine):
+    """The engine, with one more way to go on: `leap` does what as many turns of launch and collect
+    would do, to the last block, hash and reading of the clock."""
+
+    executor: SimulatedExecutor
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: SimulatedExecutor,
+        clock: Clock,
+        max_in_flight: int = 1,
+    ) -> None:
+        super().__init__(scheduler, executor, clock, max_in_flight)
+        self.quiet = QuietSteps(scheduler)
+
+    @property
+    def oldest(self) -> StepPlan:
+        """The plan of the step that is collected next; there must be one in flight."""
+        return self._in_flight[0].plan
+
+    def leap(self, horizon: float, *, may_overshoot: bool = False) -> Leap | None:
+        """Go on as long as steps are quiet and collected before `horizon`, or launched before it
+        when nobody looks at the engine while its loop waits (`may_overshoot`). None: not by leaps.
+
+        To be called when one more step may be launched, with the clock at that moment. The clock
+        stays there; the engine is where it will be at the leap's end.
+        """
+        num_in_flight = len(self._in_flight)
+        if self.observers or num_in_flight != self.max_in_flight - 1:
+            return None
+        rows = self.quiet.rows()
+        most = self.quiet.most(rows) if rows else 0
+        most = min((self._num_until_stop(row, most) for row in rows), default=0)
+        if most < LEAST_STEPS:
+            return None
+        ends = self._ends(rows, most, horizon)
+        num_planned = len(ends) - num_in_flight
+        lag = self._lag
+        num_early = bisect_left(ends, horizon, lag, lag + num_planned) - lag
+        num_steps = min(num_planned, num_early + may_overshoot)
+        if num_steps < LEAST_STEPS:
+            return None
+        return self._go(rows, num_steps, ends[: num_in_flight + num_steps])
+
+    # ------------------------------------------------------------------ details
+
+    @property
+    def _lag(self) -> int:
+        """A step is collected when it has ended, or (computed in submit) when as many steps as are
+        in flight have ended after it."""
+        return len(self._in_flight) if self.executor.computes_in_submit else 0
+
+    def _num_known(self, row: Request) -> int:
+        """Tokens of its answer that the host has."""
+        return len(row.token_ids) - len(self._in_flight) - len(row.prompt_token_ids)
+
+    def _tokens(self, row: Request, count: int) -> tuple[int, ...]:
+        return self.executor.answers[row.request_id].tokens(self._num_known(row), count)
+
+    def _num_until_stop(self, row: Request, most: int) -> int:
+        """How many of its next tokens, at most `most`, come before one that ends it."""
+        if not (stops := frozenset(row.sampling.stop_token_ids)):
+            return most
+        tokens = self._tokens(row, most)
+        return next((i for i, token_id in enumerate(tokens) if token_id in stops), most)
+
+    def _ends(self, rows: Sequence[Request], most: int, horizon: float) -> list[float]:
+        """When steps end: those in flight, then those to come, until one is collected too late.
+
+        The device never pauses between them: each is submitted before the last one has ended, or
+        at that moment.
+        """
+        end, lag = self.executor.busy_until, self._lag
+        ends = [span.end_s for span in self.executor.spans]
+        seconds = self.executor.decode_times([row.num_computed_tokens for row in rows]).seconds
+        for i in range(most):
+            end += seconds(i)
+            ends.append(end)
+            if ends[lag + i] >= horizon:
+                break
+        return ends
+
+    def _go(self, rows: Sequence[Request], num_steps: int, ends: Sequence[float]) -> Leap:
+        num_in_flight, lag = len(self._in_flight), self._lag
+        launches = [self.clock.now(), *ends[lag:]]
+        spans = list(self.executor.spans)
+        start_s = spans[0].start_s if spans else launches[0]
+        flying = [step.plan for step in self._in_flight]
+        tokens = [self._tokens(row, num_steps) for row in rows]
+        oldest = [entry.num_tokens for plan in flying[:1] for entry in plan.scheduled]
+        run = self.quiet.advance(rows, tokens, num_steps)
+        for _ in range(min(num_steps, num_in_flight)):
+            self._in_flight.popleft()
+        for index in range(max(0, num_steps - num_in_flight), num_steps):
+            end = num_in_flight + index
+            plan, _ = self.scheduler.flights[run.first_step_id + index]
+            span = Span(ends[end - 1], ends[end])
+            future = SimulatedFuture(plan, span, self.executor)
+            self._in_flight.append(Launched(plan, future, launches[index]))
+            spans.append(span)
+        self.executor.leap(spans[len(spans) - num_in_flight :], ends[-1])
+        begun = tuple(run.row_ids[n] for n in run.begun)
+        if self.journals:
+            cached = {rows[n].request_id: rows[n].num_cached_tokens for n in run.begun}
+            self._tell_journals([*flying, *run.plans()], run, tokens, launches, cached)
+        return Leap(
+            run,
+            start_s,
+            ends[num_steps - 1],
+            launches[num_steps],
+            ends[0],
+            sum(oldest) or len(rows),
+            begun,
+            launches[1],
+            tuple(self.executor.spans),
+        )
+
+    def _tell_journals(
+        self,
+        plans: Sequence[StepPlan],
+        run: QuietRun,
+        tokens: Sequence[tuple[int, ...]],
+        launches: Sequence[float],
+        cached: Mapping[str, int],
+    ) -> None:
+        """As if the steps had been made one by one."""
+        num_behind = len(plans) - run.num_steps
+        for index in range(run.num_steps):
+            launched, collected = plans[num_behind + index], plans[index]
+            sampled = {row: tokens[n][index : index + 1] for n, row in enumerate(run.row_ids)}
+            result = StepResult(sampled)
+            outputs = [
+                RequestOutput(row, token_ids, num_cached_tokens=0 if index else cached.get(row, 0))
+                for row, token_ids in sampled.items()
+            ]
+            begin, end = launches[index], launches[index + 1]
+            submitted = end if self.executor.computes_in_submit else begin
+            for journal in self.journals:
+                journal.on_plan(launched, begin)
+                journal.on_submitted(launched, submitted)
+                journal.on_collect(collected, result, outputs, None, end)

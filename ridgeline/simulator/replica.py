@@ -1,0 +1,164 @@
+"""What does one engine do with what it is sent? Its loop, turn by turn, and what is seen of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ridgeline.clock import VirtualClock
+from ridgeline.errors import RequestFault
+from ridgeline.request import FinishReason, Request, RequestOutput
+from ridgeline.router.views import ReplicaView
+from ridgeline.simulator.executor import Answer, SimulatedFuture, Span
+from ridgeline.simulator.macro import Leap, LeapingEngine
+from ridgeline.simulator.report import RequestTimeline, StepSample
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way: what is put to the engine, and what it will be answered."""
+
+    request: Request
+    answer: Answer
+    timeline: RequestTimeline
+
+
+class Replica:
+    """One engine with what has been sent to it and has not come in yet."""
+
+    def __init__(
+        self, number: int, engine: LeapingEngine, jobs: dict[str, Job], *, is_static: bool
+    ) -> None:
+        self.number = number
+        self.engine = engine
+        self.is_static = is_static
+        self.inbox: deque[Job] = deque()
+        self.samples: list[StepSample] = []
+        self.num_leaps = 0
+        self.is_asleep = True
+        self._jobs = jobs
+        self._spans: deque[Span] = deque()
+
+    # ------------------------------------------------------------------ one turn of the loop
+
+    @property
+    def clock(self) -> VirtualClock:
+        return self.engine.executor.clock
+
+    def take_in(self) -> None:
+        """What has arrived goes to the engine; a static batch waits for the one before it."""
+        engine = self.engine
+        if not self.is_static:
+            while self.inbox:
+                self._add(self.inbox.popleft())
+            return
+        if not engine.is_idle:
+            return
+        engine.executor.num_ghosts = 0
+        while self.inbox and len(engine.scheduler.requests) < engine.scheduler.max_num_seqs:
+            self._add(self.inbox.popleft())
+
+    def _add(self, job: Job) -> None:
+        request = job.request
+        try:
+            self.engine.add(request)
+        except RequestFault as fault:
+            job.timeline.refused = str(fault)
+            return
+        self.engine.executor.answers[request.request_id] = job.answer
+        self._jobs[request.request_id] = job
+
+    def launch(self) -> bool:
+        """False: there is nothing to launch, or no place for it."""
+        now, future = self.clock.now(), self.engine.launch()
+        if not isinstance(future, SimulatedFuture):
+            return False
+        self._spans.append(future.span)
+        for new in future.plan.new:
+            timeline = self._jobs[new.request_id].timeline
+            if timeline.started_s is None:
+                timeline.started_s = now
+        return True
+
+    def collect(self) -> None:
+        now = self.clock.now()
+        plan, span = self.engine.oldest, self._spans.popleft()
+        outputs = self.engine.collect()
+        for output in outputs:
+            self._note(output, now)
+        num_tokens = sum(entry.num_tokens for entry in plan.scheduled)
+        self._record(span.start_s, span.end_s, 1, len(plan.scheduled), num_tokens)
+
+    def leap(self, horizon: float, *, may_overshoot: bool) -> Leap | None:
+        leap = self.engine.leap(horizon, may_overshoot=may_overshoot)
+        if leap is not None:
+            self._spans = deque(leap.flying)
+            for request_id in leap.begun:
+                self._begin(self._jobs[request_id], leap.begun_s)
+        return leap
+
+    def land(self, leap: Leap) -> None:
+        """The clock has come to the end of a leap."""
+        self.num_leaps += 1
+        start_s, num_steps, num_rows = leap.start_s, leap.run.num_steps, len(leap.run.row_ids)
+        if leap.num_first_tokens > num_rows:  # prompts: unlike the rest
+            self._record(start_s, leap.first_end_s, 1, num_rows, leap.num_first_tokens)
+            start_s, num_steps = leap.first_end_s, num_steps - 1
+        self._record(start_s, leap.end_s, num_steps, num_rows, num_rows * num_steps)
+
+    # ------------------------------------------------------------------ what is seen
+
+    def view(self, request: Request | None = None) -> ReplicaView:
+        """As a router sees it, for a request that is to be placed."""
+        scheduler = self.engine.scheduler
+        waiting = [*(job.request for job in self.inbox), *scheduler.requests.values()]
+        pending = (len(r.prompt_token_ids) - r.num_computed_tokens for r in waiting)
+        cached = 0
+        if request is not None and scheduler.blocks.prefix_caching:
+            prefix = scheduler.blocks.match(request, len(request.prompt_token_ids))
+            cached = prefix.num_tokens
+        return ReplicaView(
+            scheduler.num_running,
+            scheduler.num_waiting + len(self.inbox),
+            sum(max(0, number) for number in pending),
+            cached,
+        )
+
+    def _begin(self, job: Job, now: float) -> None:
+        job.timeline.first_token_s = now
+        job.timeline.num_cached = job.request.num_cached_tokens
+
+    def _note(self, output: RequestOutput, now: float) -> None:
+        job = self._jobs[output.request_id]
+        timeline = job.timeline
+        if timeline.first_token_s is None and output.new_token_ids:
+            self._begin(job, now)
+        if output.finish_reason is None:
+            return
+        timeline.finished_s = now
+        timeline.num_preemptions = job.request.num_preemptions
+        if output.finish_reason is FinishReason.ERROR:
+            timeline.refused = output.error or "it failed"
+        del self._jobs[output.request_id]
+        executor = self.engine.executor
+        executor.num_ghosts += self.is_static
+        executor.forget(output.request_id)
+
+    def _record(
+        self, start_s: float, end_s: float, num_steps: int, num_rows: int, num_tokens: int
+    ) -> None:
+        scheduler = self.engine.scheduler
+        blocks = scheduler.blocks
+        self.samples.append(
+            StepSample(
+                start_s,
+                end_s,
+                num_steps,
+                num_rows,
+                num_tokens,
+                scheduler.num_running,
+                scheduler.num_waiting + len(self.inbox),
+                blocks.num_blocks - blocks.num_free_blocks,
+                self.number,
+            )
+        )

@@ -1,0 +1,263 @@
+"""What would happen? The real engine, scheduler and block manager under a workload, on a virtual
+clock.
+
+Each replica is an engine whose loop is that of the server: take in what has arrived, launch until
+enough steps are in flight, wait for the oldest and collect it. Only the machine is made up: a step
+takes what the cost model says. Where nothing is decided for a while, many steps are passed over at
+once (`macro`), with the same outcome.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from ridgeline.clock import VirtualClock
+from ridgeline.cost.pricer import Setup
+from ridgeline.errors import ConfigError
+from ridgeline.request import Request, SamplingParams
+from ridgeline.router.views import RequestView
+from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.policies import make_policy
+from ridgeline.scheduler.policies.base import PolicySetting
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.simulator.executor import Answer, SimulatedExecutor
+from ridgeline.simulator.macro import Leap, LeapingEngine
+from ridgeline.simulator.options import Machine, Options, limits_of, machine_of, without_paging
+from ridgeline.simulator.replica import Job, Replica
+from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary, summarize
+from ridgeline.simulator.workload import FRESH_TOKEN, Arrival
+from ridgeline.step import Journal
+
+__all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
+
+JournalOf = Callable[[int, Scheduler], Journal]  # of a replica, by its number
+
+
+class Rng(Protocol):
+    """The part of random.Random that a simulation uses: for the router and for guesses."""
+
+    def random(self) -> float: ...
+
+    def randrange(self, stop: int, /) -> int: ...
+
+
+@dataclass(slots=True)
+class SimulationReport:
+    """`requests` in order of arrival. `num_slots` and `num_blocks` are those of one replica;
+    `num_leaps` is how often many steps were passed over at once."""
+
+    requests: list[RequestTimeline]
+    steps: list[StepSample]
+    num_slots: int
+    num_blocks: int
+    num_replicas: int
+    num_leaps: int
+
+    @property
+    def num_steps(self) -> int:
+        return sum(sample.num_steps for sample in self.steps)
+
+    def summary(self, slo: Slo | None = None, usd_per_hour: float | None = None) -> Summary:
+        return summarize(
+            self.requests,
+            self.steps,
+            num_slots=self.num_slots,
+            num_blocks=self.num_blocks,
+            num_replicas=self.num_replicas,
+            slo=slo,
+            usd_per_hour=usd_per_hour,
+        )
+
+
+@dataclass(order=True, slots=True)
+class _Event:
+    """A replica's loop goes on: its oldest step is over (`collects`), or a leap, or its sleep."""
+
+    when: float
+    order: int
+    replica: Replica = field(compare=False)
+    collects: bool = field(default=False, compare=False)
+    leap: Leap | None = field(default=None, compare=False)
+
+
+class Simulation:
+    """One workload on some replicas. `run` may be called once."""
+
+    def __init__(
+        self,
+        setup: Setup | Machine,
+        workload: Sequence[Arrival],
+        options: Options | None = None,
+        *,
+        rng: Rng | None = None,
+        journal_of: JournalOf | None = None,
+    ) -> None:
+        self.options = options = options or Options()
+        self.now = 0.0
+        self.rng = rng
+        self._jobs: dict[str, Job] = {}
+        self._events: list[_Event] = []
+        self._num_events = 0
+        self._num_sent = 0
+        self.workload = workload
+        self.limits = limits_of(setup, workload, options)
+        self.machine = machine_of(setup, self.limits)
+        self.limits = without_paging(self.limits, self.machine)
+        if options.router is not None and rng is None:
+            raise ConfigError("a router policy needs an rng")
+        if options.speculation is not None and rng is None:
+            raise ConfigError("speculation needs an rng")
+        num_replicas = options.num_replicas or (
+            setup.layout.replicas if isinstance(setup, Setup) else 1
+        )
+        self.replicas = [self._replica(number, journal_of) for number in range(num_replicas)]
+
+    def run(self) -> SimulationReport:
+        return self.run_jobs(self._job(i, arrival) for i, arrival in enumerate(self.workload))
+
+    def run_jobs(self, jobs: Iterable[Job]) -> SimulationReport:
+        """Requests in order of arrival. Those made while they come take no room before."""
+        events, timelines = self._events, list[RequestTimeline]()
+        coming = iter(jobs)
+        job = next(coming, None)
+        while job is not None or events:
+            horizon = inf if job is None else job.request.arrival_time
+            if job is not None and (not events or horizon <= events[0].when):
+                self.now = horizon
+                timelines.append(job.timeline)
+                self._arrive(job)
+                job = next(coming, None)
+                continue
+            event = heapq.heappop(events)
+            self.now = event.when
+            self._turn(event, horizon)
+        samples = [sample for replica in self.replicas for sample in replica.samples]
+        return SimulationReport(
+            timelines,
+            samples,
+            self.limits.max_num_seqs,
+            self.machine.num_blocks,
+            len(self.replicas),
+            sum(replica.num_leaps for replica in self.replicas),
+        )
+
+    # ------------------------------------------------------------------ events
+
+    def _turn(self, event: _Event, horizon: float) -> None:
+        replica = event.replica
+        replica.clock.advance_to(event.when)
+        if event.collects:
+            replica.collect()
+        if event.leap is not None:
+            replica.land(event.leap)
+        replica.take_in()
+        if event.collects and self.options.macro_steps:
+            leap = replica.leap(horizon, may_overshoot=self._is_blind)
+            if leap is not None:
+                self._wake(replica, leap.now, leap=leap)
+                return
+        self._go_on(replica)
+
+    def _go_on(self, replica: Replica) -> None:
+        """Launch, and say when the loop turns again."""
+        engine, now = replica.engine, replica.clock.now()
+        if self.options.computes_in_submit:
+            is_sent = replica.launch()
+            is_full = engine.num_in_flight >= engine.max_in_flight
+            collects = engine.num_in_flight > 0 and (is_full or not is_sent)
+            when = replica.clock.now()
+        else:
+            while replica.launch():
+                pass
+            spans = engine.executor.spans
+            when, is_sent, collects = spans[0].end_s if spans else now, False, bool(spans)
+        replica.is_asleep = not (is_sent or collects)
+        if not replica.is_asleep:
+            self._wake(replica, when, collects=collects)
+
+    def _wake(
+        self, replica: Replica, when: float, *, collects: bool = False, leap: Leap | None = None
+    ) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, _Event(when, self._num_events, replica, collects, leap))
+
+    @property
+    def _is_blind(self) -> bool:
+        """Requests are placed without a look at the replicas."""
+        return self.options.router is None or len(self.replicas) == 1
+
+    def _arrive(self, job: Job) -> None:
+        replica = self.replicas[self._route(job.request)]
+        job.timeline.replica = replica.number
+        replica.inbox.append(job)
+        if replica.is_asleep:
+            replica.is_asleep = False
+            self._wake(replica, self.now)
+
+    def _route(self, request: Request) -> int:
+        self._num_sent += 1
+        if len(self.replicas) == 1:
+            return 0
+        if self.options.router is None or self.rng is None:
+            return (self._num_sent - 1) % len(self.replicas)
+        views = [replica.view(request) for replica in self.replicas]
+        asked = RequestView(len(request.prompt_token_ids))
+        return self.options.router.choose(asked, views, self.rng)
+
+    # ------------------------------------------------------------------ what is built
+
+    def _job(self, index: int, arrival: Arrival) -> Job:
+        """The engine's clock stands `request_s` behind what the user sees as the arrival."""
+        when = arrival.time_s + self.options.request_s
+        request = Request(
+            str(index),
+            arrival.tokens(index),
+            SamplingParams(max_tokens=arrival.num_output),
+            when,
+        )
+        timeline = RequestTimeline(
+            arrival.id, arrival.time_s, arrival.num_input, arrival.num_output
+        )
+        return Job(request, Answer(arrival.num_input, filler=FRESH_TOKEN + index), timeline)
+
+    def _replica(self, number: int, journal_of: JournalOf | None) -> Replica:
+        options, machine, limits = self.options, self.machine, self.limits
+        size = limits.block_size
+        blocks = BlockManager(
+            machine.num_blocks, size, machine.windows, options.prefix_caching and options.paging
+        )
+        setting = PolicySetting(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_cache_tokens=machine.num_blocks * size // len(machine.windows),
+            ttft_slo_s=options.ttft_slo_s,
+            tpot_slo_s=options.tpot_slo_s,
+            pricer=machine.pricer,
+        )
+        speculation = options.speculation
+        scheduler = Scheduler(
+            blocks,
+            make_policy(options.policy, setting),
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+            num_drafts=speculation.num_drafts if speculation is not None else 0,
+            chunked_prefill=options.chunked_prefill,
+        )
+        clock = VirtualClock()  # one for each: a loop may stand still while others go on
+        executor = SimulatedExecutor(
+            machine.pricer,
+            clock,
+            machine.num_blocks,
+            size,
+            options.computes_in_submit,
+            speculation,
+            self.rng,
+        )
+        engine = LeapingEngine(scheduler, executor, clock, options.max_in_flight)
+        if journal_of is not None:
+            engine.journals.append(journal_of(number, scheduler))
+        return Replica(number, engine, self._jobs, is_static=options.static_batching)
