@@ -9,11 +9,37 @@ import sys
 from collections.abc import Sequence
 
 from ridgeline import __version__
-from ridgeline.cli import bench, chat, eval, generate, inspect, serve
+from ridgeline.cli import (
+    bench,
+    calibrate,
+    chat,
+    eval,
+    explain,
+    generate,
+    inspect,
+    plan,
+    predict,
+    profile,
+    serve,
+    simulate,
+)
 from ridgeline.cli.parser import Command, Parser
 from ridgeline.errors import DoesNotFit, RidgelineError
 
-COMMANDS: tuple[Command, ...] = (generate, chat, serve, inspect, bench, eval)
+COMMANDS: tuple[Command, ...] = (
+    generate,
+    chat,
+    serve,
+    inspect,
+    bench,
+    calibrate,
+    eval,
+    predict,
+    profile,
+    plan,
+    simulate,
+    explain,
+)
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -27,6 +53,10 @@ EXAMPLES = """examples:
   ridgeline inspect path/to/model --context 8192 --batch 16 what would it need? (no weights needed)
   ridgeline bench path/to/model                             how fast is it here, and why?
   ridgeline eval path/to/model                              what does it get right?
+  ridgeline explain --url http://127.0.0.1:8000        where does the time go, what would help?
+  ridgeline predict path/to/model --device h100-sxm   how fast would it be there? (no weights)
+  ridgeline plan path/to/model --rate 10 --input 500 --output 200 --ttft 1s --tpot 50ms
+  ridgeline simulate path/to/model --device h100-sxm --rate 8    what would users see there?
 
 MODEL is a folder with config.json and *.safetensors, a hub id such as user/name or
 user/name@revision, or a small model that comes with the package: demo:chat (the one that is used
@@ -79,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except RidgelineError as error:
-        explain(error)
+        say_why(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -89,14 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
 
 
-def explain(error: RidgelineError) -> None:
+def say_why(error: RidgelineError) -> None:
     """One line on standard error, and for a lack of memory the table and the ways out."""
     print(f"ridgeline: error: {error}", file=sys.stderr)
     if isinstance(error, DoesNotFit):
         for what, size in error.items:
             print(f"  {what:<16} {size / 1e9:9.3f} GB {size / 2**30:9.3f} GiB", file=sys.stderr)
-        for change in error.changes:
-            print(f"  would help: {change}", file=sys.stderr)
+        for change, settings in zip(error.changes, error.settings, strict=True):
+            flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+            print(f"  would help: {' '.join(flags) or change}", file=sys.stderr)
 
 
 def console() -> None:

@@ -13,7 +13,7 @@ from ridgeline import __version__
 from ridgeline.cli import generate, main
 from ridgeline.errors import ConfigError, DoesNotFit, RequestFault
 
-COMMANDS = ("generate", "chat", "serve", "inspect", "bench", "eval")
+COMMANDS = ("generate", "chat", "serve", "inspect", "bench", "eval", "predict", "simulate")
 
 
 def exit_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -1,0 +1,54 @@
+"""`ridgeline predict`: how fast would this model be on that machine, and what would bind it?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.machine_flags import THIS, add_machine_flags
+from ridgeline.cli.session import stage
+
+NAME = "predict"
+SUMMARY = "say how fast a model would be on a machine, what it takes and what binds it"
+EXAMPLES = """Nothing is run: the operators of a step are priced one by one. B requests are in
+flight all the time, each that ends is replaced. A folder with config.json is enough.
+
+examples:
+  ridgeline predict user/model --device h100-sxm
+  ridgeline predict user/model --device h100-sxm --tp 8 --weights fp8 --batch 64 \\
+      --input 1000 --output 500
+  ridgeline predict path/to/model --device this --json
+  ridgeline predict user/model --device m3-ultra --weights int4 --kv int8
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_machine_flags(parser)
+    group = parser.add_argument_group("load")
+    group.add_argument("--batch", type=int, default=1, metavar="B", help="requests in flight")
+    group.add_argument("--input", type=int, metavar="I", help="prompt tokens of each (512)")
+    group.add_argument("--output", type=int, metavar="O", help="answer tokens of each (128)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="most tokens computed in one step"
+    )
+    group.add_argument(
+        "--memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the device"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ridgeline.cli.prediction import as_json, predict
+
+    with stage(args, "measuring this machine" if args.device == THIS else "pricing"):
+        prediction = predict(args)
+    if args.json:
+        print(json.dumps(as_json(prediction), indent=2))
+    else:
+        from ridgeline.cli.predict_tables import show
+
+        show(prediction)
+    return 0

@@ -1,0 +1,214 @@
+"""`ridgeline simulate`: what would this traffic see on that machine? The real scheduler, a
+simulated device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.machine_flags import add_machine_flags
+from ridgeline.cli.session import stage
+from ridgeline.errors import ConfigError
+from ridgeline.router import POLICIES as ROUTERS
+from ridgeline.scheduler.policies import POLICIES
+from ridgeline.simulator.workload import ARRIVALS, DEFAULT_REQUESTS, Lengths
+
+if TYPE_CHECKING:
+    from ridgeline.cli.simulate_case import Case
+    from ridgeline.simulator.simulation import SimulationReport
+
+NAME = "simulate"
+SUMMARY = "run a workload through the real scheduler on a simulated machine"
+EXAMPLES = """The engine, its scheduler and its block manager are the real ones; only the device is
+made up: a step takes as long as the cost model says. No weights are needed, and nothing is
+computed. A time is written as 200ms or 1.5s; a bare number is milliseconds.
+
+traces (--trace FILE, also packed as .gz):
+  Azure LLM inference traces (CSV), Mooncake traces (JSON lines; equal hashes share their
+  prefix), and event logs of our own engine (--event-log of serve, generate or bench).
+
+examples:
+  ridgeline simulate user/model --device h100-sxm --rate 8 --input 512 --output 128
+  ridgeline simulate user/model --device a100-80-sxm --rate 8 --input 100-2000 --output 20-400 \\
+      --arrivals bursty --ttft 500ms --tpot 50ms
+  ridgeline simulate user/model --device h100-sxm --rate 8 --sweep --plot curve.svg
+  ridgeline simulate user/model --device h100-sxm --trace azure_conv.csv --requests 5000
+  ridgeline simulate user/model --device h100-sxm --trace mooncake.jsonl --replicas 4 \\
+      --router prefix-aware --timeline requests.jsonl
+  ridgeline simulate user/model --device h100-sxm --rate 8 --batching static     and then without
+"""
+
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1e-3}
+
+
+def time_span(text: str) -> float:
+    """Seconds of "200ms", "1.5s" or "80" (milliseconds)."""
+    match = re.fullmatch(r"([0-9.eE+-]+)\s*(us|ms|s)?", text.strip())
+    try:
+        value = float(match[1]) * _TIME_UNITS[match[2] or ""] if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 200ms or 1.5s, above 0")
+    return value
+
+
+def lengths(text: str) -> Lengths:
+    """Token counts of "512", or drawn evenly from "100-2000"."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no length; write 512 or 100-2000")
+    try:
+        return Lengths(int(match[1]), int(match[2] or match[1]))
+    except ConfigError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def drafts(text: str) -> tuple[int, float]:
+    """ "4:0.8" is four guesses a step, each right with 0.8 if those before it were."""
+    number, colon, chance = text.partition(":")
+    try:
+        found = int(number), float(chance)
+    except ValueError:
+        colon = ""
+        found = 0, 0.0
+    if not colon or found[0] < 1 or not 0 <= found[1] <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no speculation; write K:ACCEPTANCE such as 4:0.8"
+        )
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_machine_flags(parser)
+    _add_traffic(parser.add_argument_group("traffic"))
+    _add_engine(parser.add_argument_group("engine"))
+    _add_replicas(parser.add_argument_group("replicas"))
+    _add_output(parser.add_argument_group("what to say"))
+
+
+def _add_traffic(group: Any) -> None:
+    group.add_argument("--trace", type=Path, metavar="FILE", help="recorded requests")
+    group.add_argument(
+        "--rate", type=float, metavar="R", help="requests a second; stretches a --trace to it"
+    )
+    group.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"how many (default: {DEFAULT_REQUESTS}, or all of the trace)",
+    )
+    group.add_argument("--input", type=lengths, metavar="I", help="prompt tokens, N or LOW-HIGH")
+    group.add_argument("--output", type=lengths, metavar="O", help="answer tokens, N or LOW-HIGH")
+    group.add_argument(
+        "--arrivals",
+        choices=tuple(ARRIVALS),
+        help="how requests come (default: poisson, or as in the trace)",
+    )
+    group.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+
+
+def _add_engine(group: Any) -> None:
+    group.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
+    group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N")
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N", help="longer requests are left out"
+    )
+    group.add_argument("--block-size", type=int, default=16, metavar="N")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="instead of what fits")
+    group.add_argument("--memory-utilization", type=float, default=0.9, metavar="SHARE")
+    group.add_argument("--policy", choices=tuple(sorted(POLICIES)), default="fcfs")
+    group.add_argument(
+        "--max-in-flight", type=int, choices=(1, 2), default=2, help="1: host and device take turns"
+    )
+    group.add_argument("--batching", choices=("continuous", "static"), default="continuous")
+    group.add_argument(
+        "--no-chunked-prefill", action="store_true", help="a prompt is read in one step"
+    )
+    group.add_argument(
+        "--no-paging", action="store_true", help="each request reserves its longest possible cache"
+    )
+    group.add_argument(
+        "--no-prefix-cache", action="store_true", help="equal beginnings are computed again"
+    )
+    group.add_argument(
+        "--speculate",
+        type=drafts,
+        metavar="K:A",
+        help="K guesses a step, each accepted with chance A",
+    )
+    group.add_argument(
+        "--draft", metavar="MODEL", help="the model that guesses (default: guesses take no time)"
+    )
+
+
+def _add_replicas(group: Any) -> None:
+    group.add_argument("--replicas", type=int, default=1, metavar="N")
+    group.add_argument("--router", choices=tuple(ROUTERS), default="least-loaded")
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument("--ttft", type=time_span, metavar="T", help="promised time to first token")
+    group.add_argument("--tpot", type=time_span, metavar="T", help="promised time per token after")
+    group.add_argument(
+        "--sweep", action="store_true", help="try many rates and find where it saturates"
+    )
+    group.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .svg or .png")
+    group.add_argument("--timeline", type=Path, metavar="FILE", help="a JSON line per request")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress, no notes")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ridgeline.cli import plots, simulate_tables
+    from ridgeline.cli.simulate_case import make_case
+
+    if args.plot is not None:
+        plots.check_name(args.plot)
+    case = make_case(args)
+    if args.sweep:
+        return _run_sweep(case)
+    with stage(args, f"simulating {len(case.workload)} requests"):
+        report = case.run(case.workload)
+    outcome = case.outcome(report)
+    if args.timeline is not None:
+        _write_timeline(args.timeline, report)
+    if args.plot is not None:
+        plots.save(args.plot, simulate_tables.title(case), simulate_tables.run_charts(report))
+    if args.json:
+        print(json.dumps(simulate_tables.run_json(case, report, outcome), indent=2))
+    else:
+        simulate_tables.show_run(case, report, outcome)
+    return 0
+
+
+def _run_sweep(case: Case) -> int:
+    from ridgeline.cli import plots, simulate_tables
+
+    args = case.args
+    if args.timeline is not None:
+        raise ConfigError("--timeline is of one run; leave out --sweep")
+    pace = case.closed_form()
+    found = case.sweep(pace)
+    if args.plot is not None:
+        plots.save(args.plot, simulate_tables.title(case), simulate_tables.sweep_charts(found))
+    if args.json:
+        print(json.dumps(simulate_tables.sweep_json(case, found, pace), indent=2))
+    else:
+        simulate_tables.show_sweep(case, found, pace)
+    return 0
+
+
+def _write_timeline(path: Path, report: SimulationReport) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            for request in report.requests:
+                file.write(json.dumps(request.as_json()) + "\n")
+    except OSError as problem:
+        raise ConfigError(f"--timeline {path}: {problem.strerror}") from None

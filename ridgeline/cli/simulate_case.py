@@ -1,0 +1,219 @@
+"""What exactly does a command line ask to simulate? Its model, machine, traffic and engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+from ridgeline import registry
+from ridgeline.cli.machine import make_setup, price_band, read_model
+from ridgeline.cli.session import note, stage
+from ridgeline.cost.layout import Layout
+from ridgeline.cost.money import Band
+from ridgeline.cost.pace import Load, Pace, saturation
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.errors import ConfigError
+from ridgeline.router import POLICIES as ROUTERS
+from ridgeline.scheduler.policies import POLICIES
+from ridgeline.simulator.executor import Speculation
+from ridgeline.simulator.report import Slo
+from ridgeline.simulator.simulation import Options, Simulation, SimulationReport
+from ridgeline.simulator.sweep import Outcome, Sweep, sweep
+from ridgeline.simulator.traces import read_trace
+from ridgeline.simulator.workload import (
+    DEFAULT_REQUESTS,
+    Arrival,
+    Workload,
+    at_rate,
+    fixed,
+    generate,
+    mean_rate,
+    rearranged,
+)
+from ridgeline.step import StepShape
+
+DEFAULT_INPUT, DEFAULT_OUTPUT = fixed(512), fixed(128)
+SWEEP_BATCHES = 5  # a saturated run of a sweep fills the largest batch about so many times
+CALM = 0.75  # below this share of the capacity few requests are in flight, and fewer will do
+MIN_SWEEP_REQUESTS, MAX_SWEEP_REQUESTS = 500, 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One question, ready to be run at its own rate or at many. `usd_per_hour` is of all devices
+    together, None when nobody knows a price."""
+
+    args: argparse.Namespace
+    setup: Setup
+    workload: Workload
+    options: Options
+    slo: Slo
+    usd_per_hour: Band | None
+
+    @property
+    def num_devices(self) -> int:
+        return self.setup.layout.all_devices
+
+    def run(self, workload: Sequence[Arrival]) -> SimulationReport:
+        """Raises DoesNotFit, and ConfigError for options that do not go together."""
+        rng = Random(self.args.seed + 1)
+        return Simulation(self.setup, workload, self.options, rng=rng).run()
+
+    def outcome(self, report: SimulationReport) -> Outcome:
+        paid = None if self.usd_per_hour is None else self.usd_per_hour.mid
+        return Outcome(report.requests, report.summary(self.slo, paid))
+
+    def sweep(self, pace: Pace) -> Sweep:
+        """The same traffic at many rates, `pace` being a guess at the highest. The requests of a
+        trace keep their order and arrive anew: its own busy hours would hide the capacity."""
+        args, replicas = self.args, self.setup.layout.replicas
+        guess, batch = pace.request_rate * replicas, pace.load.batch * replicas
+
+        def at(rate: float) -> Outcome:
+            count = args.requests or sweep_requests(batch, rate / guess)
+            workload = (
+                rearranged(self.workload, Random(args.seed), rate, args.arrivals or "poisson")
+                if args.trace
+                else generated(args, rate, count)
+            )
+            with stage(args, f"{len(workload)} requests at {rate:.3g} a second"):
+                return self.outcome(self.run(workload))
+
+        return sweep(at, guess)
+
+    def closed_form(self) -> Pace:
+        """The pace at which one replica is full, for requests of the mean lengths."""
+        work, options = self.workload, self.options
+        num_input = max(1, round(sum(a.num_input for a in work) / len(work)))
+        num_output = max(1, round(sum(a.num_output for a in work) / len(work)))
+        full = Simulation(self.setup, work, options, rng=Random(0))
+        blocks = full.machine.num_blocks // len(full.machine.windows)
+        places = blocks * options.block_size // (num_input + num_output)
+        batch = max(1, min(full.limits.max_num_seqs, places))
+        budget = max(full.limits.max_num_batched_tokens, batch)
+        load, stages = Load(1, num_input, num_output, budget), self.setup.layout.pp
+        return saturation(full.machine.pricer, load, batch, stages)
+
+
+def sweep_requests(batch: int, load: float) -> int:
+    """How many requests show what a machine does that is full with `batch`, at this load."""
+    if load < CALM:
+        return MIN_SWEEP_REQUESTS
+    return max(MIN_SWEEP_REQUESTS, min(MAX_SWEEP_REQUESTS, SWEEP_BATCHES * batch))
+
+
+def make_case(args: argparse.Namespace) -> Case:
+    """Raises ConfigError for what cannot be simulated, DoesNotFit for what has no room."""
+    slo = Slo(args.ttft, args.tpot)
+    setup = _replicated(args)
+    workload = make_workload(args)
+    limit = args.max_model_len or setup.spec.max_position_embeddings
+    short = tuple(a for a in workload if a.num_input + a.num_output <= limit)
+    if not short:
+        raise ConfigError(
+            f"every request is longer than {limit} tokens, which is all that the model takes; "
+            "lower --input and --output or raise --max-model-len"
+        )
+    if len(short) < len(workload):
+        left_out = len(workload) - len(short)
+        note(args, f"{left_out} requests of more than {limit} tokens are left out")
+    options = make_options(args, setup, limit, short)
+    return Case(args, setup, short, options, slo, _price(args, setup))
+
+
+# ---------------------------------------------------------------------- machine
+
+
+def _replicated(args: argparse.Namespace) -> Setup:
+    setup = make_setup(args)
+    return replace(setup, layout=replace(setup.layout, replicas=args.replicas))
+
+
+def _price(args: argparse.Namespace, setup: Setup) -> Band | None:
+    band = price_band(args, setup.device)
+    return None if band is None else band.map(lambda price: price * setup.layout.all_devices)
+
+
+def _speculation(args: argparse.Namespace, setup: Setup) -> Speculation | None:
+    if args.speculate is None:
+        if args.draft is not None:
+            raise ConfigError("--draft needs --speculate K:ACCEPTANCE")
+        return None
+    num_drafts, acceptance = args.speculate
+    if args.draft is None:
+        return Speculation.even(num_drafts, acceptance)
+    drafter = Setup(
+        read_model(args.draft), setup.device, Layout(), setup.precision, setup.calibration
+    )
+    return Speculation.even(
+        num_drafts, acceptance, partial(_draft_seconds, Pricer(drafter), num_drafts)
+    )
+
+
+def _draft_seconds(pricer: Pricer, num_drafts: int, shape: StepShape) -> float:
+    """The draft model decodes each row once per guess."""
+    return sum(pricer.decode_seconds([context for _, context in shape], num_drafts))
+
+
+# ---------------------------------------------------------------------- traffic
+
+
+def make_workload(args: argparse.Namespace) -> Workload:
+    if args.requests is not None and args.requests < 1:
+        raise ConfigError(f"--requests {args.requests}: it must be at least 1")
+    if args.trace is None:
+        if args.rate is None:
+            raise ConfigError("say which traffic: --rate R, or --trace FILE")
+        return generated(args, args.rate, args.requests or DEFAULT_REQUESTS)
+    for name in ("input", "output"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is for made-up traffic; the trace says its own")
+    workload = read_trace(args.trace, args.requests)
+    if args.arrivals is None:
+        return workload if args.rate is None else at_rate(workload, args.rate)
+    rate = args.rate or mean_rate(workload)
+    return rearranged(workload, Random(args.seed), rate, args.arrivals)
+
+
+def generated(args: argparse.Namespace, rate: float, count: int) -> Workload:
+    return generate(
+        Random(args.seed),
+        rate=rate,
+        num_requests=count,
+        num_input=args.input or DEFAULT_INPUT,
+        num_output=args.output or DEFAULT_OUTPUT,
+        arrivals=args.arrivals or "poisson",
+    )
+
+
+# ---------------------------------------------------------------------- engine
+
+
+def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: Workload) -> Options:
+    needs_promise = registry.load(POLICIES, args.policy, "policy").needs_promise
+    if needs_promise and (args.ttft is None or args.tpot is None):
+        raise ConfigError(f"--policy {args.policy} needs what is promised: --ttft and --tpot")
+    longest = max(a.num_input + a.num_output for a in workload)
+    return Options(
+        num_replicas=args.replicas,
+        router=registry.load(ROUTERS, args.router, "router policy")(),
+        policy=args.policy,
+        ttft_slo_s=args.ttft,
+        tpot_slo_s=args.tpot,
+        static_batching=args.batching == "static",
+        chunked_prefill=not args.no_chunked_prefill,
+        paging=not args.no_paging,
+        prefix_caching=not args.no_prefix_cache,
+        max_in_flight=args.max_in_flight,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len or min(limit, longest),
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        memory_utilization=args.memory_utilization,
+        speculation=_speculation(args, setup),
+    )

@@ -1,0 +1,399 @@
+"""How does a person, a program or a plot see a simulation? Tables, JSON and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ridgeline.architectures.counts import (
+    layer_attention_flops,
+    linear_flops_per_token,
+    logits_flops,
+)
+from ridgeline.cli.plots import Chart, Series
+from ridgeline.cli.session import paper
+from ridgeline.cost.totals import attention_kinds
+from ridgeline.simulator.report import Spread, Summary, thinned, used_blocks
+from ridgeline.simulator.sweep import Point, Sweep, is_saturated
+from ridgeline.simulator.workload import mean_rate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ridgeline.cli.simulate_case import Case
+    from ridgeline.cost.pace import Pace
+    from ridgeline.simulator.simulation import SimulationReport
+    from ridgeline.simulator.sweep import Outcome
+
+LATENCIES = (
+    ("TTFT", "ttft"),
+    ("TPOT", "tpot"),
+    ("E2E", "e2e"),
+    ("queue", "queue"),
+)
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+GROWING = frozenset({"ttft", "e2e", "queue"})  # without end, when more arrives than is done
+SATURATED = "saturated"
+
+
+def title(case: Case) -> str:
+    """Model, machine and formats in a line."""
+    setup = case.setup
+    weights, kv = setup.precision.names
+    return (
+        f"{case.args.model} on {setup.device.name}, {setup.layout.words}, "
+        f"{weights} weights, {kv} KV cache"
+    )
+
+
+def traffic(case: Case) -> str:
+    work = case.workload
+    num_input = sum(a.num_input for a in work) / len(work)
+    num_output = sum(a.num_output for a in work) / len(work)
+    whence = case.args.trace.name if case.args.trace else case.args.arrivals or "poisson"
+    rate = mean_rate(work)
+    speed = f"{rate:.3g} a second" if rate else "at once"
+    return (
+        f"{len(work)} requests ({whence}), {speed}, {num_input:.0f} + {num_output:.0f} tokens "
+        "on average"
+    )
+
+
+def grows(case: Case, outcome: Outcome) -> bool:
+    """Made-up arrivals that are not kept up with: waits are as long as one likes to simulate."""
+    is_recorded = case.args.trace is not None and case.args.arrivals is None
+    return not is_recorded and bool(is_saturated(outcome.requests))
+
+
+def flop_share(case: Case, outcome: Outcome) -> float:
+    """What the answers needed of arithmetic, over what the devices could have done meanwhile."""
+    setup, seconds = case.setup, outcome.summary.duration_s
+    linear, logits = linear_flops_per_token(setup.spec), logits_flops(setup.spec)
+    kinds = attention_kinds(setup.spec).items()
+
+    def attention(new: int, before: int) -> int:
+        return sum(count * layer_attention_flops(kind, new, before) for kind, count in kinds)
+
+    needed = 0
+    for r in outcome.requests:
+        if r.is_finished:
+            new, middle = r.num_input - r.num_cached, max(r.num_input + r.num_output // 2, 1) - 1
+            needed += new * linear + attention(new, r.num_cached) + logits
+            needed += (r.num_output - 1) * (linear + attention(1, middle) + logits)
+    peak = setup.device.peak(setup.precision.compute_dtype) * case.num_devices
+    return needed / (peak * seconds) if seconds else 0.0
+
+
+# ---------------------------------------------------------------------- one run, for a person
+
+
+def show_run(case: Case, report: SimulationReport, outcome: Outcome) -> None:
+    out = paper()
+    out.print(title(case))
+    out.print(traffic(case))
+    out.print(_latencies(outcome.summary, growing=grows(case, outcome)))
+    out.print(_facts(case, report, outcome))
+    for line in _notes(case, outcome):
+        out.print(f"  {line}")
+
+
+def _latencies(summary: Summary, *, growing: bool) -> Table:
+    from rich.table import Table
+
+    table = Table("latency", *COLUMNS)
+    for name, key in LATENCIES:
+        spread: Spread = getattr(summary, f"{key}_s")
+        words = [SATURATED] if growing and key in GROWING else _times(spread)
+        table.add_row(name, *words)
+    return table
+
+
+def _times(spread: Spread) -> list[str]:
+    return [time_words(getattr(spread, column)) for column in COLUMNS]
+
+
+def time_words(seconds: float | None) -> str:
+    """In the unit that reads well: "85.2 ms"."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
+def share_words(share: float | None) -> str:
+    return "-" if share is None else f"{share * 100:.1f} %"
+
+
+def _facts(case: Case, report: SimulationReport, outcome: Outcome) -> Table:
+    from rich.table import Table
+
+    s, dtype = outcome.summary, case.setup.precision.compute_dtype
+    table = Table("what", "value", "", show_header=False)
+    tokens = f"{s.output_tokens_per_s:,.0f} out, {s.input_tokens_per_s:,.0f} in"
+    table.add_row("finished", f"{s.num_finished} of {s.num_requests}", f"in {s.duration_s:.4g} s")
+    table.add_row("throughput", f"{s.requests_per_s:.4g} requests/s", f"tokens/s: {tokens}")
+    if s.goodput_per_s is not None:
+        kept = f"{share_words(s.slo_share)} kept {_promise(case)}"
+        table.add_row("goodput", f"{s.goodput_per_s:.4g} requests/s", kept)
+    places = report.num_slots * report.num_replicas
+    idle = f"{s.num_idle_slot_steps:,} places stayed empty in {s.num_steps:,} steps"
+    table.add_row("in the system", f"{s.mean_in_flight:.4g} on average", f"{places} places to run")
+    table.add_row("device busy", share_words(s.busy_share), "of the time")
+    table.add_row("arithmetic", share_words(flop_share(case, outcome)), f"of the peak in {dtype}")
+    table.add_row("places used", share_words(s.slot_share), idle)
+    table.add_row(
+        "KV cache", share_words(s.kv_mean_share), f"at most {share_words(s.kv_max_share)}"
+    )
+    table.add_row("prefix hits", share_words(s.cached_share), "of the prompt tokens")
+    table.add_row("preemptions", f"{s.num_preemptions:,}", "")
+    table.add_row("cost", *_money(case, s))
+    return table
+
+
+def _promise(case: Case) -> str:
+    pairs = (("TTFT", case.slo.ttft_s), ("TPOT", case.slo.tpot_s))
+    return " and ".join(f"{name} {time_words(limit)}" for name, limit in pairs if limit)
+
+
+def _money(case: Case, summary: Summary) -> tuple[str, str]:
+    paid, cost = case.usd_per_hour, summary.usd_per_million_output
+    if paid is None or cost is None:
+        return "-", "no price is known; say --price"
+    low, high = (cost * price / paid.mid if paid.mid else 0.0 for price in (paid.low, paid.high))
+    band = f" ({low:.3g} to {high:.3g})" if high > low else ""
+    devices = f"{case.num_devices} device{'s' * (case.num_devices > 1)}"
+    return f"$ {cost:.3g}{band}", f"a million answer tokens; {devices} at $ {paid.mid:.3g}/h"
+
+
+def _notes(case: Case, outcome: Outcome) -> Iterable[str]:
+    yield pricing_words(case)
+    if is_saturated(outcome.requests):
+        yield (
+            "saturated: more arrives than is done, and waits grow for as long as it goes on; "
+            "--sweep finds the rate that is kept up with"
+        )
+    refused = [r for r in outcome.requests if r.refused]
+    if refused:
+        yield f"{len(refused)} requests were refused, the first because {refused[0].refused}"
+    if case.args.speculate and not case.args.draft:
+        yield "guesses take no time here; name the model that makes them with --draft"
+
+
+def pricing_words(case: Case) -> str:
+    origin = case.setup.constants.origin
+    if origin == "assumed":
+        return (
+            "step times: cost model with assumed efficiencies, nobody has calibrated "
+            f"{case.setup.device.name}"
+        )
+    return f"step times: cost model, {origin}"
+
+
+# ---------------------------------------------------------------------- one run, for a program
+
+
+def run_json(case: Case, report: SimulationReport, outcome: Outcome) -> dict[str, Any]:
+    """Times in milliseconds, shares from 0 to 1. What grows without end is null."""
+    curve = thinned(list(used_blocks(report.steps, report.num_replicas)))
+    return {
+        **_about(case),
+        **summary_json(outcome.summary, growing=grows(case, outcome)),
+        "saturated": is_saturated(outcome.requests),
+        "flop_share": flop_share(case, outcome),
+        "kv_over_time": [
+            [time_s, sum(used) / (report.num_blocks * report.num_replicas)]
+            for time_s, *used in curve
+        ],
+        "num_blocks": report.num_blocks,
+        "max_num_seqs": report.num_slots,
+    }
+
+
+def _about(case: Case) -> dict[str, Any]:
+    weights, kv = case.setup.precision.names
+    layout = case.setup.layout
+    return {
+        "model": case.args.model,
+        "device": case.setup.device.name,
+        "layout": asdict(layout),
+        "num_devices": case.num_devices,
+        "weights": weights,
+        "kv": kv,
+        "pricing": case.setup.constants.origin,
+        "traffic": traffic(case),
+        "usd_per_hour": None if case.usd_per_hour is None else asdict(case.usd_per_hour),
+    }
+
+
+def summary_json(summary: Summary, *, growing: bool) -> dict[str, Any]:
+    found = asdict(summary)
+    for _, key in LATENCIES:
+        spread = found.pop(f"{key}_s")
+        hidden = growing and key in GROWING
+        found[f"{key}_ms"] = {
+            name: None if hidden or value is None else value * 1e3 for name, value in spread.items()
+        }
+    found["tokens_per_s"] = summary.output_tokens_per_s
+    return found
+
+
+# ---------------------------------------------------------------------- one run, as a picture
+
+
+def run_charts(report: SimulationReport) -> list[Chart]:
+    requests, steps = report.requests, sorted(report.steps, key=lambda step: step.end_s)
+    whole = [
+        Series("TTFT", shares_within(r.ttft_s for r in requests)),
+        Series("E2E", shares_within(r.e2e_s for r in requests)),
+    ]
+    per_token = [Series("TPOT", shares_within(_ms(r.tpot_s) for r in requests))]
+    used = thinned(list(used_blocks(steps, report.num_replicas)))
+    cache = [
+        Series(f"replica {n}", [(row[0], row[n + 1] / report.num_blocks) for row in used])
+        for n in range(report.num_replicas)
+    ]
+    queue = [
+        Series("running", _counts(report, lambda step: step.num_running)),
+        Series("waiting", _counts(report, lambda step: step.num_waiting)),
+    ]
+    return [
+        Chart("Time to first token and to the end", "seconds", "share of requests", whole),
+        Chart("Time per token after the first", "milliseconds", "share of requests", per_token),
+        Chart("KV cache in use", "seconds", "share of blocks", cache),
+        Chart("Requests in the engine", "seconds", "requests", queue),
+    ]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def shares_within(values: Iterable[float | None]) -> list[tuple[float, float]]:
+    """(value, share of the values that are no larger), thinned."""
+    ordered = sorted(value for value in values if value is not None)
+    return thinned([(value, (n + 1) / len(ordered)) for n, value in enumerate(ordered)])
+
+
+def _counts(report: SimulationReport, count: Callable[[Any], int]) -> list[tuple[float, float]]:
+    """(time, count over all replicas)."""
+    now, rows = [0] * report.num_replicas, []
+    for step in sorted(report.steps, key=lambda step: step.end_s):
+        now[step.replica] = count(step)
+        rows.append((step.end_s, float(sum(now))))
+    return thinned(rows)
+
+
+# ---------------------------------------------------------------------- a sweep
+
+
+def show_sweep(case: Case, found: Sweep, pace: Pace) -> None:
+    from rich.table import Table
+
+    out = paper()
+    out.print(title(case))
+    table = Table(
+        *("offered/s", "done/s", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99"),
+        *("inside", "KV", *(("goodput/s",) if case.slo.is_given else ())),
+    )
+    for point in found.points:
+        table.add_row(*_sweep_row(point))
+    out.print(table)
+    for line in sweep_words(case, found, pace):
+        out.print(f"  {line}")
+
+
+def _sweep_row(point: Point) -> list[str]:
+    s, over = point.summary, point.is_saturated
+    row = [f"{point.rate:.4g}", f"{point.done_per_s:.4g}", f"{point.tokens_per_s:,.0f}"]
+    row += [SATURATED, ""] if over else [_number(s.ttft_s.p50, 1e3), _number(s.ttft_s.p99, 1e3)]
+    row += [_number(s.tpot_s.p50, 1e3), _number(s.tpot_s.p99, 1e3)]
+    row += [f"{s.mean_in_flight:.4g}", share_words(s.kv_mean_share)]
+    return row + ([] if point.goodput_per_s is None else [f"{point.goodput_per_s:.4g}"])
+
+
+def _number(seconds: float | None, unit: float) -> str:
+    return "-" if seconds is None else f"{seconds * unit:.4g}"
+
+
+def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
+    closed = pace.request_rate * case.setup.layout.replicas
+    if found.capacity is None:
+        yield "no rate that was tried is too much; ask for more --requests"
+    else:
+        yield (
+            f"saturated at {found.capacity:.4g} requests/s "
+            f"(closed form: {closed:.4g}, with {pace.load.batch} in flight on each replica)"
+        )
+    best = found.best_goodput
+    if best is not None and best.goodput_per_s:
+        kept = share_words(best.summary.slo_share)
+        yield (
+            f"best goodput: {best.goodput_per_s:.4g} requests/s at an offered "
+            f"{best.rate:.4g}; {kept} kept {_promise(case)}"
+        )
+    elif best is not None:
+        yield f"no request kept {_promise(case)} at any rate"
+    yield "TTFT and TPOT: medians and 99th percentiles; inside: requests waiting or running"
+    yield pricing_words(case)
+
+
+def sweep_json(case: Case, found: Sweep, pace: Pace) -> dict[str, Any]:
+    """`capacity_per_s` null: every rate was kept up with."""
+    return {
+        **_about(case),
+        "capacity_per_s": found.capacity,
+        "closed_form_per_s": pace.request_rate * case.setup.layout.replicas,
+        "points": [
+            {
+                "rate": point.rate,
+                "saturated": point.is_saturated,
+                "done_per_s": point.done_per_s,
+                "steady_tokens_per_s": point.tokens_per_s,
+                "steady_goodput_per_s": point.goodput_per_s,
+                **summary_json(point.summary, growing=point.is_saturated),
+            }
+            for point in found.points
+        ],
+    }
+
+
+def sweep_charts(found: Sweep) -> list[Chart]:
+    calm = [point for point in found.points if not point.is_saturated]
+    marks = (
+        [] if found.capacity is None else [(found.capacity, f"saturated at {found.capacity:.3g}/s")]
+    )
+    ttft = _curves(calm, lambda s: s.ttft_s, 1.0)
+    tpot = _curves(found.points, lambda s: s.tpot_s, 1e3)
+    done = [Series("finished", [(p.rate, p.done_per_s) for p in found.points], dots=True)]
+    kept = [(p.rate, p.goodput_per_s) for p in found.points if p.goodput_per_s is not None]
+    if kept:
+        done.append(Series("kept the promise", kept, dots=True))
+    price = [
+        (p.rate, p.summary.usd_per_million_output)
+        for p in found.points
+        if p.summary.usd_per_million_output is not None
+    ]
+    tokens = [Series("answers", [(p.rate, p.tokens_per_s) for p in found.points], dots=True)]
+    rate = "offered requests/s"
+    last = Chart("Throughput in tokens", rate, "tokens/s", tokens, marks=marks)
+    if price:
+        last = Chart(
+            "Cost", rate, "$ per million answer tokens", [Series("cost", price, dots=True)]
+        )
+    return [
+        Chart("Time to first token", rate, "seconds", ttft, y_log=True, marks=marks),
+        Chart("Time per token", rate, "milliseconds", tpot, marks=marks),
+        Chart("Requests finished", rate, "requests/s", done, marks=marks),
+        last,
+    ]
+
+
+def _curves(
+    points: Sequence[Point], spread: Callable[[Summary], Spread], unit: float
+) -> list[Series]:
+    curves = []
+    for name, dashed in (("p50", False), ("p99", True)):
+        values = [(p.rate, getattr(spread(p.summary), name)) for p in points]
+        known = [(rate, value * unit) for rate, value in values if value is not None]
+        curves.append(Series(name, known, dashed=dashed, dots=True))
+    return curves

@@ -1,0 +1,108 @@
+"""What would have to be different for another answer? Each found with the closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ridgeline.planner.candidates import GRID, Grid, Hardware
+from ridgeline.planner.estimate import Estimate, Priced, quick_estimate, under, with_promise
+from ridgeline.planner.question import Question
+from ridgeline.planner.search import Deployment, best_of_each, in_order
+
+RATES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 1.75, 2, 3, 4, 6, 10)
+TIMES = (0.25, 0.5, 0.75, 1.5, 2.0, 4.0)  # of a promise
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """`what` (a price, the rate, a promise) would lead to `answer` at `at` instead of `now`."""
+
+    what: str
+    now: float
+    at: float
+    unit: str
+    answer: str
+
+    @property
+    def words(self) -> str:
+        side = "below" if self.at < self.now else "above"
+        return (
+            f"{self.what} {side} {self.at:.3g} {self.unit} (now {self.now:.3g}): "
+            f"{self.answer} would be the answer"
+        )
+
+
+def flips_of(
+    question: Question, winner: Deployment, estimates: Sequence[Estimate], grid: Grid = GRID
+) -> tuple[Flip, ...]:
+    """The nearest changes of price, rate and promises that another hardware would win by."""
+    found = [*price_flips(question, winner, estimates), *rate_flips(question, winner, estimates)]
+    priced = {estimate.hardware: estimate.priced for estimate in estimates}
+    found += promise_flips(question, winner, tuple(priced.values()), grid)
+    return tuple(found)
+
+
+def price_flips(
+    question: Question, winner: Deployment, estimates: Iterable[Estimate]
+) -> list[Flip]:
+    """At which price of its device the next best would be as cheap; and that of the winner's."""
+    own, found = winner.estimate.hardware, []
+    for rival in best_of_each(estimates, question.rate):
+        device, price = rival.hardware.device, rival.hardware.offer.per_hour
+        if device == own.device or price is None:
+            continue
+        count = rival.replicas(question.rate) * rival.hardware.layout.devices
+        found.append(
+            Flip(f"price of {device.name}", price, winner.cost / count, "$/h", rival.hardware.words)
+        )
+        if (now := own.offer.per_hour) is not None:
+            at = count * price / winner.num_devices
+            what = f"price of {own.device.name}"
+            found.append(Flip(what, now, at, "$/h", rival.hardware.words))
+        break
+    return [flip for flip in found if flip.at != flip.now]
+
+
+def rate_flips(question: Question, winner: Deployment, estimates: Sequence[Estimate]) -> list[Flip]:
+    """The nearest lower and higher rate of those tried at which another hardware is cheaper."""
+    own, found = winner.estimate.hardware, []
+    each = list(best_of_each(estimates, question.rate))
+    first = in_order(each, question.rate)[0].hardware
+    for factors in (sorted((f for f in RATES if f < 1), reverse=True), [f for f in RATES if f > 1]):
+        for factor in factors:
+            rate = factor * question.rate
+            best = in_order(estimates, rate)[0].hardware
+            if best not in (own, first):
+                found.append(Flip("rate", question.rate, rate, "requests/s", best.words))
+                break
+    return found
+
+
+def promise_flips(
+    question: Question, winner: Deployment, priced: Sequence[Priced], grid: Grid
+) -> list[Flip]:
+    """The nearest shorter and longer promises of those tried with another answer."""
+    found: list[Flip] = []
+    usual = _quick_winner(question, priced, grid)
+    for name, now in (("ttft", question.ttft_s), ("tpot", question.tpot_s)):
+        for times in (
+            sorted((t for t in TIMES if t < 1), reverse=True),
+            [t for t in TIMES if t > 1],
+        ):
+            for factor in times:
+                other = with_promise(question, **{name: factor})
+                best = _quick_winner(other, priced, grid)
+                if best not in (usual, winner.estimate.hardware):
+                    words = "nothing that is looked at" if best is None else best.words
+                    at = factor * now * 1e3
+                    found.append(Flip(f"{name.upper()} promise", now * 1e3, at, "ms", words))
+                    break
+    return found
+
+
+def _quick_winner(question: Question, priced: Iterable[Priced], grid: Grid) -> Hardware | None:
+    benches = (under(question, one, grid) for one in priced)
+    quick = (quick_estimate(bench, grid) for bench in benches if bench is not None)
+    known = [estimate for estimate in quick if estimate is not None]
+    return in_order(known, question.rate)[0].hardware if known else None

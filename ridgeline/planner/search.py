@@ -1,0 +1,163 @@
+"""Which candidate is the cheapest that keeps the promise? Branch and bound over simulated trials.
+
+The closed form orders the candidates and says what none of them can do (carry more than a fixed
+share of its saturation); the simulator says how many replicas each really needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf, log
+
+from ridgeline.planner.estimate import Estimate
+from ridgeline.planner.question import Question
+from ridgeline.planner.trial import RngMaker, Trial, num_requests, try_out
+
+WORK = 3000  # requests that are simulated for one question
+HOPELESS = 1.4  # times what the closed form says a replica can carry
+SIMILAR = 1.15  # times: rates that are no reason to choose between candidates
+TRIES = 3  # candidates of one hardware that are simulated
+GROWTH = (1.15, 1.4, 2.0, 3.0)  # times the first number of replicas, when they are too few
+CLOSE_ENOUGH = 0.03  # of the number of replicas: not worth another simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """`replicas` of a candidate, and what a simulation of one of them gave."""
+
+    estimate: Estimate
+    replicas: int
+    rate: float  # requests a second, of all replicas
+    trial: Trial
+
+    @property
+    def cost(self) -> float:
+        """Dollars an hour at middle prices; where prices are unknown, devices."""
+        return self.estimate.cost(self.replicas)
+
+    @property
+    def num_devices(self) -> int:
+        return self.replicas * self.estimate.hardware.layout.devices
+
+    @property
+    def load(self) -> float:
+        """Share of its saturation that each replica is used at."""
+        return self.rate / self.replicas / self.estimate.saturation
+
+    @property
+    def dollars(self) -> tuple[float, float, float] | None:
+        """Low, middle and high price of an hour of all of it; None where no price is known."""
+        price = self.estimate.hardware.offer.price
+        if price is None:
+            return None
+        low, mid, high = (self.num_devices * value for value in (price.low, price.mid, price.high))
+        return low, mid, high
+
+
+@dataclass(slots=True)
+class Search:
+    """Trials for one question. `work_left` bounds the time they take."""
+
+    question: Question
+    rng_of: RngMaker
+    work_left: int = WORK
+    num_trials: int = 0
+
+    def cheapest(self, estimates: Sequence[Estimate]) -> Deployment | None:
+        """The best of them, in dollars an hour; None where none keeps the promise in budget."""
+        best: Deployment | None = None
+        budget = inf if self.question.budget is None else self.question.budget * (1 + 1e-9)
+        tried: Counter[object] = Counter()
+        for estimate in in_order(estimates, self.question.rate):
+            below = budget if best is None else best.cost
+            start = self._first_count(estimate, below)
+            if start is None or tried[estimate.hardware] >= TRIES:
+                continue
+            if self.work_left <= 0 and best is not None:
+                break
+            tried[estimate.hardware] += 1
+            found = self.settle(estimate, start, below)
+            best = found or best
+        return best
+
+    def _first_count(self, estimate: Estimate, below: float) -> int | None:
+        """How many replicas to try first; None: it cannot cost less than `below`."""
+        rate = self.question.rate
+        count = estimate.replicas(rate)
+        while estimate.cost(count) >= below and count > estimate.least_replicas(rate):
+            count -= 1
+        is_hopeless = rate / count > HOPELESS * estimate.kept
+        return None if estimate.cost(count) >= below or is_hopeless else count
+
+    def settle(self, estimate: Estimate, start: int, below: float = inf) -> Deployment | None:
+        """The fewest replicas that keep the promise and cost less than `below`, tried from `start`
+        on: more while they are too few, then fewer."""
+        too_few, count = 0, start
+        found = self.carries(estimate, start)
+        for growth in GROWTH:
+            if found is not None:
+                break
+            too_few, count = count, max(count + 1, ceil(growth * start))
+            if estimate.cost(count) >= below:
+                return None
+            found = self.carries(estimate, count)
+        while found is not None and self.work_left > 0:
+            fewer = self._fewer(estimate, too_few, found.replicas)
+            if fewer is None:
+                break
+            better = self.carries(estimate, fewer)
+            if better is None:
+                too_few = fewer
+            found = better or found
+        return found
+
+    def _fewer(self, estimate: Estimate, too_few: int, enough: int) -> int | None:
+        """How many to try between what is too few and what is enough; None: it is settled."""
+        rate = self.question.rate
+        least = max(estimate.least_replicas(rate), ceil(rate / (HOPELESS * estimate.kept)))
+        low = max(too_few + 1, least)
+        if low >= enough or enough - low < CLOSE_ENOUGH * enough - 1:
+            return None
+        fewer = (low + enough) // 2 if too_few else min(enough - 1, int(0.95 * enough))
+        return max(low, fewer)
+
+    def carries(self, estimate: Estimate, count: int) -> Deployment | None:
+        """With so many replicas, if none is too full and a simulated one keeps the promise."""
+        rate = self.question.rate / count
+        if rate > estimate.most * (1 + 1e-9):
+            return None
+        trial = self._try(estimate, rate)
+        if not trial.keeps_promise:
+            return None
+        return Deployment(estimate, count, self.question.rate, trial)
+
+    def _try(self, estimate: Estimate, rate: float) -> Trial:
+        self.num_trials += 1
+        self.work_left -= num_requests(estimate, rate)
+        return try_out(self.question, estimate, rate, self.rng_of)
+
+
+def in_order(estimates: Iterable[Estimate], rate: float) -> list[Estimate]:
+    """Cheapest first; of equally cheap ones those with places enough and most to spare, in coarse
+    steps, and of these the one with the smallest batch limit."""
+    return sorted(
+        estimates,
+        key=lambda e: (
+            e.cost(e.replicas(rate)),
+            e.is_crowded(rate),
+            -floor(log(e.planned) / log(SIMILAR)),
+            e.candidate.max_num_seqs,
+            -e.candidate.max_num_batched_tokens,
+        ),
+    )
+
+
+def best_of_each(estimates: Iterable[Estimate], rate: float) -> Iterator[Estimate]:
+    """The first of each hardware."""
+    seen: set[object] = set()
+    for estimate in in_order(estimates, rate):
+        if estimate.hardware not in seen:
+            seen.add(estimate.hardware)
+            yield estimate

@@ -1,0 +1,121 @@
+"""Does `ridgeline plan` ask what was meant and say what was found?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.build import build
+from ridgeline.cli.main import parse
+from ridgeline.cli.serve import serve_config
+from tests.cli.conftest import Cli
+
+ASKED = ("--input", 100, "--output", 20, "--ttft", "1s", "--tpot", "50ms")
+
+
+def plan(cli: Cli, folder: Path, *argv: object) -> tuple[int, dict[str, Any]]:
+    code, out, _ = cli("plan", folder, "--json", *ASKED, *argv)
+    return code, dict(json.loads(out))
+
+
+def test_the_answer_is_a_command_that_serve_understands(bare: Path, cli: Cli) -> None:
+    code, found = plan(cli, bare, "--rate", 5, "--devices", "l4,rtx-4090", "--seed", 3)
+    assert code == 0
+    assert found["feasible"] is True
+    answer = found["answer"]
+    assert answer["served"] is True
+    assert answer["share_of_saturation"] <= 0.8 + 1e-9
+    assert answer["share_kept"] >= 0.95
+    assert answer["goodput_per_s"] == pytest.approx(5 * answer["share_kept"])
+    assert answer["usd_per_hour"]["low"] <= answer["usd_per_hour"]["mid"]
+    assert answer["price"]["date"]
+    assert answer["origin"] == "assumed"
+    (command,) = answer["commands"]
+    words = shlex.split(command)
+    config = serve_config(parse(words[1:]))
+    assert config.engine.model == str(bare)
+    assert config.engine.max_num_seqs == answer["max_num_seqs"]
+    assert {reason["what"] for reason in found["reasons"]} >= {"device", "replicas"}
+
+
+def test_the_command_starts(bare: Path, cli: Cli) -> None:
+    """Here with random weights, as the folder has none."""
+    argv = ("--rate", 1, "--devices", "xeon-8480", "--price", "xeon-8480=3")
+    (command,) = plan(cli, bare, *argv)[1]["answer"]["commands"]
+    asked = serve_config(parse(shlex.split(command)[1:])).engine
+    built = build(replace(asked, load_format="random"))
+    resolved = built.resolved
+    built.close()
+    assert (resolved.device, resolved.dtype) == ("cpu", "float32")
+    assert resolved.max_num_seqs == asked.max_num_seqs
+    assert resolved.max_model_len == asked.max_model_len
+
+
+def test_users_make_a_rate(bare: Path, cli: Cli) -> None:
+    # 1 s to the first token, 19 more at 50 ms: 1.95 s, and 8.05 s to think
+    argv = ("--users", 20, "--think", "8.05s", "--devices", "l4")
+    assert plan(cli, bare, *argv)[1]["rate_per_s"] == pytest.approx(2.0)
+
+
+def test_a_typed_price_counts(bare: Path, cli: Cli) -> None:
+    found = plan(cli, bare, "--rate", 1, "--devices", "l4", "--price", "l4=2.5")[1]
+    band = found["answer"]["usd_per_hour"]
+    assert band == {"low": 2.5, "mid": 2.5, "high": 2.5}
+    assert found["answer"]["price"]["type"] == "user"
+    dear = ("--price", "l4=9", "--price", "rtx-4090=1")
+    other = plan(cli, bare, "--rate", 1, "--devices", "l4,rtx-4090", *dear)[1]
+    assert other["answer"]["device"] == "rtx-4090"
+    assert any(flip["what"] == "price of l4" for flip in other["flips"])
+
+
+def test_where_nothing_keeps_the_promise(bare: Path, cli: Cli) -> None:
+    code, found = plan(cli, bare, "--rate", 1, "--devices", "l4", "--tpot", "1us")
+    assert code == 1
+    assert (found["feasible"], found["answer"]) == (False, None)
+    assert found["because"].startswith("infeasible because")
+    assert found["rejected"][0]["kind"] == "infeasible"
+
+
+def test_all_marks_what_is_not_served(bare: Path, cli: Cli) -> None:
+    found = plan(cli, bare, "--rate", 1, "--devices", "l4", "--all")[1]
+    other = found["not_served_yet"]
+    assert other["served"] is False
+    assert other["commands"] == []
+    assert other["why_not_served"]
+    assert found["answer"]["served"] is True
+
+
+def test_people_read_tables(bare: Path, cli: Cli) -> None:
+    code, out, _ = cli("plan", bare, *ASKED, "--rate", 5, "--devices", "l4,a10g", "--all", "-q")
+    assert code == 0
+    assert f"ridgeline serve {bare}" in out
+    for words in ("--policy slo", "NOT SERVED", "no price", "assumed, not calibrated", "why"):
+        assert words in out
+    code, out, _ = cli("plan", bare, *ASKED, "--rate", 5, "--devices", "m3-ultra", "-q")
+    assert code == 1
+    assert "serves none of these devices" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "--rate or --users"),
+        (("--rate", 1, "--users", 1), "--rate or --users"),
+        (("--rate", 1, "--devices", "h1000"), "h100-sxm"),
+        (("--rate", 1, "--devices", ","), "no device"),
+        (("--rate", 1, "--devices", "l4", "--price", "l4"), "DEVICE=DOLLARS"),
+        (("--rate", 1, "--devices", "l4", "--price", "b200=1"), "not among"),
+        (("--rate", 1, "--devices", "l4", "--price", "l4=-1"), "0 or more"),
+        (("--rate", 0, "--devices", "l4"), "rate"),
+        (("--rate", 1, "--devices", "l4", "--input", 5000), "context"),
+    ],
+)
+def test_bad_questions(bare: Path, cli: Cli, argv: tuple[object, ...], words: str) -> None:
+    code, out, err = cli("plan", bare, *ASKED, *argv)
+    assert (code, out) == (2, "")
+    assert words in err

@@ -1,0 +1,285 @@
+"""Does `ridgeline simulate` answer, draw, and say clearly what it cannot do?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.cli.simulate import drafts, lengths, time_span
+from tests.cli.conftest import Cli
+from tests.tiny_model import tiny_config
+
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+DEVICE = ("--device", "h100-sxm")
+SHORT = ("--requests", 60, "--input", 64, "--output", 16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json alone, of a model with a billion parameters."""
+    folder = tmp_path_factory.mktemp("1b")
+    (folder / "config.json").write_text(json.dumps(tiny_config(**LLAMA_1B)))
+    return folder
+
+
+def simulate(cli: Cli, model: Path, *argv: object) -> dict[str, Any]:
+    code, out, err = cli("simulate", model, *DEVICE, "--json", *argv)
+    assert code == 0, err
+    return dict(json.loads(out))
+
+
+def refusal(cli: Cli, model: Path, *argv: object) -> str:
+    code, out, err = cli("simulate", model, *DEVICE, *argv)
+    assert (code, out) == (2, "")
+    return err
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_figures_for_programs(model: Path, cli: Cli) -> None:
+    found = simulate(cli, model, "--rate", 20, *SHORT, "--ttft", "1s", "--tpot", 50)
+    assert found["num_finished"] == 60
+    assert found["saturated"] is False
+    for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms"):
+        assert found[name]["p50"] <= found[name]["p99"] <= found[name]["max"]
+    assert found["e2e_ms"]["mean"] == pytest.approx(
+        found["ttft_ms"]["mean"] + 15 * found["tpot_ms"]["mean"], rel=1e-6
+    )
+    assert found["goodput_per_s"] == found["requests_per_s"]
+    assert found["slo_share"] == 1.0
+    assert found["pricing"] == "assumed"
+    assert found["usd_per_million_output"] > 0
+    assert 0 < found["kv_max_share"] < 1
+    flops = 60 * (64 + 15) * 2 * 1.24e9  # twice the parameters for each token
+    expected = flops / (989e12 * found["duration_s"])
+    assert found["flop_share"] == pytest.approx(expected, rel=0.3)
+    assert len(found["kv_over_time"]) > 10
+
+
+def test_tables_for_people(model: Path, cli: Cli) -> None:
+    _, out, err = cli("simulate", model, *DEVICE, "--rate", 20, *SHORT, "--ttft", "300ms")
+    assert err == ""
+    for words in ("h100-sxm", "TTFT", "goodput", "KV cache", "preemptions", "kept TTFT 300 ms"):
+        assert words in out
+    assert "assumed efficiencies" in out
+
+
+def test_the_same_seed_gives_the_same_answer(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 20, *SHORT, "--arrivals", "bursty", "--input", "10-90")
+    assert simulate(cli, model, *argv) == simulate(cli, model, *argv)
+    assert simulate(cli, model, *argv) != simulate(cli, model, *argv, "--seed", 1)
+
+
+def test_what_is_not_kept_up_with_has_no_waiting_time(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 5000, "--requests", 400, "--output", 64, "--max-num-seqs", 8)
+    found = simulate(cli, model, *argv)
+    assert found["saturated"] is True
+    assert found["ttft_ms"]["p50"] is None
+    assert found["tpot_ms"]["p50"] > 0
+    assert "saturated" in cli("simulate", model, *DEVICE, *argv)[1]
+
+
+def test_a_sweep_finds_where_it_saturates(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 1, "--requests", 150, "--output", 32, "--max-num-seqs", 8, "--sweep")
+    found = simulate(cli, model, *argv, "--ttft", "100ms")
+    assert found["capacity_per_s"] == pytest.approx(found["closed_form_per_s"], rel=0.15)
+    rates = [point["rate"] for point in found["points"]]
+    assert rates == sorted(rates)
+    for point in found["points"]:
+        share = point["rate"] / found["capacity_per_s"]
+        assert point["saturated"] or share < 1
+        assert not point["saturated"] or share > 0.9
+        assert (point["ttft_ms"]["p50"] is None) == point["saturated"]
+    code, out, _ = cli("simulate", model, *DEVICE, *argv)
+    assert code == 0
+    assert f"saturated at {found['capacity_per_s']:.4g} requests/s" in out
+
+
+def test_a_policy_that_keeps_promises_keeps_more_of_them(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 2000, "--requests", 400, "--output", 64, "--max-num-seqs", 16)
+    promise = ("--ttft", "200ms", "--tpot", "5ms")
+    plain = simulate(cli, model, *argv, *promise)
+    kept = simulate(cli, model, *argv, *promise, "--policy", "slo")
+    assert kept["num_refused"] > 0
+    assert kept["goodput_per_s"] > 1.3 * plain["goodput_per_s"]
+
+
+def test_toggles_change_what_they_should(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 2000, "--requests", 80, "--input", 200, "--output", "10-200")
+    small = (*argv, "--max-num-seqs", 16)
+    plain = simulate(cli, model, *small)
+    static = simulate(cli, model, *small, "--batching", "static")
+    assert static["slot_share"] < plain["slot_share"]
+    assert static["requests_per_s"] < plain["requests_per_s"]
+    reserved = simulate(
+        cli, model, *argv, "--no-paging", "--num-blocks", 1024, "--max-model-len", 4096
+    )
+    assert reserved["max_num_seqs"] == 4
+    assert (
+        simulate(cli, model, *small, "--weights", "fp8")["tpot_ms"]["p50"]
+        < (plain["tpot_ms"]["p50"])
+    )
+    guessed = simulate(cli, model, *SHORT, "--rate", 5, "--speculate", "3:0.9")
+    assert (
+        guessed["tpot_ms"]["p50"]
+        < 0.6 * simulate(cli, model, *SHORT, "--rate", 5)["tpot_ms"]["p50"]
+    )
+
+
+def test_a_draft_model_costs_time(model: Path, bare: Path, cli: Cli) -> None:
+    argv = (*SHORT, "--rate", 5, "--speculate", "3:0.5")
+    free = simulate(cli, model, *argv)["tpot_ms"]["mean"]
+    assert simulate(cli, model, *argv, "--draft", bare)["tpot_ms"]["mean"] > free
+
+
+def test_more_devices_cost_more_and_are_faster(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 20, *SHORT, "--price", 2.5)
+    one = simulate(cli, model, *argv)
+    many = simulate(cli, model, *argv, "--tp", 2, "--replicas", 2, "--router", "two-choices")
+    assert one["usd_per_hour"]["mid"] == 2.5
+    assert (many["num_devices"], many["usd_per_hour"]["mid"]) == (4, 10.0)
+    assert many["tpot_ms"]["p50"] < one["tpot_ms"]["p50"]
+
+
+# ---------------------------------------------------------------------- traces and files
+
+
+def trace(folder: Path) -> Path:
+    """Four conversations whose second turn repeats the first."""
+    lines = []
+    for turn in range(2):
+        for who in range(4):
+            hashes = [10 * who, 10 * who + 1][: turn + 1]
+            record = {"timestamp": 5000 * turn + who, "input_length": 512 * (turn + 1)}
+            lines.append(json.dumps(record | {"output_length": 4, "hash_ids": hashes}))
+    path = folder / "turns.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_trace_with_shared_prefixes(model: Path, tmp_path: Path, cli: Cli) -> None:
+    found = simulate(cli, model, "--trace", trace(tmp_path))
+    assert found["cached_share"] == pytest.approx(4 * 512 / (12 * 512))
+    assert (
+        simulate(cli, model, "--trace", trace(tmp_path), "--no-prefix-cache")["cached_share"] == 0
+    )
+    faster = simulate(cli, model, "--trace", trace(tmp_path), "--rate", 100)
+    assert faster["duration_s"] < found["duration_s"]
+
+
+def test_a_line_for_each_request(model: Path, tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "requests.jsonl"
+    simulate(cli, model, "--rate", 20, *SHORT, "--timeline", path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 60
+    for line in lines:
+        assert line["arrival_s"] <= line["started_s"] < line["first_token_s"] < line["finished_s"]
+        assert line["e2e_s"] == pytest.approx(line["finished_s"] - line["arrival_s"])
+
+
+@pytest.mark.parametrize("name", ["run.svg", "run.png"])
+def test_a_picture_of_a_run(model: Path, tmp_path: Path, cli: Cli, name: str) -> None:
+    simulate(cli, model, "--rate", 20, *SHORT, "--replicas", 2, "--plot", tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    if name.endswith("svg"):
+        for words in (b"Time to first token", b"KV cache in use", b"replica 1", b"waiting"):
+            assert words in content
+    else:
+        assert content.startswith(b"\x89PNG")
+
+
+def test_a_picture_of_a_sweep(model: Path, tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "sweep.svg"
+    argv = ("--rate", 1, "--requests", 60, "--output", 16, "--max-num-seqs", 4, "--sweep")
+    simulate(cli, model, *argv, "--tpot", 10, "--plot", path)
+    text = path.read_text()
+    for words in ("saturated at", "kept the promise", "$ per million answer tokens"):
+        assert words in text
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path, cli: Cli) -> None:
+    config = tiny_config(**LLAMA_1B | {"num_hidden_layers": 320, "hidden_size": 8192})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    err = refusal(cli, tmp_path, "--rate", 1)
+    assert "GiB" in err
+    assert err.count("would help") >= 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "--rate R, or --trace FILE"),
+        (("--rate", -1), "the rate is -1"),
+        (("--rate", 0), "the rate is 0"),
+        (("--rate", "nan"), "the rate is nan"),
+        (("--rate", 1, "--requests", 0), "--requests 0"),
+        (("--rate", 1, "--replicas", 0), "replicas is 0"),
+        (("--rate", 1, "--tp", 3), "tp is 3"),
+        (("--rate", 1, "--input", 200_000), "every request is longer than 131072"),
+        (("--rate", 1, "--draft", "demo:draft"), "--draft needs --speculate"),
+        (("--rate", 1, "--policy", "slo", "--ttft", 5), "needs what is promised"),
+        (("--rate", 1, "--plot", "a.jpg"), ".svg or .png"),
+        (("--rate", 1, "--sweep", "--timeline", "x"), "leave out --sweep"),
+        (("--rate", 1, "--sweep", "--requests", 10), "too few"),
+        (("--trace", "nowhere.csv"), "No such file"),
+    ],
+)
+def test_bad_questions(model: Path, cli: Cli, argv: tuple[object, ...], said: str) -> None:
+    assert said in refusal(cli, model, *argv)
+
+
+def test_bad_traces(model: Path, tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,Answer\n")
+    assert "no column GeneratedTokens" in refusal(cli, model, "--trace", path)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    assert "the trace is empty" in refusal(cli, model, "--trace", path)
+    assert "--input is for made-up" in refusal(cli, model, "--trace", path, "--input", 5)
+
+
+def test_an_unknown_device(model: Path, cli: Cli) -> None:
+    code, _, err = cli("simulate", model, "--device", "h100sxm", "--rate", 1)
+    assert code == 2
+    assert "h100-sxm" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("200ms", 0.2), ("1.5s", 1.5), ("80", 0.08), ("5us", 5e-6)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert time_span(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-5ms", "0", "1e999s", "5 m", "1.2.3s"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(Exception, match="is no time"):
+        time_span(text)
+
+
+def test_lengths_and_drafts() -> None:
+    assert (lengths("512").low, lengths("512").high) == (512, 512)
+    assert (lengths("100-2000").low, lengths("100-2000").high) == (100, 2000)
+    assert drafts("4:0.8") == (4, 0.8)
+    for bad in ("", "0", "9-3", "a-b", "1-"):
+        with pytest.raises(Exception, match="length"):
+            lengths(bad)
+    for bad in ("4", "0:0.5", "4:1.5", "a:b", ":"):
+        with pytest.raises(Exception, match="speculation"):
+            drafts(bad)

@@ -1,0 +1,291 @@
+"""Does the planner find what is cheapest, say what stands in the way, and never print a number that
+is none?"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.cli.main import parse
+from ridgeline.cli.serve import serve_config
+from ridgeline.cost.hardware import Device, find_device
+from ridgeline.errors import ConfigError
+from ridgeline.planner.candidates import Grid, Hardware, hardware_of, layouts
+from ridgeline.planner.estimate import DOES_NOT_FIT, INFEASIBLE, NO_PRICE
+from ridgeline.planner.plan import Plan, plan
+from ridgeline.planner.question import MAX_LOAD, Question, offer, rate_of_users
+from ridgeline.planner.words import commands, promise_flags, reasons
+from tests.planner.exhaustive import EXPERTS, LARGE, MEDIUM, SMALL
+
+GRID = Grid(
+    token_budgets=(512, 2048),
+    batch_limits=(8, 32, 128),
+    weights=("plain", "int4"),
+    kv=("auto",),
+    tp=(1, 2),
+    pp=(1,),
+)
+
+
+def device(
+    known: str, dollars: float | None = None, **changes: object
+) -> tuple[Device, float | None]:
+    return replace(find_device(known), **changes), dollars  # type: ignore[arg-type]
+
+
+def question(*devices: tuple[Device, float | None], **changes: object) -> Question:
+    options = {
+        "model": "some model",
+        "spec": SMALL,
+        "rate": 10.0,
+        "num_input": 300,
+        "num_output": 40,
+        "ttft_s": 0.5,
+        "tpot_s": 0.02,
+        "offers": tuple(offer(one, dollars) for one, dollars in devices),
+    } | changes
+    return Question(**options)  # type: ignore[arg-type]
+
+
+def ask(*devices: tuple[Device, float | None], **changes: object) -> Plan:
+    return plan(question(*devices, **changes), lambda: random.Random(0), GRID)
+
+
+# ---------------------------------------------------------------------- the answer
+
+
+def test_of_two_equal_devices_the_cheaper_wins_and_the_price_that_flips_it_is_named() -> None:
+    found = ask(device("l4", 1.0), device("l4", 0.6, name="other"))
+    assert found.winner is not None
+    assert found.winner.estimate.hardware.device.name == "other"
+    assert found.runner_up is not None
+    assert found.runner_up.estimate.hardware.device.name == "l4"
+    prices = {flip.what: flip.at for flip in found.flips if flip.unit == "$/h"}
+    same = found.runner_up.replicas == found.winner.replicas
+    assert same
+    assert prices == {"price of l4": pytest.approx(0.6), "price of other": pytest.approx(1.0)}
+
+
+def test_a_price_beyond_the_flip_changes_the_answer() -> None:
+    first = ask(device("l4", 1.0), device("rtx-4090", 1.1))
+    assert first.winner is not None
+    winner = first.winner.estimate.hardware.device.name
+    flip = next(f for f in first.flips if f.what == f"price of {winner}")
+    prices = {"l4": 1.0, "rtx-4090": 1.1} | {winner: 1.05 * flip.at}
+    second = ask(*(device(name, price) for name, price in prices.items()))
+    assert second.winner is not None
+    assert second.winner.estimate.hardware.device.name != winner
+
+
+def test_the_rate_decides_the_number_of_replicas_and_none_is_too_full() -> None:
+    counts = []
+    for rate in (5.0, 200.0, 2000.0):
+        winner = ask(device("l4", 1.0), rate=rate).winner
+        assert winner is not None
+        assert winner.load <= MAX_LOAD + 1e-9
+        assert winner.trial.keeps_promise
+        counts.append(winner.replicas)
+    assert counts[0] < counts[1] < counts[2]
+    assert counts[2] == pytest.approx(10 * counts[1], rel=0.3)
+
+
+def test_shorter_promises_need_more() -> None:
+    costs = []
+    for tpot_s in (0.05, 0.009):
+        winner = ask(device("l4", 1.0), rate=60.0, tpot_s=tpot_s, num_output=60).winner
+        assert winner is not None
+        costs.append(winner.cost)
+    assert costs[1] > costs[0]
+
+
+def test_without_prices_fewest_devices_win() -> None:
+    found = ask(
+        device("epyc-9654"), device("m3-ultra"), spec=SMALL, rate=1.0, tpot_s=0.2, ttft_s=5.0
+    )
+    assert found.winner is not None
+    assert found.winner.dollars is None
+    assert found.winner.estimate.hardware.device.name == "epyc-9654"  # Apple is not served yet
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_commands_start_today() -> None:
+    found = ask(device("rtx-4090", 1.0), rate=200.0)
+    assert found.winner is not None
+    typed = commands(found.question, found.winner)
+    assert len(typed) == found.winner.replicas > 1
+    ports = set()
+    for i, command in enumerate(typed):
+        words = command.replace("'some model'", "some-model").split()
+        assert words[:2] == ["ridgeline", "serve"]
+        config = serve_config(parse(words[1:]))
+        candidate = found.winner.estimate.candidate
+        assert config.engine.device == f"cuda:{i % 8}"
+        assert config.engine.dtype == "bfloat16"
+        assert config.engine.max_num_seqs == candidate.max_num_seqs
+        assert config.engine.max_num_batched_tokens == candidate.max_num_batched_tokens
+        assert config.engine.max_model_len == found.question.max_model_len
+        ports.add(config.port)
+    assert len(ports) == min(8, len(typed))
+    with_promise = f"{typed[0]} {promise_flags(found.question)}".replace("'some model'", "m")
+    engine = serve_config(parse(with_promise.split()[1:])).engine
+    assert (engine.policy, engine.ttft_slo_ms, engine.tpot_slo_ms) == ("slo", 500.0, 20.0)
+
+
+def test_one_replica_takes_the_device_and_the_usual_port() -> None:
+    found = ask(device("rtx-4090", 1.0), rate=1.0)
+    assert found.winner is not None
+    (command,) = commands(found.question, found.winner)
+    assert "--device cuda " in command
+    assert "--port" not in command
+
+
+def test_every_part_of_the_answer_has_a_reason() -> None:
+    found = ask(device("l4", 1.0), device("rtx-4090", 1.0))
+    whats = [reason.what for reason in reasons(found)]
+    assert whats == [
+        *("device", "replicas", "formats"),
+        *("max_num_seqs", "max_num_batched_tokens", "max_model_len"),
+    ]
+    assert reasons(ask(device("l4", 1.0), tpot_s=1e-4)) == ()
+
+
+# ---------------------------------------------------------------------- where there is nothing
+
+
+def test_what_does_not_fit_says_so() -> None:
+    found = ask(device("rtx-4090", 1.0), spec=LARGE)
+    assert found.winner is None
+    assert found.why_none.startswith("does not fit: on rtx-4090")
+    assert "GB" in found.why_none
+    assert [one.kind for one in found.out] == [DOES_NOT_FIT]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"tpot_s": 1e-4}, "a token"), ({"ttft_s": 1e-3, "num_input": 4000}, "one prompt alone")],
+)
+def test_a_promise_that_nobody_can_keep(changes: dict[str, object], words: str) -> None:
+    found = ask(device("l4", 1.0), device("rtx-4090", 1.0), **changes)
+    assert found.winner is None
+    assert found.why_none.startswith("infeasible because on rtx-4090")  # the nearest miss
+    assert words in found.why_none
+    assert {one.kind for one in found.out} == {INFEASIBLE}
+    assert found.num_trials == 0
+
+
+def test_a_budget_that_is_too_small_says_what_it_takes() -> None:
+    found = ask(device("l4", 1.0), rate=300.0, budget=2.5)
+    assert found.winner is None
+    assert "takes $" in found.why_none
+    assert "carries" in found.why_none
+    enough = ask(device("l4", 1.0), rate=300.0, budget=100.0)
+    assert enough.winner is not None
+    assert enough.winner.cost <= 100.0
+
+
+def test_a_device_without_price_is_named_when_others_have_one() -> None:
+    found = ask(device("l4", 1.0), device("a10g"))
+    assert [(one.hardware.device.name, one.kind) for one in found.out] == [("a10g", NO_PRICE)]
+    assert "--price a10g=" in found.out[0].because
+
+
+def test_devices_that_this_version_does_not_serve_are_no_answer() -> None:
+    found = ask(device("m3-ultra", 0.1), tpot_s=0.1, ttft_s=5.0)
+    assert found.winner is None
+    assert "serves none of these devices" in found.why_none
+
+
+# ---------------------------------------------------------------------- what is not served yet
+
+
+def test_all_shows_what_would_be_cheaper_and_never_answers_with_it() -> None:
+    found = ask(
+        device("h200-sxm", 5.0),
+        device("rtx-5090", 0.5),
+        spec=MEDIUM,
+        rate=20.0,
+        include_unserved=True,
+    )
+    assert found.winner is not None
+    assert not found.winner.estimate.hardware.why_not_served
+    assert found.unserved is not None
+    assert found.unserved.estimate.hardware.why_not_served
+    assert found.unserved.cost <= found.winner.cost
+    assert ask(device("rtx-5090", 0.5), spec=MEDIUM).unserved is None
+
+
+def test_what_is_not_served_says_why() -> None:
+    asked = question(device("h100-sxm", 3.0), device("mi300x", 2.0), include_unserved=True)
+    for hardware in hardware_of(asked, GRID):
+        layout, precision = hardware.layout, hardware.precision
+        plain = layout.devices == 1 and precision.weights == "plain" and precision.kv == "auto"
+        is_served = plain and hardware.device.name == "h100-sxm"
+        assert (hardware.why_not_served == "") is is_served
+    drafting = Hardware(asked.offers[0], num_drafts=2)
+    assert drafting.why_not_served == "speculative decoding"
+
+
+def test_layouts_divide_the_model() -> None:
+    found = [(one.tp, one.pp, one.ep) for one in layouts(SMALL, find_device("h100-sxm"))]
+    assert (8, 2, 1) in found
+    assert all(16 % tp == 0 and ep == 1 for tp, _, ep in found)
+    experts = {one.ep for one in layouts(EXPERTS, find_device("h100-sxm"))}
+    assert experts == {1, 2, 4, 8}
+    assert {one.tp for one in layouts(SMALL, find_device("h100-pcie"))} == {1, 2}
+
+
+def test_guesses_make_tokens_faster_for_few_requests() -> None:
+    grid = replace(GRID, drafts=(3,), weights=("plain",), tp=(1,))
+    asked = question(
+        device("h100-sxm", 3.0), spec=MEDIUM, rate=1.0, tpot_s=0.004, include_unserved=True
+    )
+    found = plan(asked, lambda: random.Random(0), grid)
+    assert found.winner is None  # reading the weights alone takes longer
+    assert found.unserved is None  # and so nothing is tried with guesses
+    slower = replace(asked, tpot_s=0.012)
+    found = plan(slower, lambda: random.Random(0), grid)
+    with_guesses = [e for e in found.estimates if e.hardware.num_drafts]
+    plain = [e for e in found.estimates if not e.hardware.num_drafts]
+    assert max(e.planned for e in with_guesses) != max(e.planned for e in plain)
+
+
+# ---------------------------------------------------------------------- the question
+
+
+def test_users_become_a_rate_by_littles_law() -> None:
+    assert rate_of_users(100, 15.0, 5.0) == 5.0
+    assert rate_of_users(100, 0.0, 5.0) == 20.0
+    with pytest.raises(ConfigError, match="users"):
+        rate_of_users(0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rate": 0.0}, "rate"),
+        ({"num_input": 200_000}, "context"),
+        ({"budget": -1.0}, "budget"),
+        ({"offers": ()}, "no device"),
+        ({"tpot_s": float("nan")}, "tpot_s"),
+    ],
+)
+def test_questions_without_sense_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        question(device("l4", 1.0), **changes)
+
+
+def test_the_longest_request_is_within_the_context() -> None:
+    asked = question(device("l4"), num_input=100_000, num_output=20_000)
+    assert asked.max_model_len == 131072
+    assert (1 + asked.spread) * 120_000 <= 131072 + 1
+    assert question(device("l4")).max_model_len == 512  # half as long again as 340, in steps
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    first, second = (ask(device("l4", 1.0), device("rtx-4090", 1.0)) for _ in range(2))
+    assert first.winner == second.winner
+    assert first.flips == second.flips
