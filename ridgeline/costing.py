@@ -16,7 +16,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.constants import Calibration, default_calibration
 from ridgeline.cost.hardware import Device, catalogue
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.devices import Device as OpenDevice
@@ -102,14 +102,20 @@ class Record(Protocol):
 
 def kept_record(asked: str | None, resolved: ResolvedConfig, device: OpenDevice) -> Record | None:
     """That of the file asked for (ConfigError when it holds none), else the one kept for this
-    device; a kept one that cannot be read is passed over, and said so."""
+    device; a kept one that cannot be read, or does not know the dtype, is passed over, and said
+    so."""
     if asked is not None:
         read: Callable[[Path], Record] = registry.load(RECORDS, "read", "record")
-        return read(Path(asked))
+        record = read(Path(asked))
+        record.device.peak(SHORT[resolved.dtype])  # ConfigError when it was not measured
+        return record
     find: Callable[[str], Record | None] = registry.load(RECORDS, "find", "record")
     key: Callable[[OpenDevice, str, int], str] = registry.load(RECORDS, "key", "record")
     try:
-        return find(key(device, hardware_name(device), resolved.threads))
+        found = find(key(device, hardware_name(device), resolved.threads))
+        if found is not None:
+            found.device.peak(SHORT[resolved.dtype])
+        return found
     except ConfigError as problem:
         say(logger, logging.WARNING, "a calibration is not used", reason=problem)
         return None

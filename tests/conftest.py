@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# What somebody has calibrated on this machine must not change what the tests see. Set here, not in
+# a fixture, so that it holds while modules are collected and in the processes that tests start.
+_CACHE = tempfile.TemporaryDirectory(prefix="ridgeline-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # The device that the correctness suite runs on; `make test-gpu` sets it to cuda.
 TEST_DEVICE = os.environ.get("RIDGELINE_TEST_DEVICE", "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,9 @@ from ridgeline.config import EngineConfig
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import catalogue, device_to_json, find_device
 from ridgeline.cost.pricer import Pricer
-from ridgeline.costing import match
+from ridgeline.costing import RECORDS, match
 from ridgeline.errors import ConfigError
+from ridgeline.measure.records import read_record
 from ridgeline.observe.setup_record import read_setup
 from tests.tiny_model import make_tiny_model
 
@@ -74,6 +76,29 @@ def test_a_calibration_file_is_used_and_a_wrong_one_refused(folder: Path, tmp_pa
     for path in (wrong, tmp_path / "none.json"):
         with pytest.raises(ConfigError, match=path.name):
             build(EngineConfig(model=str(folder), device="cpu", calibration=str(path)))
+
+
+def test_a_calibration_without_the_dtype_is_passed_over_or_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = replace(find_device("xeon-8480"), peak_flops={"bf16": 1e12}, measured=True)
+    found = replace(default_calibration(device), origin="calibrated")
+    path = tmp_path / "bf16.json"
+    path.write_text(json.dumps({**found.to_json(), "device": device_to_json(device)}))
+    asked = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=8)
+    with pytest.raises(ConfigError, match="fp32.*only for bf16.*--dtype"):
+        build(replace(asked, calibration=str(path)))
+    kept = read_record(path)
+    monkeypatch.setitem(RECORDS, "find", f"{__name__}:{keep.__name__}")
+    monkeypatch.setattr(keep, "found", kept, raising=False)
+    built = build(asked)
+    assert built.pricer.setup.constants.origin == "assumed"
+    assert "a calibration is not used" in caplog.text
+
+
+def keep(key: str) -> Any:
+    """A look-up that finds one record for every machine."""
+    return keep.found  # type: ignore[attr-defined]
 
 
 def test_a_calibration_of_this_very_kind_of_device_sets_the_prices(
