@@ -86,7 +86,7 @@ def test_a_calibration_without_the_dtype_is_passed_over_or_refused(
     path = tmp_path / "bf16.json"
     path.write_text(json.dumps({**found.to_json(), "device": device_to_json(device)}))
     asked = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=8)
-    with pytest.raises(ConfigError, match="fp32.*only for bf16.*--dtype"):
+    with pytest.raises(ConfigError, match=r"fp32.*only for bf16.*--dtype"):
         build(replace(asked, calibration=str(path)))
     kept = read_record(path)
     monkeypatch.setitem(RECORDS, "find", f"{__name__}:{keep.__name__}")
