@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from ridgeline import registry
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
-from ridgeline.cost.constants import Calibration, default_calibration
+from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import Device, catalogue
 from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.pricer import Pricer
@@ -24,6 +23,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.log import say
 from ridgeline.observe.event_log import EngineHeader, header_of
 from ridgeline.observe.setup_record import setup_record
+from ridgeline.records import Record, find_record, read_record
 from ridgeline.scheduler.scheduler import Scheduler
 
 # Of hardware that nobody has measured and no data sheet is known for; said to be assumed.
@@ -34,14 +34,6 @@ GPU_FLOPS, GPU_BANDWIDTH = 100e12, 1e12
 PRODUCT = re.compile(r"[a-z]\d|\d{4}")  # h100, l4, mi300x, 4090; not a memory size
 HBM_OF_SXM = {"hbm3", "hbm3e"}  # drivers call an SXM part by its memory
 OTHER_PRODUCTS = {"nvl", "laptop", "mobile", "max", "super", "ti"}  # same number, other part
-
-# Where calibrations are kept: a front like others, so it is named here and not imported.
-RECORDS = {
-    "read": "ridgeline.measure.records:read_record",
-    "find": "ridgeline.measure.records:find_record",
-    "key": "ridgeline.measure.machine:device_key",
-    "name": "ridgeline.benchmark.environment:device_name",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -91,39 +83,39 @@ def engine_header(
 # ---------------------------------------------------------------------- calibration
 
 
-class Record(Protocol):
-    """A calibration, and the device's figures that its shares refer to."""
-
-    @property
-    def device(self) -> Device: ...
-    @property
-    def calibration(self) -> Calibration: ...
-
-
 def kept_record(asked: str | None, resolved: ResolvedConfig, device: OpenDevice) -> Record | None:
     """That of the file asked for (ConfigError when it holds none), else the one kept for this
     device; a kept one that cannot be read, or does not know the dtype, is passed over, and said
     so."""
     if asked is not None:
-        read: Callable[[Path], Record] = registry.load(RECORDS, "read", "record")
-        record = read(Path(asked))
-        record.device.peak(SHORT[resolved.dtype])  # ConfigError when it was not measured
-        return record
-    find: Callable[[str], Record | None] = registry.load(RECORDS, "find", "record")
-    key: Callable[[OpenDevice, str, int], str] = registry.load(RECORDS, "key", "record")
+        return _knowing(read_record(Path(asked)), resolved)
+    key = device_key(device, device.describe(), resolved.threads)
     try:
-        found = find(key(device, hardware_name(device), resolved.threads))
-        if found is not None:
-            found.device.peak(SHORT[resolved.dtype])
-        return found
+        found = find_record(key)
+        return None if found is None else _knowing(found, resolved)
     except ConfigError as problem:
         say(logger, logging.WARNING, "a calibration is not used", reason=problem)
         return None
 
 
-def hardware_name(device: OpenDevice) -> str:
-    name: Callable[[object], str] = registry.load(RECORDS, "name", "record")
-    return name(device.torch_device)
+def _knowing(record: Record, resolved: ResolvedConfig) -> Record:
+    """The record. ConfigError when the dtype was not measured."""
+    record.device.peak(SHORT[resolved.dtype])
+    return record
+
+
+def device_key(device: OpenDevice, name: str, threads: int) -> str:
+    """What records of this machine are called: the catalogue's name of a known GPU, else the
+    hardware's own name, of a CPU with the number of threads."""
+    if device.torch_device.type == "cpu":
+        return f"cpu-{_slug(name)}-{threads}t"
+    known = match(name, catalogue().values())
+    return _slug(name) if known is None else known.name
+
+
+def _slug(name: str) -> str:
+    words = re.sub(r"\(.*?\)|[^a-z0-9]+", " ", name.lower()).split()
+    return "-".join(words) or "unknown"
 
 
 # ---------------------------------------------------------------------- data sheets
@@ -131,7 +123,7 @@ def hardware_name(device: OpenDevice) -> str:
 
 def device_figures(resolved: ResolvedConfig, device: OpenDevice) -> Device:
     """The catalogue's device of this description, with the memory it really has; else a guess."""
-    name, memory = hardware_name(device), device.memory_total()
+    name, memory = device.describe(), device.memory_total()
     found = None if resolved.device == "cpu" else match(name, catalogue().values())
     if found is not None:
         return replace(found, memory_bytes=memory)

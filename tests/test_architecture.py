@@ -27,7 +27,7 @@ LEVELS = (
     {"attention", "layers"},
     {"loader", "sampling", "speculation"},
     {"executor"},
-    {"resolve", "costing", "build", "text", "generation", "answer", "compression"},
+    {"resolve", "records", "costing", "build", "text", "generation", "answer", "compression"},
     {"llm", "server", "lab", "cli", "measure", "benchmark", "evaluation"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

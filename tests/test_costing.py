@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,11 @@ from ridgeline.config import EngineConfig
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import catalogue, device_to_json, find_device
 from ridgeline.cost.pricer import Pricer
-from ridgeline.costing import RECORDS, match
+from ridgeline.costing import device_key, match
+from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
-from ridgeline.measure.records import read_record
 from ridgeline.observe.setup_record import read_setup
+from ridgeline.records import record_path
 from tests.tiny_model import make_tiny_model
 
 
@@ -85,20 +85,17 @@ def test_a_calibration_without_the_dtype_is_passed_over_or_refused(
     found = replace(default_calibration(device), origin="calibrated")
     path = tmp_path / "bf16.json"
     path.write_text(json.dumps({**found.to_json(), "device": device_to_json(device)}))
-    asked = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=8)
+    asked = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=8, threads=1)
     with pytest.raises(ConfigError, match=r"fp32.*only for bf16.*--dtype"):
         build(replace(asked, calibration=str(path)))
-    kept = read_record(path)
-    monkeypatch.setitem(RECORDS, "find", f"{__name__}:{keep.__name__}")
-    monkeypatch.setattr(keep, "found", kept, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    opened = open_device("cpu")
+    kept = record_path(device_key(opened, opened.describe(), 1))
+    kept.parent.mkdir(parents=True)
+    kept.write_text(path.read_text())
     built = build(asked)
     assert built.pricer.setup.constants.origin == "assumed"
     assert "a calibration is not used" in caplog.text
-
-
-def keep(key: str) -> Any:
-    """A look-up that finds one record for every machine."""
-    return keep.found  # type: ignore[attr-defined]
 
 
 def test_a_calibration_of_this_very_kind_of_device_sets_the_prices(

@@ -1,7 +1,4 @@
-"""Do the bundled models answer as Transformers says, and are they what their names promise?
-
-The tests of the weights are skipped where these are not in the checkout.
-"""
+"""Do the bundled models answer as Transformers says, and are they what their names promise?"""
 
 from __future__ import annotations
 
@@ -36,10 +33,6 @@ MAX_TOKENS = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TOP = Path(demo.__file__).parent
 
-bundled = pytest.mark.skipif(
-    not all((TOP / name).is_dir() for name in demo.NAMES),
-    reason="the bundled models are not in this checkout",
-)
 amounts = pytest.mark.parametrize("num", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 
 
@@ -174,7 +167,6 @@ def reference_answer(name: str, prompt: tuple[int, ...], ends: frozenset[int]) -
     return answer[:-1] if answer and answer[-1] in ends else answer
 
 
-@bundled
 @amounts
 @pytest.mark.parametrize("name", demo.NAMES)
 def test_greedy_answers_equal_transformers(name: str, num: int) -> None:
@@ -187,7 +179,6 @@ def test_greedy_answers_equal_transformers(name: str, num: int) -> None:
         assert result.token_ids == want, llm.tokenizer and llm.tokenizer.decode(prompt)
 
 
-@bundled
 @pytest.mark.parametrize("name", demo.NAMES)
 def test_logits_equal_transformers(name: str) -> None:
     for prompt in prompts(FEW)[:7]:
@@ -197,7 +188,6 @@ def test_logits_equal_transformers(name: str) -> None:
         torch.testing.assert_close(load(name).logits(prompt), want, atol=2e-3, rtol=1e-3)
 
 
-@bundled
 @pytest.mark.parametrize("name", demo.NAMES)
 def test_the_chat_template_equals_transformers(name: str) -> None:
     from transformers import AutoTokenizer
@@ -214,7 +204,6 @@ def test_the_chat_template_equals_transformers(name: str) -> None:
     assert load(name).encode("Once upon a time") == theirs.encode("Once upon a time")
 
 
-@bundled
 def test_generate_answers_without_a_model() -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     done = subprocess.run(
@@ -229,7 +218,6 @@ def test_generate_answers_without_a_model() -> None:
     assert done.stderr.startswith("demo:chat: llama")
 
 
-@bundled
 def test_chats_end_by_themselves() -> None:
     """The model has learned to finish: most answers end with its end token."""
     short = [p for p in prompts(FEW) if len(p) < 400]
@@ -240,7 +228,6 @@ def test_chats_end_by_themselves() -> None:
     assert ended >= 0.8 * len(short)
 
 
-@bundled
 def test_sizes() -> None:
     files = [path for path in TOP.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert sum(path.stat().st_size for path in files) < ROOM_BYTES
@@ -254,14 +241,12 @@ def config_of(name: str) -> dict[str, Any]:
     return dict(json.loads((demo.folder(name) / "config.json").read_text()))
 
 
-@bundled
 def test_one_tokenizer_for_all() -> None:
     for file in TOKENIZER_FILES:
         contents = {(demo.folder(name) / file).read_bytes() for name in demo.NAMES}
         assert len(contents) == 1, file
 
 
-@bundled
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [("chat", 11e6, 13e6), ("draft", 1e6, 1.5e6), ("moe", 0, 3e6)],
@@ -274,7 +259,6 @@ def test_number_of_parameters(name: str, least: float, most: float) -> None:
     assert {layer.attention.head_dim for layer in spec.layers} == {64}
 
 
-@bundled
 def test_the_chat_model_and_the_draft_are_shaped_as_promised() -> None:
     chat, draft = read_spec(config_of("chat")), read_spec(config_of("draft"))
     assert all(layer.attention.num_kv_heads < layer.attention.num_heads for layer in chat.layers)
@@ -282,7 +266,6 @@ def test_the_chat_model_and_the_draft_are_shaped_as_promised() -> None:
     assert chat.vocab_size == draft.vocab_size
 
 
-@bundled
 def test_experts_are_few_and_two_are_chosen() -> None:
     for layer in read_spec(config_of("moe")).layers:
         experts = layer.feed_forward
@@ -291,7 +274,6 @@ def test_experts_are_few_and_two_are_chosen() -> None:
         assert experts.num_active == 2
 
 
-@bundled
 def test_every_expert_of_every_layer_is_chosen_sometimes() -> None:
     model = reference("moe")
     config = config_of("moe")
@@ -312,7 +294,6 @@ def router_scores(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return cast(tuple[torch.Tensor, ...], out.router_logits)
 
 
-@bundled
 def test_the_folders_are_in_the_package_data(package_files: Callable[[str], bool]) -> None:
     for name in demo.NAMES:
         for path in sorted((TOP / name).iterdir()):

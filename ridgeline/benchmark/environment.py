@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ridgeline import __version__
+from ridgeline.devices import open_device
 
 PACKAGES = ("torch", "numpy", "tokenizers", "triton")
 
@@ -43,7 +44,7 @@ def environment(device: torch.device) -> Environment:
         packages={name: found for name in PACKAGES if (found := _version(name))},
         system=f"{platform.system()} {platform.machine()}",
         device=str(device),
-        device_name=device_name(device),
+        device_name=open_device(str(device)).describe(),
         threads=torch.get_num_threads(),
     )
 
@@ -76,15 +77,3 @@ def _git(*words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
-
-
-def device_name(device: torch.device) -> str:
-    """What the hardware calls itself."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

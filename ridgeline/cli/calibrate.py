@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ridgeline.measure.calibrate import Question, calibrate
-    from ridgeline.measure.records import prepare_folder, record_path, write_record
+    from ridgeline.records import prepare_folder, record_path, write_record
 
     question = Question(
         device=args.device,

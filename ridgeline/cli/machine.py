@@ -18,7 +18,8 @@ from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.loader import read_config
-from ridgeline.measure.records import find_calibration, find_record, read_record, this_device
+from ridgeline.measure.here import this_device, this_key
+from ridgeline.records import find_calibration, find_record, read_record
 
 
 def read_model(model: str) -> ModelSpec:
@@ -55,7 +56,7 @@ def open_device(name: str, record: Path | None = None) -> tuple[Device, Calibrat
 
 
 def _open_this(path: Path | None) -> tuple[Device, Calibration | None]:
-    record = find_record(THIS) if path is None else read_record(path)
+    record = find_record(this_key()) if path is None else read_record(path)
     return (this_device(), None) if record is None else (record.device, record.calibration)
 
 

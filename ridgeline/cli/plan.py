@@ -164,7 +164,7 @@ def _price(text: str) -> tuple[str, float]:
 def _device(name: str) -> tuple[Device, Calibration | None]:
     """With the calibration that was made on such a device here, if any."""
     from ridgeline.cli.machine import open_device
-    from ridgeline.measure.records import find_calibration
+    from ridgeline.records import find_calibration
 
     device, record = open_device(name)
     is_known = record is not None or name == THIS or name.endswith(".json")

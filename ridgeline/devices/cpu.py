@@ -20,7 +20,12 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
 
     def describe(self) -> str:
-        return platform.processor() or platform.machine()
+        try:
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return platform.processor() or platform.machine()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return names[0] if names else platform.machine()
 
     def memory_total(self) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -23,8 +23,8 @@ from ridgeline.measure.host import host_seconds, line_through
 from ridgeline.measure.machine import figures, last_cache_bytes
 from ridgeline.measure.models import Grid, grid_for
 from ridgeline.measure.points import Effort, Progress, Session
-from ridgeline.measure.records import record_of
 from ridgeline.measure.stopwatch import open_stopwatch, typical
+from ridgeline.records import record_of
 
 OPERATOR_S = {"cpu": 0.12, "cuda": 0.03}  # of measuring one point, both rounds
 QUICK_OPERATOR_S = {"cpu": 0.04, "cuda": 0.02}

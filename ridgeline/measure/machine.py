@@ -7,17 +7,15 @@ fastest pass over memory that anybody has seen on it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ridgeline.benchmark.environment import environment
 from ridgeline.cost.hardware import Device, catalogue
 from ridgeline.cost.precision import DTYPE_BYTES, SHORT
-from ridgeline.costing import match
+from ridgeline.costing import device_key
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.devices import open_device
 from ridgeline.measure.bandwidth import measure_bandwidth
@@ -29,20 +27,6 @@ GPU_CACHE_BYTES = 50 << 20
 PROBE_SIZE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the product that shows the peak
 PROBE_S = 0.15
 PCIE_BYTES_PER_S = 25e9  # of a GPU that nobody knows
-
-
-def device_key(device: OpenDevice, name: str, threads: int) -> str:
-    """What records of this machine are called: the catalogue's name of a known GPU, else the
-    hardware's own name, of a CPU with the number of threads."""
-    if device.torch_device.type == "cpu":
-        return f"cpu-{_slug(name)}-{threads}t"
-    known = match(name, catalogue().values())
-    return _slug(name) if known is None else known.name
-
-
-def _slug(name: str) -> str:
-    words = re.sub(r"\(.*?\)|[^a-z0-9]+", " ", name.lower()).split()
-    return "-".join(words) or "unknown"
 
 
 def figures(
@@ -91,14 +75,14 @@ def figures(
 def key_here(device: str = "auto", threads: int | None = None) -> str:
     """What the records of this machine's device are called."""
     opened = open_device(device)
-    name = environment(opened.torch_device).device_name
+    name = opened.describe()
     return device_key(opened, name, threads or torch.get_num_threads())
 
 
 def measured_here(device: str = "auto", threads: int | None = None) -> Device:
     """The machine one stands on, measured in seconds."""
     opened = open_device(device)
-    name = environment(opened.torch_device).device_name
+    name = opened.describe()
     return quick_figures(opened, name, threads or torch.get_num_threads())
 
 

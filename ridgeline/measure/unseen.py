@@ -15,9 +15,9 @@ from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.measure.points import Progress, described
-from ridgeline.measure.records import Record
 from ridgeline.measure.steps import StepBench, StepTimes, step_bench
 from ridgeline.measure.stopwatch import typical
+from ridgeline.records import Record
 from ridgeline.step import StepShape
 
 ROUNDS = 2

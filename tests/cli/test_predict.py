@@ -19,7 +19,7 @@ from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.steady import steady
-from ridgeline.measure.records import record_folder
+from ridgeline.records import record_folder
 from tests.cli.conftest import Cli
 from tests.tiny_model import tiny_config
 

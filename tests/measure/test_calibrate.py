@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from ridgeline import records
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import catalogue, find_device
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
+from ridgeline.costing import device_key
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
-from ridgeline.measure import machine, records
+from ridgeline.measure import machine
 from ridgeline.measure.calibrate import (
     Answer,
     Question,
@@ -25,18 +27,17 @@ from ridgeline.measure.calibrate import (
     launch_seconds,
     step_errors,
 )
-from ridgeline.measure.machine import device_key, figures, last_cache_bytes
-from ridgeline.measure.records import (
+from ridgeline.measure.here import this_device, this_key
+from ridgeline.measure.machine import figures, last_cache_bytes
+from ridgeline.measure.unseen import Unseen, look, median_error
+from ridgeline.records import (
     find_calibration,
     find_record,
     read_record,
     record_folder,
     record_path,
-    this_device,
-    this_key,
     write_record,
 )
-from ridgeline.measure.unseen import Unseen, look, median_error
 from tests.measure.small import SAMPLE, SMALL, hurry, quiet
 
 CLASSES = {
@@ -146,7 +147,7 @@ def test_a_record_is_found_by_the_name_of_its_device(answer: Answer, folder: Pat
     if torch.get_num_threads() == 1 and not torch.cuda.is_available():
         assert this_key() == answer.device.name
         assert this_device() == read_record(record_path(answer.device.name)).device
-        assert find_calibration("this") == answer.fit.calibration
+        assert find_calibration(this_key()) == answer.fit.calibration
 
 
 def test_other_thread_counts_extrapolate(answer: Answer, folder: Path) -> None:
@@ -228,7 +229,7 @@ def test_unknown_names_are_refused() -> None:
 def test_the_bench_script_writes_its_table(
     answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "calibration.py"
+    path = Path(__file__).resolve().parents[2] / "bench" / "calibration.py"
     spec = importlib.util.spec_from_file_location("bench_calibration", path)
     assert spec is not None
     assert spec.loader is not None

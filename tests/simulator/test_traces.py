@@ -118,8 +118,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_published_traces(shared: Path) -> None:
     data = shared / "data"
-    if not data.is_dir():
-        pytest.skip("needs the traces")
     chats = read_trace(data / "azure-llm-2023" / "AzureLLMInferenceTrace_conv.csv.gz")
     assert len(chats) == 19_366
     assert 5.0 < mean_rate(chats) < 6.0

@@ -1,6 +1,6 @@
 """Calibrate a machine, then hold predictions against steps that the calibration has not seen.
 
-    python bench/gpu/calibration.py --out table.json --device cuda --dtype bfloat16 DIR_8B DIR_0.6B
+    python bench/calibration.py --out table.json --device cuda --dtype bfloat16 DIR_8B DIR_0.6B
 
 Each DIR needs only a config.json: weights are random. `--record FILE` uses a calibration made
 before instead of making one; `--save FILE` keeps the one that is made.
@@ -19,8 +19,8 @@ from typing import Any
 from ridgeline.devices import open_device
 from ridgeline.errors import RidgelineError
 from ridgeline.measure.calibrate import Question, calibrate
-from ridgeline.measure.records import Record, read_record, write_record
 from ridgeline.measure.unseen import UNSEEN, Row, Unseen, look, median_error
+from ridgeline.records import Record, read_record, write_record
 
 QUICK = {
     "cpu": Unseen(((1, 64), (2, 200), (6, 120), (20, 80)), (20, 100, 300)),

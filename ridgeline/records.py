@@ -2,8 +2,7 @@
 
 One JSON file a device in the user's cache folder, under ridgeline/calibration. A record is a
 calibration as `cost.constants` reads it, with the device's figures that its shares refer to, the
-errors on points kept out, and the points. Reading a record loads no tensor library; asking which
-machine this is does.
+errors on points kept out, and the points. Loads no tensor library.
 """
 
 from __future__ import annotations
@@ -103,9 +102,8 @@ def read_record(path: Path) -> Record:
 
 
 def find_record(key: str, folder: Path | None = None) -> Record | None:
-    """The record of this device ("this": the machine one stands on). One of the same CPU with
-    another number of threads serves too, as an extrapolation. None: nobody has calibrated."""
-    key = this_key() if key == "this" else key
+    """The record of the device of this name. One of the same CPU with another number of threads
+    serves too, as an extrapolation. None: nobody has calibrated."""
     exact = record_path(key, folder)
     if exact.is_file():
         return read_record(exact)
@@ -123,19 +121,3 @@ def find_calibration(key: str) -> Calibration | None:
     """The calibration of the device of this name, if it was made here before."""
     found = find_record(key)
     return None if found is None else found.calibration
-
-
-def this_key(device: str = "auto", threads: int | None = None) -> str:
-    """What the records of this machine's device are called."""
-    from ridgeline.measure.machine import key_here
-
-    return key_here(device, threads)
-
-
-def this_device(device: str = "auto", threads: int | None = None) -> Device:
-    """The machine one stands on: the figures of its calibration, else measured in seconds."""
-    if (found := find_record(this_key(device, threads))) is not None:
-        return found.device
-    from ridgeline.measure.machine import measured_here
-
-    return measured_here(device, threads)
