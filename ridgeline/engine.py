@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ridgeline.clock import Clock
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.log import say
-from ridgeline.request import FinishReason, Request, RequestOutput
+from ridgeline.request import FinishReason, Request, RequestOutput, record
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
     Executor,
@@ -35,7 +35,7 @@ class _Failed:
         raise self.fault
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Launched:
     plan: StepPlan
     future: StepFuture
@@ -162,7 +162,9 @@ class Engine:
             return
         now = self.clock.now()
         self._note(lambda journal: journal.on_collect(step.plan, result, outputs, error, now))
-        record = StepRecord(
+        if not self.observers:
+            return
+        seen = StepRecord(
             step.plan,
             step.at,
             now,
@@ -170,13 +172,13 @@ class Engine:
             num_waiting=self.scheduler.num_waiting,
             num_free_blocks=self.scheduler.blocks.num_free_blocks,
             num_blocks=self.scheduler.blocks.num_blocks,
-            num_new_tokens=sum(len(output.new_token_ids) for output in outputs),
+            num_new_tokens=sum([len(output.new_token_ids) for output in outputs]),
             num_in_flight=len(self._in_flight),
             error=error,
         )
         for observer in self.observers:
             try:
-                observer.on_step(record)
+                observer.on_step(seen)
             except Exception as problem:
                 _observer_failed(problem)
         self._tell_outputs(outputs, now)

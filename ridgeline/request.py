@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
-from typing import NoReturn
+from typing import NoReturn, TypeVar, dataclass_transform
 
 from ridgeline.errors import RequestFault
+
+T = TypeVar("T")
 
 UNKNOWN_TOKEN = -1  # sampled on the device, not yet read back to the host
 
@@ -19,6 +21,13 @@ MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+
+
+@dataclass_transform(frozen_default=True)
+def record(cls: type[T]) -> type[T]:
+    """A slotted dataclass that nobody writes to, which the type checker holds: a frozen one takes
+    four times as long to make, and of these there is one for each row of each step."""
+    return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 class FinishReason(Enum):
@@ -221,11 +230,13 @@ class Request:
     fork_of: str | None = None
     # How far it has got. Only the scheduler writes below this line.
     order: int = 0  # of arrival, from 1
+    stop_token_ids: frozenset[int] = frozenset()  # those of `sampling`
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     draft_token_ids: tuple[int, ...] = ()  # guesses at what follows token_ids
     num_computed_tokens: int = 0  # planned; an upper bound while drafts are in flight
     num_done_tokens: int = 0  # of them, what collected steps are known to have written
     num_computable_tokens: int = 0  # nobody reads the last token of an answer
+    num_roomy_tokens: int = 0  # below this it may compute token by token, in blocks all its own
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0  # leading blocks that the prefix cache has been told of
@@ -263,7 +274,7 @@ class Request:
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestOutput:
     """What one step (or an abort, or a fault) gave one request. Nothing follows a finish_reason.
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Protocol
 
 from ridgeline.errors import RequestFault
-from ridgeline.request import Request, RequestOutput, SamplingParams, TokenLogprobs
+from ridgeline.request import Request, RequestOutput, SamplingParams, TokenLogprobs, record
 
 NULL_BLOCK = 0  # never allocated: padding, and what left a sliding window. Real ids start at 1.
 
@@ -40,7 +41,7 @@ class NewRequest:
     block_ids: BlockTables
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScheduledRequest:
     """Compute `num_tokens` tokens from position `start`; the last `num_draft` are guesses.
 
@@ -79,19 +80,48 @@ class BlockCopy:
     target: int
 
 
+@record
+class Decodes:
+    """The same as `scheduled` once more, column by column, of a step in which every row computes
+    one token and samples: for those who need not look at each row. `opened` are the places of the
+    rows that are given new blocks."""
+
+    row_ids: tuple[str, ...]
+    starts: tuple[int, ...]
+    opened: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """`decodes` is there where the planner knows it, and then no row is new, no block is copied
+    and nothing is a guess. It is never more than `scheduled` says."""
+
     step_id: int
     scheduled: tuple[ScheduledRequest, ...]
     new: tuple[NewRequest, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     preempted: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
+    # `replace` leaves it out, as it goes with `scheduled`.
+    decodes: Decodes | None = field(default=None, init=False, repr=False, compare=False)
+    _shape: StepShape | None = field(default=None, init=False, repr=False, compare=False)
+
+    def knowing(self, decodes: Decodes | None) -> StepPlan:
+        """This very plan, told once what `decodes` is."""
+        object.__setattr__(self, "decodes", decodes)
+        return self
 
     @property
     def shape(self) -> StepShape:
-        """All that a cost model needs to know."""
-        return tuple((s.num_tokens, s.start) for s in self.scheduled)
+        """All that a cost model needs to know; the same object whenever it is asked for."""
+        if self._shape is None:
+            object.__setattr__(self, "_shape", self._make_shape())
+        return self._shape or ()
+
+    def _make_shape(self) -> StepShape:
+        if self.decodes is not None:
+            return tuple(zip(repeat(1), self.decodes.starts, strict=False))
+        return tuple([(s.num_tokens, s.start) for s in self.scheduled])
 
 
 @dataclass(frozen=True, slots=True)

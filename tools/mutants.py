@@ -175,6 +175,89 @@ MUTANTS = (
         "if not self.chunked_prefill and self._num_to_open(request, prefix) > step.budget:",
         "if False:",
     ),
+    # ------------------------------------------------------------ the usual decode
+    Mutant(
+        "the usual decode writes where it has no block",
+        SCHEDULER,
+        "if is_plain and start < request.num_roomy_tokens and len(tokens) == start + 1:",
+        "if is_plain and start and len(tokens) == start + 1:",
+    ),
+    Mutant(
+        "the usual decode passes over chunks of prompts",
+        SCHEDULER,
+        "request.num_roomy_tokens and len(tokens) == start + 1:",
+        "request.num_roomy_tokens:",
+    ),
+    Mutant("the usual decode does not count the budget", SCHEDULER, "step.budget -= 1\n", "pass\n"),
+    Mutant(
+        "guesses are taken for usual decodes",
+        SCHEDULER,
+        "is_plain = not self.num_drafts and not self.ledger.groups",
+        "is_plain = not self.ledger.groups",
+    ),
+    Mutant(
+        "beams are taken for usual decodes",
+        SCHEDULER,
+        "is_plain = not self.num_drafts and not self.ledger.groups",
+        "is_plain = not self.num_drafts",
+    ),
+    Mutant(
+        "a parent writes where its fork reads",
+        BLOCKS,
+        "parent.num_roomy_tokens = 0  # it may write to one of them next",
+        "pass",
+    ),
+    Mutant(
+        "there is room for the last token, which nobody reads",
+        BLOCKS,
+        "request.num_roomy_tokens = min(room, request.num_computable_tokens)",
+        "request.num_roomy_tokens = room",
+    ),
+    Mutant(
+        "room is a token too long",
+        BLOCKS,
+        "room = -(-end // self.block_size) * self.block_size",
+        "room = -(-end // self.block_size) * self.block_size + 1",
+    ),
+    Mutant(
+        "prompts are said to be decodes",
+        SCHEDULER,
+        "            step.only_decodes = False\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "usual results go on behind a stop token",
+        RESULTS,
+        "if token_id not in row.stop_token_ids:",
+        "if True:",
+    ),
+    Mutant(
+        "usual results pass over the end of an answer",
+        RESULTS,
+        "and end < row.num_computable_tokens",
+        "",
+    ),
+    Mutant(
+        "usual results forget that a block is full", RESULTS, "if end % size in edges:", "if False:"
+    ),
+    Mutant(
+        "usual results count for the next life",
+        RESULTS,
+        "row.epoch == epoch\n                and",
+        "",
+    ),
+    Mutant(
+        "first tokens are usual results",
+        RESULTS,
+        "and row.has_output\n",
+        "\n",
+    ),
+    Mutant(
+        "a list of running requests changes under its reader",
+        "scheduler/running.py",
+        "self._order = self._order.copy()\n            del",
+        "del",
+    ),
     # ------------------------------------------------------------ many steps at once
     Mutant(
         "passes over the admission of somebody",

@@ -16,10 +16,18 @@ from ridgeline.cost.decode_run import DecodeLine, DecodeRun
 from ridgeline.cost.ops import Op, decode_op, distinct_layers, output_ops, prefill_op, token_ops
 from ridgeline.cost.roofline import StepCost, combine, is_captured, op_cost, step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import AttentionTotals, StepTotals, attention_kinds, step_totals
+from ridgeline.cost.totals import (
+    AttentionTotals,
+    StepTotals,
+    attention_kinds,
+    decode_totals,
+    step_totals,
+)
 from ridgeline.step import StepShape
 
 __all__ = ["DecodeRun", "Pricer", "Setup"]
+
+NUM_LATEST = 8  # steps in flight are asked about again when they are over
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +64,36 @@ class Pricer:
         self._prefill = tuple(self._prefill_line(kind) for kind in self.kinds)
         self._tokens: dict[tuple[int, bool], tuple[float, int]] = {}
         self._rows: dict[tuple[int, bool], tuple[float, int]] = {}
+        # The last shapes that were summed up; told apart by identity, as comparing takes longer.
+        self._latest: tuple[tuple[object, StepTotals], ...] = ()
 
     # -- one step
 
     def seconds(self, shape: StepShape, num_logits: int | None = None) -> float:
         """Expected seconds of a step of which `num_logits` rows need logits (None: one of every
         request)."""
-        return self.seconds_of(step_totals(self.kinds, shape), num_logits)
+        return self.seconds_of(self.totals(shape), num_logits)
+
+    def decodes_seconds(self, contexts: tuple[int, ...]) -> float:
+        """The same of a step with one new token after each of these contexts."""
+        return self.seconds_of(self.decode_totals(contexts))
 
     def totals(self, shape: StepShape) -> StepTotals:
-        return step_totals(self.kinds, shape)
+        for known, totals in self._latest:
+            if known is shape:
+                return totals
+        return self._remember(shape, step_totals(self.kinds, shape))
+
+    def decode_totals(self, contexts: tuple[int, ...]) -> StepTotals:
+        """Sums of a step with one new token after each of these contexts."""
+        for known, totals in self._latest:
+            if known is contexts:
+                return totals
+        return self._remember(contexts, decode_totals(self.kinds, contexts))
+
+    def _remember(self, what: object, totals: StepTotals) -> StepTotals:
+        self._latest = ((what, totals), *self._latest[: NUM_LATEST - 1])
+        return totals
 
     def seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one

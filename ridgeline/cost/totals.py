@@ -7,16 +7,17 @@ the output matrix sees how many rows need logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ridgeline.architectures.counts import layer_attention_flops
 from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
+from ridgeline.request import record
 from ridgeline.step import StepShape
 
 _NO_ROPE = RopeSpec()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttentionTotals:
     """Sums over the requests of a step, for one layer of one attention kind.
 
@@ -31,7 +32,7 @@ class AttentionTotals:
     prefill_keys: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepTotals:
     """`attention` has one entry per kind, in the order of `attention_kinds`. A request with one
     new token decodes, one with more is a chunk of a prompt or a check of drafts; the longest of
@@ -91,8 +92,15 @@ def step_totals(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepTotals:
     )
 
 
+def decode_totals(kinds: Sequence[AttentionSpec], contexts: Sequence[int]) -> StepTotals:
+    """Those of a step with one new token after each of these contexts, and nothing else."""
+    num = len(contexts)
+    attention = tuple([_attention_totals(kind, contexts, ()) for kind in kinds])
+    return StepTotals(num, num, 0, 0, attention)
+
+
 def _attention_totals(
-    kind: AttentionSpec, contexts: list[int], chunks: list[tuple[int, int]]
+    kind: AttentionSpec, contexts: Sequence[int], chunks: Sequence[tuple[int, int]]
 ) -> AttentionTotals:
     window = kind.window
     longest = max(contexts) + 1 if contexts else 0

@@ -161,16 +161,18 @@ class Accounts:
                 account.num_preemptions += 1
         works = {e.request_id: _work(e) for e in step.prompts}
         share, all_work = step.prompt_share, sum(works.values())
+        began, ended, last = step.began, step.ended, step.previous_ended
         for entry in step.plan.scheduled:
             name = entry.request_id
             account = live.get(name) or live.get(_request_of(name))
-            if account is None or account.until >= step.ended:
+            if account is None or account.until >= ended:
                 continue  # it is over, or another beam of it was in the same step
-            _catch_up(account, step.began, step.previous_ended)
+            if began > account.until:
+                _catch_up(account, began, last)
             others = share
             if name in works:
                 others = share * (all_work - works[name]) / all_work
-            _put(account, entry, step.ended, others)
+            _put(account, entry, ended, others)
 
     def settle(self, account: Account, now: float) -> None:
         """Account for the time since its last step; a step that is running counts as far as it
@@ -191,7 +193,7 @@ class _Steady:
     """Steps in which the same requests, all of them, decode one token each: what is the same for
     all is added up once for each step, and not once for each request and step."""
 
-    names: list[str]
+    names: tuple[str, ...]
     accounts: list[Account]
     until: float
     decode_s: float = 0.0
@@ -210,16 +212,12 @@ class _Steady:
             if account.num_done != end or end < account.num_prompt_tokens:
                 return None
             accounts.append(account)
-        return cls([entry.request_id for entry in step.plan.scheduled], accounts, step.ended)
+        names = tuple([entry.request_id for entry in step.plan.scheduled])
+        return cls(names, accounts, step.ended)
 
     def takes(self, step: PricedStep) -> bool:
         """Add this step, if it is one more of the same kind."""
-        rows = step.plan.scheduled
-        if step.prompts or step.plan.preempted or len(rows) != len(self.names):
-            return False
-        if sum([new for new, _ in step.shape]) != len(rows):
-            return False
-        if [entry.request_id for entry in rows] != self.names:
+        if step.prompts or step.plan.preempted or _single_rows(step.plan) != self.names:
             return False
         self.host_s += step.began - self.until
         self.decode_s += step.ended - step.began
@@ -235,6 +233,16 @@ class _Steady:
             account.parts.host += self.host_s
             account.until = self.until
             account.num_done += self.num_steps
+
+
+def _single_rows(plan: StepPlan) -> tuple[str, ...] | None:
+    """The rows of a plan that gives each one token; None for any other."""
+    if plan.decodes is not None:
+        return plan.decodes.row_ids
+    rows = plan.scheduled
+    if sum([entry.num_tokens for entry in rows]) != len(rows):
+        return None
+    return tuple([entry.request_id for entry in rows])
 
 
 def _request_of(row: str) -> str:

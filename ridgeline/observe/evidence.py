@@ -78,10 +78,27 @@ class Recent:
     """The latest steps; a follower of the pricing."""
 
     def __init__(self, num_steps: int = NUM_RECENT) -> None:
-        self.steps: deque[RecentStep] = deque(maxlen=num_steps)
+        # Of a step that only decodes the contexts are kept, and its shape is made when asked for.
+        self._kept: deque[tuple[StepShape | tuple[int, ...], int, float, float]] = deque(
+            maxlen=num_steps
+        )
+
+    @property
+    def steps(self) -> tuple[RecentStep, ...]:
+        """The oldest first."""
+        return tuple(
+            RecentStep(tuple(map(_row, rows)), num_logits, seconds, host_s)
+            for rows, num_logits, seconds, host_s in self._kept
+        )
 
     def on_priced(self, step: PricedStep) -> None:
-        self.steps.append(RecentStep(step.shape, step.num_logits, step.seconds, step.host_s))
+        decodes = step.plan.decodes
+        rows = step.shape if decodes is None else decodes.starts
+        self._kept.append((rows, step.num_logits, step.seconds, step.host_s))
+
+
+def _row(kept: tuple[int, int] | int) -> tuple[int, int]:
+    return (1, kept) if isinstance(kept, int) else kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +131,7 @@ class Observatory:
             totals=deepcopy(self.pricing.totals),
             accounts=tuple(self.accounts.finished),
             live=live,
-            recent=tuple(self.recent.steps),
+            recent=self.recent.steps,
             num_finished=self.accounts.num_finished,
         )
 
@@ -123,7 +140,11 @@ def observatory(
     header: EngineHeader, meter: Meter, *, max_finished: int | None = 256
 ) -> Observatory:
     """All watchers, wired to each other."""
-    pricing = Pricing(meter.price, computes_in_submit=header.computes_in_submit)
+    pricing = Pricing(
+        meter.price,
+        computes_in_submit=header.computes_in_submit,
+        decodes_price=meter.price_decodes,
+    )
     receipts, recent = Receipts(meter), Recent()
     accounts = Accounts(pricing, max_finished)
     pricing.followers += [receipts, recent]

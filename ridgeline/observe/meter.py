@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ridgeline.architectures.counts import flops_per_key, layer_attention_flops, layer_kv_bytes
+from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.cost.communication import wire
-from ridgeline.cost.ops import COLLECTIVES, Op, attention_ops, output_ops, token_ops
+from ridgeline.cost.ops import COLLECTIVES, Op, attention_ops, decode_op, output_ops, token_ops
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.totals import attention_kinds, chunk_keys
+from ridgeline.cost.totals import AttentionTotals, StepTotals, attention_kinds, chunk_keys
 from ridgeline.observe.pricing import StepPrice
 from ridgeline.step import StepShape
 
@@ -27,6 +28,28 @@ class Limits:
 
     flops: float
     bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeOp:
+    """What `decode_op` says of one attention kind, by key and by row of one layer."""
+
+    count: int
+    flops_per_key: float
+    cached_per_key: float
+    read_per_row: float
+    written_per_row: float
+    peak: float
+    bandwidth: float
+
+    def sums(self, num_rows: int, keys: int) -> Sums:
+        """To the last bit those of the operator for so many rows and keys."""
+        flops = self.flops_per_key * keys
+        moved = keys * self.cached_per_key + num_rows * self.read_per_row
+        moved += num_rows * self.written_per_row
+        compute, memory = flops / self.peak, moved / self.bandwidth
+        ideal = compute if compute > memory else memory
+        return self.count * flops, self.count * moved, self.count * ideal
 
 
 class Meter:
@@ -44,6 +67,7 @@ class Meter:
             (kind, count, count * flops_per_key(kind), count * layer_kv_bytes(kind, size, kv))
             for kind, count in self._kinds.items()
         )
+        self._decode_ops = tuple(map(self._decode_op, self._kinds.items()))
 
     @property
     def limits(self) -> Limits:
@@ -55,9 +79,25 @@ class Meter:
     def price(self, shape: StepShape, num_logits: int) -> StepPrice:
         """Raises nothing for any shape; an empty one is free."""
         totals = self.pricer.totals(shape)
+        seen = self._sums(attention_ops(self._kinds, totals, self._layout, self._precision))
+        return self._price(totals, num_logits, seen)
+
+    def price_decodes(self, contexts: tuple[int, ...]) -> StepPrice:
+        """`price` of a step with one new token after each of these contexts, all of them sampled:
+        the same figures, with less work."""
+        totals = self.pricer.decode_totals(contexts)
+        num_rows, flops, moved, ideal = len(contexts), 0.0, 0.0, 0.0
+        for op, sums in zip(self._decode_ops, totals.attention, strict=True):
+            one = op.sums(num_rows, sums.decode_keys)
+            flops += one[0]
+            moved += one[1]
+            ideal += one[2]
+        return self._price(totals, num_rows, (flops, moved, ideal))
+
+    def _price(self, totals: StepTotals, num_logits: int, seen: Sums) -> StepPrice:
+        """`seen`: of attention."""
         tokens = self._token_sums(totals.num_tokens)
         rows = self._row_sums(num_logits)
-        seen = self._sums(attention_ops(self._kinds, totals, self._layout, self._precision))
         tp = self._layout.tp
         own_flops = own_bytes = 0.0
         for (_, count, flops, cached), sums in zip(self._per_key, totals.attention, strict=True):
@@ -83,6 +123,21 @@ class Meter:
             else:
                 flops += count * layer_attention_flops(kind, num_tokens, before)
         return flops, cached
+
+    def _decode_op(self, of_layers: tuple[AttentionSpec, int]) -> _DecodeOp:
+        kind, count = of_layers
+        row = decode_op(kind, 1, 1, AttentionTotals(), self._layout, self._precision)
+        key = decode_op(kind, 1, 0, AttentionTotals(1, 1), self._layout, self._precision)
+        device = self.pricer.setup.device
+        return _DecodeOp(
+            count,
+            key.flops,
+            key.kv_bytes,
+            row.read_bytes,
+            row.write_bytes,
+            device.peak(row.dtype),
+            device.bandwidth,
+        )
 
     def _token_sums(self, num_tokens: int) -> Sums:
         found = self._by_tokens.get(num_tokens)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ridgeline.errors import RequestFault
-from ridgeline.request import Request, RequestOutput
+from ridgeline.request import Request, RequestOutput, record
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "prefill", "mixed")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepPrice:
     """Seconds, and the operations and bytes of all devices together; of them, `own_flops` and
     `own_bytes` belong to single rows (attention over their own cache)."""
@@ -33,16 +33,16 @@ class StepPrice:
 
 
 Price = Callable[[StepShape, int], StepPrice]  # of a step and how many rows of logits it makes
+DecodesPrice = Callable[[tuple[int, ...]], StepPrice]  # of one token after each of these contexts
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PricedStep:
     """A step that has run. `previous_ended`: when the device was done with the one before.
     `host_s`: what it then waited for this one, with work pending.
     `price_without_prompts_s`: what the rows that decode would have cost alone."""
 
     plan: StepPlan
-    shape: StepShape
     num_logits: int
     previous_ended: float
     began: float
@@ -51,6 +51,10 @@ class PricedStep:
     price: StepPrice
     prompts: tuple[ScheduledRequest, ...]
     price_without_prompts_s: float
+
+    @property
+    def shape(self) -> StepShape:
+        return self.plan.shape
 
     @property
     def seconds(self) -> float:
@@ -106,10 +110,9 @@ class Running:
     expected_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _InFlight:
     plan: StepPlan
-    shape: StepShape
     num_logits: int
     launched: float
     price: StepPrice
@@ -119,15 +122,21 @@ class _InFlight:
 
 class Pricing:
     """Prices every step as it is planned and measures it when it is over; one of the engine's
-    journals. `graph_sizes` are the batch sizes that captured graphs exist for, if any."""
+    journals. `graph_sizes` are the batch sizes that captured graphs exist for, if any;
+    `decodes_price` is a quicker way to what `price` says of a step that only decodes."""
 
     def __init__(
-        self, price: Price, *, computes_in_submit: bool = False, graph_sizes: Sequence[int] = ()
+        self,
+        price: Price,
+        *,
+        computes_in_submit: bool = False,
+        graph_sizes: Sequence[int] = (),
+        decodes_price: DecodesPrice | None = None,
     ) -> None:
         self.totals = Totals()
         self.followers: list[Follower] = []
         self.last_ended = 0.0
-        self._price = price
+        self._price, self._decodes_price = price, decodes_price
         self._in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
         self._in_flight: deque[_InFlight] = deque()
@@ -156,18 +165,29 @@ class Pricing:
     def on_plan(self, plan: StepPlan, now: float) -> None:
         if not plan.scheduled:
             return
-        rows, shape = plan.scheduled, plan.shape
+        if plan.decodes is not None and self._decodes_price is not None:
+            price = self._decodes_price(plan.decodes.starts)
+            num_rows, alone_s = len(plan.scheduled), price.expected_s
+            self._in_flight.append(_InFlight(plan, num_rows, now, price, (), alone_s))
+            return
+        self._in_flight.append(self._priced(plan, now))
+
+    def _priced(self, plan: StepPlan, now: float) -> _InFlight:
+        rows = plan.scheduled
         num_logits = sum([entry.samples for entry in rows])
-        price = self._price(shape, num_logits)
-        prompts: tuple[ScheduledRequest, ...] = ()
-        if sum([new for new, _ in shape]) > len(shape):
-            prompts = tuple(entry for entry in rows if _is_prompt(entry))
+        price = self._price(plan.shape, num_logits)
+        prompts = tuple([entry for entry in rows if entry.num_tokens > 1 and _is_prompt(entry)])
         alone_s = 0.0 if prompts else price.expected_s
         if prompts and len(prompts) < len(rows):
-            rest = tuple((e.num_tokens, e.start) for e in rows if not _is_prompt(e))
-            alone_s = self._price(rest, len(rest)).expected_s
-        step = _InFlight(plan, shape, num_logits, now, price, prompts, alone_s)
-        self._in_flight.append(step)
+            alone_s = self._without_prompts(rows, len(rows) - len(prompts))
+        return _InFlight(plan, num_logits, now, price, prompts, alone_s)
+
+    def _without_prompts(self, rows: Sequence[ScheduledRequest], num_rest: int) -> float:
+        contexts = tuple([entry.start for entry in rows if entry.num_tokens == 1])
+        if len(contexts) == num_rest and self._decodes_price is not None:
+            return self._decodes_price(contexts).expected_s
+        rest = tuple((e.num_tokens, e.start) for e in rows if not _is_prompt(e))
+        return self._price(rest, len(rest)).expected_s
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
         if self._in_submit:
@@ -196,7 +216,6 @@ class Pricing:
         host = max(0.0, began - max(self.last_ended, self._busy_since))
         done = PricedStep(
             step.plan,
-            step.shape,
             step.num_logits,
             self.last_ended,
             began,

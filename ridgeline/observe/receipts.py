@@ -65,9 +65,12 @@ class Receipts:
 
     def on_priced(self, step: PricedStep) -> None:
         left = Receipt(round(step.seconds * NANO), round(step.price.flops), round(step.price.bytes))
+        if not self._open:
+            self.others.add(left)
+            return
         rows = step.plan.scheduled
         asked = [(e, r) for e in rows if (r := self._of(e.request_id)) is not None]
-        if not self._open or not asked:
+        if not asked:
             self.others.add(left)
             return
         price, num_tokens = step.price, sum([new for new, _ in step.shape])

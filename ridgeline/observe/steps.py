@@ -29,7 +29,7 @@ class StepCounters:
         self.last_failed = record.error is not None
         self.num_failed_steps += self.last_failed
         plan, ended = record.plan, record.collected_at
-        self.num_scheduled_tokens += sum(entry.num_tokens for entry in plan.scheduled)
+        self.num_scheduled_tokens += sum([entry.num_tokens for entry in plan.scheduled])
         self.busy_s += max(0.0, ended - max(record.launched_at, self._busy_until))
         self._busy_until = max(self._busy_until, ended)
         if not plan.new:

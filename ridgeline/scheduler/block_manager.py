@@ -92,7 +92,13 @@ class BlockManager:
         self.windows = windows
         self.prefix_caching = prefix_caching
         self._windowed = tuple(g for g, window in enumerate(windows) if window is not None)
-        self._no_change: tuple[BlockTables, tuple[BlockCopy, ...]] = (((),) * len(windows), ())
+        # After one more token `publish` has something to do where the tokens that are done, modulo
+        # the block size, are one of these: a block is full, or one leaves a window.
+        self.edges = frozenset(
+            {0} | {(window - 1) % block_size for window in windows if window is not None}
+        )
+        self.no_blocks: BlockTables = ((),) * len(windows)
+        self._no_change: tuple[BlockTables, tuple[BlockCopy, ...]] = (self.no_blocks, ())
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._deferred: OrderedDict[int, int] = OrderedDict()  # block -> last step that touches it
         self._ref_count = [0] * (num_blocks + 1)
@@ -181,6 +187,7 @@ class BlockManager:
             if parent.num_dropped_blocks[g] > first and first < end:
                 return None
             tables.append((NULL_BLOCK,) * min(first, end) + tuple(parent.block_ids[g][first:end]))
+        parent.num_roomy_tokens = 0  # it may write to one of them next
         return Prefix(num_tokens, tuple(tables))
 
     def publish(self, request: Request, in_flight: int) -> None:
@@ -228,9 +235,11 @@ class BlockManager:
         num_new = -(-(start + num_tokens) // size) - num_held
         shared = self._shared(request, index) if index < num_held else ()
         if num_new <= 0 and not shared:
+            self._note_room(request, start + num_tokens)
             return self._no_change
         if max(0, num_new) * len(self.windows) + len(shared) > len(self._free):
             return None
+        self._note_room(request, start + num_tokens)
         copies = tuple([self._copy(request, g, index, step_id) for g in shared])
         if num_new <= 0:
             return self._no_change[0], copies
@@ -241,6 +250,7 @@ class BlockManager:
 
     def extend_by_one(self, request: Request) -> BlockTables:
         """One more block in each of its tables, which are full; as many must be free."""
+        self._note_room(request, len(request.block_ids[0]) * self.block_size + 1)
         new = tuple([(block,) for block in self._take(len(self.windows))])
         for table, more in zip(request.block_ids, new, strict=True):
             table += more
@@ -254,7 +264,7 @@ class BlockManager:
         request.block_ids = []
         request.num_dropped_blocks = []
         request.num_computed_tokens = request.num_done_tokens = 0
-        request.num_published_blocks = 0
+        request.num_published_blocks = request.num_roomy_tokens = 0
 
     def retire(self, step_id: int) -> None:
         """Step `step_id` and all before it are over."""
@@ -301,6 +311,7 @@ class BlockManager:
         check(len(tables) == len(self.windows), "one table per group")
         check(request.num_done_tokens <= request.num_computed_tokens, "done follows computed")
         check(request.num_computed_tokens <= end * size, "every computed token has a slot")
+        self._check_room(request)
         for g, table in enumerate(tables):
             dropped = request.num_dropped_blocks[g]
             check(len(table) == end, "tables are of equal length", id=request.request_id)
@@ -309,7 +320,22 @@ class BlockManager:
             bound = first_needed(self.windows[g], request.num_done_tokens) // size
             check(dropped <= bound, "only what no query needs has left")
 
+    def _check_room(self, request: Request) -> None:
+        start, room = request.num_computed_tokens, request.num_roomy_tokens
+        if start >= room:
+            return
+        index, size = start // self.block_size, self.block_size
+        check(room <= len(request.block_ids[0]) * size, "room is in its tables")
+        check(room <= request.num_computable_tokens, "the last needs no room")
+        for first in range(index, -(-room // size)):
+            check(not self._shared(request, first), "room is all its own", id=request.request_id)
+
     # ------------------------------------------------------------------ details
+
+    def _note_room(self, request: Request, end: int) -> None:
+        """The block of its token `end` - 1 is its own, to the last slot."""
+        room = -(-end // self.block_size) * self.block_size
+        request.num_roomy_tokens = min(room, request.num_computable_tokens)
 
     def _num_to_take(self, request: Request, num_tokens: int) -> int:
         start = request.num_computed_tokens

@@ -22,7 +22,7 @@ from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.scheduler.policies.base import Policy
 from ridgeline.scheduler.results import Flight
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import BlockTables, ScheduledRequest, StepPlan
+from ridgeline.step import BlockTables, Decodes, ScheduledRequest, StepPlan
 
 Opened = Mapping[int, Mapping[int, BlockTables]]  # by step (from 0), by row: blocks it was given
 
@@ -48,13 +48,14 @@ class QuietRun:
         blocks = [self.no_blocks] * len(self.row_ids)
         for n, table in self.opened.get(index, {}).items():
             blocks[n] = table
-        rows = zip(self.row_ids, self.starts, blocks, strict=True)
+        starts = tuple([start + index for start in self.starts])
+        rows = zip(self.row_ids, starts, blocks, strict=True)
         return StepPlan(
             self.first_step_id + index,
-            tuple([ScheduledRequest(row, at + index, 1, new, True) for row, at, new in rows]),
+            tuple([ScheduledRequest(row, start, 1, new, True) for row, start, new in rows]),
             preempted=() if index else self.preempted,
             finished=() if index else self.finished,
-        )
+        ).knowing(Decodes(self.row_ids, starts, tuple(sorted(self.opened.get(index, ())))))
 
     def plans(self) -> Iterator[StepPlan]:
         return map(self.plan, range(self.num_steps))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ridgeline.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from ridgeline.scheduler.ledger import Ledger
 from ridgeline.step import ScheduledRequest, StepResult
@@ -12,9 +14,48 @@ Flight = tuple[ScheduledRequest, Request, int]  # what was planned, for which ro
 class ResultTaker:
     """Brings results home: tokens to their requests, blocks to the prefix cache, ends."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, may_draft: bool) -> None:
         self.ledger = ledger
         self.num_late = 0  # of rows that had been closed
+        self._may_draft = may_draft
+
+    def take_all(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
+        """What one step gave, in the order of its rows."""
+        special = self._may_draft or self.ledger.groups or result.faults or result.draft_token_ids
+        if special or result.logprobs or result.prompt_logprobs:
+            take = self.take
+            return [output for flown in flights if (output := take(flown, result)) is not None]
+        return self._take_plain(flights, result)
+
+    def _take_plain(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
+        """The same where there is nothing but tokens. Most rows of most steps have one, go on and
+        fill no block: these are done here, and all others by `take`."""
+        outputs: list[RequestOutput] = []
+        sampled, blocks = result.token_ids, self.ledger.blocks
+        size, edges = blocks.block_size, blocks.edges
+        for flight in flights:
+            entry, row, epoch = flight
+            end = entry.start + 1
+            if (
+                row.epoch == epoch
+                and row.has_output
+                and entry.num_tokens == 1
+                and end < row.num_computable_tokens
+                and entry.samples
+            ):
+                new = sampled[row.request_id]
+                (token_id,) = new
+                if token_id not in row.stop_token_ids:
+                    row.token_ids[end] = token_id
+                    row.num_done_tokens = end
+                    row.draft_token_ids = ()
+                    if end % size in edges:
+                        blocks.publish(row, self.ledger.last_planned)
+                    outputs.append(RequestOutput(row.request_id, new))
+                    continue
+            if (output := self.take(flight, result)) is not None:
+                outputs.append(output)
+        return outputs
 
     def take(self, flight: Flight, result: StepResult) -> RequestOutput | None:
         entry, row, _ = flight
@@ -90,7 +131,7 @@ def _append(
     """Put known tokens where unknown ones stand; those of rejected guesses go."""
     first = request.num_known_tokens
     room = request.num_computable_tokens + 1 - first
-    new, reason = _cut(sampled, room, frozenset(request.sampling.stop_token_ids))
+    new, reason = _cut(sampled, room, request.stop_token_ids)
     request.token_ids[first : first + entry.num_draft + 1] = new
     return new, reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 
 from ridgeline.request import Request
@@ -16,7 +17,7 @@ class RunningSet:
         self.num_seats = 0
         self._requests: dict[str, Request] = {}
         self._order: list[tuple[Rank, int, Request]] = []
-        self._order_is_old = False
+        self._places: dict[int, tuple[Rank, int]] = {}  # by order of arrival, where ranks are fixed
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -34,7 +35,10 @@ class RunningSet:
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
         self.num_seats += request.sampling.beam_width
-        self._order_is_old = True
+        if self.policy.rank_is_fixed:
+            place = self._places[request.order] = (self.policy.rank(request, 0.0), request.order)
+            self._order = self._order.copy()
+            insort(self._order, (*place, request))
 
     def discard(self, request: Request) -> bool:
         """True when it was running."""
@@ -42,13 +46,14 @@ class RunningSet:
             return False
         del self._requests[request.request_id]
         self.num_seats -= request.sampling.beam_width
-        self._order_is_old = True
+        if self.policy.rank_is_fixed:
+            self._order = self._order.copy()
+            del self._order[bisect_left(self._order, self._places.pop(request.order))]
         return True
 
     def in_order(self, now: float) -> list[tuple[Rank, int, Request]]:
         """As the policy ranks them. The list that was returned never changes."""
-        if self._order_is_old or not self.policy.rank_is_fixed:
+        if not self.policy.rank_is_fixed:
             rank = self.policy.rank
-            self._order = sorted((rank(r, now), r.order, r) for r in self)
-            self._order_is_old = False
+            self._order = sorted([(rank(r, now), r.order, r) for r in self])
         return self._order

@@ -18,6 +18,7 @@ from ridgeline.scheduler.results import Flight, ResultTaker
 from ridgeline.step import (
     BlockCopy,
     BlockTables,
+    Decodes,
     NewRequest,
     ScheduledRequest,
     StepPlan,
@@ -41,8 +42,25 @@ class _Step:
     new: list[NewRequest] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     flights: list[Flight] = field(default_factory=list)
-    num_planned: dict[str, int] = field(default_factory=dict)  # tokens, by row
+    opened: list[int] = field(default_factory=list)  # places of rows that were given blocks
+    only_decodes: bool = True
     memory_is_short: bool = False
+    _num_planned: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_planned(self) -> dict[str, int]:
+        """Tokens, by row."""
+        known = self._num_planned
+        for entry in self.scheduled[len(known) :]:
+            known[entry.request_id] = entry.num_tokens
+        return known
+
+    @property
+    def decodes(self) -> Decodes | None:
+        if not self.only_decodes:
+            return None
+        names = tuple([s.request_id for s in self.scheduled])
+        return Decodes(names, tuple([s.start for s in self.scheduled]), tuple(self.opened))
 
     @property
     def shape(self) -> StepShape:
@@ -84,7 +102,7 @@ class Scheduler:
         self.requests = self.ledger.requests
         self.running, self.waiting = self.ledger.running, self.ledger.waiting
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
-        self._results = ResultTaker(self.ledger)
+        self._results = ResultTaker(self.ledger, may_draft=num_drafts > 0)
         self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
         self._num_added = 0
         self._no_room: tuple[Request, int, int] | None = None  # who, at what change, free blocks
@@ -130,6 +148,7 @@ class Scheduler:
         self._num_added += 1
         request.order = self._num_added
         request.num_computable_tokens = request.max_num_tokens - 1
+        request.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.requests[request.request_id] = request
         if request.sampling.beam_width > 1:
             self.ledger.groups[request.request_id] = BeamGroup(request)
@@ -158,7 +177,7 @@ class Scheduler:
             tuple(step.copies),
             tuple(ledger.preempted),
             tuple(ledger.finished),
-        )
+        ).knowing(step.decodes)
         ledger.preempted, ledger.finished = [], []
         ledger.last_planned = step.step_id
         self._flights[step.step_id] = (plan, step.flights)
@@ -170,8 +189,7 @@ class Scheduler:
         check(in_order and plan.step_id in self._flights, "steps retire in order", id=plan.step_id)
         _, flights = self._flights.pop(plan.step_id)
         self.ledger.retire(plan.step_id)
-        take = self._results.take
-        return [output for flight in flights if (output := take(flight, result)) is not None]
+        return self._results.take_all(flights, result)
 
     def finish(self, request_id: str) -> bool:
         """End a request, in whatever state it is. False for an unknown id."""
@@ -212,9 +230,21 @@ class Scheduler:
     def _continue_running(self, step: _Step) -> None:
         """Decodes first, as each costs few tokens of the budget; then chunks of prompts."""
         chunks: list[Request] = []
+        is_plain = not self.num_drafts and not self.ledger.groups
+        scheduled, flights, no_blocks = step.scheduled, step.flights, self.blocks.no_blocks
         for _, _, request in self.running.in_order(step.now):
             if step.budget <= 0:
                 return
+            start, tokens = request.num_computed_tokens, request.token_ids
+            if is_plain and start < request.num_roomy_tokens and len(tokens) == start + 1:
+                # Most rows of most steps: what `_continue` does, for a decode that needs no block.
+                entry = ScheduledRequest(request.request_id, start, 1, no_blocks, True)
+                request.num_computed_tokens = start + 1
+                tokens.append(UNKNOWN_TOKEN)
+                scheduled.append(entry)
+                flights.append((entry, request, request.epoch))
+                step.budget -= 1
+                continue
             if request.sampling.beam_width > 1:
                 chunks += self._continue_beams(request, step)
             elif len(request.token_ids) - request.num_computed_tokens > 1:
@@ -339,6 +369,10 @@ class Scheduler:
         )
         if tables is not None:
             step.new.append(self._new_row(row, tables))
+        if num_tokens != 1 or not samples or tables is not None or copies:
+            step.only_decodes = False
+        elif new_block_ids is not self.blocks.no_blocks:
+            step.opened.append(len(step.scheduled))
         row.num_computed_tokens = start + num_tokens
         ledger = self.ledger
         if samples and (not ledger.groups or ledger.group_of(row) is None):
@@ -348,7 +382,6 @@ class Scheduler:
         if copies:
             step.copies += copies
         step.flights.append((entry, row, row.epoch))
-        step.num_planned[row.request_id] = num_tokens
         step.budget -= num_tokens
         if ledger.forks.parked and has_prompt(row, row.num_computed_tokens):
             ledger.forks.wake(row)

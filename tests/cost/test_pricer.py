@@ -36,6 +36,28 @@ def test_a_step_costs_the_same_both_ways(seed: int) -> None:
         assert pricer.cost(shape, rows) == slow
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_decodes_need_not_be_shown_row_by_row(seed: int) -> None:
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    contexts = tuple(rng.randint(0, 5000) for _ in range(rng.randint(0, 40)))
+    shape = tuple((1, context) for context in contexts)
+    assert Pricer(setup).decode_totals(contexts) == Pricer(setup).totals(shape)
+    assert Pricer(setup).decodes_seconds(contexts) == Pricer(setup).seconds(shape)
+
+
+def test_equal_questions_have_equal_answers_whatever_was_asked_before() -> None:
+    rng = random.Random(7)
+    pricer = Pricer(random_setup(rng))
+    shapes = [random_shape(rng) for _ in range(12)]
+    first = [pricer.seconds(shape) for shape in shapes]
+    for i in [rng.randrange(12) for _ in range(100)]:
+        assert pricer.seconds(shapes[i]) == first[i]
+    contexts = (3, 5)
+    assert pricer.decode_totals(contexts) is pricer.decode_totals(contexts)
+    assert pricer.decode_totals((3, 6)) != pricer.decode_totals(contexts)
+
+
 def grown(contexts: list[int], step: int) -> StepShape:
     return tuple((1, context + step) for context in contexts)
 

@@ -94,7 +94,7 @@ def priced(rows: list[tuple[str, int, int]], seconds: float) -> PricedStep:
     meter = small_meter()
     plan = StepPlan(1, tuple(ScheduledRequest(i, s, n, ((),), True) for i, n, s in rows))
     price = meter.price(plan.shape, len(rows))
-    return PricedStep(plan, plan.shape, len(rows), 0.0, 0.0, seconds, 0.0, price, (), 0.0)
+    return PricedStep(plan, len(rows), 0.0, 0.0, seconds, 0.0, price, (), 0.0)
 
 
 def test_equal_rows_get_equal_shares_and_a_longer_context_a_larger_one() -> None:

@@ -18,6 +18,7 @@ def state_of(scheduler: Scheduler) -> object:
             r.num_computed_tokens,
             r.num_done_tokens,
             r.num_published_blocks,
+            r.num_roomy_tokens,
             list(r.num_dropped_blocks),
             (r.num_preemptions, r.epoch, r.has_row, r.has_output, r.order),
         )
@@ -43,4 +44,5 @@ def state_of(scheduler: Scheduler) -> object:
 
 def named(plan: StepPlan) -> object:
     """A plan without what cannot be compared."""
-    return (plan.step_id, plan.scheduled, plan.new, plan.copies, plan.preempted, plan.finished)
+    lists = (plan.new, plan.copies, plan.preempted, plan.finished)
+    return (plan.step_id, plan.scheduled, *lists, plan.decodes)

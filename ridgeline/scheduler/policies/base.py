@@ -53,7 +53,8 @@ class PolicySetting:
 class Policy:
     """Defaults for everything but `rank`. Ties are broken by order of arrival.
 
-    `rank_is_fixed` promises that `rank` does not depend on `now` and saves sorting at each step.
+    `rank_is_fixed` promises that `rank` depends neither on `now` nor on how far the request has got
+    and saves sorting at each step.
     """
 
     rank_is_fixed = False

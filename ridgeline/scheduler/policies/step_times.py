@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ridgeline.step import StepPlan, StepPricer, StepShape
 
@@ -23,6 +23,13 @@ class RunStep(Protocol):
     def host_s(self) -> float: ...
 
 
+@runtime_checkable
+class DecodesPricer(Protocol):
+    """A pricer that need not be shown a decode step row by row."""
+
+    def decodes_seconds(self, contexts: tuple[int, ...]) -> float: ...
+
+
 class LearnedPricer:
     """Prices corrected by this engine's own steps: seconds = scale * price + host_s.
 
@@ -32,6 +39,7 @@ class LearnedPricer:
 
     def __init__(self, pricer: StepPricer) -> None:
         self.pricer = pricer
+        self._decodes = pricer.decodes_seconds if isinstance(pricer, DecodesPricer) else None
         self.scale = 1.0
         self.host_s = 0.0
         self.num_steps = 0
@@ -43,9 +51,14 @@ class LearnedPricer:
 
     def on_priced(self, step: RunStep) -> None:
         """A step has run. What the device waited for the host before it counts too."""
-        took_s, price_s = step.seconds + step.host_s, self.pricer.seconds(step.plan.shape)
+        took_s, price_s = step.seconds + step.host_s, self._price(step.plan)
         if took_s > 0 and price_s > 0:
             self._learn(price_s, took_s)
+
+    def _price(self, plan: StepPlan) -> float:
+        if plan.decodes is not None and self._decodes is not None:
+            return self._decodes(plan.decodes.starts)
+        return self.pricer.seconds(plan.shape)
 
     def _learn(self, p: float, t: float) -> None:
         self.num_steps += 1

@@ -1,0 +1,108 @@
+"""Steps of decodes take a shorter way: do they say and do what the long one would?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeline.request import Request
+from ridgeline.step import Decodes, ScheduledRequest, StepPlan
+from tests.fake_device import FakeFuture
+from tests.scheduler.rig import Rig, make_request
+from tests.simulated_world import World
+
+
+def what_it_says(plan: StepPlan) -> Decodes | None:
+    """The columns of a plan, read off its rows."""
+    rows = plan.scheduled
+    if plan.new or plan.copies:
+        return None
+    if any(e.num_tokens != 1 or e.num_draft or not e.samples for e in rows):
+        return None
+    opened = tuple(i for i, e in enumerate(rows) if any(e.new_block_ids))
+    return Decodes(tuple(e.request_id for e in rows), tuple(e.start for e in rows), opened)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_columns_say_what_the_rows_say(seed: int) -> None:
+    world = World(seed)
+    seen: list[bool] = []
+    submit = world.engine.executor.submit
+
+    class Reader:
+        num_blocks, block_size = world.device.num_blocks, world.device.block_size
+
+        def submit(self, plan: StepPlan) -> FakeFuture:
+            seen.append(plan.decodes is not None)
+            assert plan.decodes == what_it_says(plan), f"seed {seed}"
+            assert plan.shape == tuple((e.num_tokens, e.start) for e in plan.scheduled)
+            assert plan.shape is plan.shape
+            return submit(plan)  # type: ignore[return-value]
+
+    world.engine.executor = Reader()
+    world.run(120)
+    assert seen
+
+
+def test_a_copy_of_a_plan_is_asked_anew() -> None:
+    entry = ScheduledRequest("a", 4, 1, ((),), True)
+    plan = StepPlan(1, (entry,)).knowing(Decodes(("a",), (4,), ()))
+    assert plan.shape == ((1, 4),)
+    changed = replace(plan, scheduled=())
+    assert changed.decodes is None
+    assert changed.shape == ()
+    assert plan == StepPlan(1, (entry,))
+
+
+def room(request: Request) -> int:
+    return request.num_roomy_tokens - request.num_computed_tokens
+
+
+def test_room_is_what_its_own_last_block_has() -> None:
+    rig = Rig(budget=64)
+    request = make_request("a", 2 * rig.scheduler.blocks.block_size, 40)
+    size = rig.scheduler.blocks.block_size
+    rig.add(request)
+    rig.plan()
+    assert room(request) == 0
+    rig.retire()
+    rig.plan()
+    assert room(request) == size - 1
+
+
+def test_a_fork_takes_the_room_until_its_parent_has_looked_again() -> None:
+    rig = Rig(budget=64)
+    size = rig.scheduler.blocks.block_size
+    parent = make_request("p", 2 * size + 2, 40)  # its fork shares the half-filled third block
+    rig.add(parent)
+    rig.step()
+    assert parent.num_roomy_tokens == 3 * size
+    child = make_request("c", 0, 40, prompt=parent.prompt_token_ids, fork_of="p")
+    rig.add(child)
+    copies = rig.step().copies
+    assert [copy.request_id for copy in copies] == ["c"]
+    assert parent.num_roomy_tokens == 0
+    rig.step()
+    assert parent.num_roomy_tokens == 3 * size
+    assert parent.block_ids[0][2] != child.block_ids[0][2]
+    rig.scheduler.check_invariants()
+
+
+def test_no_room_beyond_what_is_ever_computed() -> None:
+    rig = Rig(budget=64)
+    request = make_request("a", 2, 1)
+    rig.add(request)
+    rig.plan()
+    assert request.num_roomy_tokens <= request.num_computable_tokens == 2
+
+
+def test_room_is_no_reason_to_leave_guesses_out() -> None:
+    rig = Rig(num_drafts=2, num_blocks=40)
+    request = make_request("a", 5, 20)
+    rig.add(request)
+    rig.plan()
+    assert room(request) > 0
+    [entry] = rig.plan().scheduled
+    assert entry.num_draft == 2
+    assert rig.plans[-1].decodes is None
