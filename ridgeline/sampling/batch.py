@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ridgeline.kernels.draw_rows import Draws
 from ridgeline.request import SamplingParams
 from ridgeline.sampling.penalties import Array, Upload
 from ridgeline.sampling.row import Needs, SamplingRow
@@ -25,7 +26,7 @@ class Filters:
 
     `noisy_R1` is 0.0 for greedy rows, whose temperature stands as 1. `top_k_R1` is V when off,
     `max_top_k` the largest k that is on. `all_top_p_have_k`: no row needs the whole vocabulary
-    sorted.
+    sorted. `draws`: the same for the kernel that knows temperatures alone.
     """
 
     keys_R: torch.Tensor
@@ -37,6 +38,12 @@ class Filters:
     max_top_k: int
     all_have_top_k: bool
     all_top_p_have_k: bool
+    draws: Draws
+
+    @property
+    def are_temperatures(self) -> bool:
+        """Nothing but temperatures."""
+        return self.top_k_R1 is None and self.top_p_R1 is None and self.log_min_p_R1 is None
 
     def part(self, rows: slice) -> Filters:
         """The same for some of the rows."""
@@ -54,6 +61,11 @@ class Filters:
             self.max_top_k,
             self.all_have_top_k,
             self.all_top_p_have_k,
+            Draws(
+                self.draws.keys_R[rows],
+                self.draws.temperatures_R[rows],
+                self.draws.noisy_R[rows],
+            ),
         )
 
 
@@ -111,6 +123,11 @@ class SamplingBatch:
     penalties: Penalties | None = None
     logprobs: LogprobRows | None = None
 
+    @property
+    def is_drawn(self) -> bool:
+        """Each row takes its largest logit or draws at a temperature: one kernel's work."""
+        return not self.needs & ~Needs.RANDOM
+
     def bans_at(self, positions: Array) -> bool:
         """Does any row still ban its stop tokens? `positions` are host numbers, one per row."""
         return self.banned_until is not None and bool((positions < self.banned_until).any())
@@ -150,6 +167,7 @@ def _filters(rows: Sequence[SamplingRow], needs: Needs, vocab_size: int, upload:
         max(limits, default=0),
         len(limits) == len(rows),
         not any(_bare_top_p(row, k, vocab_size) for row, k in zip(rows, top_ks, strict=True)),
+        Draws(whole_2R[0], floats_4R1[0].squeeze(1), floats_4R1[1].squeeze(1)),
     )
 
 

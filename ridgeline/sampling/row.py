@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import IntFlag
 from hashlib import blake2b
 
+from ridgeline.kernels.noise import stream_key
 from ridgeline.request import SamplingParams
-from ridgeline.sampling.noise import stream_key
 
 
 class Needs(IntFlag):

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.kernels.draw_rows import draw_rows
+from ridgeline.kernels.noise import minus_gumbel
 from ridgeline.sampling.batch import Filters, Penalties, SamplingBatch, SparseAdds
 from ridgeline.sampling.filters import threshold
-from ridgeline.sampling.noise import minus_gumbel
 from ridgeline.sampling.parts import parts
 from ridgeline.sampling.penalties import (
     Array,
@@ -55,6 +56,9 @@ def sample(
     the same on the host. `counts` is needed when a row has penalties. Never waits for a GPU.
     """
     adjusted_RV = adjust(logits_RV, batch, positions_R, host_positions, counts)
+    if adjusted_RV.is_cuda and (batch.filters is None or batch.filters.are_temperatures):
+        draws = None if batch.filters is None else batch.filters.draws
+        return Sampled(*draw_rows(adjusted_RV, positions_R, draws))
     largest_R, token_ids_R = adjusted_RV.max(dim=-1)
     if batch.filters is not None:
         token_ids_R = _draw(adjusted_RV, largest_R, batch.filters, positions_R)

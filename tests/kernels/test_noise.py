@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ridgeline.sampling.noise import minus_gumbel, stream_key, uniforms
+from ridgeline.kernels.noise import minus_gumbel, stream_key, uniforms
 from tests.sampling.build import p_value
 
 

@@ -1,0 +1,160 @@
+"""`draw_rows` in Triton: one program a chunk of a row; the last of a row merges its chunks.
+
+Scores are taken relative to the largest logit of their chunk, so that no temperature is too low.
+A maximum with a rule for equals does not depend on the order. Letters: R rows, V vocabulary.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.draw_rows import Draws
+from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.workspace import Workspace, make_workspace
+
+BLOCK = 4096
+MAX_IDS = 1 << 24  # ids travel through the workspace as float32
+
+# The constants of `kernels.noise`, as signed numbers.
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+TOKEN_STEP = tl.constexpr(0xD1342543DE82EF95 - (1 << 64))
+TWO_POW_MINUS_32 = tl.constexpr(2.0**-32)
+BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+
+
+def draw_rows_triton(
+    logits_RV: torch.Tensor,
+    positions_R: torch.Tensor,
+    draws: Draws | None,
+    *,
+    workspace: Workspace | None = None,
+    block: int = BLOCK,
+    pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, size = logits_RV.shape
+    check(0 < size <= MAX_IDS, "ids fit", size=size)
+    check(logits_RV.stride(1) == 1 or size == 1, "rows of logits are contiguous")
+    ids_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    is_sound_R = torch.empty(rows, dtype=torch.bool, device=logits_RV.device)
+    if rows == 0:
+        return ids_R, is_sound_R
+    pdl = launches_early(logits_RV.device) if pdl is None else pdl
+    chunks = triton.cdiv(size, block)
+    room = workspace or make_workspace(logits_RV.device, 3 * rows * chunks, rows)
+    room.check_room(3 * rows * chunks, rows)
+    _draw_rows[(rows, chunks)](
+        logits_RV,
+        positions_R,
+        draws.keys_R if draws else positions_R,
+        draws.temperatures_R if draws else logits_RV,
+        draws.noisy_R if draws else logits_RV,
+        ids_R,
+        is_sound_R,
+        room.partial_P,
+        room.arrivals_A,
+        size,
+        logits_RV.stride(0),
+        chunks,
+        BLOCK=block,
+        CHUNKS=triton.next_power_of_2(chunks),
+        RANDOM=draws is not None,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+    return ids_R, is_sound_R
+
+
+@triton.jit
+def _minus_gumbel(key, position, token):
+    z = key + position * GOLDEN + (token + 1) * TOKEN_STEP
+    u = z.to(tl.uint64, bitcast=True)
+    u = (u ^ (u >> 30)).to(tl.int64, bitcast=True) * MIX_1
+    u = u.to(tl.uint64, bitcast=True)
+    u = (u ^ (u >> 27)).to(tl.int64, bitcast=True) * MIX_2
+    high = (u.to(tl.uint64, bitcast=True) >> 32).to(tl.float32)
+    uniform = tl.minimum((high + 0.5) * TWO_POW_MINUS_32, BELOW_ONE)
+    return tl.log(-_log1p(-uniform))
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) without losing small x: the error of 1 + x is put back (Kahan)."""
+    whole = 1.0 + x
+    safe = tl.where(whole == 1.0, 2.0, whole)
+    return tl.where(whole == 1.0, x, tl.log(safe) * (x / (safe - 1.0)))
+
+
+@triton.jit
+def _draw_rows(
+    logits_ptr,
+    positions_ptr,
+    keys_ptr,
+    temperatures_ptr,
+    noisy_ptr,
+    ids_ptr,
+    is_sound_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    size,
+    stride,
+    chunks,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    RANDOM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    v = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = v < size
+    logits = tl.load(logits_ptr + row * stride + v, inside, float("-inf")).to(tl.float32)
+    bad = tl.max((logits != logits).to(tl.int32), 0) > 0
+    logits = tl.where(logits == logits, logits, float("-inf"))
+    largest = tl.max(logits, 0)
+    level = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
+    score = logits - level
+    temperature = 1.0
+    if RANDOM:
+        temperature = tl.load(temperatures_ptr + row)
+        score = score / temperature
+        noisy = tl.load(noisy_ptr + row)
+        if noisy != 0.0:
+            key = tl.load(keys_ptr + row)
+            position = tl.load(positions_ptr + row)
+            score = score - _minus_gumbel(key, position, v.to(tl.int64))
+    best = tl.max(score, 0)
+    token = tl.min(tl.where(inside & (score == best), v, 1 << 24), 0)
+    places = partial_ptr + row * 3 * chunks
+    tl.store(places + chunk, tl.where(bad, float("nan"), largest))
+    tl.store(places + chunks + chunk, best)
+    tl.store(places + 2 * chunks + chunk, token.to(tl.float32))
+    if arrived_last(arrivals_ptr, row, chunks):
+        c = tl.arange(0, CHUNKS)
+        given = c < chunks
+        largest_C = tl.load(places + c, given, float("-inf"), cache_modifier=".cg")
+        best_C = tl.load(places + chunks + c, given, float("-inf"), cache_modifier=".cg")
+        token_C = tl.load(places + 2 * chunks + c, given, 0.0, cache_modifier=".cg")
+        is_bad = tl.max((largest_C != largest_C).to(tl.int32), 0) > 0
+        largest_C = tl.where(largest_C == largest_C, largest_C, float("-inf"))
+        most = tl.max(largest_C, 0)
+        is_sound = (tl.abs(most) < float("inf")) & (is_bad == 0)
+        offset_C = (largest_C - tl.where(is_sound, most, 0.0)) / temperature
+        score_C = tl.where(largest_C > float("-inf"), best_C + offset_C, float("-inf"))
+        winner = tl.max(score_C, 0)
+        chosen = tl.min(tl.where(given & (score_C == winner), token_C, 16777216.0), 0)
+        tl.store(ids_ptr + row, tl.where(is_sound, chosen, 0.0).to(tl.int64))
+        tl.store(is_sound_ptr + row, is_sound)
+        reset(arrivals_ptr, row)

@@ -1,0 +1,288 @@
+"""x @ W.T with W in e4m3 and one scale for each of its rows.
+
+One row of x stays as it is and W becomes float32 on the way in: reading W is the time. Of more, the
+rows become e4m3 too (`quantize_rows`) and tensor cores multiply in it, by our kernel or by the
+library's. A device that has no e4m3 gets W back in the dtype of x, a tile at a time.
+Letters: M rows, K inputs, N outputs; W the width of x: 2 * K where it is gate and up, else K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.nn import functional
+
+from ridgeline.errors import check
+from ridgeline.kernels.add_norm import add_norm
+from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_rows
+from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
+from ridgeline.kernels.silu_mul import silu_mul
+from ridgeline.kernels.small_linear import InputNorm
+from ridgeline.kernels.tiles import Place, Tile, bucket, find_tile, is_measured, kind_of
+from ridgeline.kernels.workspace import Workspace
+
+# Measured on an H200 with the weights of an 8B model, each product over weights that are not in
+# the L2 cache; x as it is / both in e4m3 by our kernel (and 1.0 to 1.9 us to round x), in us:
+#     rows       qkv          o         gate_up        down
+#        1   9.6 /  9.4   6.3 / 6.8   35.6 / 30.9   16.0 / 17.3
+#        8  14.6 /  9.5   9.5 / 6.9   49.7 / 32.0   24.9 / 17.5
+#       32  16.1 / 10.6  10.6 / 8.2   52.3 / 33.2   27.7 / 19.0
+# Turning W into bfloat16 for tensor cores is what costs; rounding x is the cheaper way from the
+# second row on. The library, which never shares K between programs, then comes to
+#      128      13.9         13.6          35.5          36.9
+#      256      14.3         13.8          50.4          37.2
+# so a table entry of ours may win there; without one it is left to the library.
+MAX_FEW = 1  # rows up to which x stays as it is
+MAX_GUESS = 64  # rows up to which our kernel is chosen where nothing was measured
+MAX_OWN = 256  # rows that our kernel takes
+ALIGNMENT = 16  # of K and N in products of e4m3
+TILE_NUMBERS = {"cpu": 1 << 18}  # of W that are turned back at once where there is no e4m3
+MANY_NUMBERS = 1 << 22  # the same on all other devices
+MULTIPROCESSORS = 132  # of an H100 or H200, for the default choice of splits
+TALL = 16384  # rows of W that keep a device busy with small programs
+DTYPE = "float8_e4m3fn"  # in the table of tiles
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """code * scale of its row: e4m3, rows contiguous, and float32."""
+
+    codes_NK: torch.Tensor
+    scale_N: torch.Tensor
+
+
+def fp8_linear(
+    x_MW: torch.Tensor,
+    weight: Fp8Matrix,
+    *,
+    silu: bool = False,
+    norm: InputNorm | None = None,
+    sum_MK: torch.Tensor | None = None,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    residual_MO: torch.Tensor | None = None,
+    out_MO: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """y @ W.T + bias + residual, [M, O] in the dtype of x, accumulated in float32; if `gated`,
+    silu of the first half times the second instead of the product. y is x, or silu(gate) * up
+    where x is gate and up; or rms_norm(x), where `sum_MK` is given of its sum with x, which it
+    becomes. `out_MO` may be `residual_MO`; without `workspace` the one of the device is used."""
+    check(not silu or norm is None, "the input is gated or normed, not both")
+    check(sum_MK is None or norm is not None, "a sum is normed")
+    rows = x_MW.shape[0]
+    if rows == 0 or not takes_e4m3(x_MW, weight):
+        y_MN = _by_tiles(_plain_input(x_MW, silu, norm, sum_MK), weight, bias_N)
+        return _ends(y_MN, gated, residual_MO, out_MO)
+    if rows <= MAX_FEW:
+        x_MK, norm = _one_row(x_MW, silu, norm, sum_MK, pdl)
+        residual = residual_MO is not None
+        tile = _tile(rows, weight, kind_of(norm=norm is not None, gated=gated, residual=residual))
+        if tile is None and norm is not None:
+            x_MK, norm = rms_norm(x_MK, norm.weight_K, norm.eps), None
+            tile = _tile(rows, weight, kind_of(gated=gated, residual=residual))
+        outputs, inputs = weight.codes_NK.shape
+        from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
+
+        return fp8_linear_triton(
+            x_MK,
+            weight,
+            tile=tile or guess_tile(rows, outputs, inputs),
+            norm=norm,
+            bias_N=bias_N,
+            gated=gated,
+            residual_MO=residual_MO,
+            out_MO=out_MO,
+            workspace=workspace,
+            pdl=pdl,
+        )
+    return fp8_product(
+        quantize_rows(x_MW, silu=silu, norm=norm, residual_MK=sum_MK, pdl=pdl),
+        weight,
+        x_MW.dtype,
+        bias_N=bias_N,
+        gated=gated,
+        residual_MO=residual_MO,
+        out_MO=out_MO,
+        workspace=workspace,
+        pdl=pdl,
+    )
+
+
+def fp8_product(
+    rows: QuantizedRows,
+    weight: Fp8Matrix,
+    dtype: torch.dtype,
+    *,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    residual_MO: torch.Tensor | None = None,
+    out_MO: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """(rows @ W.T) + bias, gate and residual of the rounded numbers, [M, O] in `dtype`; the
+    library's product is rounded to bfloat16 before that. Sizes as `takes_e4m3` wants them."""
+    kind = kind_of(gated=gated, residual=residual_MO is not None)
+    tile = _own_tile(rows.codes_MK.shape[0], weight, kind)
+    if tile is not None:
+        from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
+
+        return fp8_linear_triton(
+            rows.codes_MK,
+            weight,
+            tile=tile,
+            x_scale_M=rows.scale_M,
+            dtype=dtype,
+            bias_N=bias_N,
+            gated=gated,
+            residual_MO=residual_MO,
+            out_MO=out_MO,
+            workspace=workspace,
+            pdl=pdl,
+        )
+    y_MN = library_product(rows, weight).to(dtype)
+    y_MN = y_MN if bias_N is None else y_MN.add_(bias_N)
+    return _ends(y_MN, gated, residual_MO, out_MO)
+
+
+def library_product(
+    rows: QuantizedRows, weight: Fp8Matrix, use_fast_accum: bool = True
+) -> torch.Tensor:
+    """In bfloat16."""
+    return torch._scaled_mm(
+        rows.codes_MK,
+        weight.codes_NK.T,
+        rows.scale_M[:, None],
+        weight.scale_N[None],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=use_fast_accum,
+    )
+
+
+def fp8_linear_reference(
+    x_MK: torch.Tensor,
+    weight: Fp8Matrix,
+    *,
+    norm: InputNorm | None = None,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    residual_MO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """In float32, rounded once."""
+    normed_MK = x_MK if norm is None else rms_norm_reference(x_MK, norm.weight_K, norm.eps)
+    y_MN = normed_MK.float() @ dequantize_rows(weight).T
+    y_MN = y_MN if bias_N is None else y_MN + bias_N.float()
+    if gated:
+        gate_MO, up_MO = y_MN.chunk(2, -1)
+        y_MN = functional.silu(gate_MO) * up_MO
+    y_MN = y_MN if residual_MO is None else y_MN + residual_MO.float()
+    return y_MN.to(x_MK.dtype)
+
+
+def dequantize_rows(weight: Fp8Matrix) -> torch.Tensor:
+    """[N, K] float32."""
+    return weight.codes_NK.float().mul_(weight.scale_N[:, None])
+
+
+def takes_e4m3(x_MW: torch.Tensor, weight: Fp8Matrix) -> bool:
+    """Both kernels for e4m3 run here, on these shapes, in this dtype."""
+    aligned = all(size % ALIGNMENT == 0 and size > 0 for size in weight.codes_NK.shape)
+    return aligned and x_MW.dtype in SIXTEEN_BITS and has_e4m3(x_MW.device)
+
+
+def _plain_input(
+    x_MW: torch.Tensor, silu: bool, norm: InputNorm | None, sum_MK: torch.Tensor | None
+) -> torch.Tensor:
+    if silu:
+        return silu_mul(x_MW)
+    x_MK = x_MW if sum_MK is None else sum_MK.add_(x_MW)
+    return x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
+
+
+def _one_row(
+    x_MW: torch.Tensor,
+    silu: bool,
+    norm: InputNorm | None,
+    sum_MK: torch.Tensor | None,
+    pdl: bool | None,
+) -> tuple[torch.Tensor, InputNorm | None]:
+    """What a product of one row takes in itself is the norm alone."""
+    if silu:
+        return silu_mul(x_MW, pdl=pdl), None
+    if sum_MK is None or norm is None:
+        return x_MW, norm
+    return add_norm(x_MW, sum_MK, norm.weight_K, norm.eps), None
+
+
+def _ends(
+    y_MN: torch.Tensor,
+    gated: bool,
+    residual_MO: torch.Tensor | None,
+    out_MO: torch.Tensor | None,
+) -> torch.Tensor:
+    y_MO = silu_mul(y_MN) if gated else y_MN
+    y_MO = y_MO if residual_MO is None else y_MO.add_(residual_MO)
+    return y_MO if out_MO is None else out_MO.copy_(y_MO)
+
+
+def _by_tiles(x_MK: torch.Tensor, weight: Fp8Matrix, bias_N: torch.Tensor | None) -> torch.Tensor:
+    outputs, inputs = weight.codes_NK.shape
+    step = max(1, TILE_NUMBERS.get(x_MK.device.type, MANY_NUMBERS) // max(1, inputs))
+    if outputs <= step:
+        return functional.linear(x_MK, dequantize_rows(weight).to(x_MK.dtype), bias_N)
+    y_MN = x_MK.new_empty((x_MK.shape[0], outputs))
+    for begin in range(0, outputs, step):
+        part = slice(begin, begin + step)
+        tile = dequantize_rows(Fp8Matrix(weight.codes_NK[part], weight.scale_N[part]))
+        bias = None if bias_N is None else bias_N[part]
+        y_MN[:, part] = functional.linear(x_MK, tile.to(x_MK.dtype), bias)
+    return y_MN
+
+
+def adds_to_residual(rows: int, weight: Fp8Matrix) -> bool:
+    """Our kernel multiplies this many rows, so that a residual costs no kernel of its own."""
+    return _own_tile(rows, weight, kind_of(residual=True)) is not None
+
+
+def _own_tile(rows: int, weight: Fp8Matrix, kind: str) -> Tile | None:
+    """None: the library multiplies."""
+    device = weight.codes_NK.device
+    if rows > MAX_OWN or device.type != "cuda":
+        return None
+    return _tile(rows, weight, kind)
+
+
+def _tile(rows: int, weight: Fp8Matrix, kind: str) -> Tile | None:
+    outputs, inputs = weight.codes_NK.shape
+    return choose_tile(rows, outputs, inputs, _device_name(weight.codes_NK.device), kind)
+
+
+def choose_tile(rows: int, outputs: int, inputs: int, device: str, kind: str) -> Tile | None:
+    """What the table says, be it None; where it says nothing a guess, None for many rows."""
+    place = Place(device, DTYPE, outputs, inputs, bucket(rows), kind)
+    if is_measured(place):
+        return find_tile(place)
+    return guess_tile(rows, outputs, inputs) if rows <= MAX_GUESS else None
+
+
+def guess_tile(rows: int, outputs: int, inputs: int) -> Tile:
+    """One row: 16 bytes of W for each thread along K, and small programs if they are many anyway.
+    More: two programs a multiprocessor, if each still has two tiles of K to read."""
+    if rows == 1:
+        warps = 1 if outputs >= TALL else 4
+        return Tile(4, 512 * warps, warps=warps, stages=1, dot=False)
+    block_n, block_k, splits = 64, 256, 1
+    programs = -(-outputs // block_n)
+    while 2 * splits * programs <= 2 * MULTIPROCESSORS and inputs >= 4 * splits * block_k:
+        splits *= 2
+    return Tile(block_n, block_k, splits)
+
+
+@lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)

@@ -1,0 +1,247 @@
+"""Attention of pieces of prompts, of any lengths, straight from the blocks of the cache.
+
+One launch answers every piece of a step: each has its own number of new tokens and its own cached
+prefix, is causal, and may look back through a window only. The keys and values of the new tokens
+are in the cache already. The query heads of a KV head are rows of one product: row
+`token * G + member` of a piece, cut into tiles of `block_m` rows. The host, which knows all
+lengths, makes a small array of the tiles once a step and window (`work_items`), longest first, so
+that the last programs to run are short ones. Where there are fewer tiles than a device runs at a
+time, the keys of a tile are dealt out to several programs.
+Letters: T packed query tokens of the step, B requests, M blocks per table row, N blocks of the
+pool, S block size, H query heads, K KV heads, G = H / K, D head size, W work items, P pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ridgeline.errors import check
+from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode_reference
+from ridgeline.kernels.workspace import Workspace
+
+# int32 per work item: row of the block table, first row of q, new tokens, tokens with all before
+# them, first row of the tile, its first and last + 1 tile of keys, first part of the tile in the
+# workspace, index of this part, number of parts
+RECORD = 10
+MOST_PROGRAMS = 132  # that keys are dealt out to: the multiprocessors of an H100 or H200
+LEAST_KEYS = 512  # of a part, where a tile's keys are dealt out
+SMALL_ROWS = 64  # of the longest piece, up to which tiles have 64 rows
+REFERENCE_ROWS = 256  # queries that the reference answers at once
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What tuning may change."""
+
+    block_m: int = 128  # rows of q, which are tokens times G
+    block_n: int = 64  # keys of a step
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Who asks over what. `work_WR` is what `work_items` gave for the same config and window.
+
+    `config` None: the reference. `workspace` is needed where a tile has several parts; launches
+    that share it must not overlap.
+    """
+
+    block_tables_BM: torch.Tensor  # int32
+    work_WR: torch.Tensor  # [W, RECORD] int32, on the device
+    window: int | None
+    config: Config | None
+    workspace: Workspace | None = None
+
+
+def paged_prefill(
+    q_THD: torch.Tensor,
+    k_NSKD: torch.Tensor,
+    v_NSKD: torch.Tensor,
+    batch: PrefillBatch,
+    scale: float,
+    *,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, H, D] in the dtype of q. Rows of tokens that no work item covers are not written.
+
+    K and V are views of the cache with any strides but contiguous rows of D, the same for both;
+    q and the result too need contiguous rows of D only. `scale` is positive.
+    """
+    if out_THD is None:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if batch.work_WR.shape[0] == 0:
+        return out_THD
+    if batch.config is None:
+        paged_prefill_reference(q_THD, k_NSKD, v_NSKD, batch, scale, out_THD)
+    else:
+        from ridgeline.kernels.paged_prefill_triton import paged_prefill_triton
+
+        paged_prefill_triton(q_THD, k_NSKD, v_NSKD, batch, batch.config, scale, out_THD)
+    return out_THD
+
+
+def prefill_config(
+    device: torch.device,
+    *,
+    head_dim: int,
+    num_rows: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Config | None:
+    """The tuning for a step whose longest piece has `num_rows` = tokens * G rows; None where there
+    is no kernel.
+
+    On one H200, with 8 KV heads of 128 and no early launches, a layer took these microseconds with
+    tiles of 64x64 and 4 warps, of 128x64 and 8 warps, and of 128x128 and 8 warps:
+
+        pieces, tokens           G = 4               G = 2
+        128 of 16              31,   49,   80      27,  44,  74
+        512                  16.4, 16.4, 18.7    13.6, 15.9, 17.9
+        64 of 64 behind 2048  395,  370,  384     206, 190, 198
+        512 behind 7680       184,  169,  164     128,  90,  89
+        2048                  110,  100,  112      56,  50,  56
+        8192                 1421, 1271, 1255     694, 634, 627
+
+    So 64x64 is for very short pieces: behind prefixes, which are this kernel's main work, it loses
+    from 64 rows on. 128x128 gains 3 % at best, behind long prefixes, and is not taken.
+    """
+    if device.type != "cuda" or head_dim not in HEAD_DIMS:
+        return None
+    if dtype == torch.float32:
+        return Config(block_m=64, block_n=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return Config(num_stages=2)
+    if num_rows <= SMALL_ROWS:
+        return Config(block_m=64, num_warps=4)
+    return Config()
+
+
+def has_parts(work: npt.NDArray[np.int32]) -> bool:
+    """Whether keys of a tile have been dealt out, so that the launch needs a workspace."""
+    return bool((work[:, 9] > 1).any())
+
+
+def work_items(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    requests: Sequence[int] | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    config: Config | None,
+    num_programs: int = 0,
+) -> npt.NDArray[np.int32]:
+    """[W, RECORD] int32: the tiles of these requests (None: all), longest first.
+
+    `query_lens` and `seq_lens` are those of the whole step, as in an AttentionLayout.
+    `num_programs`: how many programs the device runs at a time, and the greatest number after
+    keys have been dealt out; 0: they never are. Zeros may be appended: such an item does nothing.
+    """
+    check(num_heads % num_kv_heads == 0, "query heads are a multiple of KV heads")
+    check(num_programs <= MOST_PROGRAMS, "keys are dealt out to few", programs=num_programs)
+    query_starts_B1 = np.concatenate(([0], np.cumsum(query_lens, dtype=np.int64)))
+    chosen_P = np.arange(len(query_lens)) if requests is None else np.asarray(requests, np.int64)
+    new_P = np.asarray(query_lens, np.int64)[chosen_P]
+    length_P = np.asarray(seq_lens, np.int64)[chosen_P]
+    group = num_heads // num_kv_heads
+    block_m = int(max(1, *new_P, 1)) * group if config is None else config.block_m
+    block_n = int(max(1, *length_P, 1)) if config is None else config.block_n
+    tiles_P = -(-new_P * group // block_m)
+    piece_W = np.repeat(np.arange(len(chosen_P)), tiles_P)
+    row_W = (np.arange(len(piece_W)) - np.repeat(np.cumsum(tiles_P) - tiles_P, tiles_P)) * block_m
+    new_W, length_W = new_P[piece_W], length_P[piece_W]
+    begin_W, end_W = _key_tiles(row_W, new_W, length_W, group, block_m, block_n, window)
+    fields = [chosen_P[piece_W], query_starts_B1[chosen_P][piece_W], new_W, length_W, row_W]
+    least = -(-LEAST_KEYS // block_n)
+    parts_W = _parts(end_W - begin_W, num_programs // num_kv_heads, least)
+    return _records(np.stack([*fields, begin_W, end_W], 1), parts_W)
+
+
+def _key_tiles(
+    row_W: Integers,
+    new_W: Integers,
+    length_W: Integers,
+    group: int,
+    block_m: int,
+    block_n: int,
+    window: int | None,
+) -> tuple[Integers, Integers]:
+    """First and last + 1 tile of keys that a tile of rows may see anything of."""
+    cached_W = length_W - new_W
+    last_W = np.minimum(row_W + block_m, new_W * group) - 1
+    end_W = (cached_W + last_W // group) // block_n + 1
+    if window is None:
+        return np.zeros_like(end_W), end_W
+    first_W = np.maximum(cached_W + row_W // group - window + 1, 0)
+    return first_W // block_n, end_W
+
+
+def _parts(tiles_W: Integers, room: int, least: int) -> Integers:
+    """To how many programs of a KV head each tile's keys are dealt out, at most `room` in all: the
+    smallest load of at least `least` tiles of keys that no program exceeds."""
+    if len(tiles_W) == 0 or len(tiles_W) > room // 2:
+        return np.ones_like(tiles_W)
+    load = max(least, -(-int(tiles_W.sum()) // room))
+    while (-(-tiles_W // load)).sum() > room:
+        load += 1 + load // 32
+    parts_W: Integers = -(-tiles_W // load)
+    return parts_W
+
+
+def _records(items_WF: Integers, parts_W: Integers) -> npt.NDArray[np.int32]:
+    """Cut the keys of every item into its parts and sort, longest first."""
+    item_w = np.repeat(np.arange(len(items_WF)), parts_W)
+    count_w = parts_W[item_w]
+    first_w = (np.cumsum(parts_W) - parts_W)[item_w]
+    index_w = np.arange(len(item_w)) - first_w
+    records = np.empty((len(item_w), RECORD), np.int32)
+    records[:, :7] = items_WF[item_w]
+    begin_w, tiles_w = items_WF[item_w, 5], (items_WF[:, 6] - items_WF[:, 5])[item_w]
+    records[:, 5] = begin_w + tiles_w * index_w // count_w
+    records[:, 6] = begin_w + tiles_w * (index_w + 1) // count_w
+    records[:, 7], records[:, 8], records[:, 9] = first_w, index_w, count_w
+    return records[np.argsort(records[:, 5] - records[:, 6], kind="stable")]
+
+
+def paged_prefill_reference(
+    q_THD: torch.Tensor,
+    k_NSKD: torch.Tensor,
+    v_NSKD: torch.Tensor,
+    batch: PrefillBatch,
+    scale: float,
+    out_THD: torch.Tensor,
+) -> None:
+    """The definition in float32, some queries of a piece after the other."""
+    for record in batch.work_WR.tolist():
+        request, start, num_new, length, first_row, *_, index, _ = record
+        if first_row == 0 and index == 0:
+            for done in range(0, num_new, REFERENCE_ROWS):
+                stop = min(done + REFERENCE_ROWS, num_new)
+                rows = slice(start + done, start + stop)
+                paged_decode_reference(
+                    q_THD[rows],
+                    k_NSKD,
+                    v_NSKD,
+                    _alone(batch, request, stop - done, length - num_new + stop),
+                    scale,
+                    out_THD[rows],
+                )
+
+
+def _alone(batch: PrefillBatch, request: int, num_new: int, length: int) -> DecodeBatch:
+    """Some queries of a request, without what comes behind them."""
+    return DecodeBatch(
+        batch.block_tables_BM[request : request + 1],
+        torch.tensor([length], dtype=torch.int32),
+        torch.tensor([0, num_new], dtype=torch.int32),
+        num_new,
+        batch.window,
+    )

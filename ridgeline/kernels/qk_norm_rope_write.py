@@ -1,0 +1,91 @@
+"""From the packed q, k, v product to turned queries and the cache: norms, rotation and the write.
+
+All in float32, rounded once at the end. Letters: T tokens, X = (H + 2 * K) * D packed width,
+H query heads, K KV heads, D head size, L positions, N blocks, S block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Keys and values of one layer as two views of any block, slot and head stride."""
+
+    k_NSKD: torch.Tensor
+    v_NSKD: torch.Tensor
+
+
+def plain_views(store_NSC: torch.Tensor, num_kv_heads: int) -> PagedKV:
+    """The views of `kvcache.plain`, where a slot is the K heads and then the V heads."""
+    blocks, size, width = store_NSC.shape
+    split = store_NSC.view(blocks, size, 2, num_kv_heads, width // (2 * num_kv_heads))
+    return PagedKV(split[:, :, 0], split[:, :, 1])
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    q_weight_D: torch.Tensor
+    k_weight_D: torch.Tensor
+    eps: float
+
+
+def qk_norm_rope_write(
+    qkv_TX: torch.Tensor,
+    table_L2D: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    kv: PagedKV,
+    *,
+    norms: HeadNorms | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """Turned queries [T, H, D]; keys and values go to `slots_T` (block * S + offset), a negative
+    slot is not written. `table_L2D` (float32) holds cosines, both halves alike, and sines, the
+    first half negated, as `layers.rope.Rotation` makes them; every position has a row in it."""
+    if qkv_TX.is_cuda:
+        from ridgeline.kernels.qk_norm_rope_write_triton import qk_norm_rope_write_triton
+
+        return qk_norm_rope_write_triton(
+            qkv_TX, table_L2D, positions_T, slots_T, kv, norms=norms, pdl=pdl
+        )
+    return qk_norm_rope_write_reference(qkv_TX, table_L2D, positions_T, slots_T, kv, norms=norms)
+
+
+def qk_norm_rope_write_reference(
+    qkv_TX: torch.Tensor,
+    table_L2D: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    kv: PagedKV,
+    *,
+    norms: HeadNorms | None = None,
+) -> torch.Tensor:
+    _, block_size, kv_heads, size = kv.k_NSKD.shape
+    heads = qkv_TX.shape[1] // size - 2 * kv_heads
+    split = [heads, kv_heads, kv_heads]
+    tokens = qkv_TX.shape[0]
+    q, k, v = torch.split(qkv_TX.float().reshape(tokens, -1, size), split, dim=1)
+    if norms is not None:
+        q, k = _norm(q, norms.q_weight_D, norms.eps), _norm(k, norms.k_weight_D, norms.eps)
+    cos_T1D, sin_T1D = torch.split(table_L2D[positions_T].float(), 1, dim=1)
+    q, k = (x * cos_T1D + x.roll(size // 2, -1) * sin_T1D for x in (q, k))
+    kept = slots_T >= 0
+    places = slots_T[kept] // block_size, slots_T[kept] % block_size
+    kv.k_NSKD[places] = _stored(k[kept], kv.k_NSKD.dtype)
+    kv.v_NSKD[places] = _stored(v[kept], kv.v_NSKD.dtype)
+    return q.to(qkv_TX.dtype)
+
+
+def _stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is too large for e4m3 becomes its largest number, not NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.clamp(-largest, largest) if dtype.itemsize == 1 else x).to(dtype)
+
+
+def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return torch.mul(x * scale, weight_D.float())

@@ -1,0 +1,121 @@
+"""x @ W.T for a few rows, where reading W is the time; what stands beside it in the same pass.
+
+Letters: M rows, K inputs, N rows of W, O outputs: N, or N / 2 if gated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.nn import functional
+
+from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
+from ridgeline.kernels.silu_mul import silu_mul
+from ridgeline.kernels.tiles import MAX_ROWS, Place, Tile, bucket, find_tile, kind_of
+from ridgeline.kernels.workspace import Workspace, shared_workspace
+
+
+@dataclass(frozen=True, slots=True)
+class InputNorm:
+    weight_K: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What may stand beside a product. Of its input: states that x is added to, in place, before
+    all else, and a norm; or the gate (SiLU) of the first half of x on its second. Of its output:
+    the same gate, and states that it is added to, in place."""
+
+    norm: InputNorm | None = None
+    is_gated: bool = False
+    residual_TO: torch.Tensor | None = None
+    sum_TI: torch.Tensor | None = None
+    of_gated: bool = False
+
+
+def fits_small(x_MK: torch.Tensor, weight_NK: torch.Tensor, fusion: Fusion) -> bool:
+    """Is one kernel for all of it known to be the fastest here?"""
+    if fusion.of_gated or fusion.sum_TI is not None:
+        return False
+    has_norm, has_residual = fusion.norm is not None, fusion.residual_TO is not None
+    return _tile(x_MK, weight_NK, has_norm, fusion.is_gated, has_residual) is not None
+
+
+def small_linear(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    norm: InputNorm | None = None,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    residual_MO: torch.Tensor | None = None,
+    out_MO: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """y = rms_norm(x) @ W.T + bias; if gated silu(y's first half) * its second; + residual.
+
+    Where the table of tiles has an entry for the shape, all of it is one kernel that adds in
+    float32 and rounds once, to the dtype of `out_MO` (that of x unless given); else the library
+    and the kernels it needs beside it. `out_MO` may be `residual_MO`. The same input gives the
+    same bits every time."""
+    tile = _tile(x_MK, weight_NK, norm is not None, gated, residual_MO is not None)
+    if tile is not None:
+        from ridgeline.kernels.small_linear_triton import small_linear_triton
+
+        return small_linear_triton(
+            x_MK,
+            weight_NK,
+            tile=tile,
+            norm=norm,
+            bias_N=bias_N,
+            gated=gated,
+            residual_MO=residual_MO,
+            out_MO=out_MO,
+            workspace=workspace or shared_workspace(x_MK.device),
+            pdl=pdl,
+        )
+    normed_MK = x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
+    y_MO = functional.linear(normed_MK, weight_NK, bias_N)
+    y_MO = silu_mul(y_MO, pdl=pdl) if gated else y_MO
+    y_MO = y_MO if residual_MO is None else y_MO.add_(residual_MO)
+    return y_MO if out_MO is None else out_MO.copy_(y_MO)
+
+
+def small_linear_reference(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    norm: InputNorm | None = None,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    residual_MO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """All in float32; rounded once, to the dtype of x."""
+    x_dtype, x_MK = x_MK.dtype, x_MK.float()
+    normed_MK = x_MK if norm is None else rms_norm_reference(x_MK, norm.weight_K.float(), norm.eps)
+    y_MO = normed_MK @ weight_NK.float().T
+    y_MO = y_MO if bias_N is None else y_MO + bias_N.float()
+    if gated:
+        gate_MO, up_MO = y_MO.chunk(2, -1)
+        y_MO = functional.silu(gate_MO) * up_MO
+    return (y_MO if residual_MO is None else y_MO + residual_MO.float()).to(x_dtype)
+
+
+def _tile(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, norm: bool, gated: bool, residual: bool
+) -> Tile | None:
+    if not (x_MK.is_cuda and 0 < x_MK.shape[0] <= MAX_ROWS):
+        return None
+    kind = kind_of(norm=norm, gated=gated, residual=residual)
+    dtype = str(x_MK.dtype).removeprefix("torch.")
+    (outputs, inputs), rows = weight_NK.shape, bucket(x_MK.shape[0])
+    return find_tile(Place(_device_name(x_MK.device), dtype, outputs, inputs, rows, kind))
+
+
+@lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
