@@ -44,11 +44,30 @@ def linear_weights(spec: ModelSpec) -> int:
     return sum(_packed_weights(spec, layer) for layer in spec.layers)
 
 
+def linear_rows(spec: ModelSpec, ranks: int = 1) -> int:
+    """Rows of the same matrices that each of `ranks` holds; rows of those that are split by their
+    columns are held by all."""
+    return sum(layer_rows(spec.hidden_size, layer, ranks) for layer in spec.layers)
+
+
+def layer_rows(hidden_size: int, layer: LayerSpec, ranks: int = 1) -> int:
+    """The same, of one layer."""
+    attention = attention_matrices(layer.attention, hidden_size)
+    rows = sum(m.rows if m.role in ("o", "q_a", "kv_a") else m.rows // ranks for m in attention)
+    inner = layer.feed_forward
+    if isinstance(inner, DenseSpec):
+        return rows + 2 * inner.intermediate_size // ranks + hidden_size
+    rows += inner.num_experts * (2 * inner.intermediate_size // ranks + hidden_size)
+    return rows + (2 * inner.shared_size // ranks + hidden_size if inner.shared_size else 0)
+
+
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain") -> int:
     """Bytes of all weights as served, scales included."""
-    packed = linear_weights(spec)
-    bits = weight_line(weight_format).bits_per_weight(dtype_bytes)
-    return int(packed * bits / 8) + (num_parameters(spec) - packed) * dtype_bytes
+    packed, line = linear_weights(spec), weight_line(weight_format)
+    stored = (
+        int(packed * line.bits_per_weight(dtype_bytes) / 8) + linear_rows(spec) * line.row_bytes
+    )
+    return stored + (num_parameters(spec) - packed) * dtype_bytes
 
 
 def layer_kv_bytes(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ridgeline.architectures.counts import (
     attention_matrices,
     expert_weights,
+    layer_rows,
     small_parameters,
 )
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
@@ -63,7 +64,9 @@ def _stage_items(
     packed = attention + dense + experts
     bits = 8 * size if precision.weight_line.bits is None else precision.weight_line.bits
     plain = attention * bits // 8, dense * bits // 8, experts * bits // 8
+    rows = sum(count * layer_rows(spec.hidden_size, layer, tp) for layer, count in counts.items())
     scales = int(packed * precision.weight_bits / 8) - sum(plain)
+    scales += rows * precision.weight_line.row_bytes
     has_embedding = is_first or (is_last and spec.tie_embeddings)
     amounts = (
         (vocabulary if has_embedding else 0, f"{spec.vocab_size} x {spec.hidden_size}"),

@@ -20,9 +20,10 @@ from ridgeline.registry import load
 
 
 class LayerKV:
-    """The keys and values of one layer. `group` is the index of its block table."""
+    """The keys and values of one layer. `group` is the index of its block table; `views` are K and
+    V in place, where the format has them."""
 
-    __slots__ = ("format", "group", "head_dim", "num_kv_heads", "store")
+    __slots__ = ("format", "group", "head_dim", "num_kv_heads", "store", "views")
 
     def __init__(
         self, kv_format: KVFormat, store: Store, group: int, num_kv_heads: int, head_dim: int
@@ -32,6 +33,7 @@ class LayerKV:
         self.group = group
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.views = kv_format.views(store, num_kv_heads, head_dim)
 
     def write(self, slots_T: torch.Tensor, kv_TC: torch.Tensor) -> None:
         """Put tokens into slots; a row is the K heads, then the V heads."""
@@ -90,7 +92,9 @@ class KVCache:
         block is both a source and a target of one call."""
         for store in self.stores:
             for tensor in store:
-                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+                # Numbers of one byte are copied as bytes: not all kinds of them can be indexed.
+                blocks = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+                blocks.index_copy_(0, targets, blocks.index_select(0, sources))
 
 
 def one_attention_shape(spec: ModelSpec) -> AttentionSpec:

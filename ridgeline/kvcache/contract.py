@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from ridgeline.kernels.qk_norm_rope_write import PagedKV
+
 Store = tuple[torch.Tensor, ...]
 
 
@@ -43,4 +45,9 @@ class KVFormat(Protocol):
         self, store: Store, slots_n: torch.Tensor, num_kv_heads: int, head_dim: int
     ) -> torch.Tensor:
         """The tokens of these slots as [n, 2, K, D] in the serving dtype: K is [:, 0]."""
+        ...
+
+    def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV | None:
+        """K and V of the serving dtype as they lie in memory, for kernels that read and write
+        blocks in place; None where they are packed in another way."""
         ...

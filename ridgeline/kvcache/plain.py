@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.formats import KV_FORMATS
+from ridgeline.kernels.qk_norm_rope_write import PagedKV, plain_views
 from ridgeline.kvcache.contract import Store
 
 
@@ -38,3 +39,6 @@ class PlainKV:
     ) -> torch.Tensor:
         rows = store[0].view(-1, 2 * num_kv_heads * head_dim).index_select(0, slots_n)
         return rows.view(-1, 2, num_kv_heads, head_dim)
+
+    def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV:
+        return plain_views(store[0], num_kv_heads)

@@ -85,6 +85,7 @@ class _Advisor:
             options += [
                 (f"{name} weights", f"--weight-format {name}", {"weights": name})
                 for name in ("int8", "fp8", "int4")
+                if name != "fp8" or self._multiplies_fp8()
             ]
         if precision.kv == "auto":
             options.append(("fp8 KV cache", "--kv-cache-dtype fp8", {"kv": "fp8"}))
@@ -94,15 +95,21 @@ class _Advisor:
             gain = self._gain(replace(self.setup, precision=changed))
             yield Change(name, gain, how, because, changed.served_today)
 
+    def _multiplies_fp8(self) -> bool:
+        """Elsewhere fp8 weights are smaller, not faster."""
+        is_16_bit = self.setup.precision.dtype != "float32"
+        return is_16_bit and "fp8" in self.setup.device.peak_flops
+
     def _graphs(self) -> Iterator[Change]:
         """One launch for a whole step, where launches are dearer than kernels."""
         constants = self.setup.constants
-        if constants.host.captured_tokens or not constants.host.per_launch_s:
+        host = constants.host
+        if self.setup.device.kind != "gpu" or host.captured_tokens or not host.per_launch_s:
             return
-        host = replace(constants.host, captured_tokens=CAPTURED_TOKENS)
+        host = replace(host, captured_tokens=CAPTURED_TOKENS)
         setup = replace(self.setup, calibration=replace(constants, host=host))
         because = "a step would be one launch instead of one per operator"
-        yield Change("captured graphs", self._gain(setup), "", because, served_today=False)
+        yield Change("captured graphs", self._gain(setup), "leave out --enforce-eager", because)
 
     # ------------------------------------------------------------------ the host
 

@@ -4,10 +4,11 @@ their names is `ridgeline.formats.WEIGHT_FORMATS`."""
 from __future__ import annotations
 
 from ridgeline.formats import WEIGHT_FORMATS, check_served, served
+from ridgeline.kernels.small_linear import Fusion
 from ridgeline.quantization.contract import Parameters, WeightFormat
 from ridgeline.registry import load
 
-__all__ = ["Parameters", "WeightFormat", "open_weight_format"]
+__all__ = ["Fusion", "Parameters", "WeightFormat", "open_weight_format"]
 
 
 def open_weight_format(name: str) -> WeightFormat:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from ridgeline.kernels.small_linear import Fusion
+
 Parameters = dict[str, torch.Tensor]
 
 
@@ -33,6 +35,17 @@ class WeightFormat(Protocol):
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         """x @ W.T + bias, [T, O] in the dtype of x; equals x @ dequantize(parameters).T + bias."""
+        ...
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: Parameters,
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> torch.Tensor | None:
+        """The product and all that stands beside it in one kernel, None where there is none that
+        is faster; the caller then does one after the other. The result is the residual, if any."""
         ...
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:

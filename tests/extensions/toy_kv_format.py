@@ -48,3 +48,6 @@ class Int8KV:
     ) -> torch.Tensor:
         codes, scales = (x.flatten(0, 1)[slots_n] for x in store)
         return (codes * scales[..., None]).to(self.dtype)
+
+    def views(self, store: Store, num_kv_heads: int, head_dim: int) -> None:
+        """Packed: no kernel reads it in place."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.formats import WeightFormatLine
-from ridgeline.quantization import Parameters
+from ridgeline.quantization import Fusion, Parameters
 
 GROUP = 16
 LINE = WeightFormatLine(
@@ -36,6 +36,15 @@ class Int8Groups:
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         return functional.linear(x_TI, self.dequantize(parameters).to(x_TI.dtype), bias_O)
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: Parameters,
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> None:
+        """There is no kernel for more than the product."""
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         return (parameters["codes"] * parameters["scales"]).flatten(1)
