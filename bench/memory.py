@@ -38,8 +38,8 @@ from ridgeline.build import Built, build
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.devices import open_device
 from ridgeline.errors import RidgelineError
+from ridgeline.kernels import noise
 from ridgeline.request import SamplingParams
-from ridgeline.sampling import noise
 from ridgeline.step import NewRequest, ScheduledRequest, StepPlan
 
 EVERYTHING = SamplingParams(

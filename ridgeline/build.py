@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ridgeline.costing import engine_header, engine_pricer
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
+from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.generation import GenerationDefaults, generation_defaults
@@ -36,6 +38,7 @@ from ridgeline.loader import (
     read_generation_config,
     resolve_model,
 )
+from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
 from ridgeline.observe.meter import Meter
@@ -49,6 +52,8 @@ from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # (stage, done, of how many)
 
@@ -178,7 +183,9 @@ def _decoder(
         dtype=dtype,
         device=device.torch_device,
         placement=Placement(),
-        attention=choose_backend(resolved.attention_backend, spec, dtype, device.torch_device),
+        attention=choose_backend(
+            resolved.attention_backend, spec, dtype, device.torch_device, resolved.kv_cache_dtype
+        ),
         weight_format=open_weight_format(resolved.weight_format),
         max_model_len=resolved.max_model_len,
     )
@@ -204,6 +211,10 @@ def _executor(
         device=device.torch_device,
         kv_format=resolved.kv_cache_dtype,
     )
+    captured, captured_tokens = resolved.max_captured_rows, resolved.max_captured_tokens
+    if captured and (reason := why_not_captured(decoder, kv)):
+        say(logger, logging.WARNING, "decode steps are not captured", reason=reason)
+        captured = captured_tokens = 0
     executor = LocalExecutor(
         decoder,
         kv,
@@ -213,6 +224,8 @@ def _executor(
         groups=kv_groups(spec),
         vocab_size=spec.vocab_size,
         max_model_len=resolved.max_model_len,
+        max_captured_rows=captured,
+        max_captured_tokens=captured_tokens,
     )
     return executor, kv
 

@@ -14,8 +14,10 @@ class EngineConfig:
     the device's total memory that weights, cache and working space together may take.
     `max_in_flight` 1 plans a step after the last one's result, 2 while it runs. `ttft_slo_ms` and
     `tpot_slo_ms` are what policy slo promises: milliseconds to the first token, and per later one.
-    `calibration` is a file of measured constants for the prices of steps; `event_log` is a file
-    that everything that happens in the engine is appended to (token ids, never text).
+    `enforce_eager` launches the kernels of a decode step one by one, where a GPU would replay them
+    as one captured graph. `calibration` is a file of measured constants for the prices of steps;
+    `event_log` is a file that everything that happens in the engine is appended to (token ids,
+    never text).
     """
 
     model: str
@@ -36,6 +38,7 @@ class EngineConfig:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     max_in_flight: int = 2
+    enforce_eager: bool = False
     attention_backend: str = "auto"
     weight_format: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -75,6 +78,8 @@ class ResolvedConfig:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     max_in_flight: int
+    max_captured_rows: int = 0  # requests of the largest captured decode step; 0: none is captured
+    max_captured_tokens: int = 0  # of the largest captured step with prompts
     attention_backend: str
     weight_format: str
     kv_cache_dtype: str

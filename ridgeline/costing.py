@@ -49,7 +49,12 @@ def engine_pricer(
     else:
         figures, constants = known.device, known.calibration
     overlapped = resolved.max_in_flight > 1 and not computes_in_submit(resolved)
-    host = replace(constants.host, captured_tokens=0, overlapped=overlapped)  # no graphs yet
+    host = replace(
+        constants.host,
+        captured_tokens=resolved.max_captured_rows,
+        captured_prompt_tokens=resolved.max_captured_tokens,
+        overlapped=overlapped,
+    )
     precision = Precision(resolved.dtype, resolved.weight_format, resolved.kv_cache_dtype)
     return Pricer(
         Setup(spec, figures, precision=precision, calibration=replace(constants, host=host))

@@ -12,13 +12,19 @@ import torch
 
 from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
-from ridgeline.cost.memory import RESERVE_BYTES, device_kind, size_words, working_items
+from ridgeline.cost.memory import (
+    RESERVE_BYTES,
+    device_kind,
+    graph_items,
+    size_words,
+    working_items,
+)
 from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS, check_served
+from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS, check_served, weight_line
 from ridgeline.kvcache import bytes_per_block
 from ridgeline.scheduler.block_manager import blocks_needed
 from ridgeline.scheduler.policies import POLICIES, check_promise
@@ -27,6 +33,8 @@ CPU_CACHE_BYTES = 4 << 30  # what the KV cache takes on a CPU when nothing was a
 WEIGHT_BYTES_PER_THREAD = 16 << 20
 CORES = torch.get_num_threads()  # as torch found them, before any model changes the number
 MAX_NUM_SEQS = {"cuda": 256, "cpu": 64}
+MAX_CAPTURED_ROWS = 512
+MAX_CAPTURED_TOKENS = 2048  # above, a GPU takes longer over the kernels than the host
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 
 
@@ -125,6 +133,9 @@ def _resolve(
     batched = config.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind]
     weight_format = "plain" if config.weight_format == "auto" else config.weight_format
     weights = weight_bytes(spec, DTYPE_BYTES[dtype], weight_format)
+    if kind == "cpu" and weight_line(weight_format).compute is not None:
+        because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
+        decisions.note("weight_format", config.weight_format, weight_format, because)
     working_of = partial(
         working_items,
         spec,
@@ -134,12 +145,15 @@ def _resolve(
         kind=device_kind(kind),
     )
     working = working_of(context=max_model_len)
+    captured = _captured_rows(config, spec, kind, max_num_seqs, decisions)
+    captured_tokens = min(MAX_CAPTURED_TOKENS, batched) if captured else 0
+    graphs = graph_items(spec, captured, captured_tokens, DTYPE_BYTES[dtype])
     block_bytes = bytes_per_block(
         spec, config.block_size, DTYPE_BYTES[dtype], kv_format=config.kv_cache_dtype
     )
     fixed = (
         ("weights", weights),
-        *((item.what, item.bytes) for item in working),
+        *((item.what, item.bytes) for item in (*working, *graphs)),
         ("reserve", RESERVE_BYTES[device_kind(kind)]),
     )
     num_blocks, max_model_len = _cache_size(
@@ -173,6 +187,8 @@ def _resolve(
         ttft_slo_ms=config.ttft_slo_ms,
         tpot_slo_ms=config.tpot_slo_ms,
         max_in_flight=config.max_in_flight,
+        max_captured_rows=captured,
+        max_captured_tokens=captured_tokens,
         attention_backend=config.attention_backend,
         weight_format=weight_format,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -184,6 +200,7 @@ def _resolve(
         MemoryRow("weights", weights),
         MemoryRow("KV cache", cache),
         *(MemoryRow(item.what, item.bytes) for item in working_of(context=max_model_len)),
+        *(MemoryRow(item.what, item.bytes) for item in graphs),
         MemoryRow(*fixed[-1]),
     ]
     return resolved, tuple(rows)
@@ -267,6 +284,21 @@ def _threads(config: EngineConfig, kind: str, weights: int, decisions: _Decision
     if threads < CORES:
         decisions.note("threads", None, threads, f"{weights / 1e6:.1f} MB of weights")
     return threads
+
+
+def _captured_rows(
+    config: EngineConfig, spec: ModelSpec, kind: str, max_num_seqs: int, decisions: _Decisions
+) -> int:
+    """Requests of the largest decode step that is captured. One with experts is not: the host
+    must know which of them the step needs."""
+    if kind == "cpu" or config.attention_backend not in ("auto", "triton"):
+        return 0
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
+        return 0
+    if config.enforce_eager:
+        decisions.note("captured steps", "none", "none", "enforce_eager was asked for")
+        return 0
+    return min(max_num_seqs, MAX_CAPTURED_ROWS)
 
 
 def _cache_size(
@@ -396,7 +428,7 @@ def _least(config: EngineConfig, kind: str, wanted: int) -> dict[str, Any]:
         "max_num_batched_tokens": min(tokens, FEWEST_TOKENS),
         "max_num_seqs": min(config.max_num_seqs or MAX_NUM_SEQS[kind], 8),
         "max_model_len": min(wanted, 2 * SHORTEST_CONTEXT),
-    }
+    } | ({"enforce_eager": True} if kind == "cuda" else {})
 
 
 def _fewer(config: EngineConfig, kind: str) -> Iterator[list[dict[str, Any]]]:
@@ -405,6 +437,8 @@ def _fewer(config: EngineConfig, kind: str) -> Iterator[list[dict[str, Any]]]:
         yield [{"dtype": "bfloat16"}]
     if config.memory_utilization < 0.95:
         yield [{"memory_utilization": 0.95}]
+    if kind == "cuda" and not config.enforce_eager:
+        yield [{"enforce_eager": True}]
     for name, value, lowest in (
         ("num_blocks", config.num_blocks, 1),
         ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1),

@@ -106,12 +106,17 @@ def test_what_cannot_fit_names_the_largest_item_and_ways_out() -> None:
     ("device", "size_gb", "asked", "first"),
     [
         ("cpu", 20, {"dtype": "float32"}, "dtype bfloat16"),
-        ("cuda:0", 21, {"max_num_batched_tokens": 8192}, "memory_utilization 0.95"),
-        ("cuda:0", 24, {"max_num_batched_tokens": 65536}, "max_num_batched_tokens 16384"),
-        ("cuda:0", 24, {"max_model_len": 131072}, "max_model_len 24"),
+        ("cuda:0", 20, {"max_num_batched_tokens": 8192}, "memory_utilization 0.95"),
+        ("cuda:0", 24, {"max_num_batched_tokens": 65536}, "max_num_batched_tokens 32768"),
+        ("cuda:0", 24, {"max_model_len": 131072}, "max_model_len 22"),
         ("cuda:0", 80, {"num_blocks": 10**6}, "num_blocks 15625"),
         ("cpu", 80, {"max_model_len": 131072}, "kv_cache_memory_bytes 34359738368"),
-        ("cuda:0", 20, {}, "max_num_batched_tokens 256, max_num_seqs 8, max_model_len 2048"),
+        (
+            "cuda:0",
+            19,
+            {"memory_utilization": 0.95},
+            "max_num_batched_tokens 256, max_num_seqs 8, max_model_len 2048",
+        ),
     ],
 )
 def test_each_change_of_a_setting_works(
@@ -135,8 +140,8 @@ def test_each_change_of_a_setting_works(
 def test_formats_that_are_only_priced_are_refused() -> None:
     card = FakeDevice("cpu", 8 * GB)
     for field in ("weight_format", "kv_cache_dtype"):
-        with pytest.raises(ConfigError, match=f"{field} 'fp8' can be planned for, cannot be serv"):
-            done(tiny_config(), card, **{field: "fp8"})
+        with pytest.raises(ConfigError, match=f"{field} 'int4' can be planned for, cannot be ser"):
+            done(tiny_config(), card, **{field: "int4"})
         with pytest.raises(ConfigError, match=f"unknown {field} 'fp7'"):
             done(tiny_config(), card, **{field: "fp7"})
 

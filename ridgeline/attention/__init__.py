@@ -5,23 +5,42 @@ from __future__ import annotations
 import torch
 
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.attention.backend import AttentionBackend, Supports
+from ridgeline.attention.backend import (
+    AttentionBackend,
+    AttentionCase,
+    CapturedBackend,
+    Pieces,
+    Supports,
+)
 from ridgeline.errors import ConfigError
 from ridgeline.registry import load
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Supports", "choose_backend"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionBackend",
+    "AttentionCase",
+    "CapturedBackend",
+    "Pieces",
+    "Supports",
+    "choose_backend",
+]
 
 ATTENTION_BACKENDS: dict[str, str] = {
     "reference": "ridgeline.attention.reference:ReferenceAttention",
     "sdpa": "ridgeline.attention.sdpa:SdpaAttention",
+    "triton": "ridgeline.attention.paged:PagedAttention",
 }
-# What `auto` tries, best first: torch's fused kernels beat the tiled reference on every device
-# and shape that both serve.
-PREFERENCE = ("sdpa", "reference")
+# What `auto` tries, best first: our own kernels read blocks in place and can be captured; torch's
+# fused ones beat the tiled reference on every device and shape that both serve.
+PREFERENCE = ("triton", "sdpa", "reference")
 
 
 def choose_backend(
-    name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    name: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_format: str = "auto",
 ) -> AttentionBackend:
     """The backend of this name, or with `auto` the best that serves every layer of the model.
 
@@ -29,20 +48,24 @@ def choose_backend(
     """
     if name != "auto":
         backend: AttentionBackend = load(ATTENTION_BACKENDS, name, "attention backend")()
-        if reason := _why_not(backend, spec, dtype, device):
+        if reason := _why_not(backend, spec, dtype, device, kv_format):
             raise ConfigError(f"attention backend {name} {reason}; use auto")
         return backend
     for candidate in PREFERENCE:
         backend = load(ATTENTION_BACKENDS, candidate, "attention backend")()
-        if _why_not(backend, spec, dtype, device) is None:
+        if _why_not(backend, spec, dtype, device, kv_format) is None:
             return backend
     raise ConfigError(f"no attention backend serves {dtype} on {device.type}")
 
 
 def _why_not(
-    backend: AttentionBackend, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    backend: AttentionBackend,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_format: str,
 ) -> str | None:
     for attention in {layer.attention for layer in spec.layers}:
-        if reason := backend.supports.why_not(attention, dtype, device):
+        if reason := backend.supports.why_not(attention, dtype, device, kv_format):
             return reason
     return None

@@ -6,12 +6,14 @@ Letters: T packed tokens of the step, H query heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.layout import AttentionLayout
+from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
 from ridgeline.kvcache import LayerKV
 
 
@@ -23,15 +25,28 @@ class Supports:
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int | None = None
     windows: bool = True
+    head_dims: tuple[int, ...] | None = None  # None: any up to the largest
+    kv_formats: tuple[str, ...] | None = None  # None: any, through `gather`
 
-    def why_not(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    def why_not(
+        self,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_format: str = "auto",
+    ) -> str | None:
         """The first reason against it, None when it can."""
+        if self.kv_formats is not None and kv_format not in self.kv_formats:
+            return f"does not read KV format {kv_format}"
         if device.type not in self.device_types:
             return f"runs on {', '.join(self.device_types)}, not on {device.type}"
         if dtype not in self.dtypes:
             return f"does not serve {dtype}"
         if self.max_head_dim is not None and spec.head_dim > self.max_head_dim:
             return f"serves head sizes up to {self.max_head_dim}, not {spec.head_dim}"
+        if self.head_dims is not None and spec.head_dim not in self.head_dims:
+            sizes = ", ".join(map(str, self.head_dims))
+            return f"serves head sizes {sizes}, not {spec.head_dim}"
         if spec.window is not None and not self.windows:
             return "does not serve sliding windows"
         return None
@@ -56,6 +71,56 @@ class AttentionBackend(Protocol):
         q may have any strides but contiguous rows of D. `spec` has this rank's numbers of heads.
         """
         ...
+
+
+@runtime_checkable
+class CapturedBackend(AttentionBackend, Protocol):
+    """A backend whose launches for a `DecodeLayout` or a `MixedLayout` depend on its shapes alone;
+    nothing in its methods, `attend` included, may then wait for the device."""
+
+    def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> Any:
+        """What `attend` needs to know."""
+        ...
+
+    def plan_mixed(self, layout: MixedLayout, group: int, window: int | None) -> Any:
+        """What `attend` needs to know."""
+        ...
+
+    def work_width(self, case: AttentionCase, num_tokens: int) -> int:
+        """How many records the work of a captured step of so many tokens has room for."""
+        ...
+
+    def prefill_work(
+        self, pieces: Pieces, num_tokens: int, window: int | None, case: AttentionCase
+    ) -> npt.NDArray[np.int32]:
+        """[W, RECORD]: what answers these requests in a captured step of `num_tokens`; W may be
+        more than there is room for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """What the kernels are compiled for; `spec` has this rank's numbers of heads."""
+
+    spec: AttentionSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.spec.num_heads // self.spec.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Requests with several new tokens: the row of the tables, the first packed token, the new
+    tokens, and with all before them, of each."""
+
+    rows: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    num_new: npt.NDArray[np.int64]
+    seq_lens: npt.NDArray[np.int64]
 
 
 def softmax_scale(spec: AttentionSpec) -> float:

@@ -1,6 +1,6 @@
 """Where do the tokens of this step sit? Everything that attention and the layers get to know.
 
-Letters: T packed tokens of the step, B requests, M blocks per table row, R rows that need logits.
+Letters: T packed tokens of the step, B requests, M blocks per table row, N rows of all tables.
 """
 
 from __future__ import annotations
@@ -27,6 +27,45 @@ class AttentionLayout:
     block_tables_BM: tuple[torch.Tensor, ...]  # int32, one per KV group, padded with NULL_BLOCK
     slots_T: tuple[torch.Tensor, ...]  # int64, block * block_size + offset, one per KV group
     block_size: int
+    # int32, if they were sent with the others: where each request begins, and how long those with
+    # one new token are (0 for all others).
+    query_start_B1: torch.Tensor | None = None
+    decode_lens_B: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class DecodeLayout:
+    """A step with one new token for each request, of which the host knows no more than B: the same
+    tensors with other contents are another step, so it can be captured once and replayed.
+
+    Rows may be padding: those of a request whose table has null blocks alone.
+    """
+
+    rows_B: torch.Tensor  # int64, where in the tables each request's row is
+    tables_NM: tuple[torch.Tensor, ...]  # int32, one per KV group
+    seq_lens_B: torch.Tensor  # int32
+    query_start_B1: torch.Tensor  # int32: 0 .. B
+    slots_T: tuple[torch.Tensor, ...]  # int64, one per KV group
+    block_size: int
+
+
+@dataclass(slots=True)
+class MixedLayout:
+    """Any step of up to T tokens, of which the host's part lies in tensors of fixed sizes, so that
+    it can be captured too. Tokens past the end are padding: they write to the null block, and
+    nobody answers them.
+
+    `decodes` are the requests with one new token; None: the step has none. `work`, one per KV
+    group, is what the backend's `prefill_work` made of the others, filled up with zeros; None: all
+    are decodes.
+    """
+
+    decodes: DecodeLayout | None
+    work: tuple[torch.Tensor, ...] | None
+    tables_NM: tuple[torch.Tensor, ...]  # int32, one per KV group
+    slots_T: tuple[torch.Tensor, ...]  # int64, one per KV group
+    num_tokens: int  # T
+    block_size: int
 
 
 @dataclass(slots=True)
@@ -35,5 +74,4 @@ class ForwardBatch:
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64
-    layout: AttentionLayout
-    logit_rows_R: torch.Tensor  # int64, rows of T whose logits are wanted
+    layout: AttentionLayout | DecodeLayout | MixedLayout

@@ -29,6 +29,10 @@ MAX_GATHERED = 1 << 16  # tokens that one call gathers for several requests
 # through fresh pages at every call.
 MAX_GATHERED_CPU = 1 << 11
 MAX_PADDING = 1 << 11  # tokens of padding in a call before another call is cheaper
+LONG_PIECE = 1024  # tokens from which cuDNN's kernel is worth a plan of its own
+# cuDNN spends tens of milliseconds of the host on every shape that it has not seen, so that prompts
+# are filled up to few lengths; nothing real looks at what is behind its end.
+PIECE_STEP = 512
 BIAS_ALIGNMENT = 16  # keys; torch copies a bias of another width at every call on a GPU
 
 
@@ -65,9 +69,10 @@ class LongPiece:
 
     start: int
     stop: int
-    slots: torch.Tensor  # [num_keys]
+    slots: torch.Tensor  # [num_keys], and the last again up to `padded`
     num_keys: int
     plain: bool
+    padded: int = 0  # for cuDNN; 0: not for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +88,23 @@ class SdpaAttention:
     supports = Supports(("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16))
 
     def __init__(self) -> None:
-        # cuDNN's kernel spends tens of milliseconds of the host on every shape it has not seen,
-        # and here every step has another length.
+        # Not for lengths as they come; see PIECE_STEP.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> SdpaPlan:
+        return self.plan_rows(layout, group, window, range(len(layout.query_lens)))
+
+    def plan_rows(
+        self, layout: AttentionLayout, group: int, window: int | None, rows: Sequence[int]
+    ) -> SdpaPlan:
+        """For these requests alone."""
         table_BM = layout.block_tables_BM[group]
         is_cpu = table_BM.device.type == "cpu"
         most = min(MAX_GATHERED, MAX_GATHERED_CPU) if is_cpu else MAX_GATHERED
         short: dict[int, list[int]] = {}
         long: list[LongPiece] = []
-        for row, num_new in enumerate(layout.query_lens):
+        for row in rows:
+            num_new = layout.query_lens[row]
             if num_new <= FEW_TOKENS:
                 short.setdefault(num_new, []).append(row)
             else:
@@ -108,16 +119,27 @@ class SdpaAttention:
     def attend(
         self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: SdpaPlan, spec: AttentionSpec
     ) -> torch.Tensor:
-        scale = softmax_scale(spec)
         if len(plan.short) == 1 and plan.short[0].rows_T is None:
-            return _attend_short(q_THD, layer_kv, plan.short[0], scale)
+            return _attend_short(q_THD, layer_kv, plan.short[0], softmax_scale(spec))
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        self.attend_rows(q_THD, layer_kv, plan, spec, out_THD)
+        return out_THD
+
+    def attend_rows(
+        self,
+        q_THD: torch.Tensor,
+        layer_kv: LayerKV,
+        plan: SdpaPlan,
+        spec: AttentionSpec,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Writes the rows of the plan's requests, and no others."""
+        scale = softmax_scale(spec)
         for tile in plan.short:
             rows = slice(None) if tile.rows_T is None else tile.rows_T
             out_THD[rows] = _attend_short(q_THD[rows], layer_kv, tile, scale)
         for piece in plan.long:
             _attend_long(q_THD, layer_kv, piece, plan, scale, out_THD)
-        return out_THD
 
 
 def _visible(seq_len: int, num_new: int, window: int | None) -> int:
@@ -233,12 +255,18 @@ def _long_piece(
 ) -> LongPiece:
     num_new, seq_len = layout.query_lens[row], layout.seq_lens[row]
     num_keys = _visible(seq_len, num_new, window)
+    slots = slots_of_range(table_BM[row], seq_len - num_keys, seq_len, layout.block_size)
+    plain, padded = seq_len == num_new and (window is None or window >= num_new), 0
+    if plain and table_BM.device.type == "cuda" and num_new >= LONG_PIECE:
+        padded = -(-num_new // PIECE_STEP) * PIECE_STEP
+        slots = torch.cat((slots, slots[-1:].expand(padded - num_new)))
     return LongPiece(
         start=layout.query_start[row],
         stop=layout.query_start[row + 1],
-        slots=slots_of_range(table_BM[row], seq_len - num_keys, seq_len, layout.block_size),
+        slots=slots,
         num_keys=num_keys,
-        plain=seq_len == num_new and (window is None or window >= num_new),
+        plain=plain,
+        padded=padded,
     )
 
 
@@ -265,6 +293,10 @@ def _attend_long(
     out_THD: torch.Tensor,
 ) -> None:
     kv_n2KD = layer_kv.gather(piece.slots)
+    if piece.padded and q_THD.dtype != torch.float32:
+        _attend_cudnn(q_THD, kv_n2KD, piece, scale, out_THD)
+        return
+    kv_n2KD = kv_n2KD[: piece.num_keys]
     num_kv_heads, head_dim = kv_n2KD.shape[2], kv_n2KD.shape[3]
     num_new, share = piece.stop - piece.start, q_THD.shape[1] // num_kv_heads
     # G stands where torch wants the batch: its memory-efficient GPU kernel takes heads of stride 0
@@ -296,6 +328,32 @@ def _attend_long(
             attn_mask=bias,
             scale=scale,
         )
+
+
+def _attend_cudnn(
+    q_THD: torch.Tensor,
+    kv_n2KD: torch.Tensor,
+    piece: LongPiece,
+    scale: float,
+    out_THD: torch.Tensor,
+) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    num_new = piece.stop - piece.start
+    q_QHD = q_THD[piece.start : piece.stop]
+    if piece.padded > num_new:
+        q_QHD = torch.cat((q_QHD, q_QHD[-1:].expand(piece.padded - num_new, -1, -1)))
+    k_1KnD, v_1KnD = kv_n2KD.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        out_1HQD = functional.scaled_dot_product_attention(
+            q_QHD.transpose(0, 1)[None],
+            k_1KnD,
+            v_1KnD,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )
+    out_THD[piece.start : piece.stop] = out_1HQD[0, :, :num_new].transpose(0, 1)
 
 
 def _behind_others(num_new: int, num_keys: int) -> torch.Tensor:

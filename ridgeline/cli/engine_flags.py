@@ -33,6 +33,7 @@ HELP = {
     "ttft_slo_ms": "with --policy slo: milliseconds within which the first token is promised",
     "tpot_slo_ms": "with --policy slo: milliseconds promised per later token, on average",
     "max_in_flight": "2 plans the next step while one runs, 1 waits for each step's result",
+    "enforce_eager": "launch the kernels of a decode step one by one, not as a captured CUDA graph",
     "attention_backend": "auto, or a backend by name",
     "weight_format": "how weights are kept in memory; auto keeps the checkpoint's numbers",
     "kv_cache_dtype": "how cached keys and values are kept; auto is the dtype of the arithmetic",
@@ -108,9 +109,9 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
     dest, flag = _dest(field.name), field.name.replace("_", "-")
     if field.type == "bool":
         group.add_argument(
-            f"--no-{flag}",
+            f"--no-{flag}" if field.default else f"--{flag}",
             dest=dest,
-            action="store_false",
+            action="store_false" if field.default else "store_true",
             default=argparse.SUPPRESS,
             help=HELP[field.name],
         )

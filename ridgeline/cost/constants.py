@@ -115,7 +115,8 @@ class MessageConstants:
 class HostConstants:
     """`c0_s` + `c1_s` per request for each step, `per_launch_s` for each kernel of a step that is
     not one captured graph. `overlapped`: the next step is planned while one runs. Steps of up to
-    `captured_tokens` decoded tokens are captured, which leaves `captured_t0` of every kernel's t0.
+    `captured_tokens` decoded tokens are captured, and of up to `captured_prompt_tokens` tokens with
+    prompts among them; that leaves `captured_t0` of every kernel's t0.
     """
 
     c0_s: float = 0.0
@@ -123,6 +124,7 @@ class HostConstants:
     per_launch_s: float = 0.0
     overlapped: bool = True
     captured_tokens: int = 0
+    captured_prompt_tokens: int = 0
     captured_t0: float = 0.35
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Limits",
     "MemoryItem",
     "MemoryPlan",
+    "graph_items",
     "memory_plan",
     "plan_or_none",
     "size_words",
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 RESERVE_BYTES = {"gpu": 1 << 30, "cpu": 128 << 20}  # context, libraries, fragmentation
-GRAPH_BYTES = 400 << 20  # captured steps
+GRAPH_BYTES = 128 << 20  # what a driver keeps of captured steps
 COMMUNICATOR_BYTES = 360 << 20  # buffers of the collective library
 KV_CACHE = "KV cache"
 
@@ -162,12 +163,25 @@ def fixed_items(setup: Setup, limits: Limits) -> tuple[MemoryItem, ...]:
 
 
 def _library_items(setup: Setup) -> Iterator[MemoryItem]:
-    if setup.constants.host.captured_tokens:
-        yield MemoryItem("graphs", GRAPH_BYTES, "captured decode steps")
+    rows = setup.constants.host.captured_tokens
+    yield from graph_items(setup.spec, rows, rows, setup.precision.dtype_bytes)
     if setup.layout.devices > 1:
         yield MemoryItem("communicator", COMMUNICATOR_BYTES, "buffers of the collective library")
     reserve = RESERVE_BYTES[device_kind(setup.device.kind)]
     yield MemoryItem("reserve", reserve, "context, libraries, fragmentation")
+
+
+def graph_items(
+    spec: ModelSpec, num_rows: int, num_tokens: int, dtype_bytes: float
+) -> tuple[MemoryItem, ...]:
+    """What captured steps keep, decodes of up to `num_rows` requests and others of up to
+    `num_tokens` tokens: logits and hidden states, the graphs, and what lies between their
+    kernels."""
+    if not num_rows:
+        return ()
+    inner = max(layer.feed_forward.intermediate_size for layer in spec.layers)
+    numbers = num_rows * spec.vocab_size + num_tokens * (6 * spec.hidden_size + 3 * inner)
+    return (MemoryItem("graphs", GRAPH_BYTES + int(numbers * dtype_bytes), "captured steps"),)
 
 
 # ------------------------------------------------------------------------ the cache

@@ -91,8 +91,11 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
 
 
 def is_captured(host: HostConstants, totals: StepTotals) -> bool:
-    """A step of decodes and checks of a few drafts, small enough for a graph."""
-    return totals.num_tokens <= host.captured_tokens and totals.longest_chunk <= LONGEST_CHECK
+    """Small enough for a graph: a step of decodes and checks of a few drafts, or a short one with
+    prompts."""
+    if totals.longest_chunk > LONGEST_CHECK:
+        return totals.num_tokens <= host.captured_prompt_tokens
+    return totals.num_tokens <= host.captured_tokens
 
 
 def combine(

@@ -21,8 +21,12 @@ from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.cost.memory_items import MemoryItem
 from ridgeline.request import MAX_LOGPROBS
 
-# Of attention (ridgeline.attention.sdpa): tokens of several requests that one call copies together,
-# new tokens up to which requests are answered together, and query rows of one masked call.
+# Of attention on a GPU (ridgeline.attention.paged): head sizes of our own kernels, and tokens of a
+# prompt from which torch's is used.
+PAGED_HEAD_DIMS = frozenset((16, 32, 64, 128, 256))
+LONG_PIECE = 1024
+# Of attention elsewhere (ridgeline.attention.sdpa): tokens of several requests that one call copies
+# together, new tokens up to which requests are answered together, and query rows of a masked call.
 GATHERED_TOKENS = {"cpu": 1 << 11, "gpu": 1 << 16}
 FEW_TOKENS = 8
 QUERY_TILE = 256
@@ -81,6 +85,12 @@ class _Space:
     kind: str
 
     @property
+    def is_paged(self) -> bool:
+        """Our own attention reads the cache in place, and rotates as it writes to it."""
+        dims = {layer.attention.head_dim for layer in self.spec.layers}
+        return self.kind == "gpu" and dims <= PAGED_HEAD_DIMS
+
+    @property
     def tokens(self) -> int:
         return min(self.most_tokens, self.most_rows * self.context)
 
@@ -134,6 +144,9 @@ class _Space:
     def forward(self) -> int:
         """Of a full step, or of one whose requests all have a few new tokens each."""
         few = min(self.tokens, FEW_TOKENS * self.rows)
+        if self.is_paged:
+            inputs = self.tokens * INDEX * (4 + len(self._windows))
+            return inputs + self._widest(self.tokens, 1)
         inputs = self.tokens * (INDEX * (3 + len(self._windows)) + self._rotary_bytes)
         many = max(self._short_plan(self.rows), self._long_plan)
         each = min(FEW_TOKENS, self.tokens // self.rows)
@@ -175,7 +188,9 @@ class _Space:
         attention = layer.attention
         queries = attention.num_heads * attention.head_dim // self.ranks
         keys = -(-attention.num_kv_heads // self.ranks) * attention.head_dim
-        held = 2 * self.spec.hidden_size + queries + 2 * keys
+        held = self.spec.hidden_size + queries + 2 * keys
+        if self.is_paged:
+            return self._paged_attention(tokens, queries, keys)
         turned = (queries + keys) * (self.size + FLOAT + (2 * FLOAT if self.casts else 0))
         per_key = layer_kv_bytes(attention, self.size, "auto", self.ranks)
         longest = self._visible(attention.window, min(tokens, self.context))
@@ -195,15 +210,24 @@ class _Space:
             tokens * (held + queries + self.spec.hidden_size) * self.size,
         )
 
+    def _paged_attention(self, tokens: int, queries: int, keys: int) -> int:
+        """A long prompt goes through torch's kernel, on a copy of its keys, values and queries."""
+        whole, hidden = min(tokens, self.context), self.spec.hidden_size
+        copied = whole * 2 * (keys + queries) if whole >= LONG_PIECE else 0
+        return self.size * max(
+            tokens * (hidden + 3 * queries + 2 * keys) + copied,
+            tokens * (2 * hidden + 2 * queries + 2 * keys),
+        )
+
     def _feed_forward(self, layer: LayerSpec, tokens: int) -> int:
         """Gate and up, and the activation of the gate. All tokens may want the same expert."""
         inner, hidden = layer.feed_forward, self.spec.hidden_size
         product = 3 * inner.intermediate_size // self.ranks * self.size
         if isinstance(inner, DenseSpec):
-            return tokens * (3 * hidden * self.size + product)
+            return tokens * (2 * hidden * self.size + product)
         weighted = hidden * (FLOAT + self.size)
         routed = inner.num_active * 3 * INDEX + inner.num_experts * FLOAT
-        return tokens * (5 * hidden * self.size + routed + max(product, weighted))
+        return tokens * (3 * hidden * self.size + routed + max(product, weighted))
 
     # -------------------------------------------------------------------- after it
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         torch.set_float32_matmul_precision("highest")
         capable = torch.cuda.get_device_capability(self.torch_device) >= BFLOAT16_CAPABILITY
+        self._pool: Any = None
         self.best_dtype = "bfloat16" if capable else "float16"
 
     def describe(self) -> str:
@@ -45,6 +47,22 @@ class CudaDevice:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """A CUDA graph. Kernels are compiled and libraries wake up in a first, plain run; all
+        graphs share one pool, so they must run one after the other."""
+        stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            launch()
+        torch.cuda.current_stream(self.torch_device).wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            launch()
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

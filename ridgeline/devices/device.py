@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -31,6 +31,11 @@ class Device(Protocol):
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the host; waits for what computes it."""
+        ...
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Something that does again what `launch` does, with the same tensors. `launch` is called
+        here, at least once, and must not wait for the device."""
         ...
 
     def synchronize(self) -> None: ...

@@ -5,6 +5,7 @@ Letters: T packed tokens of the step, B requests, R rows that sample, M blocks p
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ import torch
 
 from ridgeline.attention.layout import AttentionLayout, ForwardBatch
 from ridgeline.errors import check
-from ridgeline.executor.rows import Row, Rows
+from ridgeline.executor.decode_graphs import CapturedStep
+from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST, MixedStep
+from ridgeline.executor.rows import PADDING_ROW, Row, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.sampling.batch import SamplingBatch, build_batch
 from ridgeline.sampling.row import Needs
@@ -48,11 +51,20 @@ class SamplingStep:
 class StepBatch:
     """`rows` per scheduled request, in the plan's order. `has_prompts`: not only decodes."""
 
-    forward: ForwardBatch
+    forward: ForwardBatch | MixedStep
     rows: list[Row]
     scheduled: Sequence[ScheduledRequest]
     sampling: SamplingStep | None
     has_prompts: bool
+
+
+@dataclass(slots=True)
+class CapturedBatch:
+    """A decode step that a graph runs; `host_positions` is where the new tokens will stand."""
+
+    step: CapturedStep
+    kept: SamplingRows
+    host_positions: Array
 
 
 class RowMissing(Exception):
@@ -68,7 +80,6 @@ class _Decode:
     firsts: Array  # 0 .. B - 1
     lens: list[int]
     query_start: list[int]
-    logit_rows: torch.Tensor
     version: int = -1
     width: int = 0
     tables: tuple[Array, ...] = ()
@@ -76,7 +87,17 @@ class _Decode:
 
 
 class BatchBuilder:
-    def __init__(self, rows: Rows, block_size: int, vocab_size: int, transfer: Transfer) -> None:
+    """`buckets` are the sizes of captured decode steps, rising; none: there are no such steps."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        block_size: int,
+        vocab_size: int,
+        transfer: Transfer,
+        buckets: Sequence[int] = (),
+    ) -> None:
+        self._buckets = buckets
         self._rows = rows
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -84,7 +105,7 @@ class BatchBuilder:
         self._sampling: SamplingRows | None = None
         self._decode: _Decode | None = None
 
-    def build(self, scheduled: Sequence[ScheduledRequest]) -> StepBatch:
+    def build(self, scheduled: Sequence[ScheduledRequest]) -> StepBatch | CapturedBatch:
         """Everything the step needs, sent to the device in one go. Appends the entries' blocks to
         their rows and counts the tokens that will be sampled.
 
@@ -92,12 +113,15 @@ class BatchBuilder:
         """
         rows: list[Row] = []
         starts: list[int] = []
+        extended: list[int] = []  # places of rows that got blocks, and had no other change
         is_decode = True
         for entry in scheduled:  # the one loop of a decode step: kept tight
             row = self._rows.get(entry.request_id)
             if row is None:
                 raise RowMissing(entry.request_id)
             if any(entry.new_block_ids):
+                if row.slot not in self._rows.dirty:
+                    extended.append(len(rows))
                 self._rows.append_blocks(row, entry.new_block_ids)
             start = entry.start
             end = start + entry.num_tokens
@@ -116,11 +140,42 @@ class BatchBuilder:
                 is_decode = False
             rows.append(row)
             starts.append(start)
+        if is_decode and self._buckets and len(rows) <= self._buckets[-1]:
+            return self._captured_batch(scheduled, rows, starts, extended)
         if is_decode:
             return self._decode_batch(scheduled, rows, starts)
         return self._mixed_batch(scheduled, rows)
 
     # ------------------------------------------------------------ one token for each request
+
+    def _captured_batch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        rows: list[Row],
+        starts: list[int],
+        extended: list[int],
+    ) -> CapturedBatch:
+        """Nothing is sent here: all that the host knows fits one small array."""
+        same = self._decode
+        if same is None or same.rows != rows:
+            same = self._decode = self._new_decode(rows)
+        num, num_groups = len(rows), len(self._rows.tables_NM)
+        bucket = self._buckets[bisect_left(self._buckets, num)]
+        sent = np.empty((2 + num_groups, bucket), np.int64)
+        sent[0, :num], sent[0, num:] = same.slots, PADDING_ROW
+        sent[1, :num], sent[1, num:] = starts, 0
+        sent[2:] = -1
+        for place in extended:
+            row, ids = rows[place], scheduled[place].new_block_ids
+            begun = starts[place] // self._block_size
+            if all(
+                not new or (len(new) == 1 and count == begun + 1)
+                for new, count in zip(ids, row.num_blocks, strict=True)
+            ):  # the captured step enters them itself
+                for group, new in enumerate(ids):
+                    sent[2 + group, place] = new[0] if new else -1
+                self._rows.dirty.discard(row.slot)
+        return CapturedBatch(CapturedStep(num, sent), self._sampling_of(rows), sent[1, :num] + 1)
 
     def _decode_batch(
         self, scheduled: Sequence[ScheduledRequest], rows: list[Row], starts: list[int]
@@ -144,7 +199,7 @@ class BatchBuilder:
         )
         kept = self._sampling_of(rows)
         token_ids_T = self._rows.last_ids_N.index_select(0, kept.slots_R)
-        forward = ForwardBatch(token_ids_T, positions_T, layout, same.logit_rows)
+        forward = ForwardBatch(token_ids_T, positions_T, layout)
         step = SamplingStep(kept, None, next_T, next_positions)
         return StepBatch(forward, rows, scheduled, step, has_prompts=False)
 
@@ -157,7 +212,6 @@ class BatchBuilder:
             firsts,
             [1] * num,
             list(range(num + 1)),
-            self._transfer.send(firsts),
         )
 
     def _gather_tables(self, same: _Decode, width: int) -> None:
@@ -179,49 +233,74 @@ class BatchBuilder:
         request_of_T = np.repeat(np.arange(len(rows)), lens)
         positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[request_of_T]
         slots = np.array([row.slot for row in rows], np.int64)
-        width = int(ends.max() - 1) // self._block_size + 1
-        tables = [table[slots, :width] for table in self._rows.tables_NM]
         blocks, offsets = positions // self._block_size, positions % self._block_size
-        cache_slots = [self._cache_slots(table[request_of_T, blocks], offsets) for table in tables]
-        token_ids, unknown = self._known_tokens(scheduled, rows, query_start)
+        row_of_T = slots[request_of_T]
+        cache_slots = [
+            self._cache_slots(table[row_of_T, blocks], offsets) for table in self._rows.tables_NM
+        ]
+        token_ids, sources = self._known_tokens(scheduled, rows, query_start)
+        mixed = MixedStep(
+            token_ids, sources, positions, cache_slots, slots, query_start[:-1], lens, ends
+        )
         sampling = np.flatnonzero([entry.samples for entry in scheduled])
-        places, next_positions = query_start[1:][sampling] - 1, ends[sampling]
+        if not len(sampling):
+            return StepBatch(mixed, rows, scheduled, None, has_prompts=True)
+        next_positions = ends[sampling]
+        places_R, next_R = self._transfer.send_all([query_start[1:][sampling] - 1, next_positions])
+        kept = self._sampling_of([rows[i] for i in sampling])
+        step = SamplingStep(kept, places_R, next_R, next_positions)
+        return StepBatch(mixed, rows, scheduled, step, has_prompts=True)
+
+    def send(self, step: MixedStep) -> ForwardBatch:
+        """On the device, as it is."""
+        ends, starts = step.seq_lens_B, step.starts_B
+        width = int(ends.max() - 1) // self._block_size + 1
+        tables = [table[step.rows_B, :width] for table in self._rows.tables_NM]
+        places = np.flatnonzero(step.sources_T >= 0)
+        unknown = np.stack([places, step.sources_T[places]])
+        query_start = np.append(starts, len(step.token_ids_T)).astype(np.int32)
+        decode_lens = np.where(step.num_new_B == 1, ends, 0).astype(np.int32)
         num_groups = len(tables)
         sent = self._transfer.send_all(
-            [token_ids, positions, places, next_positions, unknown, *cache_slots, *tables]
+            [
+                step.token_ids_T,
+                step.positions_T,
+                unknown,
+                query_start,
+                decode_lens,
+                *step.slots_T,
+                *tables,
+            ]
         )
         token_ids_T = sent[0]
-        if len(unknown[0]):
-            token_ids_T[sent[4][0]] = self._rows.last_ids_N[sent[4][1]]
+        if len(places):
+            token_ids_T[sent[2][0]] = self._rows.last_ids_N[sent[2][1]]
         layout = AttentionLayout(
-            lens.tolist(),
+            step.num_new_B.tolist(),
             ends.tolist(),
             query_start.tolist(),
             tuple(sent[5 + num_groups :]),
             tuple(sent[5 : 5 + num_groups]),
             self._block_size,
+            query_start_B1=sent[3],
+            decode_lens_B=sent[4],
         )
-        step = None
-        if len(sampling):
-            kept = self._sampling_of([rows[i] for i in sampling])
-            step = SamplingStep(kept, sent[2], sent[3], next_positions)
-        forward = ForwardBatch(token_ids_T, sent[1], layout, sent[2])
-        return StepBatch(forward, rows, scheduled, step, has_prompts=True)
+        return ForwardBatch(token_ids_T, sent[1], layout)
 
     def _known_tokens(
         self, scheduled: Sequence[ScheduledRequest], rows: list[Row], query_start: Array
     ) -> tuple[Array, Array]:
-        """Token ids that the host knows; (place, row slot) of those that only the device has."""
+        """Token ids that the host knows, and the rows of those that only the device has."""
         token_ids = np.zeros(query_start[-1], np.int64)
-        unknown: list[tuple[int, int]] = []
+        sources = np.full(query_start[-1], KNOWN_TO_HOST, np.int64)
         for entry, row, first in zip(scheduled, rows, query_start.tolist(), strict=False):
             known = row.known_ids[entry.start : entry.start + entry.num_tokens]
             token_ids[first : first + len(known)] = known
             if len(known) < entry.num_tokens:
                 is_last = entry.samples and len(known) == entry.num_tokens - 1
                 check(is_last, "only the newest token may be unknown", request=entry.request_id)
-                unknown.append((first + len(known), row.slot))
-        return token_ids, np.array(unknown, np.int64).reshape(-1, 2).T.copy()
+                sources[first + len(known)] = row.slot
+        return token_ids, sources
 
     def _cache_slots(self, blocks: Array, offsets: Array) -> Array:
         slots: Array = np.multiply(blocks, self._block_size, dtype=np.int64)

@@ -15,17 +15,27 @@ import numpy as np
 import torch
 
 from ridgeline.architectures.kv_groups import KVGroup
+from ridgeline.attention.layout import ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.errors import EngineFault, InternalError, check
-from ridgeline.executor.batch import BatchBuilder, RowMissing, SamplingStep, StepBatch
+from ridgeline.executor.batch import (
+    BatchBuilder,
+    CapturedBatch,
+    RowMissing,
+    SamplingStep,
+    StepBatch,
+)
+from ridgeline.executor.decode_graphs import DecodeGraphs
+from ridgeline.executor.device_tables import DeviceTables
 from ridgeline.executor.future import Failed, Pending, SampledLogprobs
+from ridgeline.executor.mixed_graphs import MixedGraphs, MixedStep
 from ridgeline.executor.prompt_logprobs import (
     CHUNK_BYTES,
     PromptLogprobs,
     fetch_logprobs,
     prompt_logprobs,
 )
-from ridgeline.executor.rows import Rows
+from ridgeline.executor.rows import FIRST_ROWS, Rows
 from ridgeline.executor.transfer import transfer_to
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
@@ -37,6 +47,9 @@ from ridgeline.step import BlockCopy, StepFuture, StepPlan
 logger = logging.getLogger(__name__)
 
 _MAX_CAUSE = 200  # characters of an error's first line
+
+
+Answered = tuple[torch.Tensor, SampledLogprobs | None]  # token ids, on their way to the host
 
 
 class RowLost(Exception):
@@ -62,14 +75,43 @@ class LocalExecutor:
         vocab_size: int,
         max_model_len: int,
         logits_chunk_bytes: int = CHUNK_BYTES,
+        max_captured_rows: int = 0,
+        max_captured_tokens: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._decoder = decoder
         self._kv = kv
         self._transfer = transfer_to(device.torch_device)
-        self._rows = Rows(len(groups), block_size, max_model_len, vocab_size, self._transfer)
-        self._builder = BatchBuilder(self._rows, block_size, vocab_size, self._transfer)
+        self._rows = Rows(
+            len(groups),
+            block_size,
+            max_model_len,
+            vocab_size,
+            self._transfer,
+            first_rows=max(FIRST_ROWS, 1 << max_captured_rows.bit_length()),
+        )
+        self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
+        tables = DeviceTables(
+            self._rows,
+            self._transfer,
+            len(groups),
+            -(-max_model_len // block_size),
+            device.torch_device,
+        )
+        shared = decoder, kv, self._rows, tables, self._transfer, device
+        if max_captured_rows:
+            self._graphs = DecodeGraphs(*shared, max_rows=max_captured_rows)
+        if max_captured_tokens:
+            self._mixed = MixedGraphs(*shared, max_tokens=max_captured_tokens)
+        self._builder = BatchBuilder(
+            self._rows,
+            block_size,
+            vocab_size,
+            self._transfer,
+            self._graphs.buckets if self._graphs else (),
+        )
         self._max_logit_rows = max(1, logits_chunk_bytes // (4 * vocab_size))
         self._lost: set[str] = set()
 
@@ -89,6 +131,11 @@ class LocalExecutor:
             return Failed(str(self._fault(plan, error)))
 
     @property
+    def num_captured_steps(self) -> int:
+        """Decodes, and others."""
+        return sum(g.num_steps for g in (self._graphs, self._mixed) if g is not None)
+
+    @property
     def num_rows(self) -> int:
         return len(self._rows)
 
@@ -101,17 +148,48 @@ class LocalExecutor:
         if plan.copies:
             self._copy(plan.copies)
         if not plan.scheduled:
-            return self._pending(plan, None, None, None)
+            return self._pending(plan, [], None, None)
         step = self._build(plan)
-        hidden_TE = self._decoder.forward(step.forward, self._kv)
+        if isinstance(step, CapturedBatch):
+            return self._replay(plan, step)
+        hidden_TE = self._forward(step.forward)
         prompt = None
         if step.has_prompts:
             prompt = prompt_logprobs(
                 step, hidden_TE, self._decoder, self._transfer, self._max_logit_rows
             )
-        return self._pending(plan, step, hidden_TE, prompt)
+        if step.sampling is None:
+            return self._pending(plan, [], None, prompt)
+        places = step.sampling.places_R
+        hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
+        answer = self._sample(step.sampling, self._decoder.logits(hidden_RE))
+        return self._pending(plan, step.sampling.kept.request_ids, answer, prompt)
 
-    def _build(self, plan: StepPlan) -> StepBatch:
+    def _forward(self, step: ForwardBatch | MixedStep) -> torch.Tensor:
+        """Hidden states of the step's tokens, [T, E]; the next step may overwrite them."""
+        if isinstance(step, ForwardBatch):
+            return self._decoder.forward(step, self._kv)
+        hidden_TE = None if self._mixed is None else self._mixed.run(step)
+        if hidden_TE is None:
+            hidden_TE = self._decoder.forward(self._builder.send(step), self._kv)
+        return hidden_TE
+
+    def _replay(self, plan: StepPlan, batch: CapturedBatch) -> StepFuture:
+        """One captured step. What its draw cannot do is done again with its logits."""
+        if (graphs := self._graphs) is None:
+            raise InternalError("a captured step without graphs")
+        kept = batch.kept
+        if kept.batch.is_drawn:
+            filters = kept.batch.filters
+            drawn = graphs.run(batch.step, None if filters is None else filters.draws)
+            answer: Answered = (self._transfer.fetch(drawn.token_ids_R, is_kept=False), None)
+        else:
+            drawn = graphs.run(batch.step, None)
+            step = SamplingStep(kept, None, drawn.positions_R, batch.host_positions)
+            answer = self._sample(step, drawn.logits_RV.float())
+        return self._pending(plan, kept.request_ids, answer, None)
+
+    def _build(self, plan: StepPlan) -> StepBatch | CapturedBatch:
         try:
             return self._builder.build(plan.scheduled)
         except RowMissing as missing:
@@ -136,19 +214,11 @@ class LocalExecutor:
         ids = self._transfer.send(np.array([sources, targets], np.int64))
         self._kv.copy_blocks(ids[0], ids[1])
 
-    def _sample(
-        self, sampling: SamplingStep, hidden_TE: torch.Tensor
-    ) -> tuple[torch.Tensor, SampledLogprobs | None]:
+    def _sample(self, sampling: SamplingStep, logits_RV: torch.Tensor) -> Answered:
         """Tokens of the rows that are due, -1 where logits were not finite; the rows remember
         theirs on the device."""
-        places = sampling.places_R
-        hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
-        logits_RV = self._decoder.logits(hidden_RE)
-        counts = self._rows.counts
-        kept = sampling.kept
-        sampled = sample(
-            logits_RV, kept.batch, sampling.positions_R, sampling.host_positions, counts
-        )
+        counts, kept, positions_R = self._rows.counts, sampling.kept, sampling.positions_R
+        sampled = sample(logits_RV, kept.batch, positions_R, sampling.host_positions, counts)
         ids_R = sampled.token_ids_R
         self._rows.last_ids_N.index_copy_(0, kept.slots_R, ids_R)
         if kept.counts_rows_C is not None and kept.counts_slots_C is not None:
@@ -165,15 +235,11 @@ class LocalExecutor:
     def _pending(
         self,
         plan: StepPlan,
-        step: StepBatch | None,
-        hidden_TE: torch.Tensor | None,
+        names: list[str],
+        answer: Answered | None,
         prompt: PromptLogprobs | None,
     ) -> Pending:
-        token_ids, logprobs = None, None
-        names: list[str] = []
-        if step is not None and step.sampling is not None and hidden_TE is not None:
-            token_ids, logprobs = self._sample(step.sampling, hidden_TE)
-            names = step.sampling.kept.request_ids
+        token_ids, logprobs = (None, None) if answer is None else answer
         return Pending(
             names,
             token_ids,

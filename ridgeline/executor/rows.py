@@ -18,7 +18,8 @@ from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import Needs, SamplingRow, sampling_row
 from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables, NewRequest
 
-_FIRST_ROWS = 16
+PADDING_ROW = 0  # is nobody's; its table has null blocks alone
+FIRST_ROWS = 16
 _FIRST_BLOCKS = 16
 
 
@@ -41,7 +42,8 @@ class Row:
 
 class Rows:
     """All rows, by request id. `tables_NM` (int32, one per KV group) are on the host; `version`
-    changes whenever they do. `last_ids_N` (int64) is on the device."""
+    changes whenever they do, and `dirty` collects the rows that were changed. `last_ids_N` (int64)
+    is on the device; `generation` changes when there is room for more rows than before."""
 
     def __init__(
         self,
@@ -50,18 +52,21 @@ class Rows:
         max_model_len: int,
         vocab_size: int,
         transfer: Transfer,
+        first_rows: int = FIRST_ROWS,
     ) -> None:
         self._transfer = transfer
         self._block_size = block_size
         self._max_blocks = max_blocks = -(-max_model_len // block_size)
         self._rows: dict[str, Row] = {}
         self.get = self._rows.get
-        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._free = list(range(first_rows - 1, PADDING_ROW, -1))
         width = min(_FIRST_BLOCKS, max_blocks)
-        self.tables_NM = [np.zeros((_FIRST_ROWS, width), np.int32) for _ in range(num_groups)]
-        self.last_ids_N = transfer.send(np.zeros(_FIRST_ROWS, np.int64))
+        self.tables_NM = [np.zeros((first_rows, width), np.int32) for _ in range(num_groups)]
+        self.last_ids_N = transfer.send(np.zeros(first_rows, np.int64))
         self.counts = PenaltyCounts(vocab_size, transfer.send)
         self.version = 0
+        self.dirty: set[int] = set()
+        self.generation = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -86,6 +91,7 @@ class Rows:
         self._rows[new.request_id] = row
         for table_NM in self.tables_NM:
             table_NM[row.slot] = NULL_BLOCK
+        self.dirty.add(row.slot)
         self.append_blocks(row, new.block_ids)
         if row.sampling.needs & Needs.PENALTIES:
             prompt, output = known_ids[:num_prompt], known_ids[num_prompt:]
@@ -109,6 +115,7 @@ class Rows:
                 self.tables_NM[group][row.slot, start:end] = ids
         row.num_slots = min(row.num_blocks) * self._block_size
         self.version += 1
+        self.dirty.add(row.slot)
 
     def replace_block(self, copy: BlockCopy) -> None:
         row = self._rows.get(copy.request_id)
@@ -117,6 +124,7 @@ class Rows:
             check(copy.index < row.num_blocks[copy.group], "copy beyond the table", copy=copy)
             self.tables_NM[copy.group][row.slot, copy.index] = copy.target
             self.version += 1
+            self.dirty.add(row.slot)
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -126,6 +134,7 @@ class Rows:
             ]
             self.last_ids_N = torch.cat([self.last_ids_N, torch.zeros_like(self.last_ids_N)])
             self._free.extend(range(2 * old - 1, old - 1, -1))
+            self.generation += 1
         return self._free.pop()
 
     def _widen(self, group: int, needed: int) -> None:

@@ -99,7 +99,7 @@ class Scorer:
             tuple(sent[2 : 2 + num_groups]),
             self._block_size,
         )
-        return ForwardBatch(sent[0], sent[1], layout, sent[1] - start)
+        return ForwardBatch(sent[0], sent[1], layout)
 
     def _put_logits(self, hidden_TE: torch.Tensor, out_TV: torch.Tensor) -> None:
         rows = max(1, CHUNK_BYTES // (4 * out_TV.shape[1]))

@@ -15,13 +15,18 @@ _ALIGNMENT = 16  # bytes; the largest element that a view of the packed buffer m
 
 class Transfer(Protocol):
     """`send` puts arrays on the device in stream order. `fetch` gives a host tensor whose numbers
-    are there once the mark made after it `is reached`."""
+    are there once the mark made after it `is reached`; with `is_kept` false it may be written to as
+    soon as the call has returned."""
 
     def send(self, array: Array) -> torch.Tensor: ...
 
     def send_all(self, arrays: Sequence[Array]) -> list[torch.Tensor]: ...
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def send_into(self, array: Array, target: torch.Tensor) -> None:
+        """All numbers of the array into a flat tensor of its dtype and size."""
+        ...
+
+    def fetch(self, tensor: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor: ...
 
     def mark(self) -> Mark | None: ...
 
@@ -41,8 +46,11 @@ class HostTransfer:
     def send_all(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def send_into(self, array: Array, target: torch.Tensor) -> None:
+        target.copy_(torch.from_numpy(array).view(-1))
+
+    def fetch(self, tensor: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor:
+        return tensor if is_kept else tensor.clone()
 
     def mark(self) -> Mark | None:
         return None
@@ -75,7 +83,12 @@ class CudaTransfer:
             for array, start in zip(arrays, starts, strict=True)
         ]
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def send_into(self, array: Array, target: torch.Tensor) -> None:
+        pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        np.copyto(pinned.numpy().reshape(array.shape), array)
+        target.copy_(pinned, non_blocking=True)
+
+    def fetch(self, tensor: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return pinned.copy_(tensor, non_blocking=True)
 

@@ -14,18 +14,23 @@ import torch
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.errors import InternalError
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
 from ridgeline.kernels.rope import rotate_
 from ridgeline.kvcache import LayerKV
+from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.linear import Linear, Part
 from ridgeline.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What one step means to the layers of one KV group and rotation."""
+    """What one step means to the layers of one KV group and rotation. `turned_T1D`: cosines and
+    signed sines of the step's positions; None where a kernel looks them up in `table_L2D`."""
 
-    cos_T1D: torch.Tensor
-    sin_T1D: torch.Tensor
+    table_L2D: torch.Tensor
+    positions_T: torch.Tensor
+    turned_T1D: tuple[torch.Tensor, torch.Tensor] | None
     slots_T: torch.Tensor
     plan: Any
 
@@ -72,21 +77,47 @@ class Attention:
         self.q_size = q_heads.length * head_dim
         self.kv_size = kv_heads.length * head_dim
 
-    def __call__(self, x_TE: torch.Tensor, step: AttentionStep, layer_kv: LayerKV) -> torch.Tensor:
-        """[T, E] -> [T, E]; writes the new tokens' keys and values to the cache."""
+    def __call__(
+        self, hidden: Hidden, norm: RMSNorm, step: AttentionStep, layer_kv: LayerKV
+    ) -> None:
+        """Adds attention of the normed states; writes new keys and values to the cache."""
+        out_THD = self._attend(self.qkv.of_normed(hidden, norm), step, layer_kv)
+        self.out.add_to(hidden, out_THD.reshape(len(out_THD), self.q_size))
+
+    def _attend(self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV) -> torch.Tensor:
+        if step.turned_T1D is None:
+            q_THD = self._turn_and_write(qkv_TC, step, layer_kv)
+        else:
+            q_THD = self._turn(qkv_TC, *step.turned_T1D)
+            layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
+        return self.backend.attend(q_THD, layer_kv, step.plan, self.spec)
+
+    def _turn_and_write(
+        self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
+    ) -> torch.Tensor:
+        """Norms, rotation and the write to the cache in one kernel; the queries."""
+        if (views := layer_kv.views) is None:
+            raise InternalError("this KV format is not written in place")
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
+        return qk_norm_rope_write(
+            qkv_TC, step.table_L2D, step.positions_T, step.slots_T, views, norms=norms
+        )
+
+    def _turn(
+        self, qkv_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
+    ) -> torch.Tensor:
+        """The same without the write, in place, by torch's kernels."""
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
-        qkv_TC = self.qkv(x_TE)
         tokens, width = qkv_TC.shape
         turned_TND = qkv_TC.as_strided((tokens, heads + kv_heads, size), (width, size, 1))
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = turned_TND[:, :heads], turned_TND[:, heads:]
             q_THD.copy_(self.q_norm(q_THD))
             k_TKD.copy_(self.k_norm(k_TKD))
-        rotate_(turned_TND, step.cos_T1D, step.sin_T1D)
-        layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
-        q_THD = qkv_TC.as_strided((tokens, heads, size), (width, size, 1))
-        out_THD = self.backend.attend(q_THD, layer_kv, step.plan, self.spec)
-        return self.out(out_THD.reshape(tokens, self.q_size))
+        rotate_(turned_TND, cos_T1D, sin_T1D)
+        return qkv_TC.as_strided((tokens, heads, size), (width, size, 1))
 
     @property
     def linears(self) -> list[Linear]:

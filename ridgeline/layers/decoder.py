@@ -12,15 +12,16 @@ import torch
 
 from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
-from ridgeline.attention.backend import AttentionBackend
-from ridgeline.attention.layout import ForwardBatch
+from ridgeline.attention.backend import AttentionBackend, CapturedBackend
+from ridgeline.attention.layout import AttentionLayout, DecodeLayout, ForwardBatch, MixedLayout
 from ridgeline.distributed.placement import Placement
-from ridgeline.errors import ConfigError, check
+from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.kvcache import KVCache, LayerKV
 from ridgeline.layers.attention import Attention, AttentionStep
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward
+from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece, TensorSource, fill
@@ -43,12 +44,10 @@ class DecoderLayer:
         self.input_norm = input_norm
         self.post_norm = post_norm
 
-    def __call__(
-        self, hidden_TE: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
-    ) -> torch.Tensor:
-        """[T, E] -> [T, E]"""
-        hidden_TE = self.attention(self.input_norm(hidden_TE), step, layer_kv).add_(hidden_TE)
-        return self.feed_forward(self.post_norm(hidden_TE)).add_(hidden_TE)
+    def __call__(self, hidden: Hidden, step: AttentionStep, layer_kv: LayerKV) -> None:
+        """Adds to `hidden` what the layer adds."""
+        self.attention(hidden, self.input_norm, step, layer_kv)
+        self.feed_forward(hidden, self.post_norm)
 
 
 class Decoder:
@@ -198,24 +197,55 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Hidden states of the step's tokens before the final norm, [T, E]; fills the cache."""
-        hidden_TE = self.embedding.embed(batch.token_ids_T)
+        return self._forward(batch, kv).whole()
+
+    @torch.inference_mode()
+    def forward_logits(
+        self, batch: ForwardBatch, kv: KVCache, out_TV: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of all tokens of a step, into `out_TV` of the serving dtype; fills the cache.
+        With a captured backend the same shapes are the same launches, and nothing is waited
+        for. One rank alone."""
+        hidden = self._forward(batch, kv)
+        return self.lm_head.logits_into(hidden, self.norm, out_TV)
+
+    def _forward(self, batch: ForwardBatch, kv: KVCache) -> Hidden:
+        hidden = Hidden(self.embedding.embed(batch.token_ids_T))
         steps = self._steps(batch, kv)
         for index, layer in enumerate(self.layers):
             layer_kv = kv.layers[index]
-            step = steps[layer_kv.group, self.rotation_of_layer[index]]
-            hidden_TE = layer(hidden_TE, step, layer_kv)
-        return hidden_TE
+            layer(hidden, steps[layer_kv.group, self.rotation_of_layer[index]], layer_kv)
+        return hidden
 
     def _steps(self, batch: ForwardBatch, kv: KVCache) -> dict[tuple[int, int], AttentionStep]:
         """What the step means to the layers of each (KV group, rotation)."""
-        turned = [rotation.at(batch.positions_T) for rotation in self.rotations]
+        positions_T = batch.positions_T
+        is_fused = positions_T.is_cuda and kv.layers[0].views is not None
         steps: dict[tuple[int, int], AttentionStep] = {}
+        turned = [None if is_fused else rotation.at(positions_T) for rotation in self.rotations]
         for index, group in enumerate(kv.groups):
-            plan = self.backend.plan(batch.layout, index, group.window)
+            plan = self._plan(batch.layout, index, group.window)
             slots_T = batch.layout.slots_T[index]
             for rotation in {self.rotation_of_layer[layer] for layer in group.layers}:
-                steps[index, rotation] = AttentionStep(*turned[rotation], slots_T, plan)
+                table_L2D = self.rotations[rotation].table_L2D
+                steps[index, rotation] = AttentionStep(
+                    table_L2D, positions_T, turned[rotation], slots_T, plan
+                )
         return steps
+
+    def _plan(
+        self,
+        layout: AttentionLayout | DecodeLayout | MixedLayout,
+        group: int,
+        window: int | None,
+    ) -> object:
+        if isinstance(layout, AttentionLayout):
+            return self.backend.plan(layout, group, window)
+        if not isinstance(self.backend, CapturedBackend):
+            raise InternalError(f"attention backend {self.backend.name} cannot be captured")
+        if isinstance(layout, MixedLayout):
+            return self.backend.plan_mixed(layout, group, window)
+        return self.backend.plan_decodes(layout, group, window)
 
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,9 @@ import torch
 from torch.nn import functional
 
 from ridgeline.distributed.placement import Placement
+from ridgeline.kernels.small_linear import Fusion, fits_small, small_linear
+from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece
 
 
@@ -49,6 +52,13 @@ class VocabularyMatrix:
         elsewhere = (local < 0) | (local >= self.rows.length)
         found = functional.embedding(local.masked_fill(elsewhere, 0), self.weight_PE)
         return self.placement.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
+
+    def logits_into(self, hidden: Hidden, norm: RMSNorm, out_TV: torch.Tensor) -> torch.Tensor:
+        """Of the normed states, [T, V] into `out_TV`. One rank alone."""
+        x_TE = hidden.normed(norm)
+        if fits_small(x_TE, self.weight_PE, Fusion()):
+            return small_linear(x_TE, self.weight_PE, out_MO=out_TV)
+        return torch.mm(x_TE, self.weight_PE.T, out=out_TV)
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """[R, E] -> [R, V], on every rank."""

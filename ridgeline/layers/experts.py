@@ -15,7 +15,9 @@ import torch
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.layers.feed_forward import FeedForward
+from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.linear import Linear, Part
+from ridgeline.layers.norm import RMSNorm
 
 
 class Experts:
@@ -41,8 +43,12 @@ class Experts:
             for expert in range(spec.num_experts)
         ]
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """[T, E] -> [T, E]"""
+    def __call__(self, hidden: Hidden, norm: RMSNorm) -> None:
+        """Adds what the experts make of the normed states."""
+        hidden.pending_TE = self.of(hidden.normed(norm))
+
+    def of(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, E], with nothing around it."""
         weights_TA, experts_TA = self._route(x_TE)
         active = self.spec.num_active
         order = experts_TA.view(-1).argsort(stable=True)
@@ -75,7 +81,7 @@ class Experts:
     ) -> None:
         every_token = tokens.shape[0] == x_TE.shape[0]  # sorted and distinct, hence all in order
         x = x_TE if every_token else x_TE.index_select(0, tokens)
-        y = (self.experts[expert](x) * weights).to(x_TE.dtype)
+        y = (self.experts[expert].of(x) * weights).to(x_TE.dtype)
         if every_token:
             out_TE.add_(y)
         else:

@@ -11,8 +11,9 @@ import torch
 
 from ridgeline.architectures.spec import DenseSpec
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.kernels.gated import gated
+from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.linear import Linear, Part
+from ridgeline.layers.norm import RMSNorm
 
 
 class FeedForward:
@@ -37,9 +38,15 @@ class FeedForward:
             [part("down", Shard(0, hidden_size))], spec.intermediate_size, columns=inner
         )
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """[T, E] -> [T, E]"""
-        return self.down(gated(self.gate_up(x_TE), self.activation))
+    def __call__(self, hidden: Hidden, norm: RMSNorm) -> None:
+        """Adds what the layer makes of the normed states."""
+        later = self.activation == "silu" and self.down.gates_input(hidden.sum_TE)
+        inner_TF = self.gate_up.of_normed(hidden, norm, None if later else self.activation)
+        self.down.add_to(hidden, inner_TF, of_gated=later)
+
+    def of(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, E], with nothing around it."""
+        return self.down(self.gate_up.gated(x_TE, self.activation))
 
     @property
     def linears(self) -> list[Linear]:

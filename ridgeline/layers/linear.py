@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 
 from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.errors import check
+from ridgeline.kernels.gated import gated as gate
+from ridgeline.kernels.silu_mul import silu_mul
+from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece
-from ridgeline.quantization import WeightFormat
+from ridgeline.quantization import Fusion, Parameters, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,21 @@ class Part:
     weight: str
     bias: str | None
     rows: Shard
+
+
+@runtime_checkable
+class GatesInput(Protocol):
+    """A weight format that touches the rows of x anyway, and can gate them (SiLU) as it does."""
+
+    def gates_input(self, x_TI: torch.Tensor, parameters: Parameters) -> bool:
+        """It does so for as many rows as x has, of its dtype and on its device."""
+        ...
+
+    def linear_of_gated(
+        self, x_TG: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`linear` of silu(gate) * up, where a row of x is gate and up."""
+        ...
 
 
 class Linear:
@@ -58,6 +79,53 @@ class Linear:
         """[T, I] -> [T, O]"""
         y_TO = self.format.linear(x_TI, self.parameters, self.added_bias_O)
         return y_TO if self.columns is None else self.placement.all_reduce(y_TO)
+
+    def of_normed(
+        self, hidden: Hidden, norm: RMSNorm, activation: str | None = None
+    ) -> torch.Tensor:
+        """Of the normed states; with an activation the first half of the rows gates the second,
+        [T, O / 2]. One kernel where the format has one for so few tokens."""
+        is_gated = activation == "silu"
+        if is_gated or activation is None:
+            y_TO = self._fused(*hidden.unnormed(norm, is_gated=is_gated))
+            if y_TO is not None:
+                hidden.pending_TE = None
+                return y_TO
+        if activation is None:
+            return self(hidden.normed(norm))
+        return self.gated(hidden.normed(norm), activation)
+
+    def gated(self, x_TE: torch.Tensor, activation: str) -> torch.Tensor:
+        """The second half of the rows, gated by the activation of the first, [T, O / 2]."""
+        if activation != "silu":
+            return gate(self(x_TE), activation)
+        y_TO = self._fused(x_TE, Fusion(is_gated=True))
+        return silu_mul(self(x_TE)) if y_TO is None else y_TO
+
+    def gates_input(self, like_T: torch.Tensor) -> bool:
+        """`add_to` is faster of gate and up than of their product, for rows like these."""
+        known = self.format
+        return isinstance(known, GatesInput) and known.gates_input(like_T, self.parameters)
+
+    def add_to(self, hidden: Hidden, x_TI: torch.Tensor, *, of_gated: bool = False) -> None:
+        """Of x, added to the hidden states; `of_gated`: a row of x is gate and up, 2 * I, and
+        silu(gate) * up is meant. Only where `gates_input` says so."""
+        is_whole = self.columns is None or self.placement.size == 1
+        if is_whole and hidden.pending_TE is None:
+            fusion = Fusion(residual_TO=hidden.sum_TE, of_gated=of_gated)
+            if self._fused(x_TI, fusion) is not None:
+                return
+        hidden.whole()
+        hidden.pending_TE = self._of_gated(x_TI) if of_gated else self(x_TI)
+
+    def _of_gated(self, x_TG: torch.Tensor) -> torch.Tensor:
+        check(isinstance(self.format, GatesInput), "a format that gates", format=self.format.name)
+        known = cast("GatesInput", self.format)
+        y_TO = known.linear_of_gated(x_TG, self.parameters, self.added_bias_O)
+        return y_TO if self.columns is None else self.placement.all_reduce(y_TO)
+
+    def _fused(self, x_TI: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
+        return self.format.fused(x_TI, self.parameters, self.added_bias_O, fusion)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that is kept, scales and bias included."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.rms_norm import rms_norm
+from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.layers.piece import Piece
 
 
@@ -16,9 +18,20 @@ class RMSNorm:
         self.eps = eps
         self.name = name
 
+    @property
+    def as_input(self) -> InputNorm:
+        """For kernels that norm what they read."""
+        return InputNorm(self.weight_E, self.eps)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., E] -> [..., E]"""
         return rms_norm(x, self.weight_E, self.eps)
+
+    def of_sum(self, delta_TE: torch.Tensor | None, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """The normed sum, [T, E]; `hidden_TE` becomes the sum. None adds nothing."""
+        if delta_TE is None:
+            return self(hidden_TE)
+        return add_norm(delta_TE, hidden_TE, self.weight_E, self.eps)
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.weight_E]

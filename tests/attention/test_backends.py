@@ -15,9 +15,11 @@ from ridgeline.errors import ConfigError
 from ridgeline.kernels import paged_attention
 from ridgeline.registry import load
 from tests.attention.cases import Case, Shape, make_case, naive, random_shape
+from tests.conftest import TEST_DEVICE
 from tests.layers.reference_models import tiny_config
 
 NUM_CASES = 220
+COMPILED = TEST_DEVICE != "cpu"  # each shape of a case is a kernel of its own there
 CPU = torch.device("cpu")
 
 
@@ -34,7 +36,7 @@ def attend(name: str, case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_ragged_cases(name: str) -> None:
-    for seed in range(NUM_CASES):
+    for seed in range(20 if COMPILED and name == "triton" else NUM_CASES):
         case = make_case(random_shape(random.Random(seed)), seed)
         error = (attend(name, case).double() - naive(case)).abs().max().item()
         assert error < 1e-5, f"seed {seed}: {error} {case.shape}"
@@ -45,7 +47,7 @@ def test_ragged_cases(name: str) -> None:
 def test_half_precision_error_is_at_most_twice_that_of_pytorch(
     name: str, dtype: torch.dtype
 ) -> None:
-    for seed in range(60):
+    for seed in range(15 if COMPILED and name == "triton" else 60):
         case = make_case(random_shape(random.Random(1000 + seed)), seed, dtype)
         exact = naive(case)
         ours = (attend(name, case).double() - exact).abs().max().item()

@@ -16,7 +16,7 @@ import torch
 
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.attention import choose_backend
+from ridgeline.attention import AttentionBackend, choose_backend
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.executor.local import LocalExecutor
@@ -72,7 +72,13 @@ def device() -> Device:
     return open_device(TEST_DEVICE)
 
 
-def make_decoder(*, seed: int = 0, max_model_len: int = MAX_MODEL_LEN, **changes: Any) -> Decoder:
+def make_decoder(
+    *,
+    seed: int = 0,
+    max_model_len: int = MAX_MODEL_LEN,
+    attention: AttentionBackend | None = None,
+    **changes: Any,
+) -> Decoder:
     config = tiny_config(vocab_size=VOCAB, max_position_embeddings=max_model_len) | changes
     spec, where = read_spec(config), device().torch_device
     decoder = Decoder(
@@ -80,7 +86,7 @@ def make_decoder(*, seed: int = 0, max_model_len: int = MAX_MODEL_LEN, **changes
         dtype=torch.float32,
         device=where,
         placement=Placement(),
-        attention=choose_backend("auto", spec, torch.float32, where),
+        attention=attention or choose_backend("auto", spec, torch.float32, where),
         weight_format=open_weight_format("auto"),
         max_model_len=max_model_len,
     )

@@ -15,6 +15,7 @@ import torch
 
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.attention.layout import ForwardBatch
+from ridgeline.attention.paged import PagedAttention
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.executor.future import NOT_FINITE
@@ -61,6 +62,26 @@ def windowed_decoder() -> Decoder:
     return make_decoder(seed=1, model_type="mistral", sliding_window=9, num_hidden_layers=1)
 
 
+@cache
+def captured_decoder() -> Decoder:
+    """Our own attention, which can be captured: on a CPU its reference, called again and again."""
+    return make_decoder(
+        seed=2, attention=PagedAttention(), hidden_size=24, head_dim=16, num_hidden_layers=2
+    )
+
+
+@cache
+def captured_windowed_decoder() -> Decoder:
+    return make_decoder(
+        seed=3,
+        attention=PagedAttention(),
+        model_type="mistral",
+        sliding_window=9,
+        head_dim=16,
+        num_hidden_layers=1,
+    )
+
+
 def sampling_for(rng: random.Random) -> SamplingParams:
     sampling = SamplingParams(
         max_tokens=rng.randint(1, 14),
@@ -105,9 +126,24 @@ def expected(model: Decoder) -> dict[str, list[int]]:
 
 
 def make_engine(
-    model: Decoder, *, num_blocks: int, in_flight: int, prefix_caching: bool, budget: int
+    model: Decoder,
+    *,
+    num_blocks: int,
+    in_flight: int,
+    prefix_caching: bool,
+    budget: int,
+    captured: int = 0,
+    captured_tokens: int = 0,
 ) -> tuple[Engine, Counting]:
-    executor = Counting(make_executor(model, num_blocks=num_blocks, block_size=BLOCK_SIZE))
+    executor = Counting(
+        make_executor(
+            model,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_captured_rows=captured,
+            max_captured_tokens=captured_tokens,
+        )
+    )
     windows = tuple(group.window for group in kv_groups(model.spec))
     blocks = BlockManager(num_blocks, BLOCK_SIZE, windows, prefix_caching, key=b"test")
     scheduler = Scheduler(blocks, FCFS(), max_num_batched_tokens=budget, max_num_seqs=16)
@@ -172,6 +208,74 @@ def test_random_company_of_a_model_with_windows(in_flight: int) -> None:
         windowed_decoder(), num_blocks=60, in_flight=in_flight, prefix_caching=True, budget=40
     )
     assert serve(engine, requests(), random.Random(SEED)) == expected(windowed_decoder())
+
+
+@pytest.mark.parametrize("captured", [5, 16], ids=["up to 5 rows", "up to 16 rows"])
+@pytest.mark.parametrize("num_blocks", [50, 400], ids=["short of memory", "plenty"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_random_company_in_captured_steps(in_flight: int, num_blocks: int, captured: int) -> None:
+    print(f"seed {SEED}")
+    engine, executor = make_engine(
+        captured_decoder(),
+        num_blocks=num_blocks,
+        in_flight=in_flight,
+        prefix_caching=True,
+        budget=64,
+        captured=captured,
+    )
+    got = serve(engine, requests(), random.Random(SEED))
+    assert got == expected(captured_decoder())
+    assert executor.inner.num_captured_steps > 10
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("num_blocks", [50, 400], ids=["short of memory", "plenty"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_random_company_in_captured_prompts(in_flight: int, num_blocks: int, tokens: int) -> None:
+    print(f"seed {SEED}")
+    engine, executor = make_engine(
+        captured_decoder(),
+        num_blocks=num_blocks,
+        in_flight=in_flight,
+        prefix_caching=True,
+        budget=64,
+        captured=16,
+        captured_tokens=tokens,
+    )
+    got = serve(engine, requests(), random.Random(SEED))
+    assert got == expected(captured_decoder())
+    assert executor.inner.num_captured_steps > 20
+
+
+def test_random_company_in_captured_steps_with_windows() -> None:
+    engine, executor = make_engine(
+        captured_windowed_decoder(),
+        num_blocks=60,
+        in_flight=2,
+        prefix_caching=True,
+        budget=40,
+        captured=8,
+        captured_tokens=40,
+    )
+    got = serve(engine, requests(), random.Random(SEED))
+    assert got == expected(captured_windowed_decoder())
+    assert executor.inner.num_captured_steps > 10
+
+
+def test_more_rows_than_there_was_room_for_are_captured_anew() -> None:
+    """Sixty-odd requests where there was room for 16: the rows' tensors are replaced on the way."""
+    engine, executor = make_engine(
+        captured_decoder(),
+        num_blocks=900,
+        in_flight=2,
+        prefix_caching=True,
+        budget=640,
+        captured=8,
+    )
+    engine.scheduler.max_num_seqs = engine.scheduler.capacity.max_num_seqs = 64
+    got = serve(engine, requests(), random.Random(SEED))
+    assert got == expected(captured_decoder())
+    assert executor.inner.num_captured_steps > 5
 
 
 def test_a_repeated_prompt_computes_at_most_one_block() -> None:

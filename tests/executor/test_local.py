@@ -114,7 +114,11 @@ def test_forks_share_blocks_and_copy_the_last(length: int) -> None:
 
 def test_windows_and_full_attention_have_tables_of_their_own() -> None:
     sizes: dict[str, Any] = {"model_type": "qwen2", "num_hidden_layers": 4, "head_dim": None}
-    window = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    window: dict[str, Any] = {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 2,
+    }
     mixed = make_decoder(seed=5, **sizes, **window)
     host = Host(make_executor(mixed), num_groups=2)
     tokens = prompt(6, 19)

@@ -118,7 +118,7 @@ class Driver:
         host."""
         batch = self.batch(work)
         hidden = self.decoder.forward(batch, self.kv)
-        logits = self.decoder.logits(hidden[batch.logit_rows_R]).cpu()
+        logits = self.decoder.logits(hidden).cpu()
         lengths = [len(tokens) for tokens in work.values()]
         return dict(zip(work, torch.split(logits, lengths), strict=True))
 
@@ -151,7 +151,6 @@ class Driver:
             torch.tensor(flat, device=device),
             torch.tensor(positions, device=device),
             layout,
-            torch.arange(len(flat), device=device),
         )
 
     def _slot(self, table: list[int], place: int) -> int:

@@ -1,0 +1,241 @@
+"""Attention by our own Triton kernels, straight from the blocks of the cache.
+
+Requests with one new token are answered together by the decode kernel, the others together by the
+prefill kernel; but a long prompt with nothing before it by torch's kernel on what is gathered.
+Letters: T packed tokens, B requests, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ridgeline.architectures.spec import AttentionSpec
+from ridgeline.attention.backend import AttentionCase, Pieces, Supports, softmax_scale
+from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
+from ridgeline.attention.sdpa import LONG_PIECE, SdpaAttention, SdpaPlan
+from ridgeline.errors import InternalError
+from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode, schedule_for
+from ridgeline.kernels.paged_prefill import (
+    MOST_PROGRAMS,
+    Config,
+    PrefillBatch,
+    paged_prefill,
+    prefill_config,
+    work_items,
+)
+from ridgeline.kernels.workspace import shared_workspace
+from ridgeline.kvcache import LayerKV
+
+FEW_PIECES = 32  # prompts of a captured step, beside the tiles that all its tokens make
+
+if TYPE_CHECKING:
+    from ridgeline.kernels.paged_decode_triton import Schedule
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Requests with several new tokens in a step of `num_tokens`. Of a captured step the work is
+    in `work_WR`; else the first layer makes it of the lengths of `requests`."""
+
+    tables: torch.Tensor
+    num_tokens: int
+    work_WR: torch.Tensor | None = None
+    layout: AttentionLayout | None = None
+    requests: tuple[int, ...] = ()
+
+    def batch(self, window: int | None, case: AttentionCase) -> PrefillBatch:
+        config, spec = _config(case, self.num_tokens), case.spec
+        if self.work_WR is None and self.layout is not None:
+            work = work_items(
+                self.layout.query_lens,
+                self.layout.seq_lens,
+                self.requests,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                window=window,
+                config=config,
+                num_programs=MOST_PROGRAMS,
+            )
+            self.work_WR = torch.from_numpy(work).to(case.device)
+        if self.work_WR is None:
+            raise InternalError("prompts without work")
+        workspace = None if config is None else shared_workspace(case.device)
+        return PrefillBatch(self.tables, self.work_WR, window, config, workspace)
+
+
+@dataclass(slots=True)
+class PagedPlan:
+    """`decodes`: requests with one new token. `prompts`: those with several; `long`: those of them
+    that torch answers. None: there are none."""
+
+    window: int | None
+    decodes: DecodeBatch | None
+    prompts: Prompts | None = None
+    long: SdpaPlan | None = None
+
+
+class PagedAttention:
+    """Layers that share a plan run one after the other. Schedules are kept for as long as the
+    backend lives, because captured steps hold on to their memory."""
+
+    name = "triton"
+    supports = Supports(
+        ("cuda",),
+        (torch.float32, torch.bfloat16, torch.float16),
+        head_dims=HEAD_DIMS,
+        kv_formats=("auto", "fp8"),
+    )
+
+    def __init__(self) -> None:
+        self._torch = SdpaAttention()
+        self._schedules: dict[tuple[int | None, int, int, int, int], Schedule] = {}
+        self._dealt_for: dict[tuple[int | None, int, int, int, int], PagedPlan] = {}
+
+    def plan(self, layout: AttentionLayout, group: int, window: int | None) -> PagedPlan:
+        lens = layout.query_lens
+        long = [row for row in range(len(lens)) if _suits_torch(layout, row, window)]
+        others = [row for row, n in enumerate(lens) if n != 1 and row not in long]
+        decodes = None
+        if len(others) + len(long) < len(lens):
+            lens_B, start_B1 = _on_device(layout, layout.block_tables_BM[group].device)
+            decodes = DecodeBatch(layout.block_tables_BM[group], lens_B, start_B1, 1, window)
+        rest = self._torch.plan_rows(layout, group, window, long) if long else None
+        return PagedPlan(window, decodes, _prompts(layout, group, others), rest)
+
+    def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> PagedPlan:
+        return PagedPlan(window, _decodes(layout, group, window))
+
+    def plan_mixed(self, layout: MixedLayout, group: int, window: int | None) -> PagedPlan:
+        decodes = None if layout.decodes is None else _decodes(layout.decodes, group, window)
+        prompts = None
+        if layout.work is not None:
+            tables = layout.tables_NM[group]
+            prompts = Prompts(tables, layout.num_tokens, work_WR=layout.work[group])
+        return PagedPlan(window, decodes, prompts)
+
+    def work_width(self, case: AttentionCase, num_tokens: int) -> int:
+        if (config := _config(case, num_tokens)) is None:
+            return num_tokens
+        dealt = MOST_PROGRAMS // case.spec.num_kv_heads
+        return num_tokens * case.group // config.block_m + max(dealt, FEW_PIECES)
+
+    def prefill_work(
+        self, pieces: Pieces, num_tokens: int, window: int | None, case: AttentionCase
+    ) -> npt.NDArray[np.int32]:
+        work_WR = work_items(
+            pieces.num_new.tolist(),
+            pieces.seq_lens.tolist(),
+            num_heads=case.spec.num_heads,
+            num_kv_heads=case.spec.num_kv_heads,
+            window=window,
+            config=_config(case, num_tokens),
+            num_programs=MOST_PROGRAMS,
+        )
+        piece_W = work_WR[:, 0].copy()
+        work_WR[:, 0], work_WR[:, 1] = pieces.rows[piece_W], pieces.starts[piece_W]
+        return work_WR
+
+    def attend(
+        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec
+    ) -> torch.Tensor:
+        if (views := layer_kv.views) is None:
+            raise InternalError("this KV format is not read in place")
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        scale, device = softmax_scale(spec), q_THD.device
+        if plan.decodes is not None:
+            paged_decode(
+                q_THD,
+                views.k_NSKD,
+                views.v_NSKD,
+                plan.decodes,
+                scale,
+                schedule=self._dealt(plan, plan.decodes, device, spec),
+                out_THD=out_THD,
+            )
+        # Behind the decode kernel, which leaves zeros at the first row of every other request.
+        if plan.prompts is not None:
+            batch = plan.prompts.batch(plan.window, AttentionCase(spec, q_THD.dtype, device))
+            paged_prefill(q_THD, views.k_NSKD, views.v_NSKD, batch, scale, out_THD=out_THD)
+        if plan.long is not None:
+            self._torch.attend_rows(q_THD, layer_kv, plan.long, spec, out_THD)
+        return out_THD
+
+    def _dealt(
+        self, plan: PagedPlan, batch: DecodeBatch, device: torch.device, spec: AttentionSpec
+    ) -> Schedule | None:
+        """The schedule for this plan's lengths, which are dealt out by the first layer, and again
+        if another plan was answered since."""
+        room = 1 << (len(batch.seq_lens_B) - 1).bit_length()
+        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        key = (plan.window, room, *shape)
+        schedule = self._schedules.get(key)
+        if schedule is not None and self._dealt_for.get(key) is plan:
+            return schedule
+        if schedule is None:
+            schedule = schedule_for(
+                device,
+                num_heads=shape[0],
+                num_kv_heads=shape[1],
+                head_dim=shape[2],
+                max_requests=room,
+                max_new=1,
+            )
+            if schedule is None:
+                return None
+            self._schedules[key] = schedule
+        deal_out(schedule, batch)
+        self._dealt_for[key] = plan
+        return schedule
+
+
+def _decodes(layout: DecodeLayout, group: int, window: int | None) -> DecodeBatch:
+    tables, rows = layout.tables_NM[group], layout.rows_B
+    return DecodeBatch(tables, layout.seq_lens_B, layout.query_start_B1, 1, window, rows)
+
+
+def _prompts(layout: AttentionLayout, group: int, requests: list[int]) -> Prompts | None:
+    if not requests:
+        return None
+    tables, longest = layout.block_tables_BM[group], max(layout.query_lens)
+    return Prompts(tables, longest, layout=layout, requests=tuple(requests))
+
+
+def _config(case: AttentionCase, num_tokens: int) -> Config | None:
+    """For a step whose longest piece has so many tokens."""
+    return prefill_config(
+        case.device,
+        head_dim=case.spec.head_dim,
+        num_rows=num_tokens * case.group,
+        dtype=case.dtype,
+    )
+
+
+def _suits_torch(layout: AttentionLayout, row: int, window: int | None) -> bool:
+    """A long piece with nothing before it: cuDNN's kernel is the faster one there."""
+    num_new, seq_len = layout.query_lens[row], layout.seq_lens[row]
+    return num_new == seq_len >= LONG_PIECE and (window is None or window >= seq_len)
+
+
+def _on_device(layout: AttentionLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    if layout.decode_lens_B is not None and layout.query_start_B1 is not None:
+        return layout.decode_lens_B, layout.query_start_B1
+    lens = [
+        seq_len if num_new == 1 else 0
+        for seq_len, num_new in zip(layout.seq_lens, layout.query_lens, strict=True)
+    ]
+    return (
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        torch.tensor(layout.query_start, dtype=torch.int32, device=device),
+    )
+
+
+def deal_out(schedule: Schedule, batch: DecodeBatch) -> None:
+    """Imported where it is used: a machine without a GPU may have no Triton."""
+    from ridgeline.kernels.paged_decode_triton import refresh
+
+    refresh(schedule, batch)

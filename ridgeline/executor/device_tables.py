@@ -1,0 +1,48 @@
+"""The rows' block tables as captured steps read them: a copy on the device that follows the host's.
+
+Letters: g KV groups, N rows there is room for, M blocks per table row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ridgeline.executor.rows import Rows
+from ridgeline.executor.transfer import Transfer
+
+
+class DeviceTables:
+    """`tables_gNM` (int32) is another tensor whenever `follow` says so."""
+
+    def __init__(
+        self, rows: Rows, transfer: Transfer, num_groups: int, width: int, device: torch.device
+    ) -> None:
+        self._rows, self._transfer, self._device = rows, transfer, device
+        self._num_groups, self._width = num_groups, width
+        self._generation = -1
+        self.tables_gNM = torch.empty(0)
+
+    def follow(self) -> bool:
+        """Bring the copy up to date. True when there is room for more rows than before, so that
+        what was captured is of no use any more."""
+        is_new = self._generation != self._rows.generation
+        if is_new:
+            self._generation = self._rows.generation
+            num_rows = len(self._rows.last_ids_N)
+            shape = (self._num_groups, num_rows, self._width)
+            self.tables_gNM = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._rows.dirty.update(range(num_rows))
+        if self._rows.dirty:
+            self._write()
+        return is_new
+
+    def _write(self) -> None:
+        """Rows that have changed other than by a captured step."""
+        slots = np.array(sorted(self._rows.dirty), np.int64)
+        self._rows.dirty.clear()
+        there, *tables = self._transfer.send_all(
+            [slots, *(table[slots] for table in self._rows.tables_NM)]
+        )
+        for table_NM, some in zip(self.tables_gNM, tables, strict=True):
+            table_NM[:, : some.shape[1]].index_copy_(0, there, some)

@@ -1,0 +1,219 @@
+"""How does a step with prompts run as one launch, while it is short enough for launches to matter?
+
+As a decode step does (see decode_graphs), but from tokens to hidden states only: how many rows
+sample differs from step to step. Captured once for each bucket of tokens and of decodes among them.
+Letters: T tokens of a bucket, D decodes there is room for, W work records, E hidden, N rows there
+is room for, g KV groups.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from ridgeline.attention import AttentionCase, CapturedBackend, Pieces
+from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout
+from ridgeline.devices import Device
+from ridgeline.errors import InternalError
+from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.rows import PADDING_ROW, Rows
+from ridgeline.executor.transfer import Array, Transfer
+from ridgeline.kernels.paged_prefill import RECORD
+from ridgeline.kvcache import KVCache
+from ridgeline.layers.decoder import Decoder
+
+TOKEN_BUCKETS = (
+    *(8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+)
+DECODE_BUCKETS = (0, 32, 256, 512)
+KNOWN_TO_HOST = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """What the host knows of a step: arrays over its T tokens (int64), over its B requests, and
+    the same slots for each KV group. `sources_T` is the row whose last token this one is, where
+    only the device knows it, else -1."""
+
+    token_ids_T: Array
+    sources_T: Array
+    positions_T: Array
+    slots_T: Sequence[Array]
+    rows_B: Array
+    starts_B: Array
+    num_new_B: Array
+    seq_lens_B: Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Views of the buffer that a step of these sizes is sent in; int32 where kernels want it."""
+
+    token_ids_T: torch.Tensor
+    sources_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_gT: torch.Tensor
+    rows_D: torch.Tensor
+    seq_lens_D: torch.Tensor
+    query_start_D1: torch.Tensor
+    work_gWR: torch.Tensor
+
+
+class MixedGraphs:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        rows: Rows,
+        tables: DeviceTables,
+        transfer: Transfer,
+        device: Device,
+        *,
+        max_tokens: int,
+    ) -> None:
+        if not isinstance(decoder.backend, CapturedBackend):
+            raise InternalError("mixed steps of a backend that cannot be captured")
+        self._backend = decoder.backend
+        self._decoder, self._kv, self._rows, self._tables = decoder, kv, rows, tables
+        self._transfer, self._device = transfer, device
+        self._buckets = [b for b in TOKEN_BUCKETS if b <= max_tokens] or [max_tokens]
+        spec = decoder.layers[0].attention.spec
+        self._case = AttentionCase(spec, decoder.dtype, decoder.device)
+        most = self._buckets[-1]
+        size = self._layout(most, DECODE_BUCKETS[-1])[-1]
+        self._buffer = torch.zeros(size, dtype=torch.int64, device=decoder.device)
+        shape = (most, decoder.spec.hidden_size)
+        self._hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self._graphs: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self.num_steps = 0
+
+    def run(self, step: MixedStep) -> torch.Tensor | None:
+        """Hidden states [T, E] of the step's tokens, overwritten by the next; None: this step is
+        too long, or in too many pieces."""
+        num_tokens = len(step.token_ids_T)
+        if num_tokens > self._buckets[-1]:
+            return None
+        bucket = self._buckets[bisect_left(self._buckets, num_tokens)]
+        is_decode = step.num_new_B == 1
+        num_decodes, num_pieces = int(is_decode.sum()), int((~is_decode).sum())
+        if num_decodes > DECODE_BUCKETS[-1]:
+            return None
+        room = DECODE_BUCKETS[bisect_left(DECODE_BUCKETS, num_decodes)]
+        sent = self._fill(step, bucket, room, is_decode)
+        if sent is None:
+            return None
+        if self._tables.follow():
+            self._graphs.clear()
+        key = (bucket, room, num_pieces > 0)
+        replay = self._graphs.get(key)
+        if replay is None:
+            replay = self._graphs[key] = self._capture(*key)
+        self._transfer.send_into(sent, self._buffer[: sent.size])
+        replay()
+        self.num_steps += 1
+        return self._hidden[:num_tokens]
+
+    # ---------------------------------------------------------------------- what is sent
+
+    def _layout(self, bucket: int, room: int) -> list[int]:
+        """Where each part of the buffer begins, in int64, and its end."""
+        groups = len(self._kv.groups)
+        width = self._backend.work_width(self._case, bucket)
+        halves = [room, room + 1, groups * width * RECORD]
+        sizes = [bucket, bucket, bucket, groups * bucket, room, *(-(-n // 2) for n in halves)]
+        return [int(begin) for begin in np.cumsum([0, *sizes])]
+
+    def _fill(self, step: MixedStep, bucket: int, room: int, is_decode: Array) -> Array | None:
+        """None when the pieces need more records than there is room for."""
+        at = self._layout(bucket, room)
+        num, groups = len(step.token_ids_T), len(self._kv.groups)
+        sent = np.zeros(at[-1], np.int64)
+        sent[:num] = step.token_ids_T
+        sources = sent[at[1] : at[2]]
+        sources[:num], sources[num:] = step.sources_T, KNOWN_TO_HOST
+        sent[at[2] : at[2] + num] = step.positions_T
+        for slots_T, begin in zip(step.slots_T, range(at[3], at[4], bucket), strict=True):
+            sent[begin : begin + num] = slots_T
+        if room:
+            self._fill_decodes(sent, at, step, bucket, is_decode)
+        pieces = Pieces(
+            step.rows_B[~is_decode],
+            step.starts_B[~is_decode],
+            step.num_new_B[~is_decode],
+            step.seq_lens_B[~is_decode],
+        )
+        if not len(pieces.rows):
+            return sent
+        work = sent[at[7] :].view(np.int32)
+        width = self._backend.work_width(self._case, bucket)
+        for index, group in enumerate(self._kv.groups):
+            records = self._backend.prefill_work(pieces, bucket, group.window, self._case)
+            if len(records) > width:
+                return None
+            begin = index * width * RECORD
+            work[begin : begin + records.size] = records.ravel()
+        return sent if groups else None
+
+    def _fill_decodes(
+        self, sent: Array, at: list[int], step: MixedStep, bucket: int, is_decode: Array
+    ) -> None:
+        """Requests, as the decode kernel sees them, in the order of their tokens. What is between
+        two decodes belongs to the first of them by `query_start`, and is answered afterwards."""
+        num = int(is_decode.sum())
+        rows, lens, start = (
+            sent[at[4] : at[5]],
+            sent[at[5] : at[6]].view(np.int32),
+            sent[at[6] : at[7]].view(np.int32),
+        )
+        rows[:num], rows[num:] = step.rows_B[is_decode], PADDING_ROW
+        lens[:num] = step.seq_lens_B[is_decode]
+        start[:num], start[num:] = step.starts_B[is_decode], bucket
+
+    def _views(self, bucket: int, room: int) -> _Sent:
+        at, buffer = self._layout(bucket, room), self._buffer
+        groups = len(self._kv.groups)
+        width = self._backend.work_width(self._case, bucket)
+        work = buffer[at[7] : at[8]].view(torch.int32)[: groups * width * RECORD]
+        return _Sent(
+            buffer[at[0] : at[1]],
+            buffer[at[1] : at[2]],
+            buffer[at[2] : at[3]],
+            buffer[at[3] : at[4]].view(groups, bucket),
+            buffer[at[4] : at[5]],
+            buffer[at[5] : at[6]].view(torch.int32)[:room],
+            buffer[at[6] : at[7]].view(torch.int32)[: room + 1],
+            work.view(groups, width, RECORD),
+        )
+
+    # -------------------------------------------------------------------------- capture
+
+    def _capture(self, bucket: int, room: int, has_pieces: bool) -> Callable[[], None]:
+        """On padding alone, so that nobody's cache is touched."""
+        sent = self._views(bucket, room)
+        self._buffer.zero_()
+        sent.sources_T.fill_(KNOWN_TO_HOST)
+        sent.query_start_D1.fill_(bucket)
+        return self._device.capture(partial(self._launch, sent, room, has_pieces))
+
+    def _launch(self, sent: _Sent, room: int, has_pieces: bool) -> None:
+        tables = tuple(self._tables.tables_gNM)
+        slots, size = tuple(sent.slots_gT), self._kv.block_size
+        decodes = None
+        if room:
+            decodes = DecodeLayout(
+                sent.rows_D, tables, sent.seq_lens_D, sent.query_start_D1, slots, size
+            )
+        work = tuple(sent.work_gWR) if has_pieces else None
+        layout = MixedLayout(decodes, work, tables, slots, len(sent.token_ids_T), size)
+        known = sent.sources_T < 0
+        last_ids_T = self._rows.last_ids_N.index_select(0, sent.sources_T.clamp(min=0))
+        token_ids_T = sent.token_ids_T.where(known, last_ids_T)
+        batch = ForwardBatch(token_ids_T, sent.positions_T, layout)
+        hidden_TE = self._decoder.forward(batch, self._kv)
+        self._hidden[: len(hidden_TE)].copy_(hidden_TE)

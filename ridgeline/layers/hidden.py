@@ -1,0 +1,40 @@
+"""The hidden states between the parts of a decoder, and what is still to be added to them.
+
+A part leaves what it adds as `pending_TE`, so that the sum and the norm in front of the next part
+are one kernel; or a product adds it in place, where it can. Letters: T tokens, E hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.kernels.small_linear import Fusion
+from ridgeline.layers.norm import RMSNorm
+
+
+class Hidden:
+    __slots__ = ("pending_TE", "sum_TE")
+
+    def __init__(self, sum_TE: torch.Tensor) -> None:
+        self.sum_TE = sum_TE
+        self.pending_TE: torch.Tensor | None = None
+
+    def normed(self, norm: RMSNorm) -> torch.Tensor:
+        """[T, E], of the whole sum."""
+        pending_TE, self.pending_TE = self.pending_TE, None
+        return norm.of_sum(pending_TE, self.sum_TE)
+
+    def unnormed(self, norm: RMSNorm, *, is_gated: bool = False) -> tuple[torch.Tensor, Fusion]:
+        """x, and what makes the normed states of it, for a product that takes both; nothing is
+        changed here."""
+        if self.pending_TE is None:
+            return self.sum_TE, Fusion(norm=norm.as_input, is_gated=is_gated)
+        fusion = Fusion(norm=norm.as_input, is_gated=is_gated, sum_TI=self.sum_TE)
+        return self.pending_TE, fusion
+
+    def whole(self) -> torch.Tensor:
+        """[T, E], nothing pending any more."""
+        if self.pending_TE is not None:
+            self.sum_TE.add_(self.pending_TE)
+            self.pending_TE = None
+        return self.sum_TE
