@@ -13,6 +13,7 @@ from typing import Any
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.answer import Answer, check_prompt, resolve_sampling
+from ridgeline.request import Request
 
 
 @dataclass
@@ -35,32 +36,45 @@ class RidgelineEngine:
         self._count = 0
 
     def run(self, requests: Sequence[Any]) -> RunResult:
-        """Submit all requests now and step until the last one has ended."""
-        llm, engine = self.llm, self.llm.engine
+        """Submit all requests now and step until the last one has ended. A failure leaves the
+        engine without requests, so that the next workload can be tried."""
         start = time.monotonic()
-        for request in requests:
-            ids = check_prompt(request.prompt, llm.spec.vocab_size)
-            sampling = resolve_sampling(
-                SamplingParams(
-                    max_tokens=request.max_tokens,
-                    temperature=request.temperature,
-                    ignore_eos=True,
-                ),
-                len(ids),
-                max_model_len=llm.resolved.max_model_len,
-                vocab_size=llm.spec.vocab_size,
-                end_token_ids=(),
-            )
-            self._count += 1
-            answer = Answer(
-                f"b{self._count}",
-                ids,
-                sampling,
-                tokenizer=None,
-                end_token_ids=frozenset(),
-                arrival_time=start,
-            )
-            engine.add(answer.requests[0])
+        added: list[Request] = []
+        try:
+            for request in requests:
+                added.append(self._request(request, start))
+                self.llm.engine.add(added[-1])
+            return self._steps(start)
+        except BaseException:
+            for request in added:
+                self.llm.engine.abort(request.request_id)
+            raise
+
+    def _request(self, asked: Any, start: float) -> Request:
+        llm = self.llm
+        ids = check_prompt(asked.prompt, llm.spec.vocab_size)
+        sampling = resolve_sampling(
+            SamplingParams(
+                max_tokens=asked.max_tokens, temperature=asked.temperature, ignore_eos=True
+            ),
+            len(ids),
+            max_model_len=llm.resolved.max_model_len,
+            vocab_size=llm.spec.vocab_size,
+            end_token_ids=(),
+        )
+        self._count += 1
+        answer = Answer(
+            f"b{self._count}",
+            ids,
+            sampling,
+            tokenizer=None,
+            end_token_ids=frozenset(),
+            arrival_time=start,
+        )
+        return answer.requests[0]
+
+    def _steps(self, start: float) -> RunResult:
+        engine = self.llm.engine
         steps: list[tuple[float, int]] = []
         total = 0
         while not engine.is_idle:
@@ -72,3 +86,6 @@ class RidgelineEngine:
 
     def reset_prefix_cache(self) -> None:
         self.llm.engine.scheduler.blocks.clear_cache()
+
+    def close(self) -> None:
+        self.llm.close()

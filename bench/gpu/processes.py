@@ -1,0 +1,223 @@
+"""How fast is `ridgeline` as processes of its own: a server under load, and a fresh start?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+from safetensors.torch import save_file
+
+from ridgeline.architectures import expected_tensors, read_spec
+from ridgeline.benchmark.http_client import endpoint, run_http
+from ridgeline.benchmark.jobs import Job
+
+COMMAND = (sys.executable, "-m", "ridgeline.cli.main")
+MODEL_NAME = "measured"  # what clients call it
+READY_LIMIT_S = 240.0
+STOP_LIMIT_S = 30.0
+SHARD_BYTES = 4 << 30
+PATTERN = 1 << 22  # random numbers that all weights are cut from
+POLL_S = 0.05
+WAYS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Fields of EngineConfig as flags of the command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+# ---------------------------------------------------------------------- a server
+
+
+@contextmanager
+def served(model: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """The URL of a `ridgeline serve` that is ready; it is stopped at the end."""
+    words = [*COMMAND, "serve", model, "--port", "0", "--served-model-name", MODEL_NAME]
+    words += ["--log-level", "WARNING", *flags(options)]
+    with tempfile.TemporaryFile("w+") as errors:
+        server = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        try:
+            url = _url(server, errors)
+            _wait_until_ready(server, url, errors)
+            yield url
+        finally:
+            _stop(server)
+
+
+def _url(server: subprocess.Popen[str], errors: IO[str]) -> str:
+    if server.stdout is None or not _readable(server.stdout, READY_LIMIT_S):
+        raise RuntimeError(f"the server said nothing: {_tail(errors)}")
+    match = re.search(r"https?://\S+", server.stdout.readline())
+    if match is None:
+        raise RuntimeError(f"the server did not start: {_tail(errors)}")
+    return match[0]
+
+
+def _wait_until_ready(server: subprocess.Popen[str], url: str, errors: IO[str]) -> None:
+    deadline = time.monotonic() + READY_LIMIT_S
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while time.monotonic() < deadline and server.poll() is None:
+        with suppress(OSError, urllib.error.URLError):
+            direct.open(url + "/health/ready", timeout=5).close()
+            return
+        time.sleep(POLL_S)
+    raise RuntimeError(f"the server is not ready: {_tail(errors)}")
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _readable(stream: IO[Any], seconds: float) -> bool:
+    return bool(select.select([stream], [], [], seconds)[0])
+
+
+def _tail(errors: IO[str]) -> str:
+    errors.seek(0)
+    return errors.read()[-600:].strip() or "no message"
+
+
+def load_server(
+    work: ModuleType, url: str, rate: float, count: int, sizes: tuple[int, int], seed: int
+) -> dict[str, Any]:
+    """One row: `count` requests of (prompt, output) `sizes` at Poisson times, through HTTP."""
+    if find_spec("aiohttp") is not None:
+        row: dict[str, Any] = asyncio.run(
+            work.poisson_http(url, MODEL_NAME, rate, count, *sizes, seed=seed)
+        )
+        return row | {"client": "workload file"}
+    return _own_client(work, url, rate, count, sizes, seed)
+
+
+def _own_client(
+    work: ModuleType, url: str, rate: float, count: int, sizes: tuple[int, int], seed: int
+) -> dict[str, Any]:
+    """The same figures by our own client, where the workload file's cannot be imported. Its times
+    to the first token count from when a request was due."""
+    rng, due, jobs = random.Random(seed), 0.0, []
+    for _ in range(count):
+        due += rng.expovariate(rate)
+        jobs.append(Job(tuple(work.fresh_ids(sizes[0])), sizes[1], due))
+    run, errors = run_http(endpoint(url, MODEL_NAME), jobs)
+    done = [job for job in run.jobs if job.token_s]
+    ttft, itl = [job.ttft_s for job in done], [gap for job in done for gap in job.gaps_s]
+    return {
+        "workload": "poisson_http",
+        "client": "ridgeline",
+        "rate": rate,
+        "n": count,
+        "prompt_len": sizes[0],
+        "out_len": sizes[1],
+        "ok": len(done),
+        "failed": run.failed,
+        "errors": errors[:3],
+        "wall_s": run.wall_s,
+        "out_tokens": run.num_tokens,
+        "ttft_ms_p50": 1e3 * work.pct(ttft, 0.5),
+        "ttft_ms_p99": 1e3 * work.pct(ttft, 0.99),
+        "itl_ms_p50": 1e3 * work.pct(itl, 0.5),
+        "itl_ms_p99": 1e3 * work.pct(itl, 0.99),
+    }
+
+
+# ---------------------------------------------------------------------- a start
+
+
+def write_weights(model: Path, folder: Path, dtype: str) -> int:
+    """Write a checkpoint of the shape of `model`/config.json to `folder`; its bytes.
+
+    The numbers are cut from one stretch of random ones, each tensor from another place of it:
+    drawing 8 G numbers afresh would take minutes and no kernel's speed depends on them."""
+    config = json.loads((model / "config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    pattern = (torch.randn(PATTERN, generator=torch.Generator().manual_seed(0)) * 0.02).to(
+        WAYS[dtype]
+    )
+    where: dict[str, str] = {}
+    shapes = expected_tensors(read_spec(config))
+    total = 0
+    for number, names in enumerate(_shards(shapes, pattern.element_size()), start=1):
+        tensors = {name: _weights(pattern, name, shapes[name]) for name in names}
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / file)
+        where |= dict.fromkeys(names, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], size: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    held = 0
+    for name, shape in shapes.items():
+        names.append(name)
+        held += math.prod(shape) * size
+        if held >= SHARD_BYTES:
+            yield names
+            names, held = [], 0
+    if names:
+        yield names
+
+
+def _weights(pattern: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if "norm" in name:
+        return torch.ones(shape, dtype=pattern.dtype)
+    count, first = math.prod(shape), random.Random(name).randrange(len(pattern))
+    times = -(-(first + count) // len(pattern))
+    return pattern.repeat(times)[first : first + count].reshape(shape).contiguous()
+
+
+def first_token(model: Path, options: Mapping[str, Any], ids: Sequence[int]) -> dict[str, float]:
+    """Seconds from starting a fresh `ridgeline generate` to the first byte of its answer, which
+    the folder's lack of a tokenizer makes the first token's id."""
+    words = [*COMMAND, "generate", str(model), "--token-ids", ",".join(map(str, ids))]
+    words += ["--max-tokens", "1", "--temperature", "0", *flags(options)]
+    with tempfile.TemporaryFile("w+") as errors:
+        started = time.monotonic()
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors)
+        try:
+            if process.stdout is None or not _readable(process.stdout, READY_LIMIT_S):
+                raise RuntimeError(f"no token came: {_tail(errors)}")
+            first = os.read(process.stdout.fileno(), 1)
+            seconds = time.monotonic() - started
+            if not first or process.wait(STOP_LIMIT_S):
+                raise RuntimeError(f"ridgeline generate failed: {_tail(errors)}")
+        finally:
+            process.kill()
+            process.wait()
+        done = time.monotonic() - started
+        found = re.search(r"ready in ([\d.]+) s", _tail(errors))
+    ready = float(found[1]) if found else math.nan
+    return {"first_token_s": seconds, "engine_ready_s": ready, "process_s": done}
