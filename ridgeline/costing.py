@@ -13,7 +13,7 @@ from typing import Any
 
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
-from ridgeline.cost.constants import default_calibration
+from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, catalogue
 from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.pricer import Pricer
@@ -49,15 +49,19 @@ def engine_pricer(
     else:
         figures, constants = known.device, known.calibration
     overlapped = resolved.max_in_flight > 1 and not computes_in_submit(resolved)
-    host = replace(
-        constants.host,
-        captured_tokens=resolved.max_captured_rows,
-        captured_prompt_tokens=resolved.max_captured_tokens,
-        overlapped=overlapped,
-    )
+    host = replace(engine_host(constants.host, resolved), overlapped=overlapped)
     precision = Precision(resolved.dtype, resolved.weight_format, resolved.kv_cache_dtype)
     return Pricer(
         Setup(spec, figures, precision=precision, calibration=replace(constants, host=host))
+    )
+
+
+def engine_host(host: HostConstants, resolved: ResolvedConfig) -> HostConstants:
+    """The host of an engine that captures steps as this one does."""
+    return replace(
+        host,
+        captured_tokens=resolved.max_captured_rows,
+        captured_prompt_tokens=resolved.max_captured_tokens,
     )
 
 

@@ -58,6 +58,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "c0_s": (1e-6, 1e-1),
     "c1_s": (1e-8, 1e-2),
     "per_launch_s": (1e-7, 1e-3),
+    "captured_t0": (0.01, 1.0),
 }
 START_MATMUL = MatmulConstants(0.7, 0.7, 4e-6, q=2.0, k0=50.0, e_v=0.8, k_m=50.0)
 START_ATTENTION = AttentionConstants(
@@ -83,7 +84,8 @@ ATTENTION_CONSTANTS = {
 @dataclass(frozen=True, slots=True)
 class Point:
     """`ops` together took `seconds`. `num_requests`: the point is a whole step of so many
-    requests, with the host's part; None: device work alone. `dtype` as in `Device.peak_flops`."""
+    requests, with the host's part; None: device work alone. `captured`: the step was one launch.
+    `dtype` as in `Device.peak_flops`."""
 
     what: str
     dtype: str
@@ -91,6 +93,7 @@ class Point:
     seconds: float
     num_requests: int | None = None
     label: str = ""
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,12 @@ class Fit:
 
 def predict(point: Point, device: Device, calibration: Calibration) -> float:
     """Seconds that the model gives to a point."""
-    kernels = sum(op_cost(op, device, calibration).expected_s for op in point.ops)
+    kernels = sum(
+        op_cost(op, device, calibration, captured=point.captured).expected_s for op in point.ops
+    )
     if point.num_requests is None:
         return kernels
-    launches = sum(op.count for op in point.ops)
+    launches = 0 if point.captured else sum(op.count for op in point.ops)
     return combine(calibration.host, kernels, point.num_requests, launches)[2]
 
 
@@ -133,7 +138,7 @@ def fit(points: Sequence[Point], device: Device, host: HostConstants) -> Fit:
     found = _start(points, device, host)
     for knobs, own in _classes(fitted, found):
         found = _turned(own, device, found, knobs)
-    found = _turned(fitted, device, found, _host_knobs(host))
+    found = _turned(fitted, device, found, _host_knobs(fitted, host))
     found = _together(fitted, device, found)
     errors = errors_by_class(held_out, device, found)
     found = replace(
@@ -229,6 +234,14 @@ def _host_start(points: Sequence[Point], host: HostConstants) -> HostConstants:
     steps = [p for p in points if p.what in STEPS and p.num_requests]
     if not host.overlapped or not steps:
         return replace(host, c0_s=max(2 * host.c0_s, 1e-4), c1_s=max(host.c1_s, 1e-6))
+    if any(p.captured for p in steps):  # hidden nearly always, so what was seen of it is better
+        launched = [p for p in steps if not p.captured] or steps
+        return replace(
+            host,
+            c0_s=max(2 * host.c0_s, 1e-4),
+            c1_s=max(1.5 * host.c1_s, 1e-7),
+            per_launch_s=min(p.seconds / sum(op.count for op in p.ops) for p in launched),
+        )
     return replace(
         host,
         c0_s=min(p.seconds for p in steps) / 2,
@@ -265,9 +278,13 @@ def _classes(
         )
 
 
-def _host_knobs(host: HostConstants) -> list[Path]:
+def _host_knobs(points: Sequence[Point], host: HostConstants) -> list[Path]:
     knobs: list[Path] = [("host", "", "c0_s"), ("host", "", "c1_s")]
-    return [*knobs, ("host", "", "per_launch_s")] if host.overlapped else knobs
+    if host.overlapped:
+        knobs.append(("host", "", "per_launch_s"))
+    if any(point.captured for point in points):
+        knobs.append(("host", "", "captured_t0"))
+    return knobs
 
 
 def _together(points: Sequence[Point], device: Device, start: Calibration) -> Calibration:
@@ -275,7 +292,7 @@ def _together(points: Sequence[Point], device: Device, start: Calibration) -> Ca
     steps = [point for point in points if point.what in STEPS]
     if len(steps) < FEWEST_POINTS:
         return start
-    knobs = _host_knobs(start.host)
+    knobs = _host_knobs(steps, start.host)
     for dtype in dict.fromkeys(point.dtype for point in steps):
         knobs += [("matmul", dtype, name) for name in ("e_c", "e_m", "t0_s", "e_v", "k_m")]
         knobs += [
@@ -293,8 +310,8 @@ def _turned(
 ) -> Calibration:
     """The calibration whose `knobs` are where `points` are explained best. With whole steps among
     the points, single operators count less."""
-    is_host = any(knob[0] == "host" for knob in knobs)
-    used = [p for p in points if p.what in STEPS] if is_host and len(knobs) < 4 else list(points)
+    is_host = all(knob[0] == "host" for knob in knobs)
+    used = [p for p in points if p.what in STEPS] if is_host else list(points)
     if len(used) < FEWEST_POINTS:
         return start
     has_steps = any(point.what in STEPS for point in used)

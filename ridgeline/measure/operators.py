@@ -19,11 +19,15 @@ from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ModelSpec
 from ridgeline.cost.ops import Op, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.devices import Device
+from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.gated import gated
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.rope import rotate_
+from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kvcache import KVCache
 from ridgeline.measure.stopwatch import Call
+from ridgeline.quantization.plain import PlainWeights
 from ridgeline.sampling.batch import SamplingBatch
 from ridgeline.sampling.row import Needs
 from ridgeline.sampling.sampler import sample
@@ -98,10 +102,10 @@ def matmul_series(bench: Bench, spec: ModelSpec, tokens: Sequence[int]) -> Itera
 
 
 def _matmul(bench: Bench, op: Op, weights: list[torch.Tensor]) -> Case:
-    x_TE = bench.numbers(int(op.m), int(op.k))
+    x_TE, linear = bench.numbers(int(op.m), int(op.k)), PlainWeights().linear
 
     def call(number: int) -> torch.Tensor:
-        return functional.linear(x_TE, weights[number % len(weights)])
+        return linear(x_TE, {"weight": weights[number % len(weights)]}, None)
 
     return bench.case("matmul", (op,), call, f"{op.name} {int(op.m)}x{op.n}x{op.k}")
 
@@ -132,11 +136,7 @@ def _norm(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
     x_TE, y_TE = (bench.numbers(num_tokens, spec.hidden_size) for _ in range(2))
     weight_E = bench.numbers(spec.hidden_size)
 
-    def call(number: int) -> torch.Tensor:
-        x_TE.add_(y_TE)
-        return rms_norm(x_TE, weight_E, spec.norm_eps)
-
-    return call
+    return lambda number: add_norm(y_TE, x_TE, weight_E, spec.norm_eps)
 
 
 def _rope_and_cache(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
@@ -156,8 +156,15 @@ def _rope_and_cache(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
     angles_T1D = torch.rand(num_tokens, 1, size, device=there)
     slots_T = torch.arange(BLOCK_SIZE, BLOCK_SIZE + num_tokens, device=there)
     weight_D = bench.numbers(size)
+    norms = HeadNorms(weight_D, weight_D, spec.norm_eps) if attention.qk_norm else None
+    table_L2D = torch.rand(num_tokens, 2, size, device=there)
+    positions_T = torch.arange(num_tokens, device=there)
 
     def call(number: int) -> None:
+        views = cache.layers[number % len(cache.layers)].views
+        if views is not None and qkv_TC.is_cuda:
+            qk_norm_rope_write(qkv_TC, table_L2D, positions_T, slots_T, views, norms=norms)
+            return
         if attention.qk_norm:
             for part in (turned_TND[:, :heads], turned_TND[:, heads:]):
                 part.copy_(rms_norm(part, weight_D, spec.norm_eps))
@@ -172,7 +179,7 @@ def _activation(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
     inner = spec.layers[0].feed_forward
     x_TG = bench.numbers(num_tokens, 2 * inner.intermediate_size)
     name = inner.activation if isinstance(inner, DenseSpec) else "silu"
-    return lambda number: gated(x_TG, name)
+    return lambda number: silu_mul(x_TG) if name == "silu" else gated(x_TG, name)
 
 
 def _embedding(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
@@ -193,7 +200,8 @@ def _sampling(bench: Bench, spec: ModelSpec, num_rows: int) -> Call:
     pinned = torch.empty(num_rows, dtype=torch.int64, pin_memory=there.type == "cuda")
 
     def call(number: int) -> torch.Tensor:
-        found = sample(logits_RV.float(), batch, positions_R, host_positions)
+        logits = logits_RV if logits_RV.is_cuda else logits_RV.float()
+        found = sample(logits, batch, positions_R, host_positions)
         last_ids_N.index_copy_(0, slots_R, found.token_ids_R)
         ids_R = found.token_ids_R.where(found.is_sound_R, -1)
         return pinned.copy_(ids_R, non_blocking=True)

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ridgeline.cost.constants import HostConstants
 from ridgeline.cost.fit import Point
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.precision import Precision
+from ridgeline.cost.roofline import is_captured
+from ridgeline.cost.totals import step_totals
+from ridgeline.costing import engine_host
 from ridgeline.devices import Device
 from ridgeline.measure.attention_cases import attention_cases, open_attention
 from ridgeline.measure.models import Grid, Sample
@@ -116,6 +120,7 @@ class Session:
         options = engine_options(sample, self.device, dtype, self.threads)
         with random_engine(sample.config, **options) as built:
             bench = step_bench(built)
+            host = engine_host(HostConstants(), built.resolved)
             wanted = list(_wanted(sample, bench))
             found: list[list[StepTimes]] = [[] for _ in wanted]
             for turn in range(ROUNDS):
@@ -125,7 +130,9 @@ class Session:
             self.progress(stage, 1, 1)
         for (what, _), times in zip(wanted, found, strict=True):
             seconds = typical([s for each in times for s in each.seconds])
-            self.points.append(step_point(what, sample, dtype, times[-1].shape, seconds))
+            shape = times[-1].shape
+            captured = is_captured(host, step_totals((), shape))
+            self.points.append(step_point(what, sample, dtype, shape, seconds, captured))
 
     def _repeats(self, earlier: Sequence[StepTimes]) -> int:
         if not earlier:
@@ -169,12 +176,14 @@ def engine_options(sample: Sample, device: Device, dtype: str, threads: int) -> 
     }
 
 
-def step_point(what: str, sample: Sample, dtype: str, shape: StepShape, seconds: float) -> Point:
+def step_point(
+    what: str, sample: Sample, dtype: str, shape: StepShape, seconds: float, captured: bool = False
+) -> Point:
     """A whole step as a point to fit; every request of it gets a token."""
     precision = Precision(dtype)
     ops = step_ops(sample.spec, shape, precision=precision)
     label = f"{sample.name}: {described(shape)}"
-    return Point(what, precision.short_dtype, ops, seconds, len(shape), label)
+    return Point(what, precision.short_dtype, ops, seconds, len(shape), label, captured)
 
 
 def described(shape: StepShape) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
+from ridgeline.costing import engine_host
 from ridgeline.measure.points import Progress, described
 from ridgeline.measure.steps import StepBench, StepTimes, step_bench
 from ridgeline.measure.stopwatch import typical
@@ -104,12 +105,13 @@ def forget() -> None:
 def _look(built: Built, record: Record, unseen: Unseen, progress: Progress) -> list[Row]:
     tokens = (built.resolved.num_blocks - 2) * built.resolved.block_size
     fitting = unseen.fitting(tokens)
+    constants = record.calibration
     pricer = Pricer(
         Setup(
             built.spec,
             record.device,
             precision=Precision(built.resolved.dtype),
-            calibration=record.calibration,
+            calibration=replace(constants, host=engine_host(constants.host, built.resolved)),
         )
     )
     return _rows(built, pricer, fitting, progress)

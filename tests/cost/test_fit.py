@@ -33,6 +33,8 @@ from ridgeline.cost.hardware import Device, find_device
 from ridgeline.cost.least_squares import minimise, soft_l1
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.precision import Precision
+from ridgeline.cost.roofline import is_captured
+from ridgeline.cost.totals import step_totals
 from ridgeline.step import StepShape
 
 DEVICE = find_device("a100-80-sxm")
@@ -107,7 +109,9 @@ def points_of(calibration: Calibration, noise: float, rng: Random) -> list[Point
             if what.endswith("attention"):
                 ops = tuple(replace(op, count=1) for op in ops if op.kind.endswith("attention"))
             rows = len(shape) if what.endswith("step") else None
-            found.append(Point(what, "bf16", ops, 0.0, rows, f"shape {number}"))
+            captured = is_captured(calibration.host, step_totals((), shape))
+            is_one = captured and rows is not None
+            found.append(Point(what, "bf16", ops, 0.0, rows, f"shape {number}", is_one))
     return [
         replace(p, seconds=predict(p, DEVICE, calibration) * math.exp(rng.gauss(0, noise)))
         for p in found
@@ -152,6 +156,19 @@ def test_constants_that_are_there_are_found(host: HostConstants) -> None:
     else:
         assert found.host.c0_s == pytest.approx(host.c0_s, rel=0.1)
         assert found.host.c1_s == pytest.approx(host.c1_s, rel=0.1)
+
+
+def test_what_capturing_leaves_of_starting_a_kernel_is_found() -> None:
+    host = HostConstants(
+        2e-4, 1e-6, 7e-6, captured_tokens=512, captured_prompt_tokens=1000, captured_t0=0.12
+    )
+    points = points_of(truth(host), 0.0, Random(1))
+    assert sum(point.captured for point in points) > 15
+    seen = HostConstants(5e-5, 1e-6, overlapped=True)
+    result = fit(points, DEVICE, seen)
+    assert result.calibration.host.captured_t0 == pytest.approx(0.12, rel=0.25)
+    for name, error in result.errors.items():
+        assert error.median < 0.03, (name, error)
 
 
 @pytest.mark.parametrize("seed", range(3))
