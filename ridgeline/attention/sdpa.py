@@ -33,6 +33,7 @@ LONG_PIECE = 1024  # tokens from which cuDNN's kernel is worth a plan of its own
 # cuDNN spends tens of milliseconds of the host on every shape that it has not seen, so that prompts
 # are filled up to few lengths; nothing real looks at what is behind its end.
 PIECE_STEP = 512
+CUDNN_CAPABILITY = (8, 0)  # older GPUs have no such kernel
 BIAS_ALIGNMENT = 16  # keys; torch copies a bias of another width at every call on a GPU
 
 
@@ -293,7 +294,7 @@ def _attend_long(
     out_THD: torch.Tensor,
 ) -> None:
     kv_n2KD = layer_kv.gather(piece.slots)
-    if piece.padded and q_THD.dtype != torch.float32:
+    if piece.padded and _suits_cudnn(q_THD):
         _attend_cudnn(q_THD, kv_n2KD, piece, scale, out_THD)
         return
     kv_n2KD = kv_n2KD[: piece.num_keys]
@@ -328,6 +329,12 @@ def _attend_long(
             attn_mask=bias,
             scale=scale,
         )
+
+
+def _suits_cudnn(q_THD: torch.Tensor) -> bool:
+    size = q_THD.shape[2]
+    is_served = q_THD.dtype != torch.float32 and size <= 128 and size % 8 == 0
+    return is_served and torch.cuda.get_device_capability(q_THD.device) >= CUDNN_CAPABILITY
 
 
 def _attend_cudnn(
