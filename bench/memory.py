@@ -465,7 +465,9 @@ def main() -> int:
         if not args.json:
             show(results[-1])
     where = open_device(args.device).torch_device
-    about = replace(environment(where), command=" ".join(["python", *sys.argv]))
+    # Folders are those of whoever measured; their names say what was.
+    words = [Path(word).name for word in sys.argv[1:]]
+    about = replace(environment(where), command=" ".join(["python bench/memory.py", *words]))
     record = {"environment": asdict(about), "rows": [as_json(one) for one in results]}
     text = json.dumps(record, indent=1) + "\n"
     if args.out is not None:

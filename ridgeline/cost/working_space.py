@@ -1,9 +1,9 @@
 """How much does the largest step hold at once, beside weights and KV cache?
 
-What is counted is what the plain path allocates: the numbers that are alive together at the worst
-moment of the worst step that the limits allow. Forward pass, prompt log-probabilities and sampling
-come one after the other and use the same memory, so the largest decides. `bench/memory.py` holds
-this against what is allocated.
+What is counted is what a step allocates that is not captured: the numbers that are alive together
+at the worst moment of the worst step that the limits allow. Forward pass, prompt log-probabilities
+and sampling come one after the other and use the same memory, so the largest decides.
+`bench/memory.py` holds this against what is allocated.
 
 Letters: T tokens of a step, E hidden, C queries, keys and values, Q queries, N numbers that are
 rotated, F feed-forward, V vocabulary, each per token.
@@ -177,8 +177,7 @@ class _Space:
 
     def _widest(self, tokens: int, each: int) -> int:
         """What the layers hold at most, when requests that are answered together have `each` new
-        tokens. Three vectors of E are the most that wait outside of a
-        product: the sum so far twice (as it came and as attention left it) and its norm."""
+        tokens. The sum so far and its norm are what waits outside of a product."""
         return max(
             max(self._attention(layer, tokens, each), self._feed_forward(layer, tokens))
             for layer in dict.fromkeys(self.spec.layers)

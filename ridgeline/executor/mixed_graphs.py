@@ -132,7 +132,7 @@ class MixedGraphs:
     def _fill(self, step: MixedStep, bucket: int, room: int, is_decode: Array) -> Array | None:
         """None when the pieces need more records than there is room for."""
         at = self._layout(bucket, room)
-        num, groups = len(step.token_ids_T), len(self._kv.groups)
+        num = len(step.token_ids_T)
         sent = np.zeros(at[-1], np.int64)
         sent[:num] = step.token_ids_T
         sources = sent[at[1] : at[2]]
@@ -158,7 +158,7 @@ class MixedGraphs:
                 return None
             begin = index * width * RECORD
             work[begin : begin + records.size] = records.ravel()
-        return sent if groups else None
+        return sent
 
     def _fill_decodes(
         self, sent: Array, at: list[int], step: MixedStep, bucket: int, is_decode: Array
