@@ -75,7 +75,7 @@ bench: setup
 
 train-demo: setup
 	@test -n "$(OUT)" || { echo "name a folder: make train-demo OUT=folder BOOKS='a.txt b.txt'" >&2; exit 2; }
-	$(BIN)/python -m tools.train_demo.train --what pair --out "$(OUT)" --steps 19200 --reuse 1 \
+	$(BIN)/python -m tools.train_demo.train --what pair --out "$(OUT)" --steps 10500 --reuse 1 \
 	  --log-every 100 $(BOOKS:%=--book %) $(ARGS)
 	$(BIN)/python -m tools.train_demo.train --what moe --out "$(OUT)" --steps 3200 --reuse 1 \
 	  --log-every 100 $(BOOKS:%=--book %) $(ARGS)

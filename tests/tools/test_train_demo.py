@@ -136,6 +136,13 @@ def test_no_held_out_problem_is_trained_on() -> None:
         assert not asked & trained, task
 
 
+def test_an_answer_weighs_the_root_of_its_length() -> None:
+    learn = torch.tensor([[0, 1, 1, 1, 1, 0, 1], [1, 0, 0, 1, 1, 0, 0]]).bool()
+    root = 2**-0.5
+    want = torch.tensor([[0, 0.5, 0.5, 0.5, 0.5, 0, 1], [1, 0, 0, root, root, 0, 0]])
+    torch.testing.assert_close(train.token_weights(learn), want)
+
+
 def test_a_failed_worker_ends_the_run(made: Path) -> None:
     done = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     done.wait()

@@ -11,7 +11,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.evaluation.worlds.conversations import chat
 from ridgeline.evaluation.worlds.fields import json_object
 from ridgeline.evaluation.worlds.lists import copy, sort
-from ridgeline.evaluation.worlds.passages import lookup
+from ridgeline.evaluation.worlds.passages import lookup, lookups
 from ridgeline.evaluation.worlds.problem import Message, Problem, Rng, Split
 from ridgeline.evaluation.worlds.scoring import score
 from ridgeline.evaluation.worlds.sums import arithmetic
@@ -77,7 +77,10 @@ def training_conversation(rng: Rng) -> tuple[Message, ...]:
             continue
         used.add(task)
         wanted -= 1
-        added = answered(problem(task, rng, "train"))
+        if task == "lookup":
+            added = list(lookups(rng, "train"))
+        else:
+            added = answered(problem(task, rng, "train"))
         if num_characters(messages) + num_characters(added) <= MAX_CHARACTERS or not messages:
             messages += added
     return tuple(messages) if messages[1:] else training_conversation(rng)

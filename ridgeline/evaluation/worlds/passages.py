@@ -15,6 +15,7 @@ from ridgeline.evaluation.worlds.telling import NATURE
 
 MIN_TOKENS, MAX_TOKENS = 30, 1450
 PAIRS = 2  # the fewest facts in a passage
+MAX_QUESTIONS = 8  # about one passage of training
 AMOUNTS = ("number", "price", "weight", "size")
 SPOTS: tuple[str, ...] = tuple(f"in the {room}" for room in w.ROOMS for _ in range(2)) + tuple(
     f"{preposition} the {place}" for place, preposition in w.PREPOSITION.items()
@@ -143,6 +144,19 @@ def lookup_again(rng: Rng, split: Split) -> Problem:
         Message("user", rng.choice(AGAIN).format(question=again)),
     )
     return Problem("lookup", messages, answer_again)
+
+
+def lookups(rng: Rng, split: Split) -> tuple[Message, ...]:
+    """A passage and several questions about it, all answered: for training, where one question
+    about a long passage would teach little."""
+    facts = draw(lambda: drawn_facts(rng, MAX_TOKENS), content, split)
+    question, answer = question_about(rng, facts)
+    messages = [Message("user", laid_out(rng, facts, question)), Message("assistant", answer)]
+    for _ in range(rng.randrange(min(MAX_QUESTIONS, 2 + len(facts)))):
+        again, answer = question_about(rng, facts)
+        asked_again = rng.choice(AGAIN).format(question=again)
+        messages += [Message("user", asked_again), Message("assistant", answer)]
+    return tuple(messages)
 
 
 def content(facts: Sequence[Fact]) -> str:
