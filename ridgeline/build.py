@@ -27,8 +27,11 @@ from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.generation import GenerationDefaults, generation_defaults
+from ridgeline.kernels.cache import KernelCounts, prepare_kernels
+from ridgeline.kernels.cpu import native
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
+from ridgeline.layers.piece import TensorSource
 from ridgeline.loader import (
     Checkpoint,
     ModelFolder,
@@ -38,6 +41,7 @@ from ridgeline.loader import (
     read_generation_config,
     resolve_model,
 )
+from ridgeline.loader.parallel import ParallelSource
 from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
@@ -49,6 +53,7 @@ from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.startup import Phase, StartUp
 from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
@@ -74,6 +79,8 @@ class Built:
     watch: Observatory
     pricer: Pricer
     event_log: LogFile | None = None
+    startup: tuple[Phase, ...] = ()
+    kernels: KernelCounts | None = None
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -96,44 +103,67 @@ class Front:
     generation: GenerationDefaults
 
 
-def build_front(config: EngineConfig, progress: Progress | None = None) -> Front:
+def build_front(
+    config: EngineConfig, progress: Progress | None = None, startup: StartUp | None = None
+) -> Front:
     """Find the model and read everything but its weights. Raises ConfigError."""
-    folder = resolve_model(demo.located(config.model), progress=progress)
-    if config.model.startswith(demo.PREFIX):
-        folder = replace(folder, name=config.model)
-    spec = read_spec(read_config(folder.path))
-    check_served(spec)
+    startup = startup or StartUp()
+    with startup.phase("config"):
+        folder = resolve_model(demo.located(config.model), progress=progress)
+        if config.model.startswith(demo.PREFIX):
+            folder = replace(folder, name=config.model)
+        spec = read_spec(read_config(folder.path))
+        check_served(spec)
     text = Path(config.tokenizer) if config.tokenizer else folder.path
-    tokenizer = load_tokenizer(text)
+    with startup.phase("tokenizer"):
+        tokenizer = load_tokenizer(text)
+        chat_template = load_chat_template(text, tokenizer)
     end = spec.eos_token_ids
     if not end and tokenizer is not None and tokenizer.eos_token_id is not None:
         end = (tokenizer.eos_token_id,)
     generation = generation_defaults(read_generation_config(folder.path), end)
-    return Front(folder, spec, tokenizer, load_chat_template(text, tokenizer), generation)
+    return Front(folder, spec, tokenizer, chat_template, generation)
 
 
 def build(
-    config: EngineConfig, progress: Progress | None = None, clock: Clock | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    clock: Clock | None = None,
+    startup: StartUp | None = None,
 ) -> Built:
-    """A ready engine. Raises ConfigError (DoesNotFit with its table) before memory is taken."""
-    front = build_front(config, progress)
+    """A ready engine. Raises ConfigError (DoesNotFit with its table) before memory is taken.
+
+    What takes a while is noted in `startup`, by default from here on."""
+    startup = startup or StartUp()
+    front = build_front(config, progress, startup)
     path, spec = front.folder.path, front.spec
-    checkpoint = _open(config, path, spec)
-    device = open_device(config.device)
-    resolved, memory = resolve(
-        config,
-        spec,
-        device,
-        model_path=str(path),
-        model_name=front.folder.name,
-        revision=front.folder.revision,
-        has_weights=checkpoint is not None,
-    )
-    pricer = engine_pricer(config, resolved, spec, device)
+    with startup.phase("headers"):
+        checkpoint = _open(config, path, spec)
+    with startup.phase("device"):
+        device = open_device(config.device)
+        device.memory_free()  # makes a GPU's context, so that no other phase does
+    with startup.phase("Triton"):
+        kernels = prepare_kernels(device.torch_device)
+    with startup.phase("decisions"):
+        resolved, memory = resolve(
+            config,
+            spec,
+            device,
+            model_path=str(path),
+            model_name=front.folder.name,
+            revision=front.folder.revision,
+            has_weights=checkpoint is not None,
+        )
+        pricer = engine_pricer(config, resolved, spec, device)
     log = None if config.event_log is None else LogFile(config.event_log)
     torch.set_num_threads(resolved.threads)
-    decoder = _decoder(resolved, spec, device, checkpoint, progress)
-    executor, kv = _executor(resolved, spec, device, decoder)
+    if device.name == "cpu":
+        native.set_threads(resolved.threads)
+        native.announce()
+    decoder = _decoder(resolved, spec, device, checkpoint, progress, startup)
+    with startup.phase("cache") as opened:
+        executor, kv = _executor(resolved, spec, device, decoder)
+        opened.detail = f"{kv.num_bytes / 1e9:.3g} GB"
     memory = _measured(memory, decoder.num_bytes, kv.num_bytes)
     learned = LearnedPricer(pricer)
     scheduler = _scheduler(resolved, spec, learned)
@@ -159,6 +189,8 @@ def build(
         watch,
         pricer,
         log,
+        startup.report(),
+        kernels,
     )
 
 
@@ -176,27 +208,55 @@ def _decoder(
     device: Device,
     checkpoint: Checkpoint | None,
     progress: Progress | None,
+    startup: StartUp,
 ) -> Decoder:
+    with startup.phase("allocation"):
+        decoder = _empty_decoder(resolved, spec, device)
+    with startup.phase("weights") as opened:
+        begun = startup.elapsed_s()
+        if checkpoint is None or resolved.load_format == "random":
+            decoder.randomize(resolved.seed)
+            device.synchronize()
+            opened.detail = "random"
+            return decoder
+        total = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
+        report = None if progress is None else lambda done: progress("weights", done, total)
+        decoder.load(_source(checkpoint, device), report)
+        device.synchronize()
+        checkpoint.close()
+        seconds = max(1e-9, startup.elapsed_s() - begun)
+        opened.detail = f"{total / 1e9:.3g} GB, {total / 1e9 / seconds:.2g} GB/s"
+    return decoder
+
+
+def _source(checkpoint: Checkpoint, device: Device) -> TensorSource:
+    """On a CPU the copy out of the mapped file is all there is to do."""
+    if device.torch_device.type == "cpu":
+        return checkpoint
+    return ParallelSource(checkpoint, device.torch_device)
+
+
+def _empty_decoder(resolved: ResolvedConfig, spec: ModelSpec, device: Device) -> Decoder:
     dtype = getattr(torch, resolved.dtype)
-    decoder = Decoder(
+    return Decoder(
         spec,
         dtype=dtype,
         device=device.torch_device,
         placement=Placement(),
         attention=choose_backend(
-            resolved.attention_backend, spec, dtype, device.torch_device, resolved.kv_cache_dtype
+            resolved.attention_backend,
+            spec,
+            dtype,
+            device.torch_device,
+            resolved.kv_cache_dtype,
+            deterministic=resolved.deterministic,
         ),
-        weight_format=open_weight_format(resolved.weight_format),
+        weight_format=open_weight_format(
+            resolved.weight_format, deterministic=resolved.deterministic
+        ),
         max_model_len=resolved.max_model_len,
+        deterministic=resolved.deterministic,
     )
-    if checkpoint is None or resolved.load_format == "random":
-        decoder.randomize(resolved.seed)
-        return decoder
-    total = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
-    report = None if progress is None else lambda done: progress("weights", done, total)
-    decoder.load(checkpoint, report)
-    checkpoint.close()
-    return decoder
 
 
 def _executor(
@@ -226,6 +286,7 @@ def _executor(
         max_model_len=resolved.max_model_len,
         max_captured_rows=captured,
         max_captured_tokens=captured_tokens,
+        deterministic=resolved.deterministic,
     )
     return executor, kv
 

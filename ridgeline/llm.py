@@ -16,6 +16,7 @@ from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.request import SamplingParams, TokenLogprobs
+from ridgeline.startup import StartUp
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +130,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, progress: Progress | None = None, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        progress: Progress | None = None,
+        startup: StartUp | None = None,
+        **options: Any,
     ) -> None:
         named = demo.DEFAULT if model is None else str(model)
-        self._built: Built = build(EngineConfig(model=named, **options), progress)
+        config = EngineConfig(model=named, **options)
+        self._built: Built = build(config, progress, startup=startup)
         self._live: dict[str, _Live] = {}  # request id -> its question
         self._ids = itertools.count()
 

@@ -22,7 +22,7 @@ LEVELS = (
     {"scheduler", "cost"},
     {"engine", "router", "observe"},
     {"simulator", "planner"},
-    {"devices", "kernels", "distributed"},
+    {"devices", "kernels", "distributed", "startup"},
     {"kvcache", "quantization"},
     {"attention", "layers"},
     {"loader", "sampling", "speculation"},

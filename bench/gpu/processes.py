@@ -201,8 +201,9 @@ def _weights(pattern: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.
 
 def first_token(model: Path, options: Mapping[str, Any], ids: Sequence[int]) -> dict[str, float]:
     """Seconds from starting a fresh `ridgeline generate` to the first byte of its answer, which
-    the folder's lack of a tokenizer makes the first token's id."""
-    words = [*COMMAND, "generate", str(model), "--token-ids", ",".join(map(str, ids))]
+    the folder's lack of a tokenizer makes the first token's id; and the phases of its start-up
+    report. To draw that (-v) takes it some 0.1 s, which are counted."""
+    words = [*COMMAND, "generate", str(model), "--token-ids", ",".join(map(str, ids)), "-v"]
     words += ["--max-tokens", "1", "--temperature", "0", *flags(options)]
     with tempfile.TemporaryFile("w+") as errors:
         started = time.monotonic()
@@ -218,6 +219,21 @@ def first_token(model: Path, options: Mapping[str, Any], ids: Sequence[int]) -> 
             process.kill()
             process.wait()
         done = time.monotonic() - started
-        found = re.search(r"ready in ([\d.]+) s", _tail(errors))
-    ready = float(found[1]) if found else math.nan
-    return {"first_token_s": seconds, "engine_ready_s": ready, "process_s": done}
+        errors.seek(0)
+        report = errors.read()
+    return {"first_token_s": seconds, "process_s": done} | start_report(report)
+
+
+def start_report(text: str) -> dict[str, float]:
+    """What `generate -v` says of its start, as numbers: seconds until it was ready, of each phase
+    (`start_NAME_s`) and of the process at its first token, and what became of kernels."""
+    ready = re.search(r"start-up total_s=([\d.]+) phases=\[(.*)\]", text)
+    row = {"engine_ready_s": float(ready[1]) if ready else math.nan}
+    for name, seconds in re.findall(r"(\w[\w ]*) ([\d.]+) s\b", ready[2] if ready else ""):
+        row[f"start_{name.replace(' ', '_').lower()}_s"] = float(seconds)
+    token = re.search(r"first token process_age_s=([\d.]+)", text)
+    row["first_token_age_s"] = float(token[1]) if token else math.nan
+    kernels = re.search(r"(\d+) kernels compiled in ([\d.]+) s, (\d+) found in ([\d.]+) s", text)
+    names = ("kernels_compiled", "kernels_compiled_s", "kernels_found", "kernels_found_s")
+    values = kernels.groups() if kernels else (0.0,) * len(names)
+    return row | dict(zip(names, map(float, values), strict=True))

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ridgeline.cli.interrupt import CtrlC
 from ridgeline.cli.sampling_flags import add_sampling_flags, ids, sampling_changes
 from ridgeline.cli.session import add_session_flags, note, note_cost, open_llm
 from ridgeline.errors import ConfigError
+from ridgeline.startup import say_first_token, total_s
 
 if TYPE_CHECKING:
     from ridgeline.answer import Choice
@@ -120,6 +121,7 @@ def _stream(args: argparse.Namespace, llm: LLM, prompt: Prompt, sampling: Sampli
         for piece in ctrl_c.watch(llm.stream(prompt.token_ids, sampling)):
             if first is None and piece.token_ids:
                 first = time.perf_counter()
+                say_first_token(llm.built.kernels)
             count += len(piece.token_ids)
             sys.stdout.write(piece.text if llm.tokenizer else _ids_text(piece.token_ids, " "))
             sys.stdout.flush()
@@ -193,8 +195,10 @@ def _piece(llm: LLM, token_id: int) -> str:
 
 def as_json(llm: LLM, prompts: list[Prompt], results: list[GenerationResult]) -> dict[str, Any]:
     """Everything known about the answers, as plain JSON values."""
+    start = llm.built.startup
     return {
         "model": llm.resolved.model_name,
+        "start": {"total_s": total_s(start), "phases": [asdict(phase) for phase in start]},
         "results": [_result_json(p.text, r) for p, r in zip(prompts, results, strict=True)],
     }
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_engine_flags, engine_options
+from ridgeline.devices import wake_driver
+from ridgeline.startup import StartUp, say_phases, total_s, without_collections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,19 +44,33 @@ def open_llm(args: argparse.Namespace, **more: Any) -> Iterator[LLM]:
     from ridgeline import log
 
     log.set_up("INFO" if args.verbose else "ERROR" if args.quiet else "WARNING")
-    started = time.perf_counter()
+    options = engine_options(args) | more
+    startup = StartUp()
+    if "torch" not in sys.modules:  # a fresh process: nothing came before that is not ours
+        startup = StartUp.of_process("Python")
+        wake_driver(str(options.get("device", "auto")))
+        with without_collections():
+            _import(startup)
     with _progress(args) as progress:
         from ridgeline.llm import LLM
 
-        llm = LLM(args.model, progress=progress, **(engine_options(args) | more))
+        llm = LLM(args.model, progress=progress, startup=startup, **options)
     with llm:
-        note(args, _start_line(llm, time.perf_counter() - started))
+        note(args, _start_line(llm))
+        say_phases(llm.built.startup)
         if args.verbose:
             _show_decisions(llm)
         yield llm
 
 
-def _start_line(llm: LLM, seconds: float) -> str:
+def _import(startup: StartUp) -> None:
+    with startup.phase("torch"):
+        import torch  # noqa: F401
+    with startup.phase("imports"):
+        import ridgeline.llm  # noqa: F401
+
+
+def _start_line(llm: LLM) -> str:
     from ridgeline.architectures.counts import num_parameters
 
     asked = llm.resolved
@@ -64,7 +79,7 @@ def _start_line(llm: LLM, seconds: float) -> str:
     return (
         f"{asked.model_name}: {llm.spec.family}, {quantity(num_parameters(llm.spec))} parameters, "
         f"{weights}{asked.dtype} on {asked.device}, cache for {tokens} tokens, "
-        f"ready in {seconds:.1f} s"
+        f"ready in {total_s(llm.built.startup):.1f} s"
     )
 
 
@@ -133,9 +148,13 @@ def _show_decisions(llm: LLM) -> None:
         memory.add_row(
             line.what, f"{line.predicted / 1e9:.3f}", f"{line.predicted / 2**30:.3f}", measured
         )
+    start = Table("start-up", "s", "", title="where the time went")
+    for phase in llm.built.startup:
+        start.add_row(phase.name, f"{phase.seconds:.2f}", phase.detail)
     out = console()
     out.print(decided)
     out.print(memory)
+    out.print(start)
 
 
 @contextmanager

@@ -1,27 +1,24 @@
-"""Which device runs the model? `open_device` turns a name into one."""
+"""Which device runs the model? `open_device` turns a name into one; `wake_driver` begins earlier.
+
+Names resolve on first use: who wakes a driver does it beside the import of torch.
+"""
 
 from __future__ import annotations
 
-import torch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ridgeline.devices.cpu import CpuDevice
-from ridgeline.devices.cuda import CudaDevice
-from ridgeline.devices.device import Device
-from ridgeline.errors import ConfigError
+if TYPE_CHECKING:
+    from ridgeline.devices.choose import open_device
+    from ridgeline.devices.device import Device
+    from ridgeline.devices.driver import wake_driver
 
-__all__ = ["Device", "open_device"]
+_WHERE = {"Device": "device", "open_device": "choose", "wake_driver": "driver"}
+
+__all__ = ["Device", "open_device", "wake_driver"]
 
 
-def open_device(name: str) -> Device:
-    """`auto` (a GPU if there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.
-
-    ConfigError for other names and for GPUs that are not there.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return CpuDevice()
-    kind, separator, index = name.partition(":")
-    if kind != "cuda" or (separator and not index.isdigit()):
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
-    return CudaDevice(int(index) if separator else 0)
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ridgeline.devices' has no attribute {name!r}")
+    return getattr(import_module(f"ridgeline.devices.{_WHERE[name]}"), name)

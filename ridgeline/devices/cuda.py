@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ridgeline.clock import WallClock
 from ridgeline.errors import ConfigError
+from ridgeline.log import say
 
 BFLOAT16_CAPABILITY = (8, 0)
+
+logger = logging.getLogger(__name__)
 
 
 class CudaDevice:
@@ -48,19 +53,27 @@ class CudaDevice:
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Callable[[], None], what: str = "a step") -> Callable[[], None]:
         """A CUDA graph. Kernels are compiled and libraries wake up in a first, plain run; all
-        graphs share one pool, so they must run one after the other."""
+        graphs share one pool, so they must run one after the other. How long that took the host
+        is said at INFO."""
+        clock = WallClock()
+        begun = clock.now()
         stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(stream):
             launch()
         torch.cuda.current_stream(self.torch_device).wait_stream(stream)
+        launched = clock.now()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             launch()
+        say(
+            logger, logging.INFO, f"captured {what}", first_run_s=f"{launched - begun:.3f}",
+            capture_s=f"{clock.now() - launched:.3f}",
+        )  # fmt: skip
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -33,9 +33,9 @@ class Device(Protocol):
         """The tensor on the host; waits for what computes it."""
         ...
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, launch: Callable[[], None], what: str = "a step") -> Callable[[], None]:
         """Something that does again what `launch` does, with the same tensors. `launch` is called
-        here, at least once, and must not wait for the device."""
+        here, at least once, and must not wait for the device. `what` it is, for the log."""
         ...
 
     def synchronize(self) -> None: ...

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -31,6 +33,30 @@ class TensorSource(Protocol):
     def tensor(self, name: str) -> torch.Tensor: ...
 
     def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class BringsPieces(Protocol):
+    """A source that fills pieces itself, several at once."""
+
+    def bring(self, pieces: Iterable[Piece]) -> AbstractContextManager[Iterator[int]]:
+        """Yields the bytes read of each piece, in the order asked for, when it is in place for
+        all that the caller tells the device from then on. `pieces` is read a little ahead, and
+        none is held for longer than it takes. Leaving the context ends every transfer and raises
+        ConfigError when what came is damaged."""
+        ...
+
+
+def arriving(
+    source: TensorSource, pieces: Iterable[Piece]
+) -> AbstractContextManager[Iterator[int]]:
+    """`bring` of a source that has it; one piece after the other of all others."""
+    return source.bring(pieces) if isinstance(source, BringsPieces) else _in_turn(source, pieces)
+
+
+@contextmanager
+def _in_turn(source: TensorSource, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:
+    yield (fill(piece, source) for piece in pieces)
 
 
 def fill(piece: Piece, source: TensorSource) -> int:

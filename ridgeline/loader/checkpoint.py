@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -76,6 +77,10 @@ class Checkpoint:
         self._entry(name)
         return self._entries[name][0]
 
+    def entry(self, name: str) -> TensorEntry:
+        """Where in its file the tensor is."""
+        return self._entry(name)
+
     def num_bytes(self, name: str) -> int:
         entry = self._entry(name)
         return entry.end - entry.start
@@ -144,19 +149,25 @@ def open_checkpoint(folder: Path, *, finite_only: bool = True) -> Checkpoint:
 
 def check_finite(name: str, tensor: torch.Tensor, path: Path | None = None) -> None:
     """ConfigError when a floating-point tensor (any device) holds NaN or infinity."""
-    if not tensor.is_floating_point() or tensor.numel() == 0 or _is_finite(tensor):
-        return
+    if (bad := is_damaged(tensor)) is not None and bool(bad):
+        refuse_damaged(name, path)
+
+
+def refuse_damaged(name: str, path: Path | None = None) -> NoReturn:
     where = f"{path}: " if path else ""
     raise ConfigError(f"{where}tensor {name!r} holds NaN or infinity; the weights are damaged")
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_damaged(tensor: torch.Tensor) -> torch.Tensor | None:
+    """One bool where the tensor is: does it hold NaN or infinity? None: it cannot."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return None
     if tensor.dtype == torch.float8_e4m3fn:
-        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+        return ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()
     if tensor.dtype == torch.float8_e5m2:
-        return not bool(((tensor.view(torch.uint8) & 0x7C) == 0x7C).any())
+        return ((tensor.view(torch.uint8) & 0x7C) == 0x7C).any()
     low, high = torch.aminmax(tensor)  # one pass, no temporary, and NaN wins
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return ~(torch.isfinite(low) & torch.isfinite(high))
 
 
 def check_tensors(

@@ -34,6 +34,7 @@ from ridgeline.server.wire import (
     pack_output,
     unpack_add,
 )
+from ridgeline.startup import Phase, Started, say_first_token
 
 MAX_FAILURES = 3  # in a row: the device will not recover in this process
 
@@ -83,7 +84,7 @@ class CommandWire(Protocol):
     def send(self, event: Event) -> None: ...
 
 
-def ready_message(served: Served, pid: int) -> Ready:
+def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Ready:
     resolved = served.resolved
     return Ready(
         pid,
@@ -100,6 +101,7 @@ def ready_message(served: Served, pid: int) -> Ready:
         served.device.memory_total(),
         min(resolved.max_model_len, served.engine.scheduler.max_servable_tokens),
         None if served.watch is None else _prices(served.watch),
+        tuple((phase.name, phase.seconds) for phase in startup),
     )
 
 
@@ -117,6 +119,8 @@ class EngineLoop:
         self._clock = clock
         self._watch = StepCounters()
         self._num_failures = 0
+        self._has_answered = False
+        self._kernels = served.kernels if isinstance(served, Started) else None
         self._engine.observers.append(self._watch)
         scheduler, watch = served.engine.scheduler, served.watch
         self._observatory = watch
@@ -136,6 +140,9 @@ class EngineLoop:
         num_steps = self._watch.num_steps
         outputs = self._engine.step()
         has_stepped = self._watch.num_steps != num_steps
+        if outputs and not self._has_answered:
+            self._has_answered = True
+            say_first_token(self._kernels)
         if outputs or commands or has_stepped:
             self._tell([], outputs)
         if has_stepped:

@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ridgeline.clock import WallClock
+from ridgeline.devices import wake_driver
 from ridgeline.errors import ConfigError
 from ridgeline.log import say, set_up
 from ridgeline.server.config import DEFAULT_BUILDER
@@ -41,6 +42,7 @@ from ridgeline.server.wire import (
     frame_length,
     read_command,
 )
+from ridgeline.startup import Started, StartUp, say_phases, without_collections
 
 MAX_WAITING_COMMANDS = 4096
 PROGRESS_PERIOD_S = 0.2
@@ -123,7 +125,7 @@ def load_builder(name: str) -> Builder:
     return builder
 
 
-def _build(wire: Wire, start: Start, builder: str) -> Served:
+def _build(wire: Wire, start: Start, builder: str, startup: StartUp) -> Served:
     """Raises ConfigError as the builder does."""
     clock = WallClock()
     said = clock.now()
@@ -134,7 +136,21 @@ def _build(wire: Wire, start: Start, builder: str) -> Served:
             said = clock.now()
             wire.send(Loading(stage, done, total))
 
-    return load_builder(builder)(start.config, progress)
+    if builder == DEFAULT_BUILDER:
+        wake_driver(start.config.device)
+        with without_collections():
+            _import(startup)
+    served = load_builder(builder)(start.config, progress)
+    if isinstance(served, Started):
+        startup.take(served.startup)
+    return served
+
+
+def _import(startup: StartUp) -> None:
+    with startup.phase("torch"):
+        import_module("torch")
+    with startup.phase("imports"):
+        load_builder(DEFAULT_BUILDER)
 
 
 def _report(served: Served) -> None:
@@ -163,11 +179,14 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         return EXIT_FAULT
     set_up(start.log_level)
     try:
-        served = _build(wire, start, builder)
+        startup = StartUp.of_process("Python")
+        served = _build(wire, start, builder, startup)
         _report(served)
+        phases = startup.report()
+        say_phases(phases)
         if heartbeat_fd is not None and served.watch is not None:
             served.engine.journals.append(Heartbeat(heartbeat_fd, served.watch.pricing))
-        wire.send(ready_message(served, os.getpid()))
+        wire.send(ready_message(served, os.getpid(), phases))
         EngineLoop(served, wire, WallClock()).run()
     except ConfigError as fault:
         wire.send(StartFailed(str(fault)))

@@ -144,6 +144,7 @@ class _Server:
             loop.add_signal_handler(name, self._on_signal, name)
         http = asyncio.create_task(self._http._serve([self._sock]))
         engine = asyncio.create_task(self._service.engine.run())
+        self._service.read_early()
         timekeeper = asyncio.create_task(self._service.keep_time())
         stop = asyncio.create_task(self._stop.wait())
         try:

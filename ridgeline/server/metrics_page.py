@@ -144,6 +144,9 @@ class ServiceCollector(Collector):
         yield _labelled(
             "memory_contract_bytes", "What the engine planned to take.", rows, ("what",), {}
         )
+        started = () if ready is None else ready.startup
+        seconds: dict[tuple[str, ...], float] = {(name,): value for name, value in started}
+        yield _labelled("start_seconds", "What the engine's start took.", seconds, ("phase",), {})
         yield _gauge("device_memory_bytes", "Memory of the device.", total)
         yield _gauge("device_memory_used_bytes", "Of it in use, by anyone.", used)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,15 +52,43 @@ def epoch_s() -> int:
     return int(datetime.now(UTC).timestamp())
 
 
-def load_model(config: ServeConfig, ready: Ready) -> ServedModel:
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """The text side of the model in `folder`."""
+
+    folder: Path
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    texts: TokenTexts
+
+
+def load_text(folder: Path) -> ModelText:
     """Read the tokenizer and chat template (blocking). Raises ConfigError."""
-    folder = Path(config.engine.tokenizer or ready.model_path)
     tokenizer = load_tokenizer(folder)
+    template = load_chat_template(folder, tokenizer)
+    return ModelText(folder, tokenizer, template, TokenTexts(tokenizer))
+
+
+def text_folder(config: ServeConfig) -> Path | None:
+    """Where the tokenizer is, if that is known before the engine says where the model is."""
+    folder = Path(config.engine.tokenizer or config.engine.model).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def load_model(
+    config: ServeConfig, ready: Ready, early: Future[ModelText] | None = None
+) -> ServedModel:
+    """The model as the engine has opened it (blocking); `early` is what was read of it before.
+    Raises ConfigError."""
+    folder = Path(config.engine.tokenizer or ready.model_path).expanduser()
+    text = None if early is None else early.result()
+    if text is None or text.folder != folder:
+        text = load_text(folder)
     return ServedModel(
         config.served_model_name or ready.model_name,
         epoch_s(),
         ready,
-        tokenizer,
-        load_chat_template(folder, tokenizer),
-        TokenTexts(tokenizer),
+        text.tokenizer,
+        text.chat_template,
+        text.texts,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,11 +26,19 @@ from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.http_protocol import EXTENSION
 from ridgeline.server.json_body import parse_object
 from ridgeline.server.live import Live
-from ridgeline.server.model import ServedModel, epoch_s, load_model
+from ridgeline.server.model import (
+    ModelText,
+    ServedModel,
+    epoch_s,
+    load_model,
+    load_text,
+    text_folder,
+)
 from ridgeline.server.prepare import Prepared, prepare
 from ridgeline.server.replies import Renderer
 from ridgeline.server.sse import EventStream, State
 from ridgeline.server.wire import Ready
+from ridgeline.startup import process_age_s
 
 SMALL_BODY_BYTES = 16 << 10  # parsed on the event loop; larger ones in a worker thread
 LARGE = 1 << 30
@@ -51,10 +59,16 @@ class Service:
         self.admission = Admission(config.limits)
         self.engine = EngineClient(config, clock, self)
         self.model: ServedModel | None = None
+        self._early: Future[ModelText] | None = None
         self.draining = False
         self.open: set[Live] = set()
         self.connections: Collection[object] = ()  # the HTTP side puts its own here
         self.pool = ThreadPoolExecutor(config.limits.tokenizer_threads, "tokenize")
+
+    def read_early(self) -> None:
+        """Begin to read the tokenizer, beside the engine's start, if it is known where it is."""
+        if (folder := text_folder(self.config)) is not None:
+            self._early = self.pool.submit(load_text, folder)
 
     # ------------------------------------------------------------------ the engine's side
 
@@ -62,13 +76,17 @@ class Service:
         """The engine is up (again): load the text side and set the ceilings."""
         if self.model is None or self.model.ready.model_path != ready.model_path:
             loop = asyncio.get_running_loop()
-            self.model = await loop.run_in_executor(self.pool, load_model, self.config, ready)
+            self.model = await loop.run_in_executor(
+                self.pool, load_model, self.config, ready, self._early
+            )
+            self._early = None
         self.admission.size(
             max_num_seqs=ready.max_num_seqs, cache_tokens=ready.num_blocks * ready.block_size
         )
         say(
             logger, logging.INFO, "ready to serve", model=self.model.name,
             max_model_len=ready.max_model_len, engine_pid=ready.pid,
+            process_age_s=f"{process_age_s():.2f}",
         )  # fmt: skip
 
     async def keep_time(self) -> None:

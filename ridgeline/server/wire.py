@@ -132,6 +132,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     device_memory_total: int
     max_servable_tokens: int
     prices: Prices | None = None
+    startup: tuple[tuple[str, float], ...] = ()  # seconds by phase
 
 
 class StartFailed(msgspec.Struct, tag="start_failed", array_like=True, frozen=True):

@@ -51,6 +51,11 @@ def test_streamed_and_batched_text_are_the_same(plain: Path, cli: Cli) -> None:
     assert (code, streamed) == (0, output["text"] + "\n")
     assert len(output["token_ids"]) == 12
     assert record["results"][0]["prompt"] == "hello"
+    start = record["start"]
+    assert start["total_s"] == pytest.approx(sum(phase["seconds"] for phase in start["phases"]))
+    assert {"name": "weights", "detail": "random"}.items() <= next(
+        phase for phase in start["phases"] if phase["name"] == "weights"
+    ).items()
     assert record["results"][0]["metrics"]["ttft_s"] > 0
 
 

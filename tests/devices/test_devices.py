@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from ridgeline.devices import open_device
+from ridgeline.devices import open_device, wake_driver
 from ridgeline.errors import ConfigError
 from tests.conftest import TEST_DEVICE
 
@@ -38,3 +41,23 @@ def test_unknown_names(name: str) -> None:
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"use cpu|there are \d+ GPUs"):
         open_device("cuda:99")
+
+
+@pytest.mark.parametrize("name", ["cpu", "tpu", "cuda:x", ""])
+def test_what_is_no_gpu_by_its_name_is_not_woken(name: str) -> None:
+    assert wake_driver(name) is None
+
+
+@pytest.mark.parametrize("driver", ["libno-such-driver.so.1", "libc.so.6"])
+def test_a_driver_that_is_none_is_left_to_open_device(driver: str) -> None:
+    """Missing, or without the calls: nothing is raised in the thread, and it ends."""
+    thread = wake_driver("cuda:0", driver)
+    assert thread is not None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_waking_does_not_import_torch() -> None:
+    code = "import sys; from ridgeline.devices import wake_driver; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == 0

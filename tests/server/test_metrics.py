@@ -51,6 +51,7 @@ NAMES = {
     "ridgeline_regime_expected_seconds": "counter",
     "ridgeline_engine_overdue_steps": "counter",
     "ridgeline_memory_contract_bytes": "gauge",
+    "ridgeline_start_seconds": "gauge",
     "ridgeline_device_memory_bytes": "gauge",
     "ridgeline_device_memory_used_bytes": "gauge",
     "ridgeline_http_connections": "gauge",
