@@ -15,9 +15,10 @@ class EngineConfig:
     `max_in_flight` 1 plans a step after the last one's result, 2 while it runs. `ttft_slo_ms` and
     `tpot_slo_ms` are what policy slo promises: milliseconds to the first token, and per later one.
     `enforce_eager` launches the kernels of a decode step one by one, where a GPU would replay them
-    as one captured graph. `calibration` is a file of measured constants for the prices of steps;
-    `event_log` is a file that everything that happens in the engine is appended to (token ids,
-    never text).
+    as one captured graph. `deterministic` (on a GPU): a request's tokens do not depend on what else
+    is served beside it, for some speed. `calibration` is a file of measured constants for the
+    prices of steps; `event_log` is a file that everything that happens in the engine is appended to
+    (token ids, never text).
     """
 
     model: str
@@ -39,6 +40,7 @@ class EngineConfig:
     tpot_slo_ms: float | None = None
     max_in_flight: int = 2
     enforce_eager: bool = False
+    deterministic: bool = False
     attention_backend: str = "auto"
     weight_format: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -80,6 +82,7 @@ class ResolvedConfig:
     max_in_flight: int
     max_captured_rows: int = 0  # requests of the largest captured decode step; 0: none is captured
     max_captured_tokens: int = 0  # of the largest captured step with prompts
+    deterministic: bool = False
     attention_backend: str
     weight_format: str
     kv_cache_dtype: str

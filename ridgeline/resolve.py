@@ -13,6 +13,7 @@ import torch
 from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.attention import INVARIANT
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
 from ridgeline.cost.memory import (
     RESERVE_BYTES,
@@ -25,6 +26,8 @@ from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, DoesNotFit
 from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS, check_served, weight_line
+from ridgeline.kernels.cpu.native import library
+from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
 from ridgeline.scheduler.block_manager import blocks_needed
 from ridgeline.scheduler.policies import POLICIES, check_promise
@@ -34,6 +37,7 @@ WEIGHT_BYTES_PER_THREAD = 16 << 20
 CORES = torch.get_num_threads()  # as torch found them, before any model changes the number
 MAX_NUM_SEQS = {"cuda": 256, "cpu": 64}
 MAX_CAPTURED_ROWS = 512
+MAX_RECORDED_ROWS = 32  # of a CPU: of larger steps the calls are a small part
 MAX_CAPTURED_TOKENS = 2048  # above, a GPU takes longer over the kernels than the host
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 
@@ -121,6 +125,8 @@ def _resolve(
     kind = "cuda" if device.name.startswith("cuda") else "cpu"
     if config.device != device.name:
         decisions.note("device", config.device, device.name, "the fastest device found here")
+    if config.deterministic:
+        _check_deterministic(config, spec, kind, decisions)
     dtype = _dtype(config, spec, kind, decisions)
     limit = longest_context(spec)
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -145,9 +151,10 @@ def _resolve(
         kind=device_kind(kind),
     )
     working = working_of(context=max_model_len)
-    captured = _captured_rows(config, spec, kind, max_num_seqs, decisions)
-    captured_tokens = min(MAX_CAPTURED_TOKENS, batched) if captured else 0
-    graphs = graph_items(spec, captured, captured_tokens, DTYPE_BYTES[dtype])
+    captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
+    has_graphs = captured > 0 and kind == "cuda"  # recorded steps of a CPU fit in its reserve
+    captured_tokens = min(MAX_CAPTURED_TOKENS, batched) if has_graphs else 0
+    graphs = graph_items(spec, captured * has_graphs, captured_tokens, DTYPE_BYTES[dtype])
     block_bytes = bytes_per_block(
         spec, config.block_size, DTYPE_BYTES[dtype], kv_format=config.kv_cache_dtype
     )
@@ -189,6 +196,7 @@ def _resolve(
         max_in_flight=config.max_in_flight,
         max_captured_rows=captured,
         max_captured_tokens=captured_tokens,
+        deterministic=config.deterministic,
         attention_backend=config.attention_backend,
         weight_format=weight_format,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -247,6 +255,31 @@ def _check_numbers(config: EngineConfig) -> None:
     check_promise(config.policy, config.ttft_slo_ms, config.tpot_slo_ms)
 
 
+def _check_deterministic(
+    config: EngineConfig, spec: ModelSpec, kind: str, decisions: _Decisions
+) -> None:
+    """What can be known before anything is built; the rest is the attention backend's to say."""
+    way_out = "leave out deterministic, or"
+    if kind != "cuda":
+        raise ConfigError(f"deterministic needs a CUDA device, not {kind}; {way_out} serve on one")
+    if config.attention_backend not in ("auto", INVARIANT):
+        raise ConfigError(
+            f"deterministic needs attention_backend {INVARIANT}, not {config.attention_backend};"
+            f" {way_out} use auto"
+        )
+    if spec.hidden_size > MAX_NORM_SIZE:
+        raise ConfigError(
+            f"deterministic serves hidden sizes up to {MAX_NORM_SIZE}, not {spec.hidden_size};"
+            f" {way_out} serve another model"
+        )
+    because = (
+        "the same bits in any company: no products by the library or by the number of rows, no keys"
+        " dealt out to several programs, no kernels of their own for decodes and long prompts, and"
+        " filters and log-probabilities row by row"
+    )
+    decisions.note("deterministic", True, "one kernel for any number of tokens", because)
+
+
 def _load_format(config: EngineConfig, has_weights: bool) -> str:
     if config.load_format not in ("auto", "safetensors", "random"):
         raise ConfigError(
@@ -287,18 +320,30 @@ def _threads(config: EngineConfig, kind: str, weights: int, decisions: _Decision
 
 
 def _captured_rows(
-    config: EngineConfig, spec: ModelSpec, kind: str, max_num_seqs: int, decisions: _Decisions
+    config: EngineConfig,
+    spec: ModelSpec,
+    kind: str,
+    dtype: str,
+    max_num_seqs: int,
+    decisions: _Decisions,
 ) -> int:
     """Requests of the largest decode step that is captured. One with experts is not: the host
     must know which of them the step needs."""
-    if kind == "cpu" or config.attention_backend not in ("auto", "triton"):
+    if config.attention_backend not in ("auto", "native" if kind == "cpu" else "triton"):
+        return 0
+    if kind == "cpu" and not _records(config, dtype):
         return 0
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
         return 0
     if config.enforce_eager:
         decisions.note("captured steps", "none", "none", "enforce_eager was asked for")
         return 0
-    return min(max_num_seqs, MAX_CAPTURED_ROWS)
+    return min(max_num_seqs, MAX_RECORDED_ROWS if kind == "cpu" else MAX_CAPTURED_ROWS)
+
+
+def _records(config: EngineConfig, dtype: str) -> bool:
+    """All of a decode step on a CPU is done by native kernels, so that it can be recorded."""
+    return dtype == "bfloat16" and config.kv_cache_dtype == "auto" and library() is not None
 
 
 def _cache_size(

@@ -139,9 +139,11 @@ def test_each_change_of_a_setting_works(
 
 def test_formats_that_are_only_priced_are_refused() -> None:
     card = FakeDevice("cpu", 8 * GB)
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype 'int4' can be planned for, cannot be ser"
+    ):
+        done(tiny_config(), card, kv_cache_dtype="int4")
     for field in ("weight_format", "kv_cache_dtype"):
-        with pytest.raises(ConfigError, match=f"{field} 'int4' can be planned for, cannot be ser"):
-            done(tiny_config(), card, **{field: "int4"})
         with pytest.raises(ConfigError, match=f"unknown {field} 'fp7'"):
             done(tiny_config(), card, **{field: "fp7"})
 
@@ -195,3 +197,28 @@ def test_small_models_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (small.threads, large.threads) == (1, 8)
     assert any(d.field == "threads" for d in small.decisions)
     assert done(tiny_config(), FakeDevice("cpu", 8 * GB), threads=3)[0].threads == 3
+
+
+def test_deterministic_says_what_it_does_without() -> None:
+    resolved, memory = done(LLAMA_8B, FakeDevice("cuda:0", 80 * GB), deterministic=True)
+    plain, without = done(LLAMA_8B, FakeDevice("cuda:0", 80 * GB))
+    assert (resolved.deterministic, plain.deterministic) == (True, False)
+    (said,) = (d for d in resolved.decisions if d.field == "deterministic")
+    assert "any company" in said.because
+    assert not any(d.field == "deterministic" for d in plain.decisions)
+    assert memory == without
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "changes", "message"),
+    [
+        ("cpu", {}, {}, "deterministic needs a CUDA device, not cpu; leave out deterministic"),
+        ("cuda:0", {"attention_backend": "sdpa"}, {}, "attention_backend triton, not sdpa"),
+        ("cuda:0", {}, {"hidden_size": 32768}, "hidden sizes up to 16384, not 32768"),
+    ],
+)
+def test_deterministic_says_what_it_needs(
+    device: str, asked: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        done(LLAMA_8B | changes, FakeDevice(device, 800 * GB), deterministic=True, **asked)

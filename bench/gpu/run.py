@@ -56,6 +56,7 @@ ENGINE_OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "enforce_eager",
+    "deterministic",
 )
 WORKLOAD_IDS = 100_000  # the workload file's token ids lie below
 PROMPT_OF_START = 128  # tokens
@@ -345,13 +346,15 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     add("--max-num-seqs", type=int)
     add("--max-num-batched-tokens", type=int)
     add("--enforce-eager", action="store_true", default=None)
+    add("--deterministic", action="store_true", default=None)
 
 
 def main() -> None:
     args = parser().parse_args()
     started = time.monotonic()
     formats = {name: getattr(args, name) or "auto" for name in ("weight_format", "kv_cache_dtype")}
-    results = Results(args.out, dtype=args.dtype, **formats)
+    modes = {"deterministic": True} if args.deterministic else {}
+    results = Results(args.out, dtype=args.dtype, **formats, **modes)
     about = apart(environment) | {"model": Path(args.model).resolve().name}
     results.start(about, append=args.append)
     if args.decode or args.long or args.prefill or args.mixed or args.prefix:

@@ -9,6 +9,7 @@ from ridgeline.attention.backend import (
     AttentionBackend,
     AttentionCase,
     CapturedBackend,
+    CapturesDecodes,
     Pieces,
     Supports,
 )
@@ -17,9 +18,11 @@ from ridgeline.registry import load
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "INVARIANT",
     "AttentionBackend",
     "AttentionCase",
     "CapturedBackend",
+    "CapturesDecodes",
     "Pieces",
     "Supports",
     "choose_backend",
@@ -29,10 +32,12 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "reference": "ridgeline.attention.reference:ReferenceAttention",
     "sdpa": "ridgeline.attention.sdpa:SdpaAttention",
     "triton": "ridgeline.attention.paged:PagedAttention",
+    "native": "ridgeline.attention.native:NativeAttention",
 }
 # What `auto` tries, best first: our own kernels read blocks in place and can be captured; torch's
 # fused ones beat the tiled reference on every device and shape that both serve.
-PREFERENCE = ("triton", "sdpa", "reference")
+PREFERENCE = ("triton", "native", "sdpa", "reference")
+INVARIANT = "triton"  # the one that can be told to treat every token alike
 
 
 def choose_backend(
@@ -41,11 +46,16 @@ def choose_backend(
     dtype: torch.dtype,
     device: torch.device,
     kv_format: str = "auto",
+    *,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """The backend of this name, or with `auto` the best that serves every layer of the model.
+    `deterministic`: the one whose answer to a token does not depend on the others of a step.
 
     ConfigError for an unknown name, or with the reason why the named one cannot be used.
     """
+    if deterministic:
+        return _invariant(name, spec, dtype, device, kv_format)
     if name != "auto":
         backend: AttentionBackend = load(ATTENTION_BACKENDS, name, "attention backend")()
         if reason := _why_not(backend, spec, dtype, device, kv_format):
@@ -56,6 +66,25 @@ def choose_backend(
         if _why_not(backend, spec, dtype, device, kv_format) is None:
             return backend
     raise ConfigError(f"no attention backend serves {dtype} on {device.type}")
+
+
+def _invariant(
+    name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_format: str
+) -> AttentionBackend:
+    if name not in ("auto", INVARIANT):
+        raise ConfigError(
+            f"deterministic needs attention_backend {INVARIANT}, not {name}; use auto, or leave out"
+            " deterministic"
+        )
+    from ridgeline.attention.paged import PagedAttention
+
+    backend = PagedAttention(is_invariant=True)
+    if reason := _why_not(backend, spec, dtype, device, kv_format):
+        raise ConfigError(
+            f"deterministic needs attention backend {INVARIANT}, which {reason}; leave out"
+            " deterministic"
+        )
+    return backend
 
 
 def _why_not(

@@ -2,6 +2,9 @@
 
 Requests with one new token are answered together by the decode kernel, the others together by the
 prefill kernel; but a long prompt with nothing before it by torch's kernel on what is gathered.
+With `is_invariant` the prefill kernel answers them all, always cut in the same way, so that what a
+token gets depends on its position, the query and the cache alone: tiles of keys begin at multiples
+of one size, their order is that of the keys, and a key that a row does not see changes no bit.
 Letters: T packed tokens, B requests, H query heads, D head size.
 """
 
@@ -18,7 +21,8 @@ from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionCase, Pieces, Supports, softmax_scale
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
 from ridgeline.attention.sdpa import LONG_PIECE, SdpaAttention, SdpaPlan
-from ridgeline.errors import InternalError
+from ridgeline.attention.streamed import StreamedDecodes
+from ridgeline.errors import InternalError, check
 from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode, schedule_for
 from ridgeline.kernels.paged_prefill import (
     MOST_PROGRAMS,
@@ -32,18 +36,21 @@ from ridgeline.kernels.workspace import shared_workspace
 from ridgeline.kvcache import LayerKV
 
 FEW_PIECES = 32  # prompts of a captured step, beside the tiles that all its tokens make
+MANY_PIECES = 512  # the same where decodes are pieces too
 
 if TYPE_CHECKING:
+    from ridgeline.kernels.paged_decode_cuda import Front
     from ridgeline.kernels.paged_decode_triton import Schedule
 
 
 @dataclass(slots=True)
 class Prompts:
     """Requests with several new tokens in a step of `num_tokens`. Of a captured step the work is
-    in `work_WR`; else the first layer makes it of the lengths of `requests`."""
+    in `work_WR`; else the first layer makes it of the lengths of `requests`. `num_tokens` None:
+    they are cut the same in a step of any length."""
 
     tables: torch.Tensor
-    num_tokens: int
+    num_tokens: int | None
     work_WR: torch.Tensor | None = None
     layout: AttentionLayout | None = None
     requests: tuple[int, ...] = ()
@@ -59,12 +66,14 @@ class Prompts:
                 num_kv_heads=spec.num_kv_heads,
                 window=window,
                 config=config,
-                num_programs=MOST_PROGRAMS,
+                num_programs=_num_programs(self.num_tokens),
             )
             self.work_WR = torch.from_numpy(work).to(case.device)
         if self.work_WR is None:
             raise InternalError("prompts without work")
-        workspace = None if config is None else shared_workspace(case.device)
+        workspace = None
+        if config is not None and _num_programs(self.num_tokens):
+            workspace = shared_workspace(case.device)
         return PrefillBatch(self.tables, self.work_WR, window, config, workspace)
 
 
@@ -91,13 +100,19 @@ class PagedAttention:
         kv_formats=("auto", "fp8"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_invariant: bool = False) -> None:
+        self.is_invariant = is_invariant
         self._torch = SdpaAttention()
+        self._streamed = StreamedDecodes()
         self._schedules: dict[tuple[int | None, int, int, int, int], Schedule] = {}
         self._dealt_for: dict[tuple[int | None, int, int, int, int], PagedPlan] = {}
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> PagedPlan:
         lens = layout.query_lens
+        if self.is_invariant:
+            tables = layout.block_tables_BM[group]
+            every = Prompts(tables, None, layout=layout, requests=tuple(range(len(lens))))
+            return PagedPlan(window, None, every)
         long = [row for row in range(len(lens)) if _suits_torch(layout, row, window)]
         others = [row for row, n in enumerate(lens) if n != 1 and row not in long]
         decodes = None
@@ -108,19 +123,24 @@ class PagedAttention:
         return PagedPlan(window, decodes, _prompts(layout, group, others), rest)
 
     def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> PagedPlan:
+        check(not self.is_invariant, "decodes are pieces of one token here")
         return PagedPlan(window, _decodes(layout, group, window))
 
     def plan_mixed(self, layout: MixedLayout, group: int, window: int | None) -> PagedPlan:
+        has_decodes = layout.decodes is not None
+        check(not (self.is_invariant and has_decodes), "decodes are pieces of one token here")
         decodes = None if layout.decodes is None else _decodes(layout.decodes, group, window)
         prompts = None
         if layout.work is not None:
             tables = layout.tables_NM[group]
-            prompts = Prompts(tables, layout.num_tokens, work_WR=layout.work[group])
+            prompts = Prompts(tables, self._cut(layout.num_tokens), work_WR=layout.work[group])
         return PagedPlan(window, decodes, prompts)
 
     def work_width(self, case: AttentionCase, num_tokens: int) -> int:
-        if (config := _config(case, num_tokens)) is None:
+        if (config := _config(case, self._cut(num_tokens))) is None:
             return num_tokens
+        if self.is_invariant:
+            return num_tokens * case.group // config.block_m + min(num_tokens, MANY_PIECES)
         dealt = MOST_PROGRAMS // case.spec.num_kv_heads
         return num_tokens * case.group // config.block_m + max(dealt, FEW_PIECES)
 
@@ -133,12 +153,16 @@ class PagedAttention:
             num_heads=case.spec.num_heads,
             num_kv_heads=case.spec.num_kv_heads,
             window=window,
-            config=_config(case, num_tokens),
-            num_programs=MOST_PROGRAMS,
+            config=_config(case, self._cut(num_tokens)),
+            num_programs=_num_programs(self._cut(num_tokens)),
         )
         piece_W = work_WR[:, 0].copy()
         work_WR[:, 0], work_WR[:, 1] = pieces.rows[piece_W], pieces.starts[piece_W]
         return work_WR
+
+    def _cut(self, num_tokens: int) -> int | None:
+        """The length of a step, as far as it may decide how work is cut."""
+        return None if self.is_invariant else num_tokens
 
     def attend(
         self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec
@@ -164,6 +188,25 @@ class PagedAttention:
         if plan.long is not None:
             self._torch.attend_rows(q_THD, layer_kv, plan.long, spec, out_THD)
         return out_THD
+
+    def takes_product(
+        self, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec, dtype: torch.dtype
+    ) -> bool:
+        if plan.decodes is None or plan.prompts is not None or plan.long is not None:
+            return False
+        return self._streamed.takes(layer_kv.views, dtype, spec)
+
+    def attend_product(
+        self,
+        qkv_TX: torch.Tensor,
+        front: Front,
+        layer_kv: LayerKV,
+        plan: PagedPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if layer_kv.views is None or plan.decodes is None:
+            raise InternalError("takes_product has not been asked")
+        return self._streamed.attend(qkv_TX, front, layer_kv.views, plan.decodes, spec)
 
     def _dealt(
         self, plan: PagedPlan, batch: DecodeBatch, device: torch.device, spec: AttentionSpec
@@ -205,14 +248,20 @@ def _prompts(layout: AttentionLayout, group: int, requests: list[int]) -> Prompt
     return Prompts(tables, longest, layout=layout, requests=tuple(requests))
 
 
-def _config(case: AttentionCase, num_tokens: int) -> Config | None:
-    """For a step whose longest piece has so many tokens."""
+def _config(case: AttentionCase, num_tokens: int | None) -> Config | None:
+    """For a step whose longest piece has so many tokens; None: the one for single tokens, which
+    most steps have the most of."""
     return prefill_config(
         case.device,
         head_dim=case.spec.head_dim,
-        num_rows=num_tokens * case.group,
+        num_rows=0 if num_tokens is None else num_tokens * case.group,
         dtype=case.dtype,
     )
+
+
+def _num_programs(num_tokens: int | None) -> int:
+    """That the keys of few tiles are dealt out to. How many there are depends on the company."""
+    return 0 if num_tokens is None else MOST_PROGRAMS
 
 
 def _suits_torch(layout: AttentionLayout, row: int, window: int | None) -> bool:

@@ -34,6 +34,8 @@ HELP = {
     "tpot_slo_ms": "with --policy slo: milliseconds promised per later token, on average",
     "max_in_flight": "2 plans the next step while one runs, 1 waits for each step's result",
     "enforce_eager": "launch the kernels of a decode step one by one, not as a captured CUDA graph",
+    "deterministic": "the same tokens whatever else is served: no kernel is chosen or cut by what "
+    "else is in a step; slower, CUDA only",
     "attention_backend": "auto, or a backend by name",
     "weight_format": "how weights are kept in memory; auto keeps the checkpoint's numbers",
     "kv_cache_dtype": "how cached keys and values are kept; auto is the dtype of the arithmetic",

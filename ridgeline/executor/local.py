@@ -18,6 +18,7 @@ from ridgeline.architectures.kv_groups import KVGroup
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.errors import EngineFault, InternalError, check
+from ridgeline.executor.alone import LoneSampler, PieceBuilder, lone_logprobs
 from ridgeline.executor.batch import (
     BatchBuilder,
     CapturedBatch,
@@ -40,7 +41,9 @@ from ridgeline.executor.transfer import transfer_to
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.log import say
-from ridgeline.sampling.logprobs import token_logprobs
+from ridgeline.sampling.batch import LogprobRows
+from ridgeline.sampling.logprobs import LogprobTensors, token_logprobs
+from ridgeline.sampling.penalties import FIRST_COUNTS
 from ridgeline.sampling.sampler import sample
 from ridgeline.step import BlockCopy, StepFuture, StepPlan
 
@@ -60,7 +63,8 @@ class LocalExecutor:
     """Runs the plans of one engine on one device, in the order they are submitted.
 
     A step that fails takes the rows of its requests with it; steps already planned for those fail
-    too, and all others go on.
+    too, and all others go on. `deterministic`, over a decoder that is: what a request gets does
+    not depend on the others; its decodes are captured as prompts are.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class LocalExecutor:
         logits_chunk_bytes: int = CHUNK_BYTES,
         max_captured_rows: int = 0,
         max_captured_tokens: int = 0,
+        deterministic: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -90,6 +95,8 @@ class LocalExecutor:
             vocab_size,
             self._transfer,
             first_rows=max(FIRST_ROWS, 1 << max_captured_rows.bit_length()),
+            # All at once: captured steps are of no use any more when the counts move.
+            first_counts=max(FIRST_COUNTS, 1 << (max_captured_rows - 1).bit_length()),
         )
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -101,18 +108,22 @@ class LocalExecutor:
             device.torch_device,
         )
         shared = decoder, kv, self._rows, tables, self._transfer, device
-        if max_captured_rows:
+        if max_captured_rows and not deterministic:
             self._graphs = DecodeGraphs(*shared, max_rows=max_captured_rows)
         if max_captured_tokens:
-            self._mixed = MixedGraphs(*shared, max_tokens=max_captured_tokens)
-        self._builder = BatchBuilder(
+            self._mixed = MixedGraphs(
+                *shared, max_tokens=max_captured_tokens, all_pieces=deterministic
+            )
+        self._lone = LoneSampler(vocab_size, self._transfer) if deterministic else None
+        self._builder = (PieceBuilder if deterministic else BatchBuilder)(
             self._rows,
             block_size,
             vocab_size,
             self._transfer,
             self._graphs.buckets if self._graphs else (),
         )
-        self._max_logit_rows = max(1, logits_chunk_bytes // (4 * vocab_size))
+        most = max(1, logits_chunk_bytes // (4 * vocab_size))
+        self._max_logit_rows = 1 if deterministic else most
         self._lost: set[str] = set()
 
     def submit(self, plan: StepPlan) -> StepFuture:
@@ -175,18 +186,25 @@ class LocalExecutor:
         return hidden_TE
 
     def _replay(self, plan: StepPlan, batch: CapturedBatch) -> StepFuture:
-        """One captured step. What its draw cannot do is done again with its logits."""
+        """One captured step. Rows whose sampling it does not do, or with more biases and bans than
+        it has room for, are sampled once more, from its logits."""
         if (graphs := self._graphs) is None:
             raise InternalError("a captured step without graphs")
         kept = batch.kept
-        if kept.batch.is_drawn:
+        if kept.batch.is_drawn_at(batch.host_positions):
             filters = kept.batch.filters
             drawn = graphs.run(batch.step, None if filters is None else filters.draws)
-            answer: Answered = (self._transfer.fetch(drawn.token_ids_R, is_kept=False), None)
+        elif graphs.samples_controlled and not kept.controls.is_too_long:
+            drawn = graphs.run(batch.step, kept.controls)
         else:
             drawn = graphs.run(batch.step, None)
             step = SamplingStep(kept, None, drawn.positions_R, batch.host_positions)
             answer = self._sample(step, drawn.logits_RV.float())
+            return self._pending(plan, kept.request_ids, answer, None)
+        ids_R, logprobs = drawn.token_ids_R, None
+        if (wanted := kept.batch.logprobs) is not None:
+            logprobs = self._fetch_logprobs(drawn.logits_RV, ids_R.clamp(min=0), wanted)
+        answer = self._transfer.fetch(ids_R, is_kept=False), logprobs
         return self._pending(plan, kept.request_ids, answer, None)
 
     def _build(self, plan: StepPlan) -> StepBatch | CapturedBatch:
@@ -218,19 +236,31 @@ class LocalExecutor:
         """Tokens of the rows that are due, -1 where logits were not finite; the rows remember
         theirs on the device."""
         counts, kept, positions_R = self._rows.counts, sampling.kept, sampling.positions_R
-        sampled = sample(logits_RV, kept.batch, positions_R, sampling.host_positions, counts)
+        if self._lone is not None:
+            sampled = self._lone.sample(sampling, logits_RV, counts)
+        else:
+            sampled = sample(logits_RV, kept.batch, positions_R, sampling.host_positions, counts)
         ids_R = sampled.token_ids_R
         self._rows.last_ids_N.index_copy_(0, kept.slots_R, ids_R)
         if kept.counts_rows_C is not None and kept.counts_slots_C is not None:
             counts.add(kept.counts_slots_C, ids_R[kept.counts_rows_C])
         logprobs = None
         if (wanted := kept.batch.logprobs) is not None:
-            there = token_logprobs(
-                logits_RV, ids_R[wanted.rows_L], max(wanted.top_ks), wanted.rows_L
-            )
-            here = fetch_logprobs(there, self._transfer)
-            logprobs = SampledLogprobs(wanted.rows, wanted.top_ks, here)
+            logprobs = self._fetch_logprobs(logits_RV, ids_R, wanted)
         return self._transfer.fetch(ids_R.where(sampled.is_sound_R, -1)), logprobs
+
+    def _fetch_logprobs(
+        self, logits_RV: torch.Tensor, ids_R: torch.Tensor, wanted: LogprobRows
+    ) -> SampledLogprobs:
+        there = self._logprobs(logits_RV, ids_R, wanted)
+        return SampledLogprobs(wanted.rows, wanted.top_ks, fetch_logprobs(there, self._transfer))
+
+    def _logprobs(
+        self, logits_RV: torch.Tensor, ids_R: torch.Tensor, wanted: LogprobRows
+    ) -> LogprobTensors:
+        if self._lone is not None:
+            return lone_logprobs(logits_RV, ids_R, wanted)
+        return token_logprobs(logits_RV, ids_R[wanted.rows_L], max(wanted.top_ks), wanted.rows_L)
 
     def _pending(
         self,

@@ -1,7 +1,8 @@
 """How does a step with prompts run as one launch, while it is short enough for launches to matter?
 
 As a decode step does (see decode_graphs), but from tokens to hidden states only: how many rows
-sample differs from step to step. Captured once for each bucket of tokens and of decodes among them.
+sample differs from step to step. Captured once for each bucket of tokens and of decodes among them;
+or of tokens alone, where decodes are pieces of one token (`all_pieces`).
 Letters: T tokens of a bucket, D decodes there is room for, W work records, E hidden, N rows there
 is room for, g KV groups.
 """
@@ -76,10 +77,12 @@ class MixedGraphs:
         device: Device,
         *,
         max_tokens: int,
+        all_pieces: bool = False,
     ) -> None:
         if not isinstance(decoder.backend, CapturedBackend):
             raise InternalError("mixed steps of a backend that cannot be captured")
         self._backend = decoder.backend
+        self._all_pieces = all_pieces
         self._decoder, self._kv, self._rows, self._tables = decoder, kv, rows, tables
         self._transfer, self._device = transfer, device
         self._buckets = [b for b in TOKEN_BUCKETS if b <= max_tokens] or [max_tokens]
@@ -100,7 +103,7 @@ class MixedGraphs:
         if num_tokens > self._buckets[-1]:
             return None
         bucket = self._buckets[bisect_left(self._buckets, num_tokens)]
-        is_decode = step.num_new_B == 1
+        is_decode = (step.num_new_B == 1) & (not self._all_pieces)
         num_decodes, num_pieces = int(is_decode.sum()), int((~is_decode).sum())
         if num_decodes > DECODE_BUCKETS[-1]:
             return None

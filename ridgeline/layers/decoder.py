@@ -12,19 +12,20 @@ import torch
 
 from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
-from ridgeline.attention.backend import AttentionBackend, CapturedBackend
+from ridgeline.attention.backend import AttentionBackend, CapturedBackend, CapturesDecodes
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, ForwardBatch, MixedLayout
 from ridgeline.distributed.placement import Placement
 from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.kvcache import KVCache, LayerKV
-from ridgeline.layers.attention import Attention, AttentionStep
+from ridgeline.layers.attention import Attention, AttentionStep, writes_in_place
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.invariant_attention import InvariantAttention
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.norm import RMSNorm
-from ridgeline.layers.piece import Piece, TensorSource, fill
+from ridgeline.layers.piece import Piece, TensorSource, arriving
 from ridgeline.layers.random_source import RandomSource
 from ridgeline.layers.rope import Rotation
 from ridgeline.quantization import WeightFormat
@@ -53,7 +54,8 @@ class DecoderLayer:
 class Decoder:
     """One rank's share of a model. Build it, `load` or `randomize` it, then run it.
 
-    On the meta device it has all shapes and no memory.
+    On the meta device it has all shapes and no memory. `deterministic`: a token's states do not
+    depend on what else is in the step, if those of `attention` and `weight_format` do not.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Decoder:
         attention: AttentionBackend,
         weight_format: WeightFormat,
         max_model_len: int,
+        deterministic: bool = False,
     ) -> None:
         self.spec = spec
+        self.deterministic = deterministic
         self.dtype = dtype
         self.device = device
         self.placement = placement
@@ -78,7 +82,8 @@ class Decoder:
             Linear, weight_format=weight_format, dtype=dtype, device=device, placement=placement
         )
         # Routers are tiny and decide much: they stay as they are in every format.
-        self._plain_linear = partial(self._linear, weight_format=PlainWeights())
+        plain = PlainWeights().invariant() if deterministic else PlainWeights()
+        self._plain_linear = partial(self._linear, weight_format=plain)
         self._matrix = partial(
             VocabularyMatrix,
             vocab_size=spec.vocab_size,
@@ -86,6 +91,7 @@ class Decoder:
             dtype=dtype,
             device=device,
             placement=placement,
+            deterministic=deterministic,
         )
         self.embedding = self._matrix(names["embedding"])
         self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
@@ -105,7 +111,7 @@ class Decoder:
         def name(role: str, expert: int | None = None) -> str:
             return self.spec.tensor_names[role].format(layer=index, expert=expert)
 
-        attention = Attention(
+        attention = (InvariantAttention if self.deterministic else Attention)(
             spec.attention,
             width,
             self.spec.norm_eps,
@@ -120,7 +126,15 @@ class Decoder:
         feed_forward = (
             FeedForward(inner, width, name, self._linear, self.placement)
             if isinstance(inner, DenseSpec)
-            else Experts(inner, width, name, self._linear, self._plain_linear, self.placement)
+            else Experts(
+                inner,
+                width,
+                name,
+                self._linear,
+                self._plain_linear,
+                self.placement,
+                deterministic=self.deterministic,
+            )
         )
         norms = self._norm(name("input_norm")), self._norm(name("post_norm"))
         return DecoderLayer(attention, feed_forward, *norms)
@@ -140,24 +154,25 @@ class Decoder:
 
     @torch.inference_mode()
     def load(self, source: TensorSource, progress: Callable[[int], None] | None = None) -> None:
-        """Read this rank's share of every tensor, one at a time, into its final place.
+        """Read this rank's share of every tensor into its final place, as the source does it.
 
-        `progress` gets the bytes read so far. ConfigError if a tensor has another
-        shape than the spec says, or if a tied model's file holds a different output matrix.
+        `progress` gets the bytes read so far. ConfigError if a tensor has another shape than the
+        spec says or is damaged, or if a tied model's file holds a different output matrix.
         """
         expected = expected_tensors(self.spec)
         for name, shape in expected.items():
             if (found := tuple(source.shape(name))) != shape:
                 raise ConfigError(f"tensor {name} has shape {found} where {shape} is needed")
         wanted, done = set(expected), 0
-        for part in self._parts():
-            for piece in part.pieces():
-                done += fill(piece, source)
-                wanted.discard(piece.name)
-                if progress is not None:
-                    progress(done)
-            if isinstance(part, Linear):
-                part.finish()
+        with arriving(source, self.pieces()) as sizes:
+            for part in self._parts():
+                for piece in part.pieces():
+                    done += next(sizes)
+                    wanted.discard(piece.name)
+                    if progress is not None:
+                        progress(done)
+                if isinstance(part, Linear | VocabularyMatrix):
+                    part.finish()
         check(self.placement.size > 1 or not wanted, "every tensor was read", left=sorted(wanted))
         self._check_tied(source)
 
@@ -168,7 +183,7 @@ class Decoder:
                 continue
             rows = self.embedding.rows
             stored = source.slice(name, 0, rows.start, rows.length).to(self.device, self.dtype)
-            if not torch.equal(stored, self.embedding.weight_PE[: rows.length]):
+            if not torch.equal(stored, self.embedding.stored_rows()):
                 raise ConfigError(
                     f"tie_word_embeddings is true but {name} differs from"
                     f" {self.embedding.name}; set tie_word_embeddings to false in config.json"
@@ -220,7 +235,7 @@ class Decoder:
     def _steps(self, batch: ForwardBatch, kv: KVCache) -> dict[tuple[int, int], AttentionStep]:
         """What the step means to the layers of each (KV group, rotation)."""
         positions_T = batch.positions_T
-        is_fused = positions_T.is_cuda and kv.layers[0].views is not None
+        is_fused = writes_in_place(positions_T.device, self.dtype, kv.layers[0].views)
         steps: dict[tuple[int, int], AttentionStep] = {}
         turned = [None if is_fused else rotation.at(positions_T) for rotation in self.rotations]
         for index, group in enumerate(kv.groups):
@@ -241,11 +256,12 @@ class Decoder:
     ) -> object:
         if isinstance(layout, AttentionLayout):
             return self.backend.plan(layout, group, window)
-        if not isinstance(self.backend, CapturedBackend):
-            raise InternalError(f"attention backend {self.backend.name} cannot be captured")
-        if isinstance(layout, MixedLayout):
-            return self.backend.plan_mixed(layout, group, window)
-        return self.backend.plan_decodes(layout, group, window)
+        backend = self.backend
+        if isinstance(layout, DecodeLayout) and isinstance(backend, CapturesDecodes):
+            return backend.plan_decodes(layout, group, window)
+        if isinstance(layout, MixedLayout) and isinstance(backend, CapturedBackend):
+            return backend.plan_mixed(layout, group, window)
+        raise InternalError(f"attention backend {backend.name} cannot be captured")
 
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:

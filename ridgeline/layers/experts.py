@@ -8,7 +8,7 @@ Letters: T tokens, E hidden, X experts, A active experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import torch
 
@@ -22,7 +22,11 @@ from ridgeline.layers.norm import RMSNorm
 
 class Experts:
     """`name(role, expert)` is the checkpoint name of a tensor of this layer; each expert is
-    split over the ranks like a dense feed-forward, and the sums meet once."""
+    split over the ranks like a dense feed-forward, and the sums meet once.
+
+    `deterministic`: what a token gets does not depend on the others. Its experts are added in the
+    order of their numbers in any case; here no sum is left to a kernel that may cut it otherwise.
+    """
 
     def __init__(
         self,
@@ -32,8 +36,11 @@ class Experts:
         linear: Callable[..., Linear],
         router_linear: Callable[..., Linear],
         placement: Placement,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.spec = spec
+        self.deterministic = deterministic
         self.router = router_linear(
             [Part(name("router"), None, Shard(0, spec.num_experts))], hidden_size
         )
@@ -68,8 +75,14 @@ class Experts:
         weights_TX = torch.softmax(self.router(x_TE), dim=-1, dtype=torch.float32)
         weights_TA, experts_TA = weights_TX.topk(self.spec.num_active, dim=-1)
         if self.spec.renormalize:
-            weights_TA = weights_TA / weights_TA.sum(-1, keepdim=True)
+            weights_TA = weights_TA / self._sum(weights_TA)
         return weights_TA, experts_TA
+
+    def _sum(self, weights_TA: torch.Tensor) -> torch.Tensor:
+        """[T, 1]"""
+        if self.deterministic:
+            return reduce(torch.add, torch.unbind(weights_TA, -1)).unsqueeze(-1)
+        return weights_TA.sum(-1, keepdim=True)
 
     def _add(
         self,
@@ -84,6 +97,8 @@ class Experts:
         y = (self.experts[expert].of(x) * weights).to(x_TE.dtype)
         if every_token:
             out_TE.add_(y)
+        elif self.deterministic:
+            out_TE.index_copy_(0, tokens, out_TE.index_select(0, tokens).add_(y))
         else:
             out_TE.index_add_(0, tokens, y)
 

@@ -3,17 +3,26 @@ their names is `ridgeline.formats.WEIGHT_FORMATS`."""
 
 from __future__ import annotations
 
+from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS, check_served, served
 from ridgeline.kernels.small_linear import Fusion
-from ridgeline.quantization.contract import Parameters, WeightFormat
+from ridgeline.quantization.contract import HasInvariant, Parameters, WeightFormat
 from ridgeline.registry import load
 
 __all__ = ["Fusion", "Parameters", "WeightFormat", "open_weight_format"]
 
 
-def open_weight_format(name: str) -> WeightFormat:
-    """The format of this name; `auto` is `plain`. ConfigError lists the choices."""
+def open_weight_format(name: str, *, deterministic: bool = False) -> WeightFormat:
+    """The format of this name; `auto` is `plain`. `deterministic`: with products whose rows do
+    not depend on each other. ConfigError lists the choices."""
     name = "plain" if name == "auto" else name
     check_served(WEIGHT_FORMATS, name, "weight format")
     opened: WeightFormat = load(served(WEIGHT_FORMATS), name, "weight format")()
-    return opened
+    if not deterministic:
+        return opened
+    if not isinstance(opened, HasInvariant):
+        raise ConfigError(
+            f"deterministic: weight format {name} has no product that is the same in any company;"
+            " choose plain or fp8, or leave out deterministic"
+        )
+    return opened.invariant()

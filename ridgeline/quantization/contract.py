@@ -6,7 +6,7 @@ calls `finish` once, and then only `linear`. Letters: T tokens, I inputs, O outp
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -50,4 +50,14 @@ class WeightFormat(Protocol):
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         """The weights that `linear` multiplies by, [O, I]."""
+        ...
+
+
+@runtime_checkable
+class HasInvariant(Protocol):
+    """A format that can also multiply so that a row of y depends on no other row."""
+
+    def invariant(self) -> WeightFormat:
+        """The same parameters and numbers; each row of `linear` has the same bits however many
+        rows there are, and `fused` is None."""
         ...

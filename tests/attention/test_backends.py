@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import AttentionSpec, RopeSpec
 from ridgeline.attention import ATTENTION_BACKENDS, AttentionBackend, choose_backend, sdpa
-from ridgeline.attention.backend import Supports
+from ridgeline.attention.backend import AttentionCase, Pieces, Supports
+from ridgeline.attention.paged import PagedAttention
 from ridgeline.errors import ConfigError
 from ridgeline.kernels import paged_attention
+from ridgeline.kernels.cpu import native
 from ridgeline.registry import load
 from tests.attention.cases import Case, Shape, make_case, naive, random_shape
 from tests.conftest import TEST_DEVICE
@@ -47,6 +50,8 @@ def test_ragged_cases(name: str) -> None:
 def test_half_precision_error_is_at_most_twice_that_of_pytorch(
     name: str, dtype: torch.dtype
 ) -> None:
+    if dtype not in backend_of(name).supports.dtypes:
+        pytest.skip(f"{name} does not serve {dtype}")
     for seed in range(15 if COMPILED and name == "triton" else 60):
         case = make_case(random_shape(random.Random(1000 + seed)), seed, dtype)
         exact = naive(case)
@@ -103,14 +108,16 @@ def test_sdpa_does_not_pad_a_long_request_onto_many_short_ones() -> None:
 
 def test_auto_takes_the_first_that_serves_the_model() -> None:
     spec = read_spec(tiny_config("llama"))
-    assert choose_backend("auto", spec, torch.float32, CPU).name == "sdpa"
+    best = "sdpa" if native.library() is None else "native"
+    assert choose_backend("auto", spec, torch.float32, CPU).name == best
+    assert choose_backend("auto", spec, torch.float16, CPU).name == "sdpa"
     assert choose_backend("reference", spec, torch.bfloat16, CPU).name == "reference"
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "reason"),
     [
-        ("flash", torch.float32, "unknown attention backend 'flash'; choose one of reference"),
+        ("flash", torch.float32, "unknown attention backend 'flash'; choose one of native"),
         ("sdpa", torch.float64, "sdpa does not serve torch.float64"),
         ("auto", torch.float64, "no attention backend serves torch.float64 on cpu"),
     ],
@@ -131,3 +138,37 @@ def test_supports_says_why_not() -> None:
     assert "up to 64, not 128" in (narrow.why_not(wide, half, cuda) or "")
     windowed = AttentionSpec(1, 1, 64, RopeSpec(), window=4)
     assert "sliding windows" in (narrow.why_not(windowed, half, cuda) or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "head_dim", "message"),
+    [
+        ("auto", "cpu", torch.float32, 128, "which runs on cuda, not on cpu; leave out"),
+        ("sdpa", "cuda", torch.float32, 128, "attention_backend triton, not sdpa; use auto"),
+        ("triton", "cuda", torch.float64, 128, "which does not serve torch.float64"),
+        ("auto", "cuda", torch.float32, 80, "which serves head sizes .* not 80"),
+    ],
+)
+def test_deterministic_needs_the_paged_kernels(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, message: str
+) -> None:
+    spec = read_spec(tiny_config("llama") | {"head_dim": head_dim})
+    with pytest.raises(ConfigError, match=f"deterministic needs .*{message}"):
+        choose_backend(name, spec, dtype, torch.device(device), deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_deterministic_is_the_paged_kernels_cut_in_one_way(name: str) -> None:
+    spec = read_spec(tiny_config("llama") | {"head_dim": 128})
+    backend = choose_backend(name, spec, torch.bfloat16, torch.device("cuda"), deterministic=True)
+    assert isinstance(backend, PagedAttention)
+    assert backend.is_invariant
+    assert not PagedAttention().is_invariant
+    case = AttentionCase(spec.layers[0].attention, torch.bfloat16, torch.device("cuda"))
+    for num_tokens in (8, 512, 2048):
+        decodes = Pieces(*(np.arange(num_tokens) for _ in range(2)), *2 * [np.full(num_tokens, 1)])
+        work = backend.prefill_work(decodes, num_tokens, None, case)
+        assert len(work) == num_tokens
+        fits = len(work) <= backend.work_width(case, num_tokens)
+        assert fits is (num_tokens <= 512)
+        assert set(work[:, 9].tolist()) == {1}, "keys are dealt out"

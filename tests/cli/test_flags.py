@@ -43,11 +43,11 @@ ENGINE_ARGV = {
 def test_every_engine_field_has_a_flag_and_a_help() -> None:
     names = {field.name for field in fields(EngineConfig)} - {"model"}
     assert set(engine_flags.HELP) == names
-    assert set(ENGINE_ARGV) == names - {"prefix_caching", "enforce_eager"}
+    assert set(ENGINE_ARGV) == names - {"prefix_caching", "enforce_eager", "deterministic"}
 
 
 def test_engine_flags_reach_their_fields_with_their_types() -> None:
-    argv = ["bench", "m", "--no-prefix-caching", "--enforce-eager"]
+    argv = ["bench", "m", "--no-prefix-caching", "--enforce-eager", "--deterministic"]
     for name, value in ENGINE_ARGV.items():
         argv += ["--" + name.replace("_", "-"), value]
     options = engine_flags.engine_options(parse(argv))
@@ -55,6 +55,7 @@ def test_engine_flags_reach_their_fields_with_their_types() -> None:
     assert config.kv_cache_memory_bytes == 2 << 20
     assert config.prefix_caching is False
     assert config.enforce_eager is True
+    assert config.deterministic is True
     assert (config.seed, config.memory_utilization, config.threads) == (7, 0.5, 2)
     assert {name: str(getattr(config, name)) for name in ENGINE_ARGV} | {
         "kv_cache_memory_bytes": "2MiB"

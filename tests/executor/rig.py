@@ -77,6 +77,7 @@ def make_decoder(
     seed: int = 0,
     max_model_len: int = MAX_MODEL_LEN,
     attention: AttentionBackend | None = None,
+    deterministic: bool = False,
     **changes: Any,
 ) -> Decoder:
     config = tiny_config(vocab_size=VOCAB, max_position_embeddings=max_model_len) | changes
@@ -87,8 +88,9 @@ def make_decoder(
         device=where,
         placement=Placement(),
         attention=attention or choose_backend("auto", spec, torch.float32, where),
-        weight_format=open_weight_format("auto"),
+        weight_format=open_weight_format("auto", deterministic=deterministic),
         max_model_len=max_model_len,
+        deterministic=deterministic,
     )
     decoder.load(RandomTensors(expected_tensors(spec), seed))
     return decoder
