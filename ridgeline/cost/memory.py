@@ -44,6 +44,17 @@ __all__ = [
 
 RESERVE_BYTES = {"gpu": 1 << 30, "cpu": 128 << 20}  # context, libraries, fragmentation
 GRAPH_BYTES = 128 << 20  # what a driver keeps of captured steps
+# Of sampling inside captured steps (kernels.sample_rows): logits that are worked on at once, tokens
+# of a chunk of a row and what is kept for it, candidates of a row; and (sampling.controls) tokens
+# with a bias or a ban.
+SAMPLED_AT_ONCE = 1 << 23
+SAMPLED_CHUNK = 4096
+SAMPLED_CHUNK_BYTES = 208
+SAMPLED_LISTED = 1 << 14
+SAMPLED_ENTRIES = 1 << 14
+SAMPLED_ENTRY_BYTES = 20
+SAMPLED_ROW_BYTES = 44  # of a row that is worked on
+SAMPLED_PARAMETER_BYTES = 68  # of any row
 COMMUNICATOR_BYTES = 360 << 20  # buffers of the collective library
 KV_CACHE = "KV cache"
 
@@ -163,7 +174,8 @@ def fixed_items(setup: Setup, limits: Limits) -> tuple[MemoryItem, ...]:
 
 
 def _library_items(setup: Setup) -> Iterator[MemoryItem]:
-    rows = setup.constants.host.captured_tokens
+    is_gpu = setup.device.kind == "gpu"  # recorded steps of a CPU fit in its reserve
+    rows = setup.constants.host.captured_tokens if is_gpu else 0
     yield from graph_items(setup.spec, rows, rows, setup.precision.dtype_bytes)
     if setup.layout.devices > 1:
         yield MemoryItem("communicator", COMMUNICATOR_BYTES, "buffers of the collective library")
@@ -175,13 +187,27 @@ def graph_items(
     spec: ModelSpec, num_rows: int, num_tokens: int, dtype_bytes: float
 ) -> tuple[MemoryItem, ...]:
     """What captured steps keep, decodes of up to `num_rows` requests and others of up to
-    `num_tokens` tokens: logits and hidden states, the graphs, and what lies between their
-    kernels."""
+    `num_tokens` tokens: logits and hidden states, the graphs, what lies between their kernels,
+    and the scratch of their sampling."""
     if not num_rows:
         return ()
     inner = max(layer.feed_forward.intermediate_size for layer in spec.layers)
     numbers = num_rows * spec.vocab_size + num_tokens * (6 * spec.hidden_size + 3 * inner)
-    return (MemoryItem("graphs", GRAPH_BYTES + int(numbers * dtype_bytes), "captured steps"),)
+    kept = GRAPH_BYTES + int(numbers * dtype_bytes) + sampling_bytes(spec.vocab_size, num_rows)
+    return (MemoryItem("graphs", kept, "captured steps"),)
+
+
+def sampling_bytes(vocab_size: int, num_rows: int) -> int:
+    """What captured steps of up to `num_rows` rows take to sample them, the counts of penalties
+    (a line of their own) left out."""
+    at_once = max(1, min(num_rows, SAMPLED_AT_ONCE // vocab_size))
+    chunks = -(-vocab_size // SAMPLED_CHUNK)
+    numbers = 4 * (vocab_size + min(SAMPLED_LISTED, vocab_size))
+    return (
+        at_once * (numbers + chunks * SAMPLED_CHUNK_BYTES + SAMPLED_ROW_BYTES)
+        + SAMPLED_ENTRIES * SAMPLED_ENTRY_BYTES
+        + num_rows * SAMPLED_PARAMETER_BYTES
+    )
 
 
 # ------------------------------------------------------------------------ the cache

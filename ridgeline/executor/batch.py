@@ -19,6 +19,7 @@ from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST, MixedStep
 from ridgeline.executor.rows import PADDING_ROW, Row, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.sampling.batch import SamplingBatch, build_batch
+from ridgeline.sampling.controls import RowControls, row_controls
 from ridgeline.sampling.row import Needs
 from ridgeline.step import ScheduledRequest
 
@@ -34,6 +35,16 @@ class SamplingRows:
     slots_R: torch.Tensor
     counts_rows_C: torch.Tensor | None
     counts_slots_C: torch.Tensor | None
+    vocab_size: int
+    _controls: RowControls | None = None
+
+    @property
+    def controls(self) -> RowControls:
+        """The same for the sampling of a captured step; made when it is first asked for."""
+        if self._controls is None:
+            rows = [row.sampling for row in self.rows]
+            self._controls = row_controls(rows, self.vocab_size)
+        return self._controls
 
 
 @dataclass(slots=True)
@@ -327,6 +338,7 @@ class BatchBuilder:
             send(np.array([row.slot for row in rows], np.int64)),
             None if where is None else where[0],
             None if where is None else where[1],
+            self._vocab_size,
         )
         return kept
 

@@ -4,7 +4,8 @@ A graph holds everything from tokens to tokens: the inputs of the step (from the
 and tables, which stay on the device), all layers, the output matrix and the draw. The host sends
 which rows the step is for, where they stand and which blocks are new; nothing it does grows with
 the model. Sizes are rounded up to buckets; padding rows are those of row 0, which nobody has and
-whose table leads to the null block.
+whose table leads to the null block. Of each size there are up to three graphs: all rows greedy,
+some at temperatures, and any sampling parameters, captured when they are first asked for.
 Letters: B rows of a bucket, N rows there is room for, M blocks per table row, g KV groups.
 """
 
@@ -12,22 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import torch
 
-from ridgeline.attention import CapturedBackend
+from ridgeline.attention import CapturesDecodes
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.devices import Device
+from ridgeline.executor.device_controls import DeviceControls
 from ridgeline.executor.device_tables import DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.kernels.draw_rows import Draws, draw_rows
-from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs, step_inputs
+from ridgeline.kernels.step_inputs import (
+    StepInputs,
+    make_step_inputs,
+    remember,
+    step_inputs,
+)
 from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.feed_forward import FeedForward
+from ridgeline.sampling.controls import RowControls
 
 # A row of padding costs little as long as weights are what takes the time.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -35,9 +44,7 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320,
 
 def why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
     """The first reason against captured steps, None when there is none."""
-    if decoder.device.type != "cuda":
-        return "graphs are for CUDA devices"
-    if not isinstance(decoder.backend, CapturedBackend):
+    if not isinstance(decoder.backend, CapturesDecodes):
         return f"attention backend {decoder.backend.name} cannot be captured"
     if kv.layers[0].views is None:
         return f"KV format {kv.format.name} is not written in place"
@@ -46,6 +53,17 @@ def why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
     if not all(isinstance(layer.feed_forward, FeedForward) for layer in decoder.layers):
         return "the host must know which experts a step needs"
     return None
+
+
+class Sampling(Enum):
+    """How the rows of a captured step are sampled; each does all that those before it do."""
+
+    GREEDY = "greedy"
+    TEMPERATURES = "temperatures"
+    CONTROLLED = "controlled"
+
+
+Wanted = Draws | RowControls | None  # None: all rows are greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +115,30 @@ class DecodeGraphs:
             torch.zeros(most, device=where),
         )
         self._drawn_for: Draws | None = None
+        self._controls = DeviceControls(vocab_size, most, rows.counts, transfer)
         self._workspace = make_workspace(where, 3 * most * (vocab_size // 4096 + 1), most)
+        # On a CPU that is torch's work, which cannot be recorded.
+        self.samples_controlled = decoder.backend.name != "native"
         self.num_steps = 0
-        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, Sampling], Callable[[], None]] = {}
 
     # --------------------------------------------------------------------------- a step
 
-    def run(self, step: CapturedStep, draws: Draws | None) -> Drawn:
-        """Send the step off; `draws` None: all rows are greedy. The rows remember their tokens."""
+    def run(self, step: CapturedStep, wanted: Wanted) -> Drawn:
+        """Send the step off. The rows remember their tokens; penalised rows count them if they are
+        sampled by their controls."""
         if self._tables.follow():
             self._graphs.clear()
-        bucket, is_random = step.sent_XB.shape[1], draws is not None
-        if draws is not None and draws is not self._drawn_for:
-            self._take_draws(draws)
-        replay = self._graphs.get((bucket, is_random))
+        bucket, sampling = step.sent_XB.shape[1], _sampling(wanted)
+        if sampling is Sampling.CONTROLLED and self._controls.follow():
+            self._graphs = {at: run for at, run in self._graphs.items() if at[1] is not sampling}
+        replay = self._graphs.get((bucket, sampling))
         if replay is None:
-            replay = self._graphs[bucket, is_random] = self._capture(bucket, is_random)
+            replay = self._graphs[bucket, sampling] = self._capture(bucket, sampling)
+        if isinstance(wanted, RowControls):
+            self._controls.take(wanted)
+        elif wanted is not None and wanted is not self._drawn_for:
+            self._take_draws(wanted)
         self._transfer.send_into(step.sent_XB, self._sent[: step.sent_XB.size])
         replay()
         self.num_steps += 1
@@ -129,14 +155,16 @@ class DecodeGraphs:
 
     # -------------------------------------------------------------------------- capture
 
-    def _capture(self, bucket: int, is_random: bool) -> Callable[[], None]:
-        """On padding alone, so that nobody's cache is touched."""
+    def _capture(self, bucket: int, sampling: Sampling) -> Callable[[], None]:
+        """On padding alone, so that nobody's cache is touched, and nobody's counts."""
         sent_XB = self._sent[: (2 + len(self._kv.groups)) * bucket].view(-1, bucket)
         sent_XB[:2] = PADDING_ROW
         sent_XB[2:] = -1
-        return self._device.capture(partial(self._launch, sent_XB, is_random))
+        if sampling is Sampling.CONTROLLED:
+            self._controls.clear()
+        return self._device.capture(partial(self._launch, sent_XB, sampling))
 
-    def _launch(self, sent_XB: torch.Tensor, is_random: bool) -> None:
+    def _launch(self, sent_XB: torch.Tensor, sampling: Sampling) -> None:
         num = sent_XB.shape[1]
         inputs, last_ids_N = _first(self._inputs, num), self._rows.last_ids_N
         tables_gNM = self._tables.tables_gNM
@@ -151,13 +179,25 @@ class DecodeGraphs:
         )
         batch = ForwardBatch(inputs.token_ids_B, inputs.positions_B, layout)
         logits = self._decoder.forward_logits(batch, self._kv, self._logits[:num])
+        ids, is_sound = self._draw(logits, inputs.next_positions_B, sampling)
+        remember(ids, is_sound, sent_XB[0], last_ids_N, self._token_ids[:num])
+
+    def _draw(
+        self, logits_BV: torch.Tensor, positions_B: torch.Tensor, sampling: Sampling
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if sampling is Sampling.CONTROLLED:
+            return self._controls.draw(logits_BV, positions_B)
         draws = None
-        if is_random:
-            d = self._draws
+        if sampling is Sampling.TEMPERATURES:
+            num, d = len(positions_B), self._draws
             draws = Draws(d.keys_R[:num], d.temperatures_R[:num], d.noisy_R[:num])
-        ids, is_sound = draw_rows(logits, inputs.next_positions_B, draws, workspace=self._workspace)
-        last_ids_N.index_copy_(0, sent_XB[0], ids)
-        self._token_ids[:num].copy_(ids.where(is_sound, -1))
+        return draw_rows(logits_BV, positions_B, draws, workspace=self._workspace)
+
+
+def _sampling(wanted: Wanted) -> Sampling:
+    if wanted is None:
+        return Sampling.GREEDY
+    return Sampling.TEMPERATURES if isinstance(wanted, Draws) else Sampling.CONTROLLED
 
 
 def _first(inputs: StepInputs, num: int) -> StepInputs:

@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.executor.transfer import Array, Transfer
-from ridgeline.sampling.penalties import PenaltyCounts
+from ridgeline.sampling.penalties import FIRST_COUNTS, PenaltyCounts
 from ridgeline.sampling.row import Needs, SamplingRow, sampling_row
 from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables, NewRequest
 
@@ -53,6 +53,7 @@ class Rows:
         vocab_size: int,
         transfer: Transfer,
         first_rows: int = FIRST_ROWS,
+        first_counts: int = FIRST_COUNTS,
     ) -> None:
         self._transfer = transfer
         self._block_size = block_size
@@ -63,7 +64,7 @@ class Rows:
         width = min(_FIRST_BLOCKS, max_blocks)
         self.tables_NM = [np.zeros((first_rows, width), np.int32) for _ in range(num_groups)]
         self.last_ids_N = transfer.send(np.zeros(first_rows, np.int64))
-        self.counts = PenaltyCounts(vocab_size, transfer.send)
+        self.counts = PenaltyCounts(vocab_size, transfer.send, first_counts)
         self.version = 0
         self.dirty: set[int] = set()
         self.generation = 0

@@ -37,6 +37,11 @@ def draw_rows(
     token will stand) and token id. Of equals the lowest id is taken. A row is unsound if its
     largest logit is not finite or it holds a NaN; its id is then 0.
     """
+    if logits_RV.device.type == "cpu":
+        from ridgeline.kernels.cpu import elementwise
+
+        if elementwise.serves(logits_RV):
+            return elementwise.draw_rows(logits_RV, positions_R, draws)
     if not logits_RV.is_cuda:
         return draw_rows_reference(logits_RV, positions_R, draws)
     from ridgeline.kernels.draw_rows_triton import draw_rows_triton

@@ -75,7 +75,7 @@ def draw_rows_triton(
 
 
 @triton.jit
-def _minus_gumbel(key, position, token):
+def minus_gumbel(key, position, token):
     z = key + position * GOLDEN + (token + 1) * TOKEN_STEP
     u = z.to(tl.uint64, bitcast=True)
     u = (u ^ (u >> 30)).to(tl.int64, bitcast=True) * MIX_1
@@ -134,7 +134,7 @@ def _draw_rows(
         if noisy != 0.0:
             key = tl.load(keys_ptr + row)
             position = tl.load(positions_ptr + row)
-            score = score - _minus_gumbel(key, position, v.to(tl.int64))
+            score = score - minus_gumbel(key, position, v.to(tl.int64))
     best = tl.max(score, 0)
     token = tl.min(tl.where(inside & (score == best), v, 1 << 24), 0)
     places = partial_ptr + row * 3 * chunks

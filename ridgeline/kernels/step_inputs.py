@@ -51,6 +51,10 @@ def step_inputs(
         from ridgeline.kernels.step_inputs_triton import step_inputs_triton
 
         step_inputs_triton(sent_XB, last_ids_N, tables_gNM, out, block_size)
+    elif _runs_native(sent_XB):
+        from ridgeline.kernels.cpu.elementwise import step_inputs as native_step_inputs
+
+        native_step_inputs(sent_XB, last_ids_N, tables_gNM, out, block_size)
     else:
         step_inputs_reference(sent_XB, last_ids_N, tables_gNM, out, block_size)
 
@@ -72,3 +76,33 @@ def step_inputs_reference(
         is_new_B = new_B >= 0
         table_NM[rows_B[is_new_B], places_B[is_new_B]] = new_B[is_new_B].int()
         slots_B.copy_(table_NM[rows_B, places_B] * block_size + positions_B % block_size)
+
+
+def remember(
+    ids_B: torch.Tensor,
+    is_sound_B: torch.Tensor,
+    places_B: torch.Tensor,
+    last_ids_N: torch.Tensor,
+    out_B: torch.Tensor,
+) -> None:
+    """What a captured decode step ends with: the rows at these places have a new last token, and
+    `out_B` has all of them for the host, -1 where they are not sound."""
+    if _runs_native(ids_B):
+        from ridgeline.kernels.cpu.elementwise import remember as native_remember
+
+        native_remember(ids_B, is_sound_B, places_B, last_ids_N, out_B)
+    elif ids_B.is_cuda:
+        from ridgeline.kernels.step_inputs_triton import remember_triton
+
+        remember_triton(ids_B, is_sound_B, places_B, last_ids_N, out_B)
+    else:
+        last_ids_N.index_copy_(0, places_B, ids_B)
+        out_B.copy_(ids_B.where(is_sound_B, -1))
+
+
+def _runs_native(x: torch.Tensor) -> bool:
+    if x.device.type != "cpu":
+        return False
+    from ridgeline.kernels.cpu.native import library
+
+    return library() is not None

@@ -1,4 +1,5 @@
-"""`step_inputs` in Triton: a lane for each row; what a row writes to its table only it reads."""
+"""`step_inputs` and `remember` in Triton: a lane for each row; what a row writes to its table only
+it reads."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
 
@@ -7,8 +8,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
+from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.step_inputs import StepInputs
 
 BLOCK = 64
@@ -78,3 +81,52 @@ def _step_inputs(
         block = tl.where(new >= 0, new, block)
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         tl.store(slots_ptr + group * slots_group + b, slot, inside)
+
+
+def remember_triton(
+    ids_B: torch.Tensor,
+    is_sound_B: torch.Tensor,
+    rows_B: torch.Tensor,
+    last_ids_N: torch.Tensor,
+    token_ids_B: torch.Tensor,
+    *,
+    pdl: bool | None = None,
+) -> None:
+    num_rows = ids_B.shape[0]
+    pdl = launches_early(ids_B.device) if pdl is None else pdl
+    all_B = ids_B, is_sound_B, rows_B, token_ids_B
+    check(all(x.is_contiguous() for x in all_B), "what is remembered is contiguous")
+    _remember[(triton.cdiv(num_rows, BLOCK),)](
+        ids_B,
+        is_sound_B,
+        rows_B,
+        last_ids_N,
+        token_ids_B,
+        num_rows,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=2,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _remember(
+    ids_ptr,
+    is_sound_ptr,
+    rows_ptr,
+    last_ids_ptr,
+    token_ids_ptr,
+    num_rows,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = b < num_rows
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.load(ids_ptr + b, inside, 0)
+    is_sound = tl.load(is_sound_ptr + b, inside, 0) != 0
+    tl.store(last_ids_ptr + tl.load(rows_ptr + b, inside, 0), token, inside)
+    tl.store(token_ids_ptr + b, tl.where(is_sound, token, -1), inside)

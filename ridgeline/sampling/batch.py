@@ -123,10 +123,12 @@ class SamplingBatch:
     penalties: Penalties | None = None
     logprobs: LogprobRows | None = None
 
-    @property
-    def is_drawn(self) -> bool:
-        """Each row takes its largest logit or draws at a temperature: one kernel's work."""
-        return not self.needs & ~Needs.RANDOM
+    def is_drawn_at(self, positions: Array) -> bool:
+        """Each row takes its largest logit or draws at a temperature: one kernel's work.
+        `positions` are host numbers, one per row."""
+        if self.needs & ~(Needs.RANDOM | Needs.BANS | Needs.LOGPROBS):
+            return False
+        return not self.bans_at(positions)
 
     def bans_at(self, positions: Array) -> bool:
         """Does any row still ban its stop tokens? `positions` are host numbers, one per row."""

@@ -44,7 +44,7 @@ def token_logprobs(
 
 
 def _some(logits_LV: torch.Tensor, ids_L: torch.Tensor, top_k: int) -> LogprobTensors:
-    logprobs_LV = logits_LV.log_softmax(-1)
+    logprobs_LV = logits_LV.float().log_softmax(-1)
     chosen_L1 = logprobs_LV.gather(1, ids_L.unsqueeze(1))
     ranks_L = (logprobs_LV > chosen_L1).sum(-1) + 1
     top_LK, top_ids_LK = logprobs_LV.topk(min(top_k, logits_LV.shape[1]), dim=-1)

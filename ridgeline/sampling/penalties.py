@@ -16,15 +16,19 @@ import torch
 Array = np.ndarray[Any, np.dtype[Any]]
 Upload = Callable[[Array], torch.Tensor]
 
+FIRST_COUNTS = 4
+
 
 class PenaltyCounts:
     """`counts_PV` counts output tokens (int32), `prompt_PV` marks those of the prompt (bool).
 
-    Takes 5 bytes per vocabulary entry and penalised request, and grows by doubling.
+    Takes 5 bytes per vocabulary entry and penalised request. Room for `first_rows` requests is
+    taken when there is one, and then grows by doubling.
     """
 
-    def __init__(self, vocab_size: int, upload: Upload) -> None:
+    def __init__(self, vocab_size: int, upload: Upload, first_rows: int = FIRST_COUNTS) -> None:
         self.vocab_size = vocab_size
+        self._first_rows = first_rows
         self._upload = upload
         empty = upload(np.empty((0,), np.int32))
         self.counts_PV = torch.zeros((0, vocab_size), dtype=torch.int32, device=empty.device)
@@ -56,7 +60,7 @@ class PenaltyCounts:
 
     def _grow(self) -> None:
         old = len(self.counts_PV)
-        more = max(4, old)
+        more = max(self._first_rows, old)
         self.counts_PV = _with_room(self.counts_PV, more)
         self.prompt_PV = _with_room(self.prompt_PV, more)
         self._free.extend(range(old + more - 1, old - 1, -1))

@@ -148,3 +148,19 @@ def test_large_vocabularies_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
             assert torch.equal(is_sound, want_sound)
             assert (ids != want_ids).sum() <= (0 if chosen is None else 1)
         assert is_sound.sum() == rows - 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 130])
+def test_what_is_remembered(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    ids = torch.randint(1 << 40, (num_rows,), generator=generator).to(DEVICE)
+    is_sound = (torch.rand(num_rows, generator=generator) < 0.8).to(DEVICE)
+    places = torch.randperm(2 * num_rows, generator=generator)[:num_rows].to(DEVICE)
+    last_ids = torch.full((2 * num_rows,), -7, device=DEVICE)
+    out = torch.full((num_rows,), -8, device=DEVICE)
+    ours = import_module("ridgeline.kernels.step_inputs_triton")
+    ours.remember_triton(ids, is_sound, places, last_ids, out)
+    want = torch.full((2 * num_rows,), -7, device=DEVICE)
+    want[places] = ids
+    assert torch.equal(last_ids, want)
+    assert torch.equal(out, ids.where(is_sound, -1))
