@@ -1,7 +1,7 @@
 """Which way of cutting each linear layer of a decode step is the fastest here, and by how much?
 
     PYTHONPATH=. python3 bench/gpu/tune_linear.py --out DIR [--model 8B] [--rows 1,32]
-        [--budget-s 200] [--jobs 14] [--no-norm] [--no-pdl] [--dry] [--fp8]
+        [--budget-s 200] [--jobs 14] [--no-norm] [--no-pdl] [--dry] [--fp8] [--streams]
 
 Child processes first compile every candidate and check it against float32 on fresh random numbers;
 then one of them times those that are right, alone, by replays of a graph that goes over copies of
@@ -12,6 +12,7 @@ library is timed with the kernels that it needs beside its product; "cuBLAS" is 
 TB/s counts the weights only.
 `--fp8`: weights in e4m3, of up to 256 rows. The library is `_scaled_mm` with a scale for each row,
 its rounding of x not counted; what it does with other options is shown behind the line.
+`--streams`: only the CUDA kernel, beside the library and what the table has.
 `--dry`: tiny layers in Triton's interpreter on the CPU, with a wrong candidate planted.
 """
 
@@ -36,6 +37,7 @@ from torch.nn import functional
 
 from ridgeline.kernels.fp8_linear import (
     DTYPE,
+    MAX_STREAMED,
     Fp8Matrix,
     fp8_linear_reference,
     library_product,
@@ -49,19 +51,27 @@ from ridgeline.kernels.quantize_rows import (
 )
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.small_linear import InputNorm, small_linear_reference
+from ridgeline.kernels.small_linear import (
+    InputNorm,
+    linear_by_tile,
+    small_linear_reference,
+)
+from ridgeline.kernels.stream_linear import MAX_ROWS as STREAM_ROWS
+from ridgeline.kernels.stream_linear import rounded_reference
 from ridgeline.kernels.tiles import FILE, Place, Tile, bucket, kind_of, read_tiles, write_tiles
 from ridgeline.kernels.workspace import Workspace, make_workspace
 
 Row = dict[str, Any]  # of rows.jsonl
+PACKAGE_TABLE = Path(__file__).resolve().parents[2] / "ridgeline" / "kernels" / FILE
 ROWS = (1, 32, 8, 64, 16, 2, 4)
 NORM_US = 1.8  # of a norm as a kernel of its own; one inside a product must be worth it
-NORM_ROWS = 8  # above, the norm is a kernel of its own
+NORM_ROWS = 32  # above, the norm is a kernel of its own
 BEYOND_L2_BYTES = 256 << 20
 REPLAY_BYTES = 2 << 30  # of one replay: half a millisecond
 REPLAYS = 7
 MARGIN = 0.99  # of the library's time, which ours must be below
 LIMIT_NORM, LIMIT_WORST = 5e-3, 2e-2  # relative error in the mean, and in the worst place
+TOO_LARGE = "the workspace is large enough", "OutOfResources", "bytes of shared memory"
 LIMIT_FP8 = 8e-3  # products of e4m3 are added up with about 14 bits
 
 
@@ -152,6 +162,32 @@ MANY = (
     Tile(128, 64, stages=4, splits=8, tma=True),
     Tile(128, 128, stages=4, per_sm=1, tma=True, warps=8),
     Tile(128, 64, stages=4, per_sm=2),
+)
+
+
+def stream(block_n: int, stages: int, splits: int = 1, **more: Any) -> Tile:
+    return Tile(block_n, 64, splits=splits, stages=stages, **{"warps": 8, "stream": True} | more)
+
+
+STREAMS = (
+    stream(16, 4),
+    stream(16, 4, 2),
+    stream(32, 2),
+    stream(32, 3),
+    stream(32, 3, 2),
+    stream(48, 2),
+    stream(48, 3),
+    stream(64, 2),
+    stream(64, 3),
+    stream(64, 2, 2),
+    stream(16, 3, per_sm=2),
+    stream(16, 2, warps=16),
+    stream(32, 2, warps=16),
+    stream(32, 3, warps=16),
+    stream(32, 2, 2, warps=16),
+    stream(64, 2, warps=4, per_sm=2),
+    stream(96, 2),
+    stream(128, 2, warps=4),
 )
 FP8_ROWS_TOLD = "1,32,256,128,64,8,16,2,4"
 
@@ -263,6 +299,8 @@ def candidates(layer: Layer, rows: int) -> Iterator[Tile]:
     tiles: tuple[Tile, ...] = VECTORS if rows == 1 else FEW if rows <= 16 else MANY
     if layer.fp8:
         tiles = fp8_candidates(layer, rows)
+    if rows <= STREAM_ROWS:
+        tiles += tuple(t for t in STREAMS if not layer.gated or t.block_n % 32 == 0)
     for tile in tiles:
         if layer.inputs % tile.block_k == 0 and layer.inputs // tile.block_k >= tile.splits:
             yield tile
@@ -301,7 +339,21 @@ def plan(args: argparse.Namespace) -> list[Trial]:
         trials += [
             Trial(x, r, t) for r in rows if r <= NORM_ROWS for x in normed for t in candidates(x, r)
         ]
-    return trials
+    return streams_beside_known(trials) if args.streams else trials
+
+
+def streams_beside_known(trials: list[Trial]) -> list[Trial]:
+    """The CUDA kernel's, and of each case what the table has already."""
+    known: dict[tuple[object, ...], Tile] = {}
+    for place, tile in read_tiles(PACKAGE_TABLE.read_text(encoding="utf-8")).items():
+        if tile is not None:
+            known[place.outputs, place.inputs, place.rows, place.kind, place.dtype == DTYPE] = tile
+    kept = [trial for trial in trials if trial.tile.stream]
+    for layer, rows in dict.fromkeys((trial.layer, trial.rows) for trial in kept):
+        key = layer.outputs, layer.inputs, bucket(rows), layer.kind, layer.fp8
+        if key in known and not known[key].stream:
+            kept.append(Trial(layer, rows, known[key]))
+    return kept
 
 
 def fp8_plan(args: argparse.Namespace) -> list[Trial]:
@@ -314,6 +366,17 @@ def fp8_plan(args: argparse.Namespace) -> list[Trial]:
         if layer.norm and rows == 1 and not args.no_norm:
             kinds.append(dataclasses.replace(layer, fp8=True))
         trials += [Trial(kind, rows, tile) for kind in kinds for tile in candidates(kind, rows)]
+        if 1 < rows <= MAX_STREAMED and (layer.gated or layer.norm):
+            # Rows that are not rounded: what stands beside the product can be in its kernel.
+            whole = [dataclasses.replace(layer, fp8=True, norm=n) for n in (False, layer.norm)]
+            trials += [
+                Trial(kind, rows, tile)
+                for kind in dict.fromkeys(whole)
+                for tile in candidates(kind, rows)
+                if tile.stream
+            ]
+    if args.streams:
+        trials = streams_beside_known(list(dict.fromkeys(trials)))
     spoilt = [dataclasses.replace(trials[0], spoilt=True)] if args.dry else []
     return trials + spoilt
 
@@ -423,8 +486,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def report(rows: list[Row], args: argparse.Namespace) -> None:
     """One line a layer and number of rows, and the table."""
-    package = Path(__file__).resolve().parents[2] / "ridgeline" / "kernels" / FILE
-    table, told = read_tiles(package.read_text(encoding="utf-8")), {}
+    table, told = read_tiles(PACKAGE_TABLE.read_text(encoding="utf-8")), {}
     found: dict[Any, list[Row]] = {}
     fastest: dict[Place, float] = {}
     for row in rows:
@@ -468,6 +530,7 @@ def label(trial: Trial) -> str:
 
 def short(tile: Tile) -> str:
     words = [f"{tile.block_n}x{tile.block_k} w{tile.warps} s{tile.stages}"]
+    words += ["stream"] if tile.stream else []
     words += ["dot"] if tile.dot else ["fma"]
     words += [f"splits{tile.splits}"] if tile.splits > 1 else []
     words += [f"per_sm{tile.per_sm}"] if tile.per_sm else []
@@ -554,12 +617,10 @@ class Bench:
         )
 
     def ours(self, trial: Trial, given: Inputs, copy: int) -> torch.Tensor:
-        from ridgeline.kernels.small_linear_triton import small_linear_triton
-
-        return small_linear_triton(
+        return linear_by_tile(
             given.x_MK,
             given.weights_CNK[copy],
-            tile=trial.tile,
+            trial.tile,
             norm=given.norm,
             gated=trial.layer.gated,
             residual_MO=given.residual_MO,
@@ -585,7 +646,8 @@ class Bench:
         """Other ways of the library, to be shown."""
         yield from ()
 
-    def exact(self, layer: Layer, given: Inputs) -> torch.Tensor:
+    def exact(self, trial: Trial, given: Inputs) -> torch.Tensor:
+        layer = trial.layer
         return small_linear_reference(
             given.x_MK.float(),
             given.weights_CNK[0],
@@ -604,14 +666,14 @@ class Bench:
                 what, why = self.check(trial)
             except Exception as error:
                 what, why = "failed", f"{type(error).__name__}: {str(error)[:300]}"
-                if "the workspace is large enough" in why or "OutOfResources" in why:
+                if any(words in why for words in TOO_LARGE):
                     what = "skipped"
             yield row_of(trial, what, why=why)
 
     def check(self, trial: Trial) -> tuple[str, str]:
         layer = trial.layer
         given = self.inputs(layer, trial.rows, 1)
-        exact = self.exact(layer, given)
+        exact = self.exact(trial, given)
         runs = []
         for _ in range(2):
             self.workspace.partial_P.fill_(torch.nan)
@@ -709,7 +771,31 @@ class Fp8Bench(Bench):
 
     def ours(self, trial: Trial, given: Inputs, copy: int) -> torch.Tensor:
         from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
+        from ridgeline.kernels.stream_linear import Scales, stream_linear
 
+        if trial.tile.stream and given.x_MK.shape[0] > MAX_STREAMED:
+            return stream_linear(
+                given.rounded.codes_MK,
+                given.weights_CNK[copy],
+                tile=trial.tile,
+                residual_MO=given.residual_MO,
+                out_MO=given.out_MO,
+                scales=Scales(given.scale_N, given.rounded.scale_M),
+                dtype=self.dtype,
+                pdl=self.pdl,
+            )
+        if trial.tile.stream:
+            return stream_linear(
+                given.x_MK,
+                given.weights_CNK[copy],
+                tile=trial.tile,
+                norm=given.norm,
+                gated=trial.layer.gated,
+                residual_MO=given.residual_MO,
+                out_MO=given.out_MO,
+                scales=Scales(given.scale_N),
+                pdl=self.pdl,
+            )
         rounded = given.x_MK.shape[0] > 1
         return fp8_linear_triton(
             given.rounded.codes_MK if rounded else given.x_MK,
@@ -724,14 +810,20 @@ class Fp8Bench(Bench):
             pdl=self.pdl,
         )
 
-    def exact(self, layer: Layer, given: Inputs) -> torch.Tensor:
-        x_MK = given.x_MK.float()
-        if x_MK.shape[0] > 1:
+    def exact(self, trial: Trial, given: Inputs) -> torch.Tensor:
+        layer, norm, x_MK = trial.layer, given.norm, given.x_MK.float()
+        if trial.tile.stream and len(x_MK) <= MAX_STREAMED:
+            # Rounded in the kernel, before the factor of the norm.
+            taken_MK = rounded_reference(x_MK if norm is None else given.x_MK * norm.weight_K)
+            if norm is not None:
+                taken_MK *= torch.rsqrt(x_MK.square().mean(1, keepdim=True) + norm.eps)
+            x_MK, norm = taken_MK, None
+        elif len(x_MK) > 1:
             x_MK = given.rounded.codes_MK.float() * given.rounded.scale_M[:, None]
         return fp8_linear_reference(
             x_MK,
             given.matrix(0),
-            norm=given.norm,
+            norm=norm,
             gated=layer.gated,
             residual_MO=given.residual_MO,
         )
@@ -820,6 +912,7 @@ def main() -> int:
     parser.add_argument("--no-norm", action="store_true", help="leave out the fused norm")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch")
     parser.add_argument("--fp8", action="store_true", help="weights in e4m3")
+    parser.add_argument("--streams", action="store_true", help="only the CUDA kernel")
     parser.add_argument("--dry", action="store_true", help="try the script without a GPU")
     parser.add_argument("--child", choices=("check", "time"), help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)

@@ -6,7 +6,7 @@ Letters: T packed tokens of the step, H query heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ import torch
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
 from ridgeline.kvcache import LayerKV
+
+if TYPE_CHECKING:
+    from ridgeline.kernels.paged_decode_cuda import Front
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,18 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
-class CapturedBackend(AttentionBackend, Protocol):
-    """A backend whose launches for a `DecodeLayout` or a `MixedLayout` depend on its shapes alone;
-    nothing in its methods, `attend` included, may then wait for the device."""
+class CapturesDecodes(AttentionBackend, Protocol):
+    """A backend whose launches for a `DecodeLayout` depend on its shapes alone; nothing in its
+    methods, `attend` included, may then wait for the device."""
 
     def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> Any:
         """What `attend` needs to know."""
         ...
+
+
+@runtime_checkable
+class CapturedBackend(CapturesDecodes, Protocol):
+    """The same for a `MixedLayout` too."""
 
     def plan_mixed(self, layout: MixedLayout, group: int, window: int | None) -> Any:
         """What `attend` needs to know."""
@@ -95,6 +103,28 @@ class CapturedBackend(AttentionBackend, Protocol):
     ) -> npt.NDArray[np.int32]:
         """[W, RECORD]: what answers these requests in a captured step of `num_tokens`; W may be
         more than there is room for."""
+        ...
+
+
+@runtime_checkable
+class TakesProduct(AttentionBackend, Protocol):
+    """A backend that has one kernel for all that follows the product of q, k and v."""
+
+    def takes_product(
+        self, layer_kv: LayerKV, plan: Any, spec: AttentionSpec, dtype: torch.dtype
+    ) -> bool:
+        """It has for this plan, and a product of this dtype."""
+        ...
+
+    def attend_product(
+        self,
+        qkv_TX: torch.Tensor,
+        front: Front,
+        layer_kv: LayerKV,
+        plan: Any,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """What `front` names, the write to the cache, and `attend`: [T, H, D]."""
         ...
 
 

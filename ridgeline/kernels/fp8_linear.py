@@ -1,8 +1,10 @@
 """x @ W.T with W in e4m3 and one scale for each of its rows.
 
-One row of x stays as it is and W becomes float32 on the way in: reading W is the time. Of more, the
-rows become e4m3 too (`quantize_rows`) and tensor cores multiply in it, by our kernel or by the
-library's. A device that has no e4m3 gets W back in the dtype of x, a tile at a time.
+For a few rows of x reading W is the time, and one kernel does all: up to `MAX_STREAMED` rows the
+CUDA kernel of `stream_linear`, which rounds x to e4m3 as it goes, in pieces of 128; or for one row
+a Triton kernel that leaves x as it is and widens W. Of more, the rows become e4m3 first
+(`quantize_rows`), and tensor cores multiply in it, by our kernels or by the library's. A device
+that has no e4m3 gets W back in the dtype of x, a tile at a time.
 Letters: M rows, K inputs, N outputs; W the width of x: 2 * K where it is gate and up, else K.
 """
 
@@ -20,6 +22,7 @@ from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_ro
 from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import InputNorm
+from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear
 from ridgeline.kernels.tiles import Place, Tile, bucket, find_tile, is_measured, kind_of
 from ridgeline.kernels.workspace import Workspace
 
@@ -34,7 +37,8 @@ from ridgeline.kernels.workspace import Workspace
 #      128      13.9         13.6          35.5          36.9
 #      256      14.3         13.8          50.4          37.2
 # so a table entry of ours may win there; without one it is left to the library.
-MAX_FEW = 1  # rows up to which x stays as it is
+MAX_FEW = 1  # rows up to which one kernel does all
+MAX_STREAMED = 8  # the same where W is streamed
 MAX_GUESS = 64  # rows up to which our kernel is chosen where nothing was measured
 MAX_OWN = 256  # rows that our kernel takes
 ALIGNMENT = 16  # of K and N in products of e4m3
@@ -44,6 +48,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200, for the default choice of splits
 TALL = 16384  # rows of W that keep a device busy with small programs
 DTYPE = "float8_e4m3fn"  # in the table of tiles
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+GUESSED_STREAM = Tile(32, 64, warps=8, stages=3, stream=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +83,19 @@ def fp8_linear(
     if rows == 0 or not takes_e4m3(x_MW, weight):
         y_MN = _by_tiles(_plain_input(x_MW, silu, norm, sum_MK), weight, bias_N)
         return _ends(y_MN, gated, residual_MO, out_MO)
-    if rows <= MAX_FEW:
-        x_MK, norm = _one_row(x_MW, silu, norm, sum_MK, pdl)
+    if keeps_rows(x_MW, weight):
+        x_MK, norm = _few_rows(x_MW, silu, norm, sum_MK, pdl)
         residual = residual_MO is not None
-        tile = _tile(rows, weight, kind_of(norm=norm is not None, gated=gated, residual=residual))
-        if tile is None and norm is not None:
-            x_MK, norm = rms_norm(x_MK, norm.weight_K, norm.eps), None
-            tile = _tile(rows, weight, kind_of(gated=gated, residual=residual))
+        tile = _few_tile(x_MK, weight, kind_of(norm=True, gated=gated, residual=residual))
+        if norm is None or tile is None:
+            x_MK = x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
+            norm = None
+            tile = _few_tile(x_MK, weight, kind_of(gated=gated, residual=residual))
         outputs, inputs = weight.codes_NK.shape
-        from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
-
-        return fp8_linear_triton(
+        return fp8_by_tile(
             x_MK,
             weight,
-            tile=tile or guess_tile(rows, outputs, inputs),
+            tile or guess_tile(rows, outputs, inputs),
             norm=norm,
             bias_N=bias_N,
             gated=gated,
@@ -113,6 +117,67 @@ def fp8_linear(
     )
 
 
+def fp8_by_tile(
+    x_MK: torch.Tensor,
+    weight: Fp8Matrix,
+    tile: Tile,
+    *,
+    norm: InputNorm | None = None,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    residual_MO: torch.Tensor | None = None,
+    out_MO: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """The same of rows that nobody has rounded, by one of our kernels, cut by `tile`."""
+    if tile.stream:
+        return stream_linear(
+            x_MK,
+            weight.codes_NK,
+            tile=tile,
+            norm=norm,
+            bias_N=bias_N,
+            gated=gated,
+            residual_MO=residual_MO,
+            out_MO=out_MO,
+            scales=Scales(weight.scale_N),
+            pdl=pdl is not False,
+        )
+    from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
+
+    return fp8_linear_triton(
+        x_MK,
+        weight,
+        tile=tile,
+        norm=norm,
+        bias_N=bias_N,
+        gated=gated,
+        residual_MO=residual_MO,
+        out_MO=out_MO,
+        workspace=workspace,
+        pdl=pdl,
+    )
+
+
+def keeps_rows(x_MW: torch.Tensor, weight: Fp8Matrix) -> bool:
+    """So few rows that they are not rounded before the product."""
+    rows = x_MW.shape[0]
+    return rows <= MAX_FEW or (rows <= MAX_STREAMED and can_stream(x_MW, weight.codes_NK))
+
+
+def _few_tile(x_MK: torch.Tensor, weight: Fp8Matrix, kind: str) -> Tile | None:
+    """Of rows that nobody has rounded. Several are multiplied by streams alone."""
+    rows, (outputs, inputs) = x_MK.shape[0], weight.codes_NK.shape
+    place = Place(_device_name(x_MK.device), DTYPE, outputs, inputs, bucket(rows), kind)
+    tile = find_tile(place)
+    if tile is not None and tile.stream and not can_stream(x_MK, weight.codes_NK):
+        tile = None
+    if rows == 1 or (tile is not None and tile.stream):
+        return tile
+    return None if "norm" in kind else GUESSED_STREAM
+
+
 def fp8_product(
     rows: QuantizedRows,
     weight: Fp8Matrix,
@@ -129,6 +194,21 @@ def fp8_product(
     library's product is rounded to bfloat16 before that. Sizes as `takes_e4m3` wants them."""
     kind = kind_of(gated=gated, residual=residual_MO is not None)
     tile = _own_tile(rows.codes_MK.shape[0], weight, kind)
+    if tile is not None and tile.stream and can_stream(rows.codes_MK, weight.codes_NK):
+        return stream_linear(
+            rows.codes_MK,
+            weight.codes_NK,
+            tile=tile,
+            bias_N=bias_N,
+            gated=gated,
+            residual_MO=residual_MO,
+            out_MO=out_MO,
+            scales=Scales(weight.scale_N, rows.scale_M),
+            dtype=dtype,
+            pdl=pdl is not False,
+        )
+    if tile is not None and tile.stream:
+        tile = guess_tile(rows.codes_MK.shape[0], *weight.codes_NK.shape)
     if tile is not None:
         from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
 
@@ -204,14 +284,14 @@ def _plain_input(
     return x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
 
 
-def _one_row(
+def _few_rows(
     x_MW: torch.Tensor,
     silu: bool,
     norm: InputNorm | None,
     sum_MK: torch.Tensor | None,
     pdl: bool | None,
 ) -> tuple[torch.Tensor, InputNorm | None]:
-    """What a product of one row takes in itself is the norm alone."""
+    """What a product of a few rows takes in itself is the norm alone."""
     if silu:
         return silu_mul(x_MW, pdl=pdl), None
     if sum_MK is None or norm is None:

@@ -64,9 +64,43 @@ def small_linear(
     same bits every time."""
     tile = _tile(x_MK, weight_NK, norm is not None, gated, residual_MO is not None)
     if tile is not None:
-        from ridgeline.kernels.small_linear_triton import small_linear_triton
+        return linear_by_tile(
+            x_MK,
+            weight_NK,
+            tile,
+            norm=norm,
+            bias_N=bias_N,
+            gated=gated,
+            residual_MO=residual_MO,
+            out_MO=out_MO,
+            workspace=workspace,
+            pdl=pdl,
+        )
+    normed_MK = x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
+    y_MO = functional.linear(normed_MK, weight_NK, bias_N)
+    y_MO = silu_mul(y_MO, pdl=pdl) if gated else y_MO
+    y_MO = y_MO if residual_MO is None else y_MO.add_(residual_MO)
+    return y_MO if out_MO is None else out_MO.copy_(y_MO)
 
-        return small_linear_triton(
+
+def linear_by_tile(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    tile: Tile,
+    *,
+    norm: InputNorm | None = None,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    residual_MO: torch.Tensor | None = None,
+    out_MO: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """The same by one of our kernels, cut by `tile`."""
+    if tile.stream:
+        from ridgeline.kernels.stream_linear import stream_linear
+
+        return stream_linear(
             x_MK,
             weight_NK,
             tile=tile,
@@ -75,14 +109,22 @@ def small_linear(
             gated=gated,
             residual_MO=residual_MO,
             out_MO=out_MO,
-            workspace=workspace or shared_workspace(x_MK.device),
-            pdl=pdl,
+            pdl=pdl is not False,
         )
-    normed_MK = x_MK if norm is None else rms_norm(x_MK, norm.weight_K, norm.eps)
-    y_MO = functional.linear(normed_MK, weight_NK, bias_N)
-    y_MO = silu_mul(y_MO, pdl=pdl) if gated else y_MO
-    y_MO = y_MO if residual_MO is None else y_MO.add_(residual_MO)
-    return y_MO if out_MO is None else out_MO.copy_(y_MO)
+    from ridgeline.kernels.small_linear_triton import small_linear_triton
+
+    return small_linear_triton(
+        x_MK,
+        weight_NK,
+        tile=tile,
+        norm=norm,
+        bias_N=bias_N,
+        gated=gated,
+        residual_MO=residual_MO,
+        out_MO=out_MO,
+        workspace=workspace or shared_workspace(x_MK.device),
+        pdl=pdl,
+    )
 
 
 def small_linear_reference(
@@ -113,7 +155,12 @@ def _tile(
     kind = kind_of(norm=norm, gated=gated, residual=residual)
     dtype = str(x_MK.dtype).removeprefix("torch.")
     (outputs, inputs), rows = weight_NK.shape, bucket(x_MK.shape[0])
-    return find_tile(Place(_device_name(x_MK.device), dtype, outputs, inputs, rows, kind))
+    tile = find_tile(Place(_device_name(x_MK.device), dtype, outputs, inputs, rows, kind))
+    if tile is not None and tile.stream:
+        from ridgeline.kernels.stream_linear import can_stream
+
+        return tile if can_stream(x_MK, weight_NK) else None
+    return tile
 
 
 @lru_cache(maxsize=64)

@@ -45,6 +45,7 @@ class Tile:
     be launched right after that wait, not only after the last step. Both matter only where `pdl`
     does, which is False for a kernel that takes no part in it even if the caller would.
     `block_m`: so many rows of x at a time, where they are many (0: all); for e4m3 only.
+    `stream`: the CUDA kernel of `stream_linear`, which says what the other fields mean there.
     """
 
     block_n: int
@@ -60,6 +61,7 @@ class Tile:
     early: bool = True
     pdl: bool = True
     block_m: int = 0
+    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)

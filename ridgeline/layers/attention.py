@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import AttentionBackend
+from ridgeline.attention.backend import AttentionBackend, TakesProduct
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import InternalError
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
+from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
+from ridgeline.kernels.paged_decode_cuda import Front
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV, qk_norm_rope_write
 from ridgeline.kernels.rope import rotate_
 from ridgeline.kvcache import LayerKV
 from ridgeline.layers.hidden import Hidden
@@ -33,6 +35,13 @@ class AttentionStep:
     turned_T1D: tuple[torch.Tensor, torch.Tensor] | None
     slots_T: torch.Tensor
     plan: Any
+
+
+def writes_in_place(device: torch.device, dtype: torch.dtype, views: PagedKV | None) -> bool:
+    """One kernel norms, turns and writes to the cache."""
+    if views is None or device.type == "cuda":
+        return views is not None
+    return views.k_NSKD.dtype == dtype and runs_native(device, dtype)
 
 
 class Attention:
@@ -54,6 +63,7 @@ class Attention:
         q_heads = placement.shard(spec.num_heads, "num_attention_heads")
         self.spec = replace(spec, num_heads=q_heads.length, num_kv_heads=kv_heads.length)
         self.backend = backend
+        self._of_product = backend if isinstance(backend, TakesProduct) else None
         head_dim = spec.head_dim
         bias = "_bias" if spec.qkv_bias else None
         shards = {"q": q_heads, "k": kv_heads, "v": kv_heads}
@@ -85,7 +95,13 @@ class Attention:
         self.out.add_to(hidden, out_THD.reshape(len(out_THD), self.q_size))
 
     def _attend(self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV) -> torch.Tensor:
+        backend = self._of_product
         if step.turned_T1D is None:
+            if backend is not None and backend.takes_product(
+                layer_kv, step.plan, self.spec, qkv_TC.dtype
+            ):
+                front = Front(step.table_L2D, step.slots_T, self._head_norms)
+                return backend.attend_product(qkv_TC, front, layer_kv, step.plan, self.spec)
             q_THD = self._turn_and_write(qkv_TC, step, layer_kv)
         else:
             q_THD = self._turn(qkv_TC, *step.turned_T1D)
@@ -98,12 +114,18 @@ class Attention:
         """Norms, rotation and the write to the cache in one kernel; the queries."""
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not written in place")
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
+        table, positions_T, slots_T = step.table_L2D, step.positions_T, step.slots_T
+        if not qkv_TC.is_cuda:
+            return turn_and_write(qkv_TC, table, positions_T, slots_T, views, self._head_norms)
         return qk_norm_rope_write(
-            qkv_TC, step.table_L2D, step.positions_T, step.slots_T, views, norms=norms
+            qkv_TC, table, positions_T, slots_T, views, norms=self._head_norms
         )
+
+    @property
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
 
     def _turn(
         self, qkv_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor

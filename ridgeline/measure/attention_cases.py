@@ -15,11 +15,14 @@ from ridgeline.architectures import read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.attention import AttentionBackend, choose_backend
+from ridgeline.attention.backend import TakesProduct
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.cost.ops import step_ops
+from ridgeline.kernels.paged_decode_cuda import Front
 from ridgeline.kvcache import KVCache, bytes_per_block
 from ridgeline.measure.models import Grid, config
-from ridgeline.measure.operators import BLOCK_SIZE, Bench, Case
+from ridgeline.measure.operators import BLOCK_SIZE, Bench, Case, attention_of
+from ridgeline.measure.stopwatch import Call
 from ridgeline.step import StepShape
 
 NUM_LAYERS = 6  # caches that take turns
@@ -51,9 +54,34 @@ class AttentionBench:
             return self.backend.attend(q_THD, layer, plan, attention)
 
         ops = step_ops(self.spec, shape, precision=self.bench.precision)
-        return self.bench.case(
-            what, [op for op in ops if op.kind.endswith("_attention")], call, label
-        )
+        done = [op for op in ops if op.kind.endswith("_attention")]
+        backend = self.backend
+        if isinstance(backend, TakesProduct) and backend.takes_product(
+            self.cache.layers[0], plan, attention, q_THD.dtype
+        ):
+            done += [op for op in ops if op.name == "rope_and_cache"]
+            return self.bench.case(what, done, self._from_product(backend, layout, plan), label)
+        return self.bench.case(what, done, call, label)
+
+    def _from_product(self, backend: TakesProduct, layout: AttentionLayout, plan: Any) -> Call:
+        """One kernel for what the layers then leave to the backend."""
+        attention, there = attention_of(self.spec), self.bench.device.torch_device
+        heads = attention.num_heads + 2 * attention.num_kv_heads
+        qkv_TX = self.bench.numbers(len(layout.seq_lens), heads * attention.head_dim)
+        last = [end - 1 for end in layout.seq_lens]
+        blocks_BM = layout.block_tables_BM[0].tolist()
+        slots = [
+            row[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            for row, at in zip(blocks_BM, last, strict=True)
+        ]
+        table_L2D = torch.rand(max(last) + 1, 2, attention.head_dim, device=there)
+        front = Front(table_L2D, torch.tensor(slots, device=there))
+
+        def call(number: int) -> torch.Tensor:
+            layer = self.cache.layers[number % len(self.cache.layers)]
+            return backend.attend_product(qkv_TX, front, layer, plan, attention)
+
+        return call
 
     def _layout(self, shape: StepShape) -> AttentionLayout:
         there = self.bench.device.torch_device

@@ -2,9 +2,10 @@
 
 After loading, each output row is divided by its largest magnitude / 448 and rounded to the nearest
 e4m3: off by at most 1/16 of itself, or 2^-10 scales if it is small. NVIDIA GPUs from capability 8.9
-on multiply as `kernels.fp8_linear` says: one row of x as it is, more of them rounded to e4m3 in the
-same way (each with its own scale). Elsewhere, for float32 and for sizes that are no
-multiples of 16, weights become the dtype of x before each product: smaller, not faster.
+on multiply as `kernels.fp8_linear` says: x is rounded to e4m3 too, of a few rows in pieces of 128
+numbers, of more each row with one scale (or not at all, if there is one row). Elsewhere, for
+float32 and for sizes that are no multiples of 16, weights become the dtype of x before each
+product: smaller, not faster.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.fp8_linear import (
-    MAX_FEW,
     Fp8Matrix,
     adds_to_residual,
     dequantize_rows,
     fp8_linear,
+    keeps_rows,
     takes_e4m3,
 )
+from ridgeline.kernels.invariant_linear import invariant_fp8_linear
 from ridgeline.kernels.quantize_rows import E4M3, quantize_rows_reference
+from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import Fusion
 from ridgeline.quantization.contract import Parameters
 
@@ -62,7 +65,7 @@ class Fp8Weights:
         bias_O: torch.Tensor | None,
         fusion: Fusion,
     ) -> torch.Tensor | None:
-        """For one row all is in the kernel of the product but a sum before the norm. For more the
+        """Of a few rows all is in the kernel of the product but a sum before the norm. Of more the
         sum, the norm and the gate of x are in the kernel that rounds them, the residual is in our
         product where that is chosen, and the gate of y is nowhere: the next layer takes it."""
         matrix = self.matrix(parameters)
@@ -84,7 +87,7 @@ class Fp8Weights:
         rows = x_TI.shape[0]
         if rows == 0 or not takes_e4m3(x_TI, matrix):
             return False
-        if rows <= MAX_FEW:
+        if keeps_rows(x_TI, matrix):
             return not fusion.of_gated
         if fusion.is_gated:
             return False
@@ -92,7 +95,8 @@ class Fp8Weights:
 
     def gates_input(self, x_TI: torch.Tensor, parameters: Parameters) -> bool:
         """A layer before this one, with input x, leaves its gate to `linear_of_gated`."""
-        return x_TI.shape[0] > MAX_FEW and takes_e4m3(x_TI, self.matrix(parameters))
+        matrix = self.matrix(parameters)
+        return takes_e4m3(x_TI, matrix) and not keeps_rows(x_TI, matrix)
 
     def linear_of_gated(
         self, x_TG: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
@@ -108,6 +112,35 @@ class Fp8Weights:
     def matrix(self, parameters: Parameters) -> Fp8Matrix:
         """What the kernels take."""
         return Fp8Matrix(parameters["codes"], parameters["scale"])
+
+    def invariant(self) -> Fp8Weights:
+        return InvariantFp8Weights()
+
+
+class InvariantFp8Weights(Fp8Weights):
+    """One way of multiplying for any number of rows, so a single one is rounded to e4m3 too."""
+
+    def linear(
+        self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        return invariant_fp8_linear(x_TI, self.matrix(parameters), bias_N=bias_O)
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: Parameters,
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> torch.Tensor | None:
+        return None
+
+    def gates_input(self, x_TI: torch.Tensor, parameters: Parameters) -> bool:
+        return False
+
+    def linear_of_gated(
+        self, x_TG: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.linear(silu_mul(x_TG), parameters, bias_O)
 
 
 def _check_finite(scale_O: torch.Tensor, inputs: int) -> None:

@@ -1,0 +1,819 @@
+// Attention of one new token of each request over a paged cache, as fast as the cache can be read.
+//
+// Work is cut into steps of 16 keys of a request, for all heads at once. A CTA takes a range of
+// steps that follow one another (`records`, dealt out by a small kernel before), a warp one KV head
+// of it; so a CTA reads whole tokens. A warp shares nothing with others: its lanes copy rows of a
+// head, 16 bytes each, into a ring of the warp, some steps ahead and across the ends of requests,
+// and wait for nothing but the copies. (Copies of 64 bytes of a row, which let each lane fetch what
+// it multiplies, were slower by a quarter: the L2 cache was asked for each line twice.) In the ring
+// the places within a row are permuted so that no two lanes that read together meet in a bank.
+// Products: S^T = K Q^T and O^T = V^T P^T, so the query heads of a KV head are the 8 columns of
+// mma.m16n8k16. Lane (g, t) = (lane / 4, lane % 4). A sum over head dimensions may be taken in any
+// order, so a lane's piece of K is 16 bytes that lie together: keys g and 8 + g, dimensions
+// 32 c + 8 t .. + 8, two k-steps of the product; Q takes the same places. Of V it has keys 2 t,
+// 2 t + 1, 2 t + 8, 2 t + 9 and dimensions 8 g .. + 8 (and 64 + 8 g .. + 8): rows of V^T, once
+// pairs of keys are interleaved. So a lane ends with 8 neighbours of the answer.
+// FUSED: q, k and v of the new token come raw from their product; q and k are normed, turned and
+// rounded here, k and v are written to the cache by the warp that has the request's last step,
+// which puts them into its ring too. Nobody reads that slot in the same launch.
+// A request and head that lies in several ranges is merged by the last warp to arrive, in order; if
+// they are many, groups of neighbours first.
+//
+// Compiled with: HEAD_DIM 64 or 128; GROUP query heads of a KV head, up to 16; KV_HEADS; WARPS,
+// which divides KV_HEADS; BLOCK_SIZE, a multiple of 16; STAGES of the ring; RESIDENT CTAs of a
+// multiprocessor; WINDOW, 0: none; NAMED_ROWS, FUSED, NORM, DEPENDENT (programmatic launch),
+// BFLOAT16 (or float16) 0 or 1.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+constexpr int KEYS = 16;                    // of a step
+constexpr int CHUNKS = HEAD_DIM / 32;       // 16 bytes each, that a lane has of a key
+constexpr int HALVES = HEAD_DIM / 64;       // 16 bytes each, that a lane has of a value
+constexpr int ROW_VECTORS = HEAD_DIM / 8;   // of a head of a token
+constexpr int STEP_VECTORS = 2 * KEYS * ROW_VECTORS;  // of a warp
+constexpr int COLUMNS = (GROUP + 7) / 8;    // tiles of 8 query heads
+constexpr int ROWS = HEAD_DIM / 16;         // tiles of 16 dimensions of the answer
+constexpr int COPIED_ROWS = 32 / ROW_VECTORS;  // of a head, by one copy of all lanes
+constexpr int TOKEN_BYTES = 4 * KV_HEADS * HEAD_DIM;
+constexpr int VALUE_BYTES = 2 * KV_HEADS * HEAD_DIM;  // from a token's keys to its values
+constexpr int RECORD = 8;
+constexpr u32 ALL = 0xffffffffu;
+
+extern __shared__ uint4 shared_ring[];
+
+#ifdef __CUDACC__  // a test runs the rest on a CPU, with its own versions of these
+
+#define INFINITE __int_as_float(0x7f800000)
+
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void let_next_kernel_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// 16 bytes; of nothing, 16 zeros.
+__device__ __forceinline__ void copy_ahead(uint4* to, const char* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+               ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_ahead_if(uint4* to, const char* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void end_step_of_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int NEWER>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(NEWER) : "memory");
+}
+
+// c += a @ b: a 16 x 16, b 16 x 8.
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                         u32 b1) {
+#if BFLOAT16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Of an 8 x 8 matrix with row g in lanes (g, 0 .. 3), two numbers each.
+__device__ __forceinline__ u32 transpose(u32 pair) {
+  u32 turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float low(u32 pair) {
+#if BFLOAT16
+  return __uint_as_float(pair << 16);
+#else
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(pair));
+  return f;
+#endif
+}
+
+__device__ __forceinline__ float high(u32 pair) {
+#if BFLOAT16
+  return __uint_as_float(pair & 0xffff0000u);
+#else
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(pair));
+  return f;
+#endif
+}
+
+__device__ __forceinline__ u32 pack(float first, float second) {
+  u32 pair;
+#if BFLOAT16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#endif
+  return pair;
+}
+
+// Past the L1 cache: other multiprocessors have written it.
+__device__ __forceinline__ float4 load_part(const float* at) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float load_number_of_part(const float* at) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// How many came before. What the warp has written is seen by who arrives later.
+__device__ __forceinline__ int arrive(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter)
+               : "memory");
+  return before;
+}
+
+#endif
+
+__device__ __forceinline__ u32 word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+__device__ __forceinline__ uint4 load_vector(const void* at) { return *(const uint4*)at; }
+
+// Of a greatest score that nobody has seen yet: what to subtract, so that nothing becomes NaN.
+__device__ __forceinline__ float level_of(float best) { return best == -INFINITE ? 0.0f : best; }
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Batch {
+  const int* tables;
+  const i64* table_rows;
+  const int* seq_lens;
+  const int* query_start;
+  int table_stride;
+  int num_requests;
+};
+
+struct Parts {
+  float* sums;    // [slot, KV_HEADS, GROUP, HEAD_DIM]
+  float* best;    // [slot, KV_HEADS, GROUP]
+  float* totals;  // the same
+  int* arrived;   // [request, KV_HEADS]
+  int* groups_arrived;  // [slot, KV_HEADS], of a group of pieces at its first
+};
+
+// What of a request is visible, and the steps for it. One without keys has one step, so that
+// somebody writes the zeros.
+struct Extent {
+  int length, first_key, first_step, stop;
+};
+
+__device__ __forceinline__ Extent extent_of(int length, int num_new) {
+  Extent e;
+  e.length = length;
+  e.first_key = WINDOW > 0 ? max(length - num_new - WINDOW + 1, 0) : 0;
+  e.first_step = e.first_key / KEYS;
+  e.stop = max(ceil_div(length, KEYS), e.first_step + 1);
+  return e;
+}
+
+// ---- Reading ahead ----------------------------------------------------------------------------
+
+// Where 16 bytes of a key lie in a step of the ring, and of a value.
+__device__ __forceinline__ int key_place(int row, int vector) {
+  return row * ROW_VECTORS + (vector ^ ((row & 1) << 2 | (row >> 1 & 3)));
+}
+
+__device__ __forceinline__ int value_place(int row, int vector) {
+  return (KEYS + row) * ROW_VECTORS + (vector ^ (row >> 1 & 3) << 1);
+}
+
+// Of 32 requests, one a lane.
+struct Known {
+  int from, length, num_new, row;
+
+  __device__ __forceinline__ void load(const Batch& batch, int request, int lane) {
+    from = request;
+    const int mine = min(request + lane, batch.num_requests - 1);
+    length = batch.seq_lens[mine];
+    num_new = WINDOW > 0 ? min(batch.query_start[mine + 1] - batch.query_start[mine], 1) : 1;
+    row = NAMED_ROWS ? (int)batch.table_rows[mine] : mine;
+  }
+};
+
+// Up to 32 steps of a request; lane i has the block of step first + i.
+struct Chunk {
+  int request, first, count, block;
+  Extent extent;
+};
+
+// A cursor over the steps of the range, ahead of the products. Blocks of a chunk are asked for when
+// the chunk before begins.
+struct Reader {
+  Known known;
+  Chunk now, next;
+  int used;  // steps of `now`
+  int left;  // steps of the range that are not read yet
+
+  // At most `most` steps of the request, behind those that are skipped.
+  __device__ __forceinline__ Chunk chunk(const Batch& batch, int request, int skipped, int most,
+                                         int lane) {
+    if (request >= known.from + 32) known.load(batch, request, lane);
+    const int from = request - known.from;
+    Chunk c;
+    c.request = request;
+    c.extent = extent_of(__shfl_sync(ALL, known.length, from),
+                         WINDOW > 0 ? __shfl_sync(ALL, known.num_new, from) : 1);
+    const int row = __shfl_sync(ALL, known.row, from);
+    c.first = c.extent.first_step + skipped;
+    c.count = min(min(c.extent.stop - c.first, 32), most);
+    c.block = 0;
+    const int step = c.first + lane;
+    if (lane < c.count && step * KEYS < c.extent.length)
+      c.block = batch.tables[(i64)row * batch.table_stride + step / (BLOCK_SIZE / KEYS)];
+    return c;
+  }
+
+  __device__ __forceinline__ Chunk following(const Batch& batch, int lane) {
+    const int most = left - now.count;
+    if (most <= 0) {
+      Chunk none = now;
+      none.count = 0;
+      return none;
+    }
+    const int after = now.first + now.count;
+    const bool same = after < now.extent.stop;
+    return chunk(batch, same ? now.request : now.request + 1,
+                 same ? after - now.extent.first_step : 0, most, lane);
+  }
+
+  __device__ __forceinline__ void begin(const Batch& batch, int request, int tile, int num_steps,
+                                        int lane) {
+    left = num_steps;
+    used = 0;
+    known.load(batch, request, lane);
+    now = chunk(batch, request, tile, left, lane);
+    next = following(batch, lane);
+  }
+
+  // The next step of the range into its place of the ring. `keys`: the head's first numbers.
+  __device__ __forceinline__ void copy(const Batch& batch, uint4* place, const char* keys,
+                                       int lane) {
+    if (left == 0) return;
+    if (used == now.count) {
+      now = next;
+      used = 0;
+      next = following(batch, lane);
+    }
+    const int block = __shfl_sync(ALL, now.block, used);
+    const int key = (now.first + used) * KEYS;
+    const char* from = keys + (i64)block * (BLOCK_SIZE * TOKEN_BYTES);
+    from += (key % BLOCK_SIZE) * TOKEN_BYTES;
+    const int own_row = lane / ROW_VECTORS, vector = lane % ROW_VECTORS;
+    from += own_row * TOKEN_BYTES + 16 * vector;
+    // The new token is not in the cache yet when it comes by itself.
+    const int stop = now.extent.length - FUSED;
+    const int start = now.extent.first_key;
+    const bool whole = key >= start && key + KEYS <= stop;
+#pragma unroll
+    for (int i = 0; i < KEYS; i += COPIED_ROWS) {
+      const int row = i + own_row;
+      const char* k_from = from + i * TOKEN_BYTES;
+      if (whole) {
+        copy_ahead(place + key_place(row, vector), k_from);
+        copy_ahead(place + value_place(row, vector), k_from + VALUE_BYTES);
+      } else {
+        const bool wanted = key + row >= start && key + row < stop;
+        copy_ahead_if(place + key_place(row, vector), k_from, wanted);
+        copy_ahead_if(place + value_place(row, vector), k_from + VALUE_BYTES, wanted);
+      }
+    }
+    ++used;
+    --left;
+  }
+};
+
+// ---- The new token ----------------------------------------------------------------------------
+
+#if FUSED
+struct Turn {
+  float cos[HALVES][8], sin[HALVES][8];
+
+  // `rotation`: cosines of the position, then sines with the first half negated.
+  __device__ __forceinline__ void load(const float* rotation, int t) {
+#pragma unroll
+    for (int c = 0; c < HALVES; ++c) {
+      const float* at = rotation + 32 * c + 8 * t;
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        const float4 x = *(const float4*)(at + i);
+        const float4 y = *(const float4*)(at + HEAD_DIM + HEAD_DIM / 2 + i);
+        cos[c][i] = x.x, cos[c][i + 1] = x.y, cos[c][i + 2] = x.z, cos[c][i + 3] = x.w;
+        sin[c][i] = y.x, sin[c][i + 1] = y.y, sin[c][i + 2] = y.z, sin[c][i + 3] = y.w;
+      }
+    }
+  }
+};
+
+// Norm, rotation and rounding of a head that lies over the four lanes of each g.
+__device__ __forceinline__ void turn_head(uint4 (&head)[CHUNKS], const Turn& turn,
+                                          const u16* weight, float eps, int t) {
+  float x[CHUNKS][8];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      x[c][i] = low(word(head[c], i / 2));
+      x[c][i + 1] = high(word(head[c], i / 2));
+    }
+#if NORM
+  float squares = 0.0f;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares += x[c][i] * x[c][i];
+  squares += __shfl_xor_sync(ALL, squares, 1);
+  squares += __shfl_xor_sync(ALL, squares, 2);
+  const float scale = rsqrtf(squares / HEAD_DIM + eps);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    const uint4 w = load_vector(weight + 32 * c + 8 * t);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      x[c][i] = x[c][i] * scale * low(word(w, i / 2));
+      x[c][i + 1] = x[c][i + 1] * scale * high(word(w, i / 2));
+    }
+  }
+#endif
+#pragma unroll
+  for (int c = 0; c < HALVES; ++c) {
+    u32 first[4], second[4];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const float a = x[c][i], b = x[c + HALVES][i];
+      const float d = x[c][i + 1], e = x[c + HALVES][i + 1];
+      first[i / 2] = pack(a * turn.cos[c][i] - b * turn.sin[c][i],
+                          d * turn.cos[c][i + 1] - e * turn.sin[c][i + 1]);
+      second[i / 2] = pack(b * turn.cos[c][i] + a * turn.sin[c][i],
+                           e * turn.cos[c][i + 1] + d * turn.sin[c][i + 1]);
+    }
+    head[c] = make_uint4(first[0], first[1], first[2], first[3]);
+    head[c + HALVES] = make_uint4(second[0], second[1], second[2], second[3]);
+  }
+}
+
+struct NewToken {
+  const u16* q_weight;
+  const u16* k_weight;
+  float eps;
+
+  // The queries of a KV head of a token, in the places of products.
+  __device__ __forceinline__ void queries(uint4 (&q)[COLUMNS][CHUNKS], const Turn& turn,
+                                          int t) const {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) turn_head(q[n], turn, q_weight, eps, t);
+  }
+
+  // Its key and value: to the cache, if `cached` is somewhere, and to `kept`, a row each.
+  __device__ __forceinline__ void key_and_value(const u16* key, const u16* value, const Turn& turn,
+                                                uint4* kept, char* cached, int lane) const {
+    const int t = lane % 4;
+    uint4 k[CHUNKS], v = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) k[c] = load_vector(key + 32 * c + 8 * t);
+    if (lane < ROW_VECTORS) v = load_vector(value + 8 * lane);
+    turn_head(k, turn, k_weight, eps, t);
+    __syncwarp();
+    if (lane < 4) {
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        kept[4 * c + t] = k[c];
+        if (cached) *(uint4*)(cached + 64 * c + 16 * t) = k[c];
+      }
+    }
+    if (lane < ROW_VECTORS) {
+      kept[ROW_VECTORS + lane] = v;
+      if (cached) *(uint4*)(cached + VALUE_BYTES + 16 * lane) = v;
+    }
+    __syncwarp();
+  }
+};
+
+// The new token's key and value to where the products look for token `row` of the step.
+__device__ __forceinline__ void put_into_step(uint4* place, const uint4* kept, int row, int lane) {
+  if (lane < ROW_VECTORS) {
+    place[key_place(row, lane)] = kept[lane];
+    place[value_place(row, lane)] = kept[ROW_VECTORS + lane];
+  }
+  __syncwarp();
+}
+#endif
+
+// ---- Products ---------------------------------------------------------------------------------
+
+// Of one request and KV head: lane (g, t) has heads 2 t and 2 t + 1 of each column tile.
+struct Answer {
+  uint4 q[COLUMNS][CHUNKS];      // head g of the tile, dimensions 32 c + 8 t .. + 8
+  float best[COLUMNS][2];        // greatest score so far, in powers of two
+  float total[COLUMNS][2];       // sum of the weights of this lane's keys
+  float sum[ROWS][COLUMNS][4];   // of weighted values
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      best[n][0] = best[n][1] = -INFINITE;
+      total[n][0] = total[n][1] = 0.0f;
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+        sum[r][n][0] = sum[r][n][1] = sum[r][n][2] = sum[r][n][3] = 0.0f;
+    }
+  }
+
+  // Number i of half h of the answer of the odd or even head: dimension 64 h + 8 g + i.
+  __device__ __forceinline__ float at(int n, int odd, int h, int i) const {
+    return HALVES == 2 ? sum[i][n][2 * h + odd] : sum[i / 2][n][i % 2 * 2 + odd];
+  }
+
+  // Scores of a step's 16 keys: [n][0], [1] of key g, [2], [3] of key 8 + g.
+  __device__ __forceinline__ void score(float (&s)[COLUMNS][4], const uint4* place, int lane,
+                                        float scale_log2) const {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const uint4 a = place[key_place(g, 4 * c + t)], b = place[key_place(8 + g, 4 * c + t)];
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        multiply(s[n], a.x, b.x, a.y, b.y, q[n][c].x, q[n][c].y);
+        multiply(s[n], a.z, b.z, a.w, b.w, q[n][c].z, q[n][c].w);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] *= scale_log2;
+  }
+
+  // Scores to weights, as the product with V takes them; what was summed fades accordingly.
+  __device__ __forceinline__ void weigh(u32 (&p)[COLUMNS][2], float (&s)[COLUMNS][4]) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      float most[2], fade[2], level[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) most[i] = fmaxf(s[n][i], s[n][2 + i]);
+#pragma unroll
+      for (int other = 4; other < 32; other *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          most[i] = fmaxf(most[i], __shfl_xor_sync(ALL, most[i], other));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        most[i] = fmaxf(most[i], best[n][i]);
+        level[i] = level_of(most[i]);
+        fade[i] = power_of_two(best[n][i] - level[i]);
+        best[n][i] = most[i];
+        s[n][i] = power_of_two(s[n][i] - level[i]);
+        s[n][2 + i] = power_of_two(s[n][2 + i] - level[i]);
+        total[n][i] = total[n][i] * fade[i] + (s[n][i] + s[n][2 + i]);
+      }
+      p[n][0] = transpose(pack(s[n][0], s[n][1]));
+      p[n][1] = transpose(pack(s[n][2], s[n][3]));
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        sum[r][n][0] *= fade[0], sum[r][n][2] *= fade[0];
+        sum[r][n][1] *= fade[1], sum[r][n][3] *= fade[1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const u32 (&p)[COLUMNS][2], const uint4 (&v)[4][HALVES]) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      // Rows g and 8 + g of the tile: the same number of both halves, or neighbours.
+      const int h = HALVES == 2 ? 1 : 0, w = HALVES == 2 ? r / 2 : r;
+      const u32 upper = HALVES == 2 && r % 2 == 1 ? 0x7632 : 0x5410;
+      const u32 lower = HALVES == 2 ? upper : 0x7632;
+      const u32 a0 = __byte_perm(word(v[0][0], w), word(v[1][0], w), upper);
+      const u32 a1 = __byte_perm(word(v[0][h], w), word(v[1][h], w), lower);
+      const u32 a2 = __byte_perm(word(v[2][0], w), word(v[3][0], w), upper);
+      const u32 a3 = __byte_perm(word(v[2][h], w), word(v[3][h], w), lower);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) multiply(sum[r][n], a0, a1, a2, a3, p[n][0], p[n][1]);
+    }
+  }
+
+  __device__ __forceinline__ void add_up_totals() {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int other = 4; other < 32; other *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) total[n][i] += __shfl_xor_sync(ALL, total[n][i], other);
+  }
+
+  // `out`: the first query head of the KV head.
+  __device__ __forceinline__ void store(u16* out, int out_head, int lane) const {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int head = 8 * n + 2 * t + odd;
+        const float all = total[n][odd], share = 1.0f / (all == 0.0f ? 1.0f : all);
+        if (head < GROUP) {
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h) {
+            u32 pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              pairs[i] = pack(at(n, odd, h, 2 * i) * share, at(n, odd, h, 2 * i + 1) * share);
+            *(uint4*)(out + (i64)head * out_head + 64 * h + 8 * g) =
+                make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+          }
+        }
+      }
+  }
+
+  __device__ __forceinline__ void leave(const Parts& parts, int slot, int kv_head,
+                                        int lane) const {
+    const int g = lane / 4, t = lane % 4;
+    const int place = (slot * KV_HEADS + kv_head) * GROUP;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int head = 8 * n + 2 * t + odd;
+        if (head < GROUP) {
+          if (g == 0) {
+            parts.best[place + head] = best[n][odd];
+            parts.totals[place + head] = total[n][odd];
+          }
+          float* to = parts.sums + (i64)(place + head) * HEAD_DIM + 8 * g;
+#pragma unroll
+          for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+            for (int i = 0; i < 8; i += 4)
+              *(float4*)(to + 64 * h + i) = make_float4(at(n, odd, h, i), at(n, odd, h, i + 1),
+                                                        at(n, odd, h, i + 2), at(n, odd, h, i + 3));
+        }
+      }
+  }
+};
+
+// ---- Merging ----------------------------------------------------------------------------------
+
+constexpr int MERGED_VECTORS = (GROUP * HEAD_DIM + 127) / 128;  // four numbers each, of a lane
+constexpr int FAN = 12;  // pieces that a warp merges one after the other
+constexpr int AT_ONCE = MERGED_VECTORS < 16 ? 16 / MERGED_VECTORS : 1;  // pieces on their way
+
+// The whole warp is the last of `all` that come to this counter, which is then free again.
+__device__ __forceinline__ bool is_last(int* counter, int all, int lane) {
+  __syncwarp();
+  int before = 0;
+  if (lane == 0) before = arrive(counter);
+  before = __shfl_sync(ALL, before, 0);
+  __syncwarp();
+  if (before != all - 1) return false;
+  if (lane == 0) *counter = 0;
+  return true;
+}
+
+// Pieces of a request and KV head in their order: each `stride`-th from `first_program` on. Piece j
+// lies in slot 2 * its program, and one further if j is 0 and it is `late`. To `out`; or, if that
+// is null, to where the first of them lay.
+__device__ __forceinline__ void merge(const Parts& parts, int first_program, int stride, int pieces,
+                                      int late, int kv_head, u16* out, int out_head, int lane) {
+  float best[MERGED_VECTORS], total[MERGED_VECTORS];
+  float4 sum[MERGED_VECTORS];
+#pragma unroll
+  for (int v = 0; v < MERGED_VECTORS; ++v) {
+    best[v] = -INFINITE;
+    total[v] = 0.0f;
+    sum[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  for (int j = 0; j < pieces; j += AT_ONCE) {
+    float its_best[AT_ONCE][MERGED_VECTORS], its_total[AT_ONCE][MERGED_VECTORS];
+    float4 its_sum[AT_ONCE][MERGED_VECTORS];
+#pragma unroll
+    for (int w = 0; w < AT_ONCE; ++w) {
+      const int slot = 2 * (first_program + (j + w) * stride) + (j + w == 0 ? late : 0);
+      const int place = (slot * KV_HEADS + kv_head) * GROUP;
+#pragma unroll
+      for (int v = 0; v < MERGED_VECTORS; ++v) {
+        const int number = 128 * v + 4 * lane;
+        its_best[w][v] = -INFINITE;
+        its_total[w][v] = 0.0f;
+        its_sum[w][v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (j + w < pieces && number < GROUP * HEAD_DIM) {
+          its_best[w][v] = load_number_of_part(parts.best + place + number / HEAD_DIM);
+          its_total[w][v] = load_number_of_part(parts.totals + place + number / HEAD_DIM);
+          its_sum[w][v] = load_part(parts.sums + (i64)place * HEAD_DIM + number);
+        }
+      }
+    }
+#pragma unroll
+    for (int w = 0; w < AT_ONCE; ++w)
+#pragma unroll
+      for (int v = 0; v < MERGED_VECTORS; ++v) {
+        const float most = fmaxf(best[v], its_best[w][v]), level = level_of(most);
+        const float fade = power_of_two(best[v] - level);
+        const float its_fade = power_of_two(its_best[w][v] - level);
+        best[v] = most;
+        total[v] = total[v] * fade + its_total[w][v] * its_fade;
+        sum[v].x = sum[v].x * fade + its_sum[w][v].x * its_fade;
+        sum[v].y = sum[v].y * fade + its_sum[w][v].y * its_fade;
+        sum[v].z = sum[v].z * fade + its_sum[w][v].z * its_fade;
+        sum[v].w = sum[v].w * fade + its_sum[w][v].w * its_fade;
+      }
+  }
+#pragma unroll
+  for (int v = 0; v < MERGED_VECTORS; ++v) {
+    const int number = 128 * v + 4 * lane;
+    if (number < GROUP * HEAD_DIM && out == nullptr) {
+      const int at = ((2 * first_program + late) * KV_HEADS + kv_head) * GROUP;
+      *(float4*)(parts.sums + (i64)at * HEAD_DIM + number) = sum[v];
+      if (number % HEAD_DIM == 0) {
+        parts.best[at + number / HEAD_DIM] = best[v];
+        parts.totals[at + number / HEAD_DIM] = total[v];
+      }
+    } else if (number < GROUP * HEAD_DIM) {
+      const float share = 1.0f / (total[v] == 0.0f ? 1.0f : total[v]);
+      u16* to = out + (i64)(number / HEAD_DIM) * out_head + number % HEAD_DIM;
+      *(uint2*)to = make_uint2(pack(sum[v].x * share, sum[v].y * share),
+                               pack(sum[v].z * share, sum[v].w * share));
+    }
+  }
+}
+
+// ---- The kernel -------------------------------------------------------------------------------
+
+// Grid: programs, KV_HEADS / WARPS. Shared memory: WARPS * (STAGES * STEP_VECTORS +
+// 2 * ROW_VECTORS) times 16 bytes. FUSED: q is the packed product [T, (H + 2 K) * D] and q_head
+// is HEAD_DIM.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* table_rows,
+             const int* seq_lens, const int* query_start, const i64* slots,
+             const float* rotations, const u16* q_weight, const u16* k_weight,
+             const int* records, float* part_sums, float* part_best, float* part_totals,
+             int* arrived, int* groups_arrived, int num_requests, int table_stride, int q_row, int q_head, int out_row,
+             int out_head, float scale_log2, float eps) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int program = blockIdx.x, kv_head = blockIdx.y * WARPS + warp;
+#if DEPENDENT
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+#endif
+  const int* record = records + program * RECORD;
+  int request = record[0], tile = record[2], left = record[3], done = 0;
+  const int share = record[4];
+  if (left == 0) return;
+
+  uint4* ring = shared_ring + warp * (STAGES * STEP_VECTORS + 2 * ROW_VECTORS);
+#if FUSED
+  uint4* kept = ring + STAGES * STEP_VECTORS;
+#endif
+  const Batch batch = {tables, table_rows, seq_lens, query_start, table_stride, num_requests};
+  const Parts parts = {part_sums, part_best, part_totals, arrived, groups_arrived};
+  const char* keys = (const char*)cache + kv_head * (2 * HEAD_DIM);
+
+  Reader reader;
+  reader.begin(batch, request, tile, left, lane);
+  for (int stage = 0; stage < STAGES; ++stage) {
+    reader.copy(batch, ring + stage * STEP_VECTORS, keys, lane);
+    end_step_of_copies();
+  }
+
+  uint4* place = ring;
+  int length = seq_lens[request];
+  int token = query_start[request], after = query_start[request + 1];
+  while (left > 0) {
+    // Of the request after this one: here by the time it is asked for.
+    const int coming = min(request + 1, num_requests - 1);
+    const int next_length = seq_lens[coming], next_after = query_start[coming + 1];
+    const bool asked = after > token;
+    const Extent extent = extent_of(length, min(after - token, 1));
+    const int steps = extent.stop - extent.first_step;
+    const int count = min(left, steps - tile);
+    const int last = extent.first_step + tile + count;
+
+    Answer answer;
+    answer.clear();
+    const u16* its_q = q + (i64)token * q_row + (i64)kv_head * GROUP * q_head;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        answer.q[n][c] = make_uint4(0, 0, 0, 0);
+        if (8 * n + g < GROUP && asked)
+          answer.q[n][c] = load_vector(its_q + (i64)(8 * n + g) * q_head + 32 * c + 8 * t);
+      }
+#if FUSED
+    const bool has_new = last == extent.stop && length > 0 && asked;
+    if (length > 0 && asked) {
+      Turn turn;
+      turn.load(rotations + (i64)(length - 1) * 2 * HEAD_DIM, t);
+      const NewToken fresh = {q_weight, k_weight, eps};
+      if (has_new) {
+        const i64 slot = slots[token];
+        char* cached = slot < 0 ? nullptr : (char*)keys + slot * TOKEN_BYTES;
+        const u16* key = q + (i64)token * q_row + (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
+        fresh.key_and_value(key, key + KV_HEADS * HEAD_DIM, turn, kept, cached, lane);
+      }
+      fresh.queries(answer.q, turn, t);
+    }
+#endif
+
+    for (int step = extent.first_step + tile; step < last; ++step) {
+      wait_for_copies<STAGES - 1>();
+      __syncwarp();
+#if FUSED
+      if (has_new && step + 1 == extent.stop) put_into_step(place, kept, (length - 1) % KEYS, lane);
+#endif
+      float s[COLUMNS][4];
+      answer.score(s, place, lane, scale_log2);
+      const int first = step * KEYS + g;
+      if (step * KEYS < extent.first_key || (step + 1) * KEYS > length) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = first + i / 2 * 8;
+          if (key < extent.first_key || key >= length) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n) s[n][i] = -INFINITE;
+          }
+        }
+      }
+      u32 p[COLUMNS][2];
+      answer.weigh(p, s);
+      uint4 v[4][HALVES];
+#pragma unroll
+      for (int i = 0; i < 4 * HALVES; ++i) {
+        const int token = i / HALVES % 2 + i / HALVES / 2 * 8;
+        v[i / HALVES][i % HALVES] = place[value_place(2 * t + token, 8 * (i % HALVES) + g)];
+      }
+      answer.add(p, v);
+      __syncwarp();  // all have read what is written over now
+      reader.copy(batch, place, keys, lane);
+      end_step_of_copies();
+      place += STEP_VECTORS;
+      if (place == ring + STAGES * STEP_VECTORS) place = ring;
+    }
+
+    answer.add_up_totals();
+    u16* its_out = out + (i64)token * out_row + (i64)kv_head * GROUP * out_head;
+    if (count == steps) {
+      if (asked) answer.store(its_out, out_head, lane);
+    } else {
+      answer.leave(parts, 2 * program + (done > 0), kv_head, lane);
+      const int start = program * share + done - tile;  // of the request, among all steps
+      const int first_program = start / share;
+      const int pieces = (start + steps - 1) / share - first_program + 1;
+      const int late = start > first_program * share;
+      int* counter = arrived + request * KV_HEADS + kv_head;
+      if (pieces <= FAN) {
+        if (is_last(counter, pieces, lane) && asked)
+          merge(parts, first_program, 1, pieces, late, kv_head, its_out, out_head, lane);
+      } else {
+        const int before = (program - first_program) / FAN * FAN, its_late = before ? 0 : late;
+        const int first = first_program + before, size = min(FAN, pieces - before);
+        int* group = groups_arrived + (2 * first + its_late) * KV_HEADS + kv_head;
+        if (is_last(group, size, lane)) {
+          merge(parts, first, 1, size, its_late, kv_head, nullptr, 0, lane);
+          const int groups = (pieces + FAN - 1) / FAN;
+          if (is_last(counter, groups, lane) && asked)
+            merge(parts, first_program, FAN, groups, late, kv_head, its_out, out_head, lane);
+        }
+      }
+    }
+    left -= count;
+    done += count;
+    tile = 0;
+    ++request;
+    length = next_length;
+    token = after;
+    after = next_after;
+  }
+}

@@ -1,0 +1,351 @@
+"""Decode attention in CUDA C++: one new token of each request, and what prepares it if wanted.
+
+`cuda/paged_decode.cu` says how. Steps of 16 keys, all heads at once, are dealt out to the programs
+as `paged_decode_triton` deals out its tiles, once a step of the engine (`refresh`), so a captured
+graph holds for any lengths. Results depend on the lengths of the whole batch in the last bits, but
+not on timing. Launches that share a schedule must not overlap. Only the plain KV cache, in the
+16-bit type of the queries.
+Letters: as in `paged_decode`; P programs, X = (H + 2 * K) * D packed width, L positions.
+"""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_float, c_int32, c_uint64
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.errors import check
+from ridgeline.kernels import nvrtc
+from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.paged_decode import DecodeBatch
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV
+
+SOURCE = "paged_decode.cu"
+STEP_KEYS = 16
+RECORD = 8  # int32 per program, as the Triton schedule writes them
+HEAD_DIMS = (64, 128)
+LARGEST_GROUP = 16
+MOST_WARPS = 8  # of a CTA, a KV head each
+SHARED_BYTES = 228 << 10  # of a multiprocessor of compute capability 9.0
+RESERVED_BYTES = 1 << 10  # of that, for each CTA
+VECTOR_BYTES = 16  # that a lane loads and stores at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What tuning may change: steps on their way per warp, CTAs of 8 warps on a multiprocessor (or
+    as many more as have fewer warps), and how many steps a program has at least if there are
+    enough."""
+
+    stages: int = 3
+    programs_per_sm: int = 1
+    min_steps: int = 1
+
+
+def choose_config(head_dim: int) -> Config:
+    """Two steps on their way keep the memory busy, and leave room for the next kernel's ring."""
+    return Config(2, 1, 2) if head_dim == 128 else Config(2, 2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaSchedule:
+    """Shapes that are compiled in, and what the kernel writes beside its result."""
+
+    config: Config
+    num_kv_heads: int
+    group: int  # G
+    head_dim: int
+    max_requests: int
+    num_programs: int
+    num_warps: int  # of a CTA; grid.y has as many CTAs as it takes for all KV heads
+    resident: int  # CTAs of a multiprocessor
+    records: torch.Tensor  # [P, RECORD] int32
+    parts: torch.Tensor  # [2 * P, K, G, D] float32, not normalised
+    best: torch.Tensor  # [2 * P, K, G] float32, greatest score, in powers of two
+    total: torch.Tensor  # [2 * P, K, G] float32, sum of weights
+    arrived: torch.Tensor  # [B, K] int32, zero between launches
+    groups_arrived: torch.Tensor  # [2 * P, K] int32, the same
+
+    @property
+    def shared_bytes(self) -> int:
+        return _shared_bytes(self.num_warps, self.config.stages, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What turns the raw product of q, k and v into queries and cache entries, as
+    `qk_norm_rope_write` does; a token's position is its request's length less one. A request of
+    length 0 writes nothing, whatever its slot."""
+
+    table_L2D: torch.Tensor  # float32
+    slots_T: torch.Tensor  # int64; negative: not written
+    norms: HeadNorms | None = None
+
+
+def unsupported(
+    device: torch.device, dtype: torch.dtype, kv: PagedKV, *, num_heads: int
+) -> str | None:
+    """Why this kernel cannot answer; None: it can."""
+    k_NSKD = kv.k_NSKD
+    _, block_size, num_kv_heads, head_dim = k_NSKD.shape
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return "needs a CUDA device of compute capability 9.0"
+    if dtype not in (torch.bfloat16, torch.float16) or k_NSKD.dtype != dtype:
+        return f"queries in {dtype} over a cache in {k_NSKD.dtype}: 16 bits and the same"
+    if head_dim not in HEAD_DIMS or num_heads > LARGEST_GROUP * num_kv_heads:
+        return f"heads of {head_dim}, {num_heads} to {num_kv_heads}: 64 or 128, 16 to one"
+    if block_size % STEP_KEYS:
+        return f"blocks of {block_size} tokens: a multiple of {STEP_KEYS}"
+    if not _lies_as_plain(kv):
+        return "the cache does not lie as K heads and then V heads of a token"
+    return None if nvrtc.available() else "NVRTC is not there"
+
+
+def make_schedule(
+    device: torch.device,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_requests: int,
+    config: Config | None = None,
+    num_programs: int | None = None,
+) -> CudaSchedule:
+    """Shared by all layers of these shapes and this window that run one after the other.
+    `num_programs` None: as many as the device runs at a time."""
+    config = config or choose_config(head_dim)
+    group = num_heads // num_kv_heads
+    check(num_heads == group * num_kv_heads, "query heads are a multiple of KV heads")
+    check(head_dim in HEAD_DIMS and 1 <= group <= LARGEST_GROUP, "heads that the kernel takes")
+    warps = max(n for n in range(1, MOST_WARPS + 1) if num_kv_heads % n == 0)
+    resident = config.programs_per_sm * (MOST_WARPS // warps)
+    needed = resident * (_shared_bytes(warps, config.stages, head_dim) + RESERVED_BYTES)
+    check(needed <= SHARED_BYTES, "the ring fits", needs=needed, has=SHARED_BYTES, config=config)
+    if num_programs is None:
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+        num_programs = max(1, cores * resident * warps // num_kv_heads)
+
+    def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    pieces = 2 * num_programs, num_kv_heads, group
+    return CudaSchedule(
+        config=config,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        max_requests=max_requests,
+        num_programs=num_programs,
+        num_warps=warps,
+        resident=resident,
+        records=blank(num_programs, RECORD, dtype=torch.int32),
+        parts=blank(*pieces, head_dim),
+        best=blank(*pieces),
+        total=blank(*pieces),
+        arrived=blank(max_requests, num_kv_heads, dtype=torch.int32),
+        groups_arrived=blank(2 * num_programs, num_kv_heads, dtype=torch.int32),
+    )
+
+
+def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
+    """Deal out the steps of these lengths: once a step of the engine and window."""
+    from ridgeline.kernels.paged_decode_triton import _schedule_kernel
+
+    num_requests = batch.seq_lens_B.shape[0]
+    check(num_requests <= schedule.max_requests, "more requests than the schedule has room for")
+    _schedule_kernel[(schedule.num_programs,)](
+        batch.seq_lens_B,
+        batch.query_start_B1,
+        schedule.records,
+        num_requests,
+        NUM_KV_HEADS=1,
+        WINDOW=batch.window or 0,
+        BLOCK_N=STEP_KEYS,
+        BLOCK_B=1 << (num_requests - 1).bit_length(),
+        MIN_TILES=schedule.config.min_steps,
+        RECORD=RECORD,
+        MAX_NEW=1,
+        num_warps=4,
+    )
+
+
+def paged_decode_cuda(
+    q_THD: torch.Tensor,
+    kv: PagedKV,
+    batch: DecodeBatch,
+    scale: float,
+    schedule: CudaSchedule,
+    out_THD: torch.Tensor,
+    *,
+    pdl: bool | None = None,
+) -> None:
+    """`paged_decode` where every request has one new token, which is in the cache already."""
+    check(q_THD.shape == out_THD.shape, "an answer for each query")
+    check(q_THD.shape[1:] == _heads(schedule), "the schedule's queries", shape=tuple(q_THD.shape))
+    check(q_THD.stride(2) == 1, "rows of D are contiguous")
+    check(_on_vectors(q_THD), "queries lie on 16 bytes")
+    _launch(q_THD, q_THD.stride(1), kv, batch, scale, schedule, out_THD, None, pdl)
+
+
+def decode_with_front(
+    qkv_TX: torch.Tensor,
+    front: Front,
+    kv: PagedKV,
+    batch: DecodeBatch,
+    scale: float,
+    schedule: CudaSchedule,
+    out_THD: torch.Tensor,
+    *,
+    pdl: bool | None = None,
+) -> None:
+    """`qk_norm_rope_write` and then `paged_decode`, in one launch, where every request has one new
+    token. No two requests of a length above 0 have the same slot, but for slots nobody reads."""
+    heads, size = _heads(schedule)
+    width = (heads + 2 * schedule.num_kv_heads) * size
+    tokens = qkv_TX.shape[0]
+    check(qkv_TX.shape == (tokens, width), "the packed width is (H + 2 K) heads", width=width)
+    check(out_THD.shape == (tokens, heads, size), "an answer for each token")
+    check(qkv_TX.stride(1) == 1 and _on_vectors(qkv_TX), "packed rows lie on 16 bytes")
+    check(front.slots_T.shape == (tokens,), "each token has a slot", tokens=tokens)
+    check(front.slots_T.dtype == torch.int64, "slots are int64")
+    check(front.table_L2D.shape[1:] == (2, size), "the table has cosines and sines of a head")
+    check(front.table_L2D.dtype == torch.float32, "the table is float32")
+    check(front.slots_T.is_contiguous() and front.table_L2D.is_contiguous(), "dense slots, table")
+    for weight in _weights(front):
+        plain = weight.shape == (size,) and weight.is_contiguous() and _on_vectors(weight)
+        check(plain and weight.dtype == qkv_TX.dtype, "norm weights of a head, in q's type")
+    _launch(qkv_TX, size, kv, batch, scale, schedule, out_THD, front, pdl)
+
+
+def _launch(
+    q: torch.Tensor,
+    q_head: int,
+    kv: PagedKV,
+    batch: DecodeBatch,
+    scale: float,
+    schedule: CudaSchedule,
+    out_THD: torch.Tensor,
+    front: Front | None,
+    pdl: bool | None,
+) -> None:
+    _check_batch(q, kv, batch, schedule, out_THD)
+    pdl = launches_early(q.device) if pdl is None else pdl
+    defines = _defines(schedule, kv, batch, q.dtype, front, early=pdl)
+    kernel = nvrtc.kernel(SOURCE, "paged_decode", defines, q.device)
+    nvrtc.allow_shared(kernel, schedule.shared_bytes)
+    nothing = c_uint64(0)
+    weights = _weights(front) or (nothing, nothing)
+    args: list[nvrtc.Arg] = [
+        q,
+        kv.k_NSKD,
+        out_THD,
+        batch.block_tables_BM,
+        nothing if batch.rows_B is None else batch.rows_B,
+        batch.seq_lens_B,
+        batch.query_start_B1,
+        nothing if front is None else front.slots_T,
+        nothing if front is None else front.table_L2D,
+        *weights,
+        schedule.records,
+        schedule.parts,
+        schedule.best,
+        schedule.total,
+        schedule.arrived,
+        schedule.groups_arrived,
+        c_int32(batch.seq_lens_B.shape[0]),
+        c_int32(batch.block_tables_BM.stride(0)),
+        c_int32(q.stride(0)),
+        c_int32(q_head),
+        c_int32(out_THD.stride(0)),
+        c_int32(out_THD.stride(1)),
+        c_float(scale * math.log2(math.e)),
+        c_float(front.norms.eps if front is not None and front.norms is not None else 0.0),
+    ]
+    grid = schedule.num_programs, schedule.num_kv_heads // schedule.num_warps, 1
+    kernel.launch(grid, 32 * schedule.num_warps, schedule.shared_bytes, args, pdl=pdl)
+
+
+def _defines(
+    schedule: CudaSchedule,
+    kv: PagedKV,
+    batch: DecodeBatch,
+    dtype: torch.dtype,
+    front: Front | None,
+    *,
+    early: bool,
+) -> dict[str, int | str]:
+    return {
+        "HEAD_DIM": schedule.head_dim,
+        "GROUP": schedule.group,
+        "KV_HEADS": schedule.num_kv_heads,
+        "WARPS": schedule.num_warps,
+        "BLOCK_SIZE": kv.k_NSKD.shape[1],
+        "STAGES": schedule.config.stages,
+        "RESIDENT": schedule.resident,
+        "WINDOW": batch.window or 0,
+        "NAMED_ROWS": int(batch.rows_B is not None),
+        "FUSED": int(front is not None),
+        "NORM": int(front is not None and front.norms is not None),
+        "DEPENDENT": int(early),
+        "BFLOAT16": int(dtype == torch.bfloat16),
+    }
+
+
+def _check_batch(
+    q: torch.Tensor,
+    kv: PagedKV,
+    batch: DecodeBatch,
+    schedule: CudaSchedule,
+    out_THD: torch.Tensor,
+) -> None:
+    check(q.dtype in (torch.bfloat16, torch.float16), "queries have 16 bits", dtype=q.dtype)
+    check(q.dtype == out_THD.dtype == kv.k_NSKD.dtype, "one type for queries, cache and answer")
+    check(out_THD.stride(2) == 1 and _on_vectors(out_THD), "answers lie on 16 bytes")
+    shape = schedule.num_kv_heads, schedule.head_dim
+    check(kv.k_NSKD.shape[2:] == shape, "the schedule's KV shape", shape=tuple(kv.k_NSKD.shape))
+    check(_lies_as_plain(kv), "the cache lies as K heads and then V heads of a token")
+    check(kv.k_NSKD.shape[1] % STEP_KEYS == 0, "blocks are a multiple of 16 tokens")
+    check(batch.max_new == 1, "one new token of each request", max_new=batch.max_new)
+    num_requests = batch.seq_lens_B.shape[0]
+    check(num_requests <= schedule.max_requests, "more requests than the schedule has room for")
+    check(batch.query_start_B1.shape == (num_requests + 1,), "query_start has one row more")
+    whole = batch.block_tables_BM, batch.seq_lens_B, batch.query_start_B1
+    check(all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in whole), "dense int32 indices")
+    rows = batch.rows_B
+    check(rows is None or (rows.dtype == torch.int64 and rows.is_contiguous()), "rows are int64")
+
+
+def _lies_as_plain(kv: PagedKV) -> bool:
+    """As `qk_norm_rope_write.plain_views` makes it, the strides being compiled in."""
+    k_NSKD, v_NSKD = kv.k_NSKD, kv.v_NSKD
+    _, block_size, heads, size = k_NSKD.shape
+    token = 2 * heads * size
+    return (
+        k_NSKD.shape == v_NSKD.shape
+        and k_NSKD.dtype == v_NSKD.dtype
+        and k_NSKD.stride() == v_NSKD.stride() == (block_size * token, token, size, 1)
+        and v_NSKD.data_ptr() - k_NSKD.data_ptr() == heads * size * k_NSKD.element_size()
+        and k_NSKD.data_ptr() % VECTOR_BYTES == 0
+    )
+
+
+def _on_vectors(x: torch.Tensor) -> bool:
+    places = x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1])
+    return all(place % VECTOR_BYTES == 0 for place in places)
+
+
+def _heads(schedule: CudaSchedule) -> tuple[int, int]:
+    return schedule.num_kv_heads * schedule.group, schedule.head_dim
+
+
+def _weights(front: Front | None) -> tuple[torch.Tensor, ...]:
+    if front is None or front.norms is None:
+        return ()
+    return front.norms.q_weight_D, front.norms.k_weight_D
+
+
+def _shared_bytes(num_warps: int, stages: int, head_dim: int) -> int:
+    """A ring of steps for each warp, and a new key and value."""
+    return num_warps * (stages * STEP_KEYS + 1) * 2 * head_dim * 2

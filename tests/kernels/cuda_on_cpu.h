@@ -1,0 +1,249 @@
+// Enough of CUDA to run a kernel of warps that share nothing on a CPU: 32 lanes as coroutines that
+// meet at every warp operation, warps one after the other. A copy that runs ahead arrives as late
+// as it may: when it is waited for, and until then its place holds NaN. Meetings of lanes at
+// different operations, and places that are not on 16 bytes, end the process.
+
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __launch_bounds__(...)
+#define INFINITE std::numeric_limits<float>::infinity()
+
+using std::max;
+using std::min;
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+struct Index { unsigned x, y, z; };
+static Index threadIdx, blockIdx;
+
+uint4 shared_ring[1 << 14];
+
+namespace emulated {
+
+constexpr int LANES = 32;
+constexpr size_t STACK_BYTES = 256 << 10;
+
+struct Copy { uint4* to; const char* from; bool wanted; };
+
+struct Lane {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(STACK_BYTES);
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+  int meetings = 0;
+  bool done = false;
+};
+
+static Lane lanes[LANES];
+static ucontext_t home;
+static int current;
+static int said_kind[2][LANES];
+static unsigned said[2][LANES][16];
+
+[[noreturn]] inline void fail(const char* why) {
+  std::fprintf(stderr, "emulated kernel: %s\n", why);
+  std::abort();
+}
+
+inline void give_way() {
+  const int mine = current;
+  swapcontext(&lanes[mine].context, &home);
+}
+
+// Says `count` words to the other lanes; all of them have spoken when it returns.
+inline const unsigned (*meet(int kind, const unsigned* words, int count))[16] {
+  const int mine = current, side = lanes[mine].meetings++ & 1;
+  said_kind[side][mine] = kind;
+  std::memcpy(said[side][mine], words, count * sizeof(unsigned));
+  give_way();
+  for (int i = 0; i < LANES; ++i)
+    if (said_kind[side][i] != kind) fail("lanes meet at different operations");
+  return said[side];
+}
+
+template <class T>
+unsigned bits(T value) {
+  unsigned word;
+  static_assert(sizeof(T) == 4);
+  std::memcpy(&word, &value, 4);
+  return word;
+}
+
+template <class T>
+T value_of(unsigned word) {
+  T value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+}  // namespace emulated
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  const unsigned word = emulated::bits(value);
+  return emulated::value_of<T>(emulated::meet(1, &word, 1)[lane & 31][0]);
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int other) {
+  const int mine = emulated::current;
+  const unsigned word = emulated::bits(value);
+  return emulated::value_of<T>(emulated::meet(100 + other, &word, 1)[mine ^ other][0]);
+}
+
+inline void __syncwarp() {
+  const unsigned nothing = 0;
+  emulated::meet(2, &nothing, 1);
+}
+
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = a | (uint64_t)b << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
+
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float power_of_two(float x) { return std::exp2(x); }
+inline void wait_for_kernel_before() {}
+inline void let_next_kernel_begin() {}
+
+inline void copy_ahead_if(uint4* to, const char* from, bool wanted) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emulated::fail("a copy is not on 16 bytes");
+  std::memset(to, 0xff, 16);
+  emulated::lanes[emulated::current].open.push_back({to, from, wanted});
+}
+
+inline void copy_ahead(uint4* to, const char* from) { copy_ahead_if(to, from, true); }
+
+inline void end_step_of_copies() {
+  auto& lane = emulated::lanes[emulated::current];
+  lane.groups.push_back(std::move(lane.open));
+  lane.open.clear();
+}
+
+template <int NEWER>
+void wait_for_copies() {
+  auto& groups = emulated::lanes[emulated::current].groups;
+  for (; groups.size() > NEWER; groups.pop_front())
+    for (const auto& copy : groups.front()) {
+      if (copy.wanted)
+        std::memcpy(copy.to, copy.from, 16);
+      else
+        std::memset(copy.to, 0, 16);
+    }
+}
+
+inline float number(uint16_t bits) {
+#if BFLOAT16
+  return emulated::value_of<float>((unsigned)bits << 16);
+#else
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return (float)half;
+#endif
+}
+
+inline uint16_t rounded(float x) {
+#if BFLOAT16
+  const unsigned word = emulated::bits(x);
+  if (std::isnan(x)) return 0x7fff;
+  return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+#else
+  const _Float16 half = (_Float16)x;
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+#endif
+}
+
+inline float low(unsigned pair) { return number((uint16_t)pair); }
+inline float high(unsigned pair) { return number((uint16_t)(pair >> 16)); }
+inline unsigned pack(float first, float second) {
+  return rounded(first) | (unsigned)rounded(second) << 16;
+}
+
+// As PTX describes the fragments of mma.m16n8k16 for 16-bit types.
+inline void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                     unsigned b0, unsigned b1) {
+  const int mine = emulated::current;
+  const unsigned words[] = {a0, a1, a2, a3, b0, b1};
+  const auto said = emulated::meet(3, words, 6);
+  for (int i = 0; i < 4; ++i) {
+    const int row = mine / 4 + i / 2 * 8, column = mine % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const unsigned a = said[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+      const unsigned b = said[column * 4 + k % 8 / 2][4 + k / 8];
+      c[i] += (k % 2 ? high(a) : low(a)) * (k % 2 ? high(b) : low(b));
+    }
+  }
+}
+
+inline unsigned transpose(unsigned pair) {
+  const int mine = emulated::current, row = mine / 4;
+  const auto said = emulated::meet(4, &pair, 1);
+  unsigned result = 0;
+  for (int i = 0; i < 2; ++i) {
+    const unsigned from = said[(mine % 4 * 2 + i) * 4 + row / 2][0];
+    result |= (from >> row % 2 * 16 & 0xffff) << 16 * i;
+  }
+  return result;
+}
+
+inline float4 load_part(const float* at) { return *(const float4*)at; }
+inline float load_number_of_part(const float* at) { return *at; }
+inline int arrive(int* counter) { return (*counter)++; }
+
+namespace emulated {
+
+static void (*body)();
+
+inline void lane_main() {
+  body();
+  lanes[current].done = true;
+  give_way();
+}
+
+inline void run_warp(unsigned warp, unsigned x, unsigned y) {
+  for (auto& lane : lanes) {
+    lane.open.clear(), lane.groups.clear(), lane.meetings = 0, lane.done = false;
+    getcontext(&lane.context);
+    lane.context.uc_stack.ss_sp = lane.stack.data();
+    lane.context.uc_stack.ss_size = STACK_BYTES;
+    lane.context.uc_link = nullptr;
+    makecontext(&lane.context, lane_main, 0);
+  }
+  for (int alive = LANES; alive;) {
+    alive = 0;
+    for (current = 0; current < LANES; ++current) {
+      if (lanes[current].done) continue;
+      threadIdx = {warp * LANES + current, 0, 0};
+      blockIdx = {x, y, 0};
+      swapcontext(&home, &lanes[current].context);
+      alive += !lanes[current].done;
+    }
+    if (alive && alive != LANES) fail("some lanes have ended, others have not");
+  }
+}
+
+}  // namespace emulated
