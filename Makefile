@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ridgeline-ready
+NATIVE := $(VENV)/.ridgeline-native
+NATIVE_SOURCES := setup.py $(wildcard ridgeline/kernels/cpu/*.cpp ridgeline/kernels/cpu/*.h)
 PYTHONS := python3.11 python3.12 python3
 
 MODEL ?=
@@ -11,10 +13,12 @@ ARGS ?=
 export MODEL PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel clean
+.PHONY: help setup native sanitize run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel clean
 
 help:
 	@echo "make setup          a virtual environment in $(VENV) with everything pinned"
+	@echo "make native         the native CPU kernels, if there is a C++ compiler (setup does it too)"
+	@echo "make sanitize       the native CPU kernels with sanitizers, tiles emulated"
 	@echo "make run            answer one prompt: MODEL=folder-or-hub-id PROMPT='...'"
 	@echo "                    (without MODEL: the small model that is bundled, no download)"
 	@echo "make eval           score MODEL on held-out problems (default: the bundled model)"
@@ -28,7 +32,7 @@ help:
 	@echo "make train-demo     train the bundled models again on a GPU: OUT=folder BOOKS='a.txt b.txt'"
 	@echo "make wheel          build the wheel into dist/"
 
-setup: $(STAMP)
+setup: $(STAMP) $(NATIVE)
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [ ! -x $(BIN)/python ]; then \
@@ -42,6 +46,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt setuptools torch
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[test]'
 	@touch $@
+
+native: $(STAMP) $(NATIVE)
+
+# The library is optional: a failure is told, and torch does the work.
+$(NATIVE): $(STAMP) $(NATIVE_SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+sanitize: setup
+	$(BIN)/python tools/sanitize_native.py $(ARGS)
 
 run: setup
 	@exec $(BIN)/ridgeline generate $${MODEL:+"$$MODEL"} -p "$$PROMPT" $(ARGS)

@@ -59,8 +59,10 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "fp8": WeightFormatLine(
         "ridgeline.quantization.fp8:Fp8Weights", bits=8, compute="fp8", row_bytes=4
     ),
-    "int8": WeightFormatLine("", bits=8, group=128, scale_bytes=2),
-    "int4": WeightFormatLine("", bits=4, group=128, scale_bytes=2),
+    "int8": WeightFormatLine("ridgeline.quantization.int8:Int8Weights", bits=8, row_bytes=4),
+    "int4": WeightFormatLine(
+        "ridgeline.quantization.int4:Int4Weights", bits=4, group=128, scale_bytes=2
+    ),
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),

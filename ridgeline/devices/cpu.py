@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+from ridgeline.log import say
+
+if TYPE_CHECKING:
+    from ridgeline.kernels.cpu.recorder import Arena
+
+logger = logging.getLogger(__name__)
 
 
 class CpuDevice:
@@ -18,6 +27,7 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self._arena: Arena | None = None
 
     def describe(self) -> str:
         try:
@@ -45,8 +55,18 @@ class CpuDevice:
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """The call itself: nothing is gained here, and the way there is the same."""
+    def capture(self, launch: Callable[[], None], what: str = "a step") -> Callable[[], None]:
+        """The native calls that it makes, replayed by one; or the call itself, where torch has to
+        do a part of it."""
+        from ridgeline.kernels.cpu import native
+        from ridgeline.kernels.cpu.recorder import Arena, CannotRecord, Replay, record
+
+        if native.library() is not None:
+            self._arena = self._arena or Arena()
+            try:
+                return Replay(record(launch, self._arena))
+            except CannotRecord as op:
+                say(logger, logging.INFO, f"{what} is not recorded", because=f"torch does {op}")
         launch()
         return launch
 

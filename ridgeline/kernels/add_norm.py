@@ -24,6 +24,11 @@ def add_norm(
         from ridgeline.kernels.add_norm_triton import add_norm_triton
 
         return add_norm_triton(x_TE, residual_TE, weight_E, eps, pdl=pdl)
+    if x_TE.device.type == "cpu":
+        from ridgeline.kernels.cpu import elementwise
+
+        if elementwise.serves(x_TE) and elementwise.serves(residual_TE):
+            return elementwise.add_norm(x_TE, residual_TE, weight_E, eps)
     return rms_norm(residual_TE.add_(x_TE), weight_E, eps)
 
 

@@ -16,6 +16,11 @@ MAX_SIZE = 16384  # a row lies in the registers of one program
 
 def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """[..., E] -> [..., E] in the dtype of x."""
+    if x.device.type == "cpu" and x.dim() == 2:
+        from ridgeline.kernels.cpu import elementwise
+
+        if elementwise.serves(x):
+            return elementwise.add_norm(None, x, weight_E, eps)
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return _float32(x, weight_E, eps)
     if x.is_cuda and x.dim() == 2 and x.stride(1) == 1 and x.shape[1] <= MAX_SIZE:

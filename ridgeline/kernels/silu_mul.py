@@ -18,6 +18,11 @@ def silu_mul(gate_up_TG: torch.Tensor, *, pdl: bool | None = None) -> torch.Tens
         from ridgeline.kernels.silu_mul_triton import silu_mul_triton
 
         return silu_mul_triton(gate_up_TG, pdl=pdl)
+    if gate_up_TG.device.type == "cpu":
+        from ridgeline.kernels.cpu import elementwise
+
+        if elementwise.serves(gate_up_TG):
+            return elementwise.silu_mul(gate_up_TG)
     return gated(gate_up_TG, "silu")
 
 

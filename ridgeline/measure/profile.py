@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,6 +21,7 @@ from ridgeline.build import Built
 from ridgeline.cost.roofline import StepCost, step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError, EngineFault
+from ridgeline.kernels.cpu.recorder import watched
 from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.step import StepRecord, StepShape
 
@@ -39,8 +40,9 @@ SAMPLING = (
     "exponential_",
     "log_softmax",
     "softmax",
+    "ridgeline::draw",
 )
-EMBEDDINGS = ("embedding",)
+EMBEDDINGS = ("embedding", "ridgeline::gather")
 NOT_COMPUTED = ("ProfilerStep", "cuda", "cu", "Memcpy", "Memset", "Activity Buffer")
 
 
@@ -246,10 +248,16 @@ def _profiler(built: Built) -> Iterator[Any]:
     with _silent_stderr():
         profiler.start()
     try:
-        yield profiler
+        with watched(_named):
+            yield profiler
     finally:
         with _silent_stderr():
             profiler.stop()
+
+
+def _named(kernel: str) -> AbstractContextManager[object]:
+    """Our native kernels stand among PyTorch's operators."""
+    return torch.profiler.record_function("ridgeline::" + kernel.removeprefix("rl_"))
 
 
 @contextmanager

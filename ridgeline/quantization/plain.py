@@ -1,12 +1,17 @@
-"""Weights as they are: one number of the serving dtype each."""
+"""Weights as they are: one number of the serving dtype each. On the CPU those of bfloat16 stand in
+the order of the native kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
+from ridgeline.kernels.cpu import native
+from ridgeline.kernels.cpu.packed_linear import Codes, PackedMatrix, gather, linear, pack
+from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.small_linear import Fusion, fits_small, small_linear
 from ridgeline.quantization.contract import Parameters
+from ridgeline.quantization.integers import fits_panels, fused_packed, keep_packed, packed_of
 
 
 class PlainWeights:
@@ -16,14 +21,22 @@ class PlainWeights:
     def parameters(
         self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
     ) -> Parameters:
-        return {"weight": torch.empty(outputs, inputs, dtype=dtype, device=device)}
+        weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
+        return {"weight": native.advise_huge(weight)}
 
     def finish(self, parameters: Parameters) -> Parameters:
+        """Packed where native kernels read them, in the same memory."""
+        weight_OI = parameters["weight"]
+        if weight_OI.dtype == torch.bfloat16 and fits_panels(weight_OI, Codes.BF16):
+            return keep_packed(pack(weight_OI, Codes.BF16))
         return parameters
 
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
+        packed = self.packed(parameters)
+        if packed is not None:
+            return linear(x_TI.contiguous(), packed, bias_N=bias_O)
         if fits_small(x_TI, parameters["weight"], Fusion()):
             return small_linear(x_TI, parameters["weight"], bias_N=bias_O)
         return functional.linear(x_TI, parameters["weight"], bias_O)
@@ -35,6 +48,9 @@ class PlainWeights:
         bias_O: torch.Tensor | None,
         fusion: Fusion,
     ) -> torch.Tensor | None:
+        packed = self.packed(parameters)
+        if packed is not None:
+            return fused_packed(x_TI, packed, bias_O, fusion)
         if not fits_small(x_TI, parameters["weight"], fusion):
             return None
         return small_linear(
@@ -48,4 +64,34 @@ class PlainWeights:
         )
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
+        packed = self.packed(parameters)
+        if packed is not None:
+            return gather(packed, None, torch.bfloat16)
         return parameters["weight"]
+
+    def packed(self, parameters: Parameters) -> PackedMatrix | None:
+        return packed_of(parameters, Codes.BF16)
+
+    def invariant(self) -> PlainWeights:
+        return InvariantPlainWeights()
+
+
+class InvariantPlainWeights(PlainWeights):
+    """One way of multiplying for any number of rows; see `kernels.invariant_linear`."""
+
+    def finish(self, parameters: Parameters) -> Parameters:
+        return parameters
+
+    def linear(
+        self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        return invariant_linear(x_TI, parameters["weight"], bias_N=bias_O)
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: Parameters,
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> torch.Tensor | None:
+        return None

@@ -121,10 +121,10 @@ def test_a_prediction_without_calibration_says_so(big: Path, cli: Cli) -> None:
     said = " ".join(found["caveats"])
     assert "not calibrated" in said
     assert "ridgeline calibrate" in said
-    packed = predict(cli, big, *EIGHT, *LOAD, "--weights", "int8")
+    packed = predict(cli, big, *EIGHT, *LOAD, "--weights", "int8", "--kv", "int8")
     assert not packed["served_today"]
     said = " ".join(packed["caveats"])
-    assert "int8 weights with a bf16 cache are priced, not served" in said
+    assert "int8 weights with a int8 cache are priced, not served" in said
 
 
 def write_calibration(path: Path, e_m: float = 0.4, **changes: Any) -> Path:

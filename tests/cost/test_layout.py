@@ -92,7 +92,7 @@ def test_what_is_computed_and_what_is_served() -> None:
     assert Precision.named("fp32").compute_dtype == "fp32"
     assert Precision.named("bf16").served_today
     assert Precision.named("fp8", "fp8").served_today
-    assert not Precision.named("int4").served_today
+    assert Precision.named("int4").served_today
     assert not Precision.named("bf16", "int8").served_today
     assert Precision.named("int4").weight_bits == 4.125
     every = catalogue().values()

@@ -255,7 +255,7 @@ def test_weight_formats_shrink_what_is_read() -> None:
         for name in ("bf16", "fp8", "int8", "int4")
     }
     assert read["fp8"] == read["bf16"] / 2
-    assert read["int8"] == read["bf16"] * (8 + 16 / 128) / 16
+    assert read["int8"] == read["bf16"] / 2
     assert read["int4"] == read["bf16"] * 4.125 / 16
     heads = {op.name: op for op in step_ops(spec, DECODE, precision=Precision.named("int4"))}
     assert heads["lm_head"].weight_bytes == 128256 * 4096 * 2  # stays as it is

@@ -50,7 +50,11 @@ def toy_logits(
     """A small Qwen3 in two steps, with one of its parts taken from outside."""
     model = ReferenceModel(tiny_config("qwen3"), seed=1)
     decoder = build_decoder(
-        read_spec(model.config), max_model_len=64, backend=backend, weight_format=weight_format
+        read_spec(model.config),
+        max_model_len=64,
+        backend=backend,
+        weight_format=weight_format,
+        kv_format=kv_format,
     )
     decoder.load(TensorDict(model.tensors))
     driver = Driver(decoder, kv_format=kv_format)

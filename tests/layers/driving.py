@@ -47,6 +47,7 @@ def build_decoder(
     device: str = TEST_DEVICE,
     placement: Placement | None = None,
     weight_format: str = "auto",
+    kv_format: str = "auto",
 ) -> Decoder:
     where = torch.device(device)
     return Decoder(
@@ -54,7 +55,7 @@ def build_decoder(
         dtype=dtype,
         device=where,
         placement=placement or Placement(),
-        attention=choose_backend(backend, spec, dtype, where),
+        attention=choose_backend(backend, spec, dtype, where, kv_format),
         weight_format=open_weight_format(weight_format),
         max_model_len=max_model_len,
     )

@@ -1,0 +1,63 @@
+// What does attention over a paged cache need to know? The call's arguments, and a thread's work.
+//
+// Letters: T packed tokens, H query heads, K KV heads, D head size, S block size.
+#pragma once
+
+#include <cstdint>
+
+#include "pool.h"
+
+// Causal attention of the new tokens of each request over the request's blocks. Request b owns
+// tokens query_start[b] .. query_start[b + 1]; seq_lens[b] counts them and all before them. Strides
+// count numbers; the heads of a token lie D apart in q and out.
+struct AttentionArgs {
+  const void* q;
+  void* out;
+  const void* k;
+  const void* v;
+  const int32_t* tables;
+  const int64_t* rows;  // which row of the tables is a request's; null: in order
+  const int32_t* seq_lens;
+  const int32_t* query_start;
+  int64_t num_requests, table_stride, q_stride, out_stride;
+  int64_t block_stride, slot_stride, head_stride, block_size;
+  int64_t heads, kv_heads, head_dim;
+  int64_t window;  // 0: none
+  int64_t dtype;   // of q, out, k and v; see dtype.h
+  double scale;
+};
+
+// One token over the keys [begin, end), all its heads; or new tokens [begin, end) of a request,
+// all heads of KV head `head`, over all they see. partial: the place for what is not all of the
+// answer, or -1.
+struct AttentionItem {
+  int32_t request, head;
+  int64_t begin, end;
+  int64_t partial;
+};
+
+constexpr int64_t TILE_ROWS = 126;  // of queries times heads of a KV head; 6 rows are worked on
+constexpr int64_t TILE_KEYS = 64;
+
+namespace {
+
+// Head size of what is kept as float32.
+[[maybe_unused]] inline int64_t padded_head(int64_t head_dim) { return (head_dim + 63) / 64 * 64; }
+
+// Floats of one partial answer: sums of all heads, then their maxima, then their weights.
+[[maybe_unused]] inline int64_t partial_floats(const AttentionArgs& a) {
+  return a.heads * (padded_head(a.head_dim) + 2);
+}
+
+}  // namespace
+
+struct AttentionVariant {
+  int64_t (*scratch_floats)(const AttentionArgs&);  // of one thread
+  void (*one)(const AttentionArgs&, const AttentionItem&, float* partials, float* scratch);
+  void (*merge)(const AttentionArgs&, int64_t request, const float* partials, int64_t count);
+  void (*many)(const AttentionArgs&, const AttentionItem&, float* scratch);
+};
+
+const AttentionVariant* attention_avx2();
+const AttentionVariant* attention_avx512();
+const AttentionVariant* attention_bf16();

@@ -1,0 +1,94 @@
+// Which small kernels stand between the products of a decode step? Their arguments.
+//
+// All fields are 8 bytes; strides count numbers, dtypes are those of dtype.h. The other side is
+// elementwise.py. Letters: T tokens, E hidden, D head size.
+#pragma once
+
+#include <cstdint>
+
+#include "pool.h"
+
+// sum += delta (null: nothing); out = sum / rms(sum) * weight.
+struct NormArgs {
+  const void* delta;
+  void* sum;
+  const void* weight;
+  void* out;
+  int64_t rows, size, delta_stride, sum_stride, out_stride, dtype;
+  double eps;
+};
+
+// out = silu(gate) * up; a row of gate_up is both.
+struct GateArgs {
+  const void* gate_up;
+  void* out;
+  int64_t rows, size, gate_up_stride, out_stride, dtype;
+};
+
+// Norms (null weights: none) and rotation of q and k in place, and the write to the cache.
+struct TurnArgs {
+  void* qkv;
+  const float* table;  // [positions, 2, D]: cosines, signed sines
+  const int64_t* positions;
+  const int64_t* slots;  // negative: not written
+  void* k;
+  void* v;
+  const void* q_weight;
+  const void* k_weight;
+  int64_t rows, stride, heads, kv_heads, head_dim;
+  int64_t block_size, block_stride, slot_stride, head_stride, dtype;
+  double eps;
+};
+
+// One token for each row of logits: the largest; with keys a draw (see kernels.noise). Of equals
+// the lowest. is_sound is 0 where the largest is not finite or there is a NaN, and the id 0.
+struct DrawArgs {
+  const void* logits;
+  const int64_t* positions;
+  const int64_t* keys;
+  const float* temperatures;
+  const float* noisy;
+  int64_t* ids;
+  uint8_t* is_sound;
+  int64_t rows, size, stride, dtype;
+};
+
+// What a step begins with; see kernels.step_inputs.
+struct InputsArgs {
+  const int64_t* sent;
+  const int64_t* last_ids;
+  int32_t* tables;
+  int64_t* token_ids;
+  int64_t* positions;
+  int64_t* next_positions;
+  int32_t* seq_lens;
+  int64_t* slots;
+  int64_t rows, groups, sent_stride, group_stride, table_stride, slots_stride, block_size;
+};
+
+// last_ids[places[i]] = ids[i]; out[i] = ids[i], or -1 if it is not sound.
+struct RememberArgs {
+  const int64_t* ids;
+  const uint8_t* is_sound;
+  const int64_t* places;
+  int64_t* last_ids;
+  int64_t* out;
+  int64_t rows;
+};
+
+struct ElementwiseVariant {
+  void (*norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*gate)(const GateArgs&, int64_t begin, int64_t end);
+  void (*turn)(const TurnArgs&, int64_t begin, int64_t end);
+  // The largest number of [begin, end) of a row, and where; NaN if there is one.
+  void (*largest)(const DrawArgs&, int64_t row, int64_t begin, int64_t end, float* score,
+                  int64_t* at);
+  // The best after temperature and noise, `level` taken off each first.
+  void (*draw)(const DrawArgs&, int64_t row, int64_t begin, int64_t end, float level, float* score,
+               int64_t* at);
+};
+
+const ElementwiseVariant* elementwise_avx2();
+const ElementwiseVariant* elementwise_avx512();
+
+constexpr int64_t MAX_HEAD_DIM = 1024;

@@ -1,0 +1,183 @@
+// How do we write one kernel for AVX2 and AVX-512? Vectors of W floats, in GCC's own notation.
+//
+// Included by one file for each variant, inside whose unnamed namespace all of it lies: nothing
+// that is compiled for one processor may be linked into code for another.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+
+typedef float F __attribute__((vector_size(W * 4)));
+typedef uint32_t U __attribute__((vector_size(W * 4)));
+typedef int32_t I __attribute__((vector_size(W * 4)));
+typedef uint16_t Half __attribute__((vector_size(W * 2)));
+
+struct B16 {
+  uint16_t bits;
+};
+
+inline F all(float x) { return x - F{}; }
+
+inline F load(const float* p) {
+  F x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline F load(const B16* p) {
+  Half h;
+  std::memcpy(&h, p, sizeof h);
+  return (F)(__builtin_convertvector(h, U) << 16);
+}
+
+inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
+
+// To the nearest, ties to even; NaN stays one.
+inline Half rounded(F x) {
+  U bits = (U)x;
+  U near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  U is_nan = (U)(x != x);
+  return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & near), Half);
+}
+
+inline void store(B16* p, F x) {
+  Half h = rounded(x);
+  std::memcpy(p, &h, sizeof h);
+}
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(B16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline void from_float(float* p, float x) { *p = x; }
+
+inline void from_float(B16* p, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  p->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// The first n numbers and zeros behind them; nothing behind p + n is touched.
+template <class T>
+inline F load_some(const T* p, int64_t n) {
+  if (n >= W) return load(p);
+  T padded[W] = {};
+  for (int64_t i = 0; i < n; ++i) padded[i] = p[i];
+  return load(padded);
+}
+
+template <class T>
+inline void store_some(T* p, F x, int64_t n) {
+  if (n >= W) return store(p, x);
+  T padded[W];
+  store(padded, x);
+  for (int64_t i = 0; i < n; ++i) p[i] = padded[i];
+}
+
+inline F larger(F a, F b) { return a > b ? a : b; }
+
+// Every place of it is the sum of all.
+inline F folded(F x) {
+#if defined(__AVX512F__)
+  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#else
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+  x += __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
+#endif
+  return x;
+}
+
+inline float sum_of(F x) { return folded(x)[0]; }
+
+inline float max_of(F x) {
+#if defined(__AVX512F__)
+  x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4,
+                                        5, 6, 7));
+#endif
+  float y[8];
+  std::memcpy(y, &x, sizeof y);
+  for (int half = 4; half; half /= 2)
+    for (int i = 0; i < half; ++i) y[i] = y[i] > y[i + half] ? y[i] : y[i + half];
+  return y[0];
+}
+
+// Place i of it is the sum of x[i]. At each level half as many vectors hold sums of parts half as
+// long.
+inline F sums_of(F* x) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < 8; ++i) {
+    F a = x[i], b = x[i + 8];
+    x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28,
+                                   29, 30, 31);
+  }
+  for (int i = 0; i < 4; ++i) {
+    F a = x[i], b = x[i + 4];
+    x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28,
+                                   29, 30, 31);
+  }
+  for (int i = 0; i < 2; ++i) {
+    F a = x[i], b = x[i + 2];
+    x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14,
+                                   15, 30, 31);
+  }
+  F a = x[0], b = x[1];
+  return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#else
+  for (int i = 0; i < 4; ++i) {
+    F a = x[i], b = x[i + 4];
+    x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  for (int i = 0; i < 2; ++i) {
+    F a = x[i], b = x[i + 2];
+    x[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  F a = x[0], b = x[1];
+  return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
+         __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+#endif
+}
+
+// e^x to 2 ulp (Cephes' polynomial); 0 below -87, NaN stays one, no infinity: 88 is the most.
+inline F exp_of(F x) {
+  F bounded = x > 88.0f ? all(88.0f) : x;
+  bounded = bounded < -87.0f ? all(-87.0f) : bounded;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  F n = (bounded * 1.44269504088896341f + magic) - magic;
+  F r = bounded - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  F y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  I power = (__builtin_convertvector(n, I) + 127) << 23;
+  F scaled = y * (F)power;
+  return x < -87.0f ? F{} : scaled;
+}
+
+}  // namespace

@@ -1,0 +1,95 @@
+// Who multiplies? Chooses the variant, cuts the work into tasks and lends the memory for x.
+#include "linear.h"
+
+#include <cstdlib>
+
+#include "isa.h"
+
+namespace {
+
+constexpr int64_t MAX_ROWS = 1024;         // of x prepared at once
+constexpr int64_t TASK_BYTES = 96 << 10;   // of weights in a task, when rows are few
+constexpr int64_t TASKS_A_THREAD = 8;
+constexpr int64_t ALONE_NUMBERS = 1 << 14;  // of x: fewer are prepared by the caller alone
+
+struct Scratch {
+  char* memory = nullptr;
+  int64_t bytes = 0;
+  char* at_least(int64_t wanted) {
+    if (wanted > bytes) {
+      std::free(memory);
+      bytes = up(wanted, 1 << 16);
+      memory = static_cast<char*>(std::aligned_alloc(64, size_t(bytes)));
+      if (memory == nullptr) bytes = 0;
+    }
+    return memory;
+  }
+  ~Scratch() { std::free(memory); }
+};
+
+thread_local Scratch scratch;
+
+LinearVariant variant(int64_t rows) {
+  switch (isa_level()) {
+    case ISA_AMX: return linear_amx(rows);
+    case ISA_BF16: return linear_bf16();
+    case ISA_AVX512: return linear_avx512();
+    default: return linear_avx2();
+  }
+}
+
+struct Shared {
+  const LinearVariant* variant;
+  const LinearPlan* plan;
+};
+
+void prepare_task(void* raw, int task, int) {
+  auto* shared = static_cast<Shared*>(raw);
+  shared->variant->prepare(*shared->plan, task);
+}
+
+void multiply_task(void* raw, int task, int thread) {
+  auto* shared = static_cast<Shared*>(raw);
+  const LinearPlan& plan = *shared->plan;
+  int64_t begin = task * plan.units_a_task, end = begin + plan.units_a_task;
+  shared->variant->multiply(plan, thread, begin, end < plan.units ? end : plan.units);
+}
+
+int64_t units_a_task(const RlLinear& call, int64_t units) {
+  int64_t unit_bytes = panel_lines(call.matrix) * LINE * (call.gated ? 2 : 1);
+  int64_t by_bytes = TASK_BYTES / unit_bytes;
+  int64_t by_threads = units / (TASKS_A_THREAD * pool_threads());
+  int64_t wanted = by_bytes < by_threads ? by_bytes : by_threads;
+  if (!call.gated) wanted &= ~int64_t(1);  // panels are taken in pairs
+  return wanted < 1 ? (call.gated || units <= pool_threads() ? 1 : 2) : wanted;
+}
+
+}  // namespace
+
+RL_API int rl_linear(const RlLinear* call) {
+  if (isa_level() < ISA_AVX2) return 2;
+  int64_t panels = up(call->matrix.outputs, PANEL) / PANEL;
+  LinearPlan plan{};
+  plan.call = call;
+  plan.units = call->gated ? panels / 2 : panels;
+  plan.units_a_task = units_a_task(*call, plan.units);
+  for (plan.row_begin = 0; plan.row_begin < call->rows; plan.row_begin += plan.rows) {
+    int64_t left = call->rows - plan.row_begin;
+    plan.rows = left < MAX_ROWS ? left : MAX_ROWS;
+    const LinearVariant chosen = variant(plan.rows);
+    int64_t for_x = up(chosen.scratch_bytes(*call, plan.rows), 64);
+    plan.thread_bytes = up(chosen.thread_bytes(*call, plan.rows), 64);
+    plan.scratch = scratch.at_least(for_x + plan.thread_bytes * pool_threads() + 64);
+    if (plan.scratch == nullptr) return 3;
+    plan.thread_scratch = plan.scratch + for_x;
+    Shared shared{&chosen, &plan};
+    int prepares = chosen.prepare_tasks(plan);
+    if (plan.rows * call->matrix.inputs < ALONE_NUMBERS)
+      for (int task = 0; task < prepares; ++task) chosen.prepare(plan, task);
+    else
+      pool_run(prepares, prepare_task, &shared);
+    int64_t tasks = (plan.units + plan.units_a_task - 1) / plan.units_a_task;
+    pool_run(int(tasks), multiply_task, &shared);
+  }
+  return 0;
+}

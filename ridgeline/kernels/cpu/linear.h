@@ -1,0 +1,103 @@
+// What is a packed matrix, and what does one call of a linear layer want?
+//
+// y[M, N] = x[M, K] W[N, K]^T. W is packed once, in panels of 16 rows (the last one filled up with
+// zeros); a panel is a run of lines of 64 bytes, 4 bytes for each of its 16 rows:
+//   bf16: 2 neighbours of a row;  int8: 4 neighbours, each as its value + 128;  int4: 8 neighbours,
+//   of which the low halves of the bytes hold the first 4 and the high halves the rest, as value + 8.
+// K is filled up to 2, 4 or 8. This is the order of AVX-512 dot products and of the second operand
+// of AMX, so one copy serves every variant and every M.
+// Scales: int8 one float32 a row; int4 one bfloat16 a row and group, [panels][groups][16], where
+// the last group may be short.
+#pragma once
+
+#include "dtype.h"
+#include "pool.h"
+
+enum RlFormat : int { RL_W_BF16 = 0, RL_W_INT8 = 1, RL_W_INT4 = 2 };
+
+enum : int { PANEL = 16, LINE = 64 };
+
+struct RlMatrix {
+  const void* codes;
+  const void* scales;      // null for bf16
+  int64_t outputs, inputs;
+  int32_t format, group;   // group: int4, a multiple of 8; else 0
+};
+
+struct RlLinear {
+  RlMatrix matrix;
+  const void* x;
+  void* y;                 // may be residual
+  const void* bias;        // [N] or null
+  const void* residual;    // [M, O] or null
+  int64_t rows, x_stride, y_stride, residual_stride;
+  int32_t x_dtype, y_dtype, bias_dtype, residual_dtype;
+  int32_t gated;           // y is silu(first half of the outputs) * second half; N % 32 == 0
+  int32_t unused;
+};
+
+struct RlPack {
+  const void* weight;      // [N, K]
+  void* codes;             // for bf16 it may be `weight` if N % 16 == 0 and K % 2 == 0
+  void* scales;
+  int64_t outputs, inputs, stride;
+  int32_t weight_dtype, format, group, unused;
+};
+
+struct RlGather {
+  RlMatrix matrix;
+  const int64_t* rows;     // null: 0 .. count - 1
+  void* out;               // [count, K]
+  int64_t count, out_stride;
+  int32_t out_dtype, unused;
+};
+
+RL_API int rl_linear(const RlLinear* call);
+// 0, or 1 if a weight is not finite (int8 and int4 only).
+RL_API int rl_pack(const RlPack* call);
+// Rows of the matrix that rl_linear multiplies by; 1 if a row number is out of range.
+RL_API int rl_gather(const RlGather* call);
+
+namespace {
+
+[[maybe_unused]] inline int64_t up(int64_t value, int64_t step) {
+  return (value + step - 1) / step * step;
+}
+
+[[maybe_unused]] inline int64_t line_inputs(int format) {
+  return format == RL_W_BF16 ? 2 : format == RL_W_INT8 ? 4 : 8;
+}
+
+[[maybe_unused]] inline int64_t panel_lines(const RlMatrix& m) {
+  return up(m.inputs, line_inputs(m.format)) / line_inputs(m.format);
+}
+
+[[maybe_unused]] inline int64_t num_groups(const RlMatrix& m) {
+  return m.format == RL_W_INT4 ? (m.inputs + m.group - 1) / m.group : 0;
+}
+
+}  // namespace
+
+// What a variant does: prepares rows of x, then multiplies some panels by all of them.
+struct LinearPlan {
+  const RlLinear* call;
+  char* scratch;      // prepared x
+  char* thread_scratch;
+  int64_t thread_bytes;  // of it for each thread
+  int64_t row_begin, rows;  // of x in this pass
+  int64_t units;      // of work: panels, or pairs of a gate's and an up panel
+  int64_t units_a_task;
+};
+
+struct LinearVariant {
+  int64_t (*scratch_bytes)(const RlLinear& call, int64_t rows);
+  int (*prepare_tasks)(const LinearPlan& plan);
+  void (*prepare)(const LinearPlan& plan, int task);
+  int64_t (*thread_bytes)(const RlLinear& call, int64_t rows);
+  void (*multiply)(const LinearPlan& plan, int thread, int64_t begin, int64_t end);
+};
+
+LinearVariant linear_avx2();
+LinearVariant linear_avx512();
+LinearVariant linear_bf16();
+LinearVariant linear_amx(int64_t rows);

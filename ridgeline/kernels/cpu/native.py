@@ -1,0 +1,108 @@
+"""Is the library of native CPU kernels here, and at which level of instructions does it work?"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ridgeline.errors import ConfigError
+from ridgeline.log import say
+
+VARIABLE = "RIDGELINE_CPU_ISA"
+LEVELS = ("none", "avx2", "avx512", "bf16", "amx")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+_FILE = Path(__file__).parent / "native_cpu.so"
+_log = logging.getLogger(__name__)
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why not."""
+    try:
+        found = ctypes.CDLL(str(_FILE))
+    except OSError:
+        return None, "it was not built here (a C++ compiler for x86-64 Linux is needed)"
+    for name in ("pool_set_threads", "pool_set_spin"):
+        getattr(found, name).argtypes = [ctypes.c_int]
+        getattr(found, name).restype = None
+    found.isa_set.argtypes = [ctypes.c_int]
+    found.rl_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    if found.isa_best() == 0:
+        return None, "the processor has no AVX2"
+    found.isa_set(LEVELS.index(wanted_level(os.environ, LEVELS[found.isa_best()])))
+    found.pool_set_threads(torch.get_num_threads())
+    return found, ""
+
+
+def wanted_level(environ: Mapping[str, str], best: str) -> str:
+    """What the environment asks for, else the best; ConfigError for a level that is unknown or that
+    the processor has not got."""
+    wanted = environ.get(VARIABLE, best)
+    if wanted not in LEVELS:
+        raise ConfigError(f"{VARIABLE}={wanted!r}; choose one of {', '.join(LEVELS)}")
+    if LEVELS.index(wanted) > LEVELS.index(best):
+        raise ConfigError(f"{VARIABLE}={wanted}: this processor has at most {best}")
+    return wanted
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels; None where torch has to do the work. ConfigError as of `wanted_level`."""
+    found = _loaded()[0]
+    return None if found is None or found.isa_level() == 0 else found
+
+
+def level() -> str:
+    """The instructions in use: one of LEVELS; "none" without the library."""
+    found = _loaded()[0]
+    return LEVELS[found.isa_level()] if found is not None else LEVELS[0]
+
+
+def best_level() -> str:
+    found = _loaded()[0]
+    return LEVELS[found.isa_best()] if found is not None else LEVELS[0]
+
+
+def set_threads(threads: int) -> None:
+    """How many threads a kernel may use, the caller among them."""
+    found = _loaded()[0]
+    if found is not None:
+        found.pool_set_threads(threads)
+
+
+def advise_huge(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, whose memory may get huge pages if it is in none yet. It is advice: nothing
+    happens without the library, off the CPU or where the system does not want it."""
+    found = _loaded()[0]
+    if found is not None and tensor.device.type == "cpu":
+        found.rl_advise_huge(tensor.data_ptr(), tensor.nbytes)
+    return tensor
+
+
+def announce() -> None:
+    """One line in the log: what multiplies."""
+    found, reason = _loaded()
+    if found is None:
+        say(_log, logging.INFO, "no native CPU kernels, torch does the work", because=reason)
+    else:
+        say(_log, logging.INFO, "native CPU kernels", level=level(), threads=found.pool_threads())
+
+
+@contextmanager
+def at_level(name: str) -> Iterator[None]:
+    """Work at a level for a while (tests); ConfigError if the processor has not got it."""
+    found = _loaded()[0]
+    before = level()
+    if found is None or found.isa_set(LEVELS.index(name)) < 0:
+        raise ConfigError(f"native CPU kernels cannot work at level {name!r} here")
+    try:
+        yield
+    finally:
+        found.isa_set(LEVELS.index(before))

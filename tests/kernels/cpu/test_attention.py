@@ -1,0 +1,97 @@
+"""The native attention at every level of instructions, against the definition in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ridgeline.architectures.spec import AttentionSpec, RopeSpec
+from ridgeline.attention.native import NativeAttention
+from ridgeline.errors import InternalError
+from ridgeline.kernels.cpu import native
+from ridgeline.kernels.cpu.attention import AttentionBatch, cpu_attention
+from ridgeline.kernels.qk_norm_rope_write import plain_views
+from tests.attention.cases import Case, Shape, make_case, naive, random_shape
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
+BEST = native.LEVELS.index(native.best_level())
+LEVELS = [level for level in ("avx2", "avx512", "bf16") if native.LEVELS.index(level) <= BEST]
+
+
+def attend(case: Case) -> torch.Tensor:
+    spec, backend = case.shape.spec, NativeAttention()
+    plan = backend.plan(case.layout, 0, spec.window)
+    return backend.attend(case.q_THD, case.layer_kv, plan, spec)
+
+
+def spec_of(heads: int, kv_heads: int, size: int, window: int | None = None) -> AttentionSpec:
+    return AttentionSpec(heads, kv_heads, size, RopeSpec(), window=window)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ragged_cases_in_float32(level: str) -> None:
+    with native.at_level(level):
+        for seed in range(60):
+            case = make_case(random_shape(random.Random(seed)), seed, device="cpu")
+            error = (attend(case).double() - naive(case)).abs().max().item()
+            assert error < 1e-5, f"seed {seed}: {error} {case.shape}"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bfloat16_is_as_near_as_torch(level: str) -> None:
+    with native.at_level(level):
+        for seed in range(40):
+            shape = random_shape(random.Random(500 + seed))
+            case = make_case(shape, seed, torch.bfloat16, device="cpu")
+            exact = naive(case)
+            ours = (attend(case).double() - exact).abs().max().item()
+            theirs = (naive(case, torch.bfloat16).double() - exact).abs().max().item()
+            floor = torch.finfo(torch.bfloat16).eps * exact.abs().max().item() / 2
+            assert ours <= max(2 * theirs, floor), f"seed {seed}: {ours} vs {theirs} {shape}"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("group", range(1, 9))
+def test_any_number_of_query_heads_of_a_kv_head(level: str, group: int) -> None:
+    spec = spec_of(2 * group, 2, 48)
+    case = make_case(Shape(((130, 1), (0, 70), (5, 3)), spec, 16), group, device="cpu")
+    with native.at_level(level):
+        torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", [1, 2, 7, 17, 33, 47, 96, 129, 256])
+def test_any_head_size(level: str, size: int) -> None:
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        shape = Shape(((66, 1), (30, 40)), spec_of(4, 2, size, window=50), 8)
+        case = make_case(shape, size, dtype, device="cpu")
+        with native.at_level(level):
+            error = (attend(case).double() - naive(case)).abs().max().item()
+        assert error < limit, f"{dtype}: {error}"
+
+
+def test_parts_of_a_long_request_are_merged() -> None:
+    """Enough keys for several parts, so that each thread has some, with and without a window."""
+    for window in (None, 700):
+        shape = Shape(((2000, 1), (3, 1), (900, 1)), spec_of(4, 2, 32, window), 16)
+        case = make_case(shape, 3, device="cpu")
+        torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-5, rtol=0)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = make_case(Shape(((300, 1), (10, 90)), spec_of(4, 2, 64), 16), 8, device="cpu")
+    case.q_THD.mul_(300.0)
+    torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-4, rtol=0)
+
+
+def test_what_is_not_served_is_refused() -> None:
+    kv = plain_views(torch.zeros(2, 4, 2 * 2 * 8), 2)
+    lens, starts = torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    batch = AttentionBatch(torch.ones(1, 1, dtype=torch.int32), lens, starts)
+    q_THD = torch.zeros(1, 4, 8)
+    assert cpu_attention(q_THD, kv, batch, 1.0).shape == q_THD.shape
+    for wrong in (q_THD.double(), q_THD[:, :3], torch.zeros(1, 4, 16)):
+        with pytest.raises(InternalError):
+            cpu_attention(wrong, kv, batch, 1.0)

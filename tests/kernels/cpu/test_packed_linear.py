@@ -1,0 +1,169 @@
+"""The native linear layers against sums in float64, at every level that this processor has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ridgeline.errors import InternalError
+from ridgeline.kernels.cpu import native
+from ridgeline.kernels.cpu.packed_linear import Codes, PackedMatrix, gather, linear, pack
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
+
+LEVELS = native.LEVELS[1 : native.LEVELS.index(native.best_level()) + 1]
+ROWS = (*range(1, 20), 24, 31, 32, 33, 47, 64, 70)
+OUTPUTS = (1, 7, 16, 31, 32, 48, 64, 131, 256)
+INPUTS = (1, 2, 7, 8, 63, 64, 65, 100, 130, 288, 600)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    name: str = request.param
+    with native.at_level(name):
+        yield name
+
+
+def packed_of(weight_NK: torch.Tensor, kind: Codes, group: int = 64) -> PackedMatrix:
+    return pack(weight_NK.clone(), kind, group=group if kind == Codes.INT4 else 0)
+
+
+def rounded_x(x_MK: torch.Tensor, kind: Codes, group: int) -> torch.Tensor:
+    """x as the kernels see it, in float64."""
+    if kind == Codes.BF16:
+        return x_MK.bfloat16().double()
+    step = group if kind == Codes.INT4 else max(1, x_MK.shape[1])
+    pieces = []
+    for piece in torch.split(x_MK.float(), step, 1):
+        most = piece.abs().amax(1, keepdim=True)
+        inverse = torch.where(most > 0, 127 / most, torch.zeros_like(most))
+        pieces.append((piece * inverse).round().double() * (most.double() / 127))
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.parametrize("kind", list(Codes), ids=lambda kind: kind.name)
+def test_products_of_ragged_shapes(level: str, kind: Codes) -> None:
+    seed = 3
+    print("seed", seed)
+    draw = random.Random(seed)
+    noise = torch.Generator().manual_seed(seed)
+    for _ in range(60):
+        rows, outputs, inputs = draw.choice(ROWS), draw.choice(OUTPUTS), draw.choice(INPUTS)
+        group = draw.choice((8, 32, 64, 96, 128))
+        dtype = draw.choice((torch.float32, torch.bfloat16))
+        x = torch.randn(rows, inputs, generator=noise).to(dtype)
+        matrix = packed_of(torch.randn(outputs, inputs, generator=noise), kind, group)
+        w = gather(matrix, None, torch.float32).double()
+        bias = torch.randn(outputs, generator=noise) if draw.random() < 0.5 else None
+        added = torch.randn(rows, outputs, generator=noise) if draw.random() < 0.5 else None
+        wanted = rounded_x(x, kind, group) @ w.T
+        wanted = wanted if bias is None else wanted + bias
+        wanted = wanted if added is None else wanted + added
+        out = torch.full((rows, outputs), torch.nan)
+        got = linear(x, matrix, bias_N=bias, residual_MO=added, out_MO=out)
+        assert got is out
+        # A code of x may be the other neighbour where its product with 1 / scale is rounded.
+        slack = 1e-5 if kind == Codes.BF16 else 4e-3
+        size = x.double().norm(dim=1)[:, None] * w.norm(dim=1)[None] + 0.1
+        worst = ((got - wanted).abs() / size).max()
+        assert worst < slack, (level, rows, outputs, inputs, group, dtype)
+
+
+@pytest.mark.parametrize("kind", list(Codes), ids=lambda kind: kind.name)
+def test_gate_and_residual_in_place(level: str, kind: Codes) -> None:
+    noise = torch.Generator().manual_seed(0)
+    for rows in (1, 6, 17, 40):
+        x = torch.randn(rows, 96, generator=noise).bfloat16()
+        matrix = packed_of(torch.randn(64, 96, generator=noise) / 8, kind, 32)
+        bias = torch.randn(64, generator=noise).bfloat16()
+        hidden = torch.randn(rows, 32, generator=noise)
+        full = linear(x, matrix, bias_N=bias, out_MO=torch.empty(rows, 64)).double()
+        wanted = torch.nn.functional.silu(full[:, :32]) * full[:, 32:] + hidden
+        got = linear(x, matrix, bias_N=bias, gated=True, residual_MO=hidden, out_MO=hidden)
+        assert got is hidden
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Codes.INT8, Codes.INT4], ids=lambda kind: kind.name)
+def test_rows_of_integers_are_the_same_in_any_company(level: str, kind: Codes) -> None:
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(70, 200, generator=noise)
+    matrix = packed_of(torch.randn(48, 200, generator=noise), kind)
+    together = linear(x, matrix)
+    for begin, end in ((0, 1), (3, 5), (10, 26), (20, 60)):
+        assert torch.equal(linear(x[begin:end], matrix), together[begin:end])
+
+
+@pytest.mark.parametrize("kind", list(Codes), ids=lambda kind: kind.name)
+def test_threads_change_nothing(kind: Codes) -> None:
+    noise = torch.Generator().manual_seed(2)
+    x = torch.randn(9, 256, generator=noise)
+    matrix = packed_of(torch.randn(640, 256, generator=noise), kind)
+    alone = linear(x, matrix)
+    try:
+        native.set_threads(3)
+        for _ in range(20):
+            assert torch.equal(linear(x, matrix), alone)
+    finally:
+        native.set_threads(1)
+
+
+def test_strides_of_rows(level: str) -> None:
+    noise = torch.Generator().manual_seed(4)
+    wide = torch.randn(5, 100, generator=noise)
+    matrix = packed_of(torch.randn(16, 40, generator=noise), Codes.BF16)
+    x, out = wide[:, 7:47], torch.zeros(5, 50)
+    linear(x, matrix, out_MO=out[:, 9:25])
+    assert torch.equal(out[:, 9:25], linear(x.contiguous(), matrix))
+    assert out[:, :9].abs().max() == 0 == out[:, 25:].abs().max()
+
+
+def test_a_row_that_is_not_finite_spoils_itself_alone(level: str) -> None:
+    for kind in Codes:
+        matrix = packed_of(torch.ones(16, 64), kind)
+        for bad in (torch.nan, torch.inf):
+            x = torch.ones(3, 64)
+            x[1, 5] = bad
+            y = linear(x, matrix)
+            assert not torch.isfinite(y[1]).any(), (kind, bad)
+            assert torch.allclose(y[0::2], torch.full((2, 16), 64.0), rtol=0.02)
+
+
+def test_bfloat16_is_packed_in_place_and_read_back() -> None:
+    weight = torch.randn(48, 70).bfloat16()
+    kept = weight.clone()
+    matrix = pack(weight, Codes.BF16)
+    assert matrix.codes.data_ptr() == weight.data_ptr()
+    assert torch.equal(gather(matrix, None, torch.bfloat16), kept)
+    rows = torch.tensor([5, 0, 47, 5])
+    assert torch.equal(gather(matrix, rows, torch.bfloat16), kept[rows])
+    assert torch.equal(gather(matrix, rows, torch.float32), kept[rows].float())
+    with pytest.raises(InternalError):
+        gather(matrix, torch.tensor([48]), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [Codes.INT8, Codes.INT4], ids=lambda kind: kind.name)
+def test_weights_that_are_not_finite_are_refused(kind: Codes) -> None:
+    for bad in (torch.nan, -torch.inf):
+        weight = torch.ones(20, 64)
+        weight[17, 3] = bad
+        with pytest.raises(ValueError, match="infinite or NaN"):
+            pack(weight, kind, group=64 if kind == Codes.INT4 else 0)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    matrix = packed_of(torch.ones(16, 64), Codes.INT8)
+    with pytest.raises(InternalError, match="rows of x"):
+        linear(torch.ones(2, 63), matrix)
+    with pytest.raises(InternalError, match="rows of x"):
+        linear(torch.ones(2, 64, dtype=torch.float16), matrix)
+    with pytest.raises(InternalError, match="rows of y"):
+        linear(torch.ones(2, 64), matrix, out_MO=torch.ones(2, 15))
+    with pytest.raises(InternalError, match="gate and up"):
+        linear(torch.ones(2, 64), matrix, gated=True)
+    with pytest.raises(InternalError, match="packed codes"):
+        PackedMatrix(matrix.codes, matrix.scales, 33, 64, Codes.INT8)
+    assert linear(torch.ones(0, 64), matrix).shape == (0, 16)
