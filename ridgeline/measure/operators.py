@@ -20,6 +20,7 @@ from ridgeline.cost.ops import Op, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.devices import Device
 from ridgeline.kernels.add_norm import add_norm
+from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
 from ridgeline.kernels.gated import gated
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
 from ridgeline.kernels.rms_norm import rms_norm
@@ -27,6 +28,7 @@ from ridgeline.kernels.rope import rotate_
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kvcache import KVCache
 from ridgeline.measure.stopwatch import Call
+from ridgeline.quantization import Parameters
 from ridgeline.quantization.plain import PlainWeights
 from ridgeline.sampling.batch import SamplingBatch
 from ridgeline.sampling.row import Needs
@@ -97,15 +99,19 @@ def matmul_series(bench: Bench, spec: ModelSpec, tokens: Sequence[int]) -> Itera
     for name in names:
         rows = [n for n in tokens if name != "lm_head" or n <= MAX_LOGIT_ROWS]
         ops = [by_name(spec, n, bench.precision)[name] for n in rows]
-        weights = bench.copies(int(ops[0].n), int(ops[0].k))
-        yield [_matmul(bench, op, weights) for op in ops]
+        plain = PlainWeights()
+        weights = [
+            plain.finish({"weight": weight})
+            for weight in bench.copies(int(ops[0].n), int(ops[0].k))
+        ]
+        yield [_matmul(bench, op, plain, weights) for op in ops]
 
 
-def _matmul(bench: Bench, op: Op, weights: list[torch.Tensor]) -> Case:
-    x_TE, linear = bench.numbers(int(op.m), int(op.k)), PlainWeights().linear
+def _matmul(bench: Bench, op: Op, plain: PlainWeights, weights: list[Parameters]) -> Case:
+    x_TE = bench.numbers(int(op.m), int(op.k))
 
     def call(number: int) -> torch.Tensor:
-        return linear(x_TE, {"weight": weights[number % len(weights)]}, None)
+        return plain.linear(x_TE, weights[number % len(weights)], None)
 
     return bench.case("matmul", (op,), call, f"{op.name} {int(op.m)}x{op.n}x{op.k}")
 
@@ -164,6 +170,9 @@ def _rope_and_cache(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
         views = cache.layers[number % len(cache.layers)].views
         if views is not None and qkv_TC.is_cuda:
             qk_norm_rope_write(qkv_TC, table_L2D, positions_T, slots_T, views, norms=norms)
+            return
+        if views is not None and runs_native(there, bench.torch_dtype):
+            turn_and_write(qkv_TC, table_L2D, positions_T, slots_T, views, norms)
             return
         if attention.qk_norm:
             for part in (turned_TND[:, :heads], turned_TND[:, heads:]):
