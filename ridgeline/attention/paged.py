@@ -19,6 +19,7 @@ import torch
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionCase, Pieces, Supports, softmax_scale
+from ridgeline.attention.dealt import Dealt
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
 from ridgeline.attention.sdpa import LONG_PIECE, SdpaAttention, SdpaPlan
 from ridgeline.attention.streamed import StreamedDecodes
@@ -89,8 +90,7 @@ class PagedPlan:
 
 
 class PagedAttention:
-    """Layers that share a plan run one after the other. Schedules are kept for as long as the
-    backend lives, because captured steps hold on to their memory."""
+    """Layers that share a plan run one after the other."""
 
     name = "triton"
     supports = Supports(
@@ -104,8 +104,7 @@ class PagedAttention:
         self.is_invariant = is_invariant
         self._torch = SdpaAttention()
         self._streamed = StreamedDecodes()
-        self._schedules: dict[tuple[int | None, int, int, int, int], Schedule] = {}
-        self._dealt_for: dict[tuple[int | None, int, int, int, int], PagedPlan] = {}
+        self._dealt = Dealt(_make, _refresh)
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> PagedPlan:
         lens = layout.query_lens
@@ -178,7 +177,7 @@ class PagedAttention:
                 views.v_NSKD,
                 plan.decodes,
                 scale,
-                schedule=self._dealt(plan, plan.decodes, device, spec),
+                schedule=self._dealt.schedule(plan.decodes, device, spec),
                 out_THD=out_THD,
             )
         # Behind the decode kernel, which leaves zeros at the first row of every other request.
@@ -207,33 +206,6 @@ class PagedAttention:
         if layer_kv.views is None or plan.decodes is None:
             raise InternalError("takes_product has not been asked")
         return self._streamed.attend(qkv_TX, front, layer_kv.views, plan.decodes, spec)
-
-    def _dealt(
-        self, plan: PagedPlan, batch: DecodeBatch, device: torch.device, spec: AttentionSpec
-    ) -> Schedule | None:
-        """The schedule for this plan's lengths, which are dealt out by the first layer, and again
-        if another plan was answered since."""
-        room = 1 << (len(batch.seq_lens_B) - 1).bit_length()
-        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        key = (plan.window, room, *shape)
-        schedule = self._schedules.get(key)
-        if schedule is not None and self._dealt_for.get(key) is plan:
-            return schedule
-        if schedule is None:
-            schedule = schedule_for(
-                device,
-                num_heads=shape[0],
-                num_kv_heads=shape[1],
-                head_dim=shape[2],
-                max_requests=room,
-                max_new=1,
-            )
-            if schedule is None:
-                return None
-            self._schedules[key] = schedule
-        deal_out(schedule, batch)
-        self._dealt_for[key] = plan
-        return schedule
 
 
 def _decodes(layout: DecodeLayout, group: int, window: int | None) -> DecodeBatch:
@@ -283,7 +255,18 @@ def _on_device(layout: AttentionLayout, device: torch.device) -> tuple[torch.Ten
     )
 
 
-def deal_out(schedule: Schedule, batch: DecodeBatch) -> None:
+def _make(device: torch.device, spec: AttentionSpec, max_requests: int) -> Schedule | None:
+    return schedule_for(
+        device,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_requests=max_requests,
+        max_new=1,
+    )
+
+
+def _refresh(schedule: Schedule, batch: DecodeBatch) -> None:
     """Imported where it is used: a machine without a GPU may have no Triton."""
     from ridgeline.kernels.paged_decode_triton import refresh
 

@@ -1,17 +1,17 @@
 """Which decodes are answered straight from the product of q, k and v, in one CUDA kernel?
 
 The kernel norms, turns and caches what is new and attends to all; `kernels.paged_decode_cuda` says
-where it runs. Schedules are kept, because captured steps hold on to their memory.
+where it runs.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import softmax_scale
+from ridgeline.attention.dealt import Dealt
+from ridgeline.errors import InternalError
 from ridgeline.kernels.paged_decode import DecodeBatch
 from ridgeline.kernels.paged_decode_cuda import (
     CudaSchedule,
@@ -23,15 +23,12 @@ from ridgeline.kernels.paged_decode_cuda import (
 )
 from ridgeline.kernels.qk_norm_rope_write import PagedKV
 
-Key = tuple[int | None, int, int, int, int]
 
-
-@dataclass(slots=True)
 class StreamedDecodes:
     """Layers that share a batch and a window run one after the other."""
 
-    _schedules: dict[Key, CudaSchedule] = field(default_factory=dict)
-    _dealt_for: dict[Key, DecodeBatch] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._dealt = Dealt(_make, refresh)
 
     def takes(self, views: PagedKV | None, dtype: torch.dtype, spec: AttentionSpec) -> bool:
         if views is None or not views.k_NSKD.is_cuda:
@@ -50,24 +47,18 @@ class StreamedDecodes:
         """[T, H, D], of one new token of each request."""
         tokens = qkv_TX.shape[0]
         out_THD = qkv_TX.new_empty((tokens, spec.num_heads, spec.head_dim))
-        schedule = self._dealt(batch, qkv_TX.device, spec)
+        schedule = self._dealt.schedule(batch, qkv_TX.device, spec)
+        if schedule is None:
+            raise InternalError("takes has not been asked")
         decode_with_front(qkv_TX, front, views, batch, softmax_scale(spec), schedule, out_THD)
         return out_THD
 
-    def _dealt(self, batch: DecodeBatch, device: torch.device, spec: AttentionSpec) -> CudaSchedule:
-        """Dealt out by the first layer, and again if another batch was answered since."""
-        room = 1 << (len(batch.seq_lens_B) - 1).bit_length()
-        key = (batch.window, room, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        if key not in self._schedules:
-            self._schedules[key] = make_schedule(
-                device,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                max_requests=room,
-            )
-        schedule = self._schedules[key]
-        if self._dealt_for.get(key) is not batch:
-            refresh(schedule, batch)
-            self._dealt_for[key] = batch
-        return schedule
+
+def _make(device: torch.device, spec: AttentionSpec, max_requests: int) -> CudaSchedule:
+    return make_schedule(
+        device,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_requests=max_requests,
+    )

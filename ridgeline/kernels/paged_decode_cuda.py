@@ -151,11 +151,11 @@ def make_schedule(
 
 def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
     """Deal out the steps of these lengths: once a step of the engine and window."""
-    from ridgeline.kernels.paged_decode_triton import _schedule_kernel
+    from ridgeline.kernels.paged_decode_triton import schedule_kernel
 
     num_requests = batch.seq_lens_B.shape[0]
     check(num_requests <= schedule.max_requests, "more requests than the schedule has room for")
-    _schedule_kernel[(schedule.num_programs,)](
+    schedule_kernel[(schedule.num_programs,)](
         batch.seq_lens_B,
         batch.query_start_B1,
         schedule.records,

@@ -119,7 +119,7 @@ def refresh(schedule: Schedule, batch: DecodeBatch) -> None:
     """Deal out the tiles of these lengths: once a step and window, before the layers."""
     num_requests = batch.seq_lens_B.shape[0]
     check(num_requests <= schedule.max_requests, "more requests than the schedule has room for")
-    _schedule_kernel[(schedule.num_programs,)](
+    schedule_kernel[(schedule.num_programs,)](
         batch.seq_lens_B,
         batch.query_start_B1,
         schedule.records,
@@ -207,7 +207,7 @@ def _tiles_of(length, num_new, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _schedule_kernel(
+def schedule_kernel(
     seq_lens,
     query_start,
     records,

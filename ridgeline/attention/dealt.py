@@ -1,0 +1,46 @@
+"""Which schedule of a decode kernel stands for these lengths, and have they been dealt out?
+
+A schedule says which program takes which keys. It is made once for a shape, because captured steps
+hold on to its memory, and dealt out on the device by the first layer of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from ridgeline.architectures.spec import AttentionSpec
+from ridgeline.kernels.paged_decode import DecodeBatch
+
+S = TypeVar("S")
+Key = tuple[int | None, int, int, int, int]
+
+
+@dataclass(slots=True)
+class Dealt(Generic[S]):
+    """`make` a schedule for a shape and so many requests, None where there is no kernel; `refresh`
+    it for the lengths of a batch."""
+
+    make: Callable[[torch.device, AttentionSpec, int], S | None]
+    refresh: Callable[[S, DecodeBatch], None]
+    _schedules: dict[Key, S] = field(default_factory=dict)
+    _dealt_for: dict[Key, DecodeBatch] = field(default_factory=dict)
+
+    def schedule(self, batch: DecodeBatch, device: torch.device, spec: AttentionSpec) -> S | None:
+        """Layers that share a batch share the schedule; it is dealt out again if another batch was
+        answered since."""
+        room = 1 << (len(batch.seq_lens_B) - 1).bit_length()
+        key = (batch.window, room, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule = self.make(device, spec, room)
+            if schedule is None:
+                return None
+            self._schedules[key] = schedule
+        if self._dealt_for.get(key) is not batch:
+            self.refresh(schedule, batch)
+            self._dealt_for[key] = batch
+        return schedule

@@ -1,0 +1,40 @@
+"""A schedule is made once for a shape, and dealt out once for each batch that is answered."""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.architectures.spec import AttentionSpec, RopeSpec
+from ridgeline.attention.dealt import Dealt
+from ridgeline.kernels.paged_decode import DecodeBatch
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec(4, 2, 16, RopeSpec())
+
+
+def batch(num: int, window: int | None = None) -> DecodeBatch:
+    lens = torch.ones(num, dtype=torch.int32)
+    return DecodeBatch(lens[:, None], lens, torch.arange(num + 1, dtype=torch.int32), 1, window)
+
+
+def test_made_once_and_dealt_out_anew_after_another_batch() -> None:
+    made: list[int] = []
+    dealt: list[tuple[str, DecodeBatch]] = []
+
+    def make(device: torch.device, spec: AttentionSpec, max_requests: int) -> str:
+        made.append(max_requests)
+        return f"schedule {len(made)}"
+
+    schedules = Dealt(make, lambda schedule, of: dealt.append((schedule, of)))
+    first, second, wide, windowed = batch(3), batch(4), batch(5), batch(3, window=8)
+    for of in (first, first, second, first, wide, windowed, first):
+        schedules.schedule(of, CPU, SPEC)
+    assert made == [4, 8, 4]  # rounded up; a window has a schedule of its own
+    assert [of for _, of in dealt] == [first, second, first, wide, windowed]
+    assert [name for name, _ in dealt] == [f"schedule {n}" for n in (1, 1, 1, 2, 3)]
+    assert schedules.schedule(second, CPU, SPEC) == "schedule 1"
+
+
+def test_no_schedule_where_there_is_no_kernel() -> None:
+    schedules: Dealt[str] = Dealt(lambda *_: None, lambda *_: None)
+    assert schedules.schedule(batch(3), CPU, SPEC) is None
