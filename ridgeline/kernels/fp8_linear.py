@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Unpack
 
 import torch
 from torch.nn import functional
@@ -21,19 +22,19 @@ from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_rows
 from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.small_linear import InputNorm
+from ridgeline.kernels.small_linear import Beside, InputNorm
 from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear
 from ridgeline.kernels.tiles import Place, Tile, bucket, find_tile, is_measured, kind_of
 from ridgeline.kernels.workspace import Workspace
 
 # Measured on an H200 with the weights of an 8B model, each product over weights that are not in
-# the L2 cache; x as it is / both in e4m3 by our kernel (and 1.0 to 1.9 us to round x), in us:
+# the L2 cache, in us; streams with norm, gate and residual inside / rows in e4m3 by the Triton
+# kernel (and 1.0 to 1.9 us for each rounding of x beside it):
 #     rows       qkv          o         gate_up        down
-#        1   9.6 /  9.4   6.3 / 6.8   35.6 / 30.9   16.0 / 17.3
-#        8  14.6 /  9.5   9.5 / 6.9   49.7 / 32.0   24.9 / 17.5
-#       32  16.1 / 10.6  10.6 / 8.2   52.3 / 33.2   27.7 / 19.0
-# Turning W into bfloat16 for tensor cores is what costs; rounding x is the cheaper way from the
-# second row on. The library, which never shares K between programs, then comes to
+#        1   7.7 /  9.4   5.7 / 6.8   31.1 / 30.9   15.4 / 17.3
+#        8   8.3 /  9.5   6.2 / 6.9   31.9 / 32.0   16.0 / 17.5
+# Streams that round more rows were not measured. The library, which never shares K between
+# programs, takes
 #      128      13.9         13.6          35.5          36.9
 #      256      14.3         13.8          50.4          37.2
 # so a table entry of ours may win there; without one it is left to the library.
@@ -122,42 +123,17 @@ def fp8_by_tile(
     weight: Fp8Matrix,
     tile: Tile,
     *,
-    norm: InputNorm | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     pdl: bool | None = None,
+    **beside: Unpack[Beside],
 ) -> torch.Tensor:
     """The same of rows that nobody has rounded, by one of our kernels, cut by `tile`."""
     if tile.stream:
-        return stream_linear(
-            x_MK,
-            weight.codes_NK,
-            tile=tile,
-            norm=norm,
-            bias_N=bias_N,
-            gated=gated,
-            residual_MO=residual_MO,
-            out_MO=out_MO,
-            scales=Scales(weight.scale_N),
-            pdl=pdl is not False,
-        )
+        scales, early = Scales(weight.scale_N), pdl is not False
+        return stream_linear(x_MK, weight.codes_NK, tile=tile, scales=scales, pdl=early, **beside)
     from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
 
-    return fp8_linear_triton(
-        x_MK,
-        weight,
-        tile=tile,
-        norm=norm,
-        bias_N=bias_N,
-        gated=gated,
-        residual_MO=residual_MO,
-        out_MO=out_MO,
-        workspace=workspace,
-        pdl=pdl,
-    )
+    return fp8_linear_triton(x_MK, weight, tile=tile, workspace=workspace, pdl=pdl, **beside)
 
 
 def keeps_rows(x_MW: torch.Tensor, weight: Fp8Matrix) -> bool:
@@ -193,21 +169,19 @@ def fp8_product(
     """(rows @ W.T) + bias, gate and residual of the rounded numbers, [M, O] in `dtype`; the
     library's product is rounded to bfloat16 before that. Sizes as `takes_e4m3` wants them."""
     kind = kind_of(gated=gated, residual=residual_MO is not None)
+    beside = Beside(bias_N=bias_N, gated=gated, residual_MO=residual_MO, out_MO=out_MO)
     tile = _own_tile(rows.codes_MK.shape[0], weight, kind)
-    if tile is not None and tile.stream and can_stream(rows.codes_MK, weight.codes_NK):
-        return stream_linear(
-            rows.codes_MK,
-            weight.codes_NK,
-            tile=tile,
-            bias_N=bias_N,
-            gated=gated,
-            residual_MO=residual_MO,
-            out_MO=out_MO,
-            scales=Scales(weight.scale_N, rows.scale_M),
-            dtype=dtype,
-            pdl=pdl is not False,
-        )
     if tile is not None and tile.stream:
+        if can_stream(rows.codes_MK, weight.codes_NK):
+            return stream_linear(
+                rows.codes_MK,
+                weight.codes_NK,
+                tile=tile,
+                scales=Scales(weight.scale_N, rows.scale_M),
+                dtype=dtype,
+                pdl=pdl is not False,
+                **beside,
+            )
         tile = guess_tile(rows.codes_MK.shape[0], *weight.codes_NK.shape)
     if tile is not None:
         from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
@@ -218,12 +192,9 @@ def fp8_product(
             tile=tile,
             x_scale_M=rows.scale_M,
             dtype=dtype,
-            bias_N=bias_N,
-            gated=gated,
-            residual_MO=residual_MO,
-            out_MO=out_MO,
             workspace=workspace,
             pdl=pdl,
+            **beside,
         )
     y_MN = library_product(rows, weight).to(dtype)
     y_MN = y_MN if bias_N is None else y_MN.add_(bias_N)

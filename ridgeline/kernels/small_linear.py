@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypedDict, Unpack
 
 import torch
 from torch.nn import functional
@@ -83,48 +84,34 @@ def small_linear(
     return y_MO if out_MO is None else out_MO.copy_(y_MO)
 
 
+class Beside(TypedDict, total=False):
+    """What our kernels for few rows do beside the product; see `small_linear`."""
+
+    norm: InputNorm | None
+    bias_N: torch.Tensor | None
+    gated: bool
+    residual_MO: torch.Tensor | None
+    out_MO: torch.Tensor | None
+
+
 def linear_by_tile(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
     tile: Tile,
     *,
-    norm: InputNorm | None = None,
-    bias_N: torch.Tensor | None = None,
-    gated: bool = False,
-    residual_MO: torch.Tensor | None = None,
-    out_MO: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     pdl: bool | None = None,
+    **beside: Unpack[Beside],
 ) -> torch.Tensor:
     """The same by one of our kernels, cut by `tile`."""
     if tile.stream:
         from ridgeline.kernels.stream_linear import stream_linear
 
-        return stream_linear(
-            x_MK,
-            weight_NK,
-            tile=tile,
-            norm=norm,
-            bias_N=bias_N,
-            gated=gated,
-            residual_MO=residual_MO,
-            out_MO=out_MO,
-            pdl=pdl is not False,
-        )
+        return stream_linear(x_MK, weight_NK, tile=tile, pdl=pdl is not False, **beside)
     from ridgeline.kernels.small_linear_triton import small_linear_triton
 
-    return small_linear_triton(
-        x_MK,
-        weight_NK,
-        tile=tile,
-        norm=norm,
-        bias_N=bias_N,
-        gated=gated,
-        residual_MO=residual_MO,
-        out_MO=out_MO,
-        workspace=workspace or shared_workspace(x_MK.device),
-        pdl=pdl,
-    )
+    workspace = workspace or shared_workspace(x_MK.device)
+    return small_linear_triton(x_MK, weight_NK, tile=tile, workspace=workspace, pdl=pdl, **beside)
 
 
 def small_linear_reference(

@@ -3,7 +3,7 @@
 `tiles.json` beside this file holds the answers. It is a list "entries" of objects, one a line:
 
     device   the name that the driver gives, such as "NVIDIA H200"
-    dtype    of W, such as "bfloat16"; x has the same, but for one row beside "float8_e4m3fn"
+    dtype    of W, such as "bfloat16"; x has the same, but for up to 8 rows beside "float8_e4m3fn"
     outputs  rows of W; inputs: its columns
     rows     the bucket of rows of x: a power of two, which stands for all numbers above the one
              before it
@@ -13,7 +13,8 @@
     others   (us, tb_per_s, library_us) say what was measured and are not read
 
 What has no entry is done by the library, or for e4m3 as `kernels.fp8_linear` guesses. A bias has no
-part in the choice. An entry changes the order of additions and nothing else.
+part in the choice. An entry changes the order of additions and nothing else;
+but beside e4m3 it decides how x is rounded too.
 """
 
 from __future__ import annotations
