@@ -5,7 +5,8 @@
 
 Prompts are random token ids, never twice the same; answers are greedy and have a forced length.
 "decode" is tokens a second of all requests from the first token of the last one on. `read_gb_s` is
-what this machine reads at that moment, by all threads.
+what this machine reads at that moment, by all threads; `rss_mb` the most memory that the process
+held, `start_rss_mb` the same when the model was loaded.
 """
 
 from __future__ import annotations
@@ -13,66 +14,52 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from bench.adapter import RidgelineEngine, RunResult
 from bench.cpu.kernels import read_bandwidth
-from ridgeline import LLM, SamplingParams
-from ridgeline.answer import Answer, check_prompt, resolve_sampling
 
 CONTEXT = 128  # prompt tokens before a decode
 MOST_TOKENS = 2560
 
 
-class Runner:
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.engine = llm, llm.engine
-        self._random, self._count = random.Random(0), 0
+@dataclass(frozen=True, slots=True)
+class Asked:
+    prompt: list[int]
+    max_tokens: int
+    temperature: float = 0.0
 
-    def add(self, prompt_len: int, new: int) -> None:
-        vocab = self.llm.spec.vocab_size
-        prompt = [self._random.randrange(300, vocab) for _ in range(prompt_len)]
-        sampling = resolve_sampling(
-            SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True),
-            prompt_len,
-            max_model_len=MOST_TOKENS,
-            vocab_size=vocab,
-            end_token_ids=(),
-        )
-        self._count += 1
-        answer = Answer(
-            f"r{self._count}",
-            check_prompt(prompt, vocab),
-            sampling,
-            tokenizer=None,
-            end_token_ids=frozenset(),
-            arrival_time=0.0,
-        )
-        self.engine.add(answer.requests[0])
+
+class Runner:
+    def __init__(self, engine: RidgelineEngine) -> None:
+        self._engine, self._random = engine, random.Random(0)
+
+    def _run(self, count: int, prompt_len: int, new: int) -> RunResult:
+        vocab = self._engine.llm.spec.vocab_size
+        draw = self._random.randrange
+        asked = [Asked([draw(300, vocab) for _ in range(prompt_len)], new) for _ in range(count)]
+        return self._engine.run(asked)
 
     def prefill(self, count: int) -> float:
-        self.add(count, 1)
-        begin = time.perf_counter()
-        while not self.engine.is_idle:
-            self.engine.step()
-        return count / (time.perf_counter() - begin)
+        return count / self._run(1, count, 1).wall
 
     def decode(self, batch: int, new: int) -> float:
-        for _ in range(batch):
-            self.add(CONTEXT, new)
-        done, begin, at_begin, missing = 0, 0.0, 0, batch
-        started: set[str] = set()
-        while not self.engine.is_idle:
-            for output in self.engine.step():
-                done += len(output.new_token_ids)
-                if output.new_token_ids and output.request_id not in started:
-                    started.add(output.request_id)
-                    missing -= 1
-                    if missing == 0:
-                        begin = time.perf_counter()
-            if missing == 0 and at_begin == 0:
-                at_begin = done
-        return (done - at_begin) / (time.perf_counter() - begin)
+        """From the step on by which there is a token of each request; all begin in one step."""
+        result = self._run(batch, CONTEXT, new)
+        seen = 0
+        for at, tokens in result.steps:
+            seen += tokens
+            if seen >= batch:
+                return (result.out_tokens - seen) / (result.t_done - at)
+        raise SystemExit("a decode ended before it began")
+
+
+def peak_rss_mb() -> float:
+    """The most that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def numbers(text: str) -> Sequence[int]:
@@ -84,25 +71,27 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weight-format", default="auto")
+    parser.add_argument("--load-format", default="auto", help="random: needs config.json alone")
     parser.add_argument("--prefill", default="512,2048")
     parser.add_argument("--decode", default="1,8")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     begin = time.perf_counter()
-    llm = LLM(
+    engine = RidgelineEngine(
         args.model,
         device="cpu",
         dtype=args.dtype,
         weight_format=args.weight_format,
+        load_format=args.load_format,
         threads=args.threads,
         max_model_len=MOST_TOKENS,
         max_num_seqs=8,
         max_num_batched_tokens=2048,
         kv_cache_memory_bytes=1 << 30,
     )
-    found = {"load_s": time.perf_counter() - begin}
-    runner = Runner(llm)
+    found = {"load_s": time.perf_counter() - begin, "start_rss_mb": peak_rss_mb()}
+    runner = Runner(engine)
     runner.prefill(16)
     for batch in numbers(args.decode):  # steps are recorded when they are first met
         runner.decode(batch, 4)
@@ -110,6 +99,7 @@ def main() -> None:
         found[f"prefill {count}"] = runner.prefill(count)
     for batch in numbers(args.decode):
         found[f"decode b{batch}"] = runner.decode(batch, args.new)
+    found["rss_mb"] = peak_rss_mb()
     found["read_gb_s"] = read_bandwidth(5)[0] / 1e9
     print(json.dumps(found))
 

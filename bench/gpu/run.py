@@ -39,10 +39,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from adapter import RidgelineEngine
 from processes import first_token, load_server, served, write_weights
 
 import ridgeline
+from bench.adapter import RidgelineEngine
 
 Row = dict[str, Any]
 

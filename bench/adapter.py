@@ -1,7 +1,8 @@
-"""Lets Ridgeline be measured by an engine-neutral workload file.
+"""How is an engine in this process driven by a measurement, step by step?
 
-The workload file (`workloads.py`) hands over requests with `.prompt` (token ids), `.max_tokens`
-and `.temperature`, and reads back the submit time, the end and one (time, tokens) per engine step.
+Whoever measures (an engine-neutral workload file, say) hands over requests with `.prompt` (token
+ids), `.max_tokens` and `.temperature`, and reads back the submit time, the end and one (time,
+tokens) per engine step.
 """
 
 from __future__ import annotations
