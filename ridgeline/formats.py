@@ -2,6 +2,8 @@
 cost, planner and resolve read these lines without loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
+`fast_on` names the kinds of device that have kernels for the packed numbers; elsewhere they are
+unpacked first, which saves memory and no time.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ class WeightFormatLine:
     dtype first."""
 
     where: str
+    fast_on: tuple[str, ...] = ("all",)
     bits: int | None = None
     group: int = 0
     scale_bytes: int = 0
@@ -40,6 +43,7 @@ class KVFormatLine:
     added per token, KV head and side (scales). `where` is "module:Class" of a KVFormat."""
 
     where: str
+    fast_on: tuple[str, ...] = ("all",)
     element_bits: int | None = None
     head_bytes: int = 0
 
@@ -57,16 +61,18 @@ class KVFormatLine:
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights"),
     "fp8": WeightFormatLine(
-        "ridgeline.quantization.fp8:Fp8Weights", bits=8, compute="fp8", row_bytes=4
+        "ridgeline.quantization.fp8:Fp8Weights", ("gpu",), bits=8, compute="fp8", row_bytes=4
     ),
-    "int8": WeightFormatLine("ridgeline.quantization.int8:Int8Weights", bits=8, row_bytes=4),
+    "int8": WeightFormatLine(
+        "ridgeline.quantization.int8:Int8Weights", ("cpu",), bits=8, row_bytes=4
+    ),
     "int4": WeightFormatLine(
-        "ridgeline.quantization.int4:Int4Weights", bits=4, group=128, scale_bytes=2
+        "ridgeline.quantization.int4:Int4Weights", ("cpu",), bits=4, group=128, scale_bytes=2
     ),
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),
-    "fp8": KVFormatLine("ridgeline.kvcache.fp8:Fp8KV", element_bits=8),
+    "fp8": KVFormatLine("ridgeline.kvcache.fp8:Fp8KV", ("gpu",), element_bits=8),
     "int8": KVFormatLine("", element_bits=8, head_bytes=2),
     "int4": KVFormatLine("", element_bits=4, head_bytes=4),
 }

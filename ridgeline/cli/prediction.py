@@ -125,9 +125,13 @@ def _caveats(found: Steady) -> list[str]:
         said.append("extrapolated: some operators lie outside of what was measured")
     elif found.origin == "assumed" and setup.calibration is not None:
         said.append("some operators were not measured, their efficiencies are assumed")
-    if not setup.precision.served_today:
+    if not setup.precision.fast_on(device.kind):
         weights, kv = setup.precision.names
-        said.append(f"{weights} weights with a {kv} cache are priced, not served by this version")
+        served = "served slower than priced" if setup.precision.served_today else "not served"
+        said.append(
+            f"{weights} weights with a {kv} cache on a {device.kind} are priced as a kernel for "
+            f"them would be; by this version they are {served}"
+        )
     if setup.spec.unserved:
         said.append(f"this version does not compute {setup.spec.unserved}")
     return said
@@ -147,7 +151,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "device": setup.device.name,
         "layout": asdict(setup.layout) | {"devices": setup.layout.devices},
         "precision": {"dtype": setup.precision.dtype, "weights": weights, "kv": kv},
-        "served_today": setup.precision.served_today and not setup.spec.unserved,
+        "served_today": setup.precision.fast_on(setup.device.kind) and not setup.spec.unserved,
         "batch": load.batch,
         "input": load.num_input,
         "output": load.num_output,

@@ -76,6 +76,12 @@ class Precision:
         """This version can serve it; otherwise it can only be priced and planned for."""
         return bool(self.weight_line.where and self.kv_line.where)
 
+    def fast_on(self, kind: str) -> bool:
+        """This version serves it on devices of this kind by kernels that read the packed numbers,
+        as prices take for granted."""
+        lines = (self.weight_line, self.kv_line)
+        return self.served_today and all({kind, "all"} & set(line.fast_on) for line in lines)
+
     @property
     def names(self) -> tuple[str, str]:
         """(weights, kv) in the words of the command line; `named` understands them."""

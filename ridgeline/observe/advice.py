@@ -28,7 +28,7 @@ CAPTURED_TOKENS = 512
 class Change:
     """`gain`: tokens per second after over before, or latency before over after, as `of` says.
     `how` is what to ask for. A change that is not `served_today` is priced only: this version
-    cannot run it."""
+    cannot run it, or has no kernels for it on this kind of device."""
 
     name: str
     gain: float
@@ -93,7 +93,8 @@ class _Advisor:
             changed = replace(precision, **values)
             because = "fewer bytes for each step to read"
             gain = self._gain(replace(self.setup, precision=changed))
-            yield Change(name, gain, how, because, changed.served_today)
+            served = changed.fast_on(self.setup.device.kind)
+            yield Change(name, gain, how, because, served)
 
     def _multiplies_fp8(self) -> bool:
         """Elsewhere fp8 weights are smaller, not faster."""

@@ -66,8 +66,8 @@ class Hardware:
             reasons.append(f"{self.device.kind} devices of {self.device.vendor}")
         if self.layout.devices > 1:
             reasons.append("one replica on several devices")
-        if not self.precision.served_today:
-            reasons.append("weights or KV cache of fewer than 16 bits")
+        if not self.precision.fast_on(self.device.kind):
+            reasons.append("weights or KV cache of so few bits, at this speed")
         if self.num_drafts:
             reasons.append("speculative decoding")
         return ", ".join(reasons)
@@ -114,7 +114,7 @@ def _unserved(spec: ModelSpec, offer: Offer, grid: Grid) -> Iterator[Hardware]:
     formats = [Precision(own.dtype, weights, kv) for weights in grid.weights for kv in grid.kv]
     for layout in layouts(spec, offer.device, grid):
         for precision in formats:
-            if layout.devices > 1 or not precision.served_today:
+            if layout.devices > 1 or not precision.fast_on(offer.device.kind):
                 yield Hardware(offer, layout, precision)
 
 

@@ -121,10 +121,14 @@ def test_a_prediction_without_calibration_says_so(big: Path, cli: Cli) -> None:
     said = " ".join(found["caveats"])
     assert "not calibrated" in said
     assert "ridgeline calibrate" in said
-    packed = predict(cli, big, *EIGHT, *LOAD, "--weights", "int8", "--kv", "int8")
+    packed = predict(cli, big, *EIGHT, *LOAD, "--weights", "int8", "--kv", "int4")
     assert not packed["served_today"]
     said = " ".join(packed["caveats"])
-    assert "int8 weights with a int8 cache are priced, not served" in said
+    assert "int8 weights with a int4 cache on a gpu are priced" in said
+    assert "by this version they are not served" in said
+    slow = predict(cli, big, *EIGHT, *LOAD, "--weights", "int8")
+    assert not slow["served_today"]
+    assert "served slower than priced" in " ".join(slow["caveats"])
 
 
 def write_calibration(path: Path, e_m: float = 0.4, **changes: Any) -> Path:

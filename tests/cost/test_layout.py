@@ -93,6 +93,9 @@ def test_what_is_computed_and_what_is_served() -> None:
     assert Precision.named("bf16").served_today
     assert Precision.named("fp8", "fp8").served_today
     assert Precision.named("int4").served_today
+    assert Precision.named("int4").fast_on("cpu")
+    assert not Precision.named("int4").fast_on("gpu")
+    assert Precision.named("bf16").fast_on("tpu")
     assert not Precision.named("bf16", "int8").served_today
     assert Precision.named("int4").weight_bits == 4.125
     every = catalogue().values()
