@@ -12,7 +12,9 @@ library is timed with the kernels that it needs beside its product; "cuBLAS" is 
 TB/s counts the weights only.
 `--fp8`: weights in e4m3, of up to 256 rows. The library is `_scaled_mm` with a scale for each row,
 its rounding of x not counted; what it does with other options is shown behind the line.
-`--streams`: only the CUDA kernel, beside the library and what the table has.
+`--streams`: only the CUDA kernels, beside the library and what the table has.
+Of many rows the norm is a kernel of its own, which adds the product before it too: the library's
+addition then counts as what that costs it more.
 `--dry`: tiny layers in Triton's interpreter on the CPU, with a wrong candidate planted.
 """
 
@@ -58,12 +60,29 @@ from ridgeline.kernels.small_linear import (
 )
 from ridgeline.kernels.stream_linear import MAX_ROWS as STREAM_ROWS
 from ridgeline.kernels.stream_linear import rounded_reference
-from ridgeline.kernels.tiles import FILE, Place, Tile, bucket, kind_of, read_tiles, write_tiles
+from ridgeline.kernels.tile_linear import (
+    MOST_SHARED_BYTES,
+    columns_of,
+    shared_bytes,
+    tile_linear,
+    tile_workspace,
+)
+from ridgeline.kernels.tiles import (
+    FILE,
+    MAX_ROWS,
+    Place,
+    Tile,
+    bucket,
+    kind_of,
+    read_tiles,
+    write_tiles,
+)
 from ridgeline.kernels.workspace import Workspace, make_workspace
 
 Row = dict[str, Any]  # of rows.jsonl
 PACKAGE_TABLE = Path(__file__).resolve().parents[2] / "ridgeline" / "kernels" / FILE
-ROWS = (1, 32, 8, 64, 16, 2, 4)
+ROWS = (1, 32, 8, 128, 256, 64, 16, 2, 4)
+ADDITION_US = 0.7  # of a norm that adds a residual too; a guess from its bytes
 NORM_US = 1.8  # of a norm as a kernel of its own; one inside a product must be worth it
 NORM_ROWS = 32  # above, the norm is a kernel of its own
 BEYOND_L2_BYTES = 256 << 20
@@ -189,6 +208,52 @@ STREAMS = (
     stream(96, 2),
     stream(128, 2, warps=4),
 )
+HALF_BYTES = MOST_SHARED_BYTES // 2 - (2 << 10)  # the next kernel finds room beside this one
+MULTIPROCESSORS = 132  # of an H200
+LEAST_BLOCKS, MOST_BLOCKS = 30, 264  # of a launch where a tile has its own
+FEW_OUTPUTS = 1024  # so few tiles that four blocks share one
+
+
+def tiled(layer: Layer, rows: int) -> Iterator[Tile]:
+    """Of the kernel for some rows; as many stages as fit, in all of the memory or half of it."""
+    item, is_few = (1 if layer.fp8 else 2), rows <= 64
+
+    def of(block_n: int, *, half: bool = False, wide: int = 1, **more: Any) -> Iterator[Tile]:
+        base = Tile(block_n, wide * 128 // item, warps=block_n // 16, wgmma=True, **more)
+        columns = columns_of(rows, base.block_m)
+        tiles = -(-layer.outputs // block_n) * -(-rows // columns)
+        blocks = 0 if base.per_sm else tiles * base.splits
+        room = HALF_BYTES if half or blocks > MULTIPROCESSORS else MOST_SHARED_BYTES
+        fits = columns % (8 * base.splits) == layer.inputs % base.block_k == 0
+        if fits and (base.per_sm or LEAST_BLOCKS <= blocks <= MOST_BLOCKS):
+            yield from deepest(base, columns, wide, layer.gated, room)
+
+    yield from of(128, per_sm=1)
+    if is_few:
+        yield from of(128, wide=2, per_sm=1)
+        yield from of(64, half=True, per_sm=2)
+    else:
+        yield from of(128, per_sm=1, cluster=2)
+    for splits in (1, 2, 4) if layer.outputs <= FEW_OUTPUTS else (1, 2):
+        yield from of(64, splits=splits)
+        yield from of(64, half=True, splits=splits)
+        yield from of(128, splits=splits)
+        if rows > 128:
+            yield from of(64, block_m=128, splits=splits)
+            yield from of(128, block_m=128, splits=splits)
+        if rows > 64 and layer.outputs <= FEW_OUTPUTS:
+            yield from of(64, block_m=64, splits=splits)
+
+
+def deepest(tile: Tile, columns: int, blocks: int, gated: bool, room: int) -> Iterator[Tile]:
+    """With as many stages as fit, unless these are too few."""
+    for stages in range(16, 2, -1):
+        made = dataclasses.replace(tile, stages=stages)
+        if shared_bytes(made, columns, blocks, gated=gated) <= room:
+            yield made
+            return
+
+
 FP8_ROWS_TOLD = "1,32,256,128,64,8,16,2,4"
 
 
@@ -299,6 +364,10 @@ def candidates(layer: Layer, rows: int) -> Iterator[Tile]:
     tiles: tuple[Tile, ...] = VECTORS if rows == 1 else FEW if rows <= 16 else MANY
     if layer.fp8:
         tiles = fp8_candidates(layer, rows)
+    if rows > MAX_ROWS and not layer.fp8:
+        tiles = ()
+    if rows > 8 and not layer.norm:
+        tiles += tuple(dict.fromkeys(tiled(layer, rows)))
     if rows <= STREAM_ROWS:
         tiles += tuple(t for t in STREAMS if not layer.gated or t.block_n % 32 == 0)
     for tile in tiles:
@@ -348,10 +417,10 @@ def streams_beside_known(trials: list[Trial]) -> list[Trial]:
     for place, tile in read_tiles(PACKAGE_TABLE.read_text(encoding="utf-8")).items():
         if tile is not None:
             known[place.outputs, place.inputs, place.rows, place.kind, place.dtype == DTYPE] = tile
-    kept = [trial for trial in trials if trial.tile.stream]
+    kept = [trial for trial in trials if trial.tile.stream or trial.tile.wgmma]
     for layer, rows in dict.fromkeys((trial.layer, trial.rows) for trial in kept):
         key = layer.outputs, layer.inputs, bucket(rows), layer.kind, layer.fp8
-        if key in known and not known[key].stream:
+        if key in known and not (known[key].stream or known[key].wgmma):
             kept.append(Trial(layer, rows, known[key]))
     return kept
 
@@ -530,7 +599,8 @@ def label(trial: Trial) -> str:
 
 def short(tile: Tile) -> str:
     words = [f"{tile.block_n}x{tile.block_k} w{tile.warps} s{tile.stages}"]
-    words += ["stream"] if tile.stream else []
+    words += ["stream"] if tile.stream else ["wgmma"] if tile.wgmma else []
+    words += [f"cluster{tile.cluster}"] if tile.cluster > 1 else []
     words += ["dot"] if tile.dot else ["fma"]
     words += [f"splits{tile.splits}"] if tile.splits > 1 else []
     words += [f"per_sm{tile.per_sm}"] if tile.per_sm else []
@@ -635,7 +705,8 @@ class Bench:
         x = x if norm is None else rms_norm(x, norm.weight_K, norm.eps)
         y = functional.linear(x, given.weights_CNK[copy])
         y = silu_mul(y, pdl=self.pdl) if layer.gated else y
-        return y if given.residual_MO is None else y.add_(given.residual_MO)
+        residual = given.residual_MO if len(x) <= NORM_ROWS else None
+        return y if residual is None else y.add_(residual)
 
     def alone(self, given: Inputs, copy: int) -> torch.Tensor:
         return functional.linear(given.x_MK, given.weights_CNK[copy])
@@ -676,7 +747,8 @@ class Bench:
         exact = self.exact(trial, given)
         runs = []
         for _ in range(2):
-            self.workspace.partial_P.fill_(torch.nan)
+            for space in self.spaces(trial):
+                space.partial_P.fill_(torch.nan)
             given.out_MO.fill_(torch.nan)
             runs.append(self.ours(trial, given, 0).clone())
         first = runs[0] + 1 if trial.spoilt else runs[0]
@@ -686,10 +758,14 @@ class Bench:
             return "wrong", f"error {mean:.2e} in the mean, {worst:.2e} in the worst place"
         if not torch.equal(*runs):
             return "wrong", "the second run differs from the first"
-        if bool(self.workspace.arrivals_A.any()):
-            self.workspace.arrivals_A.zero_()
-            return "wrong", "counters of the workspace are left"
+        for space in self.spaces(trial):
+            if bool(space.arrivals_A.any()):
+                space.arrivals_A.zero_()
+                return "wrong", "counters of the workspace are left"
         return "right", f"{mean:.1e}"
+
+    def spaces(self, trial: Trial) -> list[Workspace]:
+        return [self.workspace, *([tile_workspace(self.device)] if trial.tile.wgmma else [])]
 
     # -- timing
 
@@ -704,6 +780,7 @@ class Bench:
         rates = {"alone_us": alone, "alone_tb_per_s": size / alone / 1e6}
         try:
             us = timed(partial(self.library, layer, given))
+            us += ADDITION_US if layer.residual and rows > NORM_ROWS else 0.0
         except Exception as error:
             yield row_of(Trial(layer, rows, NO_TILE), "failed", why=f"{error!r:.300}")
         yield row_of(Trial(layer, rows, NO_TILE), "library", us=us, **rates)
@@ -778,6 +855,18 @@ class Fp8Bench(Bench):
                 given.rounded.codes_MK,
                 given.weights_CNK[copy],
                 tile=trial.tile,
+                residual_MO=given.residual_MO,
+                out_MO=given.out_MO,
+                scales=Scales(given.scale_N, given.rounded.scale_M),
+                dtype=self.dtype,
+                pdl=self.pdl,
+            )
+        if trial.tile.wgmma:
+            return tile_linear(
+                given.rounded.codes_MK,
+                given.weights_CNK[copy],
+                tile=trial.tile,
+                gated=trial.layer.gated,
                 residual_MO=given.residual_MO,
                 out_MO=given.out_MO,
                 scales=Scales(given.scale_N, given.rounded.scale_M),
@@ -912,7 +1001,7 @@ def main() -> int:
     parser.add_argument("--no-norm", action="store_true", help="leave out the fused norm")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch")
     parser.add_argument("--fp8", action="store_true", help="weights in e4m3")
-    parser.add_argument("--streams", action="store_true", help="only the CUDA kernel")
+    parser.add_argument("--streams", action="store_true", help="only the CUDA kernels")
     parser.add_argument("--dry", action="store_true", help="try the script without a GPU")
     parser.add_argument("--child", choices=("check", "time"), help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)

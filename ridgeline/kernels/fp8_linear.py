@@ -24,7 +24,8 @@ from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import Beside, InputNorm
 from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear
-from ridgeline.kernels.tiles import Place, Tile, bucket, find_tile, is_measured, kind_of
+from ridgeline.kernels.tile_linear import can_tile, tile_linear
+from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
 from ridgeline.kernels.workspace import Workspace
 
 # Measured on an H200 with the weights of an 8B model, each product over weights that are not in
@@ -41,7 +42,7 @@ from ridgeline.kernels.workspace import Workspace
 MAX_FEW = 1  # rows up to which one kernel does all
 MAX_STREAMED = 8  # the same where W is streamed
 MAX_GUESS = 64  # rows up to which our kernel is chosen where nothing was measured
-MAX_OWN = 256  # rows that our kernel takes
+MAX_OWN = 256  # rows that our kernel in Triton takes
 ALIGNMENT = 16  # of K and N in products of e4m3
 TILE_NUMBERS = {"cpu": 1 << 18}  # of W that are turned back at once where there is no e4m3
 MANY_NUMBERS = 1 << 22  # the same on all other devices
@@ -183,6 +184,21 @@ def fp8_product(
                 **beside,
             )
         tile = guess_tile(rows.codes_MK.shape[0], *weight.codes_NK.shape)
+    if tile is not None and tile.wgmma:
+        if can_tile(rows.codes_MK, weight.codes_NK, gated=gated):
+            return tile_linear(
+                rows.codes_MK,
+                weight.codes_NK,
+                tile=tile,
+                scales=Scales(weight.scale_N, rows.scale_M),
+                dtype=dtype,
+                bias_N=bias_N,
+                gated=gated,
+                residual_MO=residual_MO,
+                out_MO=out_MO,
+                pdl=pdl is not False,
+            )
+        tile = None
     if tile is not None:
         from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
 
@@ -303,7 +319,7 @@ def adds_to_residual(rows: int, weight: Fp8Matrix) -> bool:
 def _own_tile(rows: int, weight: Fp8Matrix, kind: str) -> Tile | None:
     """None: the library multiplies."""
     device = weight.codes_NK.device
-    if rows > MAX_OWN or device.type != "cuda":
+    if rows > MAX_TILED or device.type != "cuda":
         return None
     return _tile(rows, weight, kind)
 

@@ -28,8 +28,13 @@ from ridgeline.log import say
 
 logger = logging.getLogger(__name__)
 
-Arg = torch.Tensor | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_float
+TensorMap = ctypes.Array[ctypes.c_uint64]  # CUtensorMap: 128 bytes, by value
+Arg = torch.Tensor | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_float | TensorMap
 
+MAP_TYPES = {1: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; 1: any of one byte
+MAP_ALIGNMENT = 64  # of a CUtensorMap
+SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -117,6 +122,39 @@ def allow_shared(found: Kernel, num_bytes: int) -> None:
     if num_bytes > STATIC_SHARED_BYTES:
         code = _driver().cuFuncSetAttribute(found.function, DYNAMIC_SHARED, ctypes.c_int(num_bytes))
         _check_driver(code, f"{num_bytes} bytes of shared memory for {found.name}")
+
+
+@lru_cache(maxsize=8192)
+def tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> TensorMap:
+    """What the copy engine has to know of a tensor that it reads a box at a time, into swizzled
+    rows of 128 bytes; zeros outside. The innermost axis comes first, whose numbers lie side by
+    side; `strides`, in bytes, are those of the others. It depends on nothing else: it is kept."""
+    # The driver wants an address that is a multiple of 64.
+    room = (ctypes.c_uint64 * (16 + MAP_ALIGNMENT // 8))()
+    made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % MAP_ALIGNMENT)
+    rank = len(sizes)
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.byref(made),
+        MAP_TYPES[dtype if dtype in MAP_TYPES else dtype.itemsize],
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,
+        SWIZZLE_128B,
+        PROMOTE_128B,
+        0,
+    )
+    _check_driver(code, f"a tensor map of {sizes} with strides {strides}, box {box}")
+    return made
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""x @ W.T for a few rows, where reading W is the time; what stands beside it in the same pass.
+"""x @ W.T for so few rows that reading W counts; what stands beside it in the same pass.
 
 Letters: M rows, K inputs, N rows of W, O outputs: N, or N / 2 if gated.
 """
@@ -12,9 +12,10 @@ from typing import TypedDict, Unpack
 import torch
 from torch.nn import functional
 
+from ridgeline.errors import check
 from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.tiles import MAX_ROWS, Place, Tile, bucket, find_tile, kind_of
+from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, kind_of
 from ridgeline.kernels.workspace import Workspace, shared_workspace
 
 
@@ -108,6 +109,20 @@ def linear_by_tile(
         from ridgeline.kernels.stream_linear import stream_linear
 
         return stream_linear(x_MK, weight_NK, tile=tile, pdl=pdl is not False, **beside)
+    if tile.wgmma:
+        from ridgeline.kernels.tile_linear import tile_linear
+
+        check(beside.get("norm") is None, "there is no norm in this kernel")
+        return tile_linear(
+            x_MK,
+            weight_NK,
+            tile=tile,
+            bias_N=beside.get("bias_N"),
+            gated=beside.get("gated", False),
+            residual_MO=beside.get("residual_MO"),
+            out_MO=beside.get("out_MO"),
+            pdl=pdl is not False,
+        )
     from ridgeline.kernels.small_linear_triton import small_linear_triton
 
     workspace = workspace or shared_workspace(x_MK.device)
@@ -137,7 +152,7 @@ def small_linear_reference(
 def _tile(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, norm: bool, gated: bool, residual: bool
 ) -> Tile | None:
-    if not (x_MK.is_cuda and 0 < x_MK.shape[0] <= MAX_ROWS):
+    if not (x_MK.is_cuda and 0 < x_MK.shape[0] <= MAX_TILED):
         return None
     kind = kind_of(norm=norm, gated=gated, residual=residual)
     dtype = str(x_MK.dtype).removeprefix("torch.")
@@ -147,6 +162,10 @@ def _tile(
         from ridgeline.kernels.stream_linear import can_stream
 
         return tile if can_stream(x_MK, weight_NK) else None
+    if tile is not None and tile.wgmma:
+        from ridgeline.kernels.tile_linear import can_tile
+
+        return tile if can_tile(x_MK, weight_NK, gated=gated) else None
     return tile
 
 

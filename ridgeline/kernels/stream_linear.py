@@ -53,7 +53,7 @@ def can_stream(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
         and weight_NK.shape[1] * weight_NK.element_size() % STEP_BYTES == 0
         and (weight_NK.data_ptr() | step | x_MK.data_ptr() | row) % 16 == 0
         and launches_early(x_MK.device)
-        and _compiles()
+        and compiles()
     )
 
 
@@ -92,7 +92,7 @@ def stream_linear(
     groups = -(-width // group)
     columns = -(-rows // COLUMN_ROWS)
     columns = 4 if columns == 3 else columns
-    programs = max(1, _multiprocessors(x_MK.device) * max(1, tile.per_sm) // tile.splits)
+    programs = max(1, multiprocessors(x_MK.device) * max(1, tile.per_sm) // tile.splits)
     each = -(-groups // programs)
     defines = {
         "ELEMENT": ROUNDS if rounds else ELEMENTS[x_MK.dtype],
@@ -160,10 +160,10 @@ def shared_bytes(tile: Tile, columns: int, pieces: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def _compiles() -> bool:
+def compiles() -> bool:
     return nvrtc.available()
 
 
 @lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -27,7 +27,8 @@ from importlib.resources import files
 
 from ridgeline.errors import ConfigError
 
-MAX_ROWS = 64
+MAX_ROWS = 64  # of the kernels in Triton
+MAX_TILED = 512  # of those that the table knows
 FILE = "tiles.json"
 
 
@@ -46,7 +47,8 @@ class Tile:
     be launched right after that wait, not only after the last step. Both matter only where `pdl`
     does, which is False for a kernel that takes no part in it even if the caller would.
     `block_m`: so many rows of x at a time, where they are many (0: all); for e4m3 only.
-    `stream`: the CUDA kernel of `stream_linear`, which says what the other fields mean there.
+    `stream`: the CUDA kernel of `stream_linear`, which says what the other fields mean there;
+    `wgmma`: that of `tile_linear`, the same. `cluster`: of programs that share loads, there only.
     """
 
     block_n: int
@@ -63,6 +65,8 @@ class Tile:
     pdl: bool = True
     block_m: int = 0
     stream: bool = False
+    wgmma: bool = False
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True)

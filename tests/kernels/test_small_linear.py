@@ -20,12 +20,11 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import ConfigError, InternalError
-from ridgeline.kernels.fp8_linear import DTYPE, MAX_OWN
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.small_linear import InputNorm, small_linear, small_linear_reference
 from ridgeline.kernels.tiles import (
     FILE,
-    MAX_ROWS,
+    MAX_TILED,
     Place,
     Tile,
     bucket,
@@ -278,7 +277,7 @@ def test_the_table_is_read_as_written() -> None:
 def test_the_table_of_the_package_is_sound() -> None:
     text = Path(ours.__file__).with_name(FILE).read_text(encoding="utf-8")
     for place, tile in read_tiles(text).items():
-        assert place.rows == bucket(place.rows) <= (MAX_OWN if place.dtype == DTYPE else MAX_ROWS)
+        assert place.rows == bucket(place.rows) <= MAX_TILED
         assert tile is None or tile.dot or place.rows == 1
         assert find_tile(place) == tile
     assert find_tile(PLACE) is None

@@ -43,8 +43,11 @@ __device__ __forceinline__ u32 shared_place(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 
-__device__ __forceinline__ void copy_ahead(u32 to, const char* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// What is read once leaves the L2 cache first.
+__device__ __forceinline__ void copy_ahead(u32 to, const char* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(from), "l"(policy)
+               : "memory");
 }
 
 // Past the L1 cache, as all cp.async here: it may hold what was there before the kernel before this
@@ -230,6 +233,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const char* w_lane = w + (u64)begin * STEP_BYTES + vector * 16;
   const u64 x_begin = (u64)begin * X_STEP_BYTES;
 
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+
   auto send_weights = [&](int slot, int group, int step) {
     const u32 to = ring + slot * LOADS * 512;
     const char* from = w_lane + (u64)step * STEP_BYTES;
@@ -237,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < ROWS; i += 4) {
       const int row = i + own_row;
       const char* at = from + (u64)weight_row(group, i / 16, row % 16, width) * w_stride;
-      copy_ahead(to + place_of(row, vector), at);
+      copy_ahead(to + place_of(row, vector), at, policy);
     }
   };
   auto send_rows = [&](int slot, int step) {
