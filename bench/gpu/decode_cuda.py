@@ -54,14 +54,18 @@ class Work:
 
 
 def make_work(
-    heads: tuple[int, int, int], num_requests: int, context: int, block_size: int
+    heads: tuple[int, int, int],
+    num_requests: int,
+    context: int,
+    block_size: int,
+    least_caches: int = 2,
 ) -> Work:
     device, dtype = torch.device("cuda"), torch.bfloat16
     num_heads, kv_heads, size = heads
     blocks = -(-context // block_size)
     kv_bytes = num_requests * context * 2 * kv_heads * size * 2
     launches = min(MOST_LAUNCHES, max(LEAST_LAUNCHES, -(-BEYOND_L2_BYTES // kv_bytes)))
-    caches = min(launches, max(2, -(-4 * BEYOND_L2_BYTES // kv_bytes)))
+    caches = min(launches, max(least_caches, -(-4 * BEYOND_L2_BYTES // kv_bytes)))
     shape = num_requests * blocks + 1, block_size, 2 * kv_heads * size
     order = torch.randperm(num_requests * blocks, device=device) + 1
     tables = order.int().view(num_requests, blocks)

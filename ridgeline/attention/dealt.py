@@ -29,14 +29,17 @@ class Dealt(Generic[S]):
     _schedules: dict[Key, S] = field(default_factory=dict)
     _dealt_for: dict[Key, DecodeBatch] = field(default_factory=dict)
 
+    def stands_for(self, batch: DecodeBatch, spec: AttentionSpec) -> bool:
+        """An earlier layer has had it dealt out."""
+        return self._dealt_for.get(_key(batch, spec)) is batch
+
     def schedule(self, batch: DecodeBatch, device: torch.device, spec: AttentionSpec) -> S | None:
         """Layers that share a batch share the schedule; it is dealt out again if another batch was
         answered since."""
-        room = 1 << (len(batch.seq_lens_B) - 1).bit_length()
-        key = (batch.window, room, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        key = _key(batch, spec)
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule = self.make(device, spec, room)
+            schedule = self.make(device, spec, key[1])
             if schedule is None:
                 return None
             self._schedules[key] = schedule
@@ -44,3 +47,8 @@ class Dealt(Generic[S]):
             self.refresh(schedule, batch)
             self._dealt_for[key] = batch
         return schedule
+
+
+def _key(batch: DecodeBatch, spec: AttentionSpec) -> Key:
+    room = 1 << (len(batch.seq_lens_B) - 1).bit_length()
+    return batch.window, room, spec.num_heads, spec.num_kv_heads, spec.head_dim

@@ -47,10 +47,12 @@ class StreamedDecodes:
         """[T, H, D], of one new token of each request."""
         tokens = qkv_TX.shape[0]
         out_THD = qkv_TX.new_empty((tokens, spec.num_heads, spec.head_dim))
+        scale = softmax_scale(spec)
+        early = self._dealt.stands_for(batch, spec)  # else the schedule is just being written
         schedule = self._dealt.schedule(batch, qkv_TX.device, spec)
         if schedule is None:
             raise InternalError("takes has not been asked")
-        decode_with_front(qkv_TX, front, views, batch, softmax_scale(spec), schedule, out_THD)
+        decode_with_front(qkv_TX, front, views, batch, scale, schedule, out_THD, early=early)
         return out_THD
 
 

@@ -1,10 +1,11 @@
 """Decode attention in CUDA C++: one new token of each request, and what prepares it if wanted.
 
-`cuda/paged_decode.cu` says how. Steps of 16 keys, all heads at once, are dealt out to the programs
-as `paged_decode_triton` deals out its tiles, once a step of the engine (`refresh`), so a captured
-graph holds for any lengths. Results depend on the lengths of the whole batch in the last bits, but
-not on timing. Launches that share a schedule must not overlap. Only the plain KV cache, in the
-16-bit type of the queries.
+`cuda/paged_decode.cu` says how, for few requests and for many; `choose_config` which it is. Steps
+of 16 keys, all heads at once, are dealt out to the programs as `paged_decode_triton` deals out its
+tiles, once a step of the engine (`refresh`), so a captured graph holds for any lengths. Results
+depend on the lengths of the whole batch in the last bits, but not on timing. Launches that share a
+schedule must not overlap, but for what `decode_with_front` reads early. Only the plain KV cache, in
+the 16-bit type of the queries.
 Letters: as in `paged_decode`; P programs, X = (H + 2 * K) * D packed width, L positions.
 """
 
@@ -30,6 +31,9 @@ LARGEST_GROUP = 16
 MOST_WARPS = 8  # of a CTA, a KV head each
 SHARED_BYTES = 228 << 10  # of a multiprocessor of compute capability 9.0
 RESERVED_BYTES = 1 << 10  # of that, for each CTA
+FEW_HEADS = 64  # KV heads of all requests
+MOST_SPLIT_HEADS = 256  # two CTAs for each multiprocessor
+WHOLE_STEPS = 33  # of a request that one CTA reads as fast as several and a merge
 VECTOR_BYTES = 16  # that a lane loads and stores at a time
 
 
@@ -37,15 +41,28 @@ VECTOR_BYTES = 16  # that a lane loads and stores at a time
 class Config:
     """What tuning may change: steps on their way per warp, CTAs of 8 warps on a multiprocessor (or
     as many more as have fewer warps), and how many steps a program has at least if there are
-    enough."""
+    enough. `split`: the warps of a CTA, `warps` of them, share one KV head. Requests of up to
+    `whole_steps` are not cut then; batches of one length are not cut where that costs a program no
+    more than `slack` steps."""
 
     stages: int = 3
     programs_per_sm: int = 1
     min_steps: int = 1
+    split: bool = False
+    warps: int = MOST_WARPS
+    whole_steps: int = 0
+    slack: int = 3
 
 
-def choose_config(head_dim: int) -> Config:
-    """Two steps on their way keep the memory busy, and leave room for the next kernel's ring."""
+def choose_config(head_dim: int, num_kv_heads: int, max_requests: int) -> Config:
+    """The best of a sweep on one H200 (8 KV heads of 128, contexts of 257), in a chain with the
+    products before and after. Two steps on their way keep the memory busy where it is; few heads
+    are a CTA each, and one of 8 warps where there are fewer than half the multiprocessors."""
+    heads = max_requests * num_kv_heads
+    if heads <= FEW_HEADS:
+        return Config(2, 1, 8, split=True, whole_steps=WHOLE_STEPS)
+    if heads <= MOST_SPLIT_HEADS:
+        return Config(3, 2, 8, split=True, warps=4, whole_steps=WHOLE_STEPS)
     return Config(2, 1, 2) if head_dim == 128 else Config(2, 2, 2)
 
 
@@ -54,12 +71,14 @@ class CudaSchedule:
     """Shapes that are compiled in, and what the kernel writes beside its result."""
 
     config: Config
+    is_fused: bool  # for `decode_with_front`, where new tokens are not read from the cache
     num_kv_heads: int
     group: int  # G
     head_dim: int
     max_requests: int
     num_programs: int
-    num_warps: int  # of a CTA; grid.y has as many CTAs as it takes for all KV heads
+    num_warps: int  # of a CTA
+    num_groups: int  # of CTAs, grid.y: as many as it takes for all KV heads
     resident: int  # CTAs of a multiprocessor
     records: torch.Tensor  # [P, RECORD] int32
     parts: torch.Tensor  # [2 * P, K, G, D] float32, not normalised
@@ -70,7 +89,7 @@ class CudaSchedule:
 
     @property
     def shared_bytes(self) -> int:
-        return _shared_bytes(self.num_warps, self.config.stages, self.head_dim)
+        return _shared_bytes(self.config, self.num_warps, self.group, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +131,24 @@ def make_schedule(
     max_requests: int,
     config: Config | None = None,
     num_programs: int | None = None,
+    is_fused: bool = True,
 ) -> CudaSchedule:
     """Shared by all layers of these shapes and this window that run one after the other.
     `num_programs` None: as many as the device runs at a time."""
-    config = config or choose_config(head_dim)
+    config = config or choose_config(head_dim, num_kv_heads, max_requests)
     group = num_heads // num_kv_heads
     check(num_heads == group * num_kv_heads, "query heads are a multiple of KV heads")
     check(head_dim in HEAD_DIMS and 1 <= group <= LARGEST_GROUP, "heads that the kernel takes")
-    warps = max(n for n in range(1, MOST_WARPS + 1) if num_kv_heads % n == 0)
-    resident = config.programs_per_sm * (MOST_WARPS // warps)
-    needed = resident * (_shared_bytes(warps, config.stages, head_dim) + RESERVED_BYTES)
+    if config.split:
+        warps, groups, resident = config.warps, num_kv_heads, config.programs_per_sm
+    else:
+        warps = max(n for n in range(1, MOST_WARPS + 1) if num_kv_heads % n == 0)
+        groups, resident = num_kv_heads // warps, config.programs_per_sm * (MOST_WARPS // warps)
+    needed = resident * (_shared_bytes(config, warps, group, head_dim) + RESERVED_BYTES)
     check(needed <= SHARED_BYTES, "the ring fits", needs=needed, has=SHARED_BYTES, config=config)
     if num_programs is None:
         cores = torch.cuda.get_device_properties(device).multi_processor_count
-        num_programs = max(1, cores * resident * warps // num_kv_heads)
+        num_programs = max(1, cores * resident // groups)
 
     def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -133,12 +156,14 @@ def make_schedule(
     pieces = 2 * num_programs, num_kv_heads, group
     return CudaSchedule(
         config=config,
+        is_fused=is_fused,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
         max_requests=max_requests,
         num_programs=num_programs,
         num_warps=warps,
+        num_groups=groups,
         resident=resident,
         records=blank(num_programs, RECORD, dtype=torch.int32),
         parts=blank(*pieces, head_dim),
@@ -167,6 +192,9 @@ def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
         MIN_TILES=schedule.config.min_steps,
         RECORD=RECORD,
         MAX_NEW=1,
+        WHOLE=schedule.config.whole_steps,
+        SLACK=schedule.config.slack,
+        UNREAD=int(schedule.is_fused),
         num_warps=4,
     )
 
@@ -186,7 +214,7 @@ def paged_decode_cuda(
     check(q_THD.shape[1:] == _heads(schedule), "the schedule's queries", shape=tuple(q_THD.shape))
     check(q_THD.stride(2) == 1, "rows of D are contiguous")
     check(_on_vectors(q_THD), "queries lie on 16 bytes")
-    _launch(q_THD, q_THD.stride(1), kv, batch, scale, schedule, out_THD, None, pdl)
+    _launch(q_THD, q_THD.stride(1), kv, batch, scale, schedule, out_THD, None, pdl, False)
 
 
 def decode_with_front(
@@ -199,9 +227,14 @@ def decode_with_front(
     out_THD: torch.Tensor,
     *,
     pdl: bool | None = None,
+    early: bool = False,
 ) -> None:
     """`qk_norm_rope_write` and then `paged_decode`, in one launch, where every request has one new
-    token. No two requests of a length above 0 have the same slot, but for slots nobody reads."""
+    token. No two requests of a length above 0 have the same slot, but for slots nobody reads.
+
+    `early`: the kernel before this one wrote only `qkv_TX` and no more than that; what is older is
+    read before that kernel has ended. Every kernel here that lets the next one begin has waited for
+    the one before it, so whatever is older is complete then."""
     heads, size = _heads(schedule)
     width = (heads + 2 * schedule.num_kv_heads) * size
     tokens = qkv_TX.shape[0]
@@ -216,7 +249,7 @@ def decode_with_front(
     for weight in _weights(front):
         plain = weight.shape == (size,) and weight.is_contiguous() and _on_vectors(weight)
         check(plain and weight.dtype == qkv_TX.dtype, "norm weights of a head, in q's type")
-    _launch(qkv_TX, size, kv, batch, scale, schedule, out_THD, front, pdl)
+    _launch(qkv_TX, size, kv, batch, scale, schedule, out_THD, front, pdl, early)
 
 
 def _launch(
@@ -229,11 +262,14 @@ def _launch(
     out_THD: torch.Tensor,
     front: Front | None,
     pdl: bool | None,
+    early: bool,
 ) -> None:
     _check_batch(q, kv, batch, schedule, out_THD)
+    check(schedule.is_fused == (front is not None), "a schedule for what is launched")
     pdl = launches_early(q.device) if pdl is None else pdl
     defines = _defines(schedule, kv, batch, q.dtype, front, early=pdl)
-    kernel = nvrtc.kernel(SOURCE, "paged_decode", defines, q.device)
+    name = "paged_decode_split" if schedule.config.split else "paged_decode"
+    kernel = nvrtc.kernel(SOURCE, name, defines, q.device)
     nvrtc.allow_shared(kernel, schedule.shared_bytes)
     nothing = c_uint64(0)
     weights = _weights(front) or (nothing, nothing)
@@ -262,8 +298,9 @@ def _launch(
         c_int32(out_THD.stride(1)),
         c_float(scale * math.log2(math.e)),
         c_float(front.norms.eps if front is not None and front.norms is not None else 0.0),
+        c_int32(int(early)),
     ]
-    grid = schedule.num_programs, schedule.num_kv_heads // schedule.num_warps, 1
+    grid = schedule.num_programs, schedule.num_groups, 1
     kernel.launch(grid, 32 * schedule.num_warps, schedule.shared_bytes, args, pdl=pdl)
 
 
@@ -282,6 +319,7 @@ def _defines(
         "KV_HEADS": schedule.num_kv_heads,
         "WARPS": schedule.num_warps,
         "BLOCK_SIZE": kv.k_NSKD.shape[1],
+        "SPLIT": int(schedule.config.split),
         "STAGES": schedule.config.stages,
         "RESIDENT": schedule.resident,
         "WINDOW": batch.window or 0,
@@ -346,6 +384,11 @@ def _weights(front: Front | None) -> tuple[torch.Tensor, ...]:
     return front.norms.q_weight_D, front.norms.k_weight_D
 
 
-def _shared_bytes(num_warps: int, stages: int, head_dim: int) -> int:
-    """A ring of steps for each warp, and a new key and value."""
-    return num_warps * (stages * STEP_KEYS + 1) * 2 * head_dim * 2
+def _shared_bytes(config: Config, num_warps: int, group: int, head_dim: int) -> int:
+    """A ring of steps for each warp; of a split CTA the parts of its warps in the same place, and
+    two numbers of each part and query head."""
+    ring = config.stages * STEP_KEYS * 4 * head_dim
+    if not config.split:
+        return num_warps * ring
+    parts = group * (head_dim + 4) * 4
+    return num_warps * (max(ring, parts) + group * 8) + 4

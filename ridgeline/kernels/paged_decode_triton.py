@@ -196,13 +196,15 @@ def paged_decode_triton(
 
 
 @triton.jit
-def _tiles_of(length, num_new, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tiles_of(
+    length, num_new, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, UNREAD: tl.constexpr = 0
+):
     """First visible key and number of tiles from its tile on; one tile if there is no key, so that
     somebody writes the zeros."""
     first_key = length * 0
     if WINDOW > 0:
         first_key = tl.maximum(length - num_new - WINDOW + 1, 0)
-    tiles = (length + BLOCK_N - 1) // BLOCK_N - first_key // BLOCK_N
+    tiles = (length - UNREAD + BLOCK_N - 1) // BLOCK_N - first_key // BLOCK_N
     return first_key, tl.maximum(tiles, 1)
 
 
@@ -219,8 +221,15 @@ def schedule_kernel(
     MIN_TILES: tl.constexpr,
     RECORD: tl.constexpr,
     MAX_NEW: tl.constexpr,
+    WHOLE: tl.constexpr = 0,
+    SLACK: tl.constexpr = 0,
+    UNREAD: tl.constexpr = 0,
 ):
-    """Where the range of tiles of each program begins; every program adds up all the lengths."""
+    """Where the range of tiles of each program begins; every program adds up all the lengths.
+
+    Cuts cost a merge. Where requests are about as long as the longest, and that has no more than
+    WHOLE tiles, a program gets at least as many as it. Where they are just as long, it gets up to
+    SLACK tiles more if that leaves all whole. The last UNREAD tokens are in no tile."""
     program = tl.program_id(0)
     request_B = tl.arange(0, BLOCK_B)
     known_B = request_B < num_requests
@@ -228,12 +237,19 @@ def schedule_kernel(
     start_B = tl.load(query_start + request_B, mask=known_B, other=0)
     stop_B = tl.load(query_start + request_B + 1, mask=known_B, other=0)
     num_new_B = tl.minimum(stop_B - start_B, MAX_NEW)
-    _, tiles_B = _tiles_of(length_B, num_new_B, WINDOW, BLOCK_N)
+    _, tiles_B = _tiles_of(length_B, num_new_B, WINDOW, BLOCK_N, UNREAD)
     all_B = tl.where(known_B, tiles_B * NUM_KV_HEADS, 0)
     end_B = tl.cumsum(all_B, 0)
     everything = tl.sum(all_B, 0)
     num_programs = tl.num_programs(0)
     share = tl.maximum((everything + num_programs - 1) // num_programs, MIN_TILES)
+    longest = tl.max(all_B, 0)
+    num_real = tl.sum((known_B & (length_B > 0)).to(tl.int32), 0)
+    alike = (longest <= WHOLE) & (4 * num_real * longest <= 5 * everything)
+    share = tl.where(alike, tl.maximum(share, longest), share)
+    whole = (num_requests + num_programs - 1) // num_programs * longest
+    fits = (everything == num_requests * longest) & (whole > share) & (whole <= share + SLACK)
+    share = tl.where(fits, whole, share)
     first = program * share
     before_B = end_B <= first
     request = tl.sum(before_B.to(tl.int32), 0)

@@ -35,6 +35,17 @@ def test_made_once_and_dealt_out_anew_after_another_batch() -> None:
     assert schedules.schedule(second, CPU, SPEC) == "schedule 1"
 
 
+def test_stands_for_the_batch_it_was_last_dealt_out_for() -> None:
+    schedules = Dealt(lambda *_: "schedule", lambda *_: None)
+    first, second = batch(3), batch(4)
+    assert not schedules.stands_for(first, SPEC)
+    schedules.schedule(first, CPU, SPEC)
+    assert schedules.stands_for(first, SPEC)
+    assert not schedules.stands_for(second, SPEC)
+    schedules.schedule(second, CPU, SPEC)
+    assert not schedules.stands_for(first, SPEC)
+
+
 def test_no_schedule_where_there_is_no_kernel() -> None:
     schedules: Dealt[str] = Dealt(lambda *_: None, lambda *_: None)
     assert schedules.schedule(batch(3), CPU, SPEC) is None

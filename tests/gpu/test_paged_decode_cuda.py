@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from ridgeline.kernels.paged_decode_cuda import Config, refresh, unsupported
+from ridgeline.kernels.stream_linear import MAX_ROWS, stream_linear
+from ridgeline.kernels.tiles import Tile
 from tests.kernels.decode_case import DecodeCase, Shape, check_case
 
 pytestmark = [
@@ -21,6 +23,17 @@ pytestmark = [
 
 CUDA = torch.device("cuda", 0)
 LENGTHS = [1, 2, 15, 16, 17, 100, 191, 700, 3000]
+PRODUCT = Tile(32, 64, 1, 8, 3, per_sm=0, stream=True)
+RANGES = Config(2, 1, 2)
+CONFIGS = [
+    RANGES,
+    Config(4, 1, 5),
+    Config(2, 2, 2),
+    Config(6, 1, 1),
+    Config(2, 1, 8, split=True, whole_steps=33),
+    Config(1, 2, 1, split=True),
+    Config(3, 2, 8, split=True, warps=4, whole_steps=33),
+]
 ODD = [0, 3000, 1, 0, 17, 191, 0, 0, 700, 16]
 
 
@@ -36,12 +49,15 @@ def ragged(num: int, seed: int) -> list[int]:
 def test_heads(kv_heads: int, group: int, head_dim: int) -> None:
     shape = Shape(kv_heads=kv_heads, group=group, head_dim=head_dim)
     check_case(LENGTHS, shape, CUDA)
-    check_case(ragged(30, kv_heads + group), replace(shape, dtype=torch.float16), CUDA)
+    in_16 = replace(shape, dtype=torch.float16)
+    check_case(ragged(30, kv_heads + group), in_16, CUDA)
+    check_case(ragged(30, kv_heads + group), in_16, CUDA, config=RANGES)
 
 
 @pytest.mark.parametrize("kv_heads", [3, 5, 12])
 def test_heads_in_odd_numbers(kv_heads: int) -> None:
-    check_case(ODD, Shape(kv_heads=kv_heads, group=11, head_dim=128), CUDA)
+    for config in (None, RANGES):
+        check_case(ODD, Shape(kv_heads=kv_heads, group=11, head_dim=128), CUDA, config=config)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
@@ -56,7 +72,8 @@ def test_layouts(block_size: int, named_rows: bool, norms: bool) -> None:
         named_rows=named_rows,
         norms=norms,
     )
-    check_case(ODD, shape, CUDA)
+    for config in (None, RANGES):
+        check_case(ODD, shape, CUDA, config=config)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 33, 1024])
@@ -65,6 +82,7 @@ def test_windows(window: int, head_dim: int) -> None:
     shape = Shape(kv_heads=8, group=2, head_dim=head_dim, window=window)
     check_case(LENGTHS, shape, CUDA)
     check_case(ODD, shape, CUDA, num_programs=3)
+    check_case(ODD, shape, CUDA, num_programs=3, config=RANGES)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 33, 70])
@@ -74,18 +92,16 @@ def test_batches(num_requests: int, num_programs: int | None) -> None:
     check_case(ragged(num_requests, num_requests), shape, CUDA, num_programs=num_programs)
 
 
-@pytest.mark.parametrize(
-    "config", [Config(2, 1, 1), Config(4, 1, 5), Config(2, 2, 2), Config(6, 1, 1)], ids=str
-)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_tunings(config: Config) -> None:
     check_case(LENGTHS, Shape(kv_heads=8, group=2), CUDA, config=config)
     check_case(LENGTHS, Shape(kv_heads=1, group=8), CUDA, config=config)
 
 
 def test_always_the_same_bits() -> None:
-    for kv_heads in (1, 8):
+    for kv_heads, num in ((1, 60), (8, 60), (8, 20), (1, 3)):
         shape = Shape(kv_heads=kv_heads, group=4, head_dim=128)
-        case = DecodeCase(ragged(60, 5) + LENGTHS, shape, CUDA)
+        case = DecodeCase(ragged(num, 5) + LENGTHS, shape, CUDA)
         schedule = case.schedule()
         first, cache = case.run(schedule, pdl=False)
         case.agree(schedule, first, cache)
@@ -109,6 +125,29 @@ def test_one_launch_after_the_other() -> None:
         answers.append(case.queries().clone())
     assert torch.equal(*answers)
     assert not answers[0].isnan().any()
+
+
+@pytest.mark.parametrize("num_requests", [1, 12, 30, 90])
+def test_what_is_old_is_read_before_the_product_has_ended(num_requests: int) -> None:
+    """The product of q, k and v, which lets the next kernel begin, over NaN."""
+    case = DecodeCase(ragged(num_requests, 3), Shape(kv_heads=8, group=4, head_dim=128), CUDA)
+    schedule = case.schedule()
+    refresh(schedule, case.batch)
+    torch.manual_seed(num_requests)
+    num_rows = min(num_requests, MAX_ROWS)
+    x = torch.randn(num_rows, 1024, device=CUDA).bfloat16()
+    weight = (torch.randn(case.qkv.shape[1], 1024, device=CUDA) / 32).bfloat16()
+    found = []
+    for attempt in range(20):
+        store, out = case.store.clone(), case.blank()
+        case.qkv[:num_rows].fill_(torch.nan)
+        stream_linear(x, weight, tile=PRODUCT, out_MO=case.qkv[:num_rows])
+        case.launch(schedule, store, out, early=attempt > 0)
+        found.append((out, store.view(torch.int16)))
+    assert not found[0][0].isnan().any()
+    for out, store in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(store, found[0][1])
 
 
 @pytest.mark.parametrize("fused", [False, True])

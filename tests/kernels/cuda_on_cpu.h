@@ -1,5 +1,5 @@
-// Enough of CUDA to run a kernel of warps that share nothing on a CPU: 32 lanes as coroutines that
-// meet at every warp operation, warps one after the other. A copy that runs ahead arrives as late
+// Enough of CUDA to run a kernel on a CPU: 32 lanes as coroutines that meet at every warp
+// operation, warps one after the other from barrier to barrier. A copy that runs ahead arrives as late
 // as it may: when it is waited for, and until then its place holds NaN. Meetings of lanes at
 // different operations, and places that are not on 16 bytes, end the process.
 
@@ -50,14 +50,22 @@ struct Lane {
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
   int meetings = 0;
-  bool done = false;
+  bool at_barrier = false, done = false;
 };
 
-static Lane lanes[LANES];
+constexpr int MOST_WARPS = 16;
+
+struct Warp {
+  Lane lanes[LANES];
+  int said_kind[2][LANES];
+  unsigned said[2][LANES][16];
+};
+
+static Warp warps[MOST_WARPS];
 static ucontext_t home;
-static int current;
-static int said_kind[2][LANES];
-static unsigned said[2][LANES][16];
+static int team, current;  // the warp, and the lane of it
+
+inline Lane& lane_now() { return warps[team].lanes[current]; }
 
 [[noreturn]] inline void fail(const char* why) {
   std::fprintf(stderr, "emulated kernel: %s\n", why);
@@ -65,19 +73,19 @@ static unsigned said[2][LANES][16];
 }
 
 inline void give_way() {
-  const int mine = current;
-  swapcontext(&lanes[mine].context, &home);
+  swapcontext(&lane_now().context, &home);
 }
 
 // Says `count` words to the other lanes; all of them have spoken when it returns.
 inline const unsigned (*meet(int kind, const unsigned* words, int count))[16] {
-  const int mine = current, side = lanes[mine].meetings++ & 1;
-  said_kind[side][mine] = kind;
-  std::memcpy(said[side][mine], words, count * sizeof(unsigned));
+  Warp& mine = warps[team];
+  const int side = lane_now().meetings++ & 1;
+  mine.said_kind[side][current] = kind;
+  std::memcpy(mine.said[side][current], words, count * sizeof(unsigned));
   give_way();
   for (int i = 0; i < LANES; ++i)
-    if (said_kind[side][i] != kind) fail("lanes meet at different operations");
-  return said[side];
+    if (mine.said_kind[side][i] != kind) fail("lanes meet at different operations");
+  return mine.said[side];
 }
 
 template <class T>
@@ -115,6 +123,13 @@ inline void __syncwarp() {
   emulated::meet(2, &nothing, 1);
 }
 
+// All warps come here, or end.
+inline void __syncthreads() {
+  __syncwarp();
+  emulated::lane_now().at_barrier = true;
+  emulated::give_way();
+}
+
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = a | (uint64_t)b << 32;
   unsigned result = 0;
@@ -131,20 +146,20 @@ inline void let_next_kernel_begin() {}
 inline void copy_ahead_if(uint4* to, const char* from, bool wanted) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emulated::fail("a copy is not on 16 bytes");
   std::memset(to, 0xff, 16);
-  emulated::lanes[emulated::current].open.push_back({to, from, wanted});
+  emulated::lane_now().open.push_back({to, from, wanted});
 }
 
 inline void copy_ahead(uint4* to, const char* from) { copy_ahead_if(to, from, true); }
 
 inline void end_step_of_copies() {
-  auto& lane = emulated::lanes[emulated::current];
+  auto& lane = emulated::lane_now();
   lane.groups.push_back(std::move(lane.open));
   lane.open.clear();
 }
 
 template <int NEWER>
 void wait_for_copies() {
-  auto& groups = emulated::lanes[emulated::current].groups;
+  auto& groups = emulated::lane_now().groups;
   for (; groups.size() > NEWER; groups.pop_front())
     for (const auto& copy : groups.front()) {
       if (copy.wanted)
@@ -210,6 +225,7 @@ inline unsigned transpose(unsigned pair) {
   return result;
 }
 
+inline void fetch(const void*) {}
 inline float4 load_part(const float* at) { return *(const float4*)at; }
 inline float load_number_of_part(const float* at) { return *at; }
 inline int arrive(int* counter) { return (*counter)++; }
@@ -220,29 +236,50 @@ static void (*body)();
 
 inline void lane_main() {
   body();
-  lanes[current].done = true;
+  lane_now().done = true;
   give_way();
 }
 
-inline void run_warp(unsigned warp, unsigned x, unsigned y) {
-  for (auto& lane : lanes) {
-    lane.open.clear(), lane.groups.clear(), lane.meetings = 0, lane.done = false;
+inline void begin_warp() {
+  for (auto& lane : warps[team].lanes) {
+    lane.open.clear(), lane.groups.clear(), lane.meetings = 0;
+    lane.at_barrier = lane.done = false;
     getcontext(&lane.context);
     lane.context.uc_stack.ss_sp = lane.stack.data();
     lane.context.uc_stack.ss_size = STACK_BYTES;
     lane.context.uc_link = nullptr;
     makecontext(&lane.context, lane_main, 0);
   }
-  for (int alive = LANES; alive;) {
-    alive = 0;
+}
+
+// Up to the next barrier or the end; how many lanes are not at the end.
+inline int run_warp(unsigned x, unsigned y) {
+  for (;;) {
+    int alive = 0, waiting = 0;
     for (current = 0; current < LANES; ++current) {
-      if (lanes[current].done) continue;
-      threadIdx = {warp * LANES + current, 0, 0};
+      Lane& lane = lane_now();
+      if (lane.done) continue;
+      threadIdx = {(unsigned)(team * LANES + current), 0, 0};
       blockIdx = {x, y, 0};
-      swapcontext(&home, &lanes[current].context);
-      alive += !lanes[current].done;
+      swapcontext(&home, &lane.context);
+      alive += !lane.done;
+      waiting += lane.at_barrier;
     }
     if (alive && alive != LANES) fail("some lanes have ended, others have not");
+    if (waiting && waiting != LANES) fail("some lanes are at a barrier, others are not");
+    if (!alive || waiting) return alive;
+  }
+}
+
+inline void run_block(int num_warps, unsigned x, unsigned y) {
+  if (num_warps > MOST_WARPS) fail("too many warps");
+  for (team = 0; team < num_warps; ++team) begin_warp();
+  for (int alive = 1; alive;) {
+    alive = 0;
+    for (team = 0; team < num_warps; ++team) {
+      for (auto& lane : warps[team].lanes) lane.at_barrier = false;
+      if (!warps[team].lanes[0].done) alive += run_warp(x, y);
+    }
   }
 }
 

@@ -157,6 +157,7 @@ class DecodeCase:
             max_requests=len(self.lengths) + 1,
             config=config,
             num_programs=num_programs,
+            is_fused=self.shape.fused,
         )
         for part in (schedule.parts, schedule.best, schedule.total):
             part.fill_(torch.nan)

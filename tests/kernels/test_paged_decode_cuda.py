@@ -22,7 +22,7 @@ import torch
 
 from ridgeline.errors import InternalError
 from ridgeline.kernels import nvrtc
-from ridgeline.kernels.paged_decode_cuda import Config, unsupported
+from ridgeline.kernels.paged_decode_cuda import Config, choose_config, refresh, unsupported
 from tests.kernels.decode_case import DecodeCase, Shape, check_case
 
 pytest.importorskip("triton")
@@ -100,14 +100,20 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Callable[..., Emulated]) 
     monkeypatch.setattr(nvrtc, "allow_shared", lambda kernel, num_bytes: None)
 
 
+RANGES = Config(2, 1, 2)  # of many requests: a warp for each KV head
+SPLIT = Config(2, 1, 1, split=True, warps=4)
+WHOLE = Config(1, 2, 8, split=True, whole_steps=33)
+
 run = partial(check_case, device=CPU)
 
 
-@pytest.mark.parametrize("num_programs", [1, 5, 40])
-def test_ranges_of_steps(num_programs: int) -> None:
-    run(LENGTHS, Shape(head_dim=128), num_programs=num_programs)
+@pytest.mark.parametrize("config", [RANGES, SPLIT, WHOLE], ids=["ranges", "split", "whole"])
+def test_ranges_of_steps(config: Config) -> None:
+    for num_programs in (1, 5, 40):
+        run(LENGTHS, Shape(head_dim=128), config=config, num_programs=num_programs)
 
 
+@pytest.mark.parametrize("config", [RANGES, SPLIT], ids=["ranges", "split"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -118,26 +124,63 @@ def test_ranges_of_steps(num_programs: int) -> None:
     ],
     ids=str,
 )
-def test_shapes(shape: Shape) -> None:
-    run([33, 1, 0, 70], shape, num_programs=3)
+def test_shapes(shape: Shape, config: Config) -> None:
+    run([33, 1, 0, 70], shape, num_programs=3, config=config)
 
 
-def test_windows() -> None:
+@pytest.mark.parametrize("config", [RANGES, SPLIT], ids=["ranges", "split"])
+def test_windows(config: Config) -> None:
     shape = Shape(window=33, block_size=32, head_dim=128, kv_heads=1)
-    run([1, 200, 33, 0, 34, 50, 80], shape, num_programs=4)
-    run([600], replace(shape, window=580), num_programs=2)
+    run([1, 200, 33, 0, 34, 50, 80], shape, num_programs=4, config=config)
+
+
+def test_windows_of_one_token_and_of_many() -> None:
+    shape = Shape(block_size=32, kv_heads=1)
+    run([1, 17, 16, 40], replace(shape, window=1), num_programs=2, config=SPLIT)
+    run([600], replace(shape, window=580), num_programs=2, config=RANGES)
 
 
 def test_more_steps_than_entries_are_asked_for_at_once() -> None:
-    run([1100, 3, 530], Shape(kv_heads=1), config=Config(stages=2), num_programs=2)
+    run([1100, 3, 530], Shape(kv_heads=1), config=RANGES, num_programs=2)
+    run([2500, 3, 530], Shape(kv_heads=1), config=SPLIT, num_programs=1)
 
 
 def test_more_requests_than_are_known_at_once() -> None:
-    run([1, 20, 0] * 24, Shape(kv_heads=1), config=Config(stages=4), num_programs=2)
+    run([1, 20, 0] * 24, Shape(kv_heads=1), config=replace(RANGES, stages=4), num_programs=2)
+
+
+def test_many_pieces_are_merged_in_two_levels() -> None:
+    run([530, 3, 260], Shape(kv_heads=1), config=replace(RANGES, min_steps=1), num_programs=40)
 
 
 def test_heads_of_several_ctas() -> None:
-    run([17, 40], Shape(kv_heads=16, group=1), num_programs=3)
+    run([17, 40], Shape(kv_heads=16, group=1), num_programs=3, config=RANGES)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "config", "shares"),
+    [
+        ([257] * 9, RANGES, [16] * 9 + [0]),  # a step more leaves no request cut
+        ([257] * 4 + [200], RANGES, [8] * 9 + [5]),
+        ([2049] * 4, RANGES, [52] * 9 + [44]),  # whole ones would take 76 more
+        ([257, 240, 0], WHOLE, [16, 16] + [0] * 8),  # and a step that writes zeros
+        ([257, 20], WHOLE, [8, 8, 2] + [0] * 7),  # not alike
+        ([1025], WHOLE, [8] * 8 + [0] * 2),  # too long to be whole
+    ],
+)
+def test_short_requests_stay_whole(lengths: list[int], config: Config, shares: list[int]) -> None:
+    case = DecodeCase(lengths, Shape(kv_heads=1), CPU)
+    schedule = case.schedule(config, num_programs=10)
+    refresh(schedule, case.batch)
+    assert schedule.records[:, 3].tolist() == shares
+
+
+def test_few_requests_get_a_cta_for_each_head() -> None:
+    chosen = [choose_config(128, 8, n) for n in (1, 8, 16, 32, 64)]
+    assert [config.split for config in chosen] == [True] * 4 + [False]
+    assert [config.warps for config in chosen[:4]] == [8, 8, 4, 4]
+    assert choose_config(64, 1, 256).split
+    assert not choose_config(64, 32, 16).split
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -148,6 +191,9 @@ def test_what_does_not_fit_is_refused() -> None:
     schedule = case.schedule(num_programs=1)
     with pytest.raises(InternalError, match="the cache lies as"):
         case.launch(schedule, case.store.flip(0)[:, ::2], case.blank())
+    other = DecodeCase([5, 9], Shape(fused=False), CPU)
+    with pytest.raises(InternalError, match="a schedule for what is launched"):
+        other.launch(schedule, other.store, other.blank())
     odd = torch.zeros(2, 4, 65, dtype=torch.bfloat16)[..., :64]
     with pytest.raises(InternalError, match="answers lie on 16 bytes"):
         case.launch(schedule, case.store, odd)

@@ -14,15 +14,21 @@
 // 2 t + 1, 2 t + 8, 2 t + 9 and dimensions 8 g .. + 8 (and 64 + 8 g .. + 8): rows of V^T, once
 // pairs of keys are interleaved. So a lane ends with 8 neighbours of the answer.
 // FUSED: q, k and v of the new token come raw from their product; q and k are normed, turned and
-// rounded here, k and v are written to the cache by the warp that has the request's last step,
-// which puts them into its ring too. Nobody reads that slot in the same launch.
+// rounded here, k and v are written to the cache by the warp that has the request's last step; its
+// sums begin with them. Nobody reads that slot in the same launch.
 // A request and head that lies in several ranges is merged by the last warp to arrive, in order; if
-// they are many, groups of neighbours first.
+// they are many, groups of neighbours first. A warp says that its pieces are there when it has done
+// all its steps, so that copies never wait for an answer.
+// SPLIT, for few requests: a CTA has one KV head, its warps take the steps of a request in turn and
+// meet in shared memory. What is short is never merged through global memory then.
+// `early`: all but q is older than the kernel before this one, so records, tables and old keys are
+// read before that kernel has ended. A kernel begins when all CTAs of the one before it have said
+// that it may, which they do when they have waited for the one before them: that one is complete.
 //
-// Compiled with: HEAD_DIM 64 or 128; GROUP query heads of a KV head, up to 16; KV_HEADS; WARPS,
-// which divides KV_HEADS; BLOCK_SIZE, a multiple of 16; STAGES of the ring; RESIDENT CTAs of a
-// multiprocessor; WINDOW, 0: none; NAMED_ROWS, FUSED, NORM, DEPENDENT (programmatic launch),
-// BFLOAT16 (or float16) 0 or 1.
+// Compiled with: HEAD_DIM 64 or 128; GROUP query heads of a KV head, up to 16; KV_HEADS; WARPS of a
+// CTA, which divides KV_HEADS if not SPLIT; BLOCK_SIZE, a multiple of 16; STAGES of the ring;
+// RESIDENT CTAs of a multiprocessor; WINDOW, 0: none; SPLIT, NAMED_ROWS, FUSED, NORM, DEPENDENT
+// (programmatic launch), BFLOAT16 (or float16) 0 or 1.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -146,6 +152,11 @@ __device__ __forceinline__ float load_number_of_part(const float* at) {
   return v;
 }
 
+// Into the L2 cache.
+__device__ __forceinline__ void fetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // How many came before. What the warp has written is seen by who arrives later.
 __device__ __forceinline__ int arrive(int* counter) {
   int before;
@@ -184,8 +195,8 @@ struct Parts {
   int* groups_arrived;  // [slot, KV_HEADS], of a group of pieces at its first
 };
 
-// What of a request is visible, and the steps for it. One without keys has one step, so that
-// somebody writes the zeros.
+// What of a request is visible, and the steps for what is of it in the cache: a new token that
+// comes by itself is not. One without keys has one step, so that somebody writes the zeros.
 struct Extent {
   int length, first_key, first_step, stop;
 };
@@ -195,7 +206,7 @@ __device__ __forceinline__ Extent extent_of(int length, int num_new) {
   e.length = length;
   e.first_key = WINDOW > 0 ? max(length - num_new - WINDOW + 1, 0) : 0;
   e.first_step = e.first_key / KEYS;
-  e.stop = max(ceil_div(length, KEYS), e.first_step + 1);
+  e.stop = max(ceil_div(length - FUSED, KEYS), e.first_step + 1);
   return e;
 }
 
@@ -208,6 +219,28 @@ __device__ __forceinline__ int key_place(int row, int vector) {
 
 __device__ __forceinline__ int value_place(int row, int vector) {
   return (KEYS + row) * ROW_VECTORS + (vector ^ (row >> 1 & 3) << 1);
+}
+
+// 16 keys from `key` on, and their values, of which those from `start` to `stop` are wanted.
+__device__ __forceinline__ void copy_step(uint4* place, const char* keys, int block, int key,
+                                          int start, int stop, int lane) {
+  const int own_row = lane / ROW_VECTORS, vector = lane % ROW_VECTORS;
+  const char* from = keys + (i64)block * (BLOCK_SIZE * TOKEN_BYTES);
+  from += (key % BLOCK_SIZE + own_row) * TOKEN_BYTES + 16 * vector;
+  const bool whole = key >= start && key + KEYS <= stop;
+#pragma unroll
+  for (int i = 0; i < KEYS; i += COPIED_ROWS) {
+    const int row = i + own_row;
+    const char* k_from = from + i * TOKEN_BYTES;
+    if (whole) {
+      copy_ahead(place + key_place(row, vector), k_from);
+      copy_ahead(place + value_place(row, vector), k_from + VALUE_BYTES);
+    } else {
+      const bool wanted = key + row >= start && key + row < stop;
+      copy_ahead_if(place + key_place(row, vector), k_from, wanted);
+      copy_ahead_if(place + value_place(row, vector), k_from + VALUE_BYTES, wanted);
+    }
+  }
 }
 
 // Of 32 requests, one a lane.
@@ -288,28 +321,9 @@ struct Reader {
       next = following(batch, lane);
     }
     const int block = __shfl_sync(ALL, now.block, used);
-    const int key = (now.first + used) * KEYS;
-    const char* from = keys + (i64)block * (BLOCK_SIZE * TOKEN_BYTES);
-    from += (key % BLOCK_SIZE) * TOKEN_BYTES;
-    const int own_row = lane / ROW_VECTORS, vector = lane % ROW_VECTORS;
-    from += own_row * TOKEN_BYTES + 16 * vector;
     // The new token is not in the cache yet when it comes by itself.
-    const int stop = now.extent.length - FUSED;
-    const int start = now.extent.first_key;
-    const bool whole = key >= start && key + KEYS <= stop;
-#pragma unroll
-    for (int i = 0; i < KEYS; i += COPIED_ROWS) {
-      const int row = i + own_row;
-      const char* k_from = from + i * TOKEN_BYTES;
-      if (whole) {
-        copy_ahead(place + key_place(row, vector), k_from);
-        copy_ahead(place + value_place(row, vector), k_from + VALUE_BYTES);
-      } else {
-        const bool wanted = key + row >= start && key + row < stop;
-        copy_ahead_if(place + key_place(row, vector), k_from, wanted);
-        copy_ahead_if(place + value_place(row, vector), k_from + VALUE_BYTES, wanted);
-      }
-    }
+    copy_step(place, keys, block, (now.first + used) * KEYS, now.extent.first_key,
+              now.extent.length - FUSED, lane);
     ++used;
     --left;
   }
@@ -384,51 +398,48 @@ __device__ __forceinline__ void turn_head(uint4 (&head)[CHUNKS], const Turn& tur
   }
 }
 
-struct NewToken {
-  const u16* q_weight;
-  const u16* k_weight;
-  float eps;
-
-  // The queries of a KV head of a token, in the places of products.
-  __device__ __forceinline__ void queries(uint4 (&q)[COLUMNS][CHUNKS], const Turn& turn,
-                                          int t) const {
+__device__ __forceinline__ void turn_all(uint4 (&q)[COLUMNS][CHUNKS], const Turn& turn,
+                                         const u16* weight, float eps, int t) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) turn_head(q[n], turn, q_weight, eps, t);
-  }
+  for (int n = 0; n < COLUMNS; ++n) turn_head(q[n], turn, weight, eps, t);
+}
 
-  // Its key and value: to the cache, if `cached` is somewhere, and to `kept`, a row each.
-  __device__ __forceinline__ void key_and_value(const u16* key, const u16* value, const Turn& turn,
-                                                uint4* kept, char* cached, int lane) const {
+// The new token of a KV head, its key in the places of products.
+struct NewToken {
+  uint4 k[CHUNKS];
+
+  // `key`: as it comes from the product, with its value behind the keys of all heads. Both to the
+  // cache, if `cached` is somewhere.
+  __device__ __forceinline__ void take(const u16* key, const Turn& turn, const u16* weight,
+                                       float eps, char* cached, int lane) {
     const int t = lane % 4;
-    uint4 k[CHUNKS], v = make_uint4(0, 0, 0, 0);
+    uint4 v = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) k[c] = load_vector(key + 32 * c + 8 * t);
-    if (lane < ROW_VECTORS) v = load_vector(value + 8 * lane);
-    turn_head(k, turn, k_weight, eps, t);
-    __syncwarp();
-    if (lane < 4) {
+    if (lane < ROW_VECTORS) v = load_vector(key + KV_HEADS * HEAD_DIM + 8 * lane);
+    turn_head(k, turn, weight, eps, t);
+    if (lane < 4 && cached) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        kept[4 * c + t] = k[c];
-        if (cached) *(uint4*)(cached + 64 * c + 16 * t) = k[c];
+      for (int c = 0; c < CHUNKS; ++c) *(uint4*)(cached + 64 * c + 16 * t) = k[c];
+    }
+    if (lane < ROW_VECTORS && cached) *(uint4*)(cached + VALUE_BYTES + 16 * lane) = v;
+  }
+
+  // Of query head g of a tile, for all its lanes.
+  __device__ __forceinline__ float score(const uint4 (&q)[CHUNKS], float scale_log2) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 a = word(q[c], i), b = word(k[c], i);
+        sum += low(a) * low(b) + high(a) * high(b);
       }
-    }
-    if (lane < ROW_VECTORS) {
-      kept[ROW_VECTORS + lane] = v;
-      if (cached) *(uint4*)(cached + VALUE_BYTES + 16 * lane) = v;
-    }
-    __syncwarp();
+    sum += __shfl_xor_sync(ALL, sum, 1);
+    sum += __shfl_xor_sync(ALL, sum, 2);
+    return sum * scale_log2;
   }
 };
-
-// The new token's key and value to where the products look for token `row` of the step.
-__device__ __forceinline__ void put_into_step(uint4* place, const uint4* kept, int row, int lane) {
-  if (lane < ROW_VECTORS) {
-    place[key_place(row, lane)] = kept[lane];
-    place[value_place(row, lane)] = kept[ROW_VECTORS + lane];
-  }
-  __syncwarp();
-}
 #endif
 
 // ---- Products ---------------------------------------------------------------------------------
@@ -451,6 +462,35 @@ struct Answer {
     }
   }
 
+#if FUSED
+  // The new token first. `value`: its own, of this KV head.
+  __device__ __forceinline__ void begin_with(const NewToken& fresh, const u16* value, int lane,
+                                             float scale_log2) {
+    const int g = lane / 4, t = lane % 4;
+    uint4 v[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) v[h] = load_vector(value + 64 * h + 8 * g);
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const float its = fresh.score(q[n], scale_log2);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        best[n][odd] = __shfl_sync(ALL, its, 4 * (2 * t + odd));
+        total[n][odd] = g == 0 ? 1.0f : 0.0f;
+      }
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const u32 pair = word(v[h], i / 2);
+          const float x = i % 2 ? high(pair) : low(pair);
+          const int r = HALVES == 2 ? i : i / 2, at = HALVES == 2 ? 2 * h : i % 2 * 2;
+          sum[r][n][at] = sum[r][n][at + 1] = x;
+        }
+    }
+  }
+#endif
+
   // Number i of half h of the answer of the odd or even head: dimension 64 h + 8 g + i.
   __device__ __forceinline__ float at(int n, int odd, int h, int i) const {
     return HALVES == 2 ? sum[i][n][2 * h + odd] : sum[i / 2][n][i % 2 * 2 + odd];
@@ -460,21 +500,24 @@ struct Answer {
   __device__ __forceinline__ void score(float (&s)[COLUMNS][4], const uint4* place, int lane,
                                         float scale_log2) const {
     const int g = lane / 4, t = lane % 4;
+    float odd[COLUMNS][4];  // half of the products: a chain is as long as it is slow
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = odd[n][i] = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
       const uint4 a = place[key_place(g, 4 * c + t)], b = place[key_place(8 + g, 4 * c + t)];
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         multiply(s[n], a.x, b.x, a.y, b.y, q[n][c].x, q[n][c].y);
-        multiply(s[n], a.z, b.z, a.w, b.w, q[n][c].z, q[n][c].w);
+        multiply(odd[n], a.z, b.z, a.w, b.w, q[n][c].z, q[n][c].w);
       }
     }
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] *= scale_log2;
+      for (int i = 0; i < 4; ++i) s[n][i] = (s[n][i] + odd[n][i]) * scale_log2;
   }
 
   // Scores to weights, as the product with V takes them; what was summed fades accordingly.
@@ -525,6 +568,33 @@ struct Answer {
     }
   }
 
+  // The 16 keys from `key` on, and their values, of which those from `start` to `stop` count.
+  __device__ __forceinline__ void take_step(const uint4* place, int key, int start, int stop,
+                                            int lane, float scale_log2) {
+    const int g = lane / 4, t = lane % 4;
+    float s[COLUMNS][4];
+    score(s, place, lane, scale_log2);
+    if (key < start || key + KEYS > stop) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int its_key = key + g + i / 2 * 8;
+        if (its_key < start || its_key >= stop) {
+#pragma unroll
+          for (int n = 0; n < COLUMNS; ++n) s[n][i] = -INFINITE;
+        }
+      }
+    }
+    u32 p[COLUMNS][2];
+    weigh(p, s);
+    uint4 v[4][HALVES];
+#pragma unroll
+    for (int i = 0; i < 4 * HALVES; ++i) {
+      const int token = i / HALVES % 2 + i / HALVES / 2 * 8;
+      v[i / HALVES][i % HALVES] = place[value_place(2 * t + token, 8 * (i % HALVES) + g)];
+    }
+    add(p, v);
+  }
+
   __device__ __forceinline__ void add_up_totals() {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
@@ -557,10 +627,10 @@ struct Answer {
       }
   }
 
-  __device__ __forceinline__ void leave(const Parts& parts, int slot, int kv_head,
+  // A head to every `row` numbers of `sums`.
+  __device__ __forceinline__ void leave(float* sums, int row, float* its_best, float* its_total,
                                         int lane) const {
     const int g = lane / 4, t = lane % 4;
-    const int place = (slot * KV_HEADS + kv_head) * GROUP;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
@@ -568,10 +638,10 @@ struct Answer {
         const int head = 8 * n + 2 * t + odd;
         if (head < GROUP) {
           if (g == 0) {
-            parts.best[place + head] = best[n][odd];
-            parts.totals[place + head] = total[n][odd];
+            its_best[head] = best[n][odd];
+            its_total[head] = total[n][odd];
           }
-          float* to = parts.sums + (i64)(place + head) * HEAD_DIM + 8 * g;
+          float* to = sums + head * row + 8 * g;
 #pragma unroll
           for (int h = 0; h < HALVES; ++h)
 #pragma unroll
@@ -649,6 +719,7 @@ __device__ __forceinline__ void merge(const Parts& parts, int first_program, int
         sum[v].w = sum[v].w * fade + its_sum[w][v].w * its_fade;
       }
   }
+  __syncwarp();  // all have read what is written over now
 #pragma unroll
   for (int v = 0; v < MERGED_VECTORS; ++v) {
     const int number = 128 * v + 4 * lane;
@@ -668,34 +739,311 @@ __device__ __forceinline__ void merge(const Parts& parts, int first_program, int
   }
 }
 
-// ---- The kernel -------------------------------------------------------------------------------
+#if SPLIT
+// ---- The kernel for few requests --------------------------------------------------------------
 
-// Grid: programs, KV_HEADS / WARPS. Shared memory: WARPS * (STAGES * STEP_VECTORS +
-// 2 * ROW_VECTORS) times 16 bytes. FUSED: q is the packed product [T, (H + 2 K) * D] and q_head
-// is HEAD_DIM.
+// A CTA has one KV head; its warps take the steps of a request in turn and meet in shared memory.
+constexpr int ROW_NUMBERS = HEAD_DIM + 4;  // from one head of a warp's part to the next
+constexpr int PART_VECTORS = GROUP * ROW_NUMBERS / 4;
+constexpr int WARP_VECTORS =
+    STAGES * STEP_VECTORS > PART_VECTORS ? STAGES * STEP_VECTORS : PART_VECTORS;
+constexpr int QUADS = GROUP * HEAD_DIM / 4;  // of numbers of the answer
+
+// The parts of a request and KV head that the warps have left, four numbers from `number` on.
+// `most`: the greatest score of all.
+__device__ __forceinline__ float4 sum_of_parts(const float* bests, const float* totals, int number,
+                                               float& most, float& total) {
+  const int head = number / HEAD_DIM, dim = number % HEAD_DIM;
+  most = -INFINITE;
+#pragma unroll
+  for (int p = 0; p < WARPS; ++p) most = fmaxf(most, bests[p * GROUP + head]);
+  const float level = level_of(most);
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  total = 0.0f;
+#pragma unroll
+  for (int p = 0; p < WARPS; ++p) {
+    const float fade = power_of_two(bests[p * GROUP + head] - level);
+    const float* part = (const float*)(shared_ring + p * WARP_VECTORS) + head * ROW_NUMBERS;
+    const float4 x = *(const float4*)(part + dim);
+    total += totals[p * GROUP + head] * fade;
+    sum.x += x.x * fade;
+    sum.y += x.y * fade;
+    sum.z += x.z * fade;
+    sum.w += x.w * fade;
+  }
+  return sum;
+}
+
+__device__ __forceinline__ void store_answer(u16* out, int out_head, int number, const float4& sum,
+                                             float total) {
+  const float share = 1.0f / (total == 0.0f ? 1.0f : total);
+  *(uint2*)(out + (i64)(number / HEAD_DIM) * out_head + number % HEAD_DIM) =
+      make_uint2(pack(sum.x * share, sum.y * share), pack(sum.z * share, sum.w * share));
+}
+
+// As `merge`, by all threads of the CTA.
+__device__ __forceinline__ void merge_pieces(const Parts& parts, int first_program, int pieces,
+                                             int late, int kv_head, u16* out, int out_head) {
+  constexpr int TOGETHER = 8;
+  for (int quad = threadIdx.x; quad < QUADS; quad += WARPS * 32) {
+    const int number = 4 * quad;
+    float best = -INFINITE, total = 0.0f;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int j = 0; j < pieces; j += TOGETHER) {
+      float its_best[TOGETHER], its_total[TOGETHER];
+      float4 its_sum[TOGETHER];
+#pragma unroll
+      for (int w = 0; w < TOGETHER; ++w) {
+        const int slot = 2 * (first_program + j + w) + (j + w == 0 ? late : 0);
+        const int place = (slot * KV_HEADS + kv_head) * GROUP;
+        its_best[w] = -INFINITE;
+        its_total[w] = 0.0f;
+        its_sum[w] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (j + w < pieces) {
+          its_best[w] = load_number_of_part(parts.best + place + number / HEAD_DIM);
+          its_total[w] = load_number_of_part(parts.totals + place + number / HEAD_DIM);
+          its_sum[w] = load_part(parts.sums + (i64)place * HEAD_DIM + number);
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < TOGETHER; ++w) {
+        const float most = fmaxf(best, its_best[w]), level = level_of(most);
+        const float fade = power_of_two(best - level), its_fade = power_of_two(its_best[w] - level);
+        best = most;
+        total = total * fade + its_total[w] * its_fade;
+        sum.x = sum.x * fade + its_sum[w].x * its_fade;
+        sum.y = sum.y * fade + its_sum[w].y * its_fade;
+        sum.z = sum.z * fade + its_sum[w].z * its_fade;
+        sum.w = sum.w * fade + its_sum[w].w * its_fade;
+      }
+    }
+    store_answer(out, out_head, number, sum, total);
+  }
+}
+
+// Grid: programs, KV_HEADS. Shared memory: WARPS * WARP_VECTORS times 16 bytes, WARPS * GROUP * 2
+// + 1 times 4 bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* table_rows,
-             const int* seq_lens, const int* query_start, const i64* slots,
-             const float* rotations, const u16* q_weight, const u16* k_weight,
-             const int* records, float* part_sums, float* part_best, float* part_totals,
-             int* arrived, int* groups_arrived, int num_requests, int table_stride, int q_row, int q_head, int out_row,
-             int out_head, float scale_log2, float eps) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int g = lane / 4, t = lane % 4;
-  const int program = blockIdx.x, kv_head = blockIdx.y * WARPS + warp;
+paged_decode_split(const u16* q, u16* cache, u16* out, const int* tables, const i64* table_rows,
+                   const int* seq_lens, const int* query_start, const i64* slots,
+                   const float* rotations, const u16* q_weight, const u16* k_weight,
+                   const int* records, float* part_sums, float* part_best, float* part_totals,
+                   int* arrived, int* groups_arrived, int num_requests, int table_stride,
+                   int q_row, int q_head, int out_row, int out_head, float scale_log2, float eps,
+                   int early) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int program = blockIdx.x, kv_head = blockIdx.y;
 #if DEPENDENT
-  wait_for_kernel_before();
-  let_next_kernel_begin();
+  if (!early) wait_for_kernel_before();
 #endif
   const int* record = records + program * RECORD;
   int request = record[0], tile = record[2], left = record[3], done = 0;
   const int share = record[4];
   if (left == 0) return;
 
-  uint4* ring = shared_ring + warp * (STAGES * STEP_VECTORS + 2 * ROW_VECTORS);
+  uint4* ring = shared_ring + warp * WARP_VECTORS;
+  float* bests = (float*)(shared_ring + WARPS * WARP_VECTORS);
+  float* totals = bests + WARPS * GROUP;
+  int* is_last_one = (int*)(totals + WARPS * GROUP);
+  const Parts parts = {part_sums, part_best, part_totals, arrived, groups_arrived};
+  const char* keys = (const char*)cache + kv_head * (2 * HEAD_DIM);
+
+  while (left > 0) {
+    const int length = seq_lens[request];
+    const int token = query_start[request], after = query_start[request + 1];
+    const int row = NAMED_ROWS ? (int)table_rows[request] : request;
+    const bool asked = after > token;
+    const Extent extent = extent_of(length, min(after - token, 1));
+    const int steps = extent.stop - extent.first_step;
+    const int count = min(left, steps - tile);
+    const int first = extent.first_step + tile, last = first + count;
+    const int stop = length - FUSED;  // of the keys that are in the cache
+    const int read_last = min(last, stop > 0 ? ceil_div(stop, KEYS) : 0);
+    const int own_first = first + warp;
+    const int own = read_last > own_first ? ceil_div(read_last - own_first, WARPS) : 0;
+    const int* table = tables + (i64)row * table_stride;
+    const bool has_new = FUSED && last == extent.stop && length > 0 && asked;
+
+    int block = 0;  // lane i: of own step i, then 32 + i, ...
+    auto copy = [&](int i) {
+      if (i % 32 == 0) {
+        const int ahead = own_first + WARPS * (i + lane);
+        block = ahead < read_last ? table[ahead / (BLOCK_SIZE / KEYS)] : 0;
+      }
+      const int its_block = __shfl_sync(ALL, block, i % 32);
+      copy_step(ring + i % STAGES * STEP_VECTORS, keys, its_block, (own_first + WARPS * i) * KEYS,
+                extent.first_key, stop, lane);
+    };
+    for (int i = 0; i < STAGES; ++i) {
+      if (i < own) copy(i);
+      end_step_of_copies();
+    }
 #if FUSED
-  uint4* kept = ring + STAGES * STEP_VECTORS;
+    Turn turn;
+    turn.load(rotations + (i64)max(length - 1, 0) * 2 * HEAD_DIM, t);
+    i64 new_slot = -1;
+    if (has_new && warp == WARPS - 1) new_slot = slots[token];
+#if NORM
+    if (done == 0) fetch((warp == 0 ? k_weight : q_weight) + 8 * lane % HEAD_DIM);
 #endif
+#endif
+#if DEPENDENT
+    if (done == 0) {
+      wait_for_kernel_before();
+      let_next_kernel_begin();
+    }
+#endif
+
+    Answer answer;
+    answer.clear();
+    const u16* its_q = q + (i64)token * q_row + (i64)kv_head * GROUP * q_head;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        answer.q[n][c] = make_uint4(0, 0, 0, 0);
+        if (8 * n + g < GROUP && asked)
+          answer.q[n][c] = load_vector(its_q + (i64)(8 * n + g) * q_head + 32 * c + 8 * t);
+      }
+#if FUSED
+    if (length > 0 && asked) {
+      turn_all(answer.q, turn, q_weight, eps, t);
+      if (has_new && warp == WARPS - 1) {
+        const u16* key = q + (i64)token * q_row + (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
+        NewToken fresh;
+        fresh.take(key, turn, k_weight, eps,
+                   new_slot < 0 ? nullptr : (char*)keys + new_slot * TOKEN_BYTES, lane);
+        answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, lane, scale_log2);
+      }
+    }
+#endif
+
+    for (int i = 0; i < own; ++i) {
+      wait_for_copies<STAGES - 1>();
+      __syncwarp();
+      answer.take_step(ring + i % STAGES * STEP_VECTORS, (own_first + WARPS * i) * KEYS,
+                       extent.first_key, stop, lane, scale_log2);
+      __syncwarp();  // all have read what is written over now
+      if (i + STAGES < own) copy(i + STAGES);
+      end_step_of_copies();
+    }
+    wait_for_copies<0>();
+    answer.add_up_totals();
+    answer.leave((float*)ring, ROW_NUMBERS, bests + warp * GROUP, totals + warp * GROUP, lane);
+    __syncthreads();
+
+    u16* its_out = out + (i64)token * out_row + (i64)kv_head * GROUP * out_head;
+    const int at = ((2 * program + (done > 0)) * KV_HEADS + kv_head) * GROUP;
+    for (int quad = threadIdx.x; quad < QUADS; quad += WARPS * 32) {
+      const int number = 4 * quad;
+      float best, total;
+      const float4 sum = sum_of_parts(bests, totals, number, best, total);
+      if (count == steps) {
+        if (asked) store_answer(its_out, out_head, number, sum, total);
+      } else {
+        *(float4*)(parts.sums + (i64)at * HEAD_DIM + number) = sum;
+        if (number % HEAD_DIM == 0) {
+          parts.best[at + number / HEAD_DIM] = best;
+          parts.totals[at + number / HEAD_DIM] = total;
+        }
+      }
+    }
+    if (count != steps) {
+      const int start = program * share + done - tile;  // of the request, among all steps
+      const int first_program = start / share;
+      const int pieces = (start + steps - 1) / share - first_program + 1;
+      int* counter = arrived + request * KV_HEADS + kv_head;
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        const bool is_last_piece = arrive(counter) == pieces - 1;
+        if (is_last_piece) *counter = 0;
+        *is_last_one = is_last_piece;
+      }
+      __syncthreads();
+      if (*is_last_one && asked)
+        merge_pieces(parts, first_program, pieces, start > first_program * share, kv_head, its_out,
+                     out_head);
+    }
+    left -= count;
+    done += count;
+    tile = 0;
+    ++request;
+    if (left > 0) __syncthreads();  // all have read what is written over now
+  }
+}
+#else
+// ---- The kernel -------------------------------------------------------------------------------
+
+// A request that lies in other ranges too: where it begins among all steps, and how many it has.
+// `token` -1: nobody asks.
+struct Open {
+  int request, token, start, steps;
+};
+
+// Of a warp's pieces, one a lane: says that they are there; merges those that are complete. There
+// are two at most, at the ends of the range, and they wait for each other's answer together.
+__device__ __forceinline__ void finish(const Open& open, int num_open, const Parts& parts,
+                                       int program, int share, int kv_head, u16* out, int out_row,
+                                       int out_head, int lane) {
+  const int its_first = open.start / share;
+  const int its_pieces = (open.start + open.steps - 1) / share - its_first + 1;
+  const int its_late = open.start > its_first * share;
+  int* its_counter = parts.arrived + open.request * KV_HEADS + kv_head;
+  // Of many pieces, neighbours meet first.
+  const bool grouped = its_pieces > FAN;
+  const int group_at = grouped ? (program - its_first) / FAN * FAN : 0;
+  const int group_late = group_at ? 0 : its_late;
+  const int size = grouped ? min(FAN, its_pieces - group_at) : its_pieces;
+  int* met = grouped ? parts.groups_arrived + (2 * (its_first + group_at) + group_late) * KV_HEADS +
+                           kv_head
+                     : its_counter;
+  __syncwarp();
+  int before = -1;
+  if (lane < num_open) before = arrive(met);
+  __syncwarp();
+  const bool complete = lane < num_open && before == size - 1;
+  if (complete) *met = 0;
+  for (int k = 0; k < num_open; ++k) {
+    if (!__shfl_sync(ALL, (int)complete, k)) continue;
+    const int first = __shfl_sync(ALL, its_first, k), late = __shfl_sync(ALL, its_late, k);
+    const int pieces = __shfl_sync(ALL, its_pieces, k), token = __shfl_sync(ALL, open.token, k);
+    u16* its_out = out + (i64)token * out_row + (i64)kv_head * GROUP * out_head;
+    int stride = 1, parts_left = pieces;
+    if (pieces > FAN) {
+      const int at = __shfl_sync(ALL, group_at, k), at_late = __shfl_sync(ALL, group_late, k);
+      merge(parts, first + at, 1, min(FAN, pieces - at), at_late, kv_head, nullptr, 0, lane);
+      stride = FAN;
+      parts_left = (pieces + FAN - 1) / FAN;
+      const int request = __shfl_sync(ALL, open.request, k);
+      if (!is_last(parts.arrived + request * KV_HEADS + kv_head, parts_left, lane)) continue;
+    }
+    if (token >= 0)
+      merge(parts, first, stride, parts_left, late, kv_head, its_out, out_head, lane);
+  }
+}
+
+// Grid: programs, KV_HEADS / WARPS. Shared memory: WARPS * STAGES * STEP_VECTORS times 16 bytes.
+// FUSED: q is the packed product [T, (H + 2 K) * D] and q_head
+// is HEAD_DIM.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* table_rows,
+             const int* seq_lens, const int* query_start, const i64* slots,
+             const float* rotations, const u16* q_weight, const u16* k_weight,
+             const int* records, float* part_sums, float* part_best, float* part_totals,
+             int* arrived, int* groups_arrived, int num_requests, int table_stride, int q_row,
+             int q_head, int out_row, int out_head, float scale_log2, float eps, int early) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int program = blockIdx.x, kv_head = blockIdx.y * WARPS + warp;
+#if DEPENDENT
+  if (!early) wait_for_kernel_before();
+#endif
+  const int* record = records + program * RECORD;
+  int request = record[0], tile = record[2], left = record[3], done = 0;
+  const int share = record[4];
+  if (left == 0) return;
+
+  uint4* ring = shared_ring + warp * STAGES * STEP_VECTORS;
   const Batch batch = {tables, table_rows, seq_lens, query_start, table_stride, num_requests};
   const Parts parts = {part_sums, part_best, part_totals, arrived, groups_arrived};
   const char* keys = (const char*)cache + kv_head * (2 * HEAD_DIM);
@@ -707,9 +1055,15 @@ paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* t
     end_step_of_copies();
   }
 
+  Open open = {0, -1, 0, 1};
+  int num_open = 0;
   uint4* place = ring;
   int length = seq_lens[request];
   int token = query_start[request], after = query_start[request + 1];
+#if DEPENDENT
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+#endif
   while (left > 0) {
     // Of the request after this one: here by the time it is asked for.
     const int coming = min(request + 1, num_requests - 1);
@@ -732,49 +1086,26 @@ paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* t
           answer.q[n][c] = load_vector(its_q + (i64)(8 * n + g) * q_head + 32 * c + 8 * t);
       }
 #if FUSED
-    const bool has_new = last == extent.stop && length > 0 && asked;
     if (length > 0 && asked) {
       Turn turn;
       turn.load(rotations + (i64)(length - 1) * 2 * HEAD_DIM, t);
-      const NewToken fresh = {q_weight, k_weight, eps};
+      const bool has_new = last == extent.stop;
+      const u16* key = q + (i64)token * q_row + (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
+      NewToken fresh;
       if (has_new) {
         const i64 slot = slots[token];
-        char* cached = slot < 0 ? nullptr : (char*)keys + slot * TOKEN_BYTES;
-        const u16* key = q + (i64)token * q_row + (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
-        fresh.key_and_value(key, key + KV_HEADS * HEAD_DIM, turn, kept, cached, lane);
+        fresh.take(key, turn, k_weight, eps,
+                   slot < 0 ? nullptr : (char*)keys + slot * TOKEN_BYTES, lane);
       }
-      fresh.queries(answer.q, turn, t);
+      turn_all(answer.q, turn, q_weight, eps, t);
+      if (has_new) answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, lane, scale_log2);
     }
 #endif
 
     for (int step = extent.first_step + tile; step < last; ++step) {
       wait_for_copies<STAGES - 1>();
       __syncwarp();
-#if FUSED
-      if (has_new && step + 1 == extent.stop) put_into_step(place, kept, (length - 1) % KEYS, lane);
-#endif
-      float s[COLUMNS][4];
-      answer.score(s, place, lane, scale_log2);
-      const int first = step * KEYS + g;
-      if (step * KEYS < extent.first_key || (step + 1) * KEYS > length) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = first + i / 2 * 8;
-          if (key < extent.first_key || key >= length) {
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) s[n][i] = -INFINITE;
-          }
-        }
-      }
-      u32 p[COLUMNS][2];
-      answer.weigh(p, s);
-      uint4 v[4][HALVES];
-#pragma unroll
-      for (int i = 0; i < 4 * HALVES; ++i) {
-        const int token = i / HALVES % 2 + i / HALVES / 2 * 8;
-        v[i / HALVES][i % HALVES] = place[value_place(2 * t + token, 8 * (i % HALVES) + g)];
-      }
-      answer.add(p, v);
+      answer.take_step(place, step * KEYS, extent.first_key, length - FUSED, lane, scale_log2);
       __syncwarp();  // all have read what is written over now
       reader.copy(batch, place, keys, lane);
       end_step_of_copies();
@@ -787,26 +1118,12 @@ paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* t
     if (count == steps) {
       if (asked) answer.store(its_out, out_head, lane);
     } else {
-      answer.leave(parts, 2 * program + (done > 0), kv_head, lane);
+      const int at = ((2 * program + (done > 0)) * KV_HEADS + kv_head) * GROUP;
+      answer.leave(parts.sums + (i64)at * HEAD_DIM, HEAD_DIM, parts.best + at, parts.totals + at,
+                   lane);
       const int start = program * share + done - tile;  // of the request, among all steps
-      const int first_program = start / share;
-      const int pieces = (start + steps - 1) / share - first_program + 1;
-      const int late = start > first_program * share;
-      int* counter = arrived + request * KV_HEADS + kv_head;
-      if (pieces <= FAN) {
-        if (is_last(counter, pieces, lane) && asked)
-          merge(parts, first_program, 1, pieces, late, kv_head, its_out, out_head, lane);
-      } else {
-        const int before = (program - first_program) / FAN * FAN, its_late = before ? 0 : late;
-        const int first = first_program + before, size = min(FAN, pieces - before);
-        int* group = groups_arrived + (2 * first + its_late) * KV_HEADS + kv_head;
-        if (is_last(group, size, lane)) {
-          merge(parts, first, 1, size, its_late, kv_head, nullptr, 0, lane);
-          const int groups = (pieces + FAN - 1) / FAN;
-          if (is_last(counter, groups, lane) && asked)
-            merge(parts, first_program, FAN, groups, late, kv_head, its_out, out_head, lane);
-        }
-      }
+      if (lane == num_open) open = {request, asked ? token : -1, start, steps};
+      ++num_open;
     }
     left -= count;
     done += count;
@@ -816,4 +1133,7 @@ paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* t
     token = after;
     after = next_after;
   }
+  if (num_open)
+    finish(open, num_open, parts, program, share, kv_head, out, out_row, out_head, lane);
 }
+#endif
