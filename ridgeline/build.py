@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeline import demo
+from ridgeline import __version__, demo
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.serving import check_served
@@ -26,6 +26,7 @@ from ridgeline.engine import Engine
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
+from ridgeline.executor.warm_up import WARM_UP_S, WarmUp
 from ridgeline.generation import GenerationDefaults, generation_defaults
 from ridgeline.kernels.cache import KernelCounts, prepare_kernels
 from ridgeline.kernels.cpu import native
@@ -41,13 +42,16 @@ from ridgeline.loader import (
     read_generation_config,
     resolve_model,
 )
+from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint, GGUFSource
+from ridgeline.loader.mapped import MappedSource
+from ridgeline.loader.packs import Packs, open_packs, pack_key
 from ridgeline.loader.parallel import ParallelSource
 from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
 from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
-from ridgeline.resolve import MemoryRow, resolve
+from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
@@ -81,6 +85,7 @@ class Built:
     event_log: LogFile | None = None
     startup: tuple[Phase, ...] = ()
     kernels: KernelCounts | None = None
+    warm_up: WarmUp | None = None  # what is left of it may be done whenever nothing runs
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -137,6 +142,7 @@ def build(
     startup = startup or StartUp()
     front = build_front(config, progress, startup)
     path, spec = front.folder.path, front.spec
+    packs = open_packs(config.pack_cache)
     with startup.phase("headers"):
         checkpoint = _open(config, path, spec)
     with startup.phase("device"):
@@ -155,16 +161,35 @@ def build(
             has_weights=checkpoint is not None,
         )
         pricer = engine_pricer(config, resolved, spec, device)
+        resolved = with_mixed_tokens(resolved, config.max_num_mixed_tokens, pricer)
     log = None if config.event_log is None else LogFile(config.event_log)
     torch.set_num_threads(resolved.threads)
     if device.name == "cpu":
         native.set_threads(resolved.threads)
         native.announce()
-    decoder = _decoder(resolved, spec, device, checkpoint, progress, startup)
+    decoder = _decoder(
+        resolved,
+        spec,
+        device,
+        checkpoint,
+        packs if device.name == "cpu" else None,
+        progress,
+        startup,
+    )
     with startup.phase("cache") as opened:
         executor, kv = _executor(resolved, spec, device, decoder)
         opened.detail = f"{kv.num_bytes / 1e9:.3g} GB"
     memory = _measured(memory, decoder.num_bytes, kv.num_bytes)
+    warm_up = None
+    if resolved.warm_up:
+        with startup.phase("warm-up") as opened:
+            warm_up = WarmUp(
+                executor,
+                max_tokens=resolved.max_num_batched_tokens,
+                max_mixed=resolved.max_num_mixed_tokens,
+            )
+            warm_up.run(WARM_UP_S)
+            opened.detail = warm_up.words()
     learned = LearnedPricer(pricer)
     scheduler = _scheduler(resolved, spec, learned)
     engine = Engine(scheduler, executor, clock or WallClock(), resolved.max_in_flight)
@@ -191,11 +216,13 @@ def build(
         log,
         startup.report(),
         kernels,
+        warm_up,
     )
 
 
 def _open(config: EngineConfig, path: Path, spec: ModelSpec) -> Checkpoint | None:
-    if config.load_format == "random" or not any(path.iterdir()):
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if config.load_format == "random" or is_empty:
         return None
     checkpoint = open_checkpoint(path)
     check_tensors(checkpoint, expected_tensors(spec), path)
@@ -207,32 +234,51 @@ def _decoder(
     spec: ModelSpec,
     device: Device,
     checkpoint: Checkpoint | None,
+    packs: Packs | None,
     progress: Progress | None,
     startup: StartUp,
 ) -> Decoder:
     with startup.phase("allocation"):
         decoder = _empty_decoder(resolved, spec, device)
-    with startup.phase("weights") as opened:
-        begun = startup.elapsed_s()
-        if checkpoint is None or resolved.load_format == "random":
+    if checkpoint is None or resolved.load_format == "random":
+        with startup.phase("weights") as opened:
             decoder.randomize(resolved.seed)
             device.synchronize()
             opened.detail = "random"
+        return decoder
+    key = "" if packs is None else pack_key(checkpoint, _served(resolved, spec))
+    with startup.phase("weights") as opened:
+        begun = startup.elapsed_s()
+        if packs is not None and (kept := packs.find(key)) is not None:
+            decoder.adopt(kept)
+            opened.detail = f"{decoder.num_bytes / 1e9:.3g} GB, packed at an earlier start"
             return decoder
         total = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
         report = None if progress is None else lambda done: progress("weights", done, total)
         decoder.load(_source(checkpoint, device), report)
         device.synchronize()
-        checkpoint.close()
         seconds = max(1e-9, startup.elapsed_s() - begun)
         opened.detail = f"{total / 1e9:.3g} GB, {total / 1e9 / seconds:.2g} GB/s"
+        if isinstance(checkpoint, GGUFCheckpoint):
+            opened.detail += f"; {checkpoint.became(resolved.dtype, resolved.weight_format)}"
+    checkpoint.close()
+    if packs is not None and decoder.is_packed:
+        with startup.phase("keeping packed weights") as opened:
+            opened.detail = f"{packs.keep(key, decoder.kept()) / 1e9:.3g} GB"
     return decoder
+
+
+def _served(resolved: ResolvedConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """All but the checkpoint that decides what the decoder's layers keep."""
+    return (__version__, resolved.dtype, resolved.weight_format, repr(spec))
 
 
 def _source(checkpoint: Checkpoint, device: Device) -> TensorSource:
     """On a CPU the copy out of the mapped file is all there is to do."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return GGUFSource(checkpoint)
     if device.torch_device.type == "cpu":
-        return checkpoint
+        return MappedSource(checkpoint)
     return ParallelSource(checkpoint, device.torch_device)
 
 
@@ -315,6 +361,7 @@ def _scheduler(resolved: ResolvedConfig, spec: ModelSpec, pricer: StepPricer) ->
         policy,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_num_seqs=resolved.max_num_seqs,
+        max_num_mixed_tokens=resolved.max_num_mixed_tokens,
     )
 
 

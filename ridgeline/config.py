@@ -12,12 +12,18 @@ class EngineConfig:
     `model` is a folder or a hub id `user/name[@revision]`. Sizes are in tokens, requests or bytes
     as their names say. `kv_cache_memory_bytes` beats `memory_utilization`, which is the share of
     the device's total memory that weights, cache and working space together may take.
+    `max_num_mixed_tokens` is how many tokens a step computes in which prompts join answers that go
+    on (more where many prompts wait); None on a GPU: about as few as are read at nine tenths of the
+    full rate.
     `max_in_flight` 1 plans a step after the last one's result, 2 while it runs. `ttft_slo_ms` and
     `tpot_slo_ms` are what policy slo promises: milliseconds to the first token, and per later one.
     `enforce_eager` launches the kernels of a decode step one by one, where a GPU would replay them
     as one captured graph. `deterministic` (on a GPU): a request's tokens do not depend on what else
-    is served beside it, for some speed. `calibration` is a file of measured constants for the
-    prices of steps; `event_log` is a file that everything that happens in the engine is appended to
+    is served beside it, for some speed. `warm_up` auto, on a GPU: capture the steps that can be
+    foreseen before the first request, for 30 s at most. `pack_cache` (on a CPU): weights
+    as the kernels want them are kept on disk for the next start, unless it is "off"; "clear"
+    removes those of all models first. `calibration` is a file of measured constants for the prices
+    of steps; `event_log` is a file that everything that happens in the engine is appended to
     (token ids, never text).
     """
 
@@ -34,16 +40,19 @@ class EngineConfig:
     memory_utilization: float = 0.9
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_mixed_tokens: int | None = None
     prefix_caching: bool = True
     policy: str = "fcfs"
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     max_in_flight: int = 2
     enforce_eager: bool = False
+    warm_up: str = "auto"  # auto, off
     deterministic: bool = False
     attention_backend: str = "auto"
     weight_format: str = "auto"
     kv_cache_dtype: str = "auto"
+    pack_cache: str = "auto"  # auto, off, clear
     threads: int | None = None
     calibration: str | None = None
     event_log: str | None = None
@@ -80,6 +89,8 @@ class ResolvedConfig:
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     max_in_flight: int
+    max_num_mixed_tokens: int | None = None  # None: prompts may fill a step that also decodes
+    warm_up: bool = False
     max_captured_rows: int = 0  # requests of the largest captured decode step; 0: none is captured
     max_captured_tokens: int = 0  # of the largest captured step with prompts
     deterministic: bool = False

@@ -15,6 +15,7 @@ from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.attention import INVARIANT
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
+from ridgeline.cost.chunk import SHARE, efficient_chunk
 from ridgeline.cost.memory import (
     RESERVE_BYTES,
     device_kind,
@@ -25,19 +26,21 @@ from ridgeline.cost.memory import (
 from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, DoesNotFit
+from ridgeline.executor.mixed_graphs import TOKEN_BUCKETS
 from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS, check_served, weight_line
 from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
 from ridgeline.scheduler.block_manager import blocks_needed
 from ridgeline.scheduler.policies import POLICIES, check_promise
+from ridgeline.step import StepPricer
 
 CPU_CACHE_BYTES = 4 << 30  # what the KV cache takes on a CPU when nothing was asked
 WEIGHT_BYTES_PER_THREAD = 16 << 20
 CORES = torch.get_num_threads()  # as torch found them, before any model changes the number
 MAX_NUM_SEQS = {"cuda": 256, "cpu": 64}
 MAX_CAPTURED_ROWS = 512
-MAX_RECORDED_ROWS = 32  # of a CPU: of larger steps the calls are a small part
+MAX_RECORDED_ROWS = 64  # of a CPU: of larger steps the calls are a small part
 MAX_CAPTURED_TOKENS = 2048  # above, a GPU takes longer over the kernels than the host
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 
@@ -196,6 +199,7 @@ def _resolve(
         max_in_flight=config.max_in_flight,
         max_captured_rows=captured,
         max_captured_tokens=captured_tokens,
+        warm_up=config.warm_up == "auto" and has_graphs,
         deterministic=config.deterministic,
         attention_backend=config.attention_backend,
         weight_format=weight_format,
@@ -232,6 +236,7 @@ def _check_numbers(config: EngineConfig) -> None:
         ("kv_cache_memory_bytes", 1),
         ("max_num_seqs", 1),
         ("max_num_batched_tokens", 1),
+        ("max_num_mixed_tokens", 1),
         ("threads", 1),
         ("block_size", 1),
     ):
@@ -253,6 +258,30 @@ def _check_numbers(config: EngineConfig) -> None:
         check_served(WEIGHT_FORMATS, config.weight_format, "weight_format")
     check_served(KV_FORMATS, config.kv_cache_dtype, "kv_cache_dtype")
     check_promise(config.policy, config.ttft_slo_ms, config.tpot_slo_ms)
+    if config.max_num_mixed_tokens is not None and config.tpot_slo_ms is not None:
+        raise ConfigError(
+            f"policy {config.policy} bounds steps by tpot_slo_ms; leave out max_num_mixed_tokens"
+        )
+    if config.warm_up not in ("auto", "off"):
+        raise ConfigError(f"unknown warm_up {config.warm_up!r}; choose auto or off")
+
+
+def with_mixed_tokens(
+    resolved: ResolvedConfig, asked: int | None, pricer: StepPricer
+) -> ResolvedConfig:
+    """The same once steps have a price: how long a step is in which prompts join decodes. On a CPU
+    nobody knows what a short step costs beside its arithmetic, so there only what was asked."""
+    promises = resolved.tpot_slo_ms is not None
+    if asked is not None or resolved.device == "cpu" or promises:
+        return replace(resolved, max_num_mixed_tokens=asked)
+    least = efficient_chunk(pricer, resolved.max_num_batched_tokens)
+    sizes = [size for size in TOKEN_BUCKETS if size <= resolved.max_captured_tokens]
+    num = min(sizes, key=lambda size: abs(size - least), default=least)
+    because = f"from {least} on prompts are read at {SHARE:.0%} of the full rate"
+    if num != least:
+        because += f", and steps of {num} are captured"
+    decision = Decision("max_num_mixed_tokens", "nothing", str(num), because)
+    return replace(resolved, max_num_mixed_tokens=num, decisions=(*resolved.decisions, decision))
 
 
 def _check_deterministic(
@@ -343,7 +372,8 @@ def _captured_rows(
 
 def _records(config: EngineConfig, dtype: str) -> bool:
     """All of a decode step on a CPU is done by native kernels, so that it can be recorded."""
-    return dtype == "bfloat16" and config.kv_cache_dtype == "auto" and library() is not None
+    has_kernels = config.kv_cache_dtype in ("auto", "int8") and library() is not None
+    return dtype == "bfloat16" and has_kernels
 
 
 def _cache_size(

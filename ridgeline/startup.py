@@ -124,6 +124,22 @@ class Started(Protocol):
     def kernels(self) -> Said | None: ...
 
 
+class IdleWork(Protocol):
+    """Something that may be done, a little at a time, while nothing runs."""
+
+    def one(self) -> bool:
+        """Do a little. False: nothing is left."""
+        ...
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """What a builder made, if some of its start is left for idle moments."""
+
+    @property
+    def warm_up(self) -> IdleWork | None: ...
+
+
 def total_s(phases: Iterable[Phase]) -> float:
     return sum(phase.seconds for phase in phases)
 

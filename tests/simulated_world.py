@@ -126,6 +126,7 @@ class CheckedDevice(FakeDevice):
 
     scheduler: Scheduler
     flown: dict[int, list[Request]]  # by step in flight: whose tokens
+    num_early_takers = 0  # rows that were opened over blocks which were still to be filled
 
     def submit(self, plan: StepPlan) -> FakeFuture:
         scheduler, blocks = self.scheduler, self.scheduler.blocks
@@ -141,10 +142,15 @@ class CheckedDevice(FakeDevice):
             demand(end <= row.num_computable_tokens, "the last token is not computed", entry)
             demand(end == row.num_computed_tokens, "accounted for at once", entry)
             low = entry.start - self._guesses_in_flight(row, plan)
+            own = self._promised_now(row, plan) if entry.num_tokens > 1 else set()
             for table in row.block_ids:
                 for block in table[low // size : -(-end // size)]:
                     free_to_write = blocks._ref_count[block] == 1 and not blocks._cache.names(block)
+                    free_to_write = free_to_write or block in own
                     demand(free_to_write, "one writer, neither shared nor sealed", entry, block)
+        promised = {b for made in blocks._promised.values() for _, named in made for b in named}
+        for new in plan.new:
+            self.num_early_takers += any(not promised.isdisjoint(table) for table in new.block_ids)
         owners = (scheduler.requests[name.partition("/beam-")[0]] for name in names)
         self.flown[plan.step_id] = list(owners)
         future = super().submit(plan)
@@ -158,6 +164,11 @@ class CheckedDevice(FakeDevice):
         demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
         return future
 
+    def _promised_now(self, row: Request, plan: StepPlan) -> set[int]:
+        """Blocks that it fills in this very step and that others may find, or have taken."""
+        made = self.scheduler.blocks._promised.get(plan.step_id, ())
+        return {block for name, named in made if name == row.request_id for block in named}
+
     def _guesses_in_flight(self, row: Request, plan: StepPlan) -> int:
         """By so much may the true start lie before the planned one."""
         return sum(
@@ -169,9 +180,16 @@ class CheckedDevice(FakeDevice):
 
 
 class World:
+    """`faults` are the chances that a step, a row and the taking of a step fail, where they may."""
+
+    faults = (0.01, 0.002, 0.004)
+
+    def draw(self) -> Case:
+        return draw_case(self.rng)
+
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.rng = random.Random(seed)
-        self.case = case = draw_case(self.rng)
+        self.case = case = self.draw()
         self.device = CheckedDevice(
             case.num_blocks, case.block_size, case.windows, case.num_drafts, seed
         )
@@ -213,7 +231,7 @@ class World:
         """Live until the device has executed `num_steps`, then let everything end."""
         case, device = self.case, self.device
         if case.has_faults:
-            device.step_fault, device.row_fault, device.submit_fault = 0.01, 0.002, 0.004
+            device.step_fault, device.row_fault, device.submit_fault = self.faults
         while device.num_steps < num_steps:
             self._happen()
             self._turn()

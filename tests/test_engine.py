@@ -41,6 +41,8 @@ def test_tokens_are_right_in_every_world(part: int) -> None:
         COUNTS["engine faults"] += world.device.num_faults
         COUNTS["row faults"] += world.device.num_row_faults
         COUNTS["guesses"] += world.device.num_accepted
+        COUNTS["early takers"] += world.device.num_early_takers
+        COUNTS["spoiled takers"] += world.device.num_takers_spoiled
         COUNTS["late"] += world.scheduler.num_late_results
         seed += 1
     print(f"{done} steps, seeds {part * 1_000_000} to {seed - 1}")
@@ -61,6 +63,7 @@ def test_the_worlds_were_eventful() -> None:
         "engine faults",
         "row faults",
         "guesses",
+        "early takers",
         "late",
         *(str(reason) for reason in FinishReason),
     ):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.devices.cpu import CpuDevice
 from ridgeline.errors import ConfigError, DoesNotFit
 from ridgeline.kvcache import bytes_per_block
-from ridgeline.resolve import MemoryRow, longest_context, resolve
+from ridgeline.resolve import MemoryRow, longest_context, resolve, with_mixed_tokens
+from ridgeline.step import StepShape
 from tests.tiny_model import tiny_config
 
 GB = 10**9
@@ -222,3 +224,63 @@ def test_deterministic_says_what_it_needs(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         done(LLAMA_8B | changes, FakeDevice(device, 800 * GB), deterministic=True, **asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A step takes so many milliseconds, then 10 us a token."""
+
+    fixed_ms: float
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.fixed_ms * 1e-3 + 1e-5 * sum(new for new, _ in shape)
+
+
+@pytest.mark.parametrize(
+    ("device", "fixed_ms", "asked", "num"),
+    [
+        ("cuda:0", 0.4, {}, 320),  # 9 times what the fixed time is worth, nearly
+        ("cuda:0", 0.4, {"max_num_mixed_tokens": 77}, 77),
+        ("cuda:0", 0.4, {"policy": "slo", "ttft_slo_ms": 500.0, "tpot_slo_ms": 50.0}, None),
+        ("cpu", 0.4, {}, None),
+        ("cpu", 0.4, {"max_num_mixed_tokens": 77}, 77),
+    ],
+)
+def test_steps_with_prompts_beside_decodes_are_as_long_as_is_worth_it(
+    device: str, fixed_ms: float, asked: dict[str, Any], num: int | None
+) -> None:
+    where = FakeDevice(device, 80 * GB)
+    resolved, _ = done(tiny_config(torch_dtype="float32"), where, **asked)
+    got = with_mixed_tokens(resolved, asked.get("max_num_mixed_tokens"), Flat(fixed_ms))
+    assert got.max_num_mixed_tokens == num
+    said = [d for d in got.decisions if d.field == "max_num_mixed_tokens"]
+    assert len(said) == (num is not None and not asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max_num_mixed_tokens": 0}, "max_num_mixed_tokens is 0; it must be at least 1"),
+        (
+            {
+                "max_num_mixed_tokens": 64,
+                "policy": "slo",
+                "ttft_slo_ms": 500.0,
+                "tpot_slo_ms": 50.0,
+            },
+            "bounds steps by tpot_slo_ms; leave out max_num_mixed_tokens",
+        ),
+        ({"warm_up": "on"}, "unknown warm_up 'on'; choose auto or off"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        done(tiny_config(), FakeDevice("cpu", 80 * GB), **asked)
+
+
+def test_only_a_gpu_that_captures_steps_is_warmed_up() -> None:
+    card = FakeDevice("cuda:0", 80 * GB)
+    assert done(LLAMA_8B, card)[0].warm_up
+    assert not done(LLAMA_8B, card, warm_up="off")[0].warm_up
+    assert not done(LLAMA_8B, card, enforce_eager=True)[0].warm_up
+    assert not done(tiny_config(), FakeDevice("cpu", 80 * GB))[0].warm_up

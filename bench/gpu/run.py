@@ -55,6 +55,8 @@ ENGINE_OPTIONS = (
     "attention_backend",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_mixed_tokens",
+    "warm_up",
     "enforce_eager",
     "deterministic",
 )
@@ -345,6 +347,8 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     add("--attention-backend")
     add("--max-num-seqs", type=int)
     add("--max-num-batched-tokens", type=int)
+    add("--max-num-mixed-tokens", type=int)
+    add("--warm-up", choices=("auto", "off"))
     add("--enforce-eager", action="store_true", default=None)
     add("--deterministic", action="store_true", default=None)
 

@@ -57,7 +57,9 @@ class Supports:
 
 class AttentionBackend(Protocol):
     """`plan` is the host's work, once a step for each KV group; `attend` runs once a layer and
-    reads only the plan. What the layers wrote for this step is already in the cache."""
+    reads only the plan. What the layers wrote for this step is already in the cache: where some
+    request has several new tokens, what another one has cached may be written by this very step, so
+    nothing of the cache may be read before that write has ended."""
 
     name: str
     supports: Supports

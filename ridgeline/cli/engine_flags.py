@@ -28,17 +28,24 @@ HELP = {
     "max_num_seqs": "most requests that run at the same time; auto by device",
     "max_num_batched_tokens": "most tokens computed in one step; smaller steps disturb running "
     "answers less, larger ones read prompts faster",
+    "max_num_mixed_tokens": "most tokens of a step in which prompts join answers that go on, more "
+    "where many prompts wait: smaller makes answers steadier and first tokens later; when not "
+    "given, on a GPU about as few as are read at nine tenths of the full rate, on a CPU no bound",
     "prefix_caching": "do not reuse the cache of a prompt's beginning that was seen before",
     "policy": "which waiting request comes next; slo promises times and refuses to break them",
     "ttft_slo_ms": "with --policy slo: milliseconds within which the first token is promised",
     "tpot_slo_ms": "with --policy slo: milliseconds promised per later token, on average",
     "max_in_flight": "2 plans the next step while one runs, 1 waits for each step's result",
     "enforce_eager": "launch the kernels of a decode step one by one, not as a captured CUDA graph",
+    "warm_up": "auto captures the steps that can be foreseen before the first request, on a GPU: "
+    "seconds, at most 30 where kernels must be compiled; off leaves it to whoever is first",
     "deterministic": "the same tokens whatever else is served: no kernel is chosen or cut by what "
     "else is in a step; slower, CUDA only",
     "attention_backend": "auto, or a backend by name",
     "weight_format": "how weights are kept in memory; auto keeps the checkpoint's numbers",
     "kv_cache_dtype": "how cached keys and values are kept; auto is the dtype of the arithmetic",
+    "pack_cache": "on a CPU, weights in the order of the kernels are kept on disk, so that the "
+    "next start is quick; clear removes those of all models first",
     "threads": "CPU threads for arithmetic; when not given, one for each 16 MiB of weights, "
     "at most all cores",
     "calibration": "file of constants measured by ridgeline calibrate, instead of those kept for "
@@ -51,6 +58,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "random"),
     "max_in_flight": (1, 2),
+    "warm_up": ("auto", "off"),
+    "pack_cache": ("auto", "off", "clear"),
     "policy": tuple(sorted(POLICIES)),
 }
 
@@ -93,8 +102,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="?",
         default=demo.DEFAULT,
-        help=f"a folder, a hub id user/name[@revision], or a bundled model: {bundled} "
-        "(default: %(default)s)",
+        help="a folder, a .gguf file, a hub id user/name[@revision], or a bundled model: "
+        f"{bundled} (default: %(default)s)",
     )
 
 

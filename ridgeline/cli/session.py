@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_engine_flags, engine_options
 from ridgeline.devices import wake_driver
-from ridgeline.startup import StartUp, say_phases, total_s, without_collections
+from ridgeline.imports import import_engine
+from ridgeline.startup import StartUp, say_phases, total_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,13 +45,13 @@ def open_llm(args: argparse.Namespace, **more: Any) -> Iterator[LLM]:
     from ridgeline import log
 
     log.set_up("INFO" if args.verbose else "ERROR" if args.quiet else "WARNING")
-    options = engine_options(args) | more
+    # Who asks for one answer would wait longer for it.
+    options = {"warm_up": "off"} | engine_options(args) | more
     startup = StartUp()
     if "torch" not in sys.modules:  # a fresh process: nothing came before that is not ours
         startup = StartUp.of_process("Python")
         wake_driver(str(options.get("device", "auto")))
-        with without_collections():
-            _import(startup)
+        import_engine(startup, "ridgeline.llm")
     with _progress(args) as progress:
         from ridgeline.llm import LLM
 
@@ -61,13 +62,6 @@ def open_llm(args: argparse.Namespace, **more: Any) -> Iterator[LLM]:
         if args.verbose:
             _show_decisions(llm)
         yield llm
-
-
-def _import(startup: StartUp) -> None:
-    with startup.phase("torch"):
-        import torch  # noqa: F401
-    with startup.phase("imports"):
-        import ridgeline.llm  # noqa: F401
 
 
 def _start_line(llm: LLM) -> str:

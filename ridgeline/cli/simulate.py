@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ridgeline.cli.simulate_case import Case
     from ridgeline.simulator.simulation import SimulationReport
 
-NAME = "simulate"
-SUMMARY = "run a workload through the real scheduler on a simulated machine"
 EXAMPLES = """The engine, its scheduler and its block manager are the real ones; only the device is
 made up: a step takes as long as the cost model says. No weights are needed, and nothing is
 computed. A time is written as 200ms or 1.5s; a bare number is milliseconds.
@@ -117,6 +115,13 @@ def _add_traffic(group: Any) -> None:
 def _add_engine(group: Any) -> None:
     group.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
     group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N")
+    group.add_argument(
+        "--max-num-mixed-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of a step in which prompts join answers that go on (default: on a GPU as "
+        "few as are read at nine tenths of the full rate)",
+    )
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="longer requests are left out"
     )

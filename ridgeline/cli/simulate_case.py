@@ -11,6 +11,7 @@ from random import Random
 from ridgeline import registry
 from ridgeline.cli.machine import make_setup, price_band, read_model
 from ridgeline.cli.session import note, stage
+from ridgeline.cost.chunk import efficient_chunk
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.money import Band
 from ridgeline.cost.pace import Load, Pace, saturation
@@ -133,6 +134,21 @@ def _replicated(args: argparse.Namespace) -> Setup:
     return replace(setup, layout=replace(setup.layout, replicas=args.replicas))
 
 
+def _mixed_tokens(args: argparse.Namespace, setup: Setup, *, is_bounded: bool) -> int | None:
+    """As `serve` decides it, but for what is captured. `is_bounded`: by the policy."""
+    if args.max_num_mixed_tokens is not None:
+        if args.max_num_mixed_tokens < 1 or is_bounded or args.no_chunked_prefill:
+            raise ConfigError(
+                f"--max-num-mixed-tokens {args.max_num_mixed_tokens}: at least 1, with chunked "
+                "prefill, and not with policy slo, which bounds steps itself"
+            )
+        return int(args.max_num_mixed_tokens)
+    unbounded = is_bounded or args.no_chunked_prefill or args.batching == "static"
+    if unbounded or setup.device.kind == "cpu":
+        return None
+    return efficient_chunk(Pricer(setup), args.max_num_batched_tokens)
+
+
 def _price(args: argparse.Namespace, setup: Setup) -> Band | None:
     band = price_band(args, setup.device)
     return None if band is None else band.map(lambda price: price * setup.layout.all_devices)
@@ -211,6 +227,7 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
         max_in_flight=args.max_in_flight,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_mixed_tokens=_mixed_tokens(args, setup, is_bounded=needs_promise),
         max_model_len=args.max_model_len or min(limit, longest),
         block_size=args.block_size,
         num_blocks=args.num_blocks,

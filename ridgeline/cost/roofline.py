@@ -128,7 +128,7 @@ def op_cost(op: Op, device: Device, calibration: Calibration, *, captured: bool 
 def _ideal(op: Op, device: Device) -> float:
     if op.kind in COLLECTIVES:
         return op.sent_bytes / wire(device, op.ranks).bytes_per_s
-    return max(op.flops / device.peak(op.dtype), op.bytes / device.bandwidth)
+    return max(op.flops / device.peak(op.dtype_on(device.kind)), op.bytes / device.bandwidth)
 
 
 def _parts(op: Op, device: Device, calibration: Calibration, captured: bool) -> dict[str, float]:
@@ -138,7 +138,7 @@ def _parts(op: Op, device: Device, calibration: Calibration, captured: bool) -> 
     if op.kind in COLLECTIVES:
         return _message_parts(op, device, calibration)
     if op.kind == "matmul":
-        constants = calibration.matmul_for(op.dtype, op.weights)
+        constants = calibration.matmul_for(op.dtype_on(device.kind), op.weights)
         return _matmul_parts(op, device, constants, launch)
     if op.kind == "decode_attention":
         return _decode_parts(op, device, calibration)
@@ -153,7 +153,8 @@ def _matmul_parts(
     op: Op, device: Device, constants: MatmulConstants, launch: float
 ) -> dict[str, float]:
     c = constants
-    compute = op.flops * (1 + c.k0 / op.k) / (c.e_c * device.peak(op.dtype))
+    peak = device.peak(op.dtype_on(device.kind))
+    compute = op.flops * (1 + c.k0 / op.k) / (c.e_c * peak)
     rounding = c.q_b * 3 * op.m * op.k / device.bandwidth
     share = c.e_v if op.m == 1 and c.e_v is not None else c.e_m
     memory = (op.bytes + op.weight_bytes * c.k_m / op.k) / (share * device.bandwidth)

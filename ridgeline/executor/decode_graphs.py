@@ -121,17 +121,24 @@ class DecodeGraphs:
         self.samples_controlled = decoder.backend.name != "native"
         self.num_steps = 0
         self._graphs: dict[tuple[int, Sampling], Callable[[], None]] = {}
+        self._captured_tables: torch.Tensor | None = None
 
     # --------------------------------------------------------------------------- a step
+
+    def prepare(self, bucket: int, sampling: Sampling) -> bool:
+        """Capture the steps of this size before one is asked for. False: they are. Nothing may be
+        in flight."""
+        self._follow(sampling)
+        if (bucket, sampling) in self._graphs:
+            return False
+        self._graphs[bucket, sampling] = self._capture(bucket, sampling)
+        return True
 
     def run(self, step: CapturedStep, wanted: Wanted) -> Drawn:
         """Send the step off. The rows remember their tokens; penalised rows count them if they are
         sampled by their controls."""
-        if self._tables.follow():
-            self._graphs.clear()
         bucket, sampling = step.sent_XB.shape[1], _sampling(wanted)
-        if sampling is Sampling.CONTROLLED and self._controls.follow():
-            self._graphs = {at: run for at, run in self._graphs.items() if at[1] is not sampling}
+        self._follow(sampling)
         replay = self._graphs.get((bucket, sampling))
         if replay is None:
             replay = self._graphs[bucket, sampling] = self._capture(bucket, sampling)
@@ -145,6 +152,15 @@ class DecodeGraphs:
         num = step.num_rows
         positions_R = self._inputs.next_positions_B[:num]
         return Drawn(self._token_ids[:num], self._logits[:num], positions_R)
+
+    def _follow(self, sampling: Sampling) -> None:
+        """Forget what was captured over memory that is not used any more."""
+        self._tables.follow()
+        if self._captured_tables is not self._tables.tables_gNM:
+            self._captured_tables = self._tables.tables_gNM
+            self._graphs.clear()
+        if sampling is Sampling.CONTROLLED and self._controls.follow():
+            self._graphs = {at: run for at, run in self._graphs.items() if at[1] is not sampling}
 
     def _take_draws(self, draws: Draws) -> None:
         num = len(draws.keys_R)

@@ -13,7 +13,7 @@ from ridgeline.executor.transfer import Transfer
 
 
 class DeviceTables:
-    """`tables_gNM` (int32) is another tensor whenever `follow` says so."""
+    """`tables_gNM` (int32) is as the rows' once `follow` was called."""
 
     def __init__(
         self, rows: Rows, transfer: Transfer, num_groups: int, width: int, device: torch.device
@@ -23,11 +23,10 @@ class DeviceTables:
         self._generation = -1
         self.tables_gNM = torch.empty(0)
 
-    def follow(self) -> bool:
-        """Bring the copy up to date. True when there is room for more rows than before, so that
-        what was captured is of no use any more."""
-        is_new = self._generation != self._rows.generation
-        if is_new:
+    def follow(self) -> None:
+        """Bring the copy up to date. It is another tensor when there is room for more rows than
+        before: what was captured is then of no use any more."""
+        if self._generation != self._rows.generation:
             self._generation = self._rows.generation
             num_rows = len(self._rows.last_ids_N)
             shape = (self._num_groups, num_rows, self._width)
@@ -35,7 +34,6 @@ class DeviceTables:
             self._rows.dirty.update(range(num_rows))
         if self._rows.dirty:
             self._write()
-        return is_new
 
     def _write(self) -> None:
         """Rows that have changed other than by a captured step."""

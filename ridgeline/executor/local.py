@@ -85,6 +85,8 @@ class LocalExecutor:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_groups = len(groups)
+        self.max_model_len = max_model_len
         self._decoder = decoder
         self._kv = kv
         self._transfer = transfer_to(device.torch_device)
@@ -140,6 +142,14 @@ class LocalExecutor:
             raise
         except Exception as error:
             return Failed(str(self._fault(plan, error)))
+
+    @property
+    def decode_graphs(self) -> DecodeGraphs | None:
+        return self._graphs
+
+    @property
+    def mixed_graphs(self) -> MixedGraphs | None:
+        return self._mixed
 
     @property
     def num_captured_steps(self) -> int:

@@ -28,8 +28,9 @@ from ridgeline.kernels.paged_prefill import RECORD
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 
+# On an H200 a step of an 8B model takes longer with 448 tokens than with 512.
 TOKEN_BUCKETS = (
-    *(8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512),
+    *(8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512),
     *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
 )
 DECODE_BUCKETS = (0, 32, 256, 512)
@@ -85,24 +86,25 @@ class MixedGraphs:
         self._all_pieces = all_pieces
         self._decoder, self._kv, self._rows, self._tables = decoder, kv, rows, tables
         self._transfer, self._device = transfer, device
-        self._buckets = [b for b in TOKEN_BUCKETS if b <= max_tokens] or [max_tokens]
+        self.buckets = [b for b in TOKEN_BUCKETS if b <= max_tokens] or [max_tokens]
         spec = decoder.layers[0].attention.spec
         self._case = AttentionCase(spec, decoder.dtype, decoder.device)
-        most = self._buckets[-1]
+        most = self.buckets[-1]
         size = self._layout(most, DECODE_BUCKETS[-1])[-1]
         self._buffer = torch.zeros(size, dtype=torch.int64, device=decoder.device)
         shape = (most, decoder.spec.hidden_size)
         self._hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self._graphs: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self._captured_tables: torch.Tensor | None = None
         self.num_steps = 0
 
     def run(self, step: MixedStep) -> torch.Tensor | None:
         """Hidden states [T, E] of the step's tokens, overwritten by the next; None: this step is
         too long, or in too many pieces."""
         num_tokens = len(step.token_ids_T)
-        if num_tokens > self._buckets[-1]:
+        if num_tokens > self.buckets[-1]:
             return None
-        bucket = self._buckets[bisect_left(self._buckets, num_tokens)]
+        bucket = self.buckets[bisect_left(self.buckets, num_tokens)]
         is_decode = (step.num_new_B == 1) & (not self._all_pieces)
         num_decodes, num_pieces = int(is_decode.sum()), int((~is_decode).sum())
         if num_decodes > DECODE_BUCKETS[-1]:
@@ -111,8 +113,7 @@ class MixedGraphs:
         sent = self._fill(step, bucket, room, is_decode)
         if sent is None:
             return None
-        if self._tables.follow():
-            self._graphs.clear()
+        self._follow()
         key = (bucket, room, num_pieces > 0)
         replay = self._graphs.get(key)
         if replay is None:
@@ -121,6 +122,27 @@ class MixedGraphs:
         replay()
         self.num_steps += 1
         return self._hidden[:num_tokens]
+
+    def bucket_of(self, num_tokens: int) -> int:
+        """The smallest that has room for them, else the largest there is."""
+        return self.buckets[min(bisect_left(self.buckets, num_tokens), len(self.buckets) - 1)]
+
+    def prepare(self, bucket: int, room: int) -> bool:
+        """Capture the steps of this size with prompts and so many decodes before one is asked for.
+        False: they are, or there are no such steps. Nothing may be in flight."""
+        self._follow()
+        key = (bucket, room, True)
+        if key in self._graphs or (room and self._all_pieces):
+            return False
+        self._graphs[key] = self._capture(*key)
+        return True
+
+    def _follow(self) -> None:
+        """Forget what was captured over tables that are not used any more."""
+        self._tables.follow()
+        if self._captured_tables is not self._tables.tables_gNM:
+            self._captured_tables = self._tables.tables_gNM
+            self._graphs.clear()
 
     # ---------------------------------------------------------------------- what is sent
 

@@ -53,6 +53,7 @@ class EngineHeader:
     num_drafts: int = 0
     max_bypasses: int
     max_preemptions: int
+    max_num_mixed_tokens: int | None = None
     computes_in_submit: bool = False  # the executor is done with a step when it has taken it
     model: str = ""
     setup: Mapping[str, Any] = field(default_factory=dict)
@@ -216,6 +217,7 @@ def header_of(
         num_drafts=scheduler.num_drafts,
         max_bypasses=scheduler.waiting.max_bypasses,
         max_preemptions=scheduler.ledger.max_preemptions,
+        max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
         computes_in_submit=computes_in_submit,
         model=model,
         setup=setup or {},

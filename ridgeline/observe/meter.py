@@ -165,4 +165,4 @@ class Meter:
         device = self.pricer.setup.device
         if op.kind in COLLECTIVES:
             return op.sent_bytes / wire(device, op.ranks).bytes_per_s
-        return max(op.flops / device.peak(op.dtype), op.bytes / device.bandwidth)
+        return max(op.flops / device.peak(op.dtype_on(device.kind)), op.bytes / device.bandwidth)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from ridgeline.errors import check
-from ridgeline.request import Request
+from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.scheduler.prefix_cache import Prefix, PrefixCache, first_needed
 from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables
 
@@ -74,6 +74,15 @@ class BlockManager:
     it) or free. A free block may still be cached: it keeps its hash until it is taken. Cached
     blocks are taken last, the one that was given back first before the others.
 
+    Others find a block from the moment its last token is planned, if a step computes it together
+    with other tokens of its row (`promise`). One rule makes that safe: until the step that fills it
+    is over, a promised block is held or deferred, never free, and whoever takes it has tokens in
+    that step or a later one. The device runs steps in order, and in a step with prompts each layer
+    writes all keys and values before any row attends, so nobody reads what is not there. A plan is
+    sent as soon as it is made: what happens to the row afterwards (abort, preemption) leaves its
+    promises standing, and only a failed step or a fault of the row breaks them. A failed step ends
+    all that have tokens in flight, so all takers. After a fault a taker goes by its own numbers.
+
     `windows` has one entry per KV group; `key` makes the hashes of the prefix cache unguessable.
     """
 
@@ -104,6 +113,8 @@ class BlockManager:
         self._ref_count = [0] * (num_blocks + 1)
         self._cache = PrefixCache(num_blocks, block_size, windows, key)
         self._retired = 0  # this step and all before it are over
+        # By step that is to fill them, the oldest first: rows, and their blocks that were named.
+        self._promised: dict[int, list[tuple[str, list[int]]]] = {}
 
     # ------------------------------------------------------------------ how much
 
@@ -146,7 +157,7 @@ class BlockManager:
         need = (end - len(prefix.tables[0])) * len(self.windows)
         if prefix.num_tokens % self.block_size:
             need += len(self.windows)  # the half-filled block is copied
-        found = sum(block in self._free for table in prefix.tables for block in table)
+        found = sum([sum(map(self._free.__contains__, table)) for table in prefix.tables])
         return need + found - len(self._free)
 
     def fits(self, prefix: Prefix, num_tokens: int, chunk: int) -> bool:
@@ -190,13 +201,40 @@ class BlockManager:
         parent.num_roomy_tokens = 0  # it may write to one of them next
         return Prefix(num_tokens, tuple(tables))
 
+    def promise(self, request: Request, step_id: int) -> None:
+        """Let others find its full blocks up to the last of its tokens that is planned: step
+        `step_id`, which was just planned, fills them and is sent before any other.
+
+        Not for what a step computes as the only token of a row: the kernel that answers such rows
+        may write their keys while others read.
+        """
+        full = request.num_computed_tokens // self.block_size
+        first = request.num_published_blocks
+        if full <= first or not self.prefix_caching:
+            return
+        is_known = request.token_ids[full * self.block_size - 1] != UNKNOWN_TOKEN
+        check(is_known, "only known tokens are promised", id=request.request_id)
+        request.num_published_blocks = full
+        if named := self._cache.publish(request, first, full):
+            self._promised.setdefault(step_id, []).append((request.request_id, named))
+
+    def break_promises(self, row_id: str | None = None) -> None:
+        """What steps in flight compute for this row is wrong, or (None) nothing in flight will be
+        computed: nobody shall find it from now on."""
+        for made in self._promised.values():
+            for name, named in made:
+                if row_id is None or name == row_id:
+                    for block in named:
+                        self._cache.forget(block)
+
     def publish(self, request: Request, in_flight: int) -> None:
         """Let others find the blocks that it is known to have filled, and give back those that
         left its windows: no query to come looks back on them."""
         full = request.num_done_tokens // self.block_size
-        first, request.num_published_blocks = request.num_published_blocks, full
-        if full > first and self.prefix_caching:
-            self._cache.publish(request, first, full)
+        if full > (first := request.num_published_blocks):
+            request.num_published_blocks = full
+            if self.prefix_caching:
+                self._cache.publish(request, first, full)
         if self._windowed and request.block_ids:
             self._drop(request, in_flight)
 
@@ -269,6 +307,8 @@ class BlockManager:
     def retire(self, step_id: int) -> None:
         """Step `step_id` and all before it are over."""
         self._retired = step_id
+        if self._promised:  # those of these steps were kept
+            self._promised = {step: p for step, p in self._promised.items() if step > step_id}
         if not self._deferred:
             return
         over = list(takewhile(lambda block: self._deferred[block] <= step_id, self._deferred))
@@ -301,6 +341,10 @@ class BlockManager:
         check(all(uses[b] == 0 for b in free), "a free block is in no table")
         check(all(uses[b] == 0 for b in deferred), "a deferred block is in no table")
         check(all(step > self._retired for step in deferred.values()), "deferred blocks wait")
+        for step, made in self._promised.items():
+            check(step > self._retired, "what is promised is in flight", step=step)
+            is_there = all(block not in free for _, named in made for block in named)
+            check(is_there, "a promised block is held or deferred", step=step)
         self._cache.check_invariants()
 
     def _check_tables(self, request: Request) -> None:

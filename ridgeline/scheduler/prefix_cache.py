@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from hashlib import sha256
-from struct import calcsize, pack
 
 from ridgeline.errors import check
 from ridgeline.request import Request
 from ridgeline.step import NULL_BLOCK
 
-TOKEN_BYTES = calcsize("q")
+TOKEN_BYTES = array("q").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,28 @@ class Prefix:
 def first_needed(window: int | None, position: int) -> int:
     """The first position that a query at `position` looks back on."""
     return 0 if window is None else max(0, position - window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hashed:
+    """The beginning of a request and its hashes; the next one often begins alike."""
+
+    tokens: bytes = b""
+    salt: bytes = b""
+    hashes: tuple[bytes, ...] = ()
+
+    def common(self, tokens: bytes, size: int, salt: bytes) -> tuple[bytes, ...]:
+        """Of the blocks of `size` bytes at the beginning of `tokens` that are the same here."""
+        if salt != self.salt:
+            return ()
+        low, high = 0, min(len(self.hashes), len(tokens) // size)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens[low * size : middle * size] == self.tokens[low * size : middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return self.hashes[:low]
 
 
 class PrefixCache:
@@ -43,6 +65,7 @@ class PrefixCache:
         self._key = key
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._group_of = [0] * (num_blocks + 1)  # of those with a hash
+        self._last = _Hashed()
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
 
     def __len__(self) -> int:
@@ -68,9 +91,10 @@ class PrefixCache:
                 longest = next(gaps, longest)
         return self._match_windows(hashes[:longest])
 
-    def publish(self, request: Request, first: int, end: int) -> None:
-        """Let its blocks `first` .. `end` - 1 be found; they are full and will not change."""
-        hashes = self._hashes(request, end)
+    def publish(self, request: Request, first: int, end: int) -> list[int]:
+        """Let its blocks `first` .. `end` - 1 be found; they are full, or will be, and will not
+        change. Returns those that are found from now on: of equal blocks only the first is."""
+        hashes, named = self._hashes(request, end), []
         for g, table in enumerate(request.block_ids):
             blocks = self._block_of[g]
             for i in range(first, end):
@@ -78,6 +102,8 @@ class PrefixCache:
                 if block and self._hash_of[block] is None and hashes[i] not in blocks:
                     blocks[hashes[i]] = block
                     self._hash_of[block], self._group_of[block] = hashes[i], g
+                    named.append(block)
+        return named
 
     def forget(self, block: int) -> None:
         """Nobody finds it any more; safe for one that nobody could find."""
@@ -97,14 +123,12 @@ class PrefixCache:
     # ------------------------------------------------------------------ details
 
     def _match_full(self, hashes: list[bytes]) -> Prefix:
-        hits: list[list[int]] = [[] for _ in self.windows]
-        for block_hash in hashes:
-            found = [blocks.get(block_hash, NULL_BLOCK) for blocks in self._block_of]
-            if NULL_BLOCK in found:
-                break
-            for hit, block in zip(hits, found, strict=True):
-                hit.append(block)
-        return Prefix(len(hits[0]) * self.block_size, tuple(tuple(hit) for hit in hits))
+        length, found = len(hashes), list[list[int]]()
+        for blocks in self._block_of:
+            hit = [blocks.get(block_hash, NULL_BLOCK) for block_hash in hashes[:length]]
+            length = hit.index(NULL_BLOCK) if NULL_BLOCK in hit else length
+            found.append(hit)
+        return Prefix(length * self.block_size, tuple([tuple(hit[:length]) for hit in found]))
 
     def _match_windows(self, hashes: list[bytes]) -> Prefix:
         """Walk back from the end of what full groups have to the first place that all allow."""
@@ -133,12 +157,16 @@ class PrefixCache:
         if first >= num_blocks:
             return hashes
         size = self.block_size
-        token_ids = request.token_ids[first * size : num_blocks * size]
-        tokens = pack(f"{len(token_ids)}q", *token_ids)
+        tokens = array("q", request.token_ids[first * size : num_blocks * size]).tobytes()
         size *= TOKEN_BYTES
-        for i in range(num_blocks - first):
+        last = self._last
+        if not first:
+            hashes += last.common(tokens, size, request.cache_salt)
+        for i in range(len(hashes) - first, num_blocks - first):
             parent = hashes[-1] if hashes else self._root(request.cache_salt)
             hashes.append(sha256(parent + tokens[i * size : (i + 1) * size]).digest())
+        if not first:
+            self._last = _Hashed(tokens, request.cache_salt, tuple(hashes))
         return hashes
 
     def _root(self, salt: bytes) -> bytes:

@@ -27,6 +27,7 @@ from ridgeline.step import (
 )
 
 MAX_PREEMPTIONS = 8
+SHORT_LINE = 4  # prompts that may wait before steps grow for their sake
 
 Room = tuple[BlockTables, tuple[BlockCopy, ...]]
 
@@ -73,7 +74,11 @@ class Scheduler:
     `num_drafts` is how many guesses the executor's draft method has for each row (0: none).
     After `max_bypasses` younger requests went first, the oldest that waits is next; after
     `max_preemptions` a request runs again only when nobody need be preempted any more.
-    Without `chunked_prefill` a prompt waits until one step can compute all of it.
+    Without `chunked_prefill` a prompt waits until one step can compute all of it. With
+    `max_num_mixed_tokens` a step that also decodes computes at most so many tokens, since everybody
+    who is being answered waits for its end; but a fourth of them are for prompts, and where more
+    than SHORT_LINE prompts wait, there are as many times more as there are such lines: then most of
+    those who wait wait for prompts.
     """
 
     def __init__(
@@ -87,14 +92,19 @@ class Scheduler:
         max_bypasses: int = MAX_BYPASSES,
         max_preemptions: int = MAX_PREEMPTIONS,
         chunked_prefill: bool = True,
+        max_num_mixed_tokens: int | None = None,
     ) -> None:
         check(max_num_batched_tokens > 0 and max_num_seqs > 0, "a step has room for a token")
+        mixed = max_num_mixed_tokens
+        check(mixed is None or mixed > 0, "a step has room for a token", got=mixed)
+        check(mixed is None or chunked_prefill, "only prompts in chunks are bounded")
         self.blocks = blocks
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.num_drafts = num_drafts
         self.chunked_prefill = chunked_prefill
+        self.max_num_mixed_tokens = mixed
         self.capacity = Capacity(
             blocks, max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
         )
@@ -188,6 +198,8 @@ class Scheduler:
         in_order = plan.step_id == self.ledger.last_retired + 1
         check(in_order and plan.step_id in self._flights, "steps retire in order", id=plan.step_id)
         _, flights = self._flights.pop(plan.step_id)
+        for row_id in result.faults:
+            self.blocks.break_promises(row_id)
         self.ledger.retire(plan.step_id)
         return self._results.take_all(flights, result)
 
@@ -205,6 +217,7 @@ class Scheduler:
         close are named again, since nobody knows how far they got.
         """
         ledger, outputs = self.ledger, []
+        self.blocks.break_promises()
         for plan, flights in self._flights.values():
             ledger.finished += (*plan.preempted, *plan.finished)
             for _, row, _ in flights:
@@ -230,7 +243,7 @@ class Scheduler:
     def _continue_running(self, step: _Step) -> None:
         """Decodes first, as each costs few tokens of the budget; then chunks of prompts."""
         chunks: list[Request] = []
-        is_plain = not self.num_drafts and not self.ledger.groups
+        is_plain, budget = not self.num_drafts and not self.ledger.groups, step.budget
         scheduled, flights, no_blocks = step.scheduled, step.flights, self.blocks.no_blocks
         for _, _, request in self.running.in_order(step.now):
             if step.budget <= 0:
@@ -251,6 +264,10 @@ class Scheduler:
                 chunks.append(request)
             else:
                 self._continue(request, step)
+        if self.max_num_mixed_tokens is not None and step.scheduled:
+            line = len(chunks) + len(self.waiting)
+            most = self.max_num_mixed_tokens * max(line, SHORT_LINE) // SHORT_LINE
+            step.budget = min(step.budget, max(most - (budget - step.budget), most // 4, 1))
         for row in chunks:
             if step.budget <= 0:
                 return
@@ -374,6 +391,8 @@ class Scheduler:
         elif new_block_ids is not self.blocks.no_blocks:
             step.opened.append(len(step.scheduled))
         row.num_computed_tokens = start + num_tokens
+        if num_tokens > 1 and not num_draft:
+            self.blocks.promise(row, step.step_id)
         ledger = self.ledger
         if samples and (not ledger.groups or ledger.group_of(row) is None):
             row.token_ids += [UNKNOWN_TOKEN] * (num_draft + 1)

@@ -34,7 +34,7 @@ from ridgeline.server.wire import (
     pack_output,
     unpack_add,
 )
-from ridgeline.startup import Phase, Started, say_first_token
+from ridgeline.startup import Phase, Started, WarmsUp, say_first_token
 
 MAX_FAILURES = 3  # in a row: the device will not recover in this process
 
@@ -121,6 +121,7 @@ class EngineLoop:
         self._num_failures = 0
         self._has_answered = False
         self._kernels = served.kernels if isinstance(served, Started) else None
+        self._idle_work = served.warm_up if isinstance(served, WarmsUp) else None
         self._engine.observers.append(self._watch)
         scheduler, watch = served.engine.scheduler, served.watch
         self._observatory = watch
@@ -133,7 +134,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Obey what came in, then one step. Waits for commands when there is nothing to do."""
-        commands = self._wire.take(wait=self._engine.is_idle)
+        commands = self._wire.take(wait=self._engine.is_idle and not self._works_idly())
         replies = [reply for command in commands if (reply := self._obey(command)) is not None]
         if replies:
             self._tell(replies, [])  # a refusal need not wait for a step
@@ -147,6 +148,12 @@ class EngineLoop:
             self._tell([], outputs)
         if has_stepped:
             self._count_failures()
+
+    def _works_idly(self) -> bool:
+        """Something was done that nobody waits for; more may be left."""
+        if self._idle_work is not None and not self._idle_work.one():
+            self._idle_work = None
+        return self._idle_work is not None
 
     def _count_failures(self) -> None:
         """Steps that fail together, because they were in flight together, count once."""

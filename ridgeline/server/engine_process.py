@@ -25,6 +25,7 @@ from typing import NoReturn
 from ridgeline.clock import WallClock
 from ridgeline.devices import wake_driver
 from ridgeline.errors import ConfigError
+from ridgeline.imports import import_engine
 from ridgeline.log import say, set_up
 from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.engine_loop import Builder, EngineLoop, Served, ready_message
@@ -42,7 +43,7 @@ from ridgeline.server.wire import (
     frame_length,
     read_command,
 )
-from ridgeline.startup import Started, StartUp, say_phases, without_collections
+from ridgeline.startup import Started, StartUp, say_phases
 
 MAX_WAITING_COMMANDS = 4096
 PROGRESS_PERIOD_S = 0.2
@@ -138,19 +139,11 @@ def _build(wire: Wire, start: Start, builder: str, startup: StartUp) -> Served:
 
     if builder == DEFAULT_BUILDER:
         wake_driver(start.config.device)
-        with without_collections():
-            _import(startup)
+        import_engine(startup, DEFAULT_BUILDER.partition(":")[0])
     served = load_builder(builder)(start.config, progress)
     if isinstance(served, Started):
         startup.take(served.startup)
     return served
-
-
-def _import(startup: StartUp) -> None:
-    with startup.phase("torch"):
-        import_module("torch")
-    with startup.phase("imports"):
-        load_builder(DEFAULT_BUILDER)
 
 
 def _report(served: Served) -> None:

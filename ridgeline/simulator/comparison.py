@@ -91,6 +91,7 @@ def _options(
         max_in_flight=header.max_in_flight,
         max_num_seqs=header.max_num_seqs,
         max_num_batched_tokens=header.max_num_batched_tokens,
+        max_num_mixed_tokens=header.max_num_mixed_tokens,
         block_size=header.block_size,
         speculation=speculation,
         computes_in_submit=header.computes_in_submit,

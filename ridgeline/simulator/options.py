@@ -48,6 +48,7 @@ class Options:
     max_in_flight: int = 2
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    max_num_mixed_tokens: int | None = None  # None: prompts may fill a step that also decodes
     max_model_len: int | None = None  # None: the longest request
     block_size: int = 16
     num_blocks: int | None = None

@@ -206,6 +206,7 @@ def _scheduler(header: EngineHeader) -> tuple[Scheduler, list[Journal]]:
         num_drafts=header.num_drafts,
         max_bypasses=header.max_bypasses,
         max_preemptions=header.max_preemptions,
+        max_num_mixed_tokens=header.max_num_mixed_tokens,
     )
     return scheduler, journals
 

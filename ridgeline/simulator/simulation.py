@@ -246,6 +246,7 @@ class Simulation:
             limits.max_num_seqs,
             num_drafts=speculation.num_drafts if speculation is not None else 0,
             chunked_prefill=options.chunked_prefill,
+            max_num_mixed_tokens=options.max_num_mixed_tokens if options.chunked_prefill else None,
         )
         clock = VirtualClock()  # one for each: a loop may stand still while others go on
         executor = SimulatedExecutor(

@@ -78,16 +78,17 @@ def make_decoder(
     max_model_len: int = MAX_MODEL_LEN,
     attention: AttentionBackend | None = None,
     deterministic: bool = False,
+    dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Decoder:
     config = tiny_config(vocab_size=VOCAB, max_position_embeddings=max_model_len) | changes
     spec, where = read_spec(config), device().torch_device
     decoder = Decoder(
         spec,
-        dtype=torch.float32,
+        dtype=dtype,
         device=where,
         placement=Placement(),
-        attention=attention or choose_backend("auto", spec, torch.float32, where),
+        attention=attention or choose_backend("auto", spec, dtype, where),
         weight_format=open_weight_format("auto", deterministic=deterministic),
         max_model_len=max_model_len,
         deterministic=deterministic,
@@ -101,7 +102,7 @@ def make_executor(
 ) -> LocalExecutor:
     """Over a cache that is full of NaN, as memory of unknown contents may be."""
     groups = kv_groups(decoder.spec)
-    kv = KVCache(decoder.spec, groups, num_blocks, block_size, torch.float32, decoder.device)
+    kv = KVCache(decoder.spec, groups, num_blocks, block_size, decoder.dtype, decoder.device)
     for store in kv.stores:
         for tensor in store:
             tensor.fill_(torch.nan)

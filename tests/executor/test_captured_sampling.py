@@ -65,7 +65,7 @@ def check_output(host: Host, name: str, sampling: SamplingParams) -> None:
 def counts_of(executor: LocalExecutor, name: str) -> torch.Tensor:
     row = executor._rows.get(name)
     assert row is not None
-    return executor._rows.counts.counts_PV[row.sampling.counts_slot]
+    return executor._rows.counts.counts_PV[row.sampling.counts_slot].cpu()
 
 
 def histogram(host: Host, name: str) -> torch.Tensor:

@@ -31,6 +31,7 @@ def state_of(scheduler: Scheduler) -> object:
         list(blocks._deferred.items()),
         list(blocks._ref_count),
         blocks._retired,
+        {step: list(made) for step, made in blocks._promised.items()},
         list(cache._hash_of),
         [dict(table) for table in cache._block_of],
         (ledger.last_planned, ledger.last_retired, ledger.num_preemptions, ledger.num_changes),

@@ -75,7 +75,8 @@ def talking() -> Iterator[Talk]:
             [*command, "--fd", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
             stderr=subprocess.DEVNULL,
         )
         theirs.close()

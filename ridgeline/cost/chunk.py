@@ -1,0 +1,31 @@
+"""How many tokens of prompts make a step worth its time?"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from ridgeline.step import StepPricer
+
+SHARE = 0.9  # of the best rate at which prompts are read
+ROUNDING = 8  # tokens
+
+
+def efficient_chunk(pricer: StepPricer, most: int, share: float = SHARE) -> int:
+    """The fewest tokens that a step reads at `share` of the best rate (tokens a second) of any step
+    of up to `most` tokens, rounded up; at most `most`.
+
+    A step takes a while however little it computes, so that rates rise with its length at first;
+    from here on longer steps gain little and only keep those waiting who are being answered.
+    """
+    sizes = sorted({n for i in range(14) for n in (2**i, 3 * 2**i) if n <= most} | {most})
+    rates = [n / pricer.seconds(((n, 0),)) for n in sizes]
+    wanted = share * max(rates)
+    end = next(i for i, rate in enumerate(rates) if rate >= wanted)
+    between = range(sizes[end - 1] if end else 1, sizes[end] + 1)
+    found = between[
+        min(
+            bisect_left(between, x=True, key=lambda n: n / pricer.seconds(((n, 0),)) >= wanted),
+            len(between) - 1,
+        )
+    ]
+    return min(most, -(-found // ROUNDING) * ROUNDING)
