@@ -18,9 +18,11 @@ from ridgeline.errors import ConfigError
 class WeightFormatLine:
     """`bits` a weight, None for those of the serving dtype; `group` weights share scales of
     `scale_bytes` (group 0: no such scales), and a row of the matrix has `row_bytes` more. `where`
-    is "module:Class" of a WeightFormat. `compute` is the dtype of the products, as hardware
+    is "module:Class" of a WeightFormat. `vocabulary` names the format of embedding and output
+    matrix beside such layers, one that can look up rows; its rows are filled up with zeros to a
+    multiple of its `row_step`. `compute` is the dtype of the products, as hardware
     catalogues call it, where the inputs are rounded too; None: the weights become the serving
-    dtype first."""
+    dtype first. `cpu_compute`: the same of the kernels of CPUs, None where they do as all do."""
 
     where: str
     fast_on: tuple[str, ...] = ("all",)
@@ -29,6 +31,9 @@ class WeightFormatLine:
     scale_bytes: int = 0
     compute: str | None = None
     row_bytes: int = 0
+    vocabulary: str = "plain"
+    row_step: int = 1
+    cpu_compute: str | None = None
 
     def bits_per_weight(self, dtype_bytes: int) -> float:
         """Bits of one weight and its part of the groups' scales, served in a dtype of
@@ -64,16 +69,28 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         "ridgeline.quantization.fp8:Fp8Weights", ("gpu",), bits=8, compute="fp8", row_bytes=4
     ),
     "int8": WeightFormatLine(
-        "ridgeline.quantization.int8:Int8Weights", ("cpu",), bits=8, row_bytes=4
+        "ridgeline.quantization.int8:Int8Weights",
+        ("cpu",),
+        bits=8,
+        row_bytes=4,
+        vocabulary="int8",
+        row_step=16,
+        cpu_compute="int8",
     ),
     "int4": WeightFormatLine(
-        "ridgeline.quantization.int4:Int4Weights", ("cpu",), bits=4, group=128, scale_bytes=2
+        "ridgeline.quantization.int4:Int4Weights",
+        ("cpu",),
+        bits=4,
+        group=128,
+        scale_bytes=2,
+        vocabulary="int8",
+        cpu_compute="int8",
     ),
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),
     "fp8": KVFormatLine("ridgeline.kvcache.fp8:Fp8KV", ("gpu",), element_bits=8),
-    "int8": KVFormatLine("", element_bits=8, head_bytes=2),
+    "int8": KVFormatLine("ridgeline.kvcache.int8:Int8KV", ("cpu",), element_bits=8, head_bytes=2),
     "int4": KVFormatLine("", element_bits=4, head_bytes=4),
 }
 

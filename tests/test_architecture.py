@@ -22,7 +22,7 @@ LEVELS = (
     {"scheduler", "cost"},
     {"engine", "router", "observe"},
     {"simulator", "planner"},
-    {"devices", "kernels", "distributed", "startup"},
+    {"devices", "kernels", "distributed", "startup", "imports"},
     {"kvcache", "quantization"},
     {"attention", "layers"},
     {"loader", "sampling", "speculation"},

@@ -7,7 +7,7 @@ PyTorch counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -20,7 +20,7 @@ from ridgeline.architectures.spec import (
     ModelSpec,
 )
 from ridgeline.architectures.tensor_names import expected_tensors
-from ridgeline.formats import kv_line, weight_line
+from ridgeline.formats import WeightFormatLine, kv_line, weight_line
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -40,34 +40,73 @@ def num_active_parameters(spec: ModelSpec) -> int:
 
 def linear_weights(spec: ModelSpec) -> int:
     """Weights that a weight format stores: attention and feed-forward matrices without routers.
-    The embedding, the output matrix, norms, biases and routers stay in the serving dtype."""
+    Embedding and output matrix are in the format's `vocabulary`, norms, biases and routers in the
+    serving dtype."""
     return sum(_packed_weights(spec, layer) for layer in spec.layers)
 
 
-def linear_rows(spec: ModelSpec, ranks: int = 1) -> int:
-    """Rows of the same matrices that each of `ranks` holds; rows of those that are split by their
-    columns are held by all."""
-    return sum(layer_rows(spec.hidden_size, layer, ranks) for layer in spec.layers)
+def layer_scale_bytes(
+    hidden_size: int, layer: LayerSpec, weight_format: str, ranks: int = 1
+) -> int:
+    """Bytes of the scales of a layer's packed matrices that each of `ranks` holds: some for each
+    row, and for each group of it, the last of which may be short. Rows of matrices that are split
+    by their columns are held by all."""
+    line, total = weight_line(weight_format), 0
+    for matrix, count in _packed_matrices(hidden_size, layer):
+        is_whole = matrix.role in ("q_a", "kv_a")
+        by_columns = matrix.role in ("o", "down")
+        rows = matrix.rows if is_whole or by_columns else matrix.rows // ranks
+        columns = matrix.columns // ranks if by_columns else matrix.columns
+        total += count * rows * _row_scale_bytes(line, columns)
+    return total
 
 
-def layer_rows(hidden_size: int, layer: LayerSpec, ranks: int = 1) -> int:
-    """The same, of one layer."""
-    attention = attention_matrices(layer.attention, hidden_size)
-    rows = sum(m.rows if m.role in ("o", "q_a", "kv_a") else m.rows // ranks for m in attention)
+def _row_scale_bytes(line: WeightFormatLine, columns: int) -> int:
+    groups = -(-columns // line.group) if line.group else 0
+    return groups * line.scale_bytes + line.row_bytes
+
+
+def _packed_matrices(hidden_size: int, layer: LayerSpec) -> Iterator[tuple[Matrix, int]]:
+    """Those of a layer that a weight format stores, and how many there are of each."""
+    for matrix in attention_matrices(layer.attention, hidden_size):
+        yield matrix, 1
     inner = layer.feed_forward
-    if isinstance(inner, DenseSpec):
-        return rows + 2 * inner.intermediate_size // ranks + hidden_size
-    rows += inner.num_experts * (2 * inner.intermediate_size // ranks + hidden_size)
-    return rows + (2 * inner.shared_size // ranks + hidden_size if inner.shared_size else 0)
+    sizes = [(inner.intermediate_size, 1 if isinstance(inner, DenseSpec) else inner.num_experts)]
+    if not isinstance(inner, DenseSpec) and inner.shared_size:
+        sizes.append((inner.shared_size, 1))
+    for size, count in sizes:
+        yield Matrix("gate_up", 2 * size, hidden_size), count
+        yield Matrix("down", hidden_size, size), count
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain") -> int:
     """Bytes of all weights as served, scales included."""
     packed, line = linear_weights(spec), weight_line(weight_format)
-    stored = (
-        int(packed * line.bits_per_weight(dtype_bytes) / 8) + linear_rows(spec) * line.row_bytes
-    )
-    return stored + (num_parameters(spec) - packed) * dtype_bytes
+    stored = packed * (8 * dtype_bytes if line.bits is None else line.bits) // 8
+    stored += sum(layer_scale_bytes(spec.hidden_size, one, weight_format) for one in spec.layers)
+    matrices = 1 if spec.tie_embeddings else 2
+    rest = num_parameters(spec) - packed - matrices * spec.vocab_size * spec.hidden_size
+    vocabulary = sum(vocabulary_bytes(spec, dtype_bytes, weight_format))
+    return stored + matrices * vocabulary + rest * dtype_bytes
+
+
+def vocabulary_rows(vocab_size: int, weight_format: str = "plain", ranks: int = 1) -> int:
+    """Rows of the embedding, or of the output matrix, that each of `ranks` holds beside weights of
+    this format: the last rank and the last of `row_step` are filled up with zeros."""
+    step = weight_line(weight_line(weight_format).vocabulary).row_step
+    share = -(-vocab_size // ranks)
+    return -(-share // step) * step
+
+
+def vocabulary_bytes(
+    spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain", ranks: int = 1
+) -> tuple[int, int]:
+    """Of the same matrix: bytes of its numbers, and of their scales."""
+    line = weight_line(weight_line(weight_format).vocabulary)
+    rows = vocabulary_rows(spec.vocab_size, weight_format, ranks)
+    weights = rows * spec.hidden_size
+    numbers = weights * (8 * dtype_bytes if line.bits is None else line.bits) // 8
+    return numbers, rows * _row_scale_bytes(line, spec.hidden_size)
 
 
 def layer_kv_bytes(

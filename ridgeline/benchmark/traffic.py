@@ -22,8 +22,10 @@ def decode_bytes(
 ) -> float:
     """Bytes that one decode step of `batch` requests at `context` tokens each has to read."""
     size = DTYPE_BYTES[dtype]
-    bits = weight_line(weight_format).bits_per_weight(size)
-    weights = layer_weights_read(spec, batch) * bits / 8 + spec.vocab_size * spec.hidden_size * size
+    line = weight_line(weight_format)
+    bits, of_head = (one.bits_per_weight(size) for one in (line, weight_line(line.vocabulary)))
+    head = spec.vocab_size * spec.hidden_size
+    weights = (layer_weights_read(spec, batch) * bits + head * of_head) / 8
     return weights + batch * kv_bytes(spec, round(context), size, kv_format)
 
 

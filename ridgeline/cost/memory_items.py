@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ridgeline.architectures.counts import (
     attention_matrices,
     expert_weights,
-    layer_rows,
+    layer_scale_bytes,
     small_parameters,
+    vocabulary_bytes,
 )
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.cost.layout import Layout
@@ -53,7 +54,7 @@ def _stage_items(
     counts = {layer: own.count(layer) for layer in dict.fromkeys(own)}
     is_first, is_last = stage == 0, stage == layout.pp - 1
     size, tp = precision.dtype_bytes, layout.tp
-    vocabulary = -(-spec.vocab_size // tp) * spec.hidden_size * size
+    vocabulary, of_vocabulary = vocabulary_bytes(spec, size, precision.weights, tp)
     attention = dense = experts = small = 0
     for layer, count in counts.items():
         attention += count * _attention_weights(spec, layer, tp)
@@ -61,20 +62,22 @@ def _stage_items(
         experts += count * of_experts
         dense += count * _dense_weights(spec, layer, tp)
         small += count * small_parameters(spec, layer)
-    packed = attention + dense + experts
     bits = 8 * size if precision.weight_line.bits is None else precision.weight_line.bits
     plain = attention * bits // 8, dense * bits // 8, experts * bits // 8
-    rows = sum(count * layer_rows(spec.hidden_size, layer, tp) for layer, count in counts.items())
-    scales = int(packed * precision.weight_bits / 8) - sum(plain)
-    scales += rows * precision.weight_line.row_bytes
+    scales = sum(
+        count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, tp)
+        for layer, count in counts.items()
+    )
     has_embedding = is_first or (is_last and spec.tie_embeddings)
+    has_head = is_last and not spec.tie_embeddings
+    scales += of_vocabulary * (has_embedding + has_head)
     amounts = (
         (vocabulary if has_embedding else 0, f"{spec.vocab_size} x {spec.hidden_size}"),
         (plain[0], "q, k, v and output matrices"),
         (plain[1], "gate, up and down matrices"),
         (plain[2], "gate, up and down matrices of all experts"),
         ((small + (spec.hidden_size if is_last else 0)) * size, "norms, biases and routers"),
-        (vocabulary if is_last and not spec.tie_embeddings else 0, "output matrix"),
+        (vocabulary if has_head else 0, "output matrix"),
         (scales, f"of {precision.weights} weights"),
     )
     return tuple(

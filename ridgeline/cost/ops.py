@@ -49,7 +49,8 @@ class Op:
 
     `read_bytes` and `write_bytes` are memory traffic, with `weight_bytes` and `kv_bytes` the parts
     of it that are weights or cached keys and values; `sent_bytes` go to other ranks. `ranks` take
-    part in a collective. `weights` names the weight format of a matmul.
+    part in a collective. `weights` names the weight format of a matmul, and `cpu_dtype` what the
+    kernels of CPUs multiply them in, if it is not `dtype`.
 
     m, n, k of a matmul are those of the product. Attention has m query tokens and k keys read;
     n is the most keys that one request reads (decode) or the number of chunks (prefill).
@@ -72,11 +73,16 @@ class Op:
     mixed: bool = False
     kv_bytes: float = 0.0
     weights: str = "plain"
+    cpu_dtype: str | None = None
 
     @property
     def bytes(self) -> float:
         """Memory traffic of one."""
         return self.read_bytes + self.write_bytes
+
+    def dtype_on(self, kind: str) -> str:
+        """In which dtype a device of this kind computes it."""
+        return self.cpu_dtype if kind == "cpu" and self.cpu_dtype is not None else self.dtype
 
 
 def step_ops(
@@ -184,14 +190,25 @@ class _Builder:
             k=k,
             weight_bytes=weights,
             weights=precision.weights if is_packed else "plain",
+            cpu_dtype=precision.weight_line.cpu_compute if is_packed else None,
         )
 
     # -- layers
 
     def embedding(self) -> Op:
-        size = self.num_tokens * self.spec.hidden_size * self.precision.dtype_bytes
-        dtype = self.precision.short_dtype
-        return Op("embedding", "embedding", 1, 0, size, size, dtype=dtype, m=self.num_tokens)
+        numbers, precision = self.num_tokens * self.spec.hidden_size, self.precision
+        read = numbers * precision.vocabulary.weight_bits / 8
+        written = numbers * precision.dtype_bytes
+        return Op(
+            "embedding",
+            "embedding",
+            1,
+            0,
+            read,
+            written,
+            dtype=precision.short_dtype,
+            m=self.num_tokens,
+        )
 
     def norms(self, layer: LayerSpec, count: int) -> Iterator[Op]:
         width = 2 * self.spec.hidden_size  # the residual and what is added to it
@@ -417,13 +434,14 @@ def output_ops(
         return ()
     tp = layout.tp
     build = _Builder(spec, num_rows, layout, precision)
+    head = _Builder(spec, num_rows, layout, precision.vocabulary)
     logits = float(num_rows * spec.vocab_size * LOGIT_BYTES)
     gather = build._message("all_gather", 1, (tp - 1) / tp * logits, tp, "gather_logits")
     dtype = precision.short_dtype
     sampling = Op("sampling", "sampling", 1, 0, 2 * logits, logits, dtype=dtype, m=num_rows)
     return (
         build.elementwise("final_norm", 1, spec.hidden_size, spec.hidden_size),
-        build.matmul("lm_head", 1, -(-spec.vocab_size // tp), spec.hidden_size, is_packed=False),
+        head.matmul("lm_head", 1, -(-spec.vocab_size // tp), spec.hidden_size),
         *([gather] if tp > 1 else []),
         sampling,
     )

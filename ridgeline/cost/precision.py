@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.errors import ConfigError
 from ridgeline.formats import KVFormatLine, WeightFormatLine, kv_line, weight_line
@@ -70,6 +70,11 @@ class Precision:
     def weight_bits(self) -> float:
         """Bits of one packed weight and its part of the scales."""
         return self.weight_line.bits_per_weight(self.dtype_bytes)
+
+    @property
+    def vocabulary(self) -> Precision:
+        """Of the products with the output matrix, and of look-ups in the embedding."""
+        return replace(self, weights=self.weight_line.vocabulary)
 
     @property
     def served_today(self) -> bool:

@@ -41,7 +41,8 @@ def writes_in_place(device: torch.device, dtype: torch.dtype, views: PagedKV | N
     """One kernel norms, turns and writes to the cache."""
     if views is None or device.type == "cuda":
         return views is not None
-    return views.k_NSKD.dtype == dtype and runs_native(device, dtype)
+    knows = views.k_NSKD.dtype == dtype or views.k_scales_NSK is not None
+    return knows and runs_native(device, dtype)
 
 
 class Attention:

@@ -5,16 +5,18 @@ Letters: T packed tokens, R rows that need logits, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 
 from ridgeline.architectures import expected_tensors, optional_tensors
+from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.attention.backend import AttentionBackend, CapturedBackend, CapturesDecodes
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, ForwardBatch, MixedLayout
-from ridgeline.distributed.placement import Placement
+from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.kvcache import KVCache, LayerKV
 from ridgeline.layers.attention import Attention, AttentionStep, writes_in_place
@@ -28,8 +30,10 @@ from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece, TensorSource, arriving
 from ridgeline.layers.random_source import RandomSource
 from ridgeline.layers.rope import Rotation
-from ridgeline.quantization import WeightFormat
+from ridgeline.quantization import WeightFormat, open_vocabulary_format
 from ridgeline.quantization.plain import PlainWeights
+
+COMPARED_ROWS = 4096  # of a matrix of the vocabulary, at once
 
 
 class DecoderLayer:
@@ -91,7 +95,10 @@ class Decoder:
             dtype=dtype,
             device=device,
             placement=placement,
-            deterministic=deterministic,
+            vocabulary_format=open_vocabulary_format(
+                weight_format.name, deterministic=deterministic
+            ),
+            held_rows=vocabulary_rows(spec.vocab_size, weight_format.name, placement.size),
         )
         self.embedding = self._matrix(names["embedding"])
         self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
@@ -140,8 +147,12 @@ class Decoder:
         return DecoderLayer(attention, feed_forward, *norms)
 
     def _parts(self) -> Iterator[VocabularyMatrix | RMSNorm | Linear]:
-        """All that holds parameters, each once, in the order of computation."""
+        """All that holds parameters, each once, in the order in which it is loaded: matrices of
+        the vocabulary first, since nothing is as large while it is in memory packed and unpacked.
+        """
         yield self.embedding
+        if self.lm_head is not self.embedding:
+            yield self.lm_head
         for layer in self.layers:
             yield layer.input_norm
             yield from layer.attention.norms
@@ -149,8 +160,6 @@ class Decoder:
             yield layer.post_norm
             yield from layer.feed_forward.linears
         yield self.norm
-        if self.lm_head is not self.embedding:
-            yield self.lm_head
 
     @torch.inference_mode()
     def load(self, source: TensorSource, progress: Callable[[int], None] | None = None) -> None:
@@ -182,12 +191,38 @@ class Decoder:
             if name not in present or not self.embedding.rows.length:
                 continue
             rows = self.embedding.rows
-            stored = source.slice(name, 0, rows.start, rows.length).to(self.device, self.dtype)
-            if not torch.equal(stored, self.embedding.stored_rows()):
+            if not all(self._alike(source, name, part) for part in _pieces_of(rows)):
                 raise ConfigError(
                     f"tie_word_embeddings is true but {name} differs from"
                     f" {self.embedding.name}; set tie_word_embeddings to false in config.json"
                 )
+
+    def _alike(self, source: TensorSource, name: str, part: Shard) -> bool:
+        """These rows of a matrix of the vocabulary are those of the embedding, as served."""
+        both = (
+            source.slice(one, 0, part.start, part.length).to(self.device, self.dtype)
+            for one in (name, self.embedding.name)
+        )
+        return torch.equal(*both)
+
+    @property
+    def is_packed(self) -> bool:
+        """`load` has ordered weights for the native kernels, which took a while."""
+        return any("panels" in part.kept() for part in self._parts())
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """All that `load` made, by names that `adopt` knows."""
+        parts = enumerate(self._parts())
+        return {f"{at}.{name}": kept for at, part in parts for name, kept in part.kept().items()}
+
+    def adopt(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Be as the decoder of the same model and settings that kept this, instead of `load`."""
+        found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, tensor in kept.items():
+            at, _, own = name.partition(".")
+            found[at][own] = tensor
+        for number, part in enumerate(self._parts()):
+            part.adopt(found[str(number)])
 
     def randomize(self, seed: int) -> None:
         """Fill with random numbers, the same for the same seed, device and dtype."""
@@ -267,3 +302,8 @@ class Decoder:
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Final norm and output matrix: [R, E] rows of `forward` -> [R, V] float32."""
         return self.lm_head.logits(self.norm(hidden_RE)).float()
+
+
+def _pieces_of(rows: Shard) -> Iterator[Shard]:
+    for begin in range(0, rows.length, COMPARED_ROWS):
+        yield Shard(rows.start + begin, min(COMPARED_ROWS, rows.length - begin))

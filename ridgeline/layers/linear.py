@@ -5,7 +5,7 @@ Letters: T tokens, I inputs, O outputs of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
@@ -150,3 +150,15 @@ class Linear:
     def finish(self) -> None:
         """Called once, when all pieces are in place."""
         self.parameters = self.format.finish(self.parameters)
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What a later start can `adopt`, after `finish`."""
+        bias = {} if self.bias_O is None else {"bias": self.bias_O}
+        return {**self.parameters, **bias}
+
+    def adopt(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Be as the layer that kept this, in place of being filled and finished."""
+        parameters = dict(kept)
+        if self.bias_O is not None:
+            self.bias_O.copy_(parameters.pop("bias"))
+        self.parameters = parameters

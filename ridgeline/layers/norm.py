@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ridgeline.kernels.add_norm import add_norm
@@ -35,6 +37,14 @@ class RMSNorm:
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.weight_E]
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What a later start `adopt`s."""
+        return {"weight": self.weight_E}
+
+    def adopt(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Be as the norm that kept this."""
+        self.weight_E.copy_(kept["weight"])
 
     def pieces(self) -> list[Piece]:
         return [Piece(self.name, self.weight_E)]

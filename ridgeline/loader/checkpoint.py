@@ -99,6 +99,15 @@ class Checkpoint:
         check(inside and start + length <= shape[dim], "slice outside its tensor", name=name)
         return self._checked(name, self._view(name).narrow(dim, start, length))
 
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system; a view of it reads them again when it is
+        used. What was written to a view is lost."""
+        entry, mapped = self._entry(name), self._maps.get(self._entries[name][0])
+        if mapped is None or entry.start == entry.end:
+            return
+        begin = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+
     def close(self) -> None:
         """Let go of the files; views handed out stay good for as long as they live."""
         self._maps.clear()

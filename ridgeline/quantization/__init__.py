@@ -4,12 +4,24 @@ their names is `ridgeline.formats.WEIGHT_FORMATS`."""
 from __future__ import annotations
 
 from ridgeline.errors import ConfigError
-from ridgeline.formats import WEIGHT_FORMATS, check_served, served
+from ridgeline.formats import WEIGHT_FORMATS, check_served, served, weight_line
 from ridgeline.kernels.small_linear import Fusion
-from ridgeline.quantization.contract import HasInvariant, Parameters, WeightFormat
+from ridgeline.quantization.contract import (
+    HasInvariant,
+    Parameters,
+    VocabularyFormat,
+    WeightFormat,
+)
 from ridgeline.registry import load
 
-__all__ = ["Fusion", "Parameters", "WeightFormat", "open_weight_format"]
+__all__ = [
+    "Fusion",
+    "Parameters",
+    "VocabularyFormat",
+    "WeightFormat",
+    "open_vocabulary_format",
+    "open_weight_format",
+]
 
 
 def open_weight_format(name: str, *, deterministic: bool = False) -> WeightFormat:
@@ -26,3 +38,15 @@ def open_weight_format(name: str, *, deterministic: bool = False) -> WeightForma
             " choose plain or fp8, or leave out deterministic"
         )
     return opened.invariant()
+
+
+def open_vocabulary_format(name: str, *, deterministic: bool = False) -> VocabularyFormat:
+    """How embedding and output matrix are kept beside layers in the weight format `name`."""
+    vocabulary = weight_line(name).vocabulary
+    opened = open_weight_format(vocabulary, deterministic=deterministic)
+    if not isinstance(opened, VocabularyFormat):
+        raise ConfigError(
+            f"weight format {name}: its vocabulary is to be {vocabulary}, which has no look-up of"
+            " rows; choose plain for it"
+        )
+    return opened

@@ -54,6 +54,25 @@ class WeightFormat(Protocol):
 
 
 @runtime_checkable
+class VocabularyFormat(WeightFormat, Protocol):
+    """A format whose matrix is looked into row by row too, so that one copy is both an embedding
+    and the output matrix that is tied to it."""
+
+    def rows(
+        self, parameters: Parameters, rows_T: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """These rows of `dequantize(parameters)`, [T, I]."""
+        ...
+
+    def linear_into(
+        self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        """`linear` without a bias, of as many of the first rows of W as `out_TO` has columns; that
+        is what it returns, and nothing is waited for."""
+        ...
+
+
+@runtime_checkable
 class HasInvariant(Protocol):
     """A format that can also multiply so that a row of y depends on no other row."""
 

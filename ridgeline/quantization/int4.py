@@ -20,7 +20,9 @@ LOW, HIGH = -8, 7
 
 class GroupRounding:
     kind = Codes.INT4
-    group = WEIGHT_FORMATS["int4"].group
+
+    def __init__(self, group: int) -> None:
+        self.group = group
 
     def round_rows(self, weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes [O, ceil(I / 2)], two in a byte, the even ones in its low half; scales [O, G]."""
@@ -45,7 +47,7 @@ class GroupRounding:
 class Int4Weights(IntegerWeights):
     name = "int4"
     bits: int | None = 4
-    rounding = GroupRounding()
+    rounding = GroupRounding(WEIGHT_FORMATS["int4"].group)
 
     def invariant(self) -> Int4Weights:
         return InvariantInt4Weights()

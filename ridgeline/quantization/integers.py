@@ -19,6 +19,7 @@ from ridgeline.kernels.cpu.packed_linear import (
     PANEL,
     Codes,
     PackedMatrix,
+    first_rows,
     gather,
     linear,
     pack,
@@ -29,6 +30,7 @@ from ridgeline.kernels.small_linear import Fusion
 from ridgeline.quantization.contract import Parameters
 
 PIECE_NUMBERS = 1 << 22  # of a matrix that are float32 at once while it is rounded
+UNPACKED_NUMBERS = 1 << 26  # of a vocabulary that are numbers of the serving dtype at once
 
 
 class Rounding(Protocol):
@@ -130,6 +132,34 @@ class IntegerWeights:
         if packed is not None:
             return linear(x_TI.contiguous(), packed, bias_N=bias_O)
         return self._product(x_TI, self.dequantize(parameters).to(x_TI.dtype), bias_O)
+
+    def linear_into(
+        self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        """Without panels some rows of the matrix after the other, so that no more than
+        UNPACKED_NUMBERS of it are unpacked at once."""
+        packed, outputs = self.packed(parameters), out_TO.shape[1]
+        if packed is not None:
+            return linear(x_TI, first_rows(packed, outputs), out_MO=out_TO)
+        inputs = parameters["shape"].shape[1]
+        step = max(1, UNPACKED_NUMBERS // max(1, inputs))
+        for begin in range(0, outputs, step):
+            some = slice(begin, min(outputs, begin + step))
+            codes, scale = parameters["codes"][some], parameters["scale"][some]
+            weight_OI = self.rounding.read_rows(codes, scale, inputs).to(x_TI.dtype)
+            out_TO[:, some] = self._product(x_TI, weight_OI, None)
+        return out_TO
+
+    def rows(
+        self, parameters: Parameters, rows_T: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        packed = self.packed(parameters)
+        if packed is not None:
+            return gather(packed, rows_T, dtype)
+        codes = parameters["codes"].index_select(0, rows_T)
+        scale = parameters["scale"].index_select(0, rows_T)
+        inputs = parameters["shape"].shape[1]
+        return self.rounding.read_rows(codes, scale, inputs).to(dtype)
 
     def fused(
         self,

@@ -7,9 +7,17 @@ import torch
 from torch.nn import functional
 
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.cpu.packed_linear import Codes, PackedMatrix, gather, linear, pack
+from ridgeline.kernels.cpu.packed_linear import (
+    Codes,
+    PackedMatrix,
+    first_rows,
+    gather,
+    linear,
+    pack,
+)
 from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.small_linear import Fusion, fits_small, small_linear
+from ridgeline.kernels.tall_linear import fits_tall, tall_linear
 from ridgeline.quantization.contract import Parameters
 from ridgeline.quantization.integers import fits_panels, fused_packed, keep_packed, packed_of
 
@@ -51,6 +59,8 @@ class PlainWeights:
         packed = self.packed(parameters)
         if packed is not None:
             return fused_packed(x_TI, packed, bias_O, fusion)
+        if bias_O is None and fits_tall(x_TI, parameters["weight"], fusion):
+            return tall_linear(x_TI, parameters["weight"])
         if not fits_small(x_TI, parameters["weight"], fusion):
             return None
         return small_linear(
@@ -69,6 +79,25 @@ class PlainWeights:
             return gather(packed, None, torch.bfloat16)
         return parameters["weight"]
 
+    def rows(
+        self, parameters: Parameters, rows_T: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        packed = self.packed(parameters)
+        if packed is not None:
+            return gather(packed, rows_T, dtype)
+        return functional.embedding(rows_T, parameters["weight"]).to(dtype)
+
+    def linear_into(
+        self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        packed, outputs = self.packed(parameters), out_TO.shape[1]
+        if packed is not None:
+            return linear(x_TI, first_rows(packed, outputs), out_MO=out_TO)
+        weight_OI = parameters["weight"][:outputs]
+        if fits_small(x_TI, weight_OI, Fusion()):
+            return small_linear(x_TI, weight_OI, out_MO=out_TO)
+        return torch.mm(x_TI, weight_OI.T, out=out_TO)
+
     def packed(self, parameters: Parameters) -> PackedMatrix | None:
         return packed_of(parameters, Codes.BF16)
 
@@ -86,6 +115,12 @@ class InvariantPlainWeights(PlainWeights):
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         return invariant_linear(x_TI, parameters["weight"], bias_N=bias_O)
+
+    def linear_into(
+        self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        weight_OI = parameters["weight"][: out_TO.shape[1]]
+        return invariant_linear(x_TI, weight_OI, out_MN=out_TO)
 
     def fused(
         self,

@@ -96,7 +96,9 @@ def test_what_is_computed_and_what_is_served() -> None:
     assert Precision.named("int4").fast_on("cpu")
     assert not Precision.named("int4").fast_on("gpu")
     assert Precision.named("bf16").fast_on("tpu")
-    assert not Precision.named("bf16", "int8").served_today
+    assert Precision.named("bf16", "int8").served_today
+    assert not Precision.named("bf16", "int8").fast_on("gpu")
+    assert not Precision.named("bf16", "int4").served_today
     assert Precision.named("int4").weight_bits == 4.125
     every = catalogue().values()
     assert all(one.peak(Precision.named("fp8").compute_dtype) > 0 for one in every)

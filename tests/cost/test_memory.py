@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from ridgeline.architectures.counts import kv_bytes, kv_bytes_per_token, weight_bytes
+from ridgeline.architectures.counts import (
+    kv_bytes,
+    kv_bytes_per_token,
+    layer_scale_bytes,
+    linear_weights,
+    weight_bytes,
+)
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.cost.hardware import catalogue
 from ridgeline.cost.layout import Layout
@@ -24,6 +30,7 @@ from ridgeline.cost.memory_items import stage_layers
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import DoesNotFit
+from ridgeline.formats import weight_line
 from tests.cost.random_setups import (
     DEEPSEEK_V3,
     GEMMA_3_27B,
@@ -116,11 +123,34 @@ def test_known_weights() -> None:
     four_bit = weight_items(spec_of(LLAMA_70B), Layout(), Precision(weights="int4"))
     by_name = {item.what: item.bytes for item in four_bit}
     assert by_name["scales"] == pytest.approx(by_name["feed-forward"] * 0.03125 / 0.82, rel=0.03)
-    assert by_name["embedding"] == items["embedding"]
+    assert by_name["embedding"] == by_name["LM head"] == items["embedding"] // 2  # int8
+    eight_bit = weight_items(spec_of(LLAMA_70B), Layout(), Precision(weights="fp8"))
+    assert {item.what: item.bytes for item in eight_bit}["embedding"] == items["embedding"]
     deepseek = weight_items(spec_of(DEEPSEEK_V3), Layout(), Precision())
     assert sum(i.bytes for i in deepseek) / 2e9 == pytest.approx(671, abs=0.5)  # billions
     experts = next(item for item in deepseek if item.what == "experts")
     assert experts.bytes == 2 * 58 * 256 * 3 * 7168 * 2048
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(128256, 128256), (128257, 128272)])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_vocabulary_of_eight_bits(vocab_size: int, rows: int, is_tied: bool) -> None:
+    """Numbers, a scale for each row, and rows of zeros up to a multiple of 16."""
+    spec = spec_of(LLAMA_8B, tie_word_embeddings=is_tied, vocab_size=vocab_size)
+    matrices = 1 if is_tied else 2
+    for name in ("int8", "int4"):
+        items = {i.what: i.bytes for i in weight_items(spec, Layout(), Precision(weights=name))}
+        assert items["embedding"] == rows * 4096
+        assert items.get("LM head", 0) == (matrices - 1) * rows * 4096
+        line = weight_line(name)
+        scales = sum(layer_scale_bytes(4096, layer, name) for layer in spec.layers)
+        if line.group:  # 4096 and 14336 are full groups
+            assert scales == linear_weights(spec) // line.group * line.scale_bytes
+        scales += matrices * rows * 4
+        assert items["scales"] == scales
+        assert sum(items.values()) == weight_bytes(spec, 2, name)
+    halves = {i.what: i.bytes for i in weight_items(spec, Layout(2), Precision(weights="int8"))}
+    assert halves["embedding"] == -(-vocab_size // 32) * 16 * 4096
 
 
 def test_ranks_and_stages_divide_the_weights() -> None:

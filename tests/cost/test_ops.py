@@ -63,8 +63,8 @@ def test_bytes_of_one_decode_are_weights_cache_and_activations(seed: int) -> Non
     ops = step_ops(spec, ((1, context),), precision=precision)
     size = precision.dtype_bytes
     packed = linear_weights(spec) - idle_weights(spec)
-    plain = routers(spec) + spec.vocab_size * spec.hidden_size
-    weights = packed * precision.weight_bits / 8 + plain * size
+    head = spec.vocab_size * spec.hidden_size * precision.vocabulary.weight_bits
+    weights = (packed * precision.weight_bits + head) / 8 + routers(spec) * size
     assert total(ops, "weight_bytes") == pytest.approx(weights, rel=1e-12)
     read = sum(op.count * op.kv_bytes for op in ops if op.kind == "decode_attention")
     assert read == sum(
@@ -257,8 +257,23 @@ def test_weight_formats_shrink_what_is_read() -> None:
     assert read["fp8"] == read["bf16"] / 2
     assert read["int8"] == read["bf16"] / 2
     assert read["int4"] == read["bf16"] * 4.125 / 16
-    heads = {op.name: op for op in step_ops(spec, DECODE, precision=Precision.named("int4"))}
-    assert heads["lm_head"].weight_bytes == 128256 * 4096 * 2  # stays as it is
+    bits = {"fp8": 16, "int8": 8, "int4": 8}  # of embedding and output matrix beside them
+    for name, wanted in bits.items():
+        ops = {op.name: op for op in step_ops(spec, DECODE, precision=Precision.named(name))}
+        assert ops["lm_head"].weight_bytes == 128256 * 4096 * wanted / 8
+        assert ops["lm_head"].weights == ("plain" if wanted == 16 else "int8")
+        assert ops["embedding"].read_bytes == ops["embedding"].m * 4096 * wanted / 8
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_cpu_multiplies_integers(name: str) -> None:
+    """Its kernels round the inputs; elsewhere such weights become the serving dtype first."""
+    ops = {o.name: o for o in step_ops(spec_of(LLAMA_8B), DECODE, precision=Precision.named(name))}
+    for what in ("gate_up", "lm_head"):
+        assert (ops[what].dtype_on("cpu"), ops[what].dtype_on("gpu")) == ("int8", "bf16")
+    assert ops["norm"].dtype_on("cpu") == ops["decode_attention"].dtype_on("cpu") == "bf16"
+    plain = {o.name: o for o in step_ops(spec_of(LLAMA_8B), DECODE)}
+    assert plain["gate_up"].dtype_on("cpu") == "bf16"
 
 
 def test_attention_specs_that_cost_the_same_are_one_operator() -> None:

@@ -33,7 +33,7 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         got: torch.Tensor = triton_linear.invariant_linear_triton(x, weight, tile=TILE, **beside)
         return got
 
-    for module in ("ridgeline.quantization.plain", "ridgeline.layers.embedding"):
+    for module in ("ridgeline.quantization.plain",):
         monkeypatch.setattr(f"{module}.invariant_linear", linear)
     monkeypatch.setattr("ridgeline.attention.paged.prefill_config", lambda *_, **__: CONFIG)
     return rows
