@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "ridgeline/kernels/cpu"
-DRIVER = ROOT / "tests/kernels/cpu/driver.cpp"
+DRIVER = ROOT / "tests/kernels/cpu"
 
 
 def build(folder: Path, sanitize: str) -> Path:
@@ -28,7 +28,7 @@ def build(folder: Path, sanitize: str) -> Path:
         raise FileNotFoundError("setup.py")
     setup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(setup)
-    extra = ["-O1", "-g", "-DRL_EMULATE_TILES", f"-I{KERNELS}"]
+    extra = ["-O1", "-g", "-DRL_EMULATE_TILES", f"-I{KERNELS}", f"-I{DRIVER}"]
     if sanitize:
         extra += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
 
@@ -39,7 +39,7 @@ def build(folder: Path, sanitize: str) -> Path:
         subprocess.run(command, check=True)
         return str(target)
 
-    sources = [*sorted(KERNELS.glob("*.cpp")), DRIVER]
+    sources = [*sorted(KERNELS.glob("*.cpp")), *sorted(DRIVER.glob("driver*.cpp"))]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         objects = list(pool.map(compiled, sources))
     program = folder / "driver"

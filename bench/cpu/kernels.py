@@ -2,11 +2,13 @@
 few rows and Gop/s for many, beside torch's best operators on the same shapes.
 
 usage: python -m bench.cpu.kernels [--threads 2] [--out results.jsonl] [--rows 1,8,32,512]
-           [--kinds bf16,int8,int4] [--repeats 9] [--level amx] [--no-torch]
+           [--kinds bf16,int8,int4] [--repeats 9] [--levels avx2,amx] [--no-torch] [--commit ID]
 
-Each figure is the median of the repeats, with the best in brackets; copies of a matrix are taken in
-turn, so that no cache holds them. The ceiling is a read of 256 MiB by the same threads, measured
-before and after. Shapes are those of Llama-3.2-1B.
+Each figure is the median of the repeats, with the best in brackets, and then the median's share of
+its ceiling; copies of a matrix are taken in turn, so that no cache holds them. Ceilings, of as many
+threads, measured before and after: a read of 256 MiB for few rows, and for many rows dot products
+of registers alone (int4 is multiplied as int8; none for AVX2). Shapes are those of Llama-3.2-1B.
+With --commit our own figures become rows of results/latest.json.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from bench.cpu.latest import Row, merge, row
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.packed_linear import Codes, PackedMatrix, linear, pack
 
@@ -52,14 +55,24 @@ class Figure:
     operations: int
     level: str
     threads: int
+    ceiling: float | None  # bytes or operations a second
 
     @property
-    def rate(self) -> str:
-        if self.rows < MANY_ROWS:
-            median, best = (self.weight_bytes / s / 1e9 for s in (self.seconds, self.best_s))
-            return f"{median:6.1f} ({best:.1f}) GB/s"
-        median, best = (self.operations / s / 1e9 for s in (self.seconds, self.best_s))
-        return f"{median:6.0f} ({best:.0f}) Gop/s"
+    def unit(self) -> str:
+        return "GB/s" if self.rows < MANY_ROWS else "Gop/s"
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Median and best, in that unit."""
+        amount = self.weight_bytes if self.rows < MANY_ROWS else self.operations
+        return amount / self.seconds / 1e9, amount / self.best_s / 1e9
+
+    def __str__(self) -> str:
+        median, best = self.rates
+        share = "" if self.ceiling is None else f" {median * 1e9 / self.ceiling:5.0%}"
+        digits = 1 if self.rows < MANY_ROWS else 0
+        head = f"{self.kind} M={self.rows:<4d} {self.shape:8s} {self.op:20s}"
+        return f"{head} {median:6.{digits}f} ({best:.{digits}f}) {self.unit}{share}"
 
 
 class _Read(ctypes.Structure):
@@ -67,6 +80,15 @@ class _Read(ctypes.Structure):
         ("begin", ctypes.c_void_p),
         ("num_bytes", ctypes.c_int64),
         ("mixed", ctypes.c_uint64),
+    )
+
+
+class _Peak(ctypes.Structure):
+    _fields_ = (
+        ("steps", ctypes.c_int64),
+        ("operations", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("tasks", ctypes.c_int32),
     )
 
 
@@ -90,6 +112,31 @@ def read_bandwidth(repeats: int) -> tuple[float, float]:
     call = _Read(memory.data_ptr(), memory.numel(), 0)
     median, best = timed(lambda: library.rl_read(ctypes.byref(call)), repeats)
     return memory.numel() / median, memory.numel() / best
+
+
+def peak(kind: Codes, threads: int, repeats: int) -> float | None:
+    """Operations a second of dot products in registers, the best; None at a level without them."""
+    library = native.library()
+    if library is None:
+        raise SystemExit("the native CPU kernels are not here: make native")
+    call = _Peak(20_000, 0, Codes.BF16 if kind == Codes.BF16 else Codes.INT8, 16 * threads)
+    if library.rl_peak(ctypes.byref(call)):
+        return None
+    return float(call.operations) / timed(lambda: library.rl_peak(ctypes.byref(call)), repeats)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    read: float  # bytes a second
+    peaks: dict[Codes, float | None]  # operations a second
+
+    def of(self, kind: Codes, rows: int) -> float | None:
+        return self.read if rows < MANY_ROWS else self.peaks[kind]
+
+
+def ceilings(threads: int, repeats: int) -> Ceilings:
+    median = read_bandwidth(repeats)[0]
+    return Ceilings(median, {kind: peak(kind, threads, repeats) for kind in Codes})
 
 
 def ours(kind: Codes, weight: torch.Tensor, rows: int) -> tuple[int, list[Callable[[], object]]]:
@@ -131,7 +178,9 @@ def of_torch(
         yield "_int_mm", num_bytes, [lambda c=c: whole(rounded, c.T) for c in codes]  # type: ignore[misc]
 
 
-def measure(asked: argparse.Namespace, kind: Codes, name: str, rows: int) -> Iterator[Figure]:
+def measure(
+    asked: argparse.Namespace, kind: Codes, name: str, rows: int, ceiling: float | None
+) -> Iterator[Figure]:
     outputs, inputs = SHAPES[name]
     weight = torch.randn(outputs, inputs).bfloat16()
     operators = [("ridgeline", *ours(kind, weight, rows))]
@@ -146,10 +195,9 @@ def measure(asked: argparse.Namespace, kind: Codes, name: str, rows: int) -> Ite
         repeats = asked.repeats if rows < MANY_ROWS else min(3, asked.repeats)
         median, best = (s / len(products) for s in timed(run, repeats))
         operations = 2 * rows * outputs * inputs
-        level, threads = native.level(), asked.threads
-        yield Figure(
-            kind.name.lower(), op, name, rows, median, best, num_bytes, operations, level, threads
-        )
+        name_of_kind, level = kind.name.lower(), native.level()
+        done = (median, best, num_bytes, operations)
+        yield Figure(name_of_kind, op, name, rows, *done, level, asked.threads, ceiling)
 
 
 def main() -> None:
@@ -159,32 +207,51 @@ def main() -> None:
     parser.add_argument("--kinds", default="bf16,int8,int4")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--level", default=native.level(), choices=native.LEVELS[1:])
+    parser.add_argument("--levels", default=native.level(), help="avx2, avx512, bf16, amx")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     native.set_threads(asked.threads)
     lines: list[dict[str, object]] = []
-
-    def ceiling() -> None:
-        median, best = read_bandwidth(asked.repeats)
-        print(f"memory read {median / 1e9:.1f} ({best / 1e9:.1f}) GB/s", flush=True)
-        lines.append({"read_bytes_s": median, "best_read_bytes_s": best})
-
-    with native.at_level(asked.level):
-        print(f"level {native.level()} threads {asked.threads}")
-        ceiling()
-        for kind in (Codes[name.upper()] for name in asked.kinds.split(",")):
-            for rows in map(int, asked.rows.split(",")):
-                for name in asked.shapes.split(","):
-                    for figure in measure(asked, kind, name, rows):
-                        head = f"{figure.kind} M={rows:<4d} {name:8s} {figure.op:20s}"
-                        print(f"{head} {figure.rate}", flush=True)
-                        lines.append(asdict(figure))
-        ceiling()
+    figures: list[Figure] = []
+    for level in asked.levels.split(","):
+        with native.at_level(level):
+            limits = measured_ceilings(asked, lines)
+            found = list(all_figures(asked, limits))
+            measured_ceilings(asked, lines)
+        figures += found
+        lines += [asdict(figure) for figure in found]
     if asked.out is not None:
         asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if asked.commit is not None:
+        merge([row_of(f, asked.commit) for f in figures if f.op == "ridgeline"])
+
+
+def measured_ceilings(asked: argparse.Namespace, lines: list[dict[str, object]]) -> Ceilings:
+    found = ceilings(asked.threads, asked.repeats)
+    told = [f"{k.name.lower()} {v / 1e9:.0f} Gop/s" for k, v in found.peaks.items() if v]
+    head = f"level {native.level()}, {asked.threads} threads: memory read"
+    print(f"{head} {found.read / 1e9:.1f} GB/s", *told, sep=", ", flush=True)
+    peaks = {f"peak_{kind.name.lower()}": rate for kind, rate in found.peaks.items()}
+    lines.append({"level": native.level(), "read_bytes_s": found.read} | peaks)
+    return found
+
+
+def all_figures(asked: argparse.Namespace, limits: Ceilings) -> Iterator[Figure]:
+    for kind in (Codes[name.upper()] for name in asked.kinds.split(",")):
+        for rows in map(int, asked.rows.split(",")):
+            for name in asked.shapes.split(","):
+                for figure in measure(asked, kind, name, rows, limits.of(kind, rows)):
+                    print(figure, flush=True)
+                    yield figure
+
+
+def row_of(figure: Figure, commit: str) -> Row:
+    median, best = figure.rates
+    name = f"{figure.kind} {figure.shape} of {figure.rows} rows, {figure.level}"
+    return row(name, figure.unit, [median], commit=commit) | {"high": best}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import resource
 import time
 
 import llama_cpp as lc
@@ -102,6 +103,7 @@ def main() -> None:
             engine.run([(token, CONTEXT + step, s, True) for s, token in enumerate(ids)])
             ids = [engine.best(s) for s in range(batch)]
         found[f"decode b{batch}"] = batch * args.new / (time.perf_counter() - begin)
+    found["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(found))
 
 

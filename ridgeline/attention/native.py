@@ -42,7 +42,7 @@ class NativeAttention:
 
     name = "native"
     supports: Supports = _Native(
-        ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=("auto",)
+        ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=("auto", "int8")
     )
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> AttentionBatch:

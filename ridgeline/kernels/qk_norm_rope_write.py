@@ -13,10 +13,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of one layer as two views of any block, slot and head stride."""
+    """Keys and values of one layer as two views of any block, slot and head stride. With scales
+    (float16) the numbers are codes, and only kernels that say so know them."""
 
     k_NSKD: torch.Tensor
     v_NSKD: torch.Tensor
+    k_scales_NSK: torch.Tensor | None = None
+    v_scales_NSK: torch.Tensor | None = None
 
 
 def plain_views(store_NSC: torch.Tensor, num_kv_heads: int) -> PagedKV:

@@ -12,6 +12,7 @@ from ridgeline.formats import KV_FORMATS
 from ridgeline.kernels.qk_norm_rope_write import PagedKV, plain_views
 from ridgeline.kernels.quantize_rows import E4M3, LARGEST
 from ridgeline.kvcache.contract import Store
+from ridgeline.kvcache.memory import zeros
 
 
 class Fp8KV:
@@ -35,7 +36,7 @@ class Fp8KV:
         """All stores of one object have the same serving `dtype`, which `gather` answers in."""
         self.dtype = dtype
         shape = (num_blocks, block_size, 2 * num_kv_heads * head_dim)
-        return (torch.zeros(shape, dtype=E4M3, device=device),)
+        return (zeros(shape, E4M3, device),)
 
     def write(self, store: Store, slots_T: torch.Tensor, kv_TC: torch.Tensor) -> None:
         codes_TC = kv_TC.clamp(-LARGEST, LARGEST).to(E4M3)

@@ -11,6 +11,7 @@ import torch
 from ridgeline.formats import KV_FORMATS
 from ridgeline.kernels.qk_norm_rope_write import PagedKV, plain_views
 from ridgeline.kvcache.contract import Store
+from ridgeline.kvcache.memory import zeros
 
 
 class PlainKV:
@@ -29,7 +30,7 @@ class PlainKV:
         device: torch.device,
     ) -> Store:
         shape = (num_blocks, block_size, 2 * num_kv_heads * head_dim)
-        return (torch.zeros(shape, dtype=dtype, device=device),)
+        return (zeros(shape, dtype, device),)
 
     def write(self, store: Store, slots_T: torch.Tensor, kv_TC: torch.Tensor) -> None:
         store[0].view(-1, kv_TC.shape[1]).index_copy_(0, slots_T, kv_TC)

@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 
 
 def backend_of(name: str) -> AttentionBackend:
+    if name == "flashinfer":
+        pytest.skip("tests/gpu/test_flashinfer.py: it serves few shapes, on a GPU that has it")
     if name == "native" and (COMPILED or native.library() is None):
         pytest.skip("native kernels need their library, and a CPU")
     backend: AttentionBackend = load(ATTENTION_BACKENDS, name, "attention backend")()
@@ -119,8 +121,9 @@ def test_auto_takes_the_first_that_serves_the_model() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "reason"),
     [
-        ("flash", torch.float32, "unknown attention backend 'flash'; choose one of native"),
+        ("flash", torch.float32, "unknown attention backend 'flash'; choose one of flashinfer"),
         ("sdpa", torch.float64, "sdpa does not serve torch.float64"),
+        ("flashinfer", torch.bfloat16, "flashinfer runs on cuda, not on cpu; use auto"),
         ("auto", torch.float64, "no attention backend serves torch.float64 on cpu"),
     ],
 )

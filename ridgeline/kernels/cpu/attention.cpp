@@ -72,6 +72,7 @@ void run_merge(void* raw, int task, int) {
 
 const AttentionVariant* variant() {
   int level = isa_level();
+  if (level >= ISA_AMX) return attention_amx();
   if (level >= ISA_BF16) return attention_bf16();
   return level >= ISA_AVX512 ? attention_avx512() : attention_avx2();
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "dtype.h"
 #include "pool.h"
 
 // Causal attention of the new tokens of each request over the request's blocks. Request b owns
@@ -19,11 +20,15 @@ struct AttentionArgs {
   const int64_t* rows;  // which row of the tables is a request's; null: in order
   const int32_t* seq_lens;
   const int32_t* query_start;
+  const uint16_t* k_scales;  // of codes of 8 bits, float16, heads side by side; null: none
+  const uint16_t* v_scales;
   int64_t num_requests, table_stride, q_stride, out_stride;
   int64_t block_stride, slot_stride, head_stride, block_size;
   int64_t heads, kv_heads, head_dim;
   int64_t window;  // 0: none
-  int64_t dtype;   // of q, out, k and v; see dtype.h
+  int64_t dtype;   // of q and out; see dtype.h
+  int64_t kv_dtype;  // of k and v: the same, or RL_I8
+  int64_t scale_block_stride, scale_slot_stride;
   double scale;
 };
 
@@ -61,3 +66,4 @@ struct AttentionVariant {
 const AttentionVariant* attention_avx2();
 const AttentionVariant* attention_avx512();
 const AttentionVariant* attention_bf16();
+const AttentionVariant* attention_amx();

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.cpu.elementwise import DTYPES, MAX_HEAD_DIM, kernel_of, numbers, pointers
+from ridgeline.kernels.cpu.elementwise import (
+    DTYPES,
+    KV_DTYPES,
+    MAX_HEAD_DIM,
+    check_cache,
+    kernel_of,
+    numbers,
+    pointers,
+    scale_strides_of,
+)
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.qk_norm_rope_write import PagedKV
 
@@ -21,9 +30,11 @@ from ridgeline.kernels.qk_norm_rope_write import PagedKV
 class _Attention(ctypes.Structure):
     _fields_ = (
         *pointers("q", "out", "k", "v", "tables", "rows", "seq_lens", "query_start"),
+        *pointers("k_scales", "v_scales"),
         *numbers("num_requests", "table_stride", "q_stride", "out_stride"),
         *numbers("block_stride", "slot_stride", "head_stride", "block_size"),
-        *numbers("heads", "kv_heads", "head_dim", "window", "dtype"),
+        *numbers("heads", "kv_heads", "head_dim", "window", "dtype", "kv_dtype"),
+        *numbers("scale_block_stride", "scale_slot_stride"),
         ("scale", ctypes.c_double),
     )
 
@@ -50,24 +61,24 @@ def cpu_attention(
     check(size == kv_size <= MAX_HEAD_DIM, "a head size that is served", size=size, kv=kv_size)
     check(heads % kv_heads == 0, "query heads share KV heads", heads=heads, kv_heads=kv_heads)
     out_THD = torch.empty((tokens, heads, size), dtype=q_THD.dtype)
-    strides = kv.k_NSKD.stride()
+    strides, scale_strides = kv.k_NSKD.stride(), scale_strides_of(kv)
     arguments = _Attention(
         pointer(q_THD), pointer(out_THD), pointer(kv.k_NSKD), pointer(kv.v_NSKD),
         pointer(batch.tables_NM), pointer(batch.rows_B), pointer(batch.seq_lens_B),
-        pointer(batch.query_start_B1), len(batch.seq_lens_B), batch.tables_NM.stride(0),
-        q_THD.stride(0), out_THD.stride(0), strides[0], strides[1], strides[2], block_size,
-        heads, kv_heads, size, batch.window or 0, DTYPES[q_THD.dtype], scale,
+        pointer(batch.query_start_B1), pointer(kv.k_scales_NSK), pointer(kv.v_scales_NSK),
+        len(batch.seq_lens_B), batch.tables_NM.stride(0), q_THD.stride(0), out_THD.stride(0),
+        strides[0], strides[1], strides[2], block_size, heads, kv_heads, size, batch.window or 0,
+        DTYPES[q_THD.dtype], KV_DTYPES[kv.k_NSKD.dtype], *scale_strides, scale,
     )  # fmt: skip
     launch(kernel_of("rl_attention"), arguments, q_THD, out_THD, kv, batch)
     return out_THD
 
 
 def _check(q_THD: torch.Tensor, kv: PagedKV, batch: AttentionBatch) -> None:
-    for x in (q_THD, kv.k_NSKD, kv.v_NSKD):
-        check(x.dtype == q_THD.dtype and x.dtype in DTYPES, "one known dtype", dtype=x.dtype)
-        check(x.stride(-1) == 1 or x.shape[-1] == 1, "contiguous rows")
+    check(q_THD.dtype in DTYPES, "a known dtype", dtype=q_THD.dtype)
+    check(q_THD.stride(-1) == 1 or q_THD.shape[-1] == 1, "contiguous rows")
+    check_cache(kv, q_THD.dtype)
     check(q_THD.stride(1) == q_THD.shape[2] or q_THD.shape[1] == 1, "heads lie side by side")
-    check(kv.k_NSKD.stride() == kv.v_NSKD.stride(), "K and V lie alike")
     whole = batch.tables_NM, batch.seq_lens_B, batch.query_start_B1
     check(all(x.dtype == torch.int32 for x in whole), "whole numbers of 32 bits")
     check(batch.rows_B is None or batch.rows_B.dtype == torch.int64, "rows of 64 bits")

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-enum RlDtype : int { RL_F32 = 0, RL_BF16 = 1 };
+enum RlDtype : int { RL_F32 = 0, RL_BF16 = 1, RL_I8 = 2 };
 
 namespace {
 

@@ -25,7 +25,8 @@ struct GateArgs {
   int64_t rows, size, gate_up_stride, out_stride, dtype;
 };
 
-// Norms (null weights: none) and rotation of q and k in place, and the write to the cache.
+// Norms (null weights: none) and rotation of q and k in place, and the write to the cache: in the
+// dtype, or as codes of 8 bits with a scale (float16) for each head, if there are scales.
 struct TurnArgs {
   void* qkv;
   const float* table;  // [positions, 2, D]: cosines, signed sines
@@ -35,8 +36,11 @@ struct TurnArgs {
   void* v;
   const void* q_weight;
   const void* k_weight;
+  uint16_t* k_scales;
+  uint16_t* v_scales;
   int64_t rows, stride, heads, kv_heads, head_dim;
   int64_t block_size, block_stride, slot_stride, head_stride, dtype;
+  int64_t scale_block_stride, scale_slot_stride;
   double eps;
 };
 

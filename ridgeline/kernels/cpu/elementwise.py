@@ -21,6 +21,7 @@ from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV
 from ridgeline.kernels.step_inputs import StepInputs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+KV_DTYPES = {**DTYPES, torch.int8: 2}  # codes with scales
 MAX_HEAD_DIM = 1024
 
 Field = tuple[str, type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_double]]
@@ -52,8 +53,10 @@ class _Gate(ctypes.Structure):
 class _Turn(ctypes.Structure):
     _fields_ = (
         *pointers("qkv", "table", "positions", "slots", "k", "v", "q_weight", "k_weight"),
+        *pointers("k_scales", "v_scales"),
         *numbers("rows", "stride", "heads", "kv_heads", "head_dim"),
         *numbers("block_size", "block_stride", "slot_stride", "head_stride", "dtype"),
+        *numbers("scale_block_stride", "scale_slot_stride"),
         ("eps", ctypes.c_double),
     )
 
@@ -108,6 +111,28 @@ def _check_rows(what: str, *tensors: torch.Tensor) -> None:
         check(x.stride(-1) == 1 or x.shape[-1] == 1, "contiguous rows", kernel=what)
 
 
+def check_cache(kv: PagedKV, dtype: torch.dtype) -> None:
+    """Keys and values that kernels for numbers of `dtype` know: the same, or codes with scales."""
+    scales = kv.k_scales_NSK, kv.v_scales_NSK
+    wanted = dtype if scales == (None, None) else torch.int8
+    for x, scales_NSK in zip((kv.k_NSKD, kv.v_NSKD), scales, strict=True):
+        check(x.dtype == wanted, "numbers of the dtype, or codes with scales", dtype=x.dtype)
+        check(x.stride(-1) == 1 or x.shape[-1] == 1, "contiguous heads")
+        if scales_NSK is not None:
+            check(scales_NSK.dtype == torch.float16, "scales of 16 bits", dtype=scales_NSK.dtype)
+            check(scales_NSK.shape == x.shape[:-1], "a scale for each head of each token")
+            check(scales_NSK.stride(-1) == 1 or scales_NSK.shape[-1] == 1, "scales side by side")
+    check(kv.k_NSKD.stride() == kv.v_NSKD.stride(), "K and V lie alike")
+    check(len({x.stride() for x in scales if x is not None}) < 2, "their scales do too")
+
+
+def scale_strides_of(kv: PagedKV) -> tuple[int, int]:
+    """From block to block and from slot to slot; 0 without scales."""
+    if kv.k_scales_NSK is None:
+        return 0, 0
+    return kv.k_scales_NSK.stride(0), kv.k_scales_NSK.stride(1)
+
+
 def add_norm(
     delta_TE: torch.Tensor | None, sum_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -154,9 +179,9 @@ def turn_and_write(
     _, block_size, kv_heads, size = kv.k_NSKD.shape
     rows, width = qkv_TX.shape
     heads = width // size - 2 * kv_heads
-    _check_rows("turn", qkv_TX, kv.k_NSKD, kv.v_NSKD)
+    _check_rows("turn", qkv_TX)
+    check_cache(kv, qkv_TX.dtype)
     check(size <= MAX_HEAD_DIM and size % 2 == 0, "a head size that is served", size=size)
-    check(kv.k_NSKD.stride() == kv.v_NSKD.stride(), "K and V lie alike")
     check(table_L2D.dtype == torch.float32 and table_L2D.is_contiguous(), "a table of float32")
     for whole in (positions_T, slots_T):
         check(whole.dtype == torch.int64 and whole.stride(0) == 1, "whole numbers of 64 bits")
@@ -168,11 +193,11 @@ def turn_and_write(
     arguments = _Turn(
         pointer(qkv_TX), pointer(table_L2D), pointer(positions_T), pointer(slots_T),
         pointer(kv.k_NSKD), pointer(kv.v_NSKD), pointer(q_weight), pointer(k_weight),
-        rows, qkv_TX.stride(0), heads, kv_heads, size,
-        block_size, strides[0], strides[1], strides[2], DTYPES[qkv_TX.dtype],
-        0.0 if norms is None else norms.eps,
+        pointer(kv.k_scales_NSK), pointer(kv.v_scales_NSK), rows, qkv_TX.stride(0), heads,
+        kv_heads, size, block_size, strides[0], strides[1], strides[2], DTYPES[qkv_TX.dtype],
+        *scale_strides_of(kv), 0.0 if norms is None else norms.eps,
     )  # fmt: skip
-    kept = table_L2D, positions_T, slots_T, kv.k_NSKD, kv.v_NSKD, q_weight, k_weight
+    kept = table_L2D, positions_T, slots_T, kv, q_weight, k_weight
     launch(kernel_of("rl_turn"), arguments, qkv_TX, *kept)
     return qkv_TX.as_strided((rows, heads, size), (qkv_TX.stride(0), size, 1))
 

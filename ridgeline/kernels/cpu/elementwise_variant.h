@@ -78,6 +78,50 @@ inline void convert(const From* from, To* to, int64_t size) {
   for (int64_t i = 0; i < size; i += W) store_some(to + i, load_some(from + i, size - i), size - i);
 }
 
+// A head as codes from -127 to 127 and the scale that makes numbers of them; NaN where a number is
+// not finite.
+inline void encode_head(const float* x, I8* codes, uint16_t* scale, int64_t size) {
+  const float most = 127.0f;
+  F largest = {}, broken = {};
+  for (int64_t i = 0; i < size; i += W) {
+    F part = load_some(x + i, size - i);
+    largest = larger(magnitude(part), largest);
+    broken += part - part;
+  }
+  *scale = _cvtss_sh(max_of(largest) / most + sum_of(broken), _MM_FROUND_TO_NEAREST_INT);
+  float rounded = _cvtsh_ss(*scale);
+  float inverse = rounded > 0 ? 1.0f / rounded : 0.0f;
+  for (int64_t i = 0; i < size; i += W) {
+    F part = load_some(x + i, size - i) * inverse;
+    part = part > most ? all(most) : part;
+    part = part < -most ? all(-most) : part;
+    I whole = near(part);
+    for (int64_t j = 0; j < W && i + j < size; ++j) codes[i + j].code = int8_t(whole[j]);
+  }
+}
+
+// Where a row's keys and values go, of all KV heads; `convert` and copies do it, or `encode_head`.
+template <class T>
+struct Slot {
+  const TurnArgs& a;
+  int64_t at, scale_at;
+
+  Slot(const TurnArgs& args, int64_t slot) : a(args) {
+    int64_t block = slot / a.block_size, offset = slot % a.block_size;
+    at = block * a.block_stride + offset * a.slot_stride;
+    scale_at = block * a.scale_block_stride + offset * a.scale_slot_stride;
+  }
+
+  void put(const float* x, void* cache, uint16_t* scales, int64_t head) const {
+    int64_t place = at + head * a.head_stride;
+    if (scales == nullptr) return convert(x, static_cast<T*>(cache) + place, a.head_dim);
+    encode_head(x, static_cast<I8*>(cache) + place, scales + scale_at + head, a.head_dim);
+  }
+
+  void put_key(const float* x, int64_t head) const { put(x, a.k, a.k_scales, head); }
+  void put_value(const float* x, int64_t head) const { put(x, a.v, a.v_scales, head); }
+};
+
 template <class T>
 void turn_rows(const TurnArgs& a, int64_t begin, int64_t end) {
   float x[MAX_HEAD_DIM];
@@ -85,8 +129,8 @@ void turn_rows(const TurnArgs& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     T* head = static_cast<T*>(a.qkv) + row * a.stride;
     const float* table = a.table + a.positions[row] * 2 * size;
-    int64_t slot = a.slots[row], block = slot / a.block_size, offset = slot % a.block_size;
-    int64_t at = block * a.block_stride + offset * a.slot_stride;
+    bool is_kept = a.slots[row] >= 0;
+    const Slot<T> slot(a, is_kept ? a.slots[row] : 0);
     for (int64_t h = 0; h < a.heads + a.kv_heads; ++h, head += size) {
       const T* weight = static_cast<const T*>(h < a.heads ? a.q_weight : a.k_weight);
       convert(head, x, size);
@@ -94,13 +138,13 @@ void turn_rows(const TurnArgs& a, int64_t begin, int64_t end) {
       turn_head(x, table, size);
       if (h < a.heads) {
         convert(x, head, size);
-      } else if (slot >= 0) {
-        convert(x, static_cast<T*>(a.k) + at + (h - a.heads) * a.head_stride, size);
+      } else if (is_kept) {
+        slot.put_key(x, h - a.heads);
       }
     }
-    if (slot < 0) continue;
-    for (int64_t h = 0; h < a.kv_heads; ++h, head += size) {
-      std::memcpy(static_cast<T*>(a.v) + at + h * a.head_stride, head, size * sizeof(T));
+    for (int64_t h = 0; h < a.kv_heads && is_kept; ++h, head += size) {
+      convert(head, x, size);
+      slot.put_value(x, h);
     }
   }
 }

@@ -24,6 +24,11 @@ struct B16 {
   uint16_t bits;
 };
 
+// A whole number that a scale belongs to.
+struct I8 {
+  int8_t code;
+};
+
 inline F all(float x) { return x - F{}; }
 
 inline F load(const float* p) {
@@ -37,6 +42,54 @@ inline F load(const B16* p) {
   std::memcpy(&h, p, sizeof h);
   return (F)(__builtin_convertvector(h, U) << 16);
 }
+
+inline F load(const I8* p) {
+#if defined(__AVX512F__)
+  __m128i codes;
+  std::memcpy(&codes, p, sizeof codes);
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+#else
+  __m128i codes = {};
+  std::memcpy(&codes, p, W);
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+#endif
+}
+
+// W numbers of float16.
+inline F from_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+  __m256i halves;
+  std::memcpy(&halves, p, sizeof halves);
+  return (F)_mm512_cvtph_ps(halves);
+#else
+  __m128i halves;
+  std::memcpy(&halves, p, sizeof halves);
+  return (F)_mm256_cvtph_ps(halves);
+#endif
+}
+
+// The nearest whole numbers, of two the even one; below 2^31.
+inline I near(F x) {
+#if defined(__AVX512F__)
+  return (I)_mm512_cvtps_epi32((__m512)x);
+#else
+  return (I)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+#if defined(__AVX512F__)
+// The low byte of each.
+inline void store_bytes(void* p, I x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x));
+}
+
+// 64 codes, zeros from the n-th on; nothing behind p + n is touched.
+inline __m512i codes_of(const I8* p, int64_t n) {
+  return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
+}
+#endif
+
+inline F magnitude(F x) { return (F)((U)x & 0x7fffffff); }
 
 inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
 

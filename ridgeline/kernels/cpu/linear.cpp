@@ -8,8 +8,6 @@
 namespace {
 
 constexpr int64_t MAX_ROWS = 1024;         // of x prepared at once
-constexpr int64_t TASK_BYTES = 96 << 10;   // of weights in a task, when rows are few
-constexpr int64_t TASKS_A_THREAD = 8;
 constexpr int64_t ALONE_NUMBERS = 1 << 14;  // of x: fewer are prepared by the caller alone
 
 struct Scratch {
@@ -55,15 +53,6 @@ void multiply_task(void* raw, int task, int thread) {
   shared->variant->multiply(plan, thread, begin, end < plan.units ? end : plan.units);
 }
 
-int64_t units_a_task(const RlLinear& call, int64_t units) {
-  int64_t unit_bytes = panel_lines(call.matrix) * LINE * (call.gated ? 2 : 1);
-  int64_t by_bytes = TASK_BYTES / unit_bytes;
-  int64_t by_threads = units / (TASKS_A_THREAD * pool_threads());
-  int64_t wanted = by_bytes < by_threads ? by_bytes : by_threads;
-  if (!call.gated) wanted &= ~int64_t(1);  // panels are taken in pairs
-  return wanted < 1 ? (call.gated || units <= pool_threads() ? 1 : 2) : wanted;
-}
-
 }  // namespace
 
 RL_API int rl_linear(const RlLinear* call) {
@@ -72,12 +61,12 @@ RL_API int rl_linear(const RlLinear* call) {
   LinearPlan plan{};
   plan.call = call;
   plan.units = call->gated ? panels / 2 : panels;
-  plan.units_a_task = units_a_task(*call, plan.units);
   for (plan.row_begin = 0; plan.row_begin < call->rows; plan.row_begin += plan.rows) {
     int64_t left = call->rows - plan.row_begin;
     plan.rows = left < MAX_ROWS ? left : MAX_ROWS;
     const LinearVariant chosen = variant(plan.rows);
     int64_t for_x = up(chosen.scratch_bytes(*call, plan.rows), 64);
+    plan.units_a_task = chosen.task_units(*call, plan.rows, plan.units);
     plan.thread_bytes = up(chosen.thread_bytes(*call, plan.rows), 64);
     plan.scratch = scratch.at_least(for_x + plan.thread_bytes * pool_threads() + 64);
     if (plan.scratch == nullptr) return 3;

@@ -72,6 +72,23 @@ namespace {
   return up(m.inputs, line_inputs(m.format)) / line_inputs(m.format);
 }
 
+constexpr int64_t TASK_BYTES = 96 << 10;  // of weights in a task, when rows are few
+
+// Of `units`, when a task should have `panels` and each thread several tasks.
+[[maybe_unused]] inline int64_t share(const RlLinear& call, int64_t units, int64_t panels,
+                                      int64_t tasks_a_thread) {
+  int64_t most = panels / (call.gated ? 2 : 1);
+  int64_t by_threads = units / (tasks_a_thread * pool_threads());
+  int64_t wanted = most < by_threads ? most : by_threads;
+  if (!call.gated) wanted &= ~int64_t(1);  // panels are taken in pairs
+  return wanted < 1 ? (call.gated || units <= pool_threads() ? 1 : 2) : wanted;
+}
+
+// While memory is the limit: so many bytes of weights in a task.
+[[maybe_unused]] inline int64_t few_rows_units(const RlLinear& call, int64_t units) {
+  return share(call, units, TASK_BYTES / (panel_lines(call.matrix) * LINE), 8);
+}
+
 [[maybe_unused]] inline int64_t num_groups(const RlMatrix& m) {
   return m.format == RL_W_INT4 ? (m.inputs + m.group - 1) / m.group : 0;
 }
@@ -94,6 +111,7 @@ struct LinearVariant {
   int (*prepare_tasks)(const LinearPlan& plan);
   void (*prepare)(const LinearPlan& plan, int task);
   int64_t (*thread_bytes)(const RlLinear& call, int64_t rows);
+  int64_t (*task_units)(const RlLinear& call, int64_t rows, int64_t units);
   void (*multiply)(const LinearPlan& plan, int thread, int64_t begin, int64_t end);
 };
 

@@ -2,124 +2,39 @@
 //
 // x is cut into tiles of up to 16 rows and chunks of 64 bytes; a chunk of a panel is 16 lines. Two
 // tiles of x by two panels are multiplied at once. Rows that a tile has beyond those of x are never
-// read from the sums. The last chunk of a panel, and of each group of int4, is filled up with zeros.
+// read from the sums. The last chunk of a panel, and of each group of int4, is filled with zeros.
+//
+// Where x is larger than a core's own cache it is taken in slabs of its inputs: a slab is
+// multiplied by all panels of a task before the next, and the sums wait in between.
 #define BF16_DOT
 #include "linear_ops512.h"
 //
 #include "linear_kernel.h"
 #include "tiles.h"
+#include "tiles_ends.h"
+#include "tiles_x.h"
 
 namespace {
 
-constexpr int TILE_ROWS = 16, CHUNK = 1024, CHUNK_LINES = 16;
 constexpr int64_t VECTOR_ROWS = 4;  // so many rows cost vectors less than memory takes
-constexpr int64_t TILE_AHEAD = 4096;
+constexpr int64_t TILE_AHEAD = 4096;  // bytes of a panel that are asked for before their turn
+constexpr int64_t FETCH_TILES = 8;
+constexpr int64_t TASK_PANELS = 16;
 
-struct TiledX {
-  int64_t tiles, tile_rows;        // all tiles have so many rows, the last ones maybe fewer of x
-  int64_t group_chunks, chunks;    // of a group (int4), of a row
-  int64_t groups;
-  char* x;                         // [tiles][chunks][16][64]
-  float* scales;                   // int8: [tiles * 16]; int4: [tiles][groups][16]
-  int32_t* offsets;
-};
-
-TiledX tiled(const RlLinear& call, char* scratch, int64_t rows) {
-  const RlMatrix& m = call.matrix;
-  TiledX t{};
-  t.tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-  t.tile_rows = (rows + t.tiles - 1) / t.tiles;
-  t.groups = m.format == RL_W_INT4 ? num_groups(m) : 1;
-  int64_t numbers = m.format == RL_W_BF16 ? 32 : 64;
-  int64_t a_group = m.format == RL_W_INT4 && m.group < m.inputs ? m.group : m.inputs;
-  t.group_chunks = (a_group + numbers - 1) / numbers;
-  t.chunks = t.group_chunks * t.groups;
-  t.x = scratch;
-  int64_t beside = up(4 * t.tiles * t.groups * TILE_ROWS, 64);
-  t.scales = reinterpret_cast<float*>(scratch + t.tiles * t.chunks * CHUNK);
-  t.offsets = reinterpret_cast<int32_t*>(reinterpret_cast<char*>(t.scales) + beside);
-  return t;
-}
-
-int64_t tiled_bytes(const RlLinear& call, int64_t rows) {
-  TiledX t = tiled(call, nullptr, rows);
-  return t.tiles * t.chunks * CHUNK + 2 * up(4 * t.tiles * t.groups * TILE_ROWS, 64);
-}
-
-// Both panels of int4 as bytes, when several pairs of tiles need them.
-int64_t unpacked_bytes(const RlLinear& call, int64_t rows) {
-  TiledX t = tiled(call, nullptr, rows);
+int64_t unpacked_bytes(const RlLinear& call, const TiledX& t) {
   bool again = call.matrix.format == RL_W_INT4 && t.tiles > 2;
-  return again ? 2 * t.chunks * CHUNK : 0;
+  return again ? 2 * t.slab_chunks * CHUNK : 0;
 }
 
-void put_bytes(const void* from, int64_t bytes, char* out) {  // into rows of chunks
-  const char* source = static_cast<const char*>(from);
-  for (; bytes > 0; bytes -= LINE, source += LINE, out += CHUNK) {
-    int64_t here = bytes < LINE ? bytes : int64_t(LINE);
-    std::memcpy(out, source, size_t(here));
-    if (here < LINE) std::memset(out + here, 0, size_t(LINE - here));
-  }
+int64_t tile_units(const RlLinear& call, int64_t rows, int64_t units) {
+  return rows < MANY_ROWS ? few_rows_units(call, units) : share(call, units, TASK_PANELS, 4);
 }
 
-void tile_bf16_row(const RlLinear& call, int64_t row, char* out) {
-  float piece[PIECE];
-  bf16 rounded[PIECE];
-  int64_t inputs = call.matrix.inputs;
-  for (int64_t begin = 0; begin < inputs; begin += PIECE) {
-    int64_t count = inputs - begin < PIECE ? inputs - begin : PIECE;
-    load_floats(call, row, begin, count, piece);
-    for (int64_t i = 0; i < count; ++i) rounded[i] = to_bf16(piece[i]);
-    put_bytes(rounded, count * 2, out + begin * 2 / LINE * CHUNK);
-  }
-}
-
-void tile_int8_row(const RlLinear& call, int64_t row, char* out, float* scale, int32_t* offset) {
-  float piece[PIECE];
-  int8_t codes[PIECE];
-  int64_t inputs = call.matrix.inputs;
-  float most = row_magnitude(call, row, piece), inverse = inverse_of(most);
-  int32_t sum = 0;
-  for (int64_t begin = 0; begin < inputs; begin += PIECE) {
-    int64_t count = inputs - begin < PIECE ? inputs - begin : PIECE;
-    load_floats(call, row, begin, count, piece);
-    sum += round_codes(piece, count, inverse, codes);
-    put_bytes(codes, count, out + begin / LINE * CHUNK);
-  }
-  *scale = most / 127.0f;
-  *offset = -128 * sum;
-}
-
-void tile_int4_row(const RlLinear& call, const TiledX& t, int64_t row, char* out, float* scales,
-                   int32_t* offsets) {
-  float piece[PIECE];
-  int8_t codes[PIECE];
-  int64_t inputs = call.matrix.inputs, group = call.matrix.group;
-  for (int64_t begin = 0, g = 0; begin < inputs; begin += group, ++g) {
-    int64_t count = inputs - begin < group ? inputs - begin : group;
-    load_floats(call, row, begin, count, piece);
-    float most = magnitude(piece, count);
-    scales[g * TILE_ROWS] = most / 127.0f;
-    offsets[g * TILE_ROWS] = -8 * round_codes(piece, count, inverse_of(most), codes);
-    char* chunk = out + g * t.group_chunks * CHUNK;
-    put_bytes(codes, count, chunk);
-    for (int64_t c = (count + LINE - 1) / LINE; c < t.group_chunks; ++c)
-      std::memset(chunk + c * CHUNK, 0, LINE);
-  }
-}
-
-void tile_prepare(const LinearPlan& plan, int task) {
-  const RlLinear& call = *plan.call;
-  TiledX t = tiled(call, plan.scratch, plan.rows);
-  int64_t tile = task / t.tile_rows, inside = task % t.tile_rows, row = plan.row_begin + task;
-  char* out = t.x + tile * t.chunks * CHUNK + inside * LINE;
-  int64_t beside = tile * t.groups * TILE_ROWS + inside;
-  if (call.matrix.format == RL_W_BF16)
-    tile_bf16_row(call, row, out);
-  else if (call.matrix.format == RL_W_INT8)
-    tile_int8_row(call, row, out, t.scales + beside, t.offsets + beside);
-  else
-    tile_int4_row(call, t, row, out, t.scales + beside, t.offsets + beside);
+// Both panels of int4 as bytes, when several pairs of tiles need them; sums between slabs.
+int64_t tile_thread_bytes(const RlLinear& call, int64_t rows) {
+  TiledX t = tiled(call, nullptr, rows);
+  int64_t block = up(t.tiles < BLOCK_TILES ? t.tiles : BLOCK_TILES, 2);
+  return unpacked_bytes(call, t) + (t.slabs > 1 ? TASK_PANELS * block * CHUNK : 0);
 }
 
 // ---- one or two tiles of x by one or two panels ------------------------------------------------
@@ -129,10 +44,12 @@ struct TileJob {
   const char* panel[2];    // lines
   const bf16* scale[2];    // int4
   const char* unpacked[2];  // int4: chunks, if they are there already; else null
+  const char* next[2];      // lines that will be wanted behind these
   const float* x_scale[2];  // int4: [groups][16]
-  const int32_t* x_offset[2];
   int64_t lines, group_lines, group_chunks, rows[2];
-  float* out;  // [tile][panel][16][16]
+  bool adds;   // to what `out` holds
+  bool is_first;  // of those that read these panels: they may come from memory
+  char* out;   // sums: [tile][panel][16][16], as float or as int32
 };
 
 template <int NM, int NP>
@@ -144,6 +61,14 @@ inline void zero_sums() {
 }
 
 template <int NM, int NP>
+inline void load_sums(const char* from) {
+  TILE_LOAD(0, from, LINE);
+  if constexpr (NP > 1) TILE_LOAD(1, from + CHUNK, LINE);
+  if constexpr (NM > 1) TILE_LOAD(2, from + 2 * CHUNK, LINE);
+  if constexpr (NM > 1 && NP > 1) TILE_LOAD(3, from + 3 * CHUNK, LINE);
+}
+
+template <int NM, int NP>
 inline void store_sums(void* out) {
   char* to = static_cast<char*>(out);
   TILE_STORE(0, to, LINE);
@@ -152,22 +77,26 @@ inline void store_sums(void* out) {
   if constexpr (NM > 1 && NP > 1) TILE_STORE(3, to + 3 * CHUNK, LINE);
 }
 
-template <int NM, int NP, bool IS_BF16>
+template <int NM, int NP, int FORMAT>
 inline void add_dots(const char* const* x, const char* const* panel) {
-#define TILE_DOT(sum, a, b)        \
-  if constexpr (IS_BF16)           \
-    TILE_DOT_BF16(sum, a, b);      \
-  else                             \
-    TILE_DOT_BYTES(sum, a, b)
+#define TILE_DOT(sum, a, b)               \
+  if constexpr (FORMAT == RL_W_BF16)      \
+    TILE_DOT_BF16(sum, a, b);             \
+  else if constexpr (FORMAT == RL_W_INT8) \
+    TILE_DOT_BYTES(sum, a, b);            \
+  else                                    \
+    TILE_DOT_SIGNED(sum, a, b)
+  // All loads first: as fast as with products between them, and faster while another hardware
+  // thread works on the core. Asking for x ahead of its turn costs 7 %.
   TILE_LOAD(4, x[0], LINE);
   TILE_LOAD(6, panel[0], LINE);
+  if constexpr (NM > 1) TILE_LOAD(5, x[1], LINE);
+  if constexpr (NP > 1) TILE_LOAD(7, panel[1], LINE);
   TILE_DOT(0, 4, 6);
   if constexpr (NP > 1) {
-    TILE_LOAD(7, panel[1], LINE);
     TILE_DOT(1, 4, 7);
   }
   if constexpr (NM > 1) {
-    TILE_LOAD(5, x[1], LINE);
     TILE_DOT(2, 5, 6);
     if constexpr (NP > 1) {
       TILE_DOT(3, 5, 7);
@@ -176,23 +105,26 @@ inline void add_dots(const char* const* x, const char* const* panel) {
 #undef TILE_DOT
 }
 
-inline void fetch_chunk(const char* at, int lines) {
-  for (int i = 0; i < lines; ++i) __builtin_prefetch(at + TILE_AHEAD + i * LINE, 0, 3);
+// Ask for lines that lie some way behind byte `at` of a panel, or in the next one.
+inline void fetch_ahead(const TileJob& j, int n, int64_t at, int lines) {
+  int64_t wanted = at + TILE_AHEAD, rest = wanted - j.lines * LINE;
+  const char* from = rest < 0 ? j.panel[n] + wanted : j.next[n] + rest;
+  for (int i = 0; i < lines; ++i) __builtin_prefetch(from + i * LINE, 0, 3);
 }
 
-template <int NM, int NP, bool IS_BF16>
+template <int NM, int NP, int FORMAT>
 void tile_whole(const TileJob& j) {
   alignas(64) char rest[2][CHUNK];
-  zero_sums<NM, NP>();
+  j.adds ? load_sums<NM, NP>(j.out) : zero_sums<NM, NP>();
   int64_t chunk = 0;
   for (; (chunk + 1) * CHUNK_LINES <= j.lines; ++chunk) {
     const char *x[NM], *panel[NP];
     for (int m = 0; m < NM; ++m) x[m] = j.x[m] + chunk * CHUNK;
     for (int n = 0; n < NP; ++n) {
       panel[n] = j.panel[n] + chunk * CHUNK;
-      fetch_chunk(panel[n], CHUNK_LINES);
+      if (j.is_first) fetch_ahead(j, n, chunk * CHUNK, CHUNK_LINES);
     }
-    add_dots<NM, NP, IS_BF16>(x, panel);
+    add_dots<NM, NP, FORMAT>(x, panel);
   }
   if (int64_t left = j.lines - chunk * CHUNK_LINES; left > 0) {
     const char *x[NM], *panel[NP];
@@ -202,33 +134,37 @@ void tile_whole(const TileJob& j) {
       std::memcpy(rest[n], j.panel[n] + chunk * CHUNK, size_t(left * LINE));
       panel[n] = rest[n];
     }
-    add_dots<NM, NP, IS_BF16>(x, panel);
+    add_dots<NM, NP, FORMAT>(x, panel);
   }
   store_sums<NM, NP>(j.out);
 }
 
-// `lines` (up to 8) of int4 as a chunk of bytes.
+// `lines` (up to 8) of int4 as a chunk of signed bytes; x has zeros where there are no lines.
 inline void unpack_chunk(const char* from, int64_t lines, char* out) {
-  __m512i mask = _mm512_set1_epi8(15);
+  __m512i mask = _mm512_set1_epi8(15), bias = _mm512_set1_epi8(8);
   for (int64_t k = 0; k < CHUNK_LINES / 2; ++k) {
     __m512i w = k < lines ? _mm512_load_si512(from + k * LINE) : _mm512_setzero_si512();
-    _mm512_store_si512(out + 2 * k * LINE, _mm512_and_si512(w, mask));
-    _mm512_store_si512(out + (2 * k + 1) * LINE,
-                       _mm512_and_si512(_mm512_srli_epi16(w, 4), mask));
+    __m512i low = _mm512_and_si512(w, mask);
+    __m512i high = _mm512_and_si512(_mm512_srli_epi16(w, 4), mask);
+    _mm512_store_si512(out + 2 * k * LINE, _mm512_sub_epi8(low, bias));
+    _mm512_store_si512(out + (2 * k + 1) * LINE, _mm512_sub_epi8(high, bias));
   }
 }
 
 template <int NM, int NP>
-inline void add_scaled(const TileJob& j, int64_t g, const int32_t* sums) {
+inline void add_scaled(const TileJob& j, int64_t g, const char* sums) {
   for (int n = 0; n < NP; ++n) {
     __m512 scale = Ops::load_bf16(j.scale[n] + g * PANEL);
     for (int m = 0; m < NM; ++m) {
-      const int32_t* from = sums + (m * 2 + n) * TILE_ROWS * PANEL;
-      float* out = j.out + (m * 2 + n) * TILE_ROWS * PANEL;
+      const char* from = sums + (m * 2 + n) * CHUNK;
+      char* out = j.out + (m * 2 + n) * CHUNK;
+      const float* x_scale = j.x_scale[m] + g * TILE_ROWS;
+#pragma GCC unroll 4
       for (int64_t r = 0; r < j.rows[m]; ++r) {
-        __m512i offset = _mm512_set1_epi32(j.x_offset[m][g * TILE_ROWS + r]);
-        __m512i dots = _mm512_add_epi32(_mm512_load_si512(from + r * PANEL), offset);
-        Ops::accumulate(out + r * PANEL, dots, scale, j.x_scale[m][g * TILE_ROWS + r]);
+        __m512 dots = _mm512_cvtepi32_ps(_mm512_load_si512(from + r * LINE));
+        __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x_scale[r]));
+        _mm512_store_ps(out + r * LINE,
+                        _mm512_fmadd_ps(dots, factor, _mm512_load_ps(out + r * LINE)));
       }
     }
   }
@@ -237,8 +173,8 @@ inline void add_scaled(const TileJob& j, int64_t g, const int32_t* sums) {
 template <int NM, int NP>
 void tile_grouped(const TileJob& j) {
   alignas(64) char bytes[2][CHUNK];
-  alignas(64) int32_t sums[4 * TILE_ROWS * PANEL];
-  std::memset(j.out, 0, 4 * CHUNK);
+  alignas(64) char sums[4 * CHUNK];
+  if (!j.adds) std::memset(j.out, 0, 4 * CHUNK);
   for (int64_t begin = 0, g = 0; begin < j.lines; begin += j.group_lines, ++g) {
     int64_t end = begin + j.group_lines < j.lines ? begin + j.group_lines : j.lines;
     zero_sums<NM, NP>();
@@ -249,10 +185,10 @@ void tile_grouped(const TileJob& j) {
       for (int n = 0; n < NP; ++n) {
         panel[n] = j.unpacked[n] ? j.unpacked[n] + at * CHUNK : bytes[n];
         if (j.unpacked[n]) continue;
-        fetch_chunk(j.panel[n] + line * LINE, 8);
+        if (j.is_first) fetch_ahead(j, n, line * LINE, 8);
         unpack_chunk(j.panel[n] + line * LINE, end - line, bytes[n]);
       }
-      add_dots<NM, NP, false>(x, panel);
+      add_dots<NM, NP, RL_W_INT4>(x, panel);
     }
     store_sums<NM, NP>(sums);
     add_scaled<NM, NP>(j, g, sums);
@@ -262,71 +198,143 @@ void tile_grouped(const TileJob& j) {
 template <int NM, int NP>
 void tile_product(const TileJob& j, int format) {
   if (format == RL_W_BF16)
-    tile_whole<NM, NP, true>(j);
+    tile_whole<NM, NP, RL_W_BF16>(j);
   else if (format == RL_W_INT8)
-    tile_whole<NM, NP, false>(j);
+    tile_whole<NM, NP, RL_W_INT8>(j);
   else
     tile_grouped<NM, NP>(j);
 }
 
-void unpack_panel(const RlMatrix& m, const TiledX& t, const char* panel, char* out) {
-  int64_t lines = panel_lines(m), group_lines = m.group / 8;
-  for (int64_t begin = 0, g = 0; begin < lines; begin += group_lines, ++g) {
-    int64_t end = begin + group_lines < lines ? begin + group_lines : lines;
+// ---- the tasks -------------------------------------------------------------------------------
+
+struct Slab {  // a part of the inputs: where it begins
+  int64_t chunk, line, lines, group;
+};
+
+Slab slab_at(const RlMatrix& m, const TiledX& t, int64_t index) {
+  Slab s{index * t.slab_chunks, 0, 0, 0};
+  int64_t all = panel_lines(m), most = t.slab_chunks * CHUNK_LINES;
+  s.line = s.chunk * CHUNK_LINES;
+  if (m.format == RL_W_INT4) {
+    s.group = s.chunk / t.group_chunks;
+    s.line = s.group * (m.group / 8);
+    most = t.slab_chunks / t.group_chunks * (m.group / 8);
+  }
+  s.lines = all - s.line < most ? all - s.line : most;
+  return s;
+}
+
+void unpack_slab(const RlMatrix& m, const TiledX& t, const Slab& s, const char* lines, char* out) {
+  int64_t group_lines = m.group / 8;
+  for (int64_t begin = 0, g = 0; begin < s.lines; begin += group_lines, ++g) {
+    int64_t end = begin + group_lines < s.lines ? begin + group_lines : s.lines;
     for (int64_t c = 0; begin + c * 8 < end; ++c)
-      unpack_chunk(panel + (begin + c * 8) * LINE, end - begin - c * 8,
+      unpack_chunk(lines + (begin + c * 8) * LINE, end - begin - c * 8,
                    out + (g * t.group_chunks + c) * CHUNK);
   }
 }
 
-void tile_some(const LinearPlan& plan, const TiledX& t, char* area, const int64_t* panels,
-               int num_panels) {
-  const RlLinear& call = *plan.call;
+struct Pair {  // one or two panels that are multiplied together
+  int64_t panels[2];
+  int count;
+};
+
+Pair pair_at(const LinearPlan& plan, int64_t unit, int64_t end) {
+  if (plan.call->gated) return {{unit, unit + plan.units}, 2};
+  return {{unit, unit + 1}, unit + 1 < end ? 2 : 1};
+}
+
+void multiply_pair(const TileJob& j, int tiles, int panels, int format) {
+  if (tiles == 2)
+    panels == 2 ? tile_product<2, 2>(j, format) : tile_product<2, 1>(j, format);
+  else
+    panels == 2 ? tile_product<1, 2>(j, format) : tile_product<1, 1>(j, format);
+}
+
+struct Work {  // of a thread
+  const LinearPlan& plan;
+  TiledX t;
+  char *unpacked, *sums;  // of int4; between slabs: [pairs][tiles / 2][4][16][16]
+};
+
+const char* lines_of(const RlMatrix& m, int64_t panel, const Slab& s) {
+  return static_cast<const char*>(m.codes) + (panel * panel_lines(m) + s.line) * LINE;
+}
+
+// While a pair of panels is multiplied by many tiles, the next one comes from memory bit by bit.
+inline void fetch_part(const TileJob& j, int64_t part, int64_t parts) {
+  int64_t bytes = up(j.lines * LINE / parts, LINE);
+  for (int n = 0; n < 2; ++n)
+    for (int64_t at = 0; at < bytes; at += LINE)
+      __builtin_prefetch(j.next[n] + part * bytes + at, 0, 2);
+}
+
+// A slab of two panels by the tiles [begin, end); `next` is the pair that follows.
+void multiply_slab(const Work& w, const Pair& pair, const Pair& next, int64_t index, int64_t begin,
+                   int64_t end, char* sums) {
+  const RlLinear& call = *w.plan.call;
   const RlMatrix& m = call.matrix;
-  alignas(64) float raw[4 * TILE_ROWS * PANEL];
+  const TiledX& t = w.t;
+  Slab s = slab_at(m, t, index);
+  alignas(64) char raw[4 * CHUNK];
   TileJob j{};
-  j.lines = panel_lines(m);
+  j.lines = s.lines;
   j.group_lines = m.group / 8;
   j.group_chunks = t.group_chunks;
-  j.out = raw;
-  for (int n = 0; n < num_panels; ++n) {
-    j.panel[n] = static_cast<const char*>(m.codes) + panels[n] * j.lines * LINE;
+  j.adds = index > 0;
+  for (int n = 0; n < pair.count; ++n) {
+    int64_t panel = pair.panels[n];
+    j.panel[n] = lines_of(m, panel, s);
+    j.next[n] = lines_of(m, next.panels[n], s);
     if (m.format != RL_W_INT4) continue;
-    j.scale[n] = static_cast<const bf16*>(m.scales) + panels[n] * t.groups * PANEL;
-    if (!plan.thread_bytes) continue;
-    char* unpacked = area + n * t.chunks * CHUNK;
-    unpack_panel(m, t, j.panel[n], unpacked);
+    j.scale[n] = static_cast<const bf16*>(m.scales) + (panel * t.groups + s.group) * PANEL;
+    if (!w.unpacked) continue;
+    char* unpacked = w.unpacked + n * t.slab_chunks * CHUNK;
+    unpack_slab(m, t, s, j.panel[n], unpacked);
     j.unpacked[n] = unpacked;
   }
-  for (int64_t tile = 0; tile < t.tiles; tile += 2) {
-    int together = tile + 1 < t.tiles ? 2 : 1;
+  bool is_last = index + 1 == t.slabs;
+  Ends ends;
+  if (is_last) ends = ends_of(call, pair.panels, pair.count);
+  for (int64_t tile = begin; tile < end; tile += 2) {
+    int together = tile + 1 < end ? 2 : 1;
     for (int i = 0; i < together; ++i) {
-      int64_t left = plan.rows - (tile + i) * t.tile_rows;
+      int64_t left = w.plan.rows - (tile + i) * t.tile_rows;
       j.rows[i] = left < 0 ? 0 : left < t.tile_rows ? left : t.tile_rows;
-      j.x[i] = t.x + (tile + i) * t.chunks * CHUNK;
-      j.x_scale[i] = t.scales + (tile + i) * t.groups * TILE_ROWS;
-      j.x_offset[i] = t.offsets + (tile + i) * t.groups * TILE_ROWS;
+      j.x[i] = t.x + ((tile + i) * t.chunks + s.chunk) * CHUNK;
+      j.x_scale[i] = t.scales + ((tile + i) * t.groups + s.group) * TILE_ROWS;
     }
-    if (together == 2)
-      num_panels == 2 ? tile_product<2, 2>(j, m.format) : tile_product<2, 1>(j, m.format);
-    else
-      num_panels == 2 ? tile_product<1, 2>(j, m.format) : tile_product<1, 1>(j, m.format);
-    for (int i = 0; i < together; ++i)
-      finish_block(call, plan.row_begin + (tile + i) * t.tile_rows, j.rows[i], panels, num_panels,
-                   j.x_scale[i], j.x_offset[i], raw + i * 2 * TILE_ROWS * PANEL, TILE_ROWS);
+    j.out = t.slabs > 1 ? sums + (tile - begin) * 2 * CHUNK : raw;
+    j.is_first = tile == begin;
+    if (pair.count == 2 && end - begin >= FETCH_TILES)
+      fetch_part(j, (tile - begin) / 2, (end - begin + 1) / 2);
+    multiply_pair(j, together, pair.count, m.format);
+    for (int i = 0; is_last && i < together; ++i) {
+      Sums of_tile{j.out + i * 2 * CHUNK, j.x_scale[i], t.offsets + (tile + i) * TILE_ROWS};
+      finish_tile(call, ends, of_tile, w.plan.row_begin + (tile + i) * t.tile_rows, j.rows[i]);
+    }
   }
 }
 
 void tile_multiply(const LinearPlan& plan, int thread, int64_t begin, int64_t end) {
-  TiledX t = tiled(*plan.call, plan.scratch, plan.rows);
-  TileConfig config = tile_config(int(t.tile_rows));
-  TILE_CONFIGURE(config);
+  Work w{plan, tiled(*plan.call, plan.scratch, plan.rows), nullptr, nullptr};
   char* area = plan.thread_scratch + thread * plan.thread_bytes;
-  for (int64_t unit = begin; unit < end;) {
-    int64_t panels[2] = {unit, plan.call->gated ? unit + plan.units : unit + 1};
-    bool both = plan.call->gated || unit + 1 < end;
-    tile_some(plan, t, area, panels, both ? 2 : 1);
-    unit += both && !plan.call->gated ? 2 : 1;
+  int64_t unpacked = unpacked_bytes(*plan.call, w.t);
+  w.unpacked = unpacked ? area : nullptr;
+  w.sums = area + unpacked;
+  TileConfig config = tile_config(int(w.t.tile_rows));
+  TILE_CONFIGURE(config);
+  int64_t block = w.t.slabs > 1 ? BLOCK_TILES : w.t.tiles;
+  for (int64_t tile = 0; tile < w.t.tiles; tile += block) {
+    int64_t tile_end = tile + block < w.t.tiles ? tile + block : w.t.tiles;
+    for (int64_t slab = 0; slab < w.t.slabs; ++slab) {
+      char* sums = w.sums;
+      for (int64_t unit = begin; unit < end; sums += up(tile_end - tile, 2) * 2 * CHUNK) {
+        Pair pair = pair_at(plan, unit, end);
+        unit += plan.call->gated ? 1 : pair.count;
+        multiply_slab(w, pair, pair_at(plan, unit, plan.units), slab, tile, tile_end, sums);
+      }
+    }
   }
   TILE_RELEASE();
 }
@@ -335,5 +343,6 @@ void tile_multiply(const LinearPlan& plan, int thread, int64_t begin, int64_t en
 
 LinearVariant linear_amx(int64_t rows) {
   if (rows <= VECTOR_ROWS) return vector_variant();
-  return {tiled_bytes, prepare_tasks, tile_prepare, unpacked_bytes, tile_multiply};
+  return {tiled_bytes,       tile_prepare_tasks, tile_prepare,
+          tile_thread_bytes, tile_units,         tile_multiply};
 }

@@ -442,8 +442,12 @@ void multiply(const LinearPlan& plan, int, int64_t begin, int64_t end) {
 
 int64_t no_thread_bytes(const RlLinear&, int64_t) { return 0; }
 
+int64_t vector_units(const RlLinear& call, int64_t, int64_t units) {
+  return few_rows_units(call, units);
+}
+
 [[maybe_unused]] LinearVariant vector_variant() {
-  return {scratch_bytes, prepare_tasks, prepare, no_thread_bytes, multiply};
+  return {scratch_bytes, prepare_tasks, prepare, no_thread_bytes, vector_units, multiply};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, InternalError
 from ridgeline.log import say
 
 VARIABLE = "RIDGELINE_CPU_ISA"
@@ -21,6 +22,14 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _FILE = Path(__file__).parent / "native_cpu.so"
 _log = logging.getLogger(__name__)
+
+
+class _Read(ctypes.Structure):
+    _fields_ = (
+        ("begin", ctypes.c_void_p),
+        ("num_bytes", ctypes.c_int64),
+        ("mixed", ctypes.c_uint64),
+    )
 
 
 @cache
@@ -84,6 +93,38 @@ def advise_huge(tensor: torch.Tensor) -> torch.Tensor:
     if found is not None and tensor.device.type == "cpu":
         found.rl_advise_huge(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+def fingerprint() -> str:
+    """Tells one build of the library from another; "none" where torch does the work."""
+    return "none" if library() is None else _digest()
+
+
+@cache
+def _digest() -> str:
+    return hashlib.sha256(_FILE.read_bytes()).hexdigest()
+
+
+def takes_words(tensor: torch.Tensor) -> bool:
+    """`mixed_words` reads all of it: whole lines of 64 bytes on the CPU."""
+    return (
+        library() is not None
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % 64 == 0
+        and tensor.nbytes % 64 == 0
+    )
+
+
+def mixed_words(tensor: torch.Tensor) -> int:
+    """64 bits that depend on every byte, and the same in every process: no proof against a forger,
+    but as fast as memory is read."""
+    found = library()
+    if found is None or not takes_words(tensor):
+        raise InternalError("only whole lines of memory are mixed, by the native kernels")
+    call = _Read(tensor.data_ptr(), tensor.nbytes, 0)
+    found.rl_read(ctypes.byref(call))
+    return int(call.mixed)
 
 
 def announce() -> None:

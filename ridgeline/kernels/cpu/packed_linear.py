@@ -7,7 +7,7 @@ G groups of a row.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -225,6 +225,16 @@ def gather(matrix: PackedMatrix, rows_R: torch.Tensor | None, dtype: torch.dtype
     )
     launch(_library().rl_gather, call, matrix, rows_R, out)
     return out
+
+
+def first_rows(matrix: PackedMatrix, outputs: int) -> PackedMatrix:
+    """The same without its last rows, of which less than a panel may be left out."""
+    if outputs == matrix.outputs:
+        return matrix
+    scales = matrix.scales
+    if matrix.kind == Codes.INT8 and scales is not None:
+        scales = scales[:outputs]
+    return replace(matrix, outputs=outputs, scales=scales)
 
 
 def _in_place(weight_NK: torch.Tensor) -> bool:

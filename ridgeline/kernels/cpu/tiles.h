@@ -46,11 +46,13 @@ static_assert(sizeof(TileConfig) == 64, "as the processor reads it");
   __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void*)(to)),             \
                    "r"((int64_t)(stride))                                                 \
                    : "memory")
-// sum += x * panel: pairs of bfloat16; fours of signed (x) by unsigned (panel) bytes.
+// sum += x * panel: pairs of bfloat16; fours of signed (x) by unsigned or signed (panel) bytes.
 #define TILE_DOT_BF16(sum, x, panel) \
   __asm__ volatile("tdpbf16ps %%tmm" #panel ", %%tmm" #x ", %%tmm" #sum ::: "memory")
 #define TILE_DOT_BYTES(sum, x, panel) \
   __asm__ volatile("tdpbsud %%tmm" #panel ", %%tmm" #x ", %%tmm" #sum ::: "memory")
+#define TILE_DOT_SIGNED(sum, x, panel) \
+  __asm__ volatile("tdpbssd %%tmm" #panel ", %%tmm" #x ", %%tmm" #sum ::: "memory")
 
 #else
 
@@ -89,7 +91,7 @@ inline void emulated_dot_bf16(int sum, int x, int panel) {
       }
 }
 
-inline void emulated_dot_bytes(int sum, int x, int panel) {
+inline void emulated_dot_bytes(int sum, int x, int panel, bool is_signed) {
   for (int m = 0; m < emulated.config.rows[sum]; ++m)
     for (int k = 0; k < emulated.config.row_bytes[x] / 4; ++k)
       for (int n = 0; n < emulated.config.row_bytes[sum] / 4; ++n) {
@@ -97,7 +99,8 @@ inline void emulated_dot_bytes(int sum, int x, int panel) {
         std::memcpy(&c, &emulated.data[sum][m][4 * n], 4);
         for (int i = 0; i < 4; ++i)
           c += int32_t(int8_t(emulated.data[x][m][4 * k + i])) *
-               int32_t(emulated.data[panel][k][4 * n + i]);
+               (is_signed ? int32_t(int8_t(emulated.data[panel][k][4 * n + i]))
+                          : int32_t(emulated.data[panel][k][4 * n + i]));
         std::memcpy(&emulated.data[sum][m][4 * n], &c, 4);
       }
 }
@@ -110,6 +113,7 @@ inline void emulated_dot_bytes(int sum, int x, int panel) {
 #define TILE_LOAD(tile, from, stride) emulated_load(tile, from, stride)
 #define TILE_STORE(tile, to, stride) emulated_store(tile, to, stride)
 #define TILE_DOT_BF16(sum, x, panel) emulated_dot_bf16(sum, x, panel)
-#define TILE_DOT_BYTES(sum, x, panel) emulated_dot_bytes(sum, x, panel)
+#define TILE_DOT_BYTES(sum, x, panel) emulated_dot_bytes(sum, x, panel, false)
+#define TILE_DOT_SIGNED(sum, x, panel) emulated_dot_bytes(sum, x, panel, true)
 
 #endif

@@ -9,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "driver_attention.h"
 #include "isa.h"
 #include "linear.h"
 
@@ -163,6 +164,7 @@ int main(int argc, char** argv) {
     auto one_of = [&noise](const auto& list) { return list[noise() % (sizeof(list) / sizeof(*list))]; };
     for (int i = 0; i < cases; ++i) {
       pool_set_threads(1 + int(noise() % 3));
+      failures += check_attention(noise);
       for (int format : {RL_W_BF16, RL_W_INT8, RL_W_INT4}) {
         Case c{};
         c.format = format;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,15 @@ from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.attention import AttentionBatch, cpu_attention
 from ridgeline.kernels.qk_norm_rope_write import plain_views
+from ridgeline.kvcache import LayerKV
+from ridgeline.kvcache.int8 import Int8KV
 from tests.attention.cases import Case, Shape, make_case, naive, random_shape
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 BEST = native.LEVELS.index(native.best_level())
-LEVELS = [level for level in ("avx2", "avx512", "bf16") if native.LEVELS.index(level) <= BEST]
+LEVELS = [
+    level for level in ("avx2", "avx512", "bf16", "amx") if native.LEVELS.index(level) <= BEST
+]
 
 
 def attend(case: Case) -> torch.Tensor:
@@ -80,6 +85,73 @@ def test_parts_of_a_long_request_are_merged() -> None:
         torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-5, rtol=0)
 
 
+def coded(case: Case) -> Case:
+    """The same with codes of 8 bits in the cache, and NaN for scales wherever nothing may be read;
+    what is expected is what the codes say."""
+    spec, (plain,) = case.shape.spec, case.layer_kv.store
+    width, dtype = (spec.num_kv_heads, spec.head_dim), case.q_THD.dtype
+    kind, blocks = Int8KV(), plain.shape[0]
+    store = kind.allocate(blocks, case.shape.block_size, *width, dtype, torch.device("cpu"))
+    store[0].fill_(77)
+    store[1].fill_(torch.nan)
+    rows_NC = plain.reshape(-1, plain.shape[-1])
+    written = (~rows_NC[:, 0].isnan()).nonzero().flatten()
+    kind.write(store, written, rows_NC[written])
+    kind.dtype = torch.float32
+    every = kind.gather(store, torch.arange(len(rows_NC)), *width).double()
+    keys, values = [], []
+    for row, total in enumerate(case.layout.seq_lens):
+        places, size = torch.arange(total), case.shape.block_size
+        table = case.layout.block_tables_BM[0][row]
+        found = every[table[places // size] * size + places % size].nan_to_num(0.0)
+        keys.append(found[:, 0])
+        values.append(found[:, 1])
+    layer_kv = LayerKV(kind, store, 0, *width)
+    return replace(case, layer_kv=layer_kv, keys=keys, values=values)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_of_eight_bits(level: str, dtype: torch.dtype) -> None:
+    """As exact as with the numbers that the codes stand for, but for queries of 16 bits."""
+    with native.at_level(level):
+        for seed in range(40):
+            shape = random_shape(random.Random(900 + seed))
+            case = coded(make_case(shape, seed, dtype, device="cpu"))
+            exact = naive(case)
+            ours = (attend(case).double() - exact).abs().max().item()
+            limit = 5e-4
+            if dtype == torch.bfloat16:
+                theirs = (naive(case, dtype).double() - exact).abs().max().item()
+                limit = max(2 * theirs, torch.finfo(dtype).eps * exact.abs().max().item() / 2)
+            assert ours <= limit, f"seed {seed}: {ours} of {limit} {shape}"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", [1, 7, 48, 63, 65, 129, 256, 1024])
+def test_codes_with_any_head_size_and_group(level: str, size: int) -> None:
+    for group in (1, 2, 3, 7):
+        shape = Shape(((66, 1), (30, 20)), spec_of(2 * group, 2, size), 8)
+        case = coded(make_case(shape, size, device="cpu"))
+        with native.at_level(level):
+            torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-4, rtol=0)
+
+
+def test_parts_of_codes_are_merged() -> None:
+    shape = Shape(((2000, 1), (3, 1), (900, 1)), spec_of(4, 2, 32), 16)
+    case = coded(make_case(shape, 3, device="cpu"))
+    torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-4, rtol=0)
+
+
+def test_codes_do_not_hide_what_is_not_finite() -> None:
+    shape = Shape(((60, 1), (60, 1), (30, 2)), spec_of(4, 2, 64), 16)
+    for wrong in (torch.nan, torch.inf):
+        case = coded(make_case(shape, 5, device="cpu"))
+        case.q_THD[0, 1, 5] = wrong
+        broken = attend(case).isnan().all(-1)
+        assert broken.tolist() == [[False, True, False, False], *[[False] * 4] * 3]
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = make_case(Shape(((300, 1), (10, 90)), spec_of(4, 2, 64), 16), 8, device="cpu")
     case.q_THD.mul_(300.0)
@@ -92,6 +164,16 @@ def test_what_is_not_served_is_refused() -> None:
     batch = AttentionBatch(torch.ones(1, 1, dtype=torch.int32), lens, starts)
     q_THD = torch.zeros(1, 4, 8)
     assert cpu_attention(q_THD, kv, batch, 1.0).shape == q_THD.shape
+    codes = plain_views(torch.zeros(2, 4, 2 * 2 * 8, dtype=torch.int8), 2)
+    scales = torch.zeros(2, 4, 2)
+    for store in (
+        codes,
+        replace(codes, k_scales_NSK=scales, v_scales_NSK=scales),
+        replace(kv, k_scales_NSK=scales.half(), v_scales_NSK=scales.half()),
+        replace(codes, k_scales_NSK=scales.half(), v_scales_NSK=scales.half()[:, :3]),
+    ):
+        with pytest.raises(InternalError):
+            cpu_attention(q_THD, store, batch, 1.0)
     for wrong in (q_THD.double(), q_THD[:, :3], torch.zeros(1, 4, 16)):
         with pytest.raises(InternalError):
             cpu_attention(wrong, kv, batch, 1.0)

@@ -1,0 +1,59 @@
+// How are keys and values found in a paged cache and read? Blocks, codes of 8 bits, their scales.
+//
+// Included by one file for each variant; see elementwise_wide.h. A code is a whole number from -127
+// to 127; with the scale of its head and token, a float16, it is a number. Codes are exact in
+// bfloat16 and in float32, so that they are worked with as they are and scales come later.
+#pragma once
+
+#include "attention.h"
+#include "elementwise_wide.h"
+
+namespace {
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+inline float exp_one(float x) { return exp_of(all(x))[0]; }
+
+// Whether numbers of a cache have scales.
+template <class C>
+constexpr bool HAS_SCALES = false;
+template <>
+constexpr bool HAS_SCALES<I8> = true;
+
+// The blocks of one request.
+struct Blocks {
+  const int32_t* table;
+  int64_t size, block_stride, slot_stride;
+
+  // Of keys [begin, begin + num).
+  void offsets(int64_t begin, int64_t num, int64_t* found) const {
+    int64_t block = begin / size, place = begin % size;
+    for (int64_t j = 0; j < num; ++j) {
+      found[j] = table[block] * block_stride + place * slot_stride;
+      if (++place == size) place = 0, ++block;
+    }
+  }
+};
+
+inline Blocks blocks_of(const AttentionArgs& a, int64_t request) {
+  int64_t row = a.rows == nullptr ? request : a.rows[request];
+  return {a.tables + row * a.table_stride, a.block_size, a.block_stride, a.slot_stride};
+}
+
+// The same places among the scales of a cache, of all heads.
+inline Blocks scales_of(const AttentionArgs& a, int64_t request) {
+  Blocks blocks = blocks_of(a, request);
+  blocks.block_stride = a.scale_block_stride, blocks.slot_stride = a.scale_slot_stride;
+  return blocks;
+}
+
+// Of `num` places, as floats; zeros up to the next whole vector. `scales` is where head 0 begins.
+inline void take_scales(const uint16_t* scales, const int64_t* places, int64_t num, float* taken) {
+  for (int64_t j = 0; j < num; j += W) {
+    uint16_t some[W] = {};
+    for (int64_t i = j; i < least(num, j + W); ++i) some[i - j] = scales[places[i]];
+    store(taken + j, from_halves(some));
+  }
+}
+
+}  // namespace

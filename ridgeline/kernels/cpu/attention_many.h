@@ -1,0 +1,239 @@
+// How do tokens of a prompt look at the keys before them? As rows of two small products, for which
+// keys are packed by columns, and with AVX-512 BF16 in pairs. Words are 32 bits: one float, or a
+// pair of bfloat16.
+//
+// Included by one file for each variant; see elementwise_wide.h. T is what queries and answers are
+// made of, C what the cache is.
+#include "attention_one.h"
+
+namespace {
+
+constexpr int MR = 6;  // rows of a product that are in registers, with NV vectors of columns
+
+template <bool IS_PAIRS>
+inline F add_product(F sum, U x, U y) {
+#if defined(__AVX512BF16__)
+  if (IS_PAIRS) return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+#endif
+  return sum + (F)x * (F)y;
+}
+
+// MR rows and N vectors of c (+)= a @ b; b is packed by rows of `columns` words.
+template <bool IS_PAIRS, int N>
+inline void corner(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t columns,
+                   float* c, int64_t c_stride, int64_t depth, bool adds) {
+  F sum[MR][N];
+  for (int r = 0; r < MR; ++r)
+    for (int n = 0; n < N; ++n) sum[r][n] = adds ? load(c + r * c_stride + n * W) : F{};
+  for (int64_t i = 0; i < depth; ++i) {
+    U y[N];
+    for (int n = 0; n < N; ++n) std::memcpy(&y[n], b + i * columns + n * W, sizeof(U));
+    for (int r = 0; r < MR; ++r) {
+      U x = a[r * a_stride + i] + U{};
+      for (int n = 0; n < N; ++n) sum[r][n] = add_product<IS_PAIRS>(sum[r][n], x, y[n]);
+    }
+  }
+  for (int r = 0; r < MR; ++r)
+    for (int n = 0; n < N; ++n) store(c + r * c_stride + n * W, sum[r][n]);
+}
+
+template <bool IS_PAIRS>
+void product(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t columns,
+             float* c, int64_t c_stride, int64_t width, int64_t depth, bool adds) {
+  for (int64_t n = 0; n < width;) {
+    bool is_wide = n + NV * W <= width;
+    for (int64_t r = 0; r < rows; r += MR) {
+      const uint32_t* x = a + r * a_stride;
+      float* y = c + r * c_stride + n;
+      if (is_wide) {
+        corner<IS_PAIRS, NV>(x, a_stride, b + n, columns, y, c_stride, depth, adds);
+      } else {
+        corner<IS_PAIRS, 1>(x, a_stride, b + n, columns, y, c_stride, depth, adds);
+      }
+    }
+    n += is_wide ? NV * W : W;
+  }
+}
+
+inline int64_t rows_of_tile(const AttentionArgs& a) {
+  int64_t group = a.heads / a.kv_heads, most = group > TILE_ROWS ? group : TILE_ROWS;
+  return (most + MR - 1) / MR * MR;
+}
+
+// Where a thread keeps a tile of queries and a tile of keys.
+struct Tile {
+  uint32_t *q, *keys, *values, *weights;  // [R, words], [words, 64], [64 or 32, D], [R, 64]
+  float *scores, *sums, *most, *weight;   // [R, 64], [R, D], [R], [R]
+};
+
+inline Tile tile_at(const AttentionArgs& a, float* scratch) {
+  int64_t rows = rows_of_tile(a), size = padded_head(a.head_dim);
+  Tile t;
+  auto take = [&](int64_t floats) {
+    float* at = scratch;
+    scratch += floats;
+    return at;
+  };
+  t.q = (uint32_t*)take(rows * size);
+  t.keys = (uint32_t*)take(TILE_KEYS * size);
+  t.values = (uint32_t*)take(TILE_KEYS * size);
+  t.weights = (uint32_t*)take(rows * TILE_KEYS);
+  t.scores = take(rows * TILE_KEYS);
+  t.sums = take(rows * size);
+  t.most = take(rows);
+  t.weight = take(rows);
+  return t;
+}
+
+int64_t scratch_floats(const AttentionArgs& a) {
+  int64_t rows = rows_of_tile(a), size = padded_head(a.head_dim);
+  int64_t many = 2 * rows * (size + TILE_KEYS + 1) + 2 * TILE_KEYS * size;
+  int64_t one = a.heads * size + partial_floats(a);
+  return (many > one ? many : one) + 16;
+}
+
+// Words of a row of numbers: pairs of bfloat16 (size is even then), or floats.
+template <bool IS_PAIRS, class C>
+inline void to_words(const C* from, uint32_t* to, int64_t size) {
+  if (IS_PAIRS && sizeof(C) == sizeof(B16)) {
+    std::memcpy(to, from, size * sizeof(C));
+    return;
+  }
+  for (int64_t d = 0; d < size; d += W) {
+    F x = load_some(from + d, size - d);
+    if (IS_PAIRS) {
+      store_some((B16*)to + d, x, size - d);
+    } else {
+      store_some((float*)to + d, x, size - d);
+    }
+  }
+}
+
+template <bool IS_PAIRS, class C>
+void pack_keys(const AttentionArgs& a, const C* k, const int64_t* offsets, int64_t num,
+               uint32_t* keys) {
+  int64_t size = a.head_dim, words = IS_PAIRS ? size / 2 : size;
+  uint32_t row[1024 + W];
+  for (int64_t j = 0; j < TILE_KEYS; ++j) {
+    if (j < num) {
+      to_words<IS_PAIRS>(k + offsets[j], row, size);
+    } else {
+      std::memset(row, 0, words * 4);
+    }
+    for (int64_t i = 0; i < words; ++i) keys[i * TILE_KEYS + j] = row[i];
+  }
+}
+
+template <bool IS_PAIRS, class C>
+void pack_values(const AttentionArgs& a, const C* v, const int64_t* offsets, int64_t num,
+                 uint32_t* values) {
+  int64_t size = a.head_dim, stride = padded_head(size);
+  if (!IS_PAIRS) {
+    for (int64_t j = 0; j < TILE_KEYS; ++j)
+      for (int64_t d = 0; d < size; d += W)
+        store((float*)values + j * stride + d,
+              j < num ? load_some(v + offsets[j] + d, size - d) : F{});
+    return;
+  }
+  for (int64_t j = 0; j < TILE_KEYS; j += 2) {
+    for (int64_t d = 0; d < size; d += W) {
+      U low = j < num ? (U)load_some(v + offsets[j] + d, size - d) >> 16 : U{};
+      U high = j + 1 < num ? (U)load_some(v + offsets[j + 1] + d, size - d) : U{};
+      U both = low | high;
+      std::memcpy(values + j / 2 * stride + d, &both, sizeof both);
+    }
+  }
+}
+
+// What numbers of keys and of values are multiplied by, if they have scales.
+struct TileScales {
+  float k[TILE_KEYS], v[TILE_KEYS];
+};
+
+// Scores of one row become weights; only keys [low, high) of the tile are seen by it.
+template <bool IS_PAIRS, bool SCALED>
+inline void weigh(const Tile& t, const TileScales& scales, int64_t row, int64_t low, int64_t high,
+                  float scale, int64_t size) {
+  float* scores = t.scores + row * TILE_KEYS;
+  F most = all(t.most[row]), weight = {};
+  I place;
+  for (int j = 0; j < W; ++j) place[j] = j;
+  for (int64_t j = 0; j < TILE_KEYS; j += W, place += W) {
+    F x = load(scores + j) * scale;
+    if (SCALED) x *= load(scales.k + j);
+    I is_seen = (place >= int32_t(low)) & (place < int32_t(high));
+    x = is_seen ? x : all(-__builtin_inff());
+    store(scores + j, x);
+    most = larger(x, most);
+  }
+  float new_most = max_of(most), kept = exp_one(t.most[row] - new_most);
+  for (int64_t j = 0; j < TILE_KEYS; j += W) {
+    F p = exp_of(load(scores + j) - new_most);
+    weight += p;
+    if (SCALED) p *= load(scales.v + j);
+    if (IS_PAIRS) {
+      store((B16*)(t.weights + row * TILE_KEYS) + j, p);
+    } else {
+      store((float*)(t.weights + row * TILE_KEYS) + j, p);
+    }
+  }
+  t.weight[row] = t.weight[row] * kept + sum_of(weight);
+  t.most[row] = new_most;
+  if (kept == 1.0f) return;
+  float* sums = t.sums + row * padded_head(size);
+  for (int64_t d = 0; d < size; d += W) store(sums + d, load(sums + d) * kept);
+}
+
+template <bool IS_PAIRS, class T, class C>
+void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
+  int64_t size = a.head_dim, stride = padded_head(size), group = a.heads / a.kv_heads;
+  int64_t words = IS_PAIRS ? size / 2 : size, width = (size + W - 1) / W * W;
+  int64_t num_rows = (item.end - item.begin) * group, rows = (num_rows + MR - 1) / MR * MR;
+  Tile t = tile_at(a, scratch);
+  int64_t first = a.query_start[item.request];
+  int64_t cached = a.seq_lens[item.request] - (a.query_start[item.request + 1] - first);
+  std::memset(t.sums, 0, rows * stride * 4);
+  std::memset(t.weights, 0, rows * TILE_KEYS * 4);
+  std::memset(t.q + num_rows * stride, 0, (rows - num_rows) * stride * 4);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const T* q = static_cast<const T*>(a.q) + (first + item.begin + r / group) * a.q_stride;
+    to_words<IS_PAIRS>(q + (item.head * group + r % group) * size, t.q + r * stride, size);
+    t.most[r] = LOWEST, t.weight[r] = 0;
+  }
+  const C* k = static_cast<const C*>(a.k) + item.head * a.head_stride;
+  const C* v = static_cast<const C*>(a.v) + item.head * a.head_stride;
+  Blocks blocks = blocks_of(a, item.request), scale_blocks = scales_of(a, item.request);
+  TileScales scales = {};
+  int64_t end = cached + item.end, begin = cached + item.begin - a.window + 1;
+  if (a.window == 0 || begin < 0) begin = 0;
+  for (int64_t key = begin; key < end; key += TILE_KEYS) {
+    int64_t num = least(TILE_KEYS, end - key), offsets[TILE_KEYS];
+    blocks.offsets(key, num, offsets);
+    pack_keys<IS_PAIRS>(a, k, offsets, num, t.keys);
+    pack_values<IS_PAIRS>(a, v, offsets, num, t.values);
+    if (HAS_SCALES<C>) {
+      scale_blocks.offsets(key, num, offsets);
+      take_scales(a.k_scales + item.head, offsets, num, scales.k);
+      take_scales(a.v_scales + item.head, offsets, num, scales.v);
+    }
+    product<IS_PAIRS>(rows, t.q, stride, t.keys, TILE_KEYS, t.scores, TILE_KEYS, TILE_KEYS, words,
+                      false);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      int64_t high = cached + item.begin + r / group + 1 - key;
+      int64_t low = a.window == 0 ? 0 : high - a.window;
+      weigh<IS_PAIRS, HAS_SCALES<C>>(t, scales, r, low < 0 ? 0 : low, least(high, num),
+                                     float(a.scale), size);
+    }
+    product<IS_PAIRS>(rows, t.weights, TILE_KEYS, t.values, stride, t.sums, stride, width,
+                      IS_PAIRS ? TILE_KEYS / 2 : TILE_KEYS, true);
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    T* out = static_cast<T*>(a.out) + (first + item.begin + r / group) * a.out_stride;
+    out += (item.head * group + r % group) * size;
+    float scale = t.weight[r] == 0 ? 0.0f : 1.0f / t.weight[r];
+    for (int64_t d = 0; d < size; d += W)
+      store_some(out + d, load(t.sums + r * stride + d) * scale, size - d);
+  }
+}
+
+}  // namespace
