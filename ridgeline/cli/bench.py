@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ridgeline.benchmark.speed import Bench, LoadResult
     from ridgeline.llm import LLM
 
-NAME = "bench"
-SUMMARY = "measure speed, and compare it with what the memory allows"
 WORKLOADS = ("decode", "prefill", "split", "mixed", "serving")
 EXAMPLES = """workloads (--workload, several with commas):
   decode    steps of --batch requests at once: time, tokens/s, bytes/s against the read bandwidth

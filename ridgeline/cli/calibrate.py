@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ridgeline.cost.constants import Calibration
     from ridgeline.measure.calibrate import Answer
 
-NAME = "calibrate"
-SUMMARY = "measure this machine, so that predictions are about it and not about a data sheet"
 EXAMPLES = """Measures memory, matrix products, attention, elementwise passes, sampling, the
 host's own work and whole steps of a few random models; fits a few constants to each class; tests
 them on a fifth of the points that it kept out. Takes minutes (--quick: one), best on an idle

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ridgeline.answer import ChoiceDelta
     from ridgeline.llm import LLM
 
-NAME = "chat"
-SUMMARY = "talk to the model in the terminal"
 EXAMPLES = """Type a message and press Enter. Ctrl-C stops an answer, Ctrl-D or /exit ends the chat.
 /help lists the commands. Messages may also be piped in, one per line.
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ridgeline.evaluation.run import Report, Wanted
     from ridgeline.llm import LLM
 
-NAME = "eval"
-SUMMARY = "score a model on held-out problems, with intervals"
 DRAFT_OPTIONS = ("device", "dtype", "load_format", "attention_backend", "threads")
 EXAMPLES = """Each task draws --num problems that no training run has seen; --seed draws others.
 Answers are greedy, by the model's chat template, or in a plain "User: ... Assistant:" form where

@@ -9,8 +9,6 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 
-NAME = "explain"
-SUMMARY = "say where the time of a server or of a finished run went, and what would help most"
 EXAMPLES = """A run is explained from its event log (--event-log of serve, generate and bench), a
 living server by itself. Each request's parts sum to its latency; floors are what the same work is
 expected to take alone. Expectations are those of the engine: calibrated, or called assumed.

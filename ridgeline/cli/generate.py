@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ridgeline.llm import LLM, GenerationResult
     from ridgeline.request import SamplingParams, TokenLogprobs
 
-NAME = "generate"
-SUMMARY = "answer prompts and print the text"
 DEFAULT_MAX_TOKENS = 256
 EXAMPLES = f"""The text goes to standard output as it comes, with one newline at its end; everything
 else goes to standard error. Without --max-tokens an answer has at most {DEFAULT_MAX_TOKENS} tokens.

@@ -26,14 +26,13 @@ from ridgeline.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-NAME = "inspect"
-SUMMARY = "show what a model is made of and what memory it needs"
-EXAMPLES = """A folder with config.json is enough. Where weights are there, the name and shape
-of each tensor is checked against the architecture, without reading the weights.
+EXAMPLES = """A folder with config.json is enough, or a GGUF file. Where weights are there, the name
+and shape of each tensor is checked against the architecture, without reading the weights.
 
 examples:
   ridgeline inspect                                        the bundled model
   ridgeline inspect path/to/model
+  ridgeline inspect path/to/model.gguf
   ridgeline inspect path/to/model --context 8192 --batch 16
   ridgeline inspect path/to/model --dtype bfloat16 --json
 """
@@ -73,6 +72,11 @@ class Weights:
     tensors: int
     bytes: int
     dtypes: tuple[str, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        """Some have several numbers in a block, as only GGUF files do."""
+        return any(dtype.startswith("Q") for dtype in self.dtypes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +170,11 @@ def check_weights(folder: Path, spec: ModelSpec) -> Weights | None:
 
     ConfigError names the tensor that is missing or has the wrong shape.
     """
-    if not any(folder.glob("*.safetensors*")):
-        return None
     from ridgeline.architectures import expected_tensors
-    from ridgeline.loader import check_tensors, open_checkpoint
+    from ridgeline.loader import check_tensors, is_gguf, open_checkpoint
+
+    if not is_gguf(folder) and not any(folder.glob("*.safetensors*")):
+        return None
 
     checkpoint = open_checkpoint(folder)
     try:
@@ -305,7 +310,9 @@ def size(num_bytes: int) -> str:
 def _weights_line(weights: Weights | None) -> str:
     if weights is None:
         return "weights: none in this folder (only config.json was read)"
+    packed = "; what is packed is served in full, or rounded anew by --weight-format"
     return (
         f"weights: {weights.tensors} tensors, {size(weights.bytes)}, "
         f"stored as {', '.join(weights.dtypes)}; all that the model needs are there"
+        f"{packed if weights.is_packed else ''}"
     )

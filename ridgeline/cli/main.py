@@ -7,39 +7,28 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from ridgeline import __version__
-from ridgeline.cli import (
-    bench,
-    calibrate,
-    chat,
-    eval,
-    explain,
-    generate,
-    inspect,
-    plan,
-    predict,
-    profile,
-    serve,
-    simulate,
-)
 from ridgeline.cli.parser import Command, Parser
 from ridgeline.errors import DoesNotFit, RidgelineError
 
-COMMANDS: tuple[Command, ...] = (
-    generate,
-    chat,
-    serve,
-    inspect,
-    bench,
-    calibrate,
-    eval,
-    predict,
-    profile,
-    plan,
-    simulate,
-    explain,
-)
+# Each is a module of ridgeline.cli, which is loaded when it is asked for.
+COMMANDS = {
+    "generate": "answer prompts and print the text",
+    "chat": "talk to the model in the terminal",
+    "serve": "serve the model over HTTP with OpenAI's API",
+    "inspect": "show what a model is made of and what memory it needs",
+    "bench": "measure speed, and compare it with what the memory allows",
+    "calibrate": "measure this machine, so that predictions are about it, not about a data sheet",
+    "eval": "score a model on held-out problems, with intervals",
+    "quantize": "make a model smaller, and say what that costs in quality",
+    "predict": "say how fast a model would be on a machine, what it takes and what binds it",
+    "profile": "the kernels of a step beside their prices, and a Chrome trace",
+    "plan": "find the cheapest machines and settings that keep a promise to this traffic",
+    "simulate": "run a workload through the real scheduler on a simulated machine",
+    "explain": "say where the time of a server or of a finished run went, and what would help most",
+}
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -64,8 +53,15 @@ when MODEL is left out), demo:draft or demo:moe. "ridgeline COMMAND --help" expl
 """
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The whole command line, and the parser of each command by name."""
+def load_command(name: str) -> Command:
+    """One of COMMANDS."""
+    command: Command = import_module(f"ridgeline.cli.{name}")
+    return command
+
+
+def build_parser(chosen: str | None = None) -> tuple[Parser, dict[str, Parser]]:
+    """The command line, and the parser of each command by name; only the `chosen` one has its
+    flags."""
     parser = Parser(
         prog="ridgeline",
         description="Run large language models: offline, in a chat or as a server.",
@@ -75,24 +71,31 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
-    by_name: dict[str, Parser] = {}
-    for command in COMMANDS:
-        sub = commands.add_parser(
-            command.NAME,
-            help=command.SUMMARY,
-            description=command.SUMMARY[0].upper() + command.SUMMARY[1:] + ".",
-            epilog=command.EXAMPLES,
-            usage=f"ridgeline {command.NAME} [MODEL] [options]",
-        )
-        command.add_arguments(sub)
-        by_name[command.NAME] = sub
+    by_name = {name: _add(commands, name, name == chosen) for name in COMMANDS}
     return parser, by_name
+
+
+def _add(commands: argparse._SubParsersAction[Parser], name: str, is_chosen: bool) -> Parser:
+    summary = COMMANDS[name]
+    sub: Parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        usage=f"ridgeline {name} [MODEL] [options]",
+    )
+    if is_chosen:
+        command = load_command(name)
+        sub.epilog = command.EXAMPLES
+        command.add_arguments(sub)
+    return sub
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line. An unknown flag ends the program with the nearest known one."""
-    parser, by_name = build_parser()
-    args, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    parser, by_name = build_parser(chosen)
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         by_name[args.command].refuse(unknown)
     return args
@@ -101,7 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, or 2 for an error that was explained in one line."""
     args = parse(argv)
-    command = next(command for command in COMMANDS if args.command == command.NAME)
+    command = load_command(args.command)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -50,8 +50,6 @@ class Parser(argparse.ArgumentParser):
 class Command(Protocol):
     """What each module of a command offers."""
 
-    NAME: str
-    SUMMARY: str
     EXAMPLES: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ridgeline.cost.hardware import Device
     from ridgeline.planner.question import Offer, Question
 
-NAME = "plan"
-SUMMARY = "find the cheapest machines and settings that keep a promise to this traffic"
 EXAMPLES = """Nothing is run and no weights are needed. Every device, format and limit is priced in
 closed form, the best are simulated with the real scheduler, and the answer is the `ridgeline serve`
 command to type. Prices are bands with dates from the catalogue; --price replaces one.

@@ -9,8 +9,6 @@ from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import THIS, add_machine_flags
 from ridgeline.cli.session import stage
 
-NAME = "predict"
-SUMMARY = "say how fast a model would be on a machine, what it takes and what binds it"
 EXAMPLES = """Nothing is run: the operators of a step are priced one by one. B requests are in
 flight all the time, each that ends is replaced. A folder with config.json is enough.
 

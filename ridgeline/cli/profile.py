@@ -15,8 +15,6 @@ from ridgeline.errors import ConfigError
 if TYPE_CHECKING:
     from ridgeline.measure.profile import Profile
 
-NAME = "profile"
-SUMMARY = "the kernels of a step beside their prices, and a Chrome trace"
 EXAMPLES = """A step is run with PyTorch's profiler on. Each kernel counts in the class of the
 operator that launched it; the cost model's operators are put into the same classes. "expected"
 comes from this machine's calibration (ridgeline calibrate), else from assumed efficiencies, "ideal"

@@ -10,8 +10,6 @@ from ridgeline.cli.engine_flags import add_engine_flags, byte_size, engine_optio
 from ridgeline.config import EngineConfig
 from ridgeline.server.config import Limits, ServeConfig
 
-NAME = "serve"
-SUMMARY = "serve the model over HTTP with OpenAI's API"
 EXAMPLES = """It listens on this machine only. With another --host it also wants a key.
 Stop it with Ctrl-C or SIGTERM: running answers are finished first.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ridgeline.measure import bandwidth
 from tests.cli.conftest import Cli
@@ -46,7 +47,7 @@ def test_decode_prefill_and_split(bare: Path, cli: Cli) -> None:
     assert split["decode_share"] == pytest.approx(share)
     assert found["environment"]["date"].startswith("20")
     assert set(found["environment"]["packages"]) >= {"torch", "numpy"}
-    assert found["model"]["device"] == "cpu"
+    assert found["model"]["device"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
     assert "decisions" not in found["model"]
     assert "model_path" not in found["model"]
 
@@ -112,7 +113,10 @@ def test_everything_as_tables_and_as_a_file(bare: Path, cli: Cli, tmp_path: Path
     [
         (("--workload", "speed"), "unknown workload 'speed'"),
         (("--compare", "paged,magic"), "unknown mode 'magic'"),
-        (("--workload", "decode", "--batch", "65"), "batch 65 needs --max-num-seqs 65"),
+        (
+            ("--workload", "decode", "--batch", "9", "--max-num-seqs", "8"),
+            "9 needs --max-num-seqs 9",
+        ),
         (("--workload", "serving", "--rate", "0"), "must be above 0"),
         (("--url", "http://127.0.0.1:1", "--workload", "decode"), "serving workload only"),
         (("--url", "localhost"), "is no server"),

@@ -57,7 +57,7 @@ def test_tables_show_device_constants_and_errors(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (("--dtype", "float64"), "float64"),
+        (("--device", "cpu", "--dtype", "float64"), "float64"),
         (("--device", "abacus"), "abacus"),
         (("--output", "/dev/null/x.json", *FLAGS), "cannot be written"),
     ],

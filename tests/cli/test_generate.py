@@ -174,3 +174,14 @@ def test_ctrl_c_ends_the_answer_between_two_tokens(
     assert "ended by abort" in err
     assert steps < 20
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_gguf_file_is_a_model(cli: Cli) -> None:
+    """Its vocabulary, its weights, its name: everything is in the one file."""
+    path = Path(__file__).parents[1] / "loader" / "gguf_files" / "llama.gguf"
+    argv = ("generate", path, "--dtype", "float32", "--num-blocks", 64, "--max-tokens", 8)
+    code, out, err = cli(*argv, "--temperature", 0, "-p", "he", "--ignore-eos", "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    [output] = record["results"][0]["outputs"]
+    assert len(output["token_ids"]) == 8

@@ -10,6 +10,7 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.tiny_model import tiny_config
 
+GGUF_FILES = Path(__file__).parents[1] / "loader" / "gguf_files"
 LLAMA_3_70B = {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -122,3 +123,17 @@ def test_a_hub_that_says_no_is_quoted(cli: Cli, monkeypatch: pytest.MonkeyPatch)
     code, out, err = cli("inspect", "user/model")
     assert (code, out) == (2, "")
     assert err.endswith("not on the hub (access is restricted)\n")
+
+
+def test_a_gguf_file_is_shown_like_a_folder(cli: Cli) -> None:
+    path = GGUF_FILES / "llama.gguf"
+    found = inspect(cli, path)
+    checkpoint = found["checkpoint"]
+    assert isinstance(checkpoint, dict)
+    assert {"Q4_0", "Q8_0", "F32"} <= set(checkpoint["dtypes"])
+    code, out, _ = cli("inspect", path)
+    assert code == 0
+    assert "what is packed is served in full" in " ".join(out.split())
+    code, _, err = cli("inspect", GGUF_FILES / "types.gguf")
+    assert code == 2
+    assert "types.gguf" in err

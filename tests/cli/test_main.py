@@ -27,13 +27,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_of(["--version"], capsys) == (0, f"ridgeline {__version__}\n", "")
 
 
-def test_the_parser_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_the_parser_loads_nothing_heavy(command: str) -> None:
     program = (
-        "import sys; from ridgeline.cli.main import build_parser; build_parser();"
+        f"import sys; from ridgeline.cli.main import build_parser; build_parser({command!r});"
         "print([m for m in ('torch', 'numpy', 'rich', 'starlette') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_command_is_loaded_when_it_is_asked_for() -> None:
+    program = (
+        "import sys; from ridgeline.cli.main import parse; parse(['serve']);"
+        "print(*sorted(m for m in sys.modules if m.startswith('ridgeline.cli.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == [
+        f"ridgeline.cli.{name}" for name in ("engine_flags", "main", "parser", "serve")
+    ], done.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
