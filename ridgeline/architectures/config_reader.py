@@ -18,14 +18,16 @@ MAX_POSITIONS = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """One JSON object of a config. `path` is what stands before the key in messages."""
+    """One JSON object of a config. `path` is what stands before the key in messages, `source` the
+    file that it is from."""
 
     values: Mapping[str, object]
     path: str = ""
+    source: str = "config.json"
 
     def fail(self, key: str, reason: str) -> ConfigError:
         """The error for `key`, to be raised by the caller."""
-        return ConfigError(f"config.json: {self.path}{key} {reason}")
+        return ConfigError(f"{self.source}: {self.path}{key} {reason}")
 
     def has(self, key: str) -> bool:
         """The key is there and not null."""
@@ -86,7 +88,7 @@ class ConfigReader:
             return None
         if not isinstance(value, Mapping):
             raise self.fail(key, f"must be an object, not {_show(value)}")
-        return ConfigReader(value, f"{self.path}{key}.") if value else None
+        return ConfigReader(value, f"{self.path}{key}.", self.source) if value else None
 
     def texts(self, key: str, *, length: int) -> tuple[str, ...] | None:
         """A list of `length` strings, None when missing or null."""

@@ -1,4 +1,4 @@
-"""Where do weights come from: a folder or the hub, checked before any memory is taken?
+"""Where do weights come from: a folder, a GGUF file or the hub, checked before memory is taken?
 
 Names resolve on first use: who reads a config or a tokenizer does not load torch.
 """
@@ -9,22 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ridgeline.loader.checkpoint import (
-        Checkpoint,
-        check_finite,
-        check_tensors,
-        open_checkpoint,
-    )
-    from ridgeline.loader.folder import read_config, read_generation_config
+    from ridgeline.loader.checkpoint import Checkpoint, check_finite, check_tensors
+    from ridgeline.loader.gguf import is_gguf
     from ridgeline.loader.hub import ModelFolder, resolve_model
+    from ridgeline.loader.model import open_checkpoint, read_config, read_generation_config
 
 _WHERE = {
     "Checkpoint": "checkpoint",
     "check_finite": "checkpoint",
     "check_tensors": "checkpoint",
-    "open_checkpoint": "checkpoint",
-    "read_config": "folder",
-    "read_generation_config": "folder",
+    "is_gguf": "gguf",
+    "open_checkpoint": "model",
+    "read_config": "model",
+    "read_generation_config": "model",
     "ModelFolder": "hub",
     "resolve_model": "hub",
 }
@@ -34,6 +31,7 @@ __all__ = [
     "ModelFolder",
     "check_finite",
     "check_tensors",
+    "is_gguf",
     "open_checkpoint",
     "read_config",
     "read_generation_config",

@@ -65,7 +65,9 @@ def check_folder(folder: Path) -> None:
     if not folder.exists():
         refuse(folder, "folder not found")
     if not folder.is_dir():
-        refuse(folder, "is a file; give the folder that holds config.json and the weights")
+        if folder.suffix.lower() == ".gguf":
+            refuse(folder, "is a GGUF file; this needs a folder with config.json and safetensors")
+        refuse(folder, "is a file; give the folder with config.json and weights, or a .gguf file")
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -73,8 +75,8 @@ def read_config(folder: Path) -> dict[str, object]:
     check_folder(folder)
     path = folder / "config.json"
     if not path.exists():
-        if any(folder.glob("*.gguf")):
-            refuse(path, "missing; the folder holds GGUF files, which cannot be served yet")
+        if found := sorted(folder.glob("*.gguf")):
+            refuse(path, f"missing; to serve a GGUF file name the file itself, {found[0]}")
         refuse(path, "missing; a model folder needs config.json beside its weights")
     return read_object(path)
 

@@ -21,6 +21,9 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 8
 MAX_NESTING = 4
+# A vocabulary of 10^6 tokens is below both; lists in memory take many times their bytes in a file.
+MAX_ITEMS = 1 << 22
+MAX_HEADER_BYTES = 256 << 20
 
 _SCALARS: Mapping[int, str] = {
     0: "<B",
@@ -36,6 +39,7 @@ _SCALARS: Mapping[int, str] = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class GGUFHeader:
     metadata: Mapping[str, Any]
     tensors: tuple[GGUFTensor, ...]
     data_start: int
+    num_bytes: int  # of the file
+    alignment: int = DEFAULT_ALIGNMENT
 
 
 class _Reader:
@@ -62,13 +68,19 @@ class _Reader:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
+        self._end = min(len(data), MAX_HEADER_BYTES)
         self.at = 0
 
     def take(self, size: int) -> bytes:
-        if size > len(self._data) - self.at:
-            raise ValueError(f"cut off at byte {len(self._data)}")
+        if size > self._end - self.at:
+            raise self._ended()
         self.at += size
         return self._data[self.at - size : self.at]
+
+    def _ended(self) -> ValueError:
+        if len(self._data) > self._end:
+            return ValueError(f"more than {MAX_HEADER_BYTES} bytes of metadata")
+        return ValueError(f"cut off at byte {self._end}")
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -91,10 +103,41 @@ class _Reader:
             raise ValueError("arrays nested too deeply")
         if count > len(self._data) - self.at:  # every element takes at least a byte
             raise ValueError(f"an array of {count} elements in a file of {len(self._data)} bytes")
+        if count > MAX_ITEMS:
+            raise ValueError(f"an array of {count} elements; at most {MAX_ITEMS} make sense")
         if kind in _SCALARS:
             form = f"<{count}{_SCALARS[kind][1]}"
             return list(struct.unpack(form, self.take(struct.calcsize(form))))
+        if kind == _STRING:
+            return self._texts(count)
         return [self.value(kind, depth) for _ in range(count)]
+
+    def _texts(self, count: int) -> list[str]:
+        """As `text`, in one loop: a vocabulary has some 10^5 of them."""
+        data, size, at = self._data, self._end, self.at
+        found: list[str] = []
+        for _ in range(count):
+            begin = at + _LENGTH.size
+            end = begin + _LENGTH.unpack_from(data, at)[0] if begin <= size else size + 1
+            if end > size:
+                raise self._ended()
+            found.append(data[begin:end].decode("utf-8", errors="replace"))
+            at = end
+        self.at = at
+        return found
+
+
+def is_gguf(path: Path) -> bool:
+    """A file that calls itself GGUF, by its name or by its first bytes (no damage is seen here)."""
+    try:
+        if not path.is_file():
+            return False
+        if path.suffix.lower() == ".gguf":
+            return True
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        refuse(path, f"cannot be read ({error.strerror})")
 
 
 def read_gguf(path: Path) -> GGUFHeader:
@@ -137,12 +180,22 @@ def _read(path: Path, data: mmap.mmap) -> GGUFHeader:
         if key in metadata:
             raise ValueError(f"key {key[:80]!r} occurs twice")
         metadata[key] = reader.value(reader.number("<I"))
-    tensors = tuple(_tensor(reader) for _ in range(num_tensors))
+    tensors = _tensors(reader, num_tensors)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
+    if type(alignment) is not int or alignment < 1:
         raise ValueError("general.alignment is not a positive number")
     start = -(-reader.at // alignment) * alignment
-    return GGUFHeader(path, version, metadata, tensors, start)
+    return GGUFHeader(path, version, metadata, tensors, start, len(data), alignment)
+
+
+def _tensors(reader: _Reader, count: int) -> tuple[GGUFTensor, ...]:
+    found: dict[str, GGUFTensor] = {}
+    for _ in range(count):
+        tensor = _tensor(reader)
+        if tensor.name in found:
+            raise ValueError(f"tensor {tensor.name[:80]!r} occurs twice")
+        found[tensor.name] = tensor
+    return tuple(found.values())
 
 
 def _tensor(reader: _Reader) -> GGUFTensor:

@@ -38,7 +38,7 @@ OTHER_FORMATS = (
     (LFS_MARK, "a Git LFS pointer, not the weights; run `git lfs pull` in its folder"),
     (b"PK\x03\x04", "a zip archive (a PyTorch pickle?), not safetensors"),
     (b"\x80\x02", "a Python pickle, not safetensors; pickles are never opened"),
-    (b"GGUF", "a GGUF file, which cannot be served yet"),
+    (b"GGUF", "a GGUF file, not safetensors; name the file itself, not its folder"),
     (b"\x89HDF", "an HDF5 file, not safetensors"),
 )
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import check_folder
+from ridgeline.loader.gguf import is_gguf
 from ridgeline.loader.shards import INDEX_FILE, SINGLE_FILE, shard_names
 from ridgeline.log import say
 
@@ -44,7 +45,8 @@ SMALL_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model on this machine. `revision` is the commit it was downloaded from, if it was."""
+    """A model on this machine, a folder or a GGUF file. `revision` is the commit it was downloaded
+    from, if it was."""
 
     path: Path
     name: str
@@ -63,16 +65,19 @@ def resolve_model(
     endpoint: str | None = None,
     cache_dir: Path | None = None,
 ) -> ModelFolder:
-    """The folder of a model given as a folder or as a hub id `user/name[@revision]`.
+    """The folder of a model given as a folder, a GGUF file or a hub id `user/name[@revision]`.
 
-    A folder of that name wins. Otherwise the revision is resolved to a commit and every file
-    comes from that commit into the hub's usual cache; what is there is not fetched again, and
-    without the hub (`offline`, HF_HUB_OFFLINE, or no answer) the cache is used alone. HF_ENDPOINT,
-    HF_HOME and HF_HUB_CACHE are honoured. ConfigError says what cannot be had, and why.
+    A folder or file of that name wins. Otherwise the revision is resolved to a commit and every
+    file comes from that commit into the hub's usual cache; what is there is not fetched again,
+    and without the hub (`offline`, HF_HUB_OFFLINE, or no answer) the cache is used alone.
+    HF_ENDPOINT, HF_HOME and HF_HUB_CACHE are honoured. ConfigError says what cannot be had, and
+    why.
     """
     if not model:
         raise ConfigError("no model was named; give a folder or a hub id user/name[@revision]")
     folder = Path(model).expanduser()
+    if is_gguf(folder):
+        return ModelFolder(folder, folder.resolve().stem)
     if folder.exists():
         check_folder(folder)
         return ModelFolder(folder, folder.resolve().name)

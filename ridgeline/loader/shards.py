@@ -39,8 +39,8 @@ def _why_no_weights(folder: Path) -> str:
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if tensors:
         return f"has {tensors[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}"
-    if any(name.endswith(".gguf") for name in names):
-        return "holds GGUF files, which cannot be served yet; it needs safetensors"
+    if found := [name for name in names if name.endswith(".gguf")]:
+        return f"holds no safetensors; to serve a GGUF file name the file itself, {found[0]}"
     if pickles:
         return f"has only pickled weights ({pickles[0]}); a pickle can run code, give safetensors"
     return f"holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"

@@ -12,6 +12,7 @@ import jinja2
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.loader.folder import read_bytes, read_object, refuse
+from ridgeline.loader.gguf import is_gguf, read_gguf
 from ridgeline.text.template import MAX_OUTPUT_CHARS, Template, TemplateRefusal
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -236,10 +237,14 @@ def _texts(value: object) -> Iterable[str]:
 
 
 def load_chat_template(folder: Path, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The chat template in a model folder; None when it has none. ConfigError for a broken one.
+    """The chat template of a model folder or a GGUF file; None when it has none. ConfigError for a
+    broken one.
 
     chat_template.jinja comes before chat_template.json and that before tokenizer_config.json.
     """
+    if is_gguf(folder):
+        templates = _read_metadata(folder)
+        return ChatTemplate(templates, tokenizer, folder) if templates else None
     for name, read in (
         ("chat_template.jinja", _read_jinja),
         ("chat_template.json", _read_json),
@@ -249,6 +254,18 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer | None) -> ChatTemplat
         if path.exists() and (templates := read(path)):
             return ChatTemplate(templates, tokenizer, path)
     return None
+
+
+def _read_metadata(path: Path) -> dict[str, str]:
+    """`tokenizer.chat_template`, and `tokenizer.chat_template.NAME` for others."""
+    key = "tokenizer.chat_template"
+    templates: dict[str, str] = {}
+    for name, source in read_gguf(path).metadata.items():
+        if name == key or name.startswith(f"{key}."):
+            if not isinstance(source, str):
+                refuse(path, f"{name[:80]} is no text")
+            templates[name[len(key) + 1 :] or "default"] = source
+    return templates
 
 
 def _read_jinja(path: Path) -> dict[str, str]:

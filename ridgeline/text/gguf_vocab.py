@@ -47,6 +47,10 @@ SPLITS: Mapping[str, tuple[str, ...] | None] = {
         r"\p{N}",
     ),
 }
+# These take a word that is in the vocabulary as it is, and begin with <|begin_of_text|>; neither is
+# in the file.
+LLAMA3 = ("llama-bpe", "llama3")
+NO_VOCABULARY = (None, "none", "no_vocab")
 NORMALIZED = ("qwen2",)  # these bring texts into Unicode's NFC form first
 
 # Kinds of tokens that are looked for in a text before it is cut into words.
@@ -106,32 +110,47 @@ class _Vocabulary:
         )
 
 
+def find_gguf_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a GGUF file, None when it says that it has none. ConfigError for one that
+    cannot be read."""
+    metadata = read_gguf(path).metadata
+    is_there = metadata.get("tokenizer.ggml.model") not in NO_VOCABULARY
+    return _tokenizer(path, metadata) if is_there else None
+
+
 def load_gguf_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a GGUF file. ConfigError when it has none, or one of another kind."""
-    vocabulary = _Vocabulary(path, read_gguf(path).metadata)
+    return _tokenizer(path, read_gguf(path).metadata)
+
+
+def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    vocabulary = _Vocabulary(path, metadata)
     kind = vocabulary.get("model")
     if kind == "llama":
-        return Tokenizer(_sentencepiece(vocabulary), vocabulary.settings(add_bos=True))
+        return Tokenizer(_sentencepiece(path, vocabulary), vocabulary.settings(add_bos=True))
     if kind == "gpt2":
-        return Tokenizer(_byte_level(path, vocabulary), vocabulary.settings(add_bos=False))
+        is_llama3 = vocabulary.get("pre") in LLAMA3
+        return Tokenizer(_byte_level(path, vocabulary), vocabulary.settings(add_bos=is_llama3))
     refuse(path, f"holds a vocabulary of kind {str(kind)[:40]!r}; readable are llama and gpt2")
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     scores = vocabulary.values("scores", float)
     if len(scores) != len(vocabulary.tokens):
-        raise ConfigError("tokenizer.ggml.scores does not fit its tokens")
+        refuse(path, "tokenizer.ggml.scores does not fit its tokens")
     pieces = zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True)
-    return build_sentencepiece(
-        SentencePieceModel(
-            pieces=tuple(Piece(text, score, kind) for text, score, kind in pieces),
-            algorithm=Algorithm.BPE,
-            byte_fallback=PieceKind.BYTE in vocabulary.kinds,
-            unk_id=max(0, vocabulary.special_id("unk_token")),
-            add_dummy_prefix=vocabulary.get("add_space_prefix", True) is True,
-            remove_extra_whitespaces=vocabulary.get("remove_extra_whitespaces", False) is True,
-        )
+    model = SentencePieceModel(
+        pieces=tuple(Piece(text, score, kind) for text, score, kind in pieces),
+        algorithm=Algorithm.BPE,
+        byte_fallback=PieceKind.BYTE in vocabulary.kinds,
+        unk_id=max(0, vocabulary.special_id("unk_token")),
+        add_dummy_prefix=vocabulary.get("add_space_prefix", True) is True,
+        remove_extra_whitespaces=vocabulary.get("remove_extra_whitespaces", False) is True,
     )
+    try:
+        return build_sentencepiece(model)
+    except ConfigError as error:  # it knows no file
+        refuse(path, str(error))
 
 
 def _byte_level(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -143,7 +162,9 @@ def _byte_level(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     if len(ids) != len(vocabulary.tokens):
         refuse(path, "tokenizer.ggml.tokens holds a token twice")
     merges = [_pair(path, merge, ids) for merge in vocabulary.values("merges", str)]
-    backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=ids, merges=merges, ignore_merges=split in LLAMA3)
+    )
     if split in NORMALIZED:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(SPLITS[split])

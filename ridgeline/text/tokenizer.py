@@ -10,12 +10,16 @@ import tokenizers
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.loader.folder import read_bytes, read_object, refuse
+from ridgeline.loader.gguf import is_gguf
+from ridgeline.registry import load
 from ridgeline.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from ridgeline.text.pieces import Pieces, read_rule
 from ridgeline.text.plain import PlainEncoder
 from ridgeline.text.sentencepiece import build_sentencepiece, read_sentencepiece
 
 MAX_TOKENIZER_BYTES = 256 << 20
+# By name, because these readers build a Tokenizer themselves.
+OTHER_READERS = {"gguf": "ridgeline.text.gguf_vocab:find_gguf_tokenizer"}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -134,11 +138,14 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder; None when it has no tokenizer files.
+    """The tokenizer of a model folder or a GGUF file; None when it has none.
 
     Reads tokenizer.json, else tokenizer.model (SentencePiece), with tokenizer_config.json beside
     it. ConfigError names the file and what is wrong with it.
     """
+    if is_gguf(folder):
+        found: Tokenizer | None = load(OTHER_READERS, "gguf", "tokenizer reader")(folder)
+        return found
     config = _read_optional(folder / "tokenizer_config.json")
     named = _read_optional(folder / "special_tokens_map.json") | config
     if (folder / "tokenizer.json").exists():

@@ -292,7 +292,9 @@ def test_folders_without_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only pickled weights"):
         open_checkpoint(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="GGUF files, which cannot be served yet"):
+    with pytest.raises(
+        ConfigError, match=r"to serve a GGUF file name the file itself, model\.gguf"
+    ):
         open_checkpoint(tmp_path)
     write_safetensors(tmp_path / "other.safetensors", SMALL)
     with pytest.raises(ConfigError, match=r"has other\.safetensors but neither"):

@@ -51,10 +51,15 @@ def test_folders_and_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing; a model folder needs config\.json"):
         read_config(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="GGUF files, which cannot be served yet"):
+    with pytest.raises(
+        ConfigError, match=r"to serve a GGUF file name the file itself, .*model\.gguf"
+    ):
         read_config(tmp_path)
-    with pytest.raises(ConfigError, match="is a file; give the folder"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: is no readable GGUF file \(cut off"):
         read_config(tmp_path / "model.gguf")
+    (tmp_path / "weights.bin").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match=r"is a file; give the folder with config\.json"):
+        read_config(tmp_path / "weights.bin")
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match="no such file"):
         read_config(tmp_path)

@@ -126,6 +126,22 @@ def test_a_key_twice_and_arrays_without_end(tmp_path: Path) -> None:
         read_gguf(path)
 
 
+def test_absurd_amounts_of_metadata_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k")
+    with path.open("wb") as file:  # sparse: no room is taken
+        file.write(head + struct.pack("<IIQ", 9, 0, 1 << 23))
+        file.truncate(1 << 24)
+    with pytest.raises(ConfigError, match="an array of 8388608 elements; at most 4194304"):
+        read_gguf(path)
+    for kind in (struct.pack("<IQ", 8, 1 << 30), struct.pack("<IIQQ", 9, 8, 1, 1 << 30)):
+        with path.open("wb") as file:
+            file.write(head + kind)
+            file.truncate(1 << 32)
+        with pytest.raises(ConfigError, match="more than 268435456 bytes of metadata"):
+            read_gguf(path)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_gguf(tmp_path / "m.gguf")

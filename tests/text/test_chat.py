@@ -16,6 +16,7 @@ from ridgeline.text.chat import MARK, ChatTemplate, load_chat_template
 from ridgeline.text.template import Template
 from ridgeline.text.tokenizer import Tokenizer, TokenizerSettings
 from tests.conftest import find_shared
+from tests.loader.write import gguf
 from tests.text.vocabularies import folder_for, vocabulary, vocabulary_folder
 
 needs_shared = pytest.mark.skipif(find_shared() is None, reason="needs the shared templates")
@@ -508,3 +509,19 @@ def test_without_a_tokenizer_there_is_text_only() -> None:
     assert template.render(USER) == "hi"
     with pytest.raises(RequestFault, match="no tokenizer"):
         template.encode_chat(USER)
+
+
+def test_the_templates_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf({"general.architecture": (8, "llama")}))
+    assert load_chat_template(path, None) is None
+    key = "tokenizer.chat_template"
+    path.write_bytes(
+        gguf(
+            {key: (8, "plain"), f"{key}s": (9, (8, ["tool_use"])), f"{key}.tool_use": (8, "tools")}
+        )
+    )
+    template = load_chat_template(path, None)
+    assert template is not None
+    assert template.render(USER) == "plain"
+    assert template.render(USER, tools=[{"type": "function"}]) == "tools"

@@ -389,6 +389,31 @@ def test_a_small_gguf_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.is_special(3)
 
 
+def test_a_gguf_vocabulary_is_found_like_a_folder_s(tmp_path: Path) -> None:
+    path = tmp_path / "v.gguf"
+    path.write_bytes(ggml())
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    assert tokenizer.encode("abba<e>") == [2, 1, 0, 3]
+    for none in ({}, {"tokenizer.ggml.model": (8, "no_vocab")}):
+        path.write_bytes(gguf(none))
+        assert load_tokenizer(path) is None
+
+
+def test_llama_3_takes_whole_words_and_begins_every_text(tmp_path: Path) -> None:
+    """Its tokenizer.json says ignore_merges, of which a GGUF file has nothing but the rule's name;
+    "abc" cannot be merged here."""
+    path = tmp_path / "v.gguf"
+    tokens: tuple[int, object] = (9, (8, ["a", "b", "c", "abc", "ab", "<e>"]))
+    kinds: tuple[int, object] = (9, (5, [1, 1, 1, 1, 1, 3]))
+    keys = {"tokens": tokens, "token_type": kinds, "bos_token_id": (4, 5)}
+    for pre, want in (("gpt-2", [4, 2]), ("llama-bpe", [5, 3])):
+        path.write_bytes(ggml(**keys, pre=(8, pre)))
+        assert load_gguf_tokenizer(path).encode("abc") == want
+    path.write_bytes(ggml(**keys, pre=(8, "llama-bpe"), add_bos_token=(7, False)))
+    assert load_gguf_tokenizer(path).encode("abc") == [3]
+
+
 @pytest.mark.parametrize(
     ("keys", "match"),
     [

@@ -1,0 +1,300 @@
+"""Which config.json would describe the model of a GGUF file, and what does it call its tensors?
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md . Names of tensors and the order of
+rows are those that llama.cpp's converter writes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ridgeline.architectures.config_reader import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    ConfigReader,
+)
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.tensor_names import expected_tensors
+from ridgeline.errors import ConfigError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What sets a family's files apart. `interleaved`: the rows of q and k lie as llama.cpp
+    rotates them, pair by pair, where a safetensors checkpoint has the halves of each head."""
+
+    model_type: str
+    interleaved: bool = False
+
+
+# general.architecture of the file -> ours
+ARCHITECTURES: Mapping[str, Layout] = {
+    "llama": Layout("llama", interleaved=True),
+    "qwen2": Layout("qwen2"),
+    "qwen3": Layout("qwen3"),
+}
+
+EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_BLOCK = "blk.{layer}."
+# Role in `ModelSpec.tensor_names` -> name in the file.
+NAMES: Mapping[str, str] = {
+    "embedding": EMBEDDING,
+    "norm": "output_norm.weight",
+    "lm_head": OUTPUT,
+    "input_norm": f"{_BLOCK}attn_norm.weight",
+    "post_norm": f"{_BLOCK}ffn_norm.weight",
+    "q_norm": f"{_BLOCK}attn_q_norm.weight",
+    "k_norm": f"{_BLOCK}attn_k_norm.weight",
+    **{
+        f"{role}{suffix}": f"{_BLOCK}{name}.{kind}"
+        for role, name in (
+            ("q", "attn_q"),
+            ("k", "attn_k"),
+            ("v", "attn_v"),
+            ("o", "attn_output"),
+            ("gate", "ffn_gate"),
+            ("up", "ffn_up"),
+            ("down", "ffn_down"),
+        )
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    },
+}
+
+# Keys that would change every number, with the values that do not.
+FOREIGN: Mapping[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.temperature_length": (0,),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "use_parallel_residual": (False,),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+
+# Llama 3's scaling is in the file as one divisor per frequency, without what they were made of.
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
+
+
+def layout_of(metadata: Mapping[str, object], source: str) -> Layout:
+    """ConfigError names the architecture when it is none of `ARCHITECTURES`."""
+    reader = ConfigReader(metadata, source=source)
+    kind = reader.text("general.type", default="model")
+    if kind != "model":
+        raise reader.fail("general.type", f"is {kind[:60]!r}; only a model can be served")
+    name = reader.text("general.architecture")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        reason = f"is {name[:60]!r}; GGUF files are read of {known}, others from safetensors"
+        raise reader.fail("general.architecture", reason)
+    return ARCHITECTURES[name]
+
+
+def config_of(
+    metadata: Mapping[str, object],
+    shapes: Shapes,
+    *,
+    dtype: str,
+    rope_factors: Sequence[float] | None,
+    source: str,
+) -> dict[str, object]:
+    """What config.json would say. `shapes` are those of the tensors, `rope_factors` the numbers of
+    `ROPE_FACTORS` if there is one; `source` is the file. ConfigError names the key."""
+    layout = layout_of(metadata, source)
+    name = str(metadata["general.architecture"])
+    own = {key[len(name) + 1 :]: v for key, v in metadata.items() if key.startswith(f"{name}.")}
+    reader = ConfigReader(own, f"{name}.", source)
+    for key, harmless in FOREIGN.items():
+        reader.refuse(key, *harmless)
+    if ConfigReader(metadata, source=source).integer("split.count", low=0, default=0) > 1:
+        raise ConfigError(
+            f"{source}: split.count says that this is one of several files; merge them first "
+            "(llama-gguf-split --merge)"
+        )
+    config: dict[str, object] = {"model_type": layout.model_type, "torch_dtype": dtype}
+    config |= _sizes(reader, shapes, source)
+    config |= _rope(reader, config, rope_factors)
+    config |= _tokens(ConfigReader(metadata, source=source), config)
+    return config
+
+
+def _sizes(reader: ConfigReader, shapes: Shapes, source: str) -> dict[str, object]:
+    hidden = reader.integer("embedding_length")
+    heads = reader.integer("attention.head_count", high=MAX_HEADS)
+    kv_heads = reader.integer("attention.head_count_kv", high=MAX_HEADS, default=heads)
+    if heads % kv_heads:
+        reason = f"is {kv_heads}; it must divide attention.head_count ({heads})"
+        raise reader.fail("attention.head_count_kv", reason)
+    head_dim = _head_dim(reader, hidden, heads)
+    embedding = shapes.get(EMBEDDING, ())
+    if len(embedding) != 2 or not 1 <= embedding[0] <= MAX_VOCAB:
+        raise ConfigError(f"{source}: tensor {EMBEDDING!r} is missing, or no matrix of tokens")
+    vocab = embedding[0]
+    if reader.integer("vocab_size", high=MAX_VOCAB, default=vocab) != vocab:
+        raise reader.fail("vocab_size", f"is not the {vocab} rows of {EMBEDDING}")
+    eps = reader.number("attention.layer_norm_rms_epsilon", default=None, low=0.0, high=1.0)
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": reader.integer("block_count", high=MAX_LAYERS),
+        "intermediate_size": reader.integer("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": reader.integer("context_length", high=MAX_POSITIONS),
+        "rms_norm_eps": decimal(eps),
+        "vocab_size": vocab,
+        "tie_word_embeddings": OUTPUT not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "hidden_act": "silu",
+    }
+
+
+def _head_dim(reader: ConfigReader, hidden: int, heads: int) -> int:
+    if not reader.has("attention.key_length") and hidden % heads:
+        reason = f"is {heads}; it must divide embedding_length ({hidden})"
+        raise reader.fail("attention.head_count", reason)
+    head_dim = reader.integer("attention.key_length", high=4096, default=max(1, hidden // heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if reader.integer(key, high=4096, default=head_dim) != head_dim:
+            raise reader.fail(key, f"is not the size of a head ({head_dim}), which is not served")
+    return head_dim
+
+
+def _rope(
+    reader: ConfigReader, config: Mapping[str, object], factors: Sequence[float] | None
+) -> dict[str, object]:
+    theta = decimal(reader.number("rope.freq_base", default=10_000.0, low=1.0, high=1e15))
+    kind = reader.text("rope.scaling.type", default="none")
+    old = reader.number("rope.scale_linear", default=1.0, low=1e-3, high=1e6)
+    if kind == "none" and old != 1.0:
+        kind = "linear"
+    found: dict[str, object] = {"rope_theta": theta}
+    if kind not in ("none", "linear", "yarn"):
+        raise reader.fail("rope.scaling.type", f"is {kind[:60]!r}; read are none, linear, yarn")
+    if factors is not None:
+        if kind != "none":
+            raise reader.fail("rope.scaling.type", f"is {kind!r} beside {ROPE_FACTORS}")
+        scaling = _llama3(reader, theta, config["head_dim"], factors)
+        return found | ({} if scaling is None else {"rope_scaling": scaling})
+    if kind == "none":
+        return found
+    factor = decimal(reader.number("rope.scaling.factor", default=old, low=1e-3, high=1e6))
+    if kind == "linear":
+        return found | {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    length = reader.integer("rope.scaling.original_context_length", high=MAX_POSITIONS)
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
+    for key in ("beta_fast", "beta_slow"):
+        if reader.has(f"rope.scaling.yarn_{key}"):
+            given = reader.number(f"rope.scaling.yarn_{key}", default=None, low=0.0, high=1e6)
+            yarn[key] = decimal(given)
+    return found | {"rope_scaling": yarn}
+
+
+def _llama3(
+    reader: ConfigReader, theta: float, head_dim: object, factors: Sequence[float]
+) -> dict[str, object] | None:
+    """The scaling whose divisors these are; None when they divide nothing."""
+    fail = ConfigError(
+        f"{reader.source}: {ROPE_FACTORS} is not the scaling of Llama 3 (low_freq_factor "
+        f"{LLAMA3_LOW:g}, high_freq_factor {LLAMA3_HIGH:g}, original length {LLAMA3_LENGTH}), "
+        "and no other is read from a GGUF file"
+    )
+    if 2 * len(factors) != head_dim or not all(math.isfinite(f) and f >= 1.0 for f in factors):
+        raise fail
+    factor = max(factors)
+    if factor == 1.0:
+        return None
+    length = reader.integer(
+        "rope.scaling.original_context_length", high=MAX_POSITIONS, default=LLAMA3_LENGTH
+    )
+    wanted = [_divisor(theta ** (i / len(factors)), factor, length) for i in range(len(factors))]
+    if not all(math.isclose(f, w, rel_tol=1e-4) for f, w in zip(factors, wanted, strict=True)):
+        raise fail
+    return {
+        "rope_type": "llama3",
+        "factor": decimal(factor),
+        "low_freq_factor": LLAMA3_LOW,
+        "high_freq_factor": LLAMA3_HIGH,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _divisor(inverse: float, factor: float, length: int) -> float:
+    """By what Llama 3 divides a frequency of 1 / `inverse` (Transformers' rope_type llama3)."""
+    turns = length / (2 * math.pi * inverse)
+    share = (turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
+    share = min(1.0, max(0.0, share))
+    return 1.0 / ((1.0 - share) / factor + share)
+
+
+def _tokens(reader: ConfigReader, config: Mapping[str, object]) -> dict[str, object]:
+    size = int(str(config["vocab_size"]))
+    tokens = reader.values.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) > size:
+        reason = f"has {len(tokens)} entries, {EMBEDDING} has {size} rows"
+        raise reader.fail("tokenizer.ggml.tokens", reason)
+    found: dict[str, object] = {}
+    roles = {"bos": ("bos",), "eos": ("eos", "eot", "eom")}
+    for role, names in roles.items():
+        keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
+        ids = [i for k in keys for i in reader.token_ids(k, vocab_size=size)]
+        if ids:
+            found[f"{role}_token_id"] = list(dict.fromkeys(ids))
+    return found
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal number that is the same float32: 1e-05 for 9.999999747378752e-06. A
+    file has float32 where a config.json has what somebody typed."""
+    try:
+        single = struct.unpack("<f", struct.pack("<f", value))[0]
+        for digits in range(1, 10):
+            short = float(f"{single:.{digits}g}")
+            if struct.unpack("<f", struct.pack("<f", short))[0] == single:
+                return short
+    except OverflowError:  # beyond float32: it was no float32
+        return value
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a tensor of the checkpoint is in the file. Its rows are interleaved within each of
+    `heads` heads; 0: they lie as they should."""
+
+    name: str
+    heads: int = 0
+
+
+def sources(spec: ModelSpec, layout: Layout) -> dict[str, Source]:
+    """Checkpoint name -> name in the file, for every tensor that the model needs."""
+    return dict(_sources(spec, layout))
+
+
+def _sources(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, Source]]:
+    expected = expected_tensors(spec)
+    for role, name in spec.tensor_names.items():
+        for index, layer in enumerate(spec.layers):
+            attention = layer.attention
+            heads = {"q": attention.num_heads, "k": attention.num_kv_heads}
+            own = name.format(layer=index)
+            if role in NAMES and own in expected:
+                turned = heads.get(role.removesuffix("_bias"), 0) if layout.interleaved else 0
+                yield own, Source(NAMES[role].format(layer=index), turned)

@@ -1,0 +1,159 @@
+"""How do the tensors of a GGUF file come into memory: unpacked, in the right order, bit by bit?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ridgeline.errors import check
+from ridgeline.layers.piece import Piece
+from ridgeline.loader.checkpoint import Checkpoint, is_damaged, refuse_damaged
+from ridgeline.loader.folder import refuse
+from ridgeline.loader.ggml_blocks import PLAIN, decode
+from ridgeline.loader.gguf_layout import BY_NAME
+from ridgeline.loader.gguf_model import GGUFModel, read_gguf_model
+
+# Numbers unpacked at once, with a few copies of them in float32 on the way: on a CPU as many
+# as its caches hold, on a GPU enough that its launches do not count.
+CHUNK_VALUES = {"cpu": 1 << 18}
+MANY_VALUES = 4 << 20
+
+
+class GGUFCheckpoint(Checkpoint):
+    """The tensors of one GGUF file, by the names and in the order of a safetensors checkpoint.
+
+    `dtype` says how one is stored (Q4_K, F16, ...); what comes out of `tensor` and `slice` is the
+    stored dtype where that is plain, and the exact values in float32 where it is packed.
+    """
+
+    def __init__(self, model: GGUFModel, *, finite_only: bool = True) -> None:
+        super().__init__(
+            {name: (model.path, entry) for name, entry in model.entries.items()},
+            finite_only=finite_only,
+        )
+        self._sources = model.sources
+
+    def stored_types(self) -> dict[str, int]:
+        """How many tensors are stored as what, the most frequent first."""
+        return dict(Counter(self.dtype(name) for name in self.names()).most_common())
+
+    def became(self, dtype: str, weight_format: str) -> str:
+        """What is in the file and what it is served as, in words."""
+        stored = ", ".join(f"{count} {kind}" for kind, count in self.stored_types().items())
+        rounded = "" if weight_format == "plain" else f", matrices rounded to {weight_format}"
+        return f"{stored} became {dtype}{rounded}"
+
+    def tensor(self, name: str) -> torch.Tensor:
+        shape = self.shape(name)
+        return self.slice(name, 0, 0, shape[0])
+
+    def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        shape = list(self.shape(name))
+        inside = 0 <= dim < len(shape) and start >= 0 and length >= 0
+        check(inside and start + length <= shape[dim], "slice outside its tensor", name=name)
+        shape[dim] = length
+        dtype = PLAIN.get(self.dtype(name), torch.float32)
+        found = torch.empty(shape, dtype=dtype)
+        self.fill(Piece(name, found, dim, start))
+        return found
+
+    def fill(self, piece: Piece) -> int:
+        """Copy one piece to where it belongs, cast to the dtype there; its bytes in the file.
+        Unpacked on the device of the target, a few million numbers at a time."""
+        shape, target = self.shape(piece.name), piece.target
+        wanted = list(target.shape)
+        if piece.dim is not None and len(wanted) == len(shape):
+            check(piece.start + wanted[piece.dim] <= shape[piece.dim], "inside", name=piece.name)
+            wanted[piece.dim] = shape[piece.dim]
+        check(tuple(wanted) == shape, "a piece fits", name=piece.name, got=shape)
+        bad: torch.Tensor | None = None
+        for values, part in self._parts(piece):
+            part.copy_(values.view(part.shape))
+            if self._finite_only and (found := is_damaged(values)) is not None:
+                bad = found if bad is None else bad | found
+            self.release(piece.name)
+        if bad is not None and bool(bad):
+            refuse_damaged(self._sources[piece.name].name, self.file(piece.name))
+        return self.num_bytes(piece.name) * target.numel() // math.prod(shape)
+
+    def _parts(self, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Numbers of some rows, and where they belong."""
+        name, target = piece.name, piece.target
+        if not target.numel():
+            return
+        first = piece.start if piece.dim == 0 else 0
+        column = piece.start if piece.dim else 0
+        kind, device = self.dtype(name), target.device
+        width = math.prod(target.shape[1:])
+        step = max(1, CHUNK_VALUES.get(device.type, MANY_VALUES) // width)
+        for begin in range(0, len(target), step):
+            part = target[begin : begin + step]
+            raw, skipped = self._raw(name, first + begin, len(part), column, width)
+            yield decode(kind, raw.to(device))[:, skipped : skipped + width], part
+
+    def _raw(
+        self, name: str, row: int, rows: int, column: int, width: int
+    ) -> tuple[torch.Tensor, int]:
+        """The bytes of whole blocks around these columns of these rows, and how many numbers
+        stand before the first column in them."""
+        shape, kind = self.shape(name), BY_NAME[self.dtype(name)]
+        raw = self._bytes(name).view(shape[0], -1)
+        if heads := self._sources[name].heads:
+            order = stored_rows(row, rows, shape[0] // heads)
+            raw = raw.index_select(0, order)
+        else:
+            raw = raw[row : row + rows]
+        block, last = column // kind.block, -(-(column + width) // kind.block)
+        raw = raw[:, block * kind.num_bytes : last * kind.num_bytes]
+        return raw, column - block * kind.block
+
+    def _bytes(self, name: str) -> torch.Tensor:
+        entry, path = self.entry(name), self.file(name)
+        mapped = self._map(path)
+        if entry.end > len(mapped):
+            refuse(path, f"was cut off after it was opened: it has {len(mapped)} bytes")
+        size = entry.end - entry.start
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=entry.start)
+
+
+def stored_rows(start: int, length: int, head_dim: int) -> torch.Tensor:
+    """Where rows start .. start+length-1 of q or k are in a file with interleaved heads: there a
+    head is 0, D/2, 1, D/2 + 1, ... so that the two numbers of a rotation are neighbours."""
+    rows = torch.arange(start, start + length)
+    within = rows % head_dim
+    half = head_dim // 2
+    return rows - within + 2 * (within % half) + within // half
+
+
+class GGUFSource:
+    """A GGUF checkpoint for tensors on any device. A TensorSource that BringsPieces."""
+
+    def __init__(self, checkpoint: GGUFCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def names(self) -> list[str]:
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._checkpoint.tensor(name)
+
+    def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        return self._checkpoint.slice(name, dim, start, length)
+
+    @contextmanager
+    def bring(self, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:
+        """ConfigError when a tensor holds NaN or infinity, before the piece is reported."""
+        yield (self._checkpoint.fill(piece) for piece in pieces)
+
+
+def open_gguf(path: Path, *, finite_only: bool = True) -> GGUFCheckpoint:
+    """The weights of a GGUF file, after a check of its header. ConfigError names the file."""
+    return GGUFCheckpoint(read_gguf_model(path), finite_only=finite_only)

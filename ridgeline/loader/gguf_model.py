@@ -1,0 +1,117 @@
+"""Which model is in this GGUF file? Everything but the numbers of its tensors."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.gguf import (
+    ROPE_FACTORS,
+    Source,
+    config_of,
+    layout_of,
+    sources,
+)
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.tensor_names import expected_tensors
+from ridgeline.errors import ConfigError
+from ridgeline.loader.folder import refuse
+from ridgeline.loader.gguf import GGUFHeader, read_gguf
+from ridgeline.loader.gguf_layout import locate
+from ridgeline.loader.header import TensorEntry
+
+MAX_FACTORS = 4096  # half of the widest head
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """`entries` and `sources` are by the names that a safetensors checkpoint would have."""
+
+    path: Path
+    config: Mapping[str, object]
+    entries: Mapping[str, TensorEntry]
+    sources: Mapping[str, Source]
+
+
+def read_gguf_model(path: Path) -> GGUFModel:
+    """The model of a GGUF file, after every tensor of it has been found where it should be.
+
+    Reads the header alone. ConfigError names the file and the key or tensor: what is damaged, of
+    another architecture or type, missing, of another shape, or more than the model needs.
+    """
+    header = read_gguf(path)
+    layout = layout_of(header.metadata, str(path))
+    found = locate(header)
+    config = config_of(
+        header.metadata,
+        {name: entry.shape for name, entry in found.items()},
+        dtype=_dtype(found),
+        rope_factors=_rope_factors(header, found),
+        source=str(path),
+    )
+    try:
+        spec = read_spec(config)
+    except ConfigError as error:
+        refuse(path, f"its metadata describe no model that can be served: {error}")
+    wanted = sources(spec, layout)
+    return GGUFModel(path, config, _entries(path, spec, wanted, found), wanted)
+
+
+def read_gguf_config(path: Path) -> dict[str, object]:
+    """What a config.json beside the weights of this GGUF file would say. ConfigError as above."""
+    return dict(read_gguf_model(path).config)
+
+
+def _dtype(found: Mapping[str, TensorEntry]) -> str:
+    """To serve in what the matrices are stored in, or bfloat16, whose range holds all of it."""
+    kinds = {entry.dtype for entry in found.values() if len(entry.shape) > 1}
+    if kinds == {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+
+
+def _rope_factors(header: GGUFHeader, found: Mapping[str, TensorEntry]) -> tuple[float, ...] | None:
+    entry = found.get(ROPE_FACTORS)
+    if entry is None:
+        return None
+    if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_FACTORS:
+        refuse(header.path, f"tensor {ROPE_FACTORS!r} is no short list of F32")
+    try:
+        with header.path.open("rb") as file:
+            file.seek(entry.start)
+            raw = file.read(entry.end - entry.start)
+        return struct.unpack(f"<{entry.shape[0]}f", raw)
+    except (OSError, struct.error) as error:
+        refuse(header.path, f"tensor {ROPE_FACTORS!r} cannot be read ({error})")
+
+
+def _entries(
+    path: Path,
+    spec: ModelSpec,
+    wanted: Mapping[str, Source],
+    found: Mapping[str, TensorEntry],
+) -> dict[str, TensorEntry]:
+    """What the model needs, by its own names; all there and nothing else."""
+    entries: dict[str, TensorEntry] = {}
+    for name, shape in expected_tensors(spec).items():
+        stored = wanted[name].name
+        entry = found.get(stored)
+        if entry is None:
+            refuse(path, f"lacks tensor {stored!r}, which its metadata make part of the model")
+        if entry.shape != shape:
+            refuse(
+                path,
+                f"tensor {stored!r} has shape {str(list(entry.shape))[:80]}, but the metadata "
+                f"make it {list(shape)}",
+            )
+        entries[name] = TensorEntry(name, entry.dtype, entry.shape, entry.start, entry.end)
+    used = {source.name for source in wanted.values()} | {ROPE_FACTORS}
+    extra = sorted(found.keys() - used)
+    if extra:
+        shown = ", ".join(repr(name[:80]) for name in extra[:3])
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        refuse(path, f"holds {shown}{more}, which this architecture does not use")
+    return entries
