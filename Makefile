@@ -13,12 +13,13 @@ ARGS ?=
 export MODEL PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native sanitize run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel clean
+.PHONY: help setup native sanitize sanitize-gpu run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel clean
 
 help:
 	@echo "make setup          a virtual environment in $(VENV) with everything pinned"
 	@echo "make native         the native CPU kernels, if there is a C++ compiler (setup does it too)"
 	@echo "make sanitize       the native CPU kernels with sanitizers, tiles emulated"
+	@echo "make sanitize-gpu   tests of the GPU kernels under compute-sanitizer"
 	@echo "make run            answer one prompt: MODEL=folder-or-hub-id PROMPT='...'"
 	@echo "                    (without MODEL: the small model that is bundled, no download)"
 	@echo "make eval           score MODEL on held-out problems (default: the bundled model)"
@@ -57,6 +58,9 @@ $(NATIVE): $(STAMP) $(NATIVE_SOURCES)
 sanitize: setup
 	$(BIN)/python tools/sanitize_native.py $(ARGS)
 
+sanitize-gpu: setup
+	$(BIN)/python bench/gpu/sanitize.py $(ARGS)
+
 run: setup
 	@exec $(BIN)/ridgeline generate $${MODEL:+"$$MODEL"} -p "$$PROMPT" $(ARGS)
 
@@ -69,8 +73,15 @@ test: setup
 test-full: setup
 	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" $(ARGS)
 
+# Rooms that know no device: `make test` is theirs. The others share the GPU (tests/gpu/sharing.py).
+SAME_ANYWHERE := architectures cost evaluation/worlds kernels/cpu observe planner router scheduler \
+  simulator text tools
+GPU_TEST_JOBS ?= 16
+
 test-gpu: setup
-	@RIDGELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow and not multi_gpu" $(ARGS)
+	@RIDGELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow and not multi_gpu" \
+	  -n $(GPU_TEST_JOBS) --dist loadgroup --no-loadscope-reorder \
+	  $(SAME_ANYWHERE:%=--ignore=tests/%) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

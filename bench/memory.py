@@ -11,7 +11,8 @@ Their blocks repeat where the cache holds fewer, as those of requests with a sha
 What is allocated is what torch's allocator had given out at the worst moment: on a GPU its own
 peak counter; on a CPU the profiler's record of every allocation and release by any operator, from
 before the engine was built, which is exact to the byte and does not depend on where Python holds a
-tensor. (The resident size of the process is shown too; it counts libraries and the interpreter.)
+tensor; a pool that comes from the system itself is added whole. (The resident size of the process
+is shown too; it counts libraries and the interpreter.)
 """
 
 from __future__ import annotations
@@ -347,7 +348,9 @@ def _on_cpu(config: EngineConfig, drive: Drive) -> Measured:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         built = build(config)
         drive(built, run)
-    return built, _peaks(record, spans), resident_bytes() - before
+    mapped = mapped_bytes(built)
+    peaks = {name: peak + mapped for name, peak in _peaks(record, spans).items()}
+    return built, peaks, resident_bytes() - before
 
 
 def _peaks(record: profile, spans: Iterable[str]) -> dict[str, int]:
@@ -369,6 +372,13 @@ def _peaks(record: profile, spans: Iterable[str]) -> dict[str, int]:
             if times[name][0] <= at <= times[name][1]:
                 peaks[name] = max(peaks[name], held)
     return peaks
+
+
+def mapped_bytes(built: Built) -> int:
+    """What the cache took from the system itself, which no allocator of torch's has seen."""
+    executor: Any = built.engine.executor
+    storages = [t.untyped_storage() for store in executor._kv.stores for t in store]
+    return sum(storage.nbytes() for storage in storages if not storage.resizable())
 
 
 def resident_bytes() -> int:

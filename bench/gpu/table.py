@@ -1,11 +1,12 @@
 r"""Which goals for speed on one H200 are reached? Makes the table of them from files of run.py.
 
     python3 bench/gpu/table.py --commit ID RESULTS.json [MORE.json ...] \
-        [--out bench/gpu/results/latest.json]
+        [--out bench/gpu/results/latest.json] [--earlier bench/gpu/results/latest.json]
 
 Writes rows {workload, metric, value, goal, stretch, vllm, date, device, commit} of all that was
 measured and prints them as a Markdown table, misses in bold. Where two files (or two rows of one)
-have the same figure, the later one counts. Rows measured under other conditions than the goals'
+have the same figure, the later one counts. A workload with a goal that no file has keeps its row of
+the `--earlier` table, date and commit of that time included. Rows measured under other conditions than the goals'
 (lengths, number formats) are named on standard error and left out.
 """
 
@@ -217,7 +218,11 @@ READERS = {
 # ---------------------------------------------------------------------- the table
 
 
-def lines(records: Iterable[tuple[str, Mapping[str, Any]]], commit: str) -> list[Line]:
+def lines(
+    records: Iterable[tuple[str, Mapping[str, Any]]],
+    commit: str,
+    earlier: Iterable[Mapping[str, Any]] = (),
+) -> list[Line]:
     """The goals in their order, then what else was measured. `records` are (name, content)."""
     goals = {(goal.workload, goal.metric): goal for goal in GOALS}
     found: dict[tuple[str, str], Line] = {}
@@ -227,6 +232,12 @@ def lines(records: Iterable[tuple[str, Mapping[str, Any]]], commit: str) -> list
             goal = goals.get(key, Goal(*key))
             where = (str(record["date"]), str(record["device"]), commit)
             found[key] = make_line(goal, figure.value, where)
+    for row in earlier:
+        key = (str(row["workload"]), str(row["metric"]))
+        if key in goals and key not in found:
+            where = (str(row["date"]), str(row["device"]), str(row["commit"]))
+            found[key] = make_line(goals[key], float(row["value"]), where)
+            print(f"{key[0]}: not measured now, of {where[2]}", file=sys.stderr)
     empty = ("", "", "")
     wanted = [found.pop(key, make_line(goal, None, empty)) for key, goal in goals.items()]
     return wanted + list(found.values())
@@ -274,8 +285,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--commit", required=True, help="what was measured")
     parser.add_argument("--out", type=Path, default=LATEST)
+    parser.add_argument("--earlier", type=Path, help="a table whose rows fill what is missing")
     args = parser.parse_args(argv)
-    table = lines(((p.name, json.loads(p.read_text())) for p in args.results), args.commit)
+    earlier = json.loads(args.earlier.read_text()) if args.earlier else ()
+    records = ((p.name, json.loads(p.read_text())) for p in args.results)
+    table = lines(records, args.commit, earlier)
     measured = [asdict(row) for row in table if row.value is not None]
     args.out.write_text(json.dumps(measured, indent=1) + "\n")
     print(markdown(table))

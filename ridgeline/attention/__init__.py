@@ -33,6 +33,7 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "sdpa": "ridgeline.attention.sdpa:SdpaAttention",
     "triton": "ridgeline.attention.paged:PagedAttention",
     "native": "ridgeline.attention.native:NativeAttention",
+    "flashinfer": "ridgeline.attention.flashinfer:FlashInferAttention",
 }
 # What `auto` tries, best first: our own kernels read blocks in place and can be captured; torch's
 # fused ones beat the tiled reference on every device and shape that both serve.

@@ -17,7 +17,7 @@ def test_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     found = environment(torch.device("cpu"))
     assert found.command == "ridgeline bench 'a b'"
     assert found.ridgeline == __version__
-    assert found.packages["torch"] == torch.__version__
+    assert torch.__version__.startswith(found.packages["torch"])  # and may say how it was built
     assert found.python == platform.python_version()
     assert found.threads == torch.get_num_threads()
     assert found.device_name

@@ -150,6 +150,19 @@ def test_the_file_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(said) == 2 + len(table.GOALS)
 
 
+def test_what_is_missing_keeps_its_earlier_row(capsys: pytest.CaptureFixture[str]) -> None:
+    old = {"date": "2025-12-31", "device": "a card", "commit": "old"}
+    earlier = [
+        {"workload": "A bf16 decode batch 1", "metric": "tok/s", "value": 1.0} | old,
+        {"workload": "A bf16 decode batch 8", "metric": "tok/s", "value": 2.0} | old,
+        {"workload": "no goal", "metric": "tok/s", "value": 3.0} | old,
+    ]
+    found = table.lines([("new", record(decode(1, 250.0)))], "new", earlier)
+    kept = {row.workload: (row.value, row.commit) for row in found if row.value is not None}
+    assert kept == {"A bf16 decode batch 1": (250.0, "new"), "A bf16 decode batch 8": (2.0, "old")}
+    assert "batch 8: not measured now, of old" in capsys.readouterr().err
+
+
 def test_each_goal_can_be_read_and_is_ordered() -> None:
     names = [(goal.workload, goal.metric) for goal in table.GOALS]
     assert len(set(names)) == len(names)

@@ -7,7 +7,7 @@ of other sizes, with and without a prefix cache, captured and not, short of memo
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 SEED = 20261121
-NUM_BATCHES = 100  # of each model, over its dtypes and the settings below
 MAX_MODEL_LEN = 256
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -45,6 +44,26 @@ SAMPLERS = (
 )
 NUM_TOKENS = (40, 30, 24, 50, 36, 20)
 NUM_PROMPT = (3, 17, 64, 100, 129, 33)
+
+# Which of SETTINGS, and batches of each: a few of all, or by `slow` a hundred for each model over
+# its two dtypes.
+amounts = pytest.mark.parametrize(
+    ("settings", "num_batches"),
+    [
+        pytest.param(range(len(SETTINGS)), 2, id="few"),
+        *(
+            pytest.param((i,), 10, marks=pytest.mark.slow, id=f"setting{i}")
+            for i in range(len(SETTINGS))
+        ),
+    ],
+)
+fewer = pytest.mark.parametrize(
+    ("settings", "num_batches"),
+    [
+        pytest.param(range(len(SETTINGS)), 1, id="few"),
+        pytest.param(range(len(SETTINGS)), 4, marks=pytest.mark.slow, id="many"),
+    ],
+)
 
 Answer = tuple[list[int], Any, Any]
 
@@ -104,14 +123,17 @@ def alone(model: str, options: Mapping[str, Any]) -> list[Answer]:
         ]
 
 
-def assert_same_in_company(model: str, num_batches: int, **options: Any) -> None:
+def assert_same_in_company(
+    model: str, settings: Iterable[int], num_batches: int, **options: Any
+) -> None:
     print(f"seed {SEED}")
-    want, rng = alone(model, options), random.Random(SEED + 1)
-    for number, setting in enumerate(SETTINGS):
+    want = alone(model, options)
+    for number in settings:
+        setting, rng = SETTINGS[number], random.Random(SEED + 1 + number)
         preempted = captured = 0
         with engine(model, **(options | setting)) as llm:
             prompts, samplings = fixed(llm.spec.vocab_size)
-            for batch in range(max(1, num_batches // len(SETTINGS))):
+            for batch in range(num_batches):
                 num = 24 if number == SHORT_OF_MEMORY else rng.choice([1, 3, 8, 24])
                 others, theirs = company(rng, num, prompts, llm.spec.vocab_size)
                 mixed = [*enumerate(zip(prompts, samplings, strict=True))]
@@ -130,24 +152,33 @@ def assert_same_in_company(model: str, num_batches: int, **options: Any) -> None
         assert (captured > 0) is can_capture
 
 
+@amounts
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["chat", "draft", "moe"])
-def test_the_bundled_models(name: str, dtype: str) -> None:
-    assert_same_in_company(f"demo:{name}", NUM_BATCHES // 2, dtype=dtype)
+def test_the_bundled_models(
+    name: str, dtype: str, settings: Iterable[int], num_batches: int
+) -> None:
+    assert_same_in_company(f"demo:{name}", settings, num_batches, dtype=dtype)
 
 
+@amounts
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["babyllama-char105", "babyllama-char105-moe4"])
-def test_a_small_real_model(shared: Path, name: str, dtype: str) -> None:
-    assert_same_in_company(str(shared / "models" / name), NUM_BATCHES // 2, dtype=dtype)
+def test_a_small_real_model(
+    shared: Path, name: str, dtype: str, settings: Iterable[int], num_batches: int
+) -> None:
+    model = str(shared / "models" / name)
+    assert_same_in_company(model, settings, num_batches, dtype=dtype)
 
 
+@fewer
 @pytest.mark.parametrize("weights", ["plain", "fp8"])
-def test_weights_and_cache_in_e4m3(weights: str) -> None:
+def test_weights_and_cache_in_e4m3(weights: str, settings: Iterable[int], num_batches: int) -> None:
     formats = {"weight_format": weights, "kv_cache_dtype": "fp8"}
-    assert_same_in_company("demo:chat", 20, dtype="bfloat16", **formats)
+    assert_same_in_company("demo:chat", settings, num_batches, dtype="bfloat16", **formats)
 
 
+@fewer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "changes",
@@ -166,9 +197,15 @@ def test_weights_and_cache_in_e4m3(weights: str) -> None:
     ],
     ids=["norms of heads", "windows"],
 )
-def test_other_layers(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
+def test_other_layers(
+    tmp_path: Path,
+    changes: dict[str, Any],
+    dtype: str,
+    settings: Iterable[int],
+    num_batches: int,
+) -> None:
     folder = make_tiny_model(
         tmp_path / "model",
         **({"hidden_size": 256, "intermediate_size": 8208, "head_dim": 64} | changes),
     )
-    assert_same_in_company(str(folder), 20, dtype=dtype)
+    assert_same_in_company(str(folder), settings, num_batches, dtype=dtype)

@@ -23,6 +23,7 @@ def start(home: Path) -> tuple[int, int, str]:
     """Kernels compiled and found until the first token, and the answer."""
     words = [sys.executable, "-m", "ridgeline.cli.main", "generate", "demo:draft", "-p", "Once"]
     words += ["--device", "cuda", "--max-tokens", "4", "--temperature", "0", "-v"]
+    words += ["--kv-cache-memory-bytes", "256MiB"]
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
     done = subprocess.run(
         words,
