@@ -6,8 +6,8 @@ r"""Which goals for speed on one H200 are reached? Makes the table of them from 
 Writes rows {workload, metric, value, goal, stretch, vllm, date, device, commit} of all that was
 measured and prints them as a Markdown table, misses in bold. Where two files (or two rows of one)
 have the same figure, the later one counts. A workload with a goal that no file has keeps its row of
-the `--earlier` table, date and commit of that time included. Rows measured under other conditions than the goals'
-(lengths, number formats) are named on standard error and left out.
+the `--earlier` table, date and commit of that time included. Rows measured under other conditions
+than the goals' (lengths, number formats) are named on standard error and left out.
 """
 
 from __future__ import annotations

@@ -1,0 +1,374 @@
+"""`ridgeline quantize`: make a model smaller, and say what that costs in quality."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ridgeline import demo
+from ridgeline.cli.bench import positive
+from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.session import console, note, paper
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ridgeline.compression.stream import Job, Progress, Report, Texts
+    from ridgeline.evaluation.calibration import Marked
+    from ridgeline.evaluation.rows import Row
+    from ridgeline.text.tokenizer import Tokenizer
+
+METHODS = ("rtn", "gptq", "awq")
+PRICED = {4: "int4", 8: "int8"}  # bits -> the number format that the cost model knows
+EXAMPLES = """Weights of attention and feed-forward become integers with a scale for each
+group; norms, embeddings, the output matrix and routers of experts stay as they are. One layer is in
+memory at a time, and an interrupted run goes on where it was when it is started again with the same
+words.
+
+methods:
+  rtn    round each weight to nearest: needs no text, is done in a moment, loses most
+  gptq   round column by column and let later columns make good for earlier ones, as the inputs
+         of a calibration text say
+  awq    multiply the inputs that matter and cut spans where that helps, then round; the factors
+         go into the norm or matrix before, so the model is as fast as with rtn
+
+DIR gets the compressed-tensors layout (pack-quantized). Transformers reads it with the package
+compressed-tensors 0.20 or later; with --asymmetric that package unpacks each matrix, but
+Transformers 5.23 expects another shape of the zero points and refuses the folder. vLLM has kernels
+for 4 and 8 bits. This version of ridgeline writes such folders and refuses to serve them.
+
+The report is about text that was not used for calibration. KL: how far the next token's
+distribution is from the original model's (nats, 0 is equal). Perplexity, of both. Same top: how
+often both would say the same. Drift: how far each layer's states have moved. It is also written to
+DIR/quantize-report.json.
+
+examples:
+  ridgeline quantize -o small --method gptq --bits 4                the bundled model
+  ridgeline quantize path/to/model -o small --method awq --bits 4 --group-size 64 --asymmetric
+  ridgeline quantize path/to/model -o small --mixed 3.5             more bits where they matter
+  ridgeline quantize path/to/model -o small --method rtn --bits 8 --group-size 0
+  ridgeline quantize path/to/model -o small --calibration mine.txt --held-out other.txt
+  ridgeline quantize -o small --bits 3 --score 50 --per-layer       exact answers, layer by layer
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="a new folder")
+    group = parser.add_argument_group("how")
+    group.add_argument(
+        "--method", choices=METHODS, default="gptq", help="see below (default: %(default)s)"
+    )
+    group.add_argument(
+        "--bits", type=int, choices=range(2, 9), default=4, metavar="2..8", help="(default: 4)"
+    )
+    group.add_argument(
+        "--mixed",
+        type=float,
+        metavar="MEAN",
+        help="in place of --bits: each layer gets from 2 to 8 bits, as its measured KL says, and "
+        "all together take no more than with MEAN bits each",
+    )
+    group.add_argument(
+        "--group-size",
+        type=int,
+        default=128,
+        metavar="N",
+        help="neighbours of a row that share a scale, 0: a whole row (default: %(default)s)",
+    )
+    group.add_argument(
+        "--asymmetric", action="store_true", help="each group has a zero point as well"
+    )
+    group.add_argument(
+        "--damping",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="gptq: of the Hessian's mean, added to its diagonal (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-act-order", action="store_true", help="gptq: columns in the order of the matrix"
+    )
+    group.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="computes (default: cpu)"
+    )
+    _add_texts(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but the answer")
+
+
+def _add_texts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("text and report")
+    group.add_argument(
+        "--calibration", metavar="FILE", help="UTF-8 text, perhaps gzipped (default: bundled)"
+    )
+    group.add_argument(
+        "--held-out", metavar="FILE", help="text of the report, another one (default: bundled)"
+    )
+    group.add_argument(
+        "--window", type=positive, default=512, metavar="TOKENS", help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--num-windows", type=positive, default=128, metavar="N", help="of calibration (128)"
+    )
+    group.add_argument(
+        "--num-held-out", type=positive, default=32, metavar="N", help="windows of the report (32)"
+    )
+    group.add_argument(
+        "--predict-on",
+        metavar="DEVICE",
+        help="speed there by the cost model, for 4 and 8 bits, as `ridgeline predict` has it",
+    )
+    group.add_argument(
+        "--per-layer", action="store_true", help="also what each layer alone costs; takes longer"
+    )
+    group.add_argument(
+        "--score",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="exact answers to N problems of each task of `ridgeline eval`, before and after",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from ridgeline.compression.adviser import advise
+    from ridgeline.compression.stream import REPORT_FILE, quantize_model
+    from ridgeline.quantization.writer import write_json
+
+    job = read_job(args)
+    advice = None
+    if args.mixed is not None:
+        advice = advise(job, args.mixed, lambda bits: note(args, f"measuring {bits} bits"))
+        job = replace(job, bits=advice.bits)
+    with _bar(args) as progress:
+        report = quantize_model(job, progress)
+    scores = _scores(args, job) if args.score else {}
+    speeds = predicted(args) if args.predict_on else {}
+    record = as_json(args, job, report, scores)
+    record["advice"] = None if advice is None else asdict(advice)
+    record["predicted"] = speeds
+    write_json(job.out / REPORT_FILE, record)
+    if args.json:
+        print(json.dumps(record, indent=2, ensure_ascii=False))
+    else:
+        for table in _tables(report, scores):
+            paper().print(table)
+        for what, rate in speeds.items():
+            print(f"predicted on {args.predict_on}, {what} weights: {rate:.1f} tokens/s")
+    note(args, f"[{report.seconds:.1f} s, written to {job.out}]")
+    return 0
+
+
+def read_job(args: argparse.Namespace) -> Job:
+    """What the flags ask for. ConfigError for what cannot be."""
+    import torch
+
+    from ridgeline.compression.rounding import Method
+    from ridgeline.compression.stream import Job, stored_dtype
+    from ridgeline.errors import ConfigError
+    from ridgeline.loader import resolve_model
+    from ridgeline.quantization.algorithms.gptq import MAX_DAMPING, GptqSettings
+    from ridgeline.quantization.algorithms.grid import Grid
+
+    if not 0 < args.damping <= MAX_DAMPING:
+        raise ConfigError(f"--damping is {args.damping}; it lies above 0 and at most {MAX_DAMPING}")
+    if args.predict_on and (args.bits not in PRICED or args.mixed is not None):
+        raise ConfigError("--predict-on: the cost model knows 4 and 8 bits alone; leave it out")
+    if args.group_size < 0:
+        raise ConfigError(f"--group-size is {args.group_size}; give 0 for one scale a row, or more")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here; leave it out to use the CPU")
+    model = resolve_model(demo.located(args.model)).path
+    dtype = stored_dtype(model)
+    grid = Grid(args.bits, args.group_size, not args.asymmetric, dtype)
+    gptq = GptqSettings(args.damping, not args.no_act_order)
+    return Job(
+        model,
+        Path(args.output).expanduser(),
+        Method(args.method, grid, dtype, gptq),
+        read_texts(args, model),
+        torch.device(args.device),
+        args.per_layer,
+    )
+
+
+def read_texts(args: argparse.Namespace, model: Path) -> Texts:
+    """The windows. ConfigError when a text is shorter than one."""
+    import torch
+
+    from ridgeline.architectures import read_spec
+    from ridgeline.compression.states import cut
+    from ridgeline.compression.stream import Texts
+    from ridgeline.errors import ConfigError
+    from ridgeline.loader import read_config
+    from ridgeline.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise ConfigError(f"{model}: has no tokenizer, so no text can be read by the model")
+    limit = read_spec(read_config(model)).max_position_embeddings
+    if args.window > limit:
+        raise ConfigError(f"--window is {args.window}; this model's context is {limit} tokens")
+
+    def windows(file: str | None, split: Any, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        marked = _marked(tokenizer, model, file, split, most * args.window)
+        first = None if file is None else tokenizer.bos_token_id
+        ids_NS = cut(marked.token_ids, length=args.window, first=first, most=most)
+        if not len(ids_NS):
+            raise ConfigError(
+                f"{file or 'the bundled text'}: has {len(marked.token_ids)} tokens, less than one"
+                f" window of {args.window}; give a longer text or a smaller --window"
+            )
+        scored_NS = cut(marked.is_scored, length=args.window, first=first, most=most)
+        return ids_NS, scored_NS.bool()
+
+    calibration_NS, _ = windows(args.calibration, "train", args.num_windows)
+    held_out_NS, is_scored_NS = windows(args.held_out, "test", args.num_held_out)
+    if not bool(is_scored_NS[:, 1:].any()):
+        raise ConfigError(
+            f"--num-held-out is {args.num_held_out}; so little text has questions alone and no"
+            " answer to be foreseen; give more windows"
+        )
+    return Texts(calibration_NS, held_out_NS, is_scored_NS)
+
+
+def _marked(
+    tokenizer: Tokenizer, model: Path, file: str | None, split: Any, num_tokens: int
+) -> Marked:
+    from ridgeline.evaluation.calibration import bundled_tokens, text_tokens
+    from ridgeline.evaluation.texts import read_text
+    from ridgeline.text.chat import load_chat_template
+
+    if file is not None:
+        return text_tokens(tokenizer, read_text(Path(file).expanduser()))
+    return bundled_tokens(tokenizer, load_chat_template(model, tokenizer), split, num_tokens)
+
+
+def predicted(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second of one request, by the cost model, with the original weights and with the
+    format of ours that is nearest: int4 has groups of 128, int8 whole rows."""
+    from ridgeline.cli import predict as command
+    from ridgeline.cli.parser import Parser
+    from ridgeline.cli.prediction import predict
+
+    parser = Parser()
+    command.add_arguments(parser)
+
+    def rate(*weights: str) -> float:
+        words = [args.model, "--device", args.predict_on, *weights]
+        return predict(parser.parse_args(words)).found.tokens_per_s
+
+    return {"original": rate(), PRICED[args.bits]: rate("--weights", PRICED[args.bits])}
+
+
+def _scores(args: argparse.Namespace, job: Job) -> dict[str, tuple[Row, ...]]:
+    """Rows of `ridgeline eval` for the original and for the dequantized weights."""
+    from ridgeline.compression.written import write_plain
+
+    with tempfile.TemporaryDirectory(prefix="plain-", dir=job.out) as folder:
+        plain = Path(folder) / "model"
+        write_plain(job.out, plain)
+        models = {"original": job.model, "quantized": plain}
+        return {what: _evaluated(args, what, model) for what, model in models.items()}
+
+
+def _evaluated(args: argparse.Namespace, what: str, model: Path) -> tuple[Row, ...]:
+    from ridgeline.evaluation.run import Wanted, all_tasks, evaluate
+    from ridgeline.llm import LLM
+
+    note(args, f"scores of the {what} model")
+    with LLM(str(model), device=args.device, warm_up="off", progress=None) as llm:
+        progress = False if args.quiet else None
+        return evaluate(llm, Wanted(all_tasks(), args.score), progress=progress).rows
+
+
+@contextmanager
+def _bar(args: argparse.Namespace) -> Iterator[Progress]:
+    import sys
+
+    if args.quiet or not sys.stderr.isatty():
+        yield lambda done, of: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console(), transient=True) as bar:
+        task = bar.add_task("layers")
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def as_json(
+    args: argparse.Namespace, job: Job, report: Report, scores: dict[str, tuple[Row, ...]]
+) -> dict[str, Any]:
+    """The report as plain JSON values."""
+    grid, texts = job.method.grid, job.texts
+    return {
+        "model": args.model,
+        "method": job.method.name,
+        "bits": grid.bits if job.bits is None else list(job.bits),
+        "group_size": grid.group,
+        "symmetric": grid.symmetric,
+        "act_order": job.method.name == "gptq" and job.method.gptq.act_order,
+        "calibration": {
+            "text": args.calibration or "bundled",
+            "tokens": texts.calibration_NS.numel() if job.method.needs_text else 0,
+        },
+        "held_out": {"text": args.held_out or "bundled", "tokens": texts.held_out_NS.numel()},
+        **asdict(report),
+        "scores": {what: [asdict(row) for row in rows] for what, rows in scores.items()},
+    }
+
+
+def _tables(report: Report, scores: dict[str, tuple[Row, ...]]) -> Iterator[Table]:
+    from rich import box
+    from rich.table import Table
+
+    quality = report.quality
+    whole = Table("all layers", box=box.SIMPLE)
+    for heading in ("original", "quantized"):
+        whole.add_column(heading, justify="right")
+    whole.add_row("KL, nats a token", "0", f"{quality.kl:.5f}")
+    whole.add_row("perplexity", f"{quality.original_perplexity:.4f}", f"{quality.perplexity:.4f}")
+    whole.add_row("same top", "1", f"{quality.same_top:.4f}")
+    whole.add_row("MB", f"{report.original_bytes / 1e6:.2f}", f"{report.num_bytes / 1e6:.2f}")
+    yield whole
+    layers = Table(box=box.SIMPLE)
+    headings = ["layer", "bits", "MB", "drift", "s"]
+    alone = any(one.alone for one in report.layers)
+    for heading in [*headings, "KL alone", "perplexity alone"] if alone else headings:
+        layers.add_column(heading, justify="right")
+    for one in report.layers:
+        seconds = "done before" if one.resumed else f"{one.seconds:.1f}"
+        cells = [
+            str(one.layer),
+            str(one.bits),
+            f"{one.num_bytes / 1e6:.2f}",
+            f"{one.drift:.2e}",
+            seconds,
+        ]
+        if one.alone is not None:
+            cells += [f"{one.alone.kl:.5f}", f"{one.alone.perplexity:.4f}"]
+        layers.add_row(*cells)
+    yield layers
+    if scores:
+        yield _score_table(scores)
+
+
+def _score_table(scores: dict[str, tuple[Row, ...]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("task", "metric", box=box.SIMPLE)
+    for heading in ("original", "quantized"):
+        table.add_column(heading, justify="right")
+    for before, after in zip(scores["original"], scores["quantized"], strict=True):
+        table.add_row(before.task, before.metric, f"{before.value:.4f}", f"{after.value:.4f}")
+    return table

@@ -1,0 +1,1 @@
+"""How does a model become smaller, layer by layer, and what does that cost in quality?"""
