@@ -17,15 +17,14 @@ def efficient_chunk(pricer: StepPricer, most: int, share: float = SHARE) -> int:
     A step takes a while however little it computes, so that rates rise with its length at first;
     from here on longer steps gain little and only keep those waiting who are being answered.
     """
+
+    def rate(num_tokens: int) -> float:
+        return num_tokens / pricer.seconds(((num_tokens, 0),))
+
     sizes = sorted({n for i in range(14) for n in (2**i, 3 * 2**i) if n <= most} | {most})
-    rates = [n / pricer.seconds(((n, 0),)) for n in sizes]
+    rates = [rate(n) for n in sizes]
     wanted = share * max(rates)
-    end = next(i for i, rate in enumerate(rates) if rate >= wanted)
+    end = next(i for i, found in enumerate(rates) if found >= wanted)
     between = range(sizes[end - 1] if end else 1, sizes[end] + 1)
-    found = between[
-        min(
-            bisect_left(between, x=True, key=lambda n: n / pricer.seconds(((n, 0),)) >= wanted),
-            len(between) - 1,
-        )
-    ]
-    return min(most, -(-found // ROUNDING) * ROUNDING)
+    least = between[bisect_left(between, x=True, key=lambda n: rate(n) >= wanted)]
+    return min(most, -(-least // ROUNDING) * ROUNDING)

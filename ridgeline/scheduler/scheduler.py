@@ -264,14 +264,20 @@ class Scheduler:
                 chunks.append(request)
             else:
                 self._continue(request, step)
-        if self.max_num_mixed_tokens is not None and step.scheduled:
-            line = len(chunks) + len(self.waiting)
-            most = self.max_num_mixed_tokens * max(line, SHORT_LINE) // SHORT_LINE
-            step.budget = min(step.budget, max(most - (budget - step.budget), most // 4, 1))
+        if step.scheduled:
+            step.budget = self._budget_beside(budget - step.budget, len(chunks), step.budget)
         for row in chunks:
             if step.budget <= 0:
                 return
             self._continue(row, step)
+
+    def _budget_beside(self, num_decoded: int, num_chunks: int, budget: int) -> int:
+        """Of prompts, in a step that decodes so many tokens; see `max_num_mixed_tokens`."""
+        if self.max_num_mixed_tokens is None:
+            return budget
+        line = num_chunks + len(self.waiting)
+        most = self.max_num_mixed_tokens * max(line, SHORT_LINE) // SHORT_LINE
+        return min(budget, max(most - num_decoded, most // 4, 1))
 
     def _continue_beams(self, request: Request, step: _Step) -> list[Request]:
         """Returns the rows that have more than one token to compute."""
