@@ -171,7 +171,7 @@ def test_a_small_real_model(
     assert_same_in_company(model, settings, num_batches, dtype=dtype)
 
 
-@fewer
+@amounts
 @pytest.mark.parametrize("weights", ["plain", "fp8"])
 def test_weights_and_cache_in_e4m3(weights: str, settings: Iterable[int], num_batches: int) -> None:
     formats = {"weight_format": weights, "kv_cache_dtype": "fp8"}
