@@ -26,7 +26,7 @@ from ridgeline.kernels import paged_decode_cuda as cuda
 from ridgeline.kernels.paged_decode import paged_decode
 from ridgeline.kernels.paged_decode_triton import make_schedule as triton_schedule
 from ridgeline.kernels.paged_decode_triton import refresh as triton_refresh
-from ridgeline.kernels.qk_norm_rope_write import plain_views, qk_norm_rope_write
+from ridgeline.kernels.qk_norm_rope_write import qk_norm_rope_write
 from ridgeline.kernels.small_linear import InputNorm, small_linear
 
 HIDDEN = {"8B": 4096, "0.6B": 1024}
@@ -117,7 +117,7 @@ def by_cuda(work: Work, config: cuda.Config, *, early: bool) -> tuple[Attend, Ca
     out = torch.empty((len(work.qkv), num_heads, size), dtype=work.qkv.dtype, device="cuda")
 
     def attend(qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        kv = plain_views(work.stores[layer], kv_heads)
+        kv = work.views(work.stores[layer])
         ready = early and layer > 0
         cuda.decode_with_front(qkv, front, kv, work.batch, work.scale, schedule, out, early=ready)
         return out
@@ -137,11 +137,11 @@ def by_triton(work: Work) -> tuple[Attend, Callable[[], None]]:
     )
 
     def attend(qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        kv = plain_views(work.stores[layer], kv_heads)
+        kv = work.views(work.stores[layer])
         q = qk_norm_rope_write(
             qkv, work.table_L2D, work.positions, work.slots, kv, norms=work.norms
         )
-        return paged_decode(q, kv.k_NSKD, kv.v_NSKD, work.batch, work.scale, schedule=schedule)
+        return paged_decode(q, kv, work.batch, work.scale, schedule=schedule)
 
     return attend, lambda: triton_refresh(schedule, work.batch)
 

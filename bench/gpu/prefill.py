@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_prefill import (
     MOST_PROGRAMS,
     Config,
@@ -156,8 +157,8 @@ class Inputs:
     def exact(self) -> torch.Tensor:
         """In float32, of the first layer."""
         out = self.blank().float()
-        k, v = self.caches[0].unbind(2)
-        paged_prefill_reference(self.q, k, v, self.batch(None, 0), self.scale, out)
+        kv = PagedKV(*self.caches[0].unbind(2))
+        paged_prefill_reference(self.q, kv, self.batch(None, 0), self.scale, out)
         return out
 
     def dense(self) -> list[list[torch.Tensor]]:
@@ -227,8 +228,8 @@ def check_apart(config: Config) -> tuple[bool, str]:
 
 
 def run_layer(inputs: Inputs, layer: int, batch: PrefillBatch, out: torch.Tensor) -> None:
-    k, v = inputs.caches[layer].unbind(2)
-    paged_prefill(inputs.q, k, v, batch, inputs.scale, out_THD=out)
+    kv = PagedKV(*inputs.caches[layer].unbind(2))
+    paged_prefill(inputs.q, kv, batch, inputs.scale, out_THD=out)
 
 
 def seconds(once: Callable[[], object], layers: int) -> float:

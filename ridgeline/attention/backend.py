@@ -15,6 +15,7 @@ import torch
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
 from ridgeline.kvcache import LayerKV
+from ridgeline.kvcache.int4 import reads_in_place
 
 if TYPE_CHECKING:
     from ridgeline.kernels.paged_decode_cuda import Front
@@ -41,6 +42,9 @@ class Supports:
         """The first reason against it, None when it can."""
         if self.kv_formats is not None and kv_format not in self.kv_formats:
             return f"does not read KV format {kv_format}"
+        in_place = self.kv_formats is not None and kv_format == "int4"
+        if in_place and not reads_in_place(device, spec.head_dim):
+            return f"does not read heads of {spec.head_dim} in KV format int4"
         if device.type not in self.device_types:
             return f"runs on {', '.join(self.device_types)}, not on {device.type}"
         if dtype not in self.dtypes:

@@ -36,13 +36,16 @@ class _Native(Supports):
         return reason
 
 
+FORMATS = "auto", "fp8", "int8", "int4"
+
+
 class NativeAttention:
     """A plan is the batch itself: how its work is cut is decided in C, by the lengths it finds, so
     that a recorded step serves any lengths."""
 
     name = "native"
     supports: Supports = _Native(
-        ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=("auto", "int8")
+        ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=FORMATS
     )
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> AttentionBatch:

@@ -97,7 +97,7 @@ class PagedAttention:
         ("cuda",),
         (torch.float32, torch.bfloat16, torch.float16),
         head_dims=HEAD_DIMS,
-        kv_formats=("auto", "fp8"),
+        kv_formats=("auto", "fp8", "int8", "int4"),
     )
 
     def __init__(self, *, is_invariant: bool = False) -> None:
@@ -173,8 +173,7 @@ class PagedAttention:
         if plan.decodes is not None:
             paged_decode(
                 q_THD,
-                views.k_NSKD,
-                views.v_NSKD,
+                views,
                 plan.decodes,
                 scale,
                 schedule=self._dealt.schedule(plan.decodes, device, spec),
@@ -183,7 +182,7 @@ class PagedAttention:
         # Behind the decode kernel, which leaves zeros at the first row of every other request.
         if plan.prompts is not None:
             batch = plan.prompts.batch(plan.window, AttentionCase(spec, q_THD.dtype, device))
-            paged_prefill(q_THD, views.k_NSKD, views.v_NSKD, batch, scale, out_THD=out_THD)
+            paged_prefill(q_THD, views, batch, scale, out_THD=out_THD)
         if plan.long is not None:
             self._torch.attend_rows(q_THD, layer_kv, plan.long, spec, out_THD)
         return out_THD

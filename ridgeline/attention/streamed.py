@@ -14,21 +14,24 @@ from ridgeline.attention.dealt import Dealt
 from ridgeline.errors import InternalError
 from ridgeline.kernels.paged_decode import DecodeBatch
 from ridgeline.kernels.paged_decode_cuda import (
+    PLAIN,
     CudaSchedule,
     Front,
     decode_with_front,
     make_schedule,
+    numbers_of,
     refresh,
     unsupported,
 )
-from ridgeline.kernels.qk_norm_rope_write import PagedKV
+from ridgeline.kernels.paged_kv import PagedKV
 
 
 class StreamedDecodes:
     """Layers that share a batch and a window run one after the other."""
 
     def __init__(self) -> None:
-        self._dealt = Dealt(_make, refresh)
+        self._dealt = Dealt(self._make, refresh)
+        self._numbers = PLAIN
 
     def takes(self, views: PagedKV | None, dtype: torch.dtype, spec: AttentionSpec) -> bool:
         if views is None or not views.k_NSKD.is_cuda:
@@ -48,6 +51,7 @@ class StreamedDecodes:
         tokens = qkv_TX.shape[0]
         out_THD = qkv_TX.new_empty((tokens, spec.num_heads, spec.head_dim))
         scale = softmax_scale(spec)
+        self._numbers = numbers_of(views)  # the same for all layers of an engine
         early = self._dealt.stands_for(batch, spec)  # else the schedule is just being written
         schedule = self._dealt.schedule(batch, qkv_TX.device, spec)
         if schedule is None:
@@ -55,12 +59,12 @@ class StreamedDecodes:
         decode_with_front(qkv_TX, front, views, batch, scale, schedule, out_THD, early=early)
         return out_THD
 
-
-def _make(device: torch.device, spec: AttentionSpec, max_requests: int) -> CudaSchedule:
-    return make_schedule(
-        device,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_requests=max_requests,
-    )
+    def _make(self, device: torch.device, spec: AttentionSpec, max_requests: int) -> CudaSchedule:
+        return make_schedule(
+            device,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            max_requests=max_requests,
+            numbers=self._numbers,
+        )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ridgeline.errors import check
+from ridgeline.kernels.paged_kv import PagedKV, read_tokens
 
 if TYPE_CHECKING:
     from ridgeline.kernels.paged_decode_triton import Schedule
@@ -43,16 +44,15 @@ class DecodeBatch:
 
 def paged_decode(
     q_THD: torch.Tensor,
-    k_NSKD: torch.Tensor,
-    v_NSKD: torch.Tensor,
+    kv: PagedKV,
     batch: DecodeBatch,
     scale: float,
     *,
     schedule: Schedule | None = None,
     out_THD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H, D] in the dtype of q. K and V are views of the cache with any strides but contiguous
-    rows of D, the same for both. Rows of no request are not written.
+    """[T, H, D] in the dtype of q. K and V have any strides but contiguous rows of D, the same for
+    both. Rows of no request are not written.
 
     `schedule` is what `schedule_for` gave, refreshed for these lengths; None: the reference.
     """
@@ -62,11 +62,11 @@ def paged_decode(
         else out_THD
     )
     if schedule is None:
-        paged_decode_reference(q_THD, k_NSKD, v_NSKD, batch, scale, out_THD)
+        paged_decode_reference(q_THD, kv, batch, scale, out_THD)
     else:
         from ridgeline.kernels.paged_decode_triton import paged_decode_triton
 
-        paged_decode_triton(q_THD, k_NSKD, v_NSKD, batch, scale, schedule, out_THD)
+        paged_decode_triton(q_THD, kv, batch, scale, schedule, out_THD)
     return out_THD
 
 
@@ -97,8 +97,7 @@ def schedule_for(
 
 def paged_decode_reference(
     q_THD: torch.Tensor,
-    k_NSKD: torch.Tensor,
-    v_NSKD: torch.Tensor,
+    kv: PagedKV,
     batch: DecodeBatch,
     scale: float,
     out_THD: torch.Tensor,
@@ -111,8 +110,8 @@ def paged_decode_reference(
         stop = min(starts[row + 1], start + batch.max_new)
         first = _first_visible(length, stop - start, batch.window)
         table = row if batch.rows_B is None else batch.rows_B[row]
-        slots_n = _slots(batch.block_tables_BM[table], first, length, k_NSKD.shape[1])
-        k_nKD, v_nKD = k_NSKD[slots_n].float(), v_NSKD[slots_n].float()
+        slots_n = _slots(batch.block_tables_BM[table], first, length, kv.k_NSKD.shape[1])
+        k_nKD, v_nKD = read_tokens(kv, slots_n)
         answer = _one_request(q_THD[start:stop], k_nKD, v_nKD, scale, batch.window)
         out_THD[start:stop] = answer.to(out_THD.dtype)
 

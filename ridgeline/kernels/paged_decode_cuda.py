@@ -4,8 +4,8 @@
 of 16 keys, all heads at once, are dealt out to the programs as `paged_decode_triton` deals out its
 tiles, once a step of the engine (`refresh`), so a captured graph holds for any lengths. Results
 depend on the lengths of the whole batch in the last bits, but not on timing. Launches that share a
-schedule must not overlap, but for what `decode_with_front` reads early. Only the plain KV cache, in
-the 16-bit type of the queries.
+schedule must not overlap, but for what `decode_with_front` reads early. All formats of `paged_kv`:
+the 16-bit type of the queries, e4m3, and codes of 8 and of 4 bits.
 Letters: as in `paged_decode`; P programs, X = (H + 2 * K) * D packed width, L positions.
 """
 
@@ -21,7 +21,8 @@ from ridgeline.errors import check
 from ridgeline.kernels import nvrtc
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.paged_decode import DecodeBatch
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV
+from ridgeline.kernels.paged_kv import PagedKV
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms
 
 SOURCE = "paged_decode.cu"
 STEP_KEYS = 16
@@ -35,6 +36,23 @@ FEW_HEADS = 64  # KV heads of all requests
 MOST_SPLIT_HEADS = 256  # two CTAs for each multiprocessor
 WHOLE_STEPS = 33  # of a request that one CTA reads as fast as several and a merge
 VECTOR_BYTES = 16  # that a lane loads and stores at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How those of a cache are kept: in so many bits, and with what makes numbers of codes."""
+
+    bits: int = 16
+    scaled: bool = False
+
+
+PLAIN, E4M3, CODES_8, CODES_4 = Numbers(), Numbers(8), Numbers(8, True), Numbers(4, True)
+
+
+def numbers_of(kv: PagedKV) -> Numbers:
+    if kv.code_bits:
+        return CODES_8 if kv.code_bits == 8 else CODES_4
+    return E4M3 if kv.k_NSKD.dtype == torch.float8_e4m3fn else PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +72,19 @@ class Config:
     slack: int = 3
 
 
-def choose_config(head_dim: int, num_kv_heads: int, max_requests: int) -> Config:
+def choose_config(
+    head_dim: int, num_kv_heads: int, max_requests: int, numbers: Numbers = PLAIN
+) -> Config:
     """The best of a sweep on one H200 (8 KV heads of 128, contexts of 257), in a chain with the
     products before and after. Two steps on their way keep the memory busy where it is; few heads
-    are a CTA each, and one of 8 warps where there are fewer than half the multiprocessors."""
-    heads = max_requests * num_kv_heads
+    are a CTA each, and one of 8 warps where there are fewer than half the multiprocessors. Of fewer
+    bits twice as many steps are on their way (contexts of 1,024 and 8,192): more gain nothing."""
+    heads, times = max_requests * num_kv_heads, 1 if numbers == PLAIN else 2
     if heads <= FEW_HEADS:
-        return Config(2, 1, 8, split=True, whole_steps=WHOLE_STEPS)
+        return Config(2 * times, 1, 8, split=True, whole_steps=WHOLE_STEPS)
     if heads <= MOST_SPLIT_HEADS:
-        return Config(3, 2, 8, split=True, warps=4, whole_steps=WHOLE_STEPS)
-    return Config(2, 1, 2) if head_dim == 128 else Config(2, 2, 2)
+        return Config(3 * times, 2, 8, split=True, warps=4, whole_steps=WHOLE_STEPS)
+    return Config(2 * times, 1, 2) if head_dim == 128 else Config(2 * times, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +92,7 @@ class CudaSchedule:
     """Shapes that are compiled in, and what the kernel writes beside its result."""
 
     config: Config
+    numbers: Numbers
     is_fused: bool  # for `decode_with_front`, where new tokens are not read from the cache
     num_kv_heads: int
     group: int  # G
@@ -89,7 +111,7 @@ class CudaSchedule:
 
     @property
     def shared_bytes(self) -> int:
-        return _shared_bytes(self.config, self.num_warps, self.group, self.head_dim)
+        return _shared_bytes(self.config, self.num_warps, self.group, self.head_dim, self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +129,13 @@ def unsupported(
     device: torch.device, dtype: torch.dtype, kv: PagedKV, *, num_heads: int
 ) -> str | None:
     """Why this kernel cannot answer; None: it can."""
-    k_NSKD = kv.k_NSKD
-    _, block_size, num_kv_heads, head_dim = k_NSKD.shape
+    k_NSKD, head_dim, numbers = kv.k_NSKD, kv.head_dim, numbers_of(kv)
+    _, block_size, num_kv_heads, _ = k_NSKD.shape
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return "needs a CUDA device of compute capability 9.0"
-    if dtype not in (torch.bfloat16, torch.float16) or k_NSKD.dtype != dtype:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"queries in {dtype}: 16 bits"
+    if numbers == PLAIN and k_NSKD.dtype != dtype:
         return f"queries in {dtype} over a cache in {k_NSKD.dtype}: 16 bits and the same"
     if head_dim not in HEAD_DIMS or num_heads > LARGEST_GROUP * num_kv_heads:
         return f"heads of {head_dim}, {num_heads} to {num_kv_heads}: 64 or 128, 16 to one"
@@ -129,13 +153,14 @@ def make_schedule(
     num_kv_heads: int,
     head_dim: int,
     max_requests: int,
+    numbers: Numbers = PLAIN,
     config: Config | None = None,
     num_programs: int | None = None,
     is_fused: bool = True,
 ) -> CudaSchedule:
     """Shared by all layers of these shapes and this window that run one after the other.
     `num_programs` None: as many as the device runs at a time."""
-    config = config or choose_config(head_dim, num_kv_heads, max_requests)
+    config = config or choose_config(head_dim, num_kv_heads, max_requests, numbers)
     group = num_heads // num_kv_heads
     check(num_heads == group * num_kv_heads, "query heads are a multiple of KV heads")
     check(head_dim in HEAD_DIMS and 1 <= group <= LARGEST_GROUP, "heads that the kernel takes")
@@ -144,7 +169,8 @@ def make_schedule(
     else:
         warps = max(n for n in range(1, MOST_WARPS + 1) if num_kv_heads % n == 0)
         groups, resident = num_kv_heads // warps, config.programs_per_sm * (MOST_WARPS // warps)
-    needed = resident * (_shared_bytes(config, warps, group, head_dim) + RESERVED_BYTES)
+    shared = _shared_bytes(config, warps, group, head_dim, numbers)
+    needed = resident * (shared + RESERVED_BYTES)
     check(needed <= SHARED_BYTES, "the ring fits", needs=needed, has=SHARED_BYTES, config=config)
     if num_programs is None:
         cores = torch.cuda.get_device_properties(device).multi_processor_count
@@ -156,6 +182,7 @@ def make_schedule(
     pieces = 2 * num_programs, num_kv_heads, group
     return CudaSchedule(
         config=config,
+        numbers=numbers,
         is_fused=is_fused,
         num_kv_heads=num_kv_heads,
         group=group,
@@ -299,6 +326,7 @@ def _launch(
         c_float(scale * math.log2(math.e)),
         c_float(front.norms.eps if front is not None and front.norms is not None else 0.0),
         c_int32(int(early)),
+        nothing if kv.k_scales_NSK is None else kv.k_scales_NSK,
     ]
     grid = schedule.num_programs, schedule.num_groups, 1
     kernel.launch(grid, 32 * schedule.num_warps, schedule.shared_bytes, args, pdl=pdl)
@@ -328,6 +356,8 @@ def _defines(
         "NORM": int(front is not None and front.norms is not None),
         "DEPENDENT": int(early),
         "BFLOAT16": int(dtype == torch.bfloat16),
+        "BITS": schedule.numbers.bits,
+        "SCALED": int(schedule.numbers.scaled),
     }
 
 
@@ -339,10 +369,15 @@ def _check_batch(
     out_THD: torch.Tensor,
 ) -> None:
     check(q.dtype in (torch.bfloat16, torch.float16), "queries have 16 bits", dtype=q.dtype)
-    check(q.dtype == out_THD.dtype == kv.k_NSKD.dtype, "one type for queries, cache and answer")
+    numbers = numbers_of(kv)
+    check(q.dtype == out_THD.dtype, "one type for queries and answer")
+    same = numbers != PLAIN or q.dtype == kv.k_NSKD.dtype
+    check(same, "one type for queries and cache", dtype=kv.k_NSKD.dtype)
+    check(numbers == schedule.numbers, "the schedule's cache", numbers=numbers)
     check(out_THD.stride(2) == 1 and _on_vectors(out_THD), "answers lie on 16 bytes")
     shape = schedule.num_kv_heads, schedule.head_dim
-    check(kv.k_NSKD.shape[2:] == shape, "the schedule's KV shape", shape=tuple(kv.k_NSKD.shape))
+    its_shape = kv.k_NSKD.shape[2], kv.head_dim
+    check(its_shape == shape, "the schedule's KV shape", shape=its_shape)
     check(_lies_as_plain(kv), "the cache lies as K heads and then V heads of a token")
     check(kv.k_NSKD.shape[1] % STEP_KEYS == 0, "blocks are a multiple of 16 tokens")
     check(batch.max_new == 1, "one new token of each request", max_new=batch.max_new)
@@ -356,7 +391,8 @@ def _check_batch(
 
 
 def _lies_as_plain(kv: PagedKV) -> bool:
-    """As `qk_norm_rope_write.plain_views` makes it, the strides being compiled in."""
+    """As `paged_kv.plain_views` makes it, the strides being compiled in; scales in the same way,
+    each with its low if there are lows."""
     k_NSKD, v_NSKD = kv.k_NSKD, kv.v_NSKD
     _, block_size, heads, size = k_NSKD.shape
     token = 2 * heads * size
@@ -366,6 +402,27 @@ def _lies_as_plain(kv: PagedKV) -> bool:
         and k_NSKD.stride() == v_NSKD.stride() == (block_size * token, token, size, 1)
         and v_NSKD.data_ptr() - k_NSKD.data_ptr() == heads * size * k_NSKD.element_size()
         and k_NSKD.data_ptr() % VECTOR_BYTES == 0
+        and _scales_lie_as_plain(kv)
+    )
+
+
+def _scales_lie_as_plain(kv: PagedKV) -> bool:
+    scales, v_scales = kv.k_scales_NSK, kv.v_scales_NSK
+    if scales is None or v_scales is None:
+        return True
+    _, block_size, heads = scales.shape
+    each = 1 if kv.k_lows_NSK is None else 2
+    token = 2 * heads * each
+    lows_follow = all(
+        low is None or low.data_ptr() - scale.data_ptr() == 2
+        for scale, low in ((scales, kv.k_lows_NSK), (v_scales, kv.v_lows_NSK))
+    )
+    return (
+        scales.dtype == v_scales.dtype == torch.float16
+        and scales.stride() == v_scales.stride() == (block_size * token, token, each)
+        and v_scales.data_ptr() - scales.data_ptr() == heads * each * 2
+        and scales.data_ptr() % 4 == 0
+        and lows_follow
     )
 
 
@@ -384,10 +441,13 @@ def _weights(front: Front | None) -> tuple[torch.Tensor, ...]:
     return front.norms.q_weight_D, front.norms.k_weight_D
 
 
-def _shared_bytes(config: Config, num_warps: int, group: int, head_dim: int) -> int:
-    """A ring of steps for each warp; of a split CTA the parts of its warps in the same place, and
-    two numbers of each part and query head."""
-    ring = config.stages * STEP_KEYS * 4 * head_dim
+def _shared_bytes(
+    config: Config, num_warps: int, group: int, head_dim: int, numbers: Numbers
+) -> int:
+    """A ring of steps for each warp, keys, values and 4 bytes for the scale of each; of a split CTA
+    the parts of its warps in the same place, and two numbers of each part and query head."""
+    row = head_dim * numbers.bits // 8 + 4 * numbers.scaled
+    ring = config.stages * STEP_KEYS * 2 * row
     if not config.split:
         return num_warps * ring
     parts = group * (head_dim + 4) * 4

@@ -28,6 +28,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ridgeline.errors import check
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.paged_decode import DecodeBatch
+from ridgeline.kernels.paged_kv import PagedKV
+from ridgeline.kernels.paged_kv_triton import (
+    as_factor,
+    check_cache,
+    level_of_scales,
+    low_of,
+    numbers,
+    place_of_code,
+    scaling,
+    scaling_strides,
+    turned,
+)
 
 RECORD = 8  # int32 per program: request, head, tile, tiles to do, tiles of a full program, padding
 MERGED_AT_ONCE = 8192  # float32 numbers of the workspace in registers
@@ -137,16 +149,16 @@ def refresh(schedule: Schedule, batch: DecodeBatch) -> None:
 
 def paged_decode_triton(
     q_THD: torch.Tensor,
-    k_NSKD: torch.Tensor,
-    v_NSKD: torch.Tensor,
+    kv: PagedKV,
     batch: DecodeBatch,
     scale: float,
     schedule: Schedule,
     out_THD: torch.Tensor,
 ) -> None:
-    check(k_NSKD.stride() == v_NSKD.stride(), "K and V have the same strides")
-    check(k_NSKD.stride(3) == q_THD.stride(2) == out_THD.stride(2) == 1, "rows of D are contiguous")
-    check(k_NSKD.shape[2:] == (schedule.num_kv_heads, schedule.head_dim), "the schedule's KV shape")
+    check_cache(kv)
+    check(q_THD.stride(2) == out_THD.stride(2) == 1, "rows of D are contiguous")
+    k_NSKD, shape = kv.k_NSKD, (kv.k_NSKD.shape[2], kv.head_dim)
+    check(shape == (schedule.num_kv_heads, schedule.head_dim), "the schedule's KV shape")
     check(q_THD.shape[1] == schedule.num_kv_heads * schedule.group, "the schedule's query heads")
     check(batch.max_new <= schedule.max_new, "no more new tokens than the schedule has room for")
     config, rows = schedule.config, schedule.best.shape[1]
@@ -154,7 +166,8 @@ def paged_decode_triton(
     _decode_kernel[(schedule.num_programs,)](
         q_THD,
         k_NSKD,
-        v_NSKD,
+        kv.v_NSKD,
+        *scaling(kv),
         out_THD,
         batch.block_tables_BM,
         batch.seq_lens_B if batch.rows_B is None else batch.rows_B,
@@ -173,6 +186,7 @@ def paged_decode_triton(
         k_NSKD.stride(0),
         k_NSKD.stride(1),
         k_NSKD.stride(2),
+        *scaling_strides(kv),
         batch.block_tables_BM.stride(0),
         NUM_KV_HEADS=schedule.num_kv_heads,
         GROUP=schedule.group,
@@ -180,6 +194,7 @@ def paged_decode_triton(
         HEAD_DIM=schedule.head_dim,
         BLOCK_SIZE=k_NSKD.shape[1],
         BLOCK_N=config.block_n,
+        CODES=kv.code_bits,
         WINDOW=batch.window or 0,
         NAMED_ROWS=batch.rows_B is not None,
         ASKED=asked,
@@ -264,26 +279,14 @@ def schedule_kernel(
 
 
 @triton.jit
-def as_factor(q_RD, k):
-    """q as products with this cache take it. e4m3 becomes float16 exactly and in one instruction
-    for two numbers, bfloat16 through the slow unit for conversions; so q becomes float16 too."""
-    in_8: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
-    in_16: tl.constexpr = q_RD.dtype.primitive_bitwidth == 16
-    return q_RD.to(tl.float16) if in_8 and in_16 else q_RD
-
-
-@triton.jit
-def _numbers(pointers, mask, like):
-    """Cache to numbers that a product takes. A format with scales converts here; scales that each
-    token has are better multiplied into the scores and the weights, which are smaller."""
-    return tl.load(pointers, mask=mask, other=0.0).to(like.dtype)
-
-
-@triton.jit
 def _decode_kernel(
     q,
     k,
     v,
+    k_scales,
+    v_scales,
+    k_lows,
+    v_lows,
     out,
     tables,
     table_rows,
@@ -302,6 +305,9 @@ def _decode_kernel(
     kv_block,
     kv_slot,
     kv_head,
+    scale_block,
+    scale_slot,
+    scale_head,
     table_row,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -309,6 +315,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CODES: tl.constexpr,
     WINDOW: tl.constexpr,
     NAMED_ROWS: tl.constexpr,
     ASKED: tl.constexpr,
@@ -335,6 +342,7 @@ def _decode_kernel(
     new_R = row_R // GROUP
     member_R = row_R % GROUP
     dim_D = tl.arange(0, HEAD_DIM)
+    code_D, shift_D = place_of_code(dim_D, HEAD_DIM, CODES)
     place_U = tl.arange(0, BLOCK_N)
 
     while left > 0:
@@ -352,6 +360,11 @@ def _decode_kernel(
             other=0.0,
         )
         q_RD = as_factor(q_RD, k)
+        low_R = tl.zeros((ROWS,), tl.float32)
+        all_R = low_R
+        if CODES == 4:
+            q_RD = turned(q_RD, HEAD_DIM, PRECISION)
+            all_R = tl.sum(q_RD.to(tl.float32), 1) * scale_log2
         position_R = length - num_new + new_R
         best_R = tl.full((ROWS,), float("-inf"), tl.float32)
         total_R = tl.zeros((ROWS,), tl.float32)
@@ -366,20 +379,36 @@ def _decode_kernel(
             inside_U = (key_U >= first_key) & (key_U < length)
             block_U = tl.load(table + key_U // BLOCK_SIZE, mask=inside_U, other=0).to(tl.int64)
             slot_U = block_U * kv_block + (key_U % BLOCK_SIZE) * kv_slot + head * kv_head
-            slot_UD = slot_U[:, None] + dim_D[None, :]
-            k_UD = _numbers(k + slot_UD, inside_U[:, None], q_RD)
-            v_UD = _numbers(v + slot_UD, inside_U[:, None], q_RD)
+            slot_UD = slot_U[:, None] + code_D[None, :]
+            k_UD = numbers(tl.load(k + slot_UD, inside_U[:, None], 0.0), shift_D, q_RD, CODES)
+            v_UD = numbers(tl.load(v + slot_UD, inside_U[:, None], 0.0), shift_D, q_RD, CODES)
             score_RU = tl.dot(q_RD, tl.trans(k_UD), input_precision=PRECISION) * scale_log2
+            if CODES > 0:
+                at_U = block_U * scale_block + (key_U % BLOCK_SIZE) * scale_slot + head * scale_head
+                k_scale_U = tl.load(k_scales + at_U, inside_U, 0.0).to(tl.float32)
+                score_RU *= k_scale_U[None, :]
+                v_scale_U = tl.load(v_scales + at_U, inside_U, 0.0).to(tl.float32)
+                if CODES == 4:
+                    k_low_U = low_of(tl.load(k_lows + at_U, inside_U, 0.0), k_scale_U)
+                    score_RU += all_R[:, None] * k_low_U[None, :]
             seen_RU = inside_U[None, :] & (key_U[None, :] <= position_R[:, None])
             if WINDOW > 0:
                 seen_RU = seen_RU & (key_U[None, :] > position_R[:, None] - WINDOW)
             score_RU = tl.where(seen_RU, score_RU, float("-inf"))
-            new_best_R = tl.maximum(best_R, tl.max(score_RU, 1))
+            most_RU = score_RU
+            if CODES > 0:
+                most_RU = score_RU + level_of_scales(v_scale_U)[None, :]
+            new_best_R = tl.maximum(best_R, tl.max(most_RU, 1))
             # A row that has seen nothing subtracts 0, and stays at zero instead of becoming NaN.
             level_R = tl.where(new_best_R == float("-inf"), 0.0, new_best_R)
             weight_RU = tl.exp2(score_RU - level_R[:, None])
             fade_R = tl.exp2(best_R - level_R)
             total_R = total_R * fade_R + tl.sum(weight_RU, 1)
+            if CODES == 4:
+                v_low_U = low_of(tl.load(v_lows + at_U, inside_U, 0.0), v_scale_U)
+                low_R = low_R * fade_R + tl.sum(weight_RU * v_low_U[None, :], 1)
+            if CODES > 0:
+                weight_RU *= v_scale_U[None, :]
             sum_RD = tl.dot(
                 weight_RU.to(v_UD.dtype),
                 v_UD,
@@ -387,6 +416,8 @@ def _decode_kernel(
                 input_precision=PRECISION,
             )
             best_R = new_best_R
+        if CODES == 4:
+            sum_RD += low_R[:, None]
 
         if count == tiles:
             answer_RD = sum_RD / tl.where(total_R == 0.0, 1.0, total_R)[:, None]

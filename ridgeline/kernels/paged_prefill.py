@@ -22,6 +22,7 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode_reference
+from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.workspace import Workspace
 
 # int32 per work item: row of the block table, first row of q, new tokens, tokens with all before
@@ -63,8 +64,7 @@ class PrefillBatch:
 
 def paged_prefill(
     q_THD: torch.Tensor,
-    k_NSKD: torch.Tensor,
-    v_NSKD: torch.Tensor,
+    kv: PagedKV,
     batch: PrefillBatch,
     scale: float,
     *,
@@ -72,19 +72,19 @@ def paged_prefill(
 ) -> torch.Tensor:
     """[T, H, D] in the dtype of q. Rows of tokens that no work item covers are not written.
 
-    K and V are views of the cache with any strides but contiguous rows of D, the same for both;
-    q and the result too need contiguous rows of D only. `scale` is positive.
+    K and V have any strides but contiguous rows of D, the same for both; q and the result too
+    need contiguous rows of D only. `scale` is positive.
     """
     if out_THD is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if batch.work_WR.shape[0] == 0:
         return out_THD
     if batch.config is None:
-        paged_prefill_reference(q_THD, k_NSKD, v_NSKD, batch, scale, out_THD)
+        paged_prefill_reference(q_THD, kv, batch, scale, out_THD)
     else:
         from ridgeline.kernels.paged_prefill_triton import paged_prefill_triton
 
-        paged_prefill_triton(q_THD, k_NSKD, v_NSKD, batch, batch.config, scale, out_THD)
+        paged_prefill_triton(q_THD, kv, batch, batch.config, scale, out_THD)
     return out_THD
 
 
@@ -213,8 +213,7 @@ def _records(items_WF: Integers, parts_W: Integers) -> npt.NDArray[np.int32]:
 
 def paged_prefill_reference(
     q_THD: torch.Tensor,
-    k_NSKD: torch.Tensor,
-    v_NSKD: torch.Tensor,
+    kv: PagedKV,
     batch: PrefillBatch,
     scale: float,
     out_THD: torch.Tensor,
@@ -228,8 +227,7 @@ def paged_prefill_reference(
                 rows = slice(start + done, start + stop)
                 paged_decode_reference(
                     q_THD[rows],
-                    k_NSKD,
-                    v_NSKD,
+                    kv,
                     _alone(batch, request, stop - done, length - num_new + stop),
                     scale,
                     out_THD[rows],

@@ -21,34 +21,46 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
 from ridgeline.kernels.launching import launches_early
-from ridgeline.kernels.paged_decode_triton import as_factor
+from ridgeline.kernels.paged_kv import PagedKV
+from ridgeline.kernels.paged_kv_triton import (
+    as_factor,
+    check_cache,
+    level_of_scales,
+    low_of,
+    numbers,
+    place_of_code,
+    scaling,
+    scaling_strides,
+    turned,
+)
 from ridgeline.kernels.paged_prefill import MOST_PROGRAMS, RECORD, Config, PrefillBatch
 
 
 def paged_prefill_triton(
     q_THD: torch.Tensor,
-    k_NSKD: torch.Tensor,
-    v_NSKD: torch.Tensor,
+    kv: PagedKV,
     batch: PrefillBatch,
     config: Config,
     scale: float,
     out_THD: torch.Tensor,
 ) -> None:
-    num_items, num_kv_heads, head_dim = batch.work_WR.shape[0], k_NSKD.shape[2], k_NSKD.shape[3]
-    check(k_NSKD.stride() == v_NSKD.stride(), "K and V have the same strides")
-    check(k_NSKD.stride(3) == q_THD.stride(2) == out_THD.stride(2) == 1, "rows of D are contiguous")
+    k_NSKD, head_dim = kv.k_NSKD, kv.head_dim
+    num_items, num_kv_heads = batch.work_WR.shape[0], k_NSKD.shape[2]
+    check_cache(kv)
+    check(q_THD.stride(2) == out_THD.stride(2) == 1, "rows of D are contiguous")
     check(batch.work_WR.is_contiguous() and batch.work_WR.shape[1] == RECORD, "records in a row")
     check(q_THD.shape[1] % num_kv_heads == 0, "query heads are a multiple of KV heads")
     check(scale > 0, "the scale is positive", scale=scale)
-    workspace, numbers = batch.workspace, config.block_m * (head_dim + 2)
+    workspace, part_size = batch.workspace, config.block_m * (head_dim + 2)
     if workspace is not None:
         # Where keys are dealt out, no more programs than these take part.
         dealt = min(num_items, max(1, MOST_PROGRAMS // num_kv_heads)) * num_kv_heads
-        workspace.check_room(dealt * numbers, dealt)
+        workspace.check_room(dealt * part_size, dealt)
     _prefill_kernel[(num_items * num_kv_heads,)](
         q_THD,
         k_NSKD,
-        v_NSKD,
+        kv.v_NSKD,
+        *scaling(kv),
         out_THD,
         batch.block_tables_BM,
         batch.work_WR,
@@ -62,6 +74,7 @@ def paged_prefill_triton(
         k_NSKD.stride(0),
         k_NSKD.stride(1),
         k_NSKD.stride(2),
+        *scaling_strides(kv),
         batch.block_tables_BM.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=q_THD.shape[1] // num_kv_heads,
@@ -69,6 +82,7 @@ def paged_prefill_triton(
         BLOCK_SIZE=k_NSKD.shape[1],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        CODES=kv.code_bits,
         WINDOW=batch.window or 0,
         PARTS=workspace is not None,
         STAGES=config.num_stages,
@@ -98,8 +112,14 @@ def _walk(
     best_R,
     total_R,
     sum_RD,
+    low_R,
+    all_R,
     k,
     v,
+    k_scales,
+    v_scales,
+    k_lows,
+    v_lows,
     table,
     position_R,
     low,
@@ -107,9 +127,12 @@ def _walk(
     scale_log2,
     kv_block,
     kv_slot,
+    scale_block,
+    scale_slot,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CODES: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     BLIND: tl.constexpr,
@@ -121,7 +144,7 @@ def _walk(
     Without MASKED every row sees every key of the tiles; with BLIND, a row may have seen nothing
     yet. Blocks are looked up a tile ahead, so that a copy never waits for its address."""
     LOW: tl.constexpr = MASKED and WINDOW > 0
-    dim_D = tl.arange(0, HEAD_DIM)
+    code_D, shift_D = place_of_code(tl.arange(0, HEAD_DIM), HEAD_DIM, CODES)
     place_U = tl.arange(0, BLOCK_N)
     block_U = tl.load(table + _read(begin, place_U, low, high, BLOCK_N, LOW) // BLOCK_SIZE)
     for i in tl.range(begin, end, num_stages=STAGES):
@@ -129,18 +152,31 @@ def _walk(
             inner_U = _read(i, place_U, low, high, BLOCK_N, LOW) % BLOCK_SIZE
         else:
             inner_U = place_U % BLOCK_SIZE  # the same in every tile
-        inner_UD = (inner_U * kv_slot)[:, None] + dim_D[None, :]
+        inner_UD = (inner_U * kv_slot)[:, None] + code_D[None, :]
+        if CODES > 0:
+            at_U = block_U.to(tl.int64) * scale_block + inner_U * scale_slot
         block_UD = (block_U.to(tl.int64) * kv_block)[:, None]
         block_U = tl.load(table + _read(i + 1, place_U, low, high, BLOCK_N, LOW) // BLOCK_SIZE)
-        k_UD = tl.load(k + inner_UD + block_UD).to(q_RD.dtype)
+        k_UD = numbers(tl.load(k + inner_UD + block_UD), shift_D, q_RD, CODES)
         score_RU = tl.dot(q_RD, tl.trans(k_UD), input_precision=PRECISION)
+        if CODES > 0:
+            k_scale_U = tl.load(k_scales + at_U).to(tl.float32)
+            score_RU *= k_scale_U[None, :]
+            v_scale_U = tl.load(v_scales + at_U).to(tl.float32)
+            if CODES == 4:
+                k_low_U = low_of(tl.load(k_lows + at_U), k_scale_U)
+                score_RU += all_R[:, None] * k_low_U[None, :]
         if MASKED:
             key_U = i * BLOCK_N + place_U
             seen_RU = key_U[None, :] <= position_R[:, None]
             if WINDOW > 0:
                 seen_RU = seen_RU & (key_U[None, :] > position_R[:, None] - WINDOW)
             score_RU = tl.where(seen_RU, score_RU, float("-inf"))
-        new_best_R = tl.maximum(best_R, tl.max(score_RU, 1) * scale_log2)
+        if CODES > 0:
+            most_RU = score_RU * scale_log2 + level_of_scales(v_scale_U)[None, :]
+            new_best_R = tl.maximum(best_R, tl.max(most_RU, 1))
+        else:
+            new_best_R = tl.maximum(best_R, tl.max(score_RU, 1) * scale_log2)
         level_R = new_best_R
         if MASKED and BLIND:
             # A row that has seen nothing subtracts 0, and stays at zero instead of becoming NaN.
@@ -148,7 +184,12 @@ def _walk(
         weight_RU = tl.exp2(score_RU * scale_log2 - level_R[:, None])
         fade_R = tl.exp2(best_R - level_R)
         total_R = total_R * fade_R + tl.sum(weight_RU, 1)
-        v_UD = tl.load(v + inner_UD + block_UD).to(q_RD.dtype)
+        if CODES == 4:
+            v_low_U = low_of(tl.load(v_lows + at_U), v_scale_U)
+            low_R = low_R * fade_R + tl.sum(weight_RU * v_low_U[None, :], 1)
+        if CODES > 0:
+            weight_RU *= v_scale_U[None, :]
+        v_UD = numbers(tl.load(v + inner_UD + block_UD), shift_D, q_RD, CODES)
         sum_RD = tl.dot(
             weight_RU.to(v_UD.dtype),
             v_UD,
@@ -156,7 +197,7 @@ def _walk(
             input_precision=PRECISION,
         )
         best_R = new_best_R
-    return best_R, total_R, sum_RD
+    return best_R, total_R, sum_RD, low_R
 
 
 @triton.jit
@@ -211,6 +252,10 @@ def _prefill_kernel(
     q,
     k,
     v,
+    k_scales,
+    v_scales,
+    k_lows,
+    v_lows,
     out,
     tables,
     work,
@@ -224,6 +269,9 @@ def _prefill_kernel(
     kv_block,
     kv_slot,
     kv_head,
+    scale_block,
+    scale_slot,
+    scale_head,
     table_row,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -231,6 +279,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CODES: tl.constexpr,
     WINDOW: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -263,6 +312,11 @@ def _prefill_kernel(
         other=0.0,
     )
     q_RD = as_factor(q_RD, k)
+    low_R = tl.zeros((BLOCK_M,), tl.float32)
+    all_R = low_R
+    if CODES == 4:
+        q_RD = turned(q_RD, HEAD_DIM, PRECISION)
+        all_R = tl.sum(q_RD.to(tl.float32), 1)
     cached = length - num_new
     position_R = cached + new_R
     first = cached + first_row // GROUP
@@ -278,19 +332,31 @@ def _prefill_kernel(
     table = tables + request.to(tl.int64) * table_row
     k += head * kv_head
     v += head * kv_head
+    if CODES > 0:
+        k_scales += head * scale_head
+        v_scales += head * scale_head
+    if CODES == 4:
+        k_lows += head * scale_head
+        v_lows += head * scale_head
     best_R = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total_R = tl.zeros((BLOCK_M,), tl.float32)
     sum_RD = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     if WINDOW > 0:
-        best_R, total_R, sum_RD = _walk(
+        best_R, total_R, sum_RD, low_R = _walk(
             begin,
             whole_begin,
             q_RD,
             best_R,
             total_R,
             sum_RD,
+            low_R,
+            all_R,
             k,
             v,
+            k_scales,
+            v_scales,
+            k_lows,
+            v_lows,
             table,
             position_R,
             low,
@@ -298,24 +364,33 @@ def _prefill_kernel(
             scale_log2,
             kv_block,
             kv_slot,
+            scale_block,
+            scale_slot,
             HEAD_DIM,
             BLOCK_SIZE,
             BLOCK_N,
+            CODES,
             WINDOW,
             True,
             True,
             STAGES,
             PRECISION,
         )
-    best_R, total_R, sum_RD = _walk(
+    best_R, total_R, sum_RD, low_R = _walk(
         whole_begin,
         whole_end,
         q_RD,
         best_R,
         total_R,
         sum_RD,
+        low_R,
+        all_R,
         k,
         v,
+        k_scales,
+        v_scales,
+        k_lows,
+        v_lows,
         table,
         position_R,
         low,
@@ -323,24 +398,33 @@ def _prefill_kernel(
         scale_log2,
         kv_block,
         kv_slot,
+        scale_block,
+        scale_slot,
         HEAD_DIM,
         BLOCK_SIZE,
         BLOCK_N,
+        CODES,
         WINDOW,
         False,
         False,
         STAGES,
         PRECISION,
     )
-    best_R, total_R, sum_RD = _walk(
+    best_R, total_R, sum_RD, low_R = _walk(
         whole_end,
         end,
         q_RD,
         best_R,
         total_R,
         sum_RD,
+        low_R,
+        all_R,
         k,
         v,
+        k_scales,
+        v_scales,
+        k_lows,
+        v_lows,
         table,
         position_R,
         low,
@@ -348,15 +432,20 @@ def _prefill_kernel(
         scale_log2,
         kv_block,
         kv_slot,
+        scale_block,
+        scale_slot,
         HEAD_DIM,
         BLOCK_SIZE,
         BLOCK_N,
+        CODES,
         WINDOW,
         True,
         WINDOW > 0 or PARTS,
         STAGES,
         PRECISION,
     )
+    if CODES == 4:
+        sum_RD += low_R[:, None]
     finished = True
     if PARTS:
         count = tl.load(record + 9)

@@ -10,23 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.kernels.paged_kv import PagedKV, plain_views, write_tokens
 
-@dataclass(frozen=True, slots=True)
-class PagedKV:
-    """Keys and values of one layer as two views of any block, slot and head stride. With scales
-    (float16) the numbers are codes, and only kernels that say so know them."""
-
-    k_NSKD: torch.Tensor
-    v_NSKD: torch.Tensor
-    k_scales_NSK: torch.Tensor | None = None
-    v_scales_NSK: torch.Tensor | None = None
-
-
-def plain_views(store_NSC: torch.Tensor, num_kv_heads: int) -> PagedKV:
-    """The views of `kvcache.plain`, where a slot is the K heads and then the V heads."""
-    blocks, size, width = store_NSC.shape
-    split = store_NSC.view(blocks, size, 2, num_kv_heads, width // (2 * num_kv_heads))
-    return PagedKV(split[:, :, 0], split[:, :, 1])
+__all__ = [
+    "HeadNorms",
+    "PagedKV",
+    "plain_views",
+    "qk_norm_rope_write",
+    "qk_norm_rope_write_reference",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,8 @@ def qk_norm_rope_write_reference(
     *,
     norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    _, block_size, kv_heads, size = kv.k_NSKD.shape
+    _, block_size, kv_heads, _ = kv.k_NSKD.shape
+    size = kv.head_dim
     heads = qkv_TX.shape[1] // size - 2 * kv_heads
     split = [heads, kv_heads, kv_heads]
     tokens = qkv_TX.shape[0]
@@ -78,15 +71,8 @@ def qk_norm_rope_write_reference(
     q, k = (x * cos_T1D + x.roll(size // 2, -1) * sin_T1D for x in (q, k))
     kept = slots_T >= 0
     places = slots_T[kept] // block_size, slots_T[kept] % block_size
-    kv.k_NSKD[places] = _stored(k[kept], kv.k_NSKD.dtype)
-    kv.v_NSKD[places] = _stored(v[kept], kv.v_NSKD.dtype)
+    write_tokens(kv, places, k[kept], v[kept])
     return q.to(qkv_TX.dtype)
-
-
-def _stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is too large for e4m3 becomes its largest number, not NaN."""
-    largest = torch.finfo(dtype).max
-    return (x.clamp(-largest, largest) if dtype.itemsize == 1 else x).to(dtype)
 
 
 def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

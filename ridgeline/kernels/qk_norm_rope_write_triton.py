@@ -14,9 +14,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
 from ridgeline.kernels.launching import launches_early
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV
+from ridgeline.kernels.paged_kv import PagedKV
+from ridgeline.kernels.paged_kv_triton import (
+    encoded_4,
+    encoded_8,
+    scaling,
+    scaling_strides,
+    turned_halves,
+)
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms
 
 FEW_TOKENS = 64  # up to here a program takes few heads, so that all of the device has work
+PRODUCT_ROWS = 16  # of tl.dot, which turns keys of 4 bits
 
 
 def qk_norm_rope_write_triton(
@@ -31,7 +40,8 @@ def qk_norm_rope_write_triton(
     pdl: bool | None = None,
 ) -> torch.Tensor:
     tokens, width = qkv_TX.shape
-    _, block_size, kv_heads, size = kv.k_NSKD.shape
+    _, block_size, kv_heads, _ = kv.k_NSKD.shape
+    size = kv.head_dim
     heads = width // size - 2 * kv_heads
     _check(qkv_TX, table_L2D, positions_T, slots_T, kv, heads)
     q_THD = qkv_TX.new_empty((tokens, heads, size))
@@ -39,6 +49,8 @@ def qk_norm_rope_write_triton(
         return q_THD
     pdl = launches_early(qkv_TX.device) if pdl is None else pdl
     tile = block_heads or (4 if tokens <= FEW_TOKENS else 16)
+    if kv.code_bits == 4:
+        tile = PRODUCT_ROWS
     _qk_norm_rope_write[(tokens, triton.cdiv(heads + 2 * kv_heads, tile))](
         qkv_TX,
         table_L2D,
@@ -49,17 +61,21 @@ def qk_norm_rope_write_triton(
         q_THD,
         kv.k_NSKD,
         kv.v_NSKD,
+        *scaling(kv),
         heads,
         kv_heads,
         norms.eps if norms else 0.0,
         qkv_TX.stride(0),
         *kv.k_NSKD.stride()[:3],
         *kv.v_NSKD.stride()[:3],
+        *scaling_strides(kv),
         BLOCK_SIZE=block_size,
         SIZE=size,
         HALF=triton.next_power_of_2(size // 2),
         HEADS=tile,
         NORM=norms is not None,
+        CODES=kv.code_bits,
+        PRECISION="ieee" if qkv_TX.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=1 if tile <= 4 else 4,
         launch_pdl=pdl,
@@ -75,7 +91,7 @@ def _check(
     kv: PagedKV,
     heads: int,
 ) -> None:
-    _, _, kv_heads, size = kv.k_NSKD.shape
+    kv_heads, size = kv.k_NSKD.shape[2], kv.head_dim
     tokens, width = qkv_TX.shape
     fits = heads > 0 and width == (heads + 2 * kv_heads) * size and size % 2 == 0
     check(fits, "the packed width is (H + 2 K) heads of even size", width=width, size=size)
@@ -99,6 +115,10 @@ def _qk_norm_rope_write(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_lows_ptr,
+    v_lows_ptr,
     heads,
     kv_heads,
     eps,
@@ -109,11 +129,16 @@ def _qk_norm_rope_write(
     v_block,
     v_slot,
     v_head,
+    scale_block,
+    scale_slot,
+    scale_head,
     BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    CODES: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -144,8 +169,10 @@ def _qk_norm_rope_write(
         k_second = tl.load(k_weight_ptr + SIZE // 2 + d, inside, 0.0).to(tl.float32)
         x = first * scale * tl.where(is_q[:, None], q_first[None], k_first[None])
         y = second * scale * tl.where(is_q[:, None], q_second[None], k_second[None])
-    turned_first = (x * cos - y * sin).to(q_ptr.dtype.element_ty)
-    turned_second = (y * cos + x * sin).to(q_ptr.dtype.element_ty)
+    wide_first = x * cos - y * sin
+    wide_second = y * cos + x * sin
+    turned_first = wide_first.to(q_ptr.dtype.element_ty)
+    turned_second = wide_second.to(q_ptr.dtype.element_ty)
 
     to = q_ptr + (token * heads + head[:, None]) * SIZE + d[None]
     chosen = is_q[:, None] & inside[None]
@@ -154,13 +181,35 @@ def _qk_norm_rope_write(
 
     written = slot >= 0
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    to = k_cache_ptr + block * k_block + offset * k_slot + (head - heads)[:, None] * k_head
-    to += d[None]
-    chosen = (is_k & written)[:, None] & inside[None]
-    tl.store(to, turned_first, chosen)
-    tl.store(to + SIZE // 2, turned_second, chosen)
-    to = v_cache_ptr + block * v_block + offset * v_slot
-    to += (head - heads - kv_heads)[:, None] * v_head + d[None]
-    chosen = (is_v & written)[:, None] & inside[None]
-    tl.store(to, first.to(v_cache_ptr.dtype.element_ty), chosen)
-    tl.store(to + SIZE // 2, second.to(v_cache_ptr.dtype.element_ty), chosen)
+    key, value = head - heads, head - heads - kv_heads
+    k_to = k_cache_ptr + block * k_block + offset * k_slot + key[:, None] * k_head + d[None]
+    v_to = v_cache_ptr + block * v_block + offset * v_slot + value[:, None] * v_head + d[None]
+    is_k, is_v = is_k & written, is_v & written
+    k_chosen, v_chosen = is_k[:, None] & inside[None], is_v[:, None] & inside[None]
+    if CODES == 0:
+        tl.store(k_to, wide_first.to(k_cache_ptr.dtype.element_ty), k_chosen)
+        tl.store(k_to + SIZE // 2, wide_second.to(k_cache_ptr.dtype.element_ty), k_chosen)
+        tl.store(v_to, first.to(v_cache_ptr.dtype.element_ty), v_chosen)
+        tl.store(v_to + SIZE // 2, second.to(v_cache_ptr.dtype.element_ty), v_chosen)
+    else:
+        first = tl.where(is_k[:, None], wide_first, first)
+        second = tl.where(is_k[:, None], wide_second, second)
+        at = block * scale_block + offset * scale_slot
+        k_at, v_at = at + key * scale_head, at + value * scale_head
+        if CODES == 8:
+            first_code, second_code, scale = encoded_8(first, second)
+            tl.store(k_to, first_code, k_chosen)
+            tl.store(k_to + SIZE // 2, second_code, k_chosen)
+            tl.store(v_to, first_code, v_chosen)
+            tl.store(v_to + SIZE // 2, second_code, v_chosen)
+        else:
+            k_first, k_second = turned_halves(first, second, HALF, PRECISION)
+            first = tl.where(is_k[:, None], k_first, first)
+            second = tl.where(is_k[:, None], k_second, second)
+            pair, scale, low = encoded_4(first, second)
+            tl.store(k_to, pair, k_chosen)
+            tl.store(v_to, pair, v_chosen)
+            tl.store(k_lows_ptr + k_at, low.to(tl.float16), is_k)
+            tl.store(v_lows_ptr + v_at, low.to(tl.float16), is_v)
+        tl.store(k_scales_ptr + k_at, scale.to(tl.float16), is_k)
+        tl.store(v_scales_ptr + v_at, scale.to(tl.float16), is_v)

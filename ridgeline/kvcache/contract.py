@@ -48,6 +48,6 @@ class KVFormat(Protocol):
         ...
 
     def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV | None:
-        """K and V of the serving dtype as they lie in memory, for kernels that read and write
-        blocks in place; None where they are packed in another way."""
+        """K and V as they lie in memory, for kernels that read and write blocks in place: in one of
+        the ways that `paged_kv` describes; None in any other."""
         ...

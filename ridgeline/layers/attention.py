@@ -41,7 +41,8 @@ def writes_in_place(device: torch.device, dtype: torch.dtype, views: PagedKV | N
     """One kernel norms, turns and writes to the cache."""
     if views is None or device.type == "cuda":
         return views is not None
-    knows = views.k_NSKD.dtype == dtype or views.k_scales_NSK is not None
+    same = views.k_NSKD.dtype in (dtype, torch.float8_e4m3fn)
+    knows = same or views.code_bits > 0
     return knows and runs_native(device, dtype)
 
 

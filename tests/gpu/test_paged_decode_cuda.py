@@ -12,6 +12,7 @@ from ridgeline.kernels.paged_decode_cuda import Config, refresh, unsupported
 from ridgeline.kernels.stream_linear import MAX_ROWS, stream_linear
 from ridgeline.kernels.tiles import Tile
 from tests.kernels.decode_case import DecodeCase, Shape, check_case
+from tests.kernels.kv_formats import bits_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,6 +77,37 @@ def test_layouts(block_size: int, named_rows: bool, norms: bool) -> None:
         check_case(ODD, shape, CUDA, config=config)
 
 
+KINDS = ["fp8", "int8", "int4"]
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 11])
+@pytest.mark.parametrize("kv_heads", [3, 8])
+def test_fewer_bits(kv_heads: int, group: int, head_dim: int, kv: str) -> None:
+    shape = Shape(kv_heads=kv_heads, group=group, head_dim=head_dim, kv=kv)
+    for config in (None, RANGES):
+        check_case(LENGTHS, shape, CUDA, config=config)
+        check_case(ODD, replace(shape, window=33, block_size=32), CUDA, config=config)
+    in_16 = replace(shape, dtype=torch.float16, norms=False, named_rows=False)
+    check_case(ragged(30, kv_heads + group), in_16, CUDA)
+    check_case(ragged(70, kv_heads + group), in_16, CUDA)
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_fewer_bits_always_in_the_same_ones(kv: str) -> None:
+    for num in (60, 3):
+        shape = Shape(kv_heads=8, group=4, head_dim=128, kv=kv)
+        case = DecodeCase(ragged(num, 5) + LENGTHS, shape, CUDA)
+        schedule = case.schedule()
+        first, cache = case.run(schedule, pdl=False)
+        case.agree(schedule, first, cache)
+        for attempt in range(10):
+            out, store = case.run(schedule, pdl=attempt % 2 == 0)
+            assert torch.equal(out, first)
+            assert torch.equal(bits_of(store), bits_of(cache))
+
+
 @pytest.mark.parametrize("window", [1, 5, 16, 33, 1024])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_windows(window: int, head_dim: int) -> None:
@@ -108,7 +140,7 @@ def test_always_the_same_bits() -> None:
         for attempt in range(20):
             out, store = case.run(schedule, pdl=attempt % 2 == 0)
             assert torch.equal(out, first)
-            assert torch.equal(store.view(torch.int16), cache.view(torch.int16))
+            assert torch.equal(bits_of(store), bits_of(cache))
 
 
 def test_one_launch_after_the_other() -> None:
@@ -139,15 +171,15 @@ def test_what_is_old_is_read_before_the_product_has_ended(num_requests: int) -> 
     weight = (torch.randn(case.qkv.shape[1], 1024, device=CUDA) / 32).bfloat16()
     found = []
     for attempt in range(20):
-        store, out = case.store.clone(), case.blank()
+        store, out = case.copy(), case.blank()
         case.qkv[:num_rows].fill_(torch.nan)
         stream_linear(x, weight, tile=PRODUCT, out_MO=case.qkv[:num_rows])
         case.launch(schedule, store, out, early=attempt > 0)
-        found.append((out, store.view(torch.int16)))
+        found.append((out, bits_of(store)))
     assert not found[0][0].isnan().any()
-    for out, store in found[1:]:
+    for out, bits in found[1:]:
         assert torch.equal(out, found[0][0])
-        assert torch.equal(store, found[0][1])
+        assert torch.equal(bits, found[0][1])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -163,11 +195,12 @@ def test_replays_with_other_lengths(fused: bool) -> None:
         case.launch(schedule, store, out)
     for lengths in ([1, 0, 17, 191, 2, 700, 0, 16], [1] * 8, [3000, *[0] * 7], [100] * 8):
         case.with_lengths(DecodeCase(lengths, shape, CUDA, seed=len(lengths)))
-        before = store.clone()
+        before = case.copy()
         out.fill_(torch.nan)
         graph.replay()
-        after = store.clone()
-        store.copy_(before)
+        after = case.copy()
+        for mine, its in zip(store, before, strict=True):
+            mine.copy_(its)
         case.agree(schedule, out, after)
 
 

@@ -16,13 +16,13 @@ static void kernel() {
 #else
   const auto run = paged_decode;
 #endif
-  run(argument<u16*>(0), argument<u16*>(1), argument<u16*>(2), argument<int*>(3),
+  run(argument<u16*>(0), argument<void*>(1), argument<u16*>(2), argument<int*>(3),
                argument<i64*>(4), argument<int*>(5), argument<int*>(6), argument<i64*>(7),
                argument<float*>(8), argument<u16*>(9), argument<u16*>(10), argument<int*>(11),
                argument<float*>(12), argument<float*>(13), argument<float*>(14),
                argument<int*>(15), argument<int*>(16), argument<int>(17), argument<int>(18),
                argument<int>(19), argument<int>(20), argument<int>(21), argument<int>(22),
-               argument<float>(23), argument<float>(24), argument<int>(25));
+               argument<float>(23), argument<float>(24), argument<int>(25), argument<void*>(26));
 }
 
 // `programs`: their numbers, in the order in which they run.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode_reference
+from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_prefill import Config, PrefillBatch, paged_prefill, work_items
 
 pytest.importorskip("ridgeline.kernels.paged_prefill_triton")
@@ -44,7 +45,7 @@ class Request:
         )
         kv[0] = torch.nan
         kv[blocks[width - 1].long(), LENGTH % BLOCK_SIZE :] = torch.nan
-        self.k, self.v = kv.to(cached).to(DEVICE).unbind(2)
+        self.kv = PagedKV(*kv.to(cached).to(DEVICE).unbind(2))
         q = torch.randn(2 * LENGTH, HEADS, HEAD_DIM, generator=random)
         q = q.to(dtype).to(DEVICE)
         self.q, self.other_q = q[:LENGTH], q[LENGTH:]
@@ -73,7 +74,7 @@ class Request:
         tables = self.tables[torch.tensor([row for row, _, _ in asked], device=DEVICE)]
         on_device = torch.from_numpy(work).to(DEVICE)
         batch = PrefillBatch(tables, on_device, self.window, config)
-        out = paged_prefill(q, self.k, self.v, batch, HEAD_DIM**-0.5)
+        out = paged_prefill(q, self.kv, batch, HEAD_DIM**-0.5)
         rows = torch.split(out, new)
         return torch.cat([part for part, (row, _, _) in zip(rows, asked, strict=True) if row == 0])
 
@@ -82,7 +83,7 @@ class Request:
         lengths = torch.tensor([LENGTH], dtype=torch.int32)
         starts = torch.tensor([0, LENGTH], dtype=torch.int32)
         every = DecodeBatch(self.tables[:1], lengths, starts, LENGTH, self.window)
-        paged_decode_reference(self.q.float(), self.k, self.v, every, HEAD_DIM**-0.5, out)
+        paged_decode_reference(self.q.float(), self.kv, every, HEAD_DIM**-0.5, out)
         return out
 
 

@@ -11,6 +11,8 @@ import torch
 
 from ridgeline.kernels.paged_attention import paged_attention_reference
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode, schedule_for
+from ridgeline.kernels.paged_kv import PagedKV
+from tests.kernels.kv_formats import CODES, cache_of
 
 if TYPE_CHECKING:
     from ridgeline.kernels import paged_decode_triton as triton_kernel
@@ -38,6 +40,7 @@ class Case:
         by_head: bool = False,
         seed: int = 0,
         cached: torch.dtype | None = None,
+        codes: str | None = None,
     ) -> None:
         random = torch.Generator().manual_seed(seed)
         self.heads, self.scale, self.new, self.lengths = heads, head_dim**-0.5, new, lengths
@@ -57,10 +60,12 @@ class Case:
             kv[blocks, position % block_size] = torch.randn(
                 (length - first, 2, heads[1], head_dim), generator=random
             )
+        wide = kv
         kv = kv.to(cached or dtype).to(DEVICE)
         if by_head:
             kv = kv.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
         self.k, self.v = kv.unbind(2)
+        self.kv = cache_of(wide, codes, DEVICE) if codes else PagedKV(self.k, self.v)
         q = torch.randn(sum(new) + 1, heads[0] + 2, head_dim, generator=random)
         self.q = q.to(dtype).to(DEVICE)[:, 1:-1]  # rows are not contiguous, as in a projection
         starts = torch.tensor([0, *new]).cumsum(0).int()
@@ -78,7 +83,7 @@ class Case:
     def expected(self) -> torch.Tensor:
         """In float32, the last row untouched."""
         return paged_decode(
-            self.q.float(), self.k, self.v, self.batch, self.scale, out_THD=self.blank().float()
+            self.q.float(), self.kv, self.batch, self.scale, out_THD=self.blank().float()
         )
 
     def schedule(
@@ -103,8 +108,7 @@ class Case:
         triton_kernel.refresh(schedule, self.batch)
         return paged_decode(
             self.q,
-            self.k,
-            self.v,
+            self.kv,
             self.batch,
             self.scale,
             schedule=schedule,
@@ -192,6 +196,16 @@ def test_a_cache_in_e4m3(by_head: bool, dtype: torch.dtype) -> None:
     agree(case, 5)
     windowed = Case([90, 33], [1, 1], heads=(4, 2), dtype=dtype, window=40, cached=e4m3)
     agree(windowed, 3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("codes", CODES)
+def test_codes(codes: str, dtype: torch.dtype) -> None:
+    """Codes are exact in both types, so the cache costs no more than the rounding of q."""
+    for head_dim, heads in ((64, (4, 2)), (128, (3, 3)), (32, (8, 1))):
+        how = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "codes": codes}
+        agree(Case([21, 0, 75, 40], [1, 1, 3, 1], **how), 5)  # type: ignore[arg-type]
+        agree(Case([90, 33], [1, 2], window=40, **how), 3)  # type: ignore[arg-type]
 
 
 def test_no_program_takes_less_than_the_least() -> None:
@@ -307,13 +321,26 @@ def test_large_in_e4m3_on_a_gpu(large: dict[str, object], block_n: int, dtype: t
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("large", LARGE, ids=str)
+def test_large_codes_on_a_gpu(large: dict[str, object], codes: str, dtype: torch.dtype) -> None:
+    options: dict[str, object] = {"head_dim": 128, "block_size": 16} | large
+    case = Case(dtype=dtype, codes=codes, **options)  # type: ignore[arg-type]
+    exact = case.expected()[:-1]
+    first = case.run(case.schedule())
+    assert float((first[:-1].float() - exact).norm() / exact.norm()) <= 0.005
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 def test_a_captured_graph_serves_any_lengths() -> None:
     case = Case([900, 1300, 77], [1, 1, 1], heads=(32, 8), head_dim=128, dtype=torch.bfloat16)
     schedule, out = case.schedule(), case.blank()
 
     def step() -> None:
         triton_kernel.refresh(schedule, case.batch)
-        paged_decode(case.q, case.k, case.v, case.batch, case.scale, schedule=schedule, out_THD=out)
+        paged_decode(case.q, case.kv, case.batch, case.scale, schedule=schedule, out_THD=out)
 
     step()
     torch.cuda.synchronize()

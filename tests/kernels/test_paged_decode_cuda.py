@@ -140,6 +140,46 @@ def test_windows_of_one_token_and_of_many() -> None:
     run([600], replace(shape, window=580), num_programs=2, config=RANGES)
 
 
+@pytest.mark.parametrize(
+    ("kv", "head_dim", "config"),
+    [
+        ("fp8", 128, RANGES),
+        ("fp8", 64, SPLIT),
+        ("int8", 64, RANGES),
+        ("int8", 128, SPLIT),
+        ("int4", 128, RANGES),
+        ("int4", 64, SPLIT),
+    ],
+)
+def test_formats_of_fewer_bits(kv: str, head_dim: int, config: Config) -> None:
+    shape = Shape(kv=kv, head_dim=head_dim, kv_heads=1 if head_dim == 64 else 2)
+    run(LENGTHS, shape, config=config, num_programs=5)
+    odd = replace(shape, kv_heads=3, group=3, window=40, block_size=32, dtype=torch.float16)
+    run([70, 1, 0, 33], replace(odd, norms=False), config=config, num_programs=3)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_many_heads_in_fewer_bits(kv: str) -> None:
+    run([40, 9], Shape(kv=kv, kv_heads=1, group=11), config=RANGES, num_programs=2)
+    run([290, 3], Shape(kv=kv, kv_heads=1), config=replace(RANGES, stages=4), num_programs=20)
+
+
+def test_small_values_keep_their_digits() -> None:
+    """Values far below the numbers that float16 has, beside one that draws all attention."""
+    for kv in ("int8", "int4"):
+        case = DecodeCase([50], Shape(kv=kv, fused=False, kv_heads=1), CPU)
+        rows = torch.randn(50, 2 * 64, generator=case.random)
+        rows[:, 64:] *= 2e-4
+        rows[3, 64:] *= 1e-3
+        rows[3, :64] *= 4
+        table = case.batch.block_tables_BM[int(case.batch.rows_B[0])].long()  # type: ignore[index]
+        place = torch.arange(50)
+        case.kind.write(case.store, table[place // 16] * 16 + place % 16, rows.bfloat16())
+        schedule = case.schedule(SPLIT, 2)
+        out, store = case.run(schedule)
+        case.agree(schedule, out, store)
+
+
 def test_more_steps_than_entries_are_asked_for_at_once() -> None:
     run([1100, 3, 530], Shape(kv_heads=1), config=RANGES, num_programs=2)
     run([2500, 3, 530], Shape(kv_heads=1), config=SPLIT, num_programs=1)
@@ -190,7 +230,7 @@ def test_what_does_not_fit_is_refused() -> None:
         case.schedule(Config(stages=40), num_programs=1)
     schedule = case.schedule(num_programs=1)
     with pytest.raises(InternalError, match="the cache lies as"):
-        case.launch(schedule, case.store.flip(0)[:, ::2], case.blank())
+        case.launch(schedule, (case.store[0].flip(0)[:, ::2],), case.blank())
     other = DecodeCase([5, 9], Shape(fused=False), CPU)
     with pytest.raises(InternalError, match="a schedule for what is launched"):
         other.launch(schedule, other.store, other.blank())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode_reference
+from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_prefill import (
     RECORD,
     Config,
@@ -19,6 +20,7 @@ from ridgeline.kernels.paged_prefill import (
     work_items,
 )
 from ridgeline.kernels.workspace import make_workspace
+from tests.kernels.kv_formats import CODES, cache_of
 
 if TYPE_CHECKING:
     from ridgeline.kernels import paged_prefill_triton as triton_kernel
@@ -47,6 +49,7 @@ class Step:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         cached: torch.dtype | None = None,
+        codes: str | None = None,
     ) -> None:
         random = torch.Generator().manual_seed(seed)
         self.new, self.lengths, self.heads, self.window = new, lengths, heads, window
@@ -67,6 +70,7 @@ class Step:
             )
             tables[row, : first // block_size] = 0  # given back, as a window does
         self.k, self.v = kv.to(cached or dtype).to(DEVICE).unbind(2)
+        self.kv = cache_of(kv, codes, DEVICE) if codes else PagedKV(self.k, self.v)
         q = torch.randn(sum(new) + 1, heads[0] + 2, head_dim, generator=random)
         self.q = q.to(dtype).to(DEVICE)[:, 1:-1]  # rows are not contiguous, as in a projection
         self.tables = tables.to(DEVICE)
@@ -102,7 +106,7 @@ class Step:
         on_device = torch.from_numpy(work).to(DEVICE)
         batch = PrefillBatch(self.tables, on_device, self.window, config, workspace)
         out = torch.full(self.q.shape, torch.nan, dtype=self.q.dtype, device=DEVICE)
-        result = paged_prefill(self.q, self.k, self.v, batch, self.scale, out_THD=out)
+        result = paged_prefill(self.q, self.kv, batch, self.scale, out_THD=out)
         assert result is out
         assert workspace is None or not workspace.arrivals_A.any(), "counters are not back at zero"
         return out
@@ -118,7 +122,7 @@ class Step:
             self.window,
         )
         out = torch.full(self.q.shape, torch.nan, device=DEVICE)
-        paged_decode_reference(self.q.float(), self.k, self.v, every, self.scale, out)
+        paged_decode_reference(self.q.float(), self.kv, every, self.scale, out)
         for row in range(len(self.new)):
             if requests is not None and row not in requests:
                 out[starts[row] : starts[row + 1]] = torch.nan
@@ -138,6 +142,17 @@ def test_a_cache_in_e4m3(window: int | None, dtype: torch.dtype) -> None:
     step = Step([30, 1, 5], [40, 40, 5], window=window, dtype=dtype, cached=torch.float8_e4m3fn)
     agree(step, SMALL)
     agree(step, SMALL, num_programs=4)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE) if DEVICE.type == "cuda" else list(TOLERANCE)[:2])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("codes", CODES)
+def test_a_cache_of_codes(codes: str, window: int | None, dtype: torch.dtype) -> None:
+    for head_dim in (32, 64):
+        how = {"head_dim": head_dim, "window": window, "dtype": dtype, "codes": codes}
+        step = Step([30, 1, 5], [40, 40, 5], **how)  # type: ignore[arg-type]
+        agree(step, SMALL)
+        agree(step, SMALL, num_programs=4)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 30])

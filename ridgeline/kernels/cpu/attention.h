@@ -20,15 +20,17 @@ struct AttentionArgs {
   const int64_t* rows;  // which row of the tables is a request's; null: in order
   const int32_t* seq_lens;
   const int32_t* query_start;
-  const uint16_t* k_scales;  // of codes of 8 bits, float16, heads side by side; null: none
+  const uint16_t* k_scales;  // of codes, float16; null: none
   const uint16_t* v_scales;
+  const uint16_t* k_lows;  // of codes of 4 bits: what is added, as scales lie; null: none
+  const uint16_t* v_lows;
   int64_t num_requests, table_stride, q_stride, out_stride;
   int64_t block_stride, slot_stride, head_stride, block_size;
   int64_t heads, kv_heads, head_dim;
   int64_t window;  // 0: none
   int64_t dtype;   // of q and out; see dtype.h
-  int64_t kv_dtype;  // of k and v: the same, or RL_I8
-  int64_t scale_block_stride, scale_slot_stride;
+  int64_t kv_dtype;  // of k and v: the same, RL_I8, RL_I4 or RL_E4M3
+  int64_t scale_block_stride, scale_slot_stride, scale_head_stride;
   double scale;
 };
 

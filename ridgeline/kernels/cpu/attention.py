@@ -24,17 +24,17 @@ from ridgeline.kernels.cpu.elementwise import (
     scale_strides_of,
 )
 from ridgeline.kernels.cpu.recorder import launch, pointer
-from ridgeline.kernels.qk_norm_rope_write import PagedKV
+from ridgeline.kernels.paged_kv import PagedKV
 
 
 class _Attention(ctypes.Structure):
     _fields_ = (
         *pointers("q", "out", "k", "v", "tables", "rows", "seq_lens", "query_start"),
-        *pointers("k_scales", "v_scales"),
+        *pointers("k_scales", "v_scales", "k_lows", "v_lows"),
         *numbers("num_requests", "table_stride", "q_stride", "out_stride"),
         *numbers("block_stride", "slot_stride", "head_stride", "block_size"),
         *numbers("heads", "kv_heads", "head_dim", "window", "dtype", "kv_dtype"),
-        *numbers("scale_block_stride", "scale_slot_stride"),
+        *numbers("scale_block_stride", "scale_slot_stride", "scale_head_stride"),
         ("scale", ctypes.c_double),
     )
 
@@ -56,7 +56,8 @@ def cpu_attention(
 ) -> torch.Tensor:
     """Causal attention of every packed token over its request, [T, H, D] in the dtype of q."""
     tokens, heads, size = q_THD.shape
-    _, block_size, kv_heads, kv_size = kv.k_NSKD.shape
+    _, block_size, kv_heads, _ = kv.k_NSKD.shape
+    kv_size = kv.head_dim
     _check(q_THD, kv, batch)
     check(size == kv_size <= MAX_HEAD_DIM, "a head size that is served", size=size, kv=kv_size)
     check(heads % kv_heads == 0, "query heads share KV heads", heads=heads, kv_heads=kv_heads)
@@ -66,6 +67,7 @@ def cpu_attention(
         pointer(q_THD), pointer(out_THD), pointer(kv.k_NSKD), pointer(kv.v_NSKD),
         pointer(batch.tables_NM), pointer(batch.rows_B), pointer(batch.seq_lens_B),
         pointer(batch.query_start_B1), pointer(kv.k_scales_NSK), pointer(kv.v_scales_NSK),
+        pointer(kv.k_lows_NSK), pointer(kv.v_lows_NSK),
         len(batch.seq_lens_B), batch.tables_NM.stride(0), q_THD.stride(0), out_THD.stride(0),
         strides[0], strides[1], strides[2], block_size, heads, kv_heads, size, batch.window or 0,
         DTYPES[q_THD.dtype], KV_DTYPES[kv.k_NSKD.dtype], *scale_strides, scale,

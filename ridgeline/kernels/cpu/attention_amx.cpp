@@ -2,10 +2,12 @@
 //
 // 128 rows (new tokens times heads of a KV head) by 64 keys at a time: scores are products of
 // tiles, weights are computed row by row, sums are products of tiles again. Heads are filled up to
-// 32 numbers. Codes of 8 bits are exact in bfloat16: scales come to scores and weights.
+// 32 numbers. Codes and e4m3 are exact in bfloat16: scales come to scores and weights. Codes of 4
+// bits are unpacked first.
 #include <immintrin.h>
 
 #include "attention.h"
+#include "attention_cache.h"
 #include "tiles.h"
 
 namespace {
@@ -21,6 +23,9 @@ struct TiledPrompt {
   int64_t rows, words, width;  // of a tile of queries; of a head: pairs and floats
   uint32_t *q, *keys, *values, *weights;  // [R, words], [words, 64], [32, width], [R, 32]
   float *scores, *sums, *most, *weight;   // [R, 64], [R, width], [R], [R]
+  // Of packed codes: sums of a query's numbers and of weighted lows, [R] each; [2, 64, D] unpacked.
+  float *all, *low;
+  I8* unpacked;
 };
 
 inline int64_t most_rows(const AttentionArgs& a) {
@@ -30,8 +35,9 @@ inline int64_t most_rows(const AttentionArgs& a) {
 
 inline int64_t prompt_floats(const AttentionArgs& a) {
   int64_t width = round_up(a.head_dim, 32), words = width / 2;
-  int64_t a_row = words + PAIRS + TILE_KEYS + width + 2;
-  return most_rows(a) * a_row + TILE_KEYS * words + PAIRS * width + 16;
+  int64_t a_row = words + PAIRS + TILE_KEYS + width + 4;
+  int64_t unpacked = a.kv_dtype == RL_I4 ? TILE_KEYS * a.head_dim / 2 : 0;
+  return most_rows(a) * a_row + TILE_KEYS * words + PAIRS * width + unpacked + 16;
 }
 
 TiledPrompt prompt_at(const AttentionArgs& a, int64_t rows, float* scratch) {
@@ -52,6 +58,9 @@ TiledPrompt prompt_at(const AttentionArgs& a, int64_t rows, float* scratch) {
   t.sums = take(rows * t.width);
   t.most = take(rows);
   t.weight = take(rows);
+  t.all = take(rows);
+  t.low = take(rows);
+  t.unpacked = reinterpret_cast<I8*>(take(0));  // the last
   return t;
 }
 
@@ -124,17 +133,24 @@ inline void turn(__m512i (&rows)[16]) {
   }
 }
 
-// Keys or values of a head, and where they are: bfloat16, or codes with scales.
+// Keys or values of a head, and where they are: bfloat16, e4m3, or codes with scales.
 struct Numbers {
   const bf16* numbers;
-  const int8_t* codes;     // one of the two is null
-  const uint16_t* scales;  // float16, of codes
+  const I8* codes;  // but for one of the four all are null
+  const E4m3* narrow;
+  const I4* packed;
+  const uint16_t *scales, *lows;  // float16, of codes
 };
 
 // 32 numbers as pairs of bfloat16, zeros from `count` on.
 inline __m512i pairs_of(const Numbers& from, int64_t at, int64_t count) {
   __mmask32 mask = count >= 32 ? __mmask32(~0u) : count <= 0 ? 0 : __mmask32((1u << count) - 1);
   if (from.numbers) return _mm512_maskz_loadu_epi16(mask, from.numbers + at);
+  if (from.narrow) {
+    F first = load_some(from.narrow + at, count < 0 ? 0 : count);
+    F second = count > 16 ? load_some(from.narrow + at + 16, count - 16) : F{};
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  }
   __m256i codes = _mm256_maskz_loadu_epi8(mask, from.codes + at);
   __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes));
   __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
@@ -178,10 +194,10 @@ void pair_values(const AttentionArgs& a, const Numbers& v, const int64_t* offset
 }
 
 struct Scales {
-  float k[TILE_KEYS], v[TILE_KEYS];
+  float k[TILE_KEYS], v[TILE_KEYS], k_low[TILE_KEYS], v_low[TILE_KEYS];
 };
 
-void take_scales(const uint16_t* scales, const int64_t* places, int64_t num, float* taken) {
+void all_scales(const uint16_t* scales, const int64_t* places, int64_t num, float* taken) {
   for (int64_t j = 0; j < TILE_KEYS; j += 16) {
     uint16_t some[16] = {};
     for (int64_t i = j; i < num && i < j + 16; ++i) some[i - j] = scales[places[i]];
@@ -189,6 +205,13 @@ void take_scales(const uint16_t* scales, const int64_t* places, int64_t num, flo
     std::memcpy(&halves, some, sizeof halves);
     _mm512_storeu_ps(taken + j, _mm512_cvtph_ps(halves));
   }
+}
+
+// Lows as unpacked codes want them.
+void all_lows(const uint16_t* lows, const float* scales, const int64_t* places, int64_t num,
+              float* taken) {
+  all_scales(lows, places, num, taken);
+  for (int64_t j = 0; j < TILE_KEYS; ++j) taken[j] += scales[j] * float(MIDDLE);
 }
 
 // 2^x for x <= 0, within a few ulp; 0 below -125, and no product that is too small for a normal
@@ -209,6 +232,7 @@ inline __m512 power_of_two(__m512 x) {
 
 // Scores of one row become weights; only keys [low, high) of the tile are seen by it. `scale` is
 // that of the scores times log2(e), so that weights are powers of two.
+template <bool LOWS>
 inline void weigh_row(const TiledPrompt& t, const Scales* scales, int64_t row, int64_t low,
                       int64_t high, float scale) {
   const float* scores = t.scores + row * TILE_KEYS;
@@ -217,6 +241,9 @@ inline void weigh_row(const TiledPrompt& t, const Scales* scales, int64_t row, i
   for (int i = 0; i < 4; ++i) {
     x[i] = _mm512_mul_ps(_mm512_loadu_ps(scores + 16 * i), factor);
     if (scales) x[i] = _mm512_mul_ps(x[i], _mm512_loadu_ps(scales->k + 16 * i));
+    if (LOWS)
+      x[i] = _mm512_fmadd_ps(_mm512_loadu_ps(scales->k_low + 16 * i),
+                             _mm512_set1_ps(t.all[row] * scale), x[i]);
     if (sees_all) continue;
     __mmask16 seen = first_of(high - 16 * i) & __mmask16(~first_of(low - 16 * i));
     x[i] = _mm512_mask_blend_ps(seen, never, x[i]);
@@ -228,6 +255,9 @@ inline void weigh_row(const TiledPrompt& t, const Scales* scales, int64_t row, i
   for (int i = 0; i < 4; ++i) x[i] = power_of_two(_mm512_sub_ps(x[i], peak));
   float weight = _mm512_reduce_add_ps(
       _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3])));
+  __m512 lows = _mm512_setzero_ps();
+  for (int i = 0; LOWS && i < 4; ++i)
+    lows = _mm512_fmadd_ps(x[i], _mm512_loadu_ps(scales->v_low + 16 * i), lows);
   for (int i = 0; scales && i < 4; ++i)
     x[i] = _mm512_mul_ps(x[i], _mm512_loadu_ps(scales->v + 16 * i));
   uint32_t* weights = t.weights + row * PAIRS;
@@ -236,20 +266,36 @@ inline void weigh_row(const TiledPrompt& t, const Scales* scales, int64_t row, i
   t.most[row] = most;
   if (most == before) {
     t.weight[row] += weight;
+    if (LOWS) t.low[row] += _mm512_reduce_add_ps(lows);
     return;
   }
   __m512 kept = power_of_two(_mm512_set1_ps(before - most));
   t.weight[row] = t.weight[row] * _mm512_cvtss_f32(kept) + weight;
+  if (LOWS) t.low[row] = t.low[row] * _mm512_cvtss_f32(kept) + _mm512_reduce_add_ps(lows);
   float* sums = t.sums + row * t.width;
   for (int64_t d = 0; d < t.width; d += 16)
     _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), kept));
 }
 
 Numbers numbers_of(const AttentionArgs& a, const void* cache, const uint16_t* scales,
-                   int64_t head) {
-  int64_t at = head * a.head_stride;
-  if (a.kv_dtype == RL_BF16) return {static_cast<const bf16*>(cache) + at, nullptr, nullptr};
-  return {nullptr, static_cast<const int8_t*>(cache) + at, scales + head};
+                   const uint16_t* lows, int64_t head) {
+  int64_t at = head * a.head_stride, scale = head * a.scale_head_stride;
+  Numbers found{};
+  if (a.kv_dtype == RL_BF16) found.numbers = static_cast<const bf16*>(cache) + at;
+  if (a.kv_dtype == RL_E4M3) found.narrow = static_cast<const E4m3*>(cache) + at;
+  if (a.kv_dtype == RL_I8) found.codes = static_cast<const I8*>(cache) + at;
+  if (a.kv_dtype == RL_I4) found.packed = static_cast<const I4*>(cache) + at;
+  if (found.codes || found.packed) found.scales = scales + scale;
+  if (found.packed) found.lows = lows + scale;
+  return found;
+}
+
+// Packed codes of these places, side by side in `to`.
+void unpack_all(const AttentionArgs& a, Numbers& from, const int64_t* offsets, int64_t num,
+                I8* to) {
+  for (int64_t j = 0; j < num; ++j)
+    unpack(from.packed + offsets[j], to + j * a.head_dim, a.head_dim);
+  from.codes = to;
 }
 
 void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
@@ -262,12 +308,19 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
   std::memset(t.sums, 0, t.rows * t.width * 4);
   for (int64_t r = 0; r < num_rows; ++r) {
     const bf16* q = static_cast<const bf16*>(a.q) + (first + item.begin + r / group) * a.q_stride;
-    std::memcpy(t.q + r * t.words, q + (item.head * group + r % group) * a.head_dim,
-                a.head_dim * sizeof(bf16));
-    t.most[r] = LOWEST, t.weight[r] = 0;
+    q += (item.head * group + r % group) * a.head_dim;
+    t.most[r] = LOWEST, t.weight[r] = t.low[r] = 0;
+    if (a.kv_dtype != RL_I4) {
+      std::memcpy(t.q + r * t.words, q, a.head_dim * sizeof(bf16));
+      continue;
+    }
+    float turned[1024];
+    t.all[r] = turn_query(reinterpret_cast<const B16*>(q), turned, a.head_dim);
+    B16* kept = reinterpret_cast<B16*>(t.q + r * t.words);
+    for (int64_t d = 0; d < a.head_dim; d += W) store(kept + d, load(turned + d));
   }
-  Numbers k = numbers_of(a, a.k, a.k_scales, item.head);
-  Numbers v = numbers_of(a, a.v, a.v_scales, item.head);
+  Numbers k = numbers_of(a, a.k, a.k_scales, a.k_lows, item.head);
+  Numbers v = numbers_of(a, a.v, a.v_scales, a.v_lows, item.head);
   Scales scales;
   float scale = float(a.scale) * 1.44269504f;
   const int32_t* table = a.tables + (a.rows ? a.rows[item.request] : item.request) * a.table_stride;
@@ -283,9 +336,16 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
       offsets[j] = block * a.block_stride + slot * a.slot_stride;
       scale_offsets[j] = block * a.scale_block_stride + slot * a.scale_slot_stride;
     }
-    if (k.codes) {
-      take_scales(k.scales, scale_offsets, num, scales.k);
-      take_scales(v.scales, scale_offsets, num, scales.v);
+    if (k.scales) {
+      all_scales(k.scales, scale_offsets, num, scales.k);
+      all_scales(v.scales, scale_offsets, num, scales.v);
+    }
+    if (k.packed) {
+      all_lows(k.lows, scales.k, scale_offsets, num, scales.k_low);
+      all_lows(v.lows, scales.v, scale_offsets, num, scales.v_low);
+      unpack_all(a, k, offsets, num, t.unpacked);
+      unpack_all(a, v, offsets, num, t.unpacked + TILE_KEYS * a.head_dim);
+      for (int64_t j = 0; j < num; ++j) offsets[j] = j * a.head_dim;
     }
     turn_keys(a, k, offsets, num, t);
     pair_values(a, v, offsets, num, t);
@@ -293,7 +353,9 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
     for (int64_t r = 0; r < num_rows; ++r) {
       int64_t high = cached + item.begin + r / group + 1 - key;
       int64_t low = a.window == 0 ? 0 : high - a.window;
-      weigh_row(t, k.codes ? &scales : nullptr, r, low, high < num ? high : num, scale);
+      if (high > num) high = num;
+      k.packed ? weigh_row<true>(t, &scales, r, low, high, scale)
+               : weigh_row<false>(t, k.scales ? &scales : nullptr, r, low, high, scale);
     }
     tile_words<true>(t.rows, t.weights, PAIRS, t.values, t.width, PAIRS, t.sums);
   }
@@ -303,7 +365,9 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
     out += (item.head * group + r % group) * a.head_dim;
     __m512 inverse = _mm512_set1_ps(t.weight[r] == 0 ? 0.0f : 1.0f / t.weight[r]);
     for (int64_t d = 0; d < a.head_dim; d += 16) {
-      __m512 y = _mm512_mul_ps(_mm512_loadu_ps(t.sums + r * t.width + d), inverse);
+      __m512 y = _mm512_loadu_ps(t.sums + r * t.width + d);
+      if (k.packed) y = _mm512_add_ps(y, _mm512_set1_ps(t.low[r]));
+      y = _mm512_mul_ps(y, inverse);
       _mm256_mask_storeu_epi16(out + d, first_of(a.head_dim - d), (__m256i)_mm512_cvtneps_pbh(y));
     }
   }

@@ -1,8 +1,10 @@
-// How are keys and values found in a paged cache and read? Blocks, codes of 8 bits, their scales.
+// How are keys and values found in a paged cache and read? Blocks, codes, their scales.
 //
 // Included by one file for each variant; see elementwise_wide.h. A code is a whole number from -127
-// to 127; with the scale of its head and token, a float16, it is a number. Codes are exact in
-// bfloat16 and in float32, so that they are worked with as they are and scales come later.
+// to 127, or of 4 bits from 0 to 15; with the scale (and low) of its head and token, float16, it is
+// a number. Codes are exact in bfloat16 and in float32, so that they are worked with as they are and
+// scales come later. Those of 4 bits are unpacked first, a block of keys at a time, and worked with
+// as those of 8; keys are turned by Hadamard's matrix there, and so queries are too.
 #pragma once
 
 #include "attention.h"
@@ -19,6 +21,43 @@ template <class C>
 constexpr bool HAS_SCALES = false;
 template <>
 constexpr bool HAS_SCALES<I8> = true;
+template <>
+constexpr bool HAS_SCALES<I4> = true;
+
+template <class C>
+constexpr bool IS_PACKED = false;
+template <>
+constexpr bool IS_PACKED<I4> = true;
+
+// What the numbers of a cache are worked with as, and what queries T are then made of.
+template <class C>
+struct Worked {
+  using type = C;
+  template <class T>
+  using Asked = T;
+};
+template <>
+struct Worked<I4> {
+  using type = I8;
+  template <class T>
+  using Asked = float;
+};
+
+// Bytes of a head of a token.
+template <class C>
+inline int64_t head_bytes(const AttentionArgs& a) {
+  return IS_PACKED<C> ? a.head_dim / 2 : a.head_dim * int64_t(sizeof(C));
+}
+
+// A query turned as packed keys are, in `turned`; the sum of its numbers.
+template <class T>
+inline float turn_query(const T* q, float* turned, int64_t size) {
+  F sum = {};
+  for (int64_t d = 0; d < size; d += W) store(turned + d, load(q + d));
+  hadamard(turned, size);
+  for (int64_t d = 0; d < size; d += W) sum += load(turned + d);
+  return sum_of(sum);
+}
 
 // The blocks of one request.
 struct Blocks {
@@ -47,13 +86,21 @@ inline Blocks scales_of(const AttentionArgs& a, int64_t request) {
   return blocks;
 }
 
-// Of `num` places, as floats; zeros up to the next whole vector. `scales` is where head 0 begins.
+// Of `num` places, as floats; zeros up to the next whole vector. `scales` is where the head begins.
 inline void take_scales(const uint16_t* scales, const int64_t* places, int64_t num, float* taken) {
   for (int64_t j = 0; j < num; j += W) {
     uint16_t some[W] = {};
     for (int64_t i = j; i < least(num, j + W); ++i) some[i - j] = scales[places[i]];
     store(taken + j, from_halves(some));
   }
+}
+
+// The same of lows, as unpacked codes want them; `scales` of the same places.
+inline void take_lows(const uint16_t* lows, const float* scales, const int64_t* places, int64_t num,
+                      float* taken) {
+  take_scales(lows, places, num, taken);
+  for (int64_t j = 0; j < num; j += W)
+    store(taken + j, load(taken + j) + load(scales + j) * float(MIDDLE));
 }
 
 }  // namespace

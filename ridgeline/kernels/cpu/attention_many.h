@@ -64,6 +64,9 @@ inline int64_t rows_of_tile(const AttentionArgs& a) {
 struct Tile {
   uint32_t *q, *keys, *values, *weights;  // [R, words], [words, 64], [64 or 32, D], [R, 64]
   float *scores, *sums, *most, *weight;   // [R, 64], [R, D], [R], [R]
+  // Of packed codes: sums of a query's numbers and of weighted lows, [R] each; [2, 64, D] unpacked.
+  float *all, *low;
+  I8* unpacked;
 };
 
 inline Tile tile_at(const AttentionArgs& a, float* scratch) {
@@ -82,13 +85,17 @@ inline Tile tile_at(const AttentionArgs& a, float* scratch) {
   t.sums = take(rows * size);
   t.most = take(rows);
   t.weight = take(rows);
+  t.all = take(rows);
+  t.low = take(rows);
+  t.unpacked = (I8*)take(a.kv_dtype == RL_I4 ? TILE_KEYS * size / 2 : 0);
   return t;
 }
 
 int64_t scratch_floats(const AttentionArgs& a) {
   int64_t rows = rows_of_tile(a), size = padded_head(a.head_dim);
-  int64_t many = 2 * rows * (size + TILE_KEYS + 1) + 2 * TILE_KEYS * size;
-  int64_t one = a.heads * size + partial_floats(a);
+  int64_t many = 2 * rows * (size + TILE_KEYS + 2) + 2 * TILE_KEYS * size;
+  if (a.kv_dtype == RL_I4) many += TILE_KEYS * size / 2;
+  int64_t one = a.heads * size + partial_floats(a) + packed_floats(a);
   return (many > one ? many : one) + 16;
 }
 
@@ -147,20 +154,21 @@ void pack_values(const AttentionArgs& a, const C* v, const int64_t* offsets, int
 
 // What numbers of keys and of values are multiplied by, if they have scales.
 struct TileScales {
-  float k[TILE_KEYS], v[TILE_KEYS];
+  float k[TILE_KEYS], v[TILE_KEYS], k_low[TILE_KEYS], v_low[TILE_KEYS];
 };
 
 // Scores of one row become weights; only keys [low, high) of the tile are seen by it.
-template <bool IS_PAIRS, bool SCALED>
+template <bool IS_PAIRS, bool SCALED, bool LOWS>
 inline void weigh(const Tile& t, const TileScales& scales, int64_t row, int64_t low, int64_t high,
                   float scale, int64_t size) {
   float* scores = t.scores + row * TILE_KEYS;
-  F most = all(t.most[row]), weight = {};
+  F most = all(t.most[row]), weight = {}, low_sum = {};
   I place;
   for (int j = 0; j < W; ++j) place[j] = j;
   for (int64_t j = 0; j < TILE_KEYS; j += W, place += W) {
     F x = load(scores + j) * scale;
     if (SCALED) x *= load(scales.k + j);
+    if (LOWS) x += load(scales.k_low + j) * (t.all[row] * scale);
     I is_seen = (place >= int32_t(low)) & (place < int32_t(high));
     x = is_seen ? x : all(-__builtin_inff());
     store(scores + j, x);
@@ -170,6 +178,7 @@ inline void weigh(const Tile& t, const TileScales& scales, int64_t row, int64_t 
   for (int64_t j = 0; j < TILE_KEYS; j += W) {
     F p = exp_of(load(scores + j) - new_most);
     weight += p;
+    if (LOWS) low_sum += p * load(scales.v_low + j);
     if (SCALED) p *= load(scales.v + j);
     if (IS_PAIRS) {
       store((B16*)(t.weights + row * TILE_KEYS) + j, p);
@@ -178,6 +187,7 @@ inline void weigh(const Tile& t, const TileScales& scales, int64_t row, int64_t 
     }
   }
   t.weight[row] = t.weight[row] * kept + sum_of(weight);
+  if (LOWS) t.low[row] = t.low[row] * kept + sum_of(low_sum);
   t.most[row] = new_most;
   if (kept == 1.0f) return;
   float* sums = t.sums + row * padded_head(size);
@@ -186,6 +196,8 @@ inline void weigh(const Tile& t, const TileScales& scales, int64_t row, int64_t 
 
 template <bool IS_PAIRS, class T, class C>
 void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
+  using K = typename Worked<C>::type;
+  constexpr bool LOWS = IS_PACKED<C>;
   int64_t size = a.head_dim, stride = padded_head(size), group = a.heads / a.kv_heads;
   int64_t words = IS_PAIRS ? size / 2 : size, width = (size + W - 1) / W * W;
   int64_t num_rows = (item.end - item.begin) * group, rows = (num_rows + MR - 1) / MR * MR;
@@ -197,8 +209,15 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
   std::memset(t.q + num_rows * stride, 0, (rows - num_rows) * stride * 4);
   for (int64_t r = 0; r < num_rows; ++r) {
     const T* q = static_cast<const T*>(a.q) + (first + item.begin + r / group) * a.q_stride;
-    to_words<IS_PAIRS>(q + (item.head * group + r % group) * size, t.q + r * stride, size);
-    t.most[r] = LOWEST, t.weight[r] = 0;
+    q += (item.head * group + r % group) * size;
+    t.most[r] = LOWEST, t.weight[r] = t.low[r] = 0;
+    if constexpr (LOWS) {
+      float turned[1024];
+      t.all[r] = turn_query(q, turned, size);
+      to_words<IS_PAIRS>(turned, t.q + r * stride, size);
+    } else {
+      to_words<IS_PAIRS>(q, t.q + r * stride, size);
+    }
   }
   const C* k = static_cast<const C*>(a.k) + item.head * a.head_stride;
   const C* v = static_cast<const C*>(a.v) + item.head * a.head_stride;
@@ -209,19 +228,35 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
   for (int64_t key = begin; key < end; key += TILE_KEYS) {
     int64_t num = least(TILE_KEYS, end - key), offsets[TILE_KEYS];
     blocks.offsets(key, num, offsets);
-    pack_keys<IS_PAIRS>(a, k, offsets, num, t.keys);
-    pack_values<IS_PAIRS>(a, v, offsets, num, t.values);
+    const K *its_k, *its_v;
+    if constexpr (LOWS) {
+      for (int64_t j = 0; j < num; ++j) {
+        unpack(k + offsets[j], t.unpacked + j * size, size);
+        unpack(v + offsets[j], t.unpacked + (TILE_KEYS + j) * size, size);
+        offsets[j] = j * size;
+      }
+      its_k = t.unpacked, its_v = t.unpacked + TILE_KEYS * size;
+    } else {
+      its_k = k, its_v = v;
+    }
+    pack_keys<IS_PAIRS>(a, its_k, offsets, num, t.keys);
+    pack_values<IS_PAIRS>(a, its_v, offsets, num, t.values);
+    const int64_t scale = item.head * a.scale_head_stride;
     if (HAS_SCALES<C>) {
       scale_blocks.offsets(key, num, offsets);
-      take_scales(a.k_scales + item.head, offsets, num, scales.k);
-      take_scales(a.v_scales + item.head, offsets, num, scales.v);
+      take_scales(a.k_scales + scale, offsets, num, scales.k);
+      take_scales(a.v_scales + scale, offsets, num, scales.v);
+    }
+    if (LOWS) {
+      take_lows(a.k_lows + scale, scales.k, offsets, num, scales.k_low);
+      take_lows(a.v_lows + scale, scales.v, offsets, num, scales.v_low);
     }
     product<IS_PAIRS>(rows, t.q, stride, t.keys, TILE_KEYS, t.scores, TILE_KEYS, TILE_KEYS, words,
                       false);
     for (int64_t r = 0; r < num_rows; ++r) {
       int64_t high = cached + item.begin + r / group + 1 - key;
       int64_t low = a.window == 0 ? 0 : high - a.window;
-      weigh<IS_PAIRS, HAS_SCALES<C>>(t, scales, r, low < 0 ? 0 : low, least(high, num),
+      weigh<IS_PAIRS, HAS_SCALES<C>, LOWS>(t, scales, r, low < 0 ? 0 : low, least(high, num),
                                      float(a.scale), size);
     }
     product<IS_PAIRS>(rows, t.weights, TILE_KEYS, t.values, stride, t.sums, stride, width,
@@ -230,9 +265,9 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
   for (int64_t r = 0; r < num_rows; ++r) {
     T* out = static_cast<T*>(a.out) + (first + item.begin + r / group) * a.out_stride;
     out += (item.head * group + r % group) * size;
-    float scale = t.weight[r] == 0 ? 0.0f : 1.0f / t.weight[r];
+    float scale = t.weight[r] == 0 ? 0.0f : 1.0f / t.weight[r], low = LOWS ? t.low[r] : 0.0f;
     for (int64_t d = 0; d < size; d += W)
-      store_some(out + d, load(t.sums + r * stride + d) * scale, size - d);
+      store_some(out + d, (load(t.sums + r * stride + d) + low) * scale, size - d);
   }
 }
 

@@ -1,7 +1,7 @@
 // How does one token look at the keys before it? All heads of a block of keys together, as they lie.
 //
 // Included by one file for each variant; see elementwise_wide.h. T is what queries and answers are
-// made of, C what the cache is.
+// made of, C what the cache is; K what its codes are worked with as, if they are packed.
 #include "attention_query.h"
 #include "attention_values.h"
 
@@ -19,11 +19,29 @@ inline State state_at(const AttentionArgs& a, float* floats) {
   return {floats, most, most + a.heads};
 }
 
+// Keys and values of one KV head, at places `offsets`, and their scales and lows, if the cache has
+// them.
+template <class K>
+struct Seen {
+  const K *k, *v;
+  const int64_t* offsets;
+  int64_t num;
+  float k_scales[KEYS], v_scales[KEYS], k_lows[KEYS], v_lows[KEYS];
+};
+
+// Of all heads, where codes have lows: the sum of a query's numbers, and of weighted lows of values.
+struct Lows {
+  float *all, *sums;
+};
+
 // scores[g][j] of G heads (1, 2 or 4) and all keys of a block. Keys behind the last one repeat it.
-template <class T, class C, int G>
-inline void score(const AttentionArgs& a, const C* k, const float* scales, const int64_t* offsets,
-                  int64_t num, const float* q, float* scores) {
+template <class T, class C, int G, bool LOWS>
+inline void score(const AttentionArgs& a, const Seen<C>& seen, const float* q, const float* all_of,
+                  float* scores) {
   constexpr int AT_ONCE = W / G;
+  const C* k = seen.k;
+  const float* scales = seen.k_scales;
+  const int64_t *offsets = seen.offsets, num = seen.num;
   int64_t stride = padded_head(a.head_dim);
   for (int64_t j = 0; j < num; j += AT_ONCE) {
     F dots[W], dot[G];
@@ -39,42 +57,38 @@ inline void score(const AttentionArgs& a, const C* k, const float* scales, const
   }
   if (HAS_SCALES<C>) {
     for (int64_t j = 0; j < num; j += W)
-      for (int g = 0; g < G; ++g)
-        store(scores + g * KEYS + j, load(scores + g * KEYS + j) * load(scales + j));
+      for (int g = 0; g < G; ++g) {
+        F x = load(scores + g * KEYS + j) * load(scales + j);
+        if (LOWS) x += load(seen.k_lows + j) * (all_of[g] * float(a.scale));
+        store(scores + g * KEYS + j, x);
+      }
   }
   for (int g = 0; g < G; ++g)
     for (int64_t j = num; j < (num + W - 1) / W * W; ++j) scores[g * KEYS + j] = -__builtin_inff();
 }
 
-// Keys and values of one KV head, at places `offsets`, and their scales, if the cache has them.
-template <class C>
-struct Seen {
-  const C *k, *v;
-  const int64_t* offsets;
-  int64_t num;
-  float k_scales[KEYS], v_scales[KEYS];
-};
-
 // A block of keys for G heads of one KV head, from head `h` on.
-template <class T, class C, int G>
+template <class T, class C, int G, bool LOWS>
 inline void see(const AttentionArgs& a, int64_t h, const Seen<C>& seen, const float* q, State state,
-                Ahead& ahead) {
+                Lows lows, Ahead& ahead) {
   const int64_t num = seen.num;
   int64_t stride = padded_head(a.head_dim);
   float scores[G * KEYS], kept[G];
-  score<T, C, G>(a, seen.k, seen.k_scales, seen.offsets, num, q + h * stride, scores);
+  score<T, C, G, LOWS>(a, seen, q + h * stride, LOWS ? lows.all + h : nullptr, scores);
   for (int g = 0; g < G; ++g) {
     F most = all(state.most[h + g]);
     for (int64_t j = 0; j < num; j += W) most = larger(load(scores + g * KEYS + j), most);
     float new_most = max_of(most);
-    F weight = {};
+    F weight = {}, low = {};
     for (int64_t j = 0; j < num; j += W) {
       F p = exp_of(load(scores + g * KEYS + j) - new_most);
       weight += p;
+      if (LOWS) low += p * load(seen.v_lows + j);
       store(scores + g * KEYS + j, HAS_SCALES<C> ? p * load(seen.v_scales + j) : p);
     }
     kept[g] = exp_one(state.most[h + g] - new_most);
     state.weight[h + g] = state.weight[h + g] * kept[g] + sum_of(weight);
+    if (LOWS) lows.sums[h + g] = lows.sums[h + g] * kept[g] + sum_of(low);
     state.most[h + g] = new_most;
   }
   gather_all<C, G>(a, seen.v, seen.offsets, num, scores, kept, state.sums + h * stride, ahead);
@@ -95,7 +109,7 @@ void finish(const AttentionArgs& a, int64_t request, State state) {
 // Read a number of each line of a key and its value, all heads: for the first block.
 template <class C>
 inline void fetch(const AttentionArgs& a, int64_t offset) {
-  const int64_t bytes = ((a.kv_heads - 1) * a.head_stride + a.head_dim) * int64_t(sizeof(C));
+  const int64_t bytes = (a.kv_heads - 1) * a.head_stride * int64_t(sizeof(C)) + head_bytes<C>(a);
   const char* k = (const char*)(static_cast<const C*>(a.k) + offset);
   const char* v = (const char*)(static_cast<const C*>(a.v) + offset);
   char sink = 0;
@@ -104,17 +118,36 @@ inline void fetch(const AttentionArgs& a, int64_t offset) {
   asm volatile("" : : "r"(sink));
 }
 
+// Floats that packed codes need beside the others: `Lows`, and a block of keys and values unpacked.
+inline int64_t packed_floats(const AttentionArgs& a) {
+  return a.kv_dtype == RL_I4 ? 2 * a.heads + KEYS * a.head_dim / 2 : 0;
+}
+
 template <class T, class C>
 void one_token(const AttentionArgs& a, const AttentionItem& item, float* partials, float* scratch) {
+  using K = typename Worked<C>::type;
+  using Q = typename Worked<C>::template Asked<T>;
+  constexpr bool LOWS = IS_PACKED<C>;
   int64_t size = a.head_dim, stride = padded_head(size), group = a.heads / a.kv_heads;
   float* q = scratch;
   float* own = scratch + a.heads * stride;
   State state = state_at(a, item.partial < 0 ? own : partials + item.partial * partial_floats(a));
+  float* beside = own + partial_floats(a);
+  Lows lows{beside, beside + a.heads};
+  I8* unpacked = reinterpret_cast<I8*>(beside + 2 * a.heads);
+  int64_t rows[KEYS];
+  for (int64_t j = 0; j < KEYS; ++j) rows[j] = j * size;
   std::memset(state.sums, 0, a.heads * stride * 4);
   const T* queries = static_cast<const T*>(a.q) + a.query_start[item.request] * a.q_stride;
   for (int64_t h = 0; h < a.heads; ++h) {
     state.most[h] = LOWEST, state.weight[h] = 0;
-    Query<T, C>::take(queries + h * size, q + h * stride, size);
+    if constexpr (LOWS) {
+      float turned[1024];
+      lows.sums[h] = 0, lows.all[h] = turn_query(queries + h * size, turned, size);
+      Query<Q, K>::take(turned, q + h * stride, size);
+    } else {
+      Query<Q, K>::take(queries + h * size, q + h * stride, size);
+    }
   }
   Blocks blocks = blocks_of(a, item.request), scales = scales_of(a, item.request);
   int64_t offsets[2][KEYS], places[KEYS];
@@ -125,28 +158,45 @@ void one_token(const AttentionArgs& a, const AttentionItem& item, float* partial
     int64_t next = begin + KEYS, coming = next < item.end ? least(KEYS, item.end - next) : 0;
     blocks.offsets(next, coming, offsets[turn ^ 1]);
     if (HAS_SCALES<C>) scales.offsets(begin, num, places);
-    const int64_t width = sizeof(C), bytes = a.kv_heads * size * width;
+    const int64_t width = sizeof(C), of_head = head_bytes<C>(a), bytes = a.kv_heads * of_head;
     Ahead ahead{(const char*)a.k, (const char*)a.v, offsets[turn ^ 1], coming, width, bytes,
-                2 * size * width, 0, 0};
+                2 * of_head, 0, 0};
     for (int64_t head = 0; head < a.kv_heads; ++head) {
-      Seen<C> seen;
-      seen.k = static_cast<const C*>(a.k) + head * a.head_stride;
-      seen.v = static_cast<const C*>(a.v) + head * a.head_stride;
-      seen.offsets = offsets[turn], seen.num = num;
+      const C* k = static_cast<const C*>(a.k) + head * a.head_stride;
+      const C* v = static_cast<const C*>(a.v) + head * a.head_stride;
+      const int64_t scale = head * a.scale_head_stride;
+      Seen<K> seen;
+      seen.num = num;
+      if constexpr (LOWS) {
+        for (int64_t j = 0; j < num; ++j) {
+          unpack(k + offsets[turn][j], unpacked + j * size, size);
+          unpack(v + offsets[turn][j], unpacked + (KEYS + j) * size, size);
+        }
+        seen.k = unpacked, seen.v = unpacked + KEYS * size, seen.offsets = rows;
+      } else {
+        seen.k = k, seen.v = v, seen.offsets = offsets[turn];
+      }
       if (HAS_SCALES<C>) {
-        take_scales(a.k_scales + head, places, num, seen.k_scales);
-        take_scales(a.v_scales + head, places, num, seen.v_scales);
+        take_scales(a.k_scales + scale, places, num, seen.k_scales);
+        take_scales(a.v_scales + scale, places, num, seen.v_scales);
+      }
+      if (LOWS) {
+        take_lows(a.k_lows + scale, seen.k_scales, places, num, seen.k_lows);
+        take_lows(a.v_lows + scale, seen.v_scales, places, num, seen.v_lows);
       }
       int64_t h = head * group, end = h + group;
-      for (; h + 4 <= end; h += 4) see<T, C, 4>(a, h, seen, q, state, ahead);
+      for (; h + 4 <= end; h += 4) see<Q, K, 4, LOWS>(a, h, seen, q, state, lows, ahead);
       if (h + 2 <= end) {
-        see<T, C, 2>(a, h, seen, q, state, ahead);
+        see<Q, K, 2, LOWS>(a, h, seen, q, state, lows, ahead);
         h += 2;
       }
-      if (h < end) see<T, C, 1>(a, h, seen, q, state, ahead);
+      if (h < end) see<Q, K, 1, LOWS>(a, h, seen, q, state, lows, ahead);
     }
     num = coming;
   }
+  for (int64_t h = 0; LOWS && h < a.heads; ++h)
+    for (int64_t d = 0; d < size; d += W)
+      store(state.sums + h * stride + d, load(state.sums + h * stride + d) + lows.sums[h]);
   if (item.partial < 0) finish<T>(a, item.request, state);
 }
 

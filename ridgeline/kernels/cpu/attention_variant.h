@@ -6,12 +6,20 @@ namespace {
 
 void one(const AttentionArgs& a, const AttentionItem& item, float* partials, float* scratch) {
   bool is_float = a.dtype == RL_F32;
-  if (a.kv_dtype == RL_I8) {
-    return is_float ? one_token<float, I8>(a, item, partials, scratch)
-                    : one_token<B16, I8>(a, item, partials, scratch);
+  switch (a.kv_dtype) {
+    case RL_I8:
+      return is_float ? one_token<float, I8>(a, item, partials, scratch)
+                      : one_token<B16, I8>(a, item, partials, scratch);
+    case RL_I4:
+      return is_float ? one_token<float, I4>(a, item, partials, scratch)
+                      : one_token<B16, I4>(a, item, partials, scratch);
+    case RL_E4M3:
+      return is_float ? one_token<float, E4m3>(a, item, partials, scratch)
+                      : one_token<B16, E4m3>(a, item, partials, scratch);
+    default:
+      return is_float ? one_token<float, float>(a, item, partials, scratch)
+                      : one_token<B16, B16>(a, item, partials, scratch);
   }
-  is_float ? one_token<float, float>(a, item, partials, scratch)
-           : one_token<B16, B16>(a, item, partials, scratch);
 }
 
 void merge(const AttentionArgs& a, int64_t request, const float* partials, int64_t count) {
@@ -28,12 +36,21 @@ void many_of(const AttentionArgs& a, const AttentionItem& item, float* scratch) 
 }
 
 void many(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
-  bool is_coded = a.kv_dtype == RL_I8;
-  if (a.dtype == RL_F32) {
-    return is_coded ? some_tokens<false, float, I8>(a, item, scratch)
-                    : some_tokens<false, float, float>(a, item, scratch);
+  bool is_float = a.dtype == RL_F32;
+  switch (a.kv_dtype) {
+    case RL_I8:
+      return is_float ? some_tokens<false, float, I8>(a, item, scratch)
+                      : many_of<I8>(a, item, scratch);
+    case RL_I4:
+      return is_float ? some_tokens<false, float, I4>(a, item, scratch)
+                      : many_of<I4>(a, item, scratch);
+    case RL_E4M3:
+      return is_float ? some_tokens<false, float, E4m3>(a, item, scratch)
+                      : many_of<E4m3>(a, item, scratch);
+    default:
+      return is_float ? some_tokens<false, float, float>(a, item, scratch)
+                      : many_of<B16>(a, item, scratch);
   }
-  is_coded ? many_of<I8>(a, item, scratch) : many_of<B16>(a, item, scratch);
 }
 
 constexpr AttentionVariant functions = {scratch_floats, one, merge, many};

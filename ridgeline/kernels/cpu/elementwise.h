@@ -25,8 +25,10 @@ struct GateArgs {
   int64_t rows, size, gate_up_stride, out_stride, dtype;
 };
 
-// Norms (null weights: none) and rotation of q and k in place, and the write to the cache: in the
-// dtype, or as codes of 8 bits with a scale (float16) for each head, if there are scales.
+// Norms (null weights: none) and rotation of q and k in place, and the write to the cache as
+// `kv_dtype`: the dtype itself, RL_E4M3, or codes of 8 or 4 bits with a scale (float16) for each
+// head, and with a low if they have 4. Of those keys are turned by Hadamard's matrix, and queries
+// are not.
 struct TurnArgs {
   void* qkv;
   const float* table;  // [positions, 2, D]: cosines, signed sines
@@ -38,9 +40,11 @@ struct TurnArgs {
   const void* k_weight;
   uint16_t* k_scales;
   uint16_t* v_scales;
+  uint16_t* k_lows;
+  uint16_t* v_lows;
   int64_t rows, stride, heads, kv_heads, head_dim;
   int64_t block_size, block_stride, slot_stride, head_stride, dtype;
-  int64_t scale_block_stride, scale_slot_stride;
+  int64_t scale_block_stride, scale_slot_stride, scale_head_stride, kv_dtype;
   double eps;
 };
 

@@ -17,11 +17,14 @@ from ridgeline.errors import check
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.recorder import Kernel, launch, pointer
 from ridgeline.kernels.draw_rows import Draws
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV
+from ridgeline.kernels.paged_kv import PagedKV
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms
 from ridgeline.kernels.step_inputs import StepInputs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-KV_DTYPES = {**DTYPES, torch.int8: 2}  # codes with scales
+# Codes with scales, pairs of them with lows too, and numbers as they are.
+KV_DTYPES = {**DTYPES, torch.int8: 2, torch.uint8: 3, torch.float8_e4m3fn: 4}
+CODES = {8: torch.int8, 4: torch.uint8}  # by their bits
 MAX_HEAD_DIM = 1024
 
 Field = tuple[str, type[ctypes.c_void_p] | type[ctypes.c_int64] | type[ctypes.c_double]]
@@ -53,10 +56,10 @@ class _Gate(ctypes.Structure):
 class _Turn(ctypes.Structure):
     _fields_ = (
         *pointers("qkv", "table", "positions", "slots", "k", "v", "q_weight", "k_weight"),
-        *pointers("k_scales", "v_scales"),
+        *pointers("k_scales", "v_scales", "k_lows", "v_lows"),
         *numbers("rows", "stride", "heads", "kv_heads", "head_dim"),
         *numbers("block_size", "block_stride", "slot_stride", "head_stride", "dtype"),
-        *numbers("scale_block_stride", "scale_slot_stride"),
+        *numbers("scale_block_stride", "scale_slot_stride", "scale_head_stride", "kv_dtype"),
         ("eps", ctypes.c_double),
     )
 
@@ -112,25 +115,30 @@ def _check_rows(what: str, *tensors: torch.Tensor) -> None:
 
 
 def check_cache(kv: PagedKV, dtype: torch.dtype) -> None:
-    """Keys and values that kernels for numbers of `dtype` know: the same, or codes with scales."""
-    scales = kv.k_scales_NSK, kv.v_scales_NSK
-    wanted = dtype if scales == (None, None) else torch.int8
-    for x, scales_NSK in zip((kv.k_NSKD, kv.v_NSKD), scales, strict=True):
-        check(x.dtype == wanted, "numbers of the dtype, or codes with scales", dtype=x.dtype)
+    """Keys and values that kernels for numbers of `dtype` know: the same, e4m3, or codes with
+    scales."""
+    known = (CODES[kv.code_bits],) if kv.code_bits else (dtype, torch.float8_e4m3fn)
+    for x in (kv.k_NSKD, kv.v_NSKD):
+        check(x.dtype in known, "numbers of the dtype, or codes with scales", dtype=x.dtype)
         check(x.stride(-1) == 1 or x.shape[-1] == 1, "contiguous heads")
-        if scales_NSK is not None:
-            check(scales_NSK.dtype == torch.float16, "scales of 16 bits", dtype=scales_NSK.dtype)
-            check(scales_NSK.shape == x.shape[:-1], "a scale for each head of each token")
-            check(scales_NSK.stride(-1) == 1 or scales_NSK.shape[-1] == 1, "scales side by side")
+    size = kv.head_dim
+    check(kv.code_bits != 4 or (size >= 16 and size & (size - 1) == 0), "a power of two", size=size)
+    given = kv.k_scales_NSK, kv.v_scales_NSK, kv.k_lows_NSK, kv.v_lows_NSK
+    scales = [x for x in given if x is not None]
+    check(len(scales) == {0: 0, 8: 2, 4: 4}[kv.code_bits], "scales of keys and of values")
+    for scales_NSK in scales:
+        check(scales_NSK.dtype == torch.float16, "scales of 16 bits", dtype=scales_NSK.dtype)
+        check(scales_NSK.shape == kv.k_NSKD.shape[:-1], "a scale for each head of each token")
     check(kv.k_NSKD.stride() == kv.v_NSKD.stride(), "K and V lie alike")
-    check(len({x.stride() for x in scales if x is not None}) < 2, "their scales do too")
+    check(len({x.stride() for x in scales}) < 2, "their scales do too")
 
 
-def scale_strides_of(kv: PagedKV) -> tuple[int, int]:
-    """From block to block and from slot to slot; 0 without scales."""
+def scale_strides_of(kv: PagedKV) -> tuple[int, int, int]:
+    """From block to block, slot to slot and head to head; 0 without scales."""
     if kv.k_scales_NSK is None:
-        return 0, 0
-    return kv.k_scales_NSK.stride(0), kv.k_scales_NSK.stride(1)
+        return 0, 0, 0
+    block, slot, head = kv.k_scales_NSK.stride()
+    return block, slot, head
 
 
 def add_norm(
@@ -176,7 +184,8 @@ def turn_and_write(
 ) -> torch.Tensor:
     """`qk_norm_rope_write` in place: queries [T, H, D] are a view of `qkv_TX`, whose keys are not
     turned afterwards."""
-    _, block_size, kv_heads, size = kv.k_NSKD.shape
+    _, block_size, kv_heads, _ = kv.k_NSKD.shape
+    size = kv.head_dim
     rows, width = qkv_TX.shape
     heads = width // size - 2 * kv_heads
     _check_rows("turn", qkv_TX)
@@ -193,9 +202,10 @@ def turn_and_write(
     arguments = _Turn(
         pointer(qkv_TX), pointer(table_L2D), pointer(positions_T), pointer(slots_T),
         pointer(kv.k_NSKD), pointer(kv.v_NSKD), pointer(q_weight), pointer(k_weight),
-        pointer(kv.k_scales_NSK), pointer(kv.v_scales_NSK), rows, qkv_TX.stride(0), heads,
-        kv_heads, size, block_size, strides[0], strides[1], strides[2], DTYPES[qkv_TX.dtype],
-        *scale_strides_of(kv), 0.0 if norms is None else norms.eps,
+        pointer(kv.k_scales_NSK), pointer(kv.v_scales_NSK), pointer(kv.k_lows_NSK),
+        pointer(kv.v_lows_NSK), rows, qkv_TX.stride(0), heads, kv_heads, size, block_size,
+        strides[0], strides[1], strides[2], DTYPES[qkv_TX.dtype],
+        *scale_strides_of(kv), KV_DTYPES[kv.k_NSKD.dtype], 0.0 if norms is None else norms.eps,
     )  # fmt: skip
     kept = table_L2D, positions_T, slots_T, kv, q_weight, k_weight
     launch(kernel_of("rl_turn"), arguments, qkv_TX, *kept)

@@ -1,5 +1,6 @@
 // How are norms, gates, rotations and draws computed? Included by one file for each variant; see
 // elementwise_wide.h.
+#include "dtype.h"
 #include "elementwise.h"
 #include "elementwise_wide.h"
 
@@ -100,7 +101,40 @@ inline void encode_head(const float* x, I8* codes, uint16_t* scale, int64_t size
   }
 }
 
-// Where a row's keys and values go, of all KV heads; `convert` and copies do it, or `encode_head`.
+// The same of 4 bits, from 0 to 15, with what is added to them.
+inline void encode_pairs(const float* x, I4* pairs, uint16_t* scale, uint16_t* low, int64_t size) {
+  F least = all(x[0]), most = least, broken = {};
+  for (int64_t i = 0; i < size; i += W) {
+    F part = load(x + i);
+    least = part < least ? part : least;
+    most = larger(part, most);
+    broken += part - part;
+  }
+  const float spoiled = sum_of(broken), lowest = -max_of(-least);
+  *scale = _cvtss_sh((max_of(most) - lowest) / 15.0f + spoiled, _MM_FROUND_TO_NEAREST_INT);
+  *low = _cvtss_sh(lowest + spoiled, _MM_FROUND_TO_NEAREST_INT);
+  const float step = _cvtsh_ss(*scale), begin = _cvtsh_ss(*low);
+  const float inverse = step > 0 ? 1.0f / step : 0.0f;
+  const int64_t half = size / 2;
+  uint8_t codes[MAX_HEAD_DIM];
+  for (int64_t i = 0; i < size; i += W) {
+    F part = step > 0 ? (load(x + i) - begin) * inverse : F{};
+    part = part > 15.0f ? all(15.0f) : part;
+    part = part < 0.0f ? F{} : part;
+    I whole = near(part);
+    for (int64_t j = 0; j < W; ++j) codes[i + j] = uint8_t(whole[j]);
+  }
+  for (int64_t i = 0; i < half; ++i) pairs[i].pair = uint8_t(codes[i] | codes[half + i] << 4);
+}
+
+inline void narrow(const float* x, E4m3* to, int64_t size) {
+  for (int64_t i = 0; i < size; i += W) {
+    I bits = e4m3_of(load_some(x + i, size - i));
+    for (int64_t j = 0; j < W && i + j < size; ++j) to[i + j].bits = uint8_t(bits[j]);
+  }
+}
+
+// Where a row's keys and values go, of all KV heads, and as what.
 template <class T>
 struct Slot {
   const TurnArgs& a;
@@ -112,14 +146,26 @@ struct Slot {
     scale_at = block * a.scale_block_stride + offset * a.scale_slot_stride;
   }
 
-  void put(const float* x, void* cache, uint16_t* scales, int64_t head) const {
-    int64_t place = at + head * a.head_stride;
-    if (scales == nullptr) return convert(x, static_cast<T*>(cache) + place, a.head_dim);
-    encode_head(x, static_cast<I8*>(cache) + place, scales + scale_at + head, a.head_dim);
+  void put(const float* x, void* cache, uint16_t* scales, uint16_t* lows, int64_t head) const {
+    int64_t place = at + head * a.head_stride, scale = scale_at + head * a.scale_head_stride;
+    switch (a.kv_dtype) {
+      case RL_I8:
+        return encode_head(x, static_cast<I8*>(cache) + place, scales + scale, a.head_dim);
+      case RL_I4:
+        return encode_pairs(x, static_cast<I4*>(cache) + place, scales + scale, lows + scale,
+                            a.head_dim);
+      case RL_E4M3:
+        return narrow(x, static_cast<E4m3*>(cache) + place, a.head_dim);
+      default:
+        return convert(x, static_cast<T*>(cache) + place, a.head_dim);
+    }
   }
 
-  void put_key(const float* x, int64_t head) const { put(x, a.k, a.k_scales, head); }
-  void put_value(const float* x, int64_t head) const { put(x, a.v, a.v_scales, head); }
+  void put_key(float* x, int64_t head) const {
+    if (a.kv_dtype == RL_I4) hadamard(x, a.head_dim);
+    put(x, a.k, a.k_scales, a.k_lows, head);
+  }
+  void put_value(const float* x, int64_t head) const { put(x, a.v, a.v_scales, a.v_lows, head); }
 };
 
 template <class T>

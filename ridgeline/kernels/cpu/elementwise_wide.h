@@ -29,6 +29,15 @@ struct I8 {
   int8_t code;
 };
 
+// Two codes of a head: number i in the low half, number size / 2 + i in the high one.
+struct I4 {
+  uint8_t pair;
+};
+
+struct E4m3 {
+  uint8_t bits;
+};
+
 inline F all(float x) { return x - F{}; }
 
 inline F load(const float* p) {
@@ -53,6 +62,23 @@ inline F load(const I8* p) {
   std::memcpy(&codes, p, W);
   return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
 #endif
+}
+
+inline F load(const E4m3* p) {
+#if defined(__AVX512F__)
+  __m128i bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  U bits = (U)_mm512_cvtepu8_epi32(bytes);
+#else
+  __m128i bytes = {};
+  std::memcpy(&bytes, p, W);
+  U bits = (U)_mm256_cvtepu8_epi32(bytes);
+#endif
+  U size = bits & 0x7f;
+  F tiny = __builtin_convertvector((I)size, F) * 0x1p-9f;
+  F found = size < 8 ? tiny : (F)((size << 20) + (120u << 23));
+  found = size == 0x7f ? all(__builtin_nanf("")) : found;
+  return (F)((U)found | (bits & 0x80) << 24);
 }
 
 // W numbers of float16.
@@ -90,6 +116,35 @@ inline __m512i codes_of(const I8* p, int64_t n) {
 #endif
 
 inline F magnitude(F x) { return (F)((U)x & 0x7fffffff); }
+
+// The nearest number of e4m3, of two the even one: its 8 bits. Beyond 448 it is 448.
+inline I e4m3_of(F x) {
+  F size = magnitude(x);
+  size = size > 448.0f ? all(448.0f) : size;
+  U bits = (U)size;
+  U code = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120u << 3);
+  code = size < 0x1p-6f ? (U)near(size * 512.0f) : code;
+  code = x != x ? U{} + 0x7f : code;
+  return (I)(code | ((U)x >> 24 & 0x80));
+}
+
+// Codes of a head one to a byte, from -MIDDLE on: what is rounded later is smaller then. `size` is
+// 16 or a multiple of 32.
+constexpr int MIDDLE = 8;
+
+inline void unpack(const I4* pairs, I8* codes, int64_t size) {
+  const int64_t half = size / 2, step = half < 16 ? 8 : 16;
+  const __m128i low = _mm_set1_epi8(15), middle = _mm_set1_epi8(MIDDLE);
+  for (int64_t i = 0; i < half; i += step) {
+    __m128i x = {};
+    std::memcpy(&x, pairs + i, 8);
+    if (step == 16) std::memcpy(&x, pairs + i, 16);
+    __m128i first = _mm_and_si128(x, low), second = _mm_and_si128(_mm_srli_epi16(x, 4), low);
+    first = _mm_sub_epi8(first, middle), second = _mm_sub_epi8(second, middle);
+    std::memcpy(codes + i, &first, size_t(step));
+    std::memcpy(codes + half + i, &second, size_t(step));
+  }
+}
 
 inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
 
@@ -211,6 +266,47 @@ inline F sums_of(F* x) {
   return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
          __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
 #endif
+}
+
+// y[i] = x[i ^ STEP] + x[i], with the sign of x[i] turned where i has the bit STEP.
+template <int STEP>
+inline F butterfly(F x) {
+  F signs;
+  for (int i = 0; i < W; ++i) signs[i] = i & STEP ? -1.0f : 1.0f;
+#if defined(__AVX512F__)
+  F other = STEP == 8   ? __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4,
+                                                  5, 6, 7)
+            : STEP == 4 ? __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8,
+                                                  9, 10, 11)
+            : STEP == 2 ? __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14,
+                                                  15, 12, 13)
+                        : __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13,
+                                                  12, 15, 14);
+#else
+  F other = STEP == 4   ? __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3)
+            : STEP == 2 ? __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5)
+                        : __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
+#endif
+  return other + x * signs;
+}
+
+// A head times Sylvester's matrix with orthonormal rows, in place; `size` is a power of two, 16 at
+// least.
+inline void hadamard(float* x, int64_t size) {
+  const float root = 1.0f / __builtin_sqrtf(float(size));
+  for (int64_t i = 0; i < size; i += W) {
+    F y = butterfly<1>(load(x + i) * root);
+    y = butterfly<4>(butterfly<2>(y));
+    if (W == 16) y = butterfly<8>(y);
+    store(x + i, y);
+  }
+  for (int64_t half = W; half < size; half *= 2)
+    for (int64_t i = 0; i < size; i += 2 * half)
+      for (int64_t j = i; j < i + half; j += W) {
+        F a = load(x + j), b = load(x + j + half);
+        store(x + j, a + b);
+        store(x + j + half, a - b);
+      }
 }
 
 // e^x to 2 ulp (Cephes' polynomial); 0 below -87, NaN stays one, no infinity: 88 is the most.

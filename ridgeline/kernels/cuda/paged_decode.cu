@@ -28,7 +28,13 @@
 // Compiled with: HEAD_DIM 64 or 128; GROUP query heads of a KV head, up to 16; KV_HEADS; WARPS of a
 // CTA, which divides KV_HEADS if not SPLIT; BLOCK_SIZE, a multiple of 16; STAGES of the ring;
 // RESIDENT CTAs of a multiprocessor; WINDOW, 0: none; SPLIT, NAMED_ROWS, FUSED, NORM, DEPENDENT
-// (programmatic launch), BFLOAT16 (or float16) 0 or 1.
+// (programmatic launch), BFLOAT16 (or float16) 0 or 1; BITS of a number of the cache and SCALED:
+// 16 0 as queries are, 8 0 e4m3, 8 1 codes with a scale, 4 1 codes with a scale and a low.
+//
+// Numbers of fewer bits are multiplied as float16, which all of them are exactly, and so are the
+// queries; scales come to scores and weights. Weights are levelled by their scaled size, so that
+// none is above 1 and the largest loses nothing, however small values are. A head of 4 bits is
+// turned by Hadamard's matrix: the lanes of a g do it with the query, and with the new key.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -37,13 +43,16 @@ typedef long long i64;
 constexpr int KEYS = 16;                    // of a step
 constexpr int CHUNKS = HEAD_DIM / 32;       // 16 bytes each, that a lane has of a key
 constexpr int HALVES = HEAD_DIM / 64;       // 16 bytes each, that a lane has of a value
-constexpr int ROW_VECTORS = HEAD_DIM / 8;   // of a head of a token
-constexpr int STEP_VECTORS = 2 * KEYS * ROW_VECTORS;  // of a warp
+constexpr int ROW_BYTES = HEAD_DIM * BITS / 8;  // of a head of a token
+constexpr int ROW_VECTORS = ROW_BYTES / 16;
+constexpr int SCALES_AT = 2 * KEYS * ROW_VECTORS;  // in a step: 4 bytes of each key, then value
+constexpr int STEP_VECTORS = SCALES_AT + SCALED * 8;  // of a warp
+constexpr int SCALE_BYTES = BITS == 4 ? 4 : 2;     // of a head of a token: and its low
 constexpr int COLUMNS = (GROUP + 7) / 8;    // tiles of 8 query heads
 constexpr int ROWS = HEAD_DIM / 16;         // tiles of 16 dimensions of the answer
 constexpr int COPIED_ROWS = 32 / ROW_VECTORS;  // of a head, by one copy of all lanes
-constexpr int TOKEN_BYTES = 4 * KV_HEADS * HEAD_DIM;
-constexpr int VALUE_BYTES = 2 * KV_HEADS * HEAD_DIM;  // from a token's keys to its values
+constexpr int TOKEN_BYTES = 2 * KV_HEADS * ROW_BYTES;
+constexpr int VALUE_BYTES = KV_HEADS * ROW_BYTES;  // from a token's keys to its values
 constexpr int RECORD = 8;
 constexpr u32 ALL = 0xffffffffu;
 
@@ -73,6 +82,13 @@ __device__ __forceinline__ void copy_ahead_if(uint4* to, const char* from, bool 
                : "memory");
 }
 
+// The same of 4 bytes.
+__device__ __forceinline__ void copy_word_ahead_if(u32* to, const char* from, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(wanted ? 4 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void end_step_of_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -85,7 +101,7 @@ __device__ __forceinline__ void wait_for_copies() {
 // c += a @ b: a 16 x 16, b 16 x 8.
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                          u32 b1) {
-#if BFLOAT16
+#if BFLOAT16 && BITS == 16
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -137,6 +153,48 @@ __device__ __forceinline__ u32 pack(float first, float second) {
 #endif
   return pair;
 }
+
+__device__ __forceinline__ float low_half(u32 pair) {
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(pair));
+  return f;
+}
+
+__device__ __forceinline__ float high_half(u32 pair) { return low_half(pair >> 16); }
+
+__device__ __forceinline__ u32 pack_halves(float first, float second) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+
+__device__ __forceinline__ u32 subtract_halves(u32 a, u32 b) {
+  u32 c;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// Two numbers of e4m3 in the low bytes of a word, and the other way: too large ones become 448.
+__device__ __forceinline__ u32 halves_of_e4m3(u32 codes) {
+  u32 pair;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(pair) : "r"(codes));
+  return pair;
+}
+
+__device__ __forceinline__ u32 e4m3_of(float first, float second) {
+  u32 codes;
+  asm("{.reg .b16 l; cvt.rn.satfinite.e4m3x2.f32 l, %1, %2; mov.b32 %0, {l, 0};}"
+      : "=r"(codes) : "f"(second), "f"(first));
+  return codes;
+}
+
+__device__ __forceinline__ float log_two(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ int nearest(float x) { return __float2int_rn(x); }
 
 // Past the L1 cache: other multiprocessors have written it.
 __device__ __forceinline__ float4 load_part(const float* at) {
@@ -213,19 +271,49 @@ __device__ __forceinline__ Extent extent_of(int length, int num_new) {
 // ---- Reading ahead ----------------------------------------------------------------------------
 
 // Where 16 bytes of a key lie in a step of the ring, and of a value.
+// Lanes read 16 bytes, 8 together, or 8 bytes of fewer bits, 16 together.
 __device__ __forceinline__ int key_place(int row, int vector) {
-  return row * ROW_VECTORS + (vector ^ ((row & 1) << 2 | (row >> 1 & 3)));
+  if (BITS == 16) return row * ROW_VECTORS + (vector ^ ((row & 1) << 2 | (row >> 1 & 3)));
+  const int turned = ROW_VECTORS == 8 ? row & 3 : ROW_VECTORS == 4 ? row >> 1 & 1 : 0;
+  return row * ROW_VECTORS + (vector ^ turned << 1);
 }
 
 __device__ __forceinline__ int value_place(int row, int vector) {
-  return (KEYS + row) * ROW_VECTORS + (vector ^ (row >> 1 & 3) << 1);
+  if (BITS < 16 && ROW_VECTORS == 4) {
+    const int at = (row & ~1) | ((row ^ row >> 1) & 1);
+    return (KEYS + at) * ROW_VECTORS + (vector ^ (row >> 2 & 1) << 1);
+  }
+  const int turned = ROW_VECTORS < 4 ? 0 : row >> 1 & 3;
+  return (KEYS + row) * ROW_VECTORS + (vector ^ turned << 1);
+}
+
+// Of one KV head: its first numbers, and where a lane's scales begin, lanes 0 .. 15 those of keys.
+struct Cache {
+  const char* keys;
+  const char* scales;
+  int head;
+  int lane_scale;  // from the first scale of a token to the 4 bytes that have its own
+};
+
+__device__ __forceinline__ Cache cache_of(const void* numbers, const void* scales, int kv_head,
+                                          int lane) {
+  const int its = kv_head + lane / 16 * KV_HEADS;
+  return {(const char*)numbers + kv_head * ROW_BYTES, (const char*)scales, kv_head,
+          SCALE_BYTES * its & ~3};
 }
 
 // 16 keys from `key` on, and their values, of which those from `start` to `stop` are wanted.
-__device__ __forceinline__ void copy_step(uint4* place, const char* keys, int block, int key,
+__device__ __forceinline__ void copy_step(uint4* place, const Cache& cache, int block, int key,
                                           int start, int stop, int lane) {
   const int own_row = lane / ROW_VECTORS, vector = lane % ROW_VECTORS;
-  const char* from = keys + (i64)block * (BLOCK_SIZE * TOKEN_BYTES);
+#if SCALED
+  const int row = key + lane % 16;
+  const i64 slot = (i64)block * BLOCK_SIZE + row % BLOCK_SIZE;
+  copy_word_ahead_if((u32*)(place + SCALES_AT) + lane,
+                     cache.scales + slot * (2 * KV_HEADS * SCALE_BYTES) + cache.lane_scale,
+                     row >= start && row < stop);
+#endif
+  const char* from = cache.keys + (i64)block * (BLOCK_SIZE * TOKEN_BYTES);
   from += (key % BLOCK_SIZE + own_row) * TOKEN_BYTES + 16 * vector;
   const bool whole = key >= start && key + KEYS <= stop;
 #pragma unroll
@@ -311,8 +399,8 @@ struct Reader {
     next = following(batch, lane);
   }
 
-  // The next step of the range into its place of the ring. `keys`: the head's first numbers.
-  __device__ __forceinline__ void copy(const Batch& batch, uint4* place, const char* keys,
+  // The next step of the range into its place of the ring.
+  __device__ __forceinline__ void copy(const Batch& batch, uint4* place, const Cache& cache,
                                        int lane) {
     if (left == 0) return;
     if (used == now.count) {
@@ -322,12 +410,218 @@ struct Reader {
     }
     const int block = __shfl_sync(ALL, now.block, used);
     // The new token is not in the cache yet when it comes by itself.
-    copy_step(place, keys, block, (now.first + used) * KEYS, now.extent.first_key,
+    copy_step(place, cache, block, (now.first + used) * KEYS, now.extent.first_key,
               now.extent.length - FUSED, lane);
     ++used;
     --left;
   }
 };
+
+// ---- Numbers of fewer bits --------------------------------------------------------------------
+
+#if BITS < 16
+// 8 bytes of a row in the ring.
+__device__ __forceinline__ uint2 piece(const uint4* row_of, int index) {
+  return ((const uint2*)row_of)[index & 1];
+}
+
+// A code in the low bits of a float16 of 1024 is 1024 and the code; 4 bits further up in one of 64,
+// it is 64 and the code. Codes of 8 bits have 128 added first. What is too much is taken off the
+// scores of keys, all at once, and off values: of 4 bits MIDDLE too, so that what is rounded later
+// is smaller.
+constexpr float MIDDLE = 8.0f;
+constexpr float TOO_MUCH = BITS == 8 ? 1152.0f : 1024.0f, TOO_MUCH_ABOVE = 64.0f;
+
+// 8 codes of a key; of 4 bits those of the upper half of a head if `above`. Of 4 bits the numbers
+// of each four come in the order 0, 2, 1, 3, as queries do.
+__device__ __forceinline__ uint4 widened(const uint2& codes, bool above) {
+#if !SCALED
+  return make_uint4(halves_of_e4m3(codes.x), halves_of_e4m3(codes.x >> 16),
+                    halves_of_e4m3(codes.y), halves_of_e4m3(codes.y >> 16));
+#elif BITS == 8
+  const u32 x = codes.x ^ 0x80808080, y = codes.y ^ 0x80808080, thousand = 0x64646464;
+  return make_uint4(__byte_perm(x, thousand, 0x4140), __byte_perm(x, thousand, 0x4342),
+                    __byte_perm(y, thousand, 0x4140), __byte_perm(y, thousand, 0x4342));
+#else
+  const u32 mask = above ? 0x00f000f0 : 0x000f000f, base = above ? 0x54005400 : 0x64006400;
+  return make_uint4((codes.x & mask) | base, (codes.x >> 8 & mask) | base,
+                    (codes.y & mask) | base, (codes.y >> 8 & mask) | base);
+#endif
+}
+
+#if SCALED
+// Byte `at` of the values of two neighbouring keys: code of the one, then of the other.
+__device__ __forceinline__ u32 value_pair(const uint2& one, const uint2& other, int at,
+                                          bool above) {
+  const u32 a = at < 4 ? one.x : one.y, b = at < 4 ? other.x : other.y;
+  const u32 both = __byte_perm(a, b, 0x4400 + 0x1111 * (at % 4));
+  if (BITS == 8) return subtract_halves((both & 0x00ff00ff) ^ 0x64806480, 0x64806480);
+  return above ? subtract_halves((both & 0x00f000f0) | 0x54005400, 0x54805480)
+               : subtract_halves((both & 0x000f000f) | 0x64006400, 0x64086408);
+}
+#endif
+
+// Head dimensions 32 c + 8 t .. + 8 times Sylvester's matrix, over the four lanes of each g.
+__device__ __forceinline__ void hadamard(float (&x)[CHUNKS][8], int t) {
+#pragma unroll
+  for (int half = 1; half < 8; half *= 2)
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if ((i & half) == 0) {
+          const float a = x[c][i], b = x[c][i + half];
+          x[c][i] = a + b;
+          x[c][i + half] = a - b;
+        }
+#pragma unroll
+  for (int other = 1; other < 4; other *= 2)
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float its = __shfl_xor_sync(ALL, x[c][i], other);
+        x[c][i] = t & other ? its - x[c][i] : x[c][i] + its;
+      }
+#pragma unroll
+  for (int half = 1; half < CHUNKS; half *= 2)
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if ((c & half) == 0) {
+          const float a = x[c][i], b = x[c + half][i];
+          x[c][i] = a + b;
+          x[c + half][i] = a - b;
+        }
+  const float root = HEAD_DIM == 128 ? 0.08838834764831845f : 0.125f;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[c][i] *= root;
+}
+
+// The sum of a query's numbers, and of what its product with a key has too much.
+struct Sums {
+  float all, too_much;
+};
+
+// Pair j of 8 numbers that lie together begins with this one, and ends so many further on.
+constexpr int APART = BITS == 4 ? 2 : 1;
+__device__ __forceinline__ constexpr int pair_begin(int j) {
+  return BITS == 4 ? j / 2 * 4 + j % 2 : 2 * j;
+}
+
+// A query of a head as products take it.
+__device__ __forceinline__ Sums as_factor(uint4 (&head)[CHUNKS], int t) {
+  float x[CHUNKS][8];
+  Sums sums = {0.0f, 0.0f};
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      x[c][i] = low(word(head[c], i / 2));
+      x[c][i + 1] = high(word(head[c], i / 2));
+    }
+  if (BITS == 4) hadamard(x, t);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      pairs[j] = pack_halves(x[c][pair_begin(j)], x[c][pair_begin(j) + APART]);
+      const float its = low_half(pairs[j]) + high_half(pairs[j]);
+      sums.all += its;
+      sums.too_much += its * (BITS == 4 && c >= HALVES ? TOO_MUCH_ABOVE : TOO_MUCH);
+    }
+    head[c] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+#pragma unroll
+  for (int other = 1; SCALED && other < 4; other *= 2) {
+    sums.all += __shfl_xor_sync(ALL, sums.all, other);
+    sums.too_much += __shfl_xor_sync(ALL, sums.too_much, other);
+  }
+  return sums;
+}
+#endif
+
+#if FUSED && BITS < 16
+// What codes of a head are multiplied by, and what is added then.
+struct Scaling {
+  float scale, low;
+  float inverse;  // of the scale: a division for each number would be as much code as all the rest
+
+  // Of the numbers x over the lanes that differ in the bits of `others`, as the cache keeps them.
+  template <int COUNT>
+  __device__ __forceinline__ void find(const float (&x)[COUNT][8], int others) {
+    scale = inverse = 1.0f, low = 0.0f;
+#if SCALED
+    float least = x[0][0], most = x[0][0], broken = 0.0f;
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        least = fminf(least, x[c][i]);
+        most = fmaxf(most, x[c][i]);
+        broken += x[c][i] - x[c][i];  // NaN of what is not finite
+      }
+    if (BITS == 8) most = fmaxf(most, -least);
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2)
+      if (other & others) {
+        least = fminf(least, __shfl_xor_sync(ALL, least, other));
+        most = fmaxf(most, __shfl_xor_sync(ALL, most, other));
+        broken += __shfl_xor_sync(ALL, broken, other);
+      }
+    scale = kept((BITS == 8 ? most / 127.0f : (most - least) / 15.0f) + broken);
+    if (BITS == 4) low = kept(least + broken);
+    inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+#endif
+  }
+
+  // As float16 has it; NaN where that is not finite.
+  static __device__ __forceinline__ float kept(float x) {
+    const float y = low_half(pack_halves(x, 0.0f));
+    return y + (y - y);
+  }
+
+  // A number as its code, in float.
+  __device__ __forceinline__ float code(float x) const {
+    const float least = BITS == 8 ? -127.0f : 0.0f, most = BITS == 8 ? 127.0f : 15.0f;
+    return (float)nearest(fminf(fmaxf((x - low) * inverse, least), most));
+  }
+
+  __device__ __forceinline__ u32 bits() const { return pack_halves(scale, low); }
+};
+
+// Four codes as bytes.
+__device__ __forceinline__ u32 bytes_of(const float* codes) {
+#if !SCALED
+  return e4m3_of(codes[0], codes[1]) | e4m3_of(codes[2], codes[3]) << 16;
+#else
+  return ((int)codes[0] & 0xff) | ((int)codes[1] & 0xff) << 8 | ((int)codes[2] & 0xff) << 16 |
+         (u32)((int)codes[3] & 0xff) << 24;
+#endif
+}
+
+// 8 numbers as codes that stand for them, each in a byte; x becomes what codes are multiplied as.
+__device__ __forceinline__ uint2 encoded(float (&x)[8], const Scaling& scaling) {
+#if SCALED
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = scaling.code(x[i]);
+  return make_uint2(bytes_of(x), bytes_of(x + 4));
+#else
+  const uint2 codes = make_uint2(bytes_of(x), bytes_of(x + 4));
+  const uint4 pairs = widened(codes, false);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    x[i] = low_half(word(pairs, i / 2));
+    x[i + 1] = high_half(word(pairs, i / 2));
+  }
+  return codes;
+#endif
+}
+#endif
 
 // ---- The new token ----------------------------------------------------------------------------
 
@@ -351,10 +645,10 @@ struct Turn {
   }
 };
 
-// Norm, rotation and rounding of a head that lies over the four lanes of each g.
-__device__ __forceinline__ void turn_head(uint4 (&head)[CHUNKS], const Turn& turn,
-                                          const u16* weight, float eps, int t) {
-  float x[CHUNKS][8];
+// Norm and rotation of a head that lies over the four lanes of each g.
+__device__ __forceinline__ void turn_numbers(float (&x)[CHUNKS][8], const uint4 (&head)[CHUNKS],
+                                             const Turn& turn, const u16* weight, float eps,
+                                             int t) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
@@ -382,20 +676,24 @@ __device__ __forceinline__ void turn_head(uint4 (&head)[CHUNKS], const Turn& tur
   }
 #endif
 #pragma unroll
-  for (int c = 0; c < HALVES; ++c) {
-    u32 first[4], second[4];
+  for (int c = 0; c < HALVES; ++c)
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
+    for (int i = 0; i < 8; ++i) {
       const float a = x[c][i], b = x[c + HALVES][i];
-      const float d = x[c][i + 1], e = x[c + HALVES][i + 1];
-      first[i / 2] = pack(a * turn.cos[c][i] - b * turn.sin[c][i],
-                          d * turn.cos[c][i + 1] - e * turn.sin[c][i + 1]);
-      second[i / 2] = pack(b * turn.cos[c][i] + a * turn.sin[c][i],
-                           e * turn.cos[c][i + 1] + d * turn.sin[c][i + 1]);
+      x[c][i] = a * turn.cos[c][i] - b * turn.sin[c][i];
+      x[c + HALVES][i] = b * turn.cos[c][i] + a * turn.sin[c][i];
     }
-    head[c] = make_uint4(first[0], first[1], first[2], first[3]);
-    head[c + HALVES] = make_uint4(second[0], second[1], second[2], second[3]);
-  }
+}
+
+// And rounding.
+__device__ __forceinline__ void turn_head(uint4 (&head)[CHUNKS], const Turn& turn,
+                                          const u16* weight, float eps, int t) {
+  float x[CHUNKS][8];
+  turn_numbers(x, head, turn, weight, eps, t);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+    head[c] = make_uint4(pack(x[c][0], x[c][1]), pack(x[c][2], x[c][3]), pack(x[c][4], x[c][5]),
+                         pack(x[c][6], x[c][7]));
 }
 
 __device__ __forceinline__ void turn_all(uint4 (&q)[COLUMNS][CHUNKS], const Turn& turn,
@@ -405,14 +703,16 @@ __device__ __forceinline__ void turn_all(uint4 (&q)[COLUMNS][CHUNKS], const Turn
 }
 
 // The new token of a KV head, its key in the places of products.
+#if BITS == 16
 struct NewToken {
   uint4 k[CHUNKS];
 
   // `key`: as it comes from the product, with its value behind the keys of all heads. Both to the
-  // cache, if `cached` is somewhere.
+  // cache, if `slot` is one.
   __device__ __forceinline__ void take(const u16* key, const Turn& turn, const u16* weight,
-                                       float eps, char* cached, int lane) {
+                                       float eps, const Cache& cache, i64 slot, int lane) {
     const int t = lane % 4;
+    char* cached = slot < 0 ? nullptr : (char*)cache.keys + slot * TOKEN_BYTES;
     uint4 v = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) k[c] = load_vector(key + 32 * c + 8 * t);
@@ -440,6 +740,110 @@ struct NewToken {
     return sum * scale_log2;
   }
 };
+#else
+struct NewToken {
+  float k[CHUNKS][8];  // codes
+  float v[HALVES][8];  // of dimensions 64 h + 8 g .. + 8, the numbers themselves
+  Scaling of_key;
+
+  // As above.
+  __device__ __forceinline__ void take(const u16* key, const Turn& turn, const u16* weight,
+                                       float eps, const Cache& cache, i64 slot, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    uint4 raw[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) raw[c] = load_vector(key + 32 * c + 8 * t);
+    turn_numbers(k, raw, turn, weight, eps, t);
+    if (BITS == 4) hadamard(k, t);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const uint4 its = load_vector(key + KV_HEADS * HEAD_DIM + 64 * h + 8 * g);
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        v[h][i] = low(word(its, i / 2));
+        v[h][i + 1] = high(word(its, i / 2));
+      }
+    }
+    Scaling of_value;
+    of_key.find(k, 3);
+    of_value.find(v, 28);
+    uint2 k_codes[CHUNKS], v_codes[HALVES];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) k_codes[c] = encoded(k[c], of_key);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      v_codes[h] = encoded(v[h], of_value);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[h][i] = v[h][i] * of_value.scale + of_value.low;
+    }
+    put(cache, slot, k_codes, v_codes, of_value, lane);
+  }
+
+  __device__ __forceinline__ void put(const Cache& cache, i64 slot,
+                                      const uint2 (&k_codes)[CHUNKS],
+                                      const uint2 (&v_codes)[HALVES], const Scaling& of_value,
+                                      int lane) const {
+    const int g = lane / 4, t = lane % 4;
+    char* its_k = (char*)cache.keys + (slot < 0 ? 0 : slot) * TOKEN_BYTES;
+    char* its_v = its_k + VALUE_BYTES;
+#if BITS == 8
+    if (g == 0 && slot >= 0) {
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) *(uint2*)(its_k + 32 * c + 8 * t) = k_codes[c];
+    }
+    if (t == 0 && slot >= 0) {
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) *(uint2*)(its_v + 64 * h + 8 * g) = v_codes[h];
+    }
+#else
+    if (g == 0 && slot >= 0) {
+#pragma unroll
+      for (int c = 0; c < HALVES; ++c) *(uint2*)(its_k + 32 * c + 8 * t) =
+          make_uint2(k_codes[c].x | k_codes[c + HALVES].x << 4,
+                     k_codes[c].y | k_codes[c + HALVES].y << 4);
+    }
+    // The other half of a head: the next codes, or those of lanes further on.
+    uint2 above = v_codes[HALVES - 1];
+    if (HALVES == 1)
+      above = make_uint2(__shfl_xor_sync(ALL, above.x, 16), __shfl_xor_sync(ALL, above.y, 16));
+    if (t == 0 && slot >= 0 && 8 * g < HEAD_DIM / 2)
+      *(uint2*)(its_v + 8 * g) =
+          make_uint2(v_codes[0].x | above.x << 4, v_codes[0].y | above.y << 4);
+#endif
+#if SCALED
+    if (lane == 0 && slot >= 0) {
+      char* scales = (char*)cache.scales + slot * (2 * KV_HEADS * SCALE_BYTES);
+      put_scale(scales + cache.head * SCALE_BYTES, of_key);
+      put_scale(scales + (cache.head + KV_HEADS) * SCALE_BYTES, of_value);
+    }
+#endif
+  }
+
+  static __device__ __forceinline__ void put_scale(char* to, const Scaling& scaling) {
+    const u32 bits = scaling.bits();
+    if (BITS == 4)
+      *(u32*)to = bits;
+    else
+      *(u16*)to = (u16)bits;
+  }
+
+  __device__ __forceinline__ float score(const uint4 (&q)[CHUNKS], float scale_log2) const {
+    float sum = 0.0f, all = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float a = low_half(word(q[c], j)), b = high_half(word(q[c], j));
+        sum += a * k[c][pair_begin(j)] + b * k[c][pair_begin(j) + APART];
+        all += a + b;
+      }
+    sum = sum * of_key.scale + all * of_key.low;
+    sum += __shfl_xor_sync(ALL, sum, 1);
+    sum += __shfl_xor_sync(ALL, sum, 2);
+    return sum * scale_log2;
+  }
+};
+#endif
 #endif
 
 // ---- Products ---------------------------------------------------------------------------------
@@ -450,16 +854,38 @@ struct Answer {
   float best[COLUMNS][2];        // greatest score so far, in powers of two
   float total[COLUMNS][2];       // sum of the weights of this lane's keys
   float sum[ROWS][COLUMNS][4];   // of weighted values
+  float all[COLUMNS][2];         // of codes: sums of the query's numbers
+  float too_much[COLUMNS][2];    // and what scores have too much
+  float lows[COLUMNS][2];        // and of what is added to each value, weighted, of its keys
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       best[n][0] = best[n][1] = -INFINITE;
       total[n][0] = total[n][1] = 0.0f;
+      all[n][0] = all[n][1] = lows[n][0] = lows[n][1] = 0.0f;
+      too_much[n][0] = too_much[n][1] = 0.0f;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
         sum[r][n][0] = sum[r][n][1] = sum[r][n][2] = sum[r][n][3] = 0.0f;
     }
+  }
+
+  // Queries as products take them.
+  __device__ __forceinline__ void prepare(int lane, float scale_log2) {
+#if BITS < 16
+    const int t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      const Sums its = as_factor(q[n], t);
+#pragma unroll
+      for (int odd = 0; SCALED && odd < 2; ++odd) {
+        const int lane_of_it = 4 * (2 * t + odd);
+        all[n][odd] = __shfl_sync(ALL, its.all, lane_of_it) * scale_log2;
+        too_much[n][odd] = __shfl_sync(ALL, its.too_much, lane_of_it) * scale_log2;
+      }
+    }
+#endif
   }
 
 #if FUSED
@@ -467,9 +893,11 @@ struct Answer {
   __device__ __forceinline__ void begin_with(const NewToken& fresh, const u16* value, int lane,
                                              float scale_log2) {
     const int g = lane / 4, t = lane % 4;
+#if BITS == 16
     uint4 v[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) v[h] = load_vector(value + 64 * h + 8 * g);
+#endif
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const float its = fresh.score(q[n], scale_log2);
@@ -482,8 +910,12 @@ struct Answer {
       for (int h = 0; h < HALVES; ++h)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
+#if BITS == 16
           const u32 pair = word(v[h], i / 2);
           const float x = i % 2 ? high(pair) : low(pair);
+#else
+          const float x = fresh.v[h][i];
+#endif
           const int r = HALVES == 2 ? i : i / 2, at = HALVES == 2 ? 2 * h : i % 2 * 2;
           sum[r][n][at] = sum[r][n][at + 1] = x;
         }
@@ -494,6 +926,35 @@ struct Answer {
   // Number i of half h of the answer of the odd or even head: dimension 64 h + 8 g + i.
   __device__ __forceinline__ float at(int n, int odd, int h, int i) const {
     return HALVES == 2 ? sum[i][n][2 * h + odd] : sum[i / 2][n][i % 2 * 2 + odd];
+  }
+
+  // Dimensions 32 c + 8 t .. + 8 of a key of the ring.
+  static __device__ __forceinline__ uint4 key_numbers(const uint4* place, int row, int c, int t) {
+#if BITS == 16
+    return place[key_place(row, 4 * c + t)];
+#else
+    const int at = 4 * (BITS == 4 ? c % HALVES : c) + t;
+    return widened(piece(place + key_place(row, at / 2), at), c >= HALVES);
+#endif
+  }
+
+#if SCALED
+  using Value = uint2;
+#else
+  using Value = uint4;
+#endif
+
+  // Dimensions 64 h + 8 g .. + 8 of a value; of codes the bytes that have them.
+  static __device__ __forceinline__ Value value_numbers(const uint4* place, int row, int h,
+                                                        int g) {
+#if BITS == 16
+    return place[value_place(row, 8 * h + g)];
+#elif !SCALED
+    return widened(piece(place + value_place(row, 4 * h + g / 2), g), false);
+#else
+    const int at = BITS == 8 ? 8 * h + g : HALVES == 2 ? g : g % 4;
+    return piece(place + value_place(row, at / 2), at);
+#endif
   }
 
   // Scores of a step's 16 keys: [n][0], [1] of key g, [2], [3] of key 8 + g.
@@ -507,7 +968,7 @@ struct Answer {
       for (int i = 0; i < 4; ++i) s[n][i] = odd[n][i] = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      const uint4 a = place[key_place(g, 4 * c + t)], b = place[key_place(8 + g, 4 * c + t)];
+      const uint4 a = key_numbers(place, g, c, t), b = key_numbers(place, 8 + g, c, t);
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
         multiply(s[n], a.x, b.x, a.y, b.y, q[n][c].x, q[n][c].y);
@@ -520,13 +981,49 @@ struct Answer {
       for (int i = 0; i < 4; ++i) s[n][i] = (s[n][i] + odd[n][i]) * scale_log2;
   }
 
+  // What the values of keys g and 8 + g are scaled by, and what is added to them.
+  struct Scales {
+    float v[2], level[2], low[2];
+  };
+
+  // Scores as scales make them.
+  __device__ __forceinline__ void scale_scores(float (&s)[COLUMNS][4], Scales& scales,
+                                               const uint4* place, int kv_head,
+                                               int lane) const {
+#if SCALED
+    const u32* words = (const u32*)(place + SCALES_AT) + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 of_key = words[8 * half], of_value = words[KEYS + 8 * half];
+      if (BITS == 8) {
+        of_key >>= kv_head % 2 * 16;
+        of_value >>= (kv_head + KV_HEADS) % 2 * 16;
+      }
+      const float scale = low_half(of_key), low = BITS == 4 ? high_half(of_key) : 0.0f;
+      scales.v[half] = low_half(of_value);
+      scales.level[half] = log_two(fmaxf(scales.v[half], 0x1p-24f));
+      scales.low[half] = BITS == 4 ? high_half(of_value) + MIDDLE * scales.v[half] : 0.0f;
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          s[n][2 * half + odd] = (s[n][2 * half + odd] - too_much[n][odd]) * scale;
+          if (BITS == 4) s[n][2 * half + odd] += all[n][odd] * low;
+        }
+    }
+#endif
+  }
+
   // Scores to weights, as the product with V takes them; what was summed fades accordingly.
-  __device__ __forceinline__ void weigh(u32 (&p)[COLUMNS][2], float (&s)[COLUMNS][4]) {
+  __device__ __forceinline__ void weigh(u32 (&p)[COLUMNS][2], float (&s)[COLUMNS][4],
+                                        const Scales& scales) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       float most[2], fade[2], level[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) most[i] = fmaxf(s[n][i], s[n][2 + i]);
+      for (int i = 0; i < 2; ++i)
+        most[i] = SCALED ? fmaxf(s[n][i] + scales.level[0], s[n][2 + i] + scales.level[1])
+                         : fmaxf(s[n][i], s[n][2 + i]);
 #pragma unroll
       for (int other = 4; other < 32; other *= 2)
 #pragma unroll
@@ -541,9 +1038,21 @@ struct Answer {
         s[n][i] = power_of_two(s[n][i] - level[i]);
         s[n][2 + i] = power_of_two(s[n][2 + i] - level[i]);
         total[n][i] = total[n][i] * fade[i] + (s[n][i] + s[n][2 + i]);
+        if (BITS == 4)
+          lows[n][i] = lows[n][i] * fade[i] +
+                       (s[n][i] * scales.low[0] + s[n][2 + i] * scales.low[1]);
+        if (SCALED) {
+          s[n][i] *= scales.v[0];
+          s[n][2 + i] *= scales.v[1];
+        }
       }
+#if BITS == 16
       p[n][0] = transpose(pack(s[n][0], s[n][1]));
       p[n][1] = transpose(pack(s[n][2], s[n][3]));
+#else
+      p[n][0] = transpose(pack_halves(s[n][0], s[n][1]));
+      p[n][1] = transpose(pack_halves(s[n][2], s[n][3]));
+#endif
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         sum[r][n][0] *= fade[0], sum[r][n][2] *= fade[0];
@@ -552,9 +1061,21 @@ struct Answer {
     }
   }
 
-  __device__ __forceinline__ void add(const u32 (&p)[COLUMNS][2], const uint4 (&v)[4][HALVES]) {
+  __device__ __forceinline__ void add(const u32 (&p)[COLUMNS][2], const Value (&v)[4][HALVES],
+                                      int g) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
+#if SCALED
+      // Rows g and 8 + g of the tile: number r of both halves, or numbers 2 r and 2 r + 1. Of 4
+      // bits both halves lie in one byte, or this lane's are all below or all above.
+      const int h = HALVES == 2 && BITS == 8 ? 1 : 0;
+      const int at = HALVES == 2 ? r : 2 * r, next = HALVES == 2 ? r : at + 1;
+      const bool up = HALVES == 1 && g >= 4, next_up = HALVES == 2 || up;
+      const u32 a0 = value_pair(v[0][0], v[1][0], at, up);
+      const u32 a1 = value_pair(v[0][h], v[1][h], next, next_up);
+      const u32 a2 = value_pair(v[2][0], v[3][0], at, up);
+      const u32 a3 = value_pair(v[2][h], v[3][h], next, next_up);
+#else
       // Rows g and 8 + g of the tile: the same number of both halves, or neighbours.
       const int h = HALVES == 2 ? 1 : 0, w = HALVES == 2 ? r / 2 : r;
       const u32 upper = HALVES == 2 && r % 2 == 1 ? 0x7632 : 0x5410;
@@ -563,6 +1084,7 @@ struct Answer {
       const u32 a1 = __byte_perm(word(v[0][h], w), word(v[1][h], w), lower);
       const u32 a2 = __byte_perm(word(v[2][0], w), word(v[3][0], w), upper);
       const u32 a3 = __byte_perm(word(v[2][h], w), word(v[3][h], w), lower);
+#endif
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) multiply(sum[r][n], a0, a1, a2, a3, p[n][0], p[n][1]);
     }
@@ -570,10 +1092,12 @@ struct Answer {
 
   // The 16 keys from `key` on, and their values, of which those from `start` to `stop` count.
   __device__ __forceinline__ void take_step(const uint4* place, int key, int start, int stop,
-                                            int lane, float scale_log2) {
+                                            int kv_head, int lane, float scale_log2) {
     const int g = lane / 4, t = lane % 4;
     float s[COLUMNS][4];
+    Scales scales;
     score(s, place, lane, scale_log2);
+    scale_scores(s, scales, place, kv_head, lane);
     if (key < start || key + KEYS > stop) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -585,14 +1109,14 @@ struct Answer {
       }
     }
     u32 p[COLUMNS][2];
-    weigh(p, s);
-    uint4 v[4][HALVES];
+    weigh(p, s, scales);
+    Value v[4][HALVES];
 #pragma unroll
     for (int i = 0; i < 4 * HALVES; ++i) {
       const int token = i / HALVES % 2 + i / HALVES / 2 * 8;
-      v[i / HALVES][i % HALVES] = place[value_place(2 * t + token, 8 * (i % HALVES) + g)];
+      v[i / HALVES][i % HALVES] = value_numbers(place, 2 * t + token, i % HALVES, g);
     }
-    add(p, v);
+    add(p, v, g);
   }
 
   __device__ __forceinline__ void add_up_totals() {
@@ -601,7 +1125,18 @@ struct Answer {
 #pragma unroll
       for (int other = 4; other < 32; other *= 2)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) total[n][i] += __shfl_xor_sync(ALL, total[n][i], other);
+        for (int i = 0; i < 2; ++i) {
+          total[n][i] += __shfl_xor_sync(ALL, total[n][i], other);
+          if (BITS == 4) lows[n][i] += __shfl_xor_sync(ALL, lows[n][i], other);
+        }
+#if BITS == 4
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[r][n][i] += lows[n][i % 2];
+#endif
   }
 
   // `out`: the first query head of the KV head.
@@ -824,13 +1359,13 @@ __device__ __forceinline__ void merge_pieces(const Parts& parts, int first_progr
 // Grid: programs, KV_HEADS. Shared memory: WARPS * WARP_VECTORS times 16 bytes, WARPS * GROUP * 2
 // + 1 times 4 bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-paged_decode_split(const u16* q, u16* cache, u16* out, const int* tables, const i64* table_rows,
+paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, const i64* table_rows,
                    const int* seq_lens, const int* query_start, const i64* slots,
                    const float* rotations, const u16* q_weight, const u16* k_weight,
                    const int* records, float* part_sums, float* part_best, float* part_totals,
                    int* arrived, int* groups_arrived, int num_requests, int table_stride,
                    int q_row, int q_head, int out_row, int out_head, float scale_log2, float eps,
-                   int early) {
+                   int early, void* scales) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int program = blockIdx.x, kv_head = blockIdx.y;
 #if DEPENDENT
@@ -846,7 +1381,7 @@ paged_decode_split(const u16* q, u16* cache, u16* out, const int* tables, const 
   float* totals = bests + WARPS * GROUP;
   int* is_last_one = (int*)(totals + WARPS * GROUP);
   const Parts parts = {part_sums, part_best, part_totals, arrived, groups_arrived};
-  const char* keys = (const char*)cache + kv_head * (2 * HEAD_DIM);
+  const Cache cache = cache_of(numbers, scales, kv_head, lane);
 
   while (left > 0) {
     const int length = seq_lens[request];
@@ -871,7 +1406,7 @@ paged_decode_split(const u16* q, u16* cache, u16* out, const int* tables, const 
         block = ahead < read_last ? table[ahead / (BLOCK_SIZE / KEYS)] : 0;
       }
       const int its_block = __shfl_sync(ALL, block, i % 32);
-      copy_step(ring + i % STAGES * STEP_VECTORS, keys, its_block, (own_first + WARPS * i) * KEYS,
+      copy_step(ring + i % STAGES * STEP_VECTORS, cache, its_block, (own_first + WARPS * i) * KEYS,
                 extent.first_key, stop, lane);
     };
     for (int i = 0; i < STAGES; ++i) {
@@ -908,21 +1443,23 @@ paged_decode_split(const u16* q, u16* cache, u16* out, const int* tables, const 
 #if FUSED
     if (length > 0 && asked) {
       turn_all(answer.q, turn, q_weight, eps, t);
+      answer.prepare(lane, scale_log2);
       if (has_new && warp == WARPS - 1) {
         const u16* key = q + (i64)token * q_row + (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
         NewToken fresh;
-        fresh.take(key, turn, k_weight, eps,
-                   new_slot < 0 ? nullptr : (char*)keys + new_slot * TOKEN_BYTES, lane);
+        fresh.take(key, turn, k_weight, eps, cache, new_slot, lane);
         answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, lane, scale_log2);
       }
     }
+#else
+    answer.prepare(lane, scale_log2);
 #endif
 
     for (int i = 0; i < own; ++i) {
       wait_for_copies<STAGES - 1>();
       __syncwarp();
       answer.take_step(ring + i % STAGES * STEP_VECTORS, (own_first + WARPS * i) * KEYS,
-                       extent.first_key, stop, lane, scale_log2);
+                       extent.first_key, stop, kv_head, lane, scale_log2);
       __syncwarp();  // all have read what is written over now
       if (i + STAGES < own) copy(i + STAGES);
       end_step_of_copies();
@@ -1026,12 +1563,13 @@ __device__ __forceinline__ void finish(const Open& open, int num_open, const Par
 // FUSED: q is the packed product [T, (H + 2 K) * D] and q_head
 // is HEAD_DIM.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* table_rows,
+paged_decode(const u16* q, void* numbers, u16* out, const int* tables, const i64* table_rows,
              const int* seq_lens, const int* query_start, const i64* slots,
              const float* rotations, const u16* q_weight, const u16* k_weight,
              const int* records, float* part_sums, float* part_best, float* part_totals,
              int* arrived, int* groups_arrived, int num_requests, int table_stride, int q_row,
-             int q_head, int out_row, int out_head, float scale_log2, float eps, int early) {
+             int q_head, int out_row, int out_head, float scale_log2, float eps, int early,
+             void* scales) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   const int program = blockIdx.x, kv_head = blockIdx.y * WARPS + warp;
@@ -1046,12 +1584,12 @@ paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* t
   uint4* ring = shared_ring + warp * STAGES * STEP_VECTORS;
   const Batch batch = {tables, table_rows, seq_lens, query_start, table_stride, num_requests};
   const Parts parts = {part_sums, part_best, part_totals, arrived, groups_arrived};
-  const char* keys = (const char*)cache + kv_head * (2 * HEAD_DIM);
+  const Cache cache = cache_of(numbers, scales, kv_head, lane);
 
   Reader reader;
   reader.begin(batch, request, tile, left, lane);
   for (int stage = 0; stage < STAGES; ++stage) {
-    reader.copy(batch, ring + stage * STEP_VECTORS, keys, lane);
+    reader.copy(batch, ring + stage * STEP_VECTORS, cache, lane);
     end_step_of_copies();
   }
 
@@ -1094,20 +1632,23 @@ paged_decode(const u16* q, u16* cache, u16* out, const int* tables, const i64* t
       NewToken fresh;
       if (has_new) {
         const i64 slot = slots[token];
-        fresh.take(key, turn, k_weight, eps,
-                   slot < 0 ? nullptr : (char*)keys + slot * TOKEN_BYTES, lane);
+        fresh.take(key, turn, k_weight, eps, cache, slot, lane);
       }
       turn_all(answer.q, turn, q_weight, eps, t);
+      answer.prepare(lane, scale_log2);
       if (has_new) answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, lane, scale_log2);
     }
+#else
+    answer.prepare(lane, scale_log2);
 #endif
 
     for (int step = extent.first_step + tile; step < last; ++step) {
       wait_for_copies<STAGES - 1>();
       __syncwarp();
-      answer.take_step(place, step * KEYS, extent.first_key, length - FUSED, lane, scale_log2);
+      answer.take_step(place, step * KEYS, extent.first_key, length - FUSED, kv_head, lane,
+                       scale_log2);
       __syncwarp();  // all have read what is written over now
-      reader.copy(batch, place, keys, lane);
+      reader.copy(batch, place, cache, lane);
       end_step_of_copies();
       place += STEP_VECTORS;
       if (place == ring + STAGES * STEP_VECTORS) place = ring;

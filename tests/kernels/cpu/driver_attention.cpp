@@ -24,12 +24,17 @@ struct Paged {
   std::unique_ptr<char[]> numbers;
   std::unique_ptr<uint16_t[]> scales;
 
-  int64_t slot_numbers() const { return 2 * kv_heads * head_dim; }
+  // Of a head: places of `width` bytes, and scales with their lows.
+  int64_t places() const { return kv_dtype == RL_I4 ? head_dim / 2 : head_dim; }
+  int64_t scales_each() const { return kv_dtype == RL_I4 ? 2 : kv_dtype == RL_I8 ? 1 : 0; }
+  int64_t slot_numbers() const { return 2 * kv_heads * places(); }
+  int64_t slot_scales() const { return 2 * kv_heads * scales_each(); }
   int64_t width() const { return kv_dtype == RL_F32 ? 4 : kv_dtype == RL_BF16 ? 2 : 1; }
-  char* side(int which) const { return numbers.get() + which * kv_heads * head_dim * width(); }
+  char* side(int which) const { return numbers.get() + which * kv_heads * places() * width(); }
   uint16_t* scales_of(int which) const {
-    return scales == nullptr ? nullptr : scales.get() + which * kv_heads;
+    return scales == nullptr ? nullptr : scales.get() + which * kv_heads * scales_each();
   }
+  uint16_t* lows_of(int which) const { return kv_dtype == RL_I4 ? scales_of(which) + 1 : nullptr; }
 };
 
 float from_half(uint16_t half) {
@@ -38,18 +43,50 @@ float from_half(uint16_t half) {
   return half & 0x8000 ? -value : value;
 }
 
+float from_e4m3(uint8_t code) {
+  int exponent = (code >> 3) & 15, bits = code & 7;
+  float value = exponent ? std::ldexp(8.0f + bits, exponent - 10) : std::ldexp(bits, -9);
+  return code & 0x80 ? -value : value;
+}
+
+// Of keys of 4 bits a number of the turned head.
 double number(const Paged& p, int which, int64_t slot, int64_t head, int64_t d) {
-  int64_t at = slot * p.slot_numbers() + head * p.head_dim + d;
-  if (p.kv_dtype != RL_I8) return load_number(p.side(which), at, p.kv_dtype);
-  double code = reinterpret_cast<const int8_t*>(p.side(which))[at];
-  return code * from_half(p.scales_of(which)[slot * 2 * p.kv_heads + head]);
+  int64_t at = slot * p.slot_numbers() + head * p.places() + d % p.places();
+  const uint16_t* scale = p.scales_of(which) + slot * p.slot_scales() + head * p.scales_each();
+  uint8_t byte = reinterpret_cast<const uint8_t*>(p.side(which))[p.width() == 1 ? at : 0];
+  switch (p.kv_dtype) {
+    case RL_I8:
+      return double(int8_t(byte)) * from_half(*scale);
+    case RL_I4:
+      return double(d < p.places() ? byte & 15 : byte >> 4) * from_half(scale[0]) +
+             from_half(scale[1]);
+    case RL_E4M3:
+      return from_e4m3(byte);
+    default:
+      return load_number(p.side(which), at, p.kv_dtype);
+  }
+}
+
+// A head times Hadamard's matrix.
+std::vector<double> turned(const std::vector<double>& x) {
+  std::vector<double> y(x.size(), 0.0);
+  for (size_t i = 0; i < x.size(); ++i)
+    for (size_t j = 0; j < x.size(); ++j)
+      y[i] += (__builtin_parityll(i & j) ? -x[j] : x[j]) / std::sqrt(double(x.size()));
+  return y;
+}
+
+std::vector<double> head_at(const void* base, int64_t at, int64_t size, int dtype, bool is_turned) {
+  std::vector<double> x;
+  for (int64_t d = 0; d < size; ++d) x.push_back(load_number(base, at + d, dtype));
+  return is_turned ? turned(x) : x;
 }
 
 Paged make(int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim, int kv_dtype) {
   Paged p{blocks, block_size, kv_heads, head_dim, kv_dtype, nullptr, nullptr};
   p.numbers.reset(new char[size_t(blocks * block_size * p.slot_numbers() * p.width())]());
-  if (kv_dtype == RL_I8)
-    p.scales.reset(new uint16_t[size_t(blocks * block_size * 2 * kv_heads)]());
+  if (p.scales_each())
+    p.scales.reset(new uint16_t[size_t(blocks * block_size * p.slot_scales())]());
   return p;
 }
 
@@ -67,9 +104,13 @@ int check_attention(std::mt19937& noise) {
   auto below = [&noise](int64_t most) { return int64_t(noise() % unsigned(most)); };
   std::normal_distribution<float> normal;
   const int64_t sizes[] = {2, 10, 46, 48, 64, 66, 128, 130, 256};
-  int dtype = noise() & 1 ? RL_F32 : RL_BF16, kv_dtype = noise() & 1 ? RL_I8 : dtype;
+  int dtype = noise() & 1 ? RL_F32 : RL_BF16;
+  const int kv_dtypes[] = {dtype, RL_I8, RL_I4, RL_E4M3};
+  int kv_dtype = kv_dtypes[below(4)];
+  bool is_turned = kv_dtype == RL_I4;
   int64_t kv_heads = 1 + below(3), group = 1 + below(7), heads = kv_heads * group;
   int64_t size = sizes[below(9)], block_size = 1 + below(16), requests = 1 + below(3);
+  if (is_turned) size = 16 << below(5);
   int64_t window = noise() & 1 ? 0 : 1 + below(40), width = dtype == RL_F32 ? 4 : 2;
 
   std::vector<int32_t> lens, starts{0};
@@ -96,17 +137,23 @@ int check_attention(std::mt19937& noise) {
   std::vector<int64_t> positions(size_t(slots_all), 0), slots;
   for (int64_t i = 0; i < slots_all; ++i) slots.push_back(i);
   TurnArgs turn{qkv.get(), table.data(), positions.data(), slots.data(), kv.side(0), kv.side(1),
-                nullptr, nullptr, kv.scales_of(0), kv.scales_of(1), slots_all, stride, heads,
-                kv_heads, size, block_size, block_size * kv.slot_numbers(), kv.slot_numbers(), size,
-                dtype, block_size * 2 * kv_heads, 2 * kv_heads, 0.0};
+                nullptr, nullptr, kv.scales_of(0), kv.scales_of(1), kv.lows_of(0), kv.lows_of(1),
+                slots_all, stride, heads, kv_heads, size, block_size,
+                block_size * kv.slot_numbers(), kv.slot_numbers(), kv.places(), dtype,
+                block_size * kv.slot_scales(), kv.slot_scales(), kv.scales_each(), kv_dtype, 0.0};
   int failures = rl_turn(&turn) != 0;
   for (int64_t slot = 0; slot < slots_all; ++slot) {
-    for (int64_t i = 0; i < 2 * kv_heads * size; ++i) {
-      int64_t head = i / size, d = i % size;
-      double wanted = load_number(qkv.get(), slot * stride + heads * size + i, dtype);
-      double found = number(kv, head >= kv_heads, slot, head % kv_heads, d);
-      double step = kv_dtype == RL_I8 ? 7.0 / 250 : 0.0;  // no draw is as large as 7
-      failures += !(std::fabs(found - wanted) <= step + 1e-6);
+    for (int64_t head = 0; head < 2 * kv_heads; ++head) {
+      int64_t at = slot * stride + (heads + head) * size;
+      std::vector<double> wanted =
+          head_at(qkv.get(), at, size, dtype, is_turned && head < kv_heads);
+      for (int64_t d = 0; d < size; ++d) {
+        double found = number(kv, head >= kv_heads, slot, head % kv_heads, d);
+        // no draw is as large as 7
+        double step = kv_dtype == RL_I8 ? 7.0 / 250 : is_turned ? 14.0 / 29 : 0.0;
+        if (kv_dtype == RL_E4M3) step = std::fabs(wanted[size_t(d)]) / 16 + 1e-3;
+        failures += !(std::fabs(found - wanted[size_t(d)]) <= step + 1e-6);
+      }
     }
   }
 
@@ -115,10 +162,11 @@ int check_attention(std::mt19937& noise) {
   for (int64_t i = 0; i < tokens * heads * size; ++i) put(q.get(), i, normal(noise), dtype);
   double scale = 1.0 / std::sqrt(double(size));
   AttentionArgs args{q.get(), out.get(), kv.side(0), kv.side(1), tables.data(), nullptr,
-                     lens.data(), starts.data(), kv.scales_of(0), kv.scales_of(1), requests,
-                     columns, heads * size, heads * size, block_size * kv.slot_numbers(),
-                     kv.slot_numbers(), size, block_size, heads, kv_heads, size, window, dtype,
-                     kv_dtype, block_size * 2 * kv_heads, 2 * kv_heads, scale};
+                     lens.data(), starts.data(), kv.scales_of(0), kv.scales_of(1), kv.lows_of(0),
+                     kv.lows_of(1), requests, columns, heads * size, heads * size,
+                     block_size * kv.slot_numbers(), kv.slot_numbers(), kv.places(), block_size,
+                     heads, kv_heads, size, window, dtype, kv_dtype,
+                     block_size * kv.slot_scales(), kv.slot_scales(), kv.scales_each(), scale};
   failures += rl_attention(&args) != 0;
   double limit = dtype == RL_F32 ? LIMIT_OF_FLOATS : LIMIT_OF_PAIRS, worst = 0;
   for (int64_t b = 0; b < requests; ++b) {
@@ -127,14 +175,15 @@ int check_attention(std::mt19937& noise) {
       int64_t first = window && last - window + 1 > 0 ? last - window + 1 : 0;
       for (int64_t h = 0; h < heads; ++h) {
         std::vector<double> sums(size_t(size), 0.0);
+        std::vector<double> asked =
+            head_at(q.get(), (t * heads + h) * size, size, dtype, is_turned);
         double weight = 0;
         for (int64_t key = first; key <= last; ++key) {
           int64_t slot = tables[size_t(b * columns + key / block_size)] * block_size +
                          key % block_size;
           double dot = 0;
           for (int64_t d = 0; d < size; ++d)
-            dot += load_number(q.get(), (t * heads + h) * size + d, dtype) *
-                   number(kv, 0, slot, h / group, d);
+            dot += asked[size_t(d)] * number(kv, 0, slot, h / group, d);
           double p = std::exp(dot * scale);
           weight += p;
           for (int64_t d = 0; d < size; ++d) sums[size_t(d)] += p * number(kv, 1, slot, h / group, d);

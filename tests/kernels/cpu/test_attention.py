@@ -15,8 +15,8 @@ from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.attention import AttentionBatch, cpu_attention
 from ridgeline.kernels.qk_norm_rope_write import plain_views
 from ridgeline.kvcache import LayerKV
-from ridgeline.kvcache.int8 import Int8KV
 from tests.attention.cases import Case, Shape, make_case, naive, random_shape
+from tests.kernels.kv_formats import FORMATS, poisoned
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 BEST = native.LEVELS.index(native.best_level())
@@ -85,20 +85,18 @@ def test_parts_of_a_long_request_are_merged() -> None:
         torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-5, rtol=0)
 
 
-def coded(case: Case) -> Case:
-    """The same with codes of 8 bits in the cache, and NaN for scales wherever nothing may be read;
-    what is expected is what the codes say."""
+def coded(case: Case, name: str = "int8") -> Case:
+    """The same with fewer bits in the cache, and NaN wherever nothing may be read; what is expected
+    is what the codes say."""
     spec, (plain,) = case.shape.spec, case.layer_kv.store
     width, dtype = (spec.num_kv_heads, spec.head_dim), case.q_THD.dtype
-    kind, blocks = Int8KV(), plain.shape[0]
-    store = kind.allocate(blocks, case.shape.block_size, *width, dtype, torch.device("cpu"))
-    store[0].fill_(77)
-    store[1].fill_(torch.nan)
+    kind = FORMATS[name]()
+    store = poisoned(kind, (plain.shape[0], case.shape.block_size, *width), dtype)
     rows_NC = plain.reshape(-1, plain.shape[-1])
     written = (~rows_NC[:, 0].isnan()).nonzero().flatten()
     kind.write(store, written, rows_NC[written])
-    kind.dtype = torch.float32
-    every = kind.gather(store, torch.arange(len(rows_NC)), *width).double()
+    wide = FORMATS[name]()  # answers in float32
+    every = wide.gather(store, torch.arange(len(rows_NC)), *width).double()
     keys, values = [], []
     for row, total in enumerate(case.layout.seq_lens):
         places, size = torch.arange(total), case.shape.block_size
@@ -112,18 +110,25 @@ def coded(case: Case) -> Case:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_of_eight_bits(level: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_fewer_bits(name: str, level: str, dtype: torch.dtype) -> None:
     """As exact as with the numbers that the codes stand for, but for queries of 16 bits."""
     with native.at_level(level):
         for seed in range(40):
-            shape = random_shape(random.Random(900 + seed))
-            case = coded(make_case(shape, seed, dtype, device="cpu"))
+            rng = random.Random(900 + seed)
+            shape = random_shape(rng)
+            if name == "int4":
+                size = rng.choice([16, 32, 64, 128])
+                shape = replace(shape, spec=replace(shape.spec, head_dim=size))
+            case = coded(make_case(shape, seed, dtype, device="cpu"), name)
             exact = naive(case)
             ours = (attend(case).double() - exact).abs().max().item()
             limit = 5e-4
             if dtype == torch.bfloat16:
                 theirs = (naive(case, dtype).double() - exact).abs().max().item()
-                limit = max(2 * theirs, torch.finfo(dtype).eps * exact.abs().max().item() / 2)
+                # Weights times scales have 8 bits as well, in prompts.
+                ulp = torch.finfo(dtype).eps * exact.abs().max().item()
+                limit = max(2 * theirs, ulp if name == "int4" else ulp / 2)
             assert ours <= limit, f"seed {seed}: {ours} of {limit} {shape}"
 
 
@@ -137,9 +142,20 @@ def test_codes_with_any_head_size_and_group(level: str, size: int) -> None:
             torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-4, rtol=0)
 
 
-def test_parts_of_codes_are_merged() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", [16, 32, 64, 256, 1024])
+def test_four_bits_with_any_group(level: str, size: int) -> None:
+    for group in (1, 2, 3, 7):
+        shape = Shape(((66, 1), (30, 20)), spec_of(2 * group, 2, size, window=50), 8)
+        case = coded(make_case(shape, size, device="cpu"), "int4")
+        with native.at_level(level):
+            torch.testing.assert_close(attend(case).double(), naive(case), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_parts_of_codes_are_merged(name: str) -> None:
     shape = Shape(((2000, 1), (3, 1), (900, 1)), spec_of(4, 2, 32), 16)
-    case = coded(make_case(shape, 3, device="cpu"))
+    case = coded(make_case(shape, 3, device="cpu"), name)
     torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-4, rtol=0)
 
 

@@ -18,7 +18,7 @@ from ridgeline.kernels.qk_norm_rope_write import (
 from ridgeline.kernels.rms_norm import rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul_reference
 from ridgeline.kernels.step_inputs import make_step_inputs, step_inputs_reference
-from ridgeline.kvcache.int8 import Int8KV
+from tests.kernels.kv_formats import FORMATS, check_near
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 BEST = native.LEVELS.index(native.best_level())
@@ -97,10 +97,14 @@ def test_rotation_and_write(level: str, dtype: torch.dtype, has_norms: bool) -> 
 
 @each_level
 @each_dtype
-def test_rotation_and_write_of_codes(level: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_rotation_and_write_of_codes(level: str, dtype: torch.dtype, name: str) -> None:
     """The codes and scales of what the reference writes in float32; a code may be the next one,
     where sums of another order come to lie on the other side of a half."""
-    for heads, kv_heads, size, tokens in ((6, 2, 64, 5), (3, 3, 46, 1), (2, 1, 10, 9)):
+    shapes = ((6, 2, 64, 5), (3, 3, 46, 1), (2, 1, 10, 9))
+    if name == "int4":
+        shapes = ((6, 2, 64, 5), (3, 3, 16, 1), (2, 1, 32, 9))
+    for heads, kv_heads, size, tokens in shapes:
         qkv = noise(tokens, (heads + 2 * kv_heads) * size, seed=size, dtype=dtype)
         qkv[0, heads * size] = 1e-9
         table, positions = noise(100, 2, size, seed=1), torch.arange(tokens) * 7 % 100
@@ -109,7 +113,7 @@ def test_rotation_and_write_of_codes(level: str, dtype: torch.dtype) -> None:
         wanted = qk_norm_rope_write_reference(
             qkv, table, positions, slots, plain_views(there, kv_heads)
         )
-        kind, exact = Int8KV(), Int8KV()
+        kind, exact = FORMATS[name](), FORMATS[name]()
         store, ideal = (k.allocate(24, 4, kv_heads, size, dtype, CPU) for k in (kind, exact))
         exact.write(ideal, torch.arange(96), there.view(96, -1))
         slots[-1] = -1 if tokens > 2 else slots[-1]
@@ -119,12 +123,9 @@ def test_rotation_and_write_of_codes(level: str, dtype: torch.dtype) -> None:
             found = elementwise.turn_and_write(qkv, table, positions, slots, here, None)
         close(found, wanted)
         kept = slots[slots >= 0]
-        for ours, theirs, apart in zip(store, ideal, (1, 2e-3), strict=True):
-            mine, other = (x.flatten(0, 1)[kept].float() for x in (ours, theirs))
-            step = apart if ours.dtype == torch.int8 else apart * other.abs()
-            assert bool(((mine - other).abs() <= step).all())
+        check_near(store, ideal, kept)
         untouched = torch.ones(96, dtype=torch.bool).index_fill_(0, kept, False)
-        assert not store[0].flatten(0, 1)[untouched].any()
+        assert not store[0].view(torch.uint8).flatten(0, 1)[untouched].any()
 
 
 @each_level
