@@ -2,7 +2,8 @@
 cost, planner and resolve read these lines without loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
-`fast_on` names the kinds of device that have kernels for the packed numbers; elsewhere they are
+`fast_on` names the kinds of device, or the generations (`Device.words`), that have kernels for the
+packed numbers; elsewhere they are
 unpacked first, which saves memory and no time.
 """
 
@@ -16,13 +17,14 @@ from ridgeline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WeightFormatLine:
-    """`bits` a weight, None for those of the serving dtype; `group` weights share scales of
-    `scale_bytes` (group 0: no such scales), and a row of the matrix has `row_bytes` more. `where`
-    is "module:Class" of a WeightFormat. `vocabulary` names the format of embedding and output
-    matrix beside such layers, one that can look up rows; its rows are filled up with zeros to a
-    multiple of its `row_step`. `compute` is the dtype of the products, as hardware
-    catalogues call it, where the inputs are rounded too; None: the weights become the serving
-    dtype first. `cpu_compute`: the same of the kernels of CPUs, None where they do as all do."""
+    """`bits` a weight, None for those of the serving dtype; `group` neighbours in each of
+    `group_rows` rows share a scale (and a zero point) of `scale_bytes` (group 0: no such scales),
+    and a row of the matrix has `row_bytes` more. `where` is "module:Class" of a WeightFormat.
+    `vocabulary` names the format of embedding and output matrix beside such layers, one that can
+    look up rows; its rows are filled up with zeros to a multiple of its `row_step`. `compute` is
+    the dtype of the products, as hardware catalogues call it, where the inputs are rounded too;
+    None: the weights become the serving dtype first. `cpu_compute`: the same of the kernels of
+    CPUs, None where they do as all do."""
 
     where: str
     fast_on: tuple[str, ...] = ("all",)
@@ -34,12 +36,14 @@ class WeightFormatLine:
     vocabulary: str = "plain"
     row_step: int = 1
     cpu_compute: str | None = None
+    group_rows: int = 1
 
     def bits_per_weight(self, dtype_bytes: int) -> float:
         """Bits of one weight and its part of the groups' scales, served in a dtype of
         `dtype_bytes`; what rows add (under a thousandth in large models) is not in it."""
         bits = dtype_bytes * 8 if self.bits is None else self.bits
-        return bits + (8 * self.scale_bytes / self.group if self.group else 0.0)
+        shared = self.group * self.group_rows
+        return bits + (8 * self.scale_bytes / shared if shared else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +67,76 @@ class KVFormatLine:
         return -(-width * bits // 8) + self.head_bytes
 
 
+def _int4(where: str, group: int, scale_bytes: int) -> WeightFormatLine:
+    return WeightFormatLine(
+        f"ridgeline.quantization.int4:{where}",
+        ("cpu", "hopper"),
+        bits=4,
+        group=group,
+        scale_bytes=scale_bytes,
+        vocabulary="int8",
+        cpu_compute="int8",
+    )
+
+
+STORED = "stored"  # of a checkpoint that somebody has quantized: as it is
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights"),
+    # Bits and scales are those of each matrix in the checkpoint: `architectures.stored_counts`.
+    STORED: WeightFormatLine("ridgeline.quantization.stored:StoredWeights", ("cpu", "hopper")),
     "fp8": WeightFormatLine(
-        "ridgeline.quantization.fp8:Fp8Weights", ("gpu",), bits=8, compute="fp8", row_bytes=4
+        "ridgeline.quantization.fp8:Fp8Weights",
+        ("gpu",),
+        bits=8,
+        compute="fp8",
+        row_bytes=4,
+        vocabulary="int8",
+    ),
+    "fp8-tensor": WeightFormatLine(
+        "ridgeline.quantization.fp8_tensor:Fp8TensorWeights",
+        ("gpu",),
+        bits=8,
+        compute="fp8",
+        row_bytes=4,
+    ),
+    "fp8-block": WeightFormatLine(
+        "ridgeline.quantization.fp8_blocks:Fp8BlockWeights",
+        ("gpu",),
+        bits=8,
+        group=128,
+        scale_bytes=4,
+        group_rows=128,
     ),
     "int8": WeightFormatLine(
         "ridgeline.quantization.int8:Int8Weights",
-        ("cpu",),
+        ("cpu", "hopper"),
         bits=8,
+        compute="int8",
         row_bytes=4,
         vocabulary="int8",
         row_step=16,
         cpu_compute="int8",
     ),
-    "int4": WeightFormatLine(
-        "ridgeline.quantization.int4:Int4Weights",
-        ("cpu",),
-        bits=4,
-        group=128,
-        scale_bytes=2,
+    "int8-outliers": WeightFormatLine(
+        "ridgeline.quantization.int8_outliers:Int8OutlierWeights",
+        ("cpu", "hopper"),
+        bits=8,
+        row_bytes=4,
         vocabulary="int8",
         cpu_compute="int8",
     ),
+    "int4": _int4("Int4Weights", 128, 2),
+    "int4-g64": _int4("Int4G64Weights", 64, 2),
+    "int4-g32": _int4("Int4G32Weights", 32, 2),
+    "int4-asym": _int4("Int4AsymWeights", 128, 3),
+    "int4-g64-asym": _int4("Int4G64AsymWeights", 64, 3),
+    "int4-g32-asym": _int4("Int4G32AsymWeights", 32, 3),
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),
-    "fp8": KVFormatLine("ridgeline.kvcache.fp8:Fp8KV", ("gpu",), element_bits=8),
-    "int8": KVFormatLine("ridgeline.kvcache.int8:Int8KV", ("cpu",), element_bits=8, head_bytes=2),
-    "int4": KVFormatLine("", element_bits=4, head_bytes=4),
+    "fp8": KVFormatLine("ridgeline.kvcache.fp8:Fp8KV", element_bits=8),
+    "int8": KVFormatLine("ridgeline.kvcache.int8:Int8KV", element_bits=8, head_bytes=2),
+    "int4": KVFormatLine("ridgeline.kvcache.int4:Int4KV", element_bits=4, head_bytes=4),
 }
 
 

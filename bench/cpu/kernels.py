@@ -2,12 +2,14 @@
 few rows and Gop/s for many, beside torch's best operators on the same shapes.
 
 usage: python -m bench.cpu.kernels [--threads 2] [--out results.jsonl] [--rows 1,8,32,512]
-           [--kinds bf16,int8,int4] [--repeats 9] [--levels avx2,amx] [--no-torch] [--commit ID]
+           [--kinds bf16,int8,int4] [--group 128] [--repeats 9] [--levels avx2,amx] [--no-torch]
+           [--commit ID]
 
 Each figure is the median of the repeats, with the best in brackets, and then the median's share of
 its ceiling; copies of a matrix are taken in turn, so that no cache holds them. Ceilings, of as many
 threads, measured before and after: a read of 256 MiB for few rows, and for many rows dot products
 of registers alone (int4 is multiplied as int8; none for AVX2). Shapes are those of Llama-3.2-1B.
+The kinds groups4 (with zero points) and groups8 (scales of GGUF, float16) are in groups too.
 With --commit our own figures become rows of results/latest.json.
 """
 
@@ -19,7 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +29,15 @@ from torch.nn import functional
 
 from bench.cpu.latest import Row, merge, row
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.cpu.packed_linear import Codes, PackedMatrix, linear, pack
+from ridgeline.kernels.cpu.packed_linear import (
+    GROUPED,
+    Codes,
+    PackedMatrix,
+    linear,
+    pack,
+    pack_codes,
+)
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 
 SHAPES = {
     "qkv": (3072, 2048),
@@ -139,19 +149,29 @@ def ceilings(threads: int, repeats: int) -> Ceilings:
     return Ceilings(median, {kind: peak(kind, threads, repeats) for kind in Codes})
 
 
-def ours(kind: Codes, weight: torch.Tensor, rows: int) -> tuple[int, list[Callable[[], object]]]:
-    """Bytes of a packed matrix, and a product by each of its copies."""
+def packed(kind: Codes, weight: torch.Tensor, group: int) -> PackedMatrix:
+    if kind == Codes.GROUPS8:
+        outputs, inputs = weight.shape
+        codes = torch.randint(0, 256, weight.shape, dtype=torch.uint8)
+        scale = torch.ones(outputs, inputs // group, dtype=torch.float16)
+        return pack_codes(QuantizedMatrix(codes, scale, None, inputs, 8, group), kind)
     copy = native.advise_huge(torch.empty_like(weight)).copy_(weight)
-    first = pack(copy, kind, group=GROUP if kind == Codes.INT4 else 0)
-    scales = 0 if first.scales is None else first.scales.nbytes
-    num_bytes = first.codes.nbytes + scales
+    group = group if kind in GROUPED else 0
+    return pack(copy, kind, group=group, has_zero=kind == Codes.GROUPS4)
+
+
+def ours(
+    kind: Codes, weight: torch.Tensor, rows: int, group: int
+) -> tuple[int, list[Callable[[], object]]]:
+    """Bytes of a packed matrix, and a product by each of its copies."""
+    first = packed(kind, weight, group)
+    beside = (first.scales, first.zeros)
+    num_bytes = first.codes.nbytes + sum(0 if one is None else one.nbytes for one in beside)
     copies = 1 if rows >= MANY_ROWS else max(1, -(-COLD_BYTES // num_bytes))
     matrices = [first]
     for _ in range(copies - 1):
         codes = native.advise_huge(torch.empty_like(first.codes)).copy_(first.codes)
-        matrices.append(
-            PackedMatrix(codes, first.scales, first.outputs, first.inputs, kind, first.group)
-        )
+        matrices.append(replace(first, codes=codes))
     x = torch.randn(rows, weight.shape[1]).bfloat16()
     y = torch.empty(rows, weight.shape[0], dtype=torch.bfloat16)
     return num_bytes, [lambda m=m: linear(x, m, out_MO=y) for m in matrices]  # type: ignore[misc]
@@ -183,7 +203,7 @@ def measure(
 ) -> Iterator[Figure]:
     outputs, inputs = SHAPES[name]
     weight = torch.randn(outputs, inputs).bfloat16()
-    operators = [("ridgeline", *ours(kind, weight, rows))]
+    operators = [("ridgeline", *ours(kind, weight, rows, asked.group))]
     if not asked.no_torch and (name != "LM head" or kind == Codes.BF16):
         operators += of_torch(kind, weight, rows)
     for op, num_bytes, products in operators:
@@ -195,7 +215,9 @@ def measure(
         repeats = asked.repeats if rows < MANY_ROWS else min(3, asked.repeats)
         median, best = (s / len(products) for s in timed(run, repeats))
         operations = 2 * rows * outputs * inputs
-        name_of_kind, level = kind.name.lower(), native.level()
+        is_usual = kind not in GROUPED or asked.group == GROUP
+        name_of_kind = kind.name.lower() + ("" if is_usual else f" of {asked.group}")
+        level = native.level()
         done = (median, best, num_bytes, operations)
         yield Figure(name_of_kind, op, name, rows, *done, level, asked.threads, ceiling)
 
@@ -205,6 +227,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", default="1,8,32,512")
     parser.add_argument("--kinds", default="bf16,int8,int4")
+    parser.add_argument("--group", type=int, default=GROUP)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--levels", default=native.level(), help="avx2, avx512, bf16, amx")

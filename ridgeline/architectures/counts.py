@@ -19,8 +19,9 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
+from ridgeline.architectures.stored_counts import kept_bytes
 from ridgeline.architectures.tensor_names import expected_tensors
-from ridgeline.formats import WeightFormatLine, kv_line, weight_line
+from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -48,22 +49,42 @@ def linear_weights(spec: ModelSpec) -> int:
 def layer_scale_bytes(
     hidden_size: int, layer: LayerSpec, weight_format: str, ranks: int = 1
 ) -> int:
-    """Bytes of the scales of a layer's packed matrices that each of `ranks` holds: some for each
-    row, and for each group of it, the last of which may be short. Rows of matrices that are split
-    by their columns are held by all."""
-    line, total = weight_line(weight_format), 0
+    """Bytes of the scales and zero points of a layer's packed matrices that each of `ranks`
+    holds: some for each row, and for each group of it, the last of which may be short. Rows of
+    matrices that are split by their columns are held by all."""
+    if weight_format == STORED:
+        return _stored_bytes(hidden_size, layer, 1, ranks)[1]
+    line = weight_line(weight_format)
+    return sum(
+        count * _matrix_scale_bytes(line, rows, columns)
+        for rows, columns, count in _held_matrices(hidden_size, layer, ranks)
+    )
+
+
+def _held_matrices(
+    hidden_size: int, layer: LayerSpec, ranks: int
+) -> Iterator[tuple[int, int, int]]:
+    """Rows, columns and number of the matrices of one rank; q, k and v are one."""
+    qkv_rows = 0
     for matrix, count in _packed_matrices(hidden_size, layer):
-        is_whole = matrix.role in ("q_a", "kv_a")
-        by_columns = matrix.role in ("o", "down")
-        rows = matrix.rows if is_whole or by_columns else matrix.rows // ranks
-        columns = matrix.columns // ranks if by_columns else matrix.columns
-        total += count * rows * _row_scale_bytes(line, columns)
-    return total
+        rows, columns = _share(matrix, ranks)
+        if matrix.role in ("q", "k", "v"):
+            qkv_rows += rows
+        else:
+            yield rows, columns, count
+    yield qkv_rows, hidden_size, 1
 
 
-def _row_scale_bytes(line: WeightFormatLine, columns: int) -> int:
+def _share(matrix: Matrix, ranks: int) -> tuple[int, int]:
+    """Rows and columns that each rank holds of it."""
+    is_whole, by_columns = matrix.role in ("q_a", "kv_a"), matrix.role in ("o", "down")
+    rows = matrix.rows if is_whole or by_columns else matrix.rows // ranks
+    return rows, matrix.columns // ranks if by_columns else matrix.columns
+
+
+def _matrix_scale_bytes(line: WeightFormatLine, rows: int, columns: int) -> int:
     groups = -(-columns // line.group) if line.group else 0
-    return groups * line.scale_bytes + line.row_bytes
+    return -(-rows // line.group_rows) * groups * line.scale_bytes + rows * line.row_bytes
 
 
 def _packed_matrices(hidden_size: int, layer: LayerSpec) -> Iterator[tuple[Matrix, int]]:
@@ -83,11 +104,42 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain"
     """Bytes of all weights as served, scales included."""
     packed, line = linear_weights(spec), weight_line(weight_format)
     stored = packed * (8 * dtype_bytes if line.bits is None else line.bits) // 8
+    if weight_format == STORED:
+        every = [_stored_bytes(spec.hidden_size, layer, dtype_bytes) for layer in spec.layers]
+        stored = sum(numbers for numbers, _ in every)
     stored += sum(layer_scale_bytes(spec.hidden_size, one, weight_format) for one in spec.layers)
     matrices = 1 if spec.tie_embeddings else 2
     rest = num_parameters(spec) - packed - matrices * spec.vocab_size * spec.hidden_size
     vocabulary = sum(vocabulary_bytes(spec, dtype_bytes, weight_format))
     return stored + matrices * vocabulary + rest * dtype_bytes
+
+
+def _stored_bytes(
+    hidden_size: int, layer: LayerSpec, dtype_bytes: int, ranks: int = 1
+) -> tuple[int, int]:
+    """Of the matrices of a layer that are kept as the checkpoint stores them: bytes of numbers, and
+    of what stands beside them."""
+    total, beside = 0, 0
+    for matrix, count in _packed_matrices(hidden_size, layer):
+        rows, columns = _share(matrix, ranks)
+        own = kept_bytes(layer, matrix.role, rows, columns, dtype_bytes)
+        total, beside = total + count * own[0], beside + count * own[1]
+    return total, beside
+
+
+def kept_bits(layer: LayerSpec, role: str, hidden_size: int, dtype_bytes: int) -> float:
+    """Bits of one weight of a product (qkv and gate_up are some) whose matrices are kept as the
+    checkpoint stores them, with its part of what stands beside them."""
+    roles = ("q", "k", "v") if role == "qkv" else (role,)
+    found = [m for m, _ in _packed_matrices(hidden_size, layer) if m.role in roles]
+    held = [sum(kept_bytes(layer, m.role, m.rows, m.columns, dtype_bytes)) for m in found]
+    return 8 * sum(held) / sum(matrix.num_weights for matrix in found)
+
+
+def mean_kept_bits(spec: ModelSpec, dtype_bytes: int) -> float:
+    """The same of all matrices of a model's layers together."""
+    every = [_stored_bytes(spec.hidden_size, layer, dtype_bytes) for layer in spec.layers]
+    return 8 * sum(map(sum, every)) / linear_weights(spec)
 
 
 def vocabulary_rows(vocab_size: int, weight_format: str = "plain", ranks: int = 1) -> int:
@@ -106,7 +158,7 @@ def vocabulary_bytes(
     rows = vocabulary_rows(spec.vocab_size, weight_format, ranks)
     weights = rows * spec.hidden_size
     numbers = weights * (8 * dtype_bytes if line.bits is None else line.bits) // 8
-    return numbers, rows * _row_scale_bytes(line, spec.hidden_size)
+    return numbers, _matrix_scale_bytes(line, rows, spec.hidden_size)
 
 
 def layer_kv_bytes(

@@ -161,9 +161,11 @@ class Calibration:
         return self.streams.get(f"{name} {dtype}", other)
 
     def matmul_for(self, dtype: str, weights: str = "plain") -> MatmulConstants:
-        """The constants of products in `dtype` with weights of this format."""
-        if weights != "plain" and f"{dtype}-{weights}" in self.matmul:
-            return self.matmul[f"{dtype}-{weights}"]
+        """The constants of products in `dtype` with weights of this format, or of the one that its
+        name begins with ("int4-g64": int4)."""
+        for name in (weights, weights.partition("-")[0]):
+            if weights != "plain" and f"{dtype}-{name}" in self.matmul:
+                return self.matmul[f"{dtype}-{name}"]
         found = _lookup(self.matmul, dtype, self.device_name)
         is_unpacked = weights != "plain" and not weights.startswith(dtype)
         return _scaled(found, UNPACKING) if is_unpacked else found

@@ -8,6 +8,7 @@ from ridgeline.formats import WEIGHT_FORMATS, check_served, served, weight_line
 from ridgeline.kernels.small_linear import Fusion
 from ridgeline.quantization.contract import (
     HasInvariant,
+    HasVocabulary,
     Parameters,
     VocabularyFormat,
     WeightFormat,
@@ -44,6 +45,8 @@ def open_vocabulary_format(name: str, *, deterministic: bool = False) -> Vocabul
     """How embedding and output matrix are kept beside layers in the weight format `name`."""
     vocabulary = weight_line(name).vocabulary
     opened = open_weight_format(vocabulary, deterministic=deterministic)
+    if isinstance(opened, HasVocabulary):
+        opened = opened.of_vocabulary()
     if not isinstance(opened, VocabularyFormat):
         raise ConfigError(
             f"weight format {name}: its vocabulary is to be {vocabulary}, which has no look-up of"

@@ -6,10 +6,13 @@ calls `finish` once, and then only `linear`. Letters: T tokens, I inputs, O outp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from ridgeline.architectures.spec import ModelSpec
 from ridgeline.kernels.small_linear import Fusion
 
 Parameters = dict[str, torch.Tensor]
@@ -79,4 +82,64 @@ class HasInvariant(Protocol):
     def invariant(self) -> WeightFormat:
         """The same parameters and numbers; each row of `linear` has the same bits however many
         rows there are, and `fused` is None."""
+        ...
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A format that keeps a matrix in another way where rows of it are looked up."""
+
+    def of_vocabulary(self) -> VocabularyFormat:
+        """The same numbers, kept so that `rows` reads no more than it returns."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShare:
+    """What a rank holds of the checkpoint's matrix `name`: some of its rows, or some of its columns
+    (`has_all_columns` false)."""
+
+    name: str
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+    has_all_columns: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """Entries of the checkpoint's tensor `name` from `start` along `dim` on belong into `target`;
+    `dim` None: all of them."""
+
+    name: str
+    target: torch.Tensor
+    dim: int | None
+    start: int
+
+
+@runtime_checkable
+class KnowsMatrices(Protocol):
+    """A format that keeps each matrix as its checkpoint stores it."""
+
+    def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> WeightFormat:
+        """That of the product whose rows are these, one below the other; x is of `dtype`."""
+        ...
+
+
+@runtime_checkable
+class LoadsTensors(Protocol):
+    """A format whose parameters are other tensors of the checkpoint than its matrices."""
+
+    def pieces(self, parameters: Parameters, index: int) -> list[TensorPiece]:
+        """Where those of the product's matrix of this number go."""
+        ...
+
+
+@runtime_checkable
+class OfModel(Protocol):
+    """A format that must know which model it is for."""
+
+    def of_model(self, spec: ModelSpec) -> WeightFormat:
+        """The same for this model."""
         ...

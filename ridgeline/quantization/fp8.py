@@ -50,7 +50,7 @@ class Fp8Weights:
             part = slice(begin, begin + step)
             rounded = quantize_rows_reference(weight_OI[part])
             codes_OI[part], scale_O[part] = rounded.codes_MK, rounded.scale_M
-        _check_finite(scale_O, inputs)
+        check_finite(scale_O, inputs, self.name)
         return {"codes": codes_OI, "scale": scale_O}
 
     def linear(
@@ -143,11 +143,12 @@ class InvariantFp8Weights(Fp8Weights):
         return self.linear(silu_mul(x_TG), parameters, bias_O)
 
 
-def _check_finite(scale_O: torch.Tensor, inputs: int) -> None:
+def check_finite(scale_O: torch.Tensor, inputs: int, name: str) -> None:
+    """ConfigError names the first row of a matrix that has weights that are not finite."""
     broken = torch.nonzero(~torch.isfinite(scale_O)).flatten().tolist()
     if broken:
         raise ConfigError(
-            f"cannot round a matrix of {scale_O.numel()} x {inputs} weights to fp8: row {broken[0]}"
-            f" ({len(broken)} rows in all) has infinite or NaN weights; repair the checkpoint, or"
-            " serve it as it is with weight_format plain"
+            f"cannot round a matrix of {scale_O.numel()} x {inputs} weights to {name}:"
+            f" row {broken[0]} ({len(broken)} rows in all) has infinite or NaN weights;"
+            " repair the checkpoint, or serve it as it is with weight_format plain"
         )

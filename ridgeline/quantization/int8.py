@@ -9,25 +9,32 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.kernels.cpu.packed_linear import Codes
-from ridgeline.quantization.integers import IntegerWeights, InvariantIntegerWeights
+from ridgeline.quantization.integers import IntegerWeights, InvariantIntegers
+from ridgeline.quantization.matrix import QuantizedMatrix, outline
 
 LARGEST = 127
 BIAS = 128  # codes are kept as unsigned bytes, as the dot products want them
 
 
 class RowRounding:
-    kind = Codes.INT8
-    group = 0
+    def outline(self, outputs: int, inputs: int, device: torch.device) -> QuantizedMatrix:
+        return outline(
+            outputs,
+            inputs,
+            bits=8,
+            group=0,
+            scale_dtype=torch.float32,
+            has_zero=False,
+            device=device,
+        )
 
-    def round_rows(self, weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale_O = weight_OI.abs().amax(1) / LARGEST
-        scale_O = torch.where(scale_O == 0, torch.ones_like(scale_O), scale_O)
-        codes_OI = (weight_OI / scale_O[:, None]).round().clamp(-LARGEST, LARGEST)
-        return (codes_OI + BIAS).to(torch.uint8), scale_O
-
-    def read_rows(self, codes: torch.Tensor, scales: torch.Tensor, inputs: int) -> torch.Tensor:
-        return (codes.float() - BIAS) * scales[:, None]
+    def round_rows(self, weight_OI: torch.Tensor) -> QuantizedMatrix:
+        # By a tensor: a GPU divides by a Python number as it multiplies by its reciprocal.
+        scale_O1 = weight_OI.abs().amax(1, keepdim=True) / weight_OI.new_full((), LARGEST)
+        scale_O1 = torch.where(scale_O1 == 0, torch.ones_like(scale_O1), scale_O1)
+        codes_OI = (weight_OI / scale_O1).round().clamp(-LARGEST, LARGEST)
+        codes = (codes_OI + BIAS).to(torch.uint8)
+        return QuantizedMatrix(codes, scale_O1, None, weight_OI.shape[1], 8, 0)
 
 
 class Int8Weights(IntegerWeights):
@@ -35,9 +42,9 @@ class Int8Weights(IntegerWeights):
     bits: int | None = 8
     rounding = RowRounding()
 
-    def invariant(self) -> Int8Weights:
+    def invariant(self) -> IntegerWeights:
         return InvariantInt8Weights()
 
 
-class InvariantInt8Weights(InvariantIntegerWeights, Int8Weights):
+class InvariantInt8Weights(InvariantIntegers, Int8Weights):
     """Each row of a product has the same bits in any company."""

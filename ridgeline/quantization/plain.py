@@ -19,7 +19,7 @@ from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.small_linear import Fusion, fits_small, small_linear
 from ridgeline.kernels.tall_linear import fits_tall, tall_linear
 from ridgeline.quantization.contract import Parameters
-from ridgeline.quantization.integers import fits_panels, fused_packed, keep_packed, packed_of
+from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed, packed_of
 
 
 class PlainWeights:
@@ -99,7 +99,7 @@ class PlainWeights:
         return torch.mm(x_TI, weight_OI.T, out=out_TO)
 
     def packed(self, parameters: Parameters) -> PackedMatrix | None:
-        return packed_of(parameters, Codes.BF16)
+        return packed_of(parameters)
 
     def invariant(self) -> PlainWeights:
         return InvariantPlainWeights()

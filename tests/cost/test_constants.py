@@ -72,7 +72,7 @@ def test_which_constants_serve_for_which_dtype() -> None:
         messages=base.messages,
     )
     assert table.matmul_for("bf16") == table.matmul_for("fp16") == plain
-    assert table.matmul_for("bf16", "int8") == own
+    assert table.matmul_for("bf16", "int8") == table.matmul_for("bf16", "int8-outliers") == own
     assert table.matmul_for("bf16", "int4").e_c == 0.5 * UNPACKING
     assert table.matmul_for("fp8", "fp8") == plain  # nothing is unpacked
     with pytest.raises(ConfigError, match="x has no constants for bf16"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.cost.hardware import catalogue
+from ridgeline.cost.hardware import catalogue, find_device
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
@@ -94,11 +94,13 @@ def test_what_is_computed_and_what_is_served() -> None:
     assert Precision.named("fp8", "fp8").served_today
     assert Precision.named("int4").served_today
     assert Precision.named("int4").fast_on("cpu")
-    assert not Precision.named("int4").fast_on("gpu")
+    assert not Precision.named("int4").fast_on(*find_device("a100-80-sxm").words)
+    assert Precision.named("int4").fast_on(*find_device("h200-sxm").words)
     assert Precision.named("bf16").fast_on("tpu")
-    assert Precision.named("bf16", "int8").served_today
-    assert not Precision.named("bf16", "int8").fast_on("gpu")
-    assert not Precision.named("bf16", "int4").served_today
+    for kv in ("fp8", "int8", "int4"):
+        assert Precision.named("bf16", kv).served_today
+        assert Precision.named("bf16", kv).fast_on("gpu")
+        assert Precision.named("bf16", kv).fast_on("cpu")
     assert Precision.named("int4").weight_bits == 4.125
     every = catalogue().values()
     assert all(one.peak(Precision.named("fp8").compute_dtype) > 0 for one in every)

@@ -20,7 +20,7 @@ from ridgeline.formats import WEIGHT_FORMATS, WeightFormatLine, served
 from ridgeline.kernels.cpu import native
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.hidden import Hidden
-from ridgeline.quantization import VocabularyFormat, integers, open_vocabulary_format
+from ridgeline.quantization import VocabularyFormat, homes, open_vocabulary_format
 from tests.layers.driving import build_decoder
 from tests.tiny_model import tiny_config
 
@@ -132,7 +132,7 @@ def test_without_panels_few_numbers_are_unpacked_at_once(monkeypatch: pytest.Mon
         x = torch.randn(3, 16, generator=torch.Generator().manual_seed(6))
         whole, parts = torch.empty(3, 47), torch.empty(3, 47)
         vocabulary.linear_into(x, kept, whole)
-        monkeypatch.setattr(integers, "UNPACKED_NUMBERS", 7 * 16)
+        monkeypatch.setattr(homes, "UNPACKED_NUMBERS", 7 * 16)
         vocabulary.linear_into(x, kept, parts)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(whole, (x @ vocabulary.dequantize(kept).T)[:, :47])

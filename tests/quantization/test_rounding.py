@@ -62,3 +62,12 @@ def test_half_precision_weights_are_rounded_in_float32(dtype: torch.dtype) -> No
 def test_other_widths_are_refused(bits: int) -> None:
     with pytest.raises(InternalError, match="2 to 8 bits"):
         quantize_groups(noise(1, 4), bits=bits, group=4)
+
+
+def test_golden_numbers() -> None:
+    weight = torch.tensor([[0.12, -0.83, 0.45, -0.21]])
+    integers, scales = quantize_groups(weight, bits=4, group=4)
+    assert integers.tolist() == [[1, -7, 4, -2]]
+    assert float(scales) == pytest.approx(0.118571, abs=1e-6)
+    off = (dequantize_groups(integers, scales, group=4) - weight).abs()
+    assert float(off.max()) == pytest.approx(0.0271, abs=1e-4)

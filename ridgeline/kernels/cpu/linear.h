@@ -2,26 +2,40 @@
 //
 // y[M, N] = x[M, K] W[N, K]^T. W is packed once, in panels of 16 rows (the last one filled up with
 // zeros); a panel is a run of lines of 64 bytes, 4 bytes for each of its 16 rows:
-//   bf16: 2 neighbours of a row;  int8: 4 neighbours, each as its value + 128;  int4: 8 neighbours,
-//   of which the low halves of the bytes hold the first 4 and the high halves the rest, as value + 8.
+//   bf16: 2 neighbours of a row;  8 bits: 4 neighbours, each as its code (value + 128);  4 bits: 8
+//   neighbours, of which the low halves of the bytes hold the first 4 and the high halves the rest,
+//   as their codes (value + 8).
 // K is filled up to 2, 4 or 8. This is the order of AVX-512 dot products and of the second operand
 // of AMX, so one copy serves every variant and every M.
-// Scales: int8 one float32 a row; int4 one bfloat16 a row and group, [panels][groups][16], where
-// the last group may be short.
+// Scales: int8 one a row; of groups one a row and group, [panels][groups][16], where the last group
+// may be short: bfloat16 of int4, of any dtype else. Zero points of groups, if there are some, are
+// bytes in the same order: a weight is (code - zero) * scale.
 #pragma once
 
 #include "dtype.h"
 #include "pool.h"
 
-enum RlFormat : int { RL_W_BF16 = 0, RL_W_INT8 = 1, RL_W_INT4 = 2 };
+enum RlFormat : int {
+  RL_W_BF16 = 0,
+  RL_W_INT8 = 1,
+  RL_W_INT4 = 2,
+  RL_W_GROUPS4 = 3,
+  RL_W_GROUPS8 = 4
+};
+
+// Of scales alone; float16 is in no other place.
+enum RlScale : int { RL_S_F32 = 0, RL_S_BF16 = 1, RL_S_F16 = 2 };
 
 enum : int { PANEL = 16, LINE = 64 };
 
 struct RlMatrix {
   const void* codes;
   const void* scales;      // null for bf16
+  const uint8_t* zeros;    // of 4 bits in groups, or null
   int64_t outputs, inputs;
-  int32_t format, group;   // group: int4, a multiple of 8; else 0
+  int32_t format, group;   // group: a multiple of 8, up to 512; 0 for bf16 and int8
+  int32_t scale_dtype;
+  int32_t has_lowest;      // int8: some codes are 0, that is -128, which rounding here never makes
 };
 
 struct RlLinear {
@@ -39,9 +53,17 @@ struct RlLinear {
 struct RlPack {
   const void* weight;      // [N, K]
   void* codes;             // for bf16 it may be `weight` if N % 16 == 0 and K % 2 == 0
-  void* scales;
+  void* scales;            // float32 of int8, else bfloat16
+  uint8_t* zeros;          // of 4 bits in groups: the span of a group is rounded, not the largest
   int64_t outputs, inputs, stride;
   int32_t weight_dtype, format, group, unused;
+};
+
+struct RlPackCodes {
+  const uint8_t* given;    // [N] rows of K codes, of 4 bits two a byte, the even one low
+  void* codes;
+  int64_t outputs, inputs, stride;  // stride in bytes
+  int32_t format, unused;
 };
 
 struct RlGather {
@@ -53,8 +75,10 @@ struct RlGather {
 };
 
 RL_API int rl_linear(const RlLinear* call);
-// 0, or 1 if a weight is not finite (int8 and int4 only).
+// 0, or 1 if a weight is not finite (not of bf16). There is no rounding to groups of 8 bits.
 RL_API int rl_pack(const RlPack* call);
+// Codes as they are, in the order of panels; scales and zero points are the caller's.
+RL_API int rl_pack_codes(const RlPackCodes* call);
 // Rows of the matrix that rl_linear multiplies by; 1 if a row number is out of range.
 RL_API int rl_gather(const RlGather* call);
 
@@ -64,8 +88,15 @@ namespace {
   return (value + step - 1) / step * step;
 }
 
+[[maybe_unused]] inline bool has_groups(int format) { return format >= RL_W_INT4; }
+
+// Codes of 8 bits.
+[[maybe_unused]] inline bool has_bytes(int format) {
+  return format == RL_W_INT8 || format == RL_W_GROUPS8;
+}
+
 [[maybe_unused]] inline int64_t line_inputs(int format) {
-  return format == RL_W_BF16 ? 2 : format == RL_W_INT8 ? 4 : 8;
+  return format == RL_W_BF16 ? 2 : has_bytes(format) ? 4 : 8;
 }
 
 [[maybe_unused]] inline int64_t panel_lines(const RlMatrix& m) {
@@ -90,7 +121,25 @@ constexpr int64_t TASK_BYTES = 96 << 10;  // of weights in a task, when rows are
 }
 
 [[maybe_unused]] inline int64_t num_groups(const RlMatrix& m) {
-  return m.format == RL_W_INT4 ? (m.inputs + m.group - 1) / m.group : 0;
+  return has_groups(m.format) ? (m.inputs + m.group - 1) / m.group : 0;
+}
+
+[[maybe_unused]] inline int64_t scale_bytes(int dtype) { return dtype == RL_S_F32 ? 4 : 2; }
+
+[[maybe_unused]] inline float half_to_float(uint16_t half) {
+  uint32_t size = half & 0x7fff, bits;
+  float result = float(size) * 0x1p-24f;  // below the least normal number
+  if (size >= 0x400) {
+    bits = (size << 13) + ((size >= 0x7c00 ? 224u : 112u) << 23);
+    std::memcpy(&result, &bits, 4);
+  }
+  return half & 0x8000 ? -result : result;
+}
+
+[[maybe_unused]] inline float load_scale(const void* scales, int64_t index, int dtype) {
+  if (dtype == RL_S_F32) return static_cast<const float*>(scales)[index];
+  uint16_t half = static_cast<const uint16_t*>(scales)[index];
+  return dtype == RL_S_BF16 ? to_float(half) : half_to_float(half);
 }
 
 }  // namespace

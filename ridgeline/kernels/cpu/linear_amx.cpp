@@ -2,7 +2,7 @@
 //
 // x is cut into tiles of up to 16 rows and chunks of 64 bytes; a chunk of a panel is 16 lines. Two
 // tiles of x by two panels are multiplied at once. Rows that a tile has beyond those of x are never
-// read from the sums. The last chunk of a panel, and of each group of int4, is filled with zeros.
+// read from the sums. The last chunk of a panel, and of each group, is filled with zeros.
 //
 // Where x is larger than a core's own cache it is taken in slabs of its inputs: a slab is
 // multiplied by all panels of a task before the next, and the sums wait in between.
@@ -22,7 +22,7 @@ constexpr int64_t FETCH_TILES = 8;
 constexpr int64_t TASK_PANELS = 16;
 
 int64_t unpacked_bytes(const RlLinear& call, const TiledX& t) {
-  bool again = call.matrix.format == RL_W_INT4 && t.tiles > 2;
+  bool again = has_groups(call.matrix.format) && t.tiles > 2;
   return again ? 2 * t.slab_chunks * CHUNK : 0;
 }
 
@@ -30,7 +30,7 @@ int64_t tile_units(const RlLinear& call, int64_t rows, int64_t units) {
   return rows < MANY_ROWS ? few_rows_units(call, units) : share(call, units, TASK_PANELS, 4);
 }
 
-// Both panels of int4 as bytes, when several pairs of tiles need them; sums between slabs.
+// Both panels of groups as signed bytes, when several pairs of tiles need them; sums between slabs.
 int64_t tile_thread_bytes(const RlLinear& call, int64_t rows) {
   TiledX t = tiled(call, nullptr, rows);
   int64_t block = up(t.tiles < BLOCK_TILES ? t.tiles : BLOCK_TILES, 2);
@@ -42,10 +42,12 @@ int64_t tile_thread_bytes(const RlLinear& call, int64_t rows) {
 struct TileJob {
   const char* x[2];        // chunks of each tile
   const char* panel[2];    // lines
-  const bf16* scale[2];    // int4
-  const char* unpacked[2];  // int4: chunks, if they are there already; else null
+  const void* scale[2];    // of groups
+  const uint8_t* zero[2];  // of groups, or null
+  int scale_dtype;
+  const char* unpacked[2];  // of groups: chunks, if they are there already; else null
   const char* next[2];      // lines that will be wanted behind these
-  const float* x_scale[2];  // int4: [groups][16]
+  const float* x_scale[2];  // of groups: [groups][16]
   int64_t lines, group_lines, group_chunks, rows[2];
   bool adds;   // to what `out` holds
   bool is_first;  // of those that read these panels: they may come from memory
@@ -139,9 +141,31 @@ void tile_whole(const TileJob& j) {
   store_sums<NM, NP>(j.out);
 }
 
-// `lines` (up to 8) of int4 as a chunk of signed bytes; x has zeros where there are no lines.
-inline void unpack_chunk(const char* from, int64_t lines, char* out) {
-  __m512i mask = _mm512_set1_epi8(15), bias = _mm512_set1_epi8(8);
+// Lines of groups in a chunk.
+template <int FORMAT>
+constexpr int64_t GROUP_LINES = FORMAT == RL_W_GROUPS8 ? CHUNK_LINES : CHUNK_LINES / 2;
+
+// What is taken from the codes of 4 bits: the zero points of a group, or the middle.
+template <int FORMAT>
+inline __m512i bias_of(const uint8_t* zeros) {
+  if (FORMAT != RL_W_GROUPS4 || zeros == nullptr) return _mm512_set1_epi8(8);
+  __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
+  return _mm512_mullo_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(0x01010101));
+}
+
+// `lines` (up to GROUP_LINES) of codes as a chunk of signed bytes; x has zeros where there are no
+// lines.
+template <int FORMAT>
+inline void unpack_chunk(const char* from, int64_t lines, __m512i bias, char* out) {
+  if constexpr (FORMAT == RL_W_GROUPS8) {
+    __m512i flip = _mm512_set1_epi8(-128);
+    for (int64_t k = 0; k < CHUNK_LINES; ++k) {
+      __m512i w = k < lines ? _mm512_load_si512(from + k * LINE) : flip;
+      _mm512_store_si512(out + k * LINE, _mm512_xor_si512(w, flip));
+    }
+    return;
+  }
+  __m512i mask = _mm512_set1_epi8(15);
   for (int64_t k = 0; k < CHUNK_LINES / 2; ++k) {
     __m512i w = k < lines ? _mm512_load_si512(from + k * LINE) : _mm512_setzero_si512();
     __m512i low = _mm512_and_si512(w, mask);
@@ -151,10 +175,12 @@ inline void unpack_chunk(const char* from, int64_t lines, char* out) {
   }
 }
 
-template <int NM, int NP>
+template <int NM, int NP, int FORMAT>
 inline void add_scaled(const TileJob& j, int64_t g, const char* sums) {
   for (int n = 0; n < NP; ++n) {
-    __m512 scale = Ops::load_bf16(j.scale[n] + g * PANEL);
+    __m512 scale = FORMAT == RL_W_INT4
+                       ? Ops::load_bf16(static_cast<const bf16*>(j.scale[n]) + g * PANEL)
+                       : Ops::load_scales(j.scale[n], g * PANEL, j.scale_dtype);
     for (int m = 0; m < NM; ++m) {
       const char* from = sums + (m * 2 + n) * CHUNK;
       char* out = j.out + (m * 2 + n) * CHUNK;
@@ -170,28 +196,31 @@ inline void add_scaled(const TileJob& j, int64_t g, const char* sums) {
   }
 }
 
-template <int NM, int NP>
+template <int NM, int NP, int FORMAT>
 void tile_grouped(const TileJob& j) {
+  constexpr int64_t LINES = GROUP_LINES<FORMAT>;
   alignas(64) char bytes[2][CHUNK];
   alignas(64) char sums[4 * CHUNK];
   if (!j.adds) std::memset(j.out, 0, 4 * CHUNK);
   for (int64_t begin = 0, g = 0; begin < j.lines; begin += j.group_lines, ++g) {
     int64_t end = begin + j.group_lines < j.lines ? begin + j.group_lines : j.lines;
     zero_sums<NM, NP>();
-    for (int64_t c = 0; begin + c * 8 < end; ++c) {
-      int64_t at = g * j.group_chunks + c, line = begin + c * 8;
+    for (int64_t c = 0; begin + c * LINES < end; ++c) {
+      int64_t at = g * j.group_chunks + c, line = begin + c * LINES;
       const char *x[NM], *panel[NP];
       for (int m = 0; m < NM; ++m) x[m] = j.x[m] + at * CHUNK;
       for (int n = 0; n < NP; ++n) {
         panel[n] = j.unpacked[n] ? j.unpacked[n] + at * CHUNK : bytes[n];
         if (j.unpacked[n]) continue;
-        if (j.is_first) fetch_ahead(j, n, line * LINE, 8);
-        unpack_chunk(j.panel[n] + line * LINE, end - line, bytes[n]);
+        if (j.is_first) fetch_ahead(j, n, line * LINE, LINES);
+        const uint8_t* zeros = j.zero[n] ? j.zero[n] + g * PANEL : nullptr;
+        unpack_chunk<FORMAT>(j.panel[n] + line * LINE, end - line, bias_of<FORMAT>(zeros),
+                             bytes[n]);
       }
       add_dots<NM, NP, RL_W_INT4>(x, panel);
     }
     store_sums<NM, NP>(sums);
-    add_scaled<NM, NP>(j, g, sums);
+    add_scaled<NM, NP, FORMAT>(j, g, sums);
   }
 }
 
@@ -201,8 +230,12 @@ void tile_product(const TileJob& j, int format) {
     tile_whole<NM, NP, RL_W_BF16>(j);
   else if (format == RL_W_INT8)
     tile_whole<NM, NP, RL_W_INT8>(j);
+  else if (format == RL_W_INT4)
+    tile_grouped<NM, NP, RL_W_INT4>(j);
+  else if (format == RL_W_GROUPS4)
+    tile_grouped<NM, NP, RL_W_GROUPS4>(j);
   else
-    tile_grouped<NM, NP>(j);
+    tile_grouped<NM, NP, RL_W_GROUPS8>(j);
 }
 
 // ---- the tasks -------------------------------------------------------------------------------
@@ -215,23 +248,38 @@ Slab slab_at(const RlMatrix& m, const TiledX& t, int64_t index) {
   Slab s{index * t.slab_chunks, 0, 0, 0};
   int64_t all = panel_lines(m), most = t.slab_chunks * CHUNK_LINES;
   s.line = s.chunk * CHUNK_LINES;
-  if (m.format == RL_W_INT4) {
+  if (has_groups(m.format)) {
+    int64_t group_lines = m.group / line_inputs(m.format);
     s.group = s.chunk / t.group_chunks;
-    s.line = s.group * (m.group / 8);
-    most = t.slab_chunks / t.group_chunks * (m.group / 8);
+    s.line = s.group * group_lines;
+    most = t.slab_chunks / t.group_chunks * group_lines;
   }
   s.lines = all - s.line < most ? all - s.line : most;
   return s;
 }
 
-void unpack_slab(const RlMatrix& m, const TiledX& t, const Slab& s, const char* lines, char* out) {
-  int64_t group_lines = m.group / 8;
+template <int FORMAT>
+void unpack_slab(const RlMatrix& m, const TiledX& t, const Slab& s, const char* lines,
+                 const uint8_t* zeros, char* out) {
+  constexpr int64_t LINES = GROUP_LINES<FORMAT>;
+  int64_t group_lines = m.group / line_inputs(FORMAT);
   for (int64_t begin = 0, g = 0; begin < s.lines; begin += group_lines, ++g) {
     int64_t end = begin + group_lines < s.lines ? begin + group_lines : s.lines;
-    for (int64_t c = 0; begin + c * 8 < end; ++c)
-      unpack_chunk(lines + (begin + c * 8) * LINE, end - begin - c * 8,
-                   out + (g * t.group_chunks + c) * CHUNK);
+    __m512i bias = bias_of<FORMAT>(zeros ? zeros + g * PANEL : nullptr);
+    for (int64_t c = 0; begin + c * LINES < end; ++c)
+      unpack_chunk<FORMAT>(lines + (begin + c * LINES) * LINE, end - begin - c * LINES, bias,
+                           out + (g * t.group_chunks + c) * CHUNK);
   }
+}
+
+void unpack_any(const RlMatrix& m, const TiledX& t, const Slab& s, const char* lines,
+                const uint8_t* zeros, char* out) {
+  if (m.format == RL_W_INT4)
+    unpack_slab<RL_W_INT4>(m, t, s, lines, zeros, out);
+  else if (m.format == RL_W_GROUPS4)
+    unpack_slab<RL_W_GROUPS4>(m, t, s, lines, zeros, out);
+  else
+    unpack_slab<RL_W_GROUPS8>(m, t, s, lines, zeros, out);
 }
 
 struct Pair {  // one or two panels that are multiplied together
@@ -254,7 +302,7 @@ void multiply_pair(const TileJob& j, int tiles, int panels, int format) {
 struct Work {  // of a thread
   const LinearPlan& plan;
   TiledX t;
-  char *unpacked, *sums;  // of int4; between slabs: [pairs][tiles / 2][4][16][16]
+  char *unpacked, *sums;  // of groups; between slabs: [pairs][tiles / 2][4][16][16]
 };
 
 const char* lines_of(const RlMatrix& m, int64_t panel, const Slab& s) {
@@ -279,18 +327,21 @@ void multiply_slab(const Work& w, const Pair& pair, const Pair& next, int64_t in
   alignas(64) char raw[4 * CHUNK];
   TileJob j{};
   j.lines = s.lines;
-  j.group_lines = m.group / 8;
+  j.group_lines = m.group / line_inputs(m.format);
+  j.scale_dtype = m.scale_dtype;
   j.group_chunks = t.group_chunks;
   j.adds = index > 0;
   for (int n = 0; n < pair.count; ++n) {
     int64_t panel = pair.panels[n];
     j.panel[n] = lines_of(m, panel, s);
     j.next[n] = lines_of(m, next.panels[n], s);
-    if (m.format != RL_W_INT4) continue;
-    j.scale[n] = static_cast<const bf16*>(m.scales) + (panel * t.groups + s.group) * PANEL;
+    if (!has_groups(m.format)) continue;
+    int64_t beside = (panel * t.groups + s.group) * PANEL;
+    j.scale[n] = static_cast<const char*>(m.scales) + beside * scale_bytes(m.scale_dtype);
+    if (m.zeros) j.zero[n] = m.zeros + beside;
     if (!w.unpacked) continue;
     char* unpacked = w.unpacked + n * t.slab_chunks * CHUNK;
-    unpack_slab(m, t, s, j.panel[n], unpacked);
+    unpack_any(m, t, s, j.panel[n], j.zero[n], unpacked);
     j.unpacked[n] = unpacked;
   }
   bool is_last = index + 1 == t.slabs;

@@ -33,6 +33,24 @@ struct Ops {
     return {wide(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
             wide(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8)))};
   }
+  static F load_scales(const void* scales, int64_t at, int dtype) {
+    if (dtype == RL_S_F32) {
+      const float* from = static_cast<const float*>(scales) + at;
+      return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+    }
+    const bf16* from = static_cast<const bf16*>(scales) + at;
+    if (dtype == RL_S_BF16) return load_bf16(from);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+            _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8)))};
+  }
+  static I load_zeros(const uint8_t* from) {
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+  static I times(I x, int32_t y) {
+    __m256i factor = _mm256_set1_epi32(y);
+    return {_mm256_mullo_epi32(x.a, factor), _mm256_mullo_epi32(x.b, factor)};
+  }
   static void accumulate(float* out, I dots, F scale, float x_scale) {
     __m256 factor = _mm256_set1_ps(x_scale);
     __m256 a = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots.a), _mm256_mul_ps(scale.a, factor),
@@ -83,7 +101,7 @@ struct Ops {
       _mm256_store_si256(reinterpret_cast<__m256i*>(out), v.a);
       _mm256_store_si256(reinterpret_cast<__m256i*>(out + 8), v.b);
     }
-    // Unsigned times signed bytes; sums of two fit 16 bits: 2 * 127 * 127 < 2^15.
+    // Unsigned times signed bytes; sums of two fit 16 bits: 2 * 128 * 127 < 2^15.
     static __m256i dot4(__m256i acc, __m256i bytes, __m256i codes) {
       __m256i sums = _mm256_maddubs_epi16(bytes, codes);
       return _mm256_add_epi32(acc, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
@@ -101,6 +119,16 @@ struct Ops {
       __m256i codes = _mm256_set1_epi32(int(*x)), size = _mm256_abs_epi8(codes);
       acc.a = dot4(acc.a, size, _mm256_sign_epi8(w.a, codes));
       acc.b = dot4(acc.b, size, _mm256_sign_epi8(w.b, codes));
+      return acc;
+    }
+  };
+
+  // For weights that may be -128, which has no opposite: their sign goes to x. Up to 12 % slower.
+  struct Int8All : Int8 {
+    static Acc dot(Acc acc, Raw w, const X* x, int) {
+      __m256i codes = _mm256_set1_epi32(int(*x));
+      acc.a = dot4(acc.a, _mm256_abs_epi8(w.a), _mm256_sign_epi8(codes, w.a));
+      acc.b = dot4(acc.b, _mm256_abs_epi8(w.b), _mm256_sign_epi8(codes, w.b));
       return acc;
     }
   };

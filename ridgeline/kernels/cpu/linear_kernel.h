@@ -27,8 +27,8 @@ inline Blocks blocks_of(const RlLinear& call, int64_t rows) {
 struct Prepared {  // where things are in the scratch
   int64_t unit_bytes, units;  // units of one row
   char* x;
-  float* scales;              // int8: [rows]; int4: blocks of [groups][rows of the block]
-  int32_t* offsets;           // as scales: the sum of the codes * -128 or * -8
+  float* scales;              // int8: [rows]; groups: blocks of [groups][rows of the block]
+  int32_t* offsets;           // as scales: the sum of the codes * -128 (int8), * -8 (int4) or * -1
 };
 
 inline Prepared prepared(const RlLinear& call, char* scratch, int64_t rows) {
@@ -36,9 +36,9 @@ inline Prepared prepared(const RlLinear& call, char* scratch, int64_t rows) {
   Prepared p{};
   bool is_bf16 = m.format == RL_W_BF16;
   p.unit_bytes = is_bf16 ? int64_t(sizeof(Ops::Pair)) : 4;
-  p.units = panel_lines(m) * (m.format == RL_W_INT4 ? 2 : 1);
+  p.units = panel_lines(m) * (line_inputs(m.format) == 8 ? 2 : 1);
   p.x = scratch;
-  int64_t groups = m.format == RL_W_INT4 ? num_groups(m) : 1;
+  int64_t groups = has_groups(m.format) ? num_groups(m) : 1;
   char* behind = scratch + up(p.unit_bytes * p.units * rows, 64);
   p.scales = reinterpret_cast<float*>(behind);
   p.offsets = reinterpret_cast<int32_t*>(behind + up(4 * groups * rows, 64));
@@ -47,7 +47,7 @@ inline Prepared prepared(const RlLinear& call, char* scratch, int64_t rows) {
 
 int64_t scratch_bytes(const RlLinear& call, int64_t rows) {
   Prepared p = prepared(call, nullptr, rows);
-  int64_t groups = call.matrix.format == RL_W_INT4 ? num_groups(call.matrix) : 1;
+  int64_t groups = has_groups(call.matrix.format) ? num_groups(call.matrix) : 1;
   return up(p.unit_bytes * p.units * rows, 64) + 2 * up(4 * groups * rows, 64) + 64;
 }
 
@@ -152,18 +152,20 @@ inline void prepare_int8(const RlLinear& call, int64_t row, int64_t stride, uint
   *offset = -128 * sum;
 }
 
-inline void prepare_int4(const RlLinear& call, int64_t row, int64_t stride, uint32_t* out,
-                         float* scales, int32_t* offsets) {
+inline void prepare_groups(const RlLinear& call, int64_t row, int64_t stride, uint32_t* out,
+                           float* scales, int32_t* offsets) {
   float piece[PIECE];
   int8_t codes[PIECE];
   int64_t inputs = call.matrix.inputs, group = call.matrix.group;
+  int64_t step = line_inputs(call.matrix.format);
+  int32_t factor = call.matrix.format == RL_W_INT4 ? -8 : -1;
   for (int64_t begin = 0, g = 0; begin < inputs; begin += group, ++g) {
-    int64_t count = inputs - begin < group ? inputs - begin : group, padded = up(count, 8);
+    int64_t count = inputs - begin < group ? inputs - begin : group, padded = up(count, step);
     load_floats(call, row, begin, count, piece);
     for (int64_t i = count; i < padded; ++i) piece[i] = 0.0f;
     float most = magnitude(piece, count);
     scales[g * stride] = most / 127.0f;
-    offsets[g * stride] = -8 * round_codes(piece, padded, inverse_of(most), codes);
+    offsets[g * stride] = factor * round_codes(piece, padded, inverse_of(most), codes);
     scatter4(codes, padded / 4, stride, out + begin / 4 * stride);
   }
 }
@@ -183,15 +185,18 @@ void prepare(const LinearPlan& plan, int task) {
     prepare_int8(call, row, stride, reinterpret_cast<uint32_t*>(out), p.scales + task,
                  p.offsets + task);
   else
-    prepare_int4(call, row, stride, reinterpret_cast<uint32_t*>(out), p.scales + at,
-                 p.offsets + at);
+    prepare_groups(call, row, stride, reinterpret_cast<uint32_t*>(out), p.scales + at,
+                   p.offsets + at);
 }
 
 // ---- multiplying ---------------------------------------------------------------------------
 
 struct Tile {  // one block of x and one or two panels
   const char* panel[2];
-  const bf16* scale[2];  // int4: of the panel's groups
+  const void* scale[2];  // of the panel's groups
+  const uint8_t* zero[2];  // of the same, or null: then `middle`
+  int scale_dtype;
+  int32_t middle;
   const char* x;
   const float* x_scale;
   const int32_t* x_offset;
@@ -270,7 +275,31 @@ void grouped(const Tile& t) {
     constexpr int KU = MB * NB >= 6 ? 1 : MB * NB >= 3 ? 2 : 4;
     dot_lines<Step, MB, NB, KU>(t, begin, end, reinterpret_cast<const uint32_t*>(t.x), total);
     for (int n = 0; n < NB; ++n) {
-      auto scale = Ops::load_bf16(t.scale[n] + g * PANEL);
+      auto scale = Ops::load_bf16(static_cast<const bf16*>(t.scale[n]) + g * PANEL);
+#pragma GCC unroll 16
+      for (int m = 0; m < MB; ++m)
+        Ops::accumulate(t.out + (n * MB + m) * PANEL, total[n][m], scale, t.x_scale[g * MB + m]);
+    }
+  }
+}
+
+// Groups with scales of any dtype, with zero points or with the middle of the codes. Apart from
+// `grouped`, whose groups have nothing to choose.
+template <class Step, int MB, int NB>
+void grouped_any(const Tile& t) {
+  for (int i = 0; i < NB * MB; ++i) Ops::store(t.out + i * PANEL, Ops::zero());
+  for (int64_t begin = 0, g = 0; begin < t.lines; begin += t.group_lines, ++g) {
+    int64_t end = begin + t.group_lines < t.lines ? begin + t.group_lines : t.lines;
+    typename Step::Acc total[NB][MB];
+    for (int n = 0; n < NB; ++n) {
+      auto zero = t.zero[n] ? Ops::load_zeros(t.zero[n] + g * PANEL) : Step::all(t.middle);
+#pragma GCC unroll 16
+      for (int m = 0; m < MB; ++m) total[n][m] = Ops::times(zero, t.x_offset[g * MB + m]);
+    }
+    constexpr int KU = MB * NB >= 6 ? 1 : MB * NB >= 3 ? 2 : 4;
+    dot_lines<Step, MB, NB, KU>(t, begin, end, reinterpret_cast<const uint32_t*>(t.x), total);
+    for (int n = 0; n < NB; ++n) {
+      auto scale = Ops::load_scales(t.scale[n], g * PANEL, t.scale_dtype);
 #pragma GCC unroll 16
       for (int m = 0; m < MB; ++m)
         Ops::accumulate(t.out + (n * MB + m) * PANEL, total[n][m], scale, t.x_scale[g * MB + m]);
@@ -284,9 +313,18 @@ template <int NB, int... MB>
 struct Kernels {
   static constexpr Kernel bf16s[] = {whole<Ops::Bf16, MB, NB>...};
   static constexpr Kernel int8s[] = {whole<Ops::Int8, MB, NB>...};
+  static constexpr Kernel int8_alls[] = {whole<Ops::Int8All, MB, NB>...};
   static constexpr Kernel int4s[] = {grouped<MB, NB>...};
-  static Kernel find(int format, int64_t rows) {
-    return (format == RL_W_BF16 ? bf16s : format == RL_W_INT8 ? int8s : int4s)[rows - 1];
+  static constexpr Kernel groups4s[] = {grouped_any<Ops::Int4, MB, NB>...};
+  static constexpr Kernel groups8s[] = {grouped_any<Ops::Int8All, MB, NB>...};
+  static Kernel find(const RlMatrix& m, int64_t rows) {
+    switch (m.format) {
+      case RL_W_BF16: return bf16s[rows - 1];
+      case RL_W_INT8: return (m.has_lowest ? int8_alls : int8s)[rows - 1];
+      case RL_W_INT4: return int4s[rows - 1];
+      case RL_W_GROUPS4: return groups4s[rows - 1];
+      default: return groups8s[rows - 1];
+    }
   }
 };
 
@@ -336,7 +374,7 @@ inline void make_ready(const RlLinear& call, int64_t panel, Ready* r) {
   for (int64_t j = 0; j < PANEL; ++j) {
     int64_t n = panel * PANEL + j, safe = n < m.outputs ? n : m.outputs - 1;
     r->bias[j] = call.bias ? load_number(call.bias, safe, call.bias_dtype) : 0.0f;
-    r->scale[j] = m.format == RL_W_INT8 ? static_cast<const float*>(m.scales)[safe] : 1.0f;
+    r->scale[j] = m.format == RL_W_INT8 ? load_scale(m.scales, safe, m.scale_dtype) : 1.0f;
   }
 }
 
@@ -412,19 +450,24 @@ void multiply_some(const LinearPlan& plan, const int64_t* panels, int num_panels
                                                                     : Ops::MAX1 * PANEL];
   Tile t{};
   t.lines = panel_lines(m);
-  t.group_lines = m.group / 8;
+  t.group_lines = m.group / line_inputs(m.format);
+  t.scale_dtype = m.scale_dtype;
+  t.middle = !has_bytes(m.format) ? 8 : Ops::BIASED8 ? 128 : 0;
   t.out = raw;
   int64_t groups = num_groups(m);
   for (int n = 0; n < num_panels; ++n) {
     t.panel[n] = static_cast<const char*>(m.codes) + panels[n] * t.lines * LINE;
-    if (groups) t.scale[n] = static_cast<const bf16*>(m.scales) + panels[n] * groups * PANEL;
+    if (!groups) continue;
+    int64_t at = panels[n] * groups * PANEL;
+    t.scale[n] = static_cast<const char*>(m.scales) + at * scale_bytes(m.scale_dtype);
+    if (m.zeros) t.zero[n] = m.zeros + at;
   }
   for (int64_t b = 0; b < blocks.count; ++b) {
     int64_t first = blocks.begin(b), rows = blocks.size(b);
     t.x = p.x + first * p.units * p.unit_bytes;
     t.x_scale = p.scales + first * groups;
     t.x_offset = p.offsets + first * groups;
-    (num_panels == 2 ? Two::find(m.format, rows) : One::find(m.format, rows))(t);
+    (num_panels == 2 ? Two::find(m, rows) : One::find(m, rows))(t);
     finish_block(call, plan.row_begin + first, rows, panels, num_panels, p.scales + first,
                  p.offsets + first, raw, rows);
   }

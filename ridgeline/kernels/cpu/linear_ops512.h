@@ -18,6 +18,18 @@ struct Ops {
     __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
+  static __m512 load_scales(const void* scales, int64_t at, int dtype) {
+    if (dtype == RL_S_F32) return _mm512_loadu_ps(static_cast<const float*>(scales) + at);
+    const bf16* from = static_cast<const bf16*>(scales) + at;
+    if (dtype == RL_S_BF16) return load_bf16(from);
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static __m512i load_zeros(const uint8_t* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static __m512i times(__m512i a, int32_t b) {
+    return _mm512_mullo_epi32(a, _mm512_set1_epi32(b));
+  }
   static void accumulate(float* out, __m512i dots, __m512 scale, float x_scale) {
     __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x_scale));
     _mm512_store_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), factor, _mm512_load_ps(out)));
@@ -85,6 +97,7 @@ struct Ops {
       return dot_bytes(acc, w, x);
     }
   };
+  using Int8All = Int8;
 
   struct Int4 : Integers {
     static constexpr int UNITS = 2;

@@ -14,7 +14,8 @@ struct Packing {
 };
 
 RlMatrix matrix_of(const RlPack& c) {
-  return {c.codes, c.scales, c.outputs, c.inputs, c.format, c.group};
+  int scale_dtype = c.format == RL_W_INT8 ? RL_S_F32 : RL_S_BF16;
+  return {c.codes, c.scales, c.zeros, c.outputs, c.inputs, c.format, c.group, scale_dtype, 0};
 }
 
 bool is_finite(float value) {
@@ -100,10 +101,15 @@ float extreme(const float* w, int64_t count) {
   return most == most ? -most : most;
 }
 
+// Where the scale of a row's first group stands; that of the next is 16 further on.
+int64_t beside(const RlPack& c, int64_t row) {
+  return row / PANEL * num_groups(matrix_of(c)) * PANEL + row % PANEL;
+}
+
 bool pack_int4_row(const RlPack& c, int64_t row, float* w, uint8_t* codes) {
   read_row(c, row, w);
-  int64_t groups = (c.inputs + c.group - 1) / c.group;
-  auto* scales = static_cast<bf16*>(c.scales) + row / PANEL * groups * PANEL + row % PANEL;
+  int64_t groups = num_groups(matrix_of(c));
+  auto* scales = static_cast<bf16*>(c.scales) + beside(c, row);
   for (int64_t g = 0; g < groups; ++g) {
     int64_t begin = g * c.group, end = begin + c.group < c.inputs ? begin + c.group : c.inputs;
     float peak = extreme(w + begin, end - begin);
@@ -116,6 +122,38 @@ bool pack_int4_row(const RlPack& c, int64_t row, float* w, uint8_t* codes) {
       codes[i] = uint8_t((scale == 0.0f ? 0 : clamp(rounded(w[i] / divisor), -8, 7)) + 8);
   }
   return true;
+}
+
+// The 15 steps span a group, 0 included, and a byte says which code is 0.
+bool pack_span_row(const RlPack& c, int64_t row, float* w, uint8_t* codes) {
+  read_row(c, row, w);
+  int64_t groups = num_groups(matrix_of(c)), at = beside(c, row);
+  auto* scales = static_cast<bf16*>(c.scales) + at;
+  uint8_t* zeros = c.zeros + at;
+  for (int64_t g = 0; g < groups; ++g) {
+    int64_t begin = g * c.group, end = begin + c.group < c.inputs ? begin + c.group : c.inputs;
+    if (!is_finite(magnitude(w + begin, end - begin))) return false;
+    float top = 0.0f, bottom = 0.0f;
+    for (int64_t i = begin; i < end; ++i) {
+      top = w[i] > top ? w[i] : top;
+      bottom = w[i] < bottom ? w[i] : bottom;
+    }
+    bf16 stored = to_bf16((top - bottom) / 15.0f);
+    float scale = to_float(stored);
+    if (!is_finite(scale)) return false;
+    float divisor = scale == 0.0f ? 1.0f : scale;
+    int zero = clamp(rounded(-bottom / divisor), 0, 15);
+    scales[g * PANEL] = stored;
+    zeros[g * PANEL] = uint8_t(zero);
+    for (int64_t i = begin; i < end; ++i)
+      codes[i] = uint8_t(clamp(rounded(w[i] / divisor) + zero, 0, 15));
+  }
+  return true;
+}
+
+bool pack_row(const RlPack& c, int64_t row, float* w, uint8_t* codes) {
+  if (c.format == RL_W_INT8) return pack_int8_row(c, row, w, codes);
+  return c.zeros ? pack_span_row(c, row, w, codes) : pack_int4_row(c, row, w, codes);
 }
 
 void put_int4_row(const uint8_t* codes, int64_t lines, int64_t lane, uint32_t* out) {
@@ -142,13 +180,13 @@ void pack_task(void* raw, int task, int thread) {
   auto* w = reinterpret_cast<float*>(scratch);
   auto* codes = reinterpret_cast<uint8_t*>(scratch + up(padded * 4, 64));
   auto* out = static_cast<uint32_t*>(c.codes) + task * lines * PANEL;
-  std::memset(codes, c.format == RL_W_INT4 ? 8 : 128, size_t(padded));
+  int middle = c.format == RL_W_INT8 ? 128 : 8;
+  std::memset(codes, middle, size_t(padded));
   for (int64_t r = 0; r < PANEL; ++r) {
     int64_t row = int64_t(task) * PANEL + r;
     if (r >= rows) {
-      std::memset(codes, c.format == RL_W_INT4 ? 8 : 128, size_t(padded));
-    } else if (!(c.format == RL_W_INT8 ? pack_int8_row(c, row, w, codes)
-                                       : pack_int4_row(c, row, w, codes))) {
+      std::memset(codes, middle, size_t(padded));
+    } else if (!pack_row(c, row, w, codes)) {
       __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
     }
     if (c.format == RL_W_INT8)
@@ -156,11 +194,53 @@ void pack_task(void* raw, int task, int thread) {
     else
       put_int4_row(codes, lines, r, out);
   }
-  if (c.format == RL_W_INT4 && rows < PANEL) {
-    int64_t groups = num_groups(m);
-    auto* scales = static_cast<bf16*>(c.scales) + int64_t(task) * groups * PANEL;
+  if (has_groups(c.format) && rows < PANEL) {
+    int64_t groups = num_groups(m), first = int64_t(task) * groups * PANEL;
     for (int64_t g = 0; g < groups; ++g)
-      for (int64_t r = rows; r < PANEL; ++r) scales[g * PANEL + r] = 0;
+      for (int64_t r = rows; r < PANEL; ++r) {
+        static_cast<bf16*>(c.scales)[first + g * PANEL + r] = 0;
+        if (c.zeros) c.zeros[first + g * PANEL + r] = 8;
+      }
+  }
+}
+
+struct PackingCodes {
+  const RlPackCodes* call;
+  char* scratch;  // of each thread, for one row
+  int64_t thread_bytes;
+};
+
+// Codes of a row, two neighbours in a byte, to the order of a line; a row may end inside of one.
+void order_codes(const uint8_t* given, int64_t bytes, int64_t lines, uint8_t* out) {
+  for (int64_t k = 0; k < lines; ++k) {
+    uint8_t b[4] = {};
+    std::memcpy(b, given + 4 * k, size_t(bytes - 4 * k < 4 ? bytes - 4 * k : 4));
+    out[4 * k] = uint8_t((b[0] & 15) | b[2] << 4);
+    out[4 * k + 1] = uint8_t(b[0] >> 4 | (b[2] & 0xf0));
+    out[4 * k + 2] = uint8_t((b[1] & 15) | b[3] << 4);
+    out[4 * k + 3] = uint8_t(b[1] >> 4 | (b[3] & 0xf0));
+  }
+}
+
+void pack_codes_task(void* raw, int task, int thread) {
+  auto* p = static_cast<PackingCodes*>(raw);
+  const RlPackCodes& c = *p->call;
+  auto* row_codes = reinterpret_cast<uint8_t*>(p->scratch + thread * p->thread_bytes);
+  bool bytes = has_bytes(c.format);
+  int64_t numbers = line_inputs(c.format), lines = up(c.inputs, numbers) / numbers;
+  int64_t row_bytes = bytes ? c.inputs : (c.inputs + 1) / 2;
+  auto* out = static_cast<uint32_t*>(c.codes) + task * lines * PANEL;
+  for (int64_t r = 0; r < PANEL; ++r) {
+    int64_t row = int64_t(task) * PANEL + r;
+    std::memset(row_codes, bytes ? 128 : 0x88, size_t(lines * 4));
+    if (row < c.outputs) {
+      const uint8_t* given = c.given + row * c.stride;
+      if (bytes)
+        std::memcpy(row_codes, given, size_t(row_bytes));
+      else
+        order_codes(given, row_bytes, lines, row_codes);
+    }
+    put_row(row_codes, lines, r, out);
   }
 }
 
@@ -177,13 +257,12 @@ float code_at(const RlMatrix& m, int64_t row, int64_t k) {
     std::memcpy(&value, base + k / 2 * LINE + k % 2 * 2, 2);
     return to_float(value);
   }
-  if (m.format == RL_W_INT8) {
-    return float(uint8_t(base[k / 4 * LINE + k % 4]) - 128) * static_cast<const float*>(m.scales)[row];
-  }
-  int byte = uint8_t(base[k / 8 * LINE + k % 4]);
-  int code = (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;
-  int64_t at = (panel * num_groups(m) + k / m.group) * PANEL + lane;
-  return float(code) * to_float(static_cast<const bf16*>(m.scales)[at]);
+  bool bytes = has_bytes(m.format);
+  int byte = uint8_t(base[(bytes ? k / 4 : k / 8) * LINE + k % 4]);
+  int code = bytes ? byte : k % 8 < 4 ? byte & 15 : byte >> 4;
+  int64_t at = m.format == RL_W_INT8 ? row : (panel * num_groups(m) + k / m.group) * PANEL + lane;
+  int zero = m.zeros ? m.zeros[at] : bytes ? 128 : 8;
+  return float(code - zero) * load_scale(m.scales, at, m.scale_dtype);
 }
 
 void gather_task(void* raw, int task, int) {
@@ -224,6 +303,15 @@ RL_API int rl_pack(const RlPack* call) {
   pool_run(int(up(call->outputs, PANEL) / PANEL), pack_task, &p);
   std::free(p.scratch);
   return p.failed;
+}
+
+RL_API int rl_pack_codes(const RlPackCodes* call) {
+  PackingCodes p{call, nullptr, up(up(call->inputs, 8) + 64, 64)};
+  p.scratch = static_cast<char*>(std::aligned_alloc(64, size_t(p.thread_bytes * pool_threads())));
+  if (p.scratch == nullptr) return 3;
+  pool_run(int(up(call->outputs, PANEL) / PANEL), pack_codes_task, &p);
+  std::free(p.scratch);
+  return 0;
 }
 
 RL_API int rl_gather(const RlGather* call) {

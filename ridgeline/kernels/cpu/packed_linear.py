@@ -15,6 +15,7 @@ import torch
 from ridgeline.errors import InternalError, check
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.recorder import launch
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 
 PANEL = 16
 LINE = 64
@@ -24,21 +25,35 @@ class Codes(IntEnum):
     """What a packed matrix holds."""
 
     BF16 = 0
-    INT8 = 1
-    INT4 = 2
+    INT8 = 1  # one scale for a row
+    INT4 = 2  # groups with a bfloat16 scale each
+    GROUPS4 = 3  # groups of 4 bits with scales of any dtype, and zero points if there are some
+    GROUPS8 = 4  # groups of 8 bits with scales of any dtype
 
 
-INPUTS_A_LINE = {Codes.BF16: 2, Codes.INT8: 4, Codes.INT4: 8}
+GROUPED = (Codes.INT4, Codes.GROUPS4, Codes.GROUPS8)
+INPUTS_A_LINE = {
+    Codes.BF16: 2,
+    Codes.INT8: 4,
+    Codes.INT4: 8,
+    Codes.GROUPS4: 8,
+    Codes.GROUPS8: 4,
+}
+MAX_GROUP = 512
+SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as linear.h numbers them
 
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
         ("format", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("scale_dtype", ctypes.c_int32),
+        ("has_lowest", ctypes.c_int32),
     )
 
 
@@ -67,12 +82,25 @@ class _Pack(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("weight_dtype", ctypes.c_int32),
         ("format", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class _PackCodes(ctypes.Structure):
+    _fields_ = (
+        ("given", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("format", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     )
 
@@ -91,8 +119,9 @@ class _Gather(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """W [N, K] in panels (see linear.h): `codes` uint8 [P, lines, 64]; `scales` float32 [N] (int8),
-    bfloat16 [P, G, 16] (int4) or None."""
+    """W [N, K] in panels (see linear.h): `codes` uint8 [P, lines, 64]; `scales` [N] (INT8) or
+    [P, G, 16] (GROUPED; bfloat16 of INT4, else of 16 or 32 bits) or None; `zeros` uint8
+    [P, G, 16] or None. `has_lowest`: codes of INT8 may be 0, that is -128."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None
@@ -100,6 +129,8 @@ class PackedMatrix:
     inputs: int
     kind: Codes
     group: int = 0
+    zeros: torch.Tensor | None = None
+    has_lowest: bool = False
 
     def __post_init__(self) -> None:
         _check_packed(self)
@@ -115,27 +146,36 @@ def takes_rows(x_MK: torch.Tensor) -> bool:
     )
 
 
-def pack(weight_NK: torch.Tensor, kind: Codes, *, group: int = 0) -> PackedMatrix:
-    """float32 or bfloat16, rounded as `kind` says. ValueError if a weight is not finite (int8 and
-    int4). In bfloat16 to BF16 the memory of `weight_NK` is used again where the shape allows."""
+def pack(
+    weight_NK: torch.Tensor, kind: Codes, *, group: int = 0, has_zero: bool = False
+) -> PackedMatrix:
+    """float32 or bfloat16, rounded as `kind` says: INT8 to the largest of a row, INT4 to that of a
+    group, GROUPS4 to the span of a group, with a zero point. ValueError if a weight is not finite
+    (not BF16). In bfloat16 to BF16 the memory of `weight_NK` is used again where the shape
+    allows."""
+    check(kind != Codes.GROUPS8, "nothing is rounded to groups of 8 bits")
+    check(has_zero == (kind == Codes.GROUPS4), "a zero point is of GROUPS4", kind=kind)
     check(takes_rows(weight_NK), "a matrix to pack", dtype=weight_NK.dtype)
     outputs, inputs = weight_NK.shape
     panels, step = -(-outputs // PANEL), INPUTS_A_LINE[kind]
     shape = (panels, -(-inputs // step), LINE)
-    scales = None
+    scales = zeros = None
     if kind == Codes.BF16 and _in_place(weight_NK):
         codes = weight_NK.view(torch.uint8).view(shape)
     else:
         codes = native.advise_huge(torch.empty(shape, dtype=torch.uint8))
     if kind == Codes.INT8:
         scales = torch.empty(outputs, dtype=torch.float32)
-    if kind == Codes.INT4:
-        scales = torch.empty(panels, -(-inputs // group), PANEL, dtype=torch.bfloat16)
-    packed = PackedMatrix(codes, scales, outputs, inputs, kind, group)
+    if kind in GROUPED:
+        beside = (panels, -(-inputs // group), PANEL)
+        scales = torch.empty(beside, dtype=torch.bfloat16)
+        zeros = torch.empty(beside, dtype=torch.uint8) if has_zero else None
+    packed = PackedMatrix(codes, scales, outputs, inputs, kind, group, zeros)
     call = _Pack(
         weight_NK.data_ptr(),
         codes.data_ptr(),
         _address(scales),
+        _address(zeros),
         outputs,
         inputs,
         weight_NK.stride(0),
@@ -149,6 +189,51 @@ def pack(weight_NK: torch.Tensor, kind: Codes, *, group: int = 0) -> PackedMatri
         raise ValueError("a weight is infinite or NaN")
     check(result == 0, "packing a matrix", result=result)
     return packed
+
+
+def pack_codes(matrix: QuantizedMatrix, kind: Codes) -> PackedMatrix:
+    """Codes, scales and zero points as they are, in the order of the panels; `kind` must be one
+    that has them."""
+    codes = matrix.codes.contiguous()
+    panels, step = -(-matrix.outputs // PANEL), INPUTS_A_LINE[kind]
+    shape = (panels, -(-matrix.inputs // step), LINE)
+    ordered = native.advise_huge(torch.empty(shape, dtype=torch.uint8))
+    if kind == Codes.INT8:
+        scales, zeros = matrix.scale[:, 0].contiguous(), None
+    else:
+        scales = _in_panels(matrix.scale)
+        zeros = None if matrix.zero is None else _in_panels(matrix.zero)
+    packed = PackedMatrix(
+        ordered,
+        scales,
+        matrix.outputs,
+        matrix.inputs,
+        kind,
+        matrix.group,
+        zeros,
+        kind == Codes.INT8 and codes.numel() > 0 and int(codes.min()) == 0,
+    )
+    call = _PackCodes(
+        codes.data_ptr(),
+        ordered.data_ptr(),
+        matrix.outputs,
+        matrix.inputs,
+        codes.shape[1],
+        kind,
+        0,
+    )
+    result = _library().rl_pack_codes(ctypes.byref(call))
+    check(result == 0, "packing codes", result=result)
+    return packed
+
+
+def _in_panels(beside_NG: torch.Tensor) -> torch.Tensor:
+    """[N, G] -> [P, G, 16], with zeros where there are no rows."""
+    outputs, groups = beside_NG.shape
+    panels = -(-outputs // PANEL)
+    ordered = beside_NG.new_zeros(panels * PANEL, groups)
+    ordered[:outputs] = beside_NG
+    return ordered.view(panels, PANEL, groups).transpose(1, 2).contiguous()
 
 
 def linear(
@@ -254,17 +339,24 @@ def _check_packed(packed: PackedMatrix) -> None:
     codes = packed.codes
     check(codes.shape == shape and codes.dtype == torch.uint8, "packed codes", shape=codes.shape)
     check(codes.is_contiguous() and codes.data_ptr() % LINE == 0, "codes begin at a line")
-    if packed.kind == Codes.INT4:
-        check(0 < packed.group <= 512 and packed.group % 8 == 0, "a group", group=packed.group)
-        groups = -(-packed.inputs // packed.group)
-        _check_beside(packed.scales, (panels, groups, PANEL), torch.bfloat16)
+    dtypes = (torch.bfloat16,) if packed.kind == Codes.INT4 else tuple(SCALES)
+    if packed.kind in GROUPED:
+        is_right = 0 < packed.group <= MAX_GROUP and packed.group % 8 == 0
+        check(is_right, "a group", group=packed.group)
+        beside = (panels, -(-packed.inputs // packed.group), PANEL)
+        _check_beside(packed.scales, beside, dtypes)
+        if packed.zeros is not None:
+            check(packed.kind == Codes.GROUPS4, "zero points are of 4 bits", kind=packed.kind)
+            _check_beside(packed.zeros, beside, (torch.uint8,))
     if packed.kind == Codes.INT8:
-        _check_beside(packed.scales, (packed.outputs,), torch.float32)
+        _check_beside(packed.scales, (packed.outputs,), dtypes)
 
 
-def _check_beside(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-        raise InternalError(f"a packed matrix needs {dtype} numbers of shape {shape} beside it")
+def _check_beside(
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor is None or tensor.shape != shape or tensor.dtype not in dtypes:
+        raise InternalError(f"a packed matrix needs {dtypes} numbers of shape {shape} beside it")
     check(tensor.is_contiguous(), "numbers beside a packed matrix stand without gaps")
 
 
@@ -272,10 +364,13 @@ def _matrix(packed: PackedMatrix) -> _Matrix:
     return _Matrix(
         packed.codes.data_ptr(),
         _address(packed.scales),
+        _address(packed.zeros),
         packed.outputs,
         packed.inputs,
         packed.kind,
         packed.group,
+        0 if packed.scales is None else SCALES[packed.scales.dtype],
+        int(packed.has_lowest),
     )
 
 

@@ -86,6 +86,14 @@ inline int32_t row_codes(const Row& row, int64_t begin, int64_t count, float inv
 
 // ---- rows of y -------------------------------------------------------------------------------
 
+// 16 scales of int8 rows from `at` on.
+inline __m512 scales_of(const RlMatrix& m, int64_t at, __mmask16 mask) {
+  const char* scales = static_cast<const char*>(m.scales);
+  if (m.scale_dtype != RL_S_F16) return floats_of(scales, m.scale_dtype == RL_S_BF16, at, mask);
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(scales) + at;
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
+}
+
 struct Ends {  // of one or two panels
   __m512 bias[2], scale[2];
   int64_t column[2];
@@ -105,8 +113,7 @@ inline Ends ends_of(const RlLinear& call, const int64_t* panels, int count) {
                             e.column[n], e.mask[n]);
     e.scale[n] = _mm512_set1_ps(1.0f);
     if (call.matrix.format == RL_W_INT8)
-      e.scale[n] = floats_of(static_cast<const char*>(call.matrix.scales), false, e.column[n],
-                             e.mask[n]);
+      e.scale[n] = scales_of(call.matrix, e.column[n], e.mask[n]);
   }
   return e;
 }

@@ -19,11 +19,11 @@ constexpr int64_t MANY_ROWS = 24, BLOCK_TILES = 2, CACHED_BYTES = 4096, SLAB_CHU
 
 struct TiledX {
   int64_t tiles, tile_rows;        // all tiles have so many rows, the last ones maybe fewer of x
-  int64_t group_chunks, chunks;    // of a group (int4), of a row
+  int64_t group_chunks, chunks;    // of a group, of a row
   int64_t slab_chunks, slabs;      // of a slab; in a row
   int64_t groups;
   char* x;                         // [tiles][chunks][16][64]
-  float* scales;                   // int8: [tiles * 16]; int4: [tiles][groups][16]
+  float* scales;                   // int8: [tiles * 16]; groups: [tiles][groups][16]
   int32_t* offsets;                // int8: the sum of the codes * -128
 };
 
@@ -32,16 +32,16 @@ TiledX tiled(const RlLinear& call, char* scratch, int64_t rows) {
   TiledX t{};
   t.tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   t.tile_rows = (rows + t.tiles - 1) / t.tiles;
-  t.groups = m.format == RL_W_INT4 ? num_groups(m) : 1;
+  t.groups = has_groups(m.format) ? num_groups(m) : 1;
   int64_t numbers = m.format == RL_W_BF16 ? 32 : 64;
-  int64_t a_group = m.format == RL_W_INT4 && m.group < m.inputs ? m.group : m.inputs;
+  int64_t a_group = has_groups(m.format) && m.group < m.inputs ? m.group : m.inputs;
   t.group_chunks = (a_group + numbers - 1) / numbers;
   t.chunks = t.group_chunks * t.groups;
   int64_t block = t.tiles < BLOCK_TILES ? t.tiles : BLOCK_TILES;
   t.slab_chunks = t.chunks;
   if (block * t.chunks * CHUNK > CACHED_BYTES && t.chunks > SLAB_CHUNKS) {
     t.slab_chunks = SLAB_CHUNKS;
-    if (m.format == RL_W_INT4) t.slab_chunks = up(SLAB_CHUNKS, t.group_chunks);
+    if (has_groups(m.format)) t.slab_chunks = up(SLAB_CHUNKS, t.group_chunks);
   }
   t.slabs = (t.chunks + t.slab_chunks - 1) / t.slab_chunks;
   t.x = scratch;
@@ -63,7 +63,7 @@ void tile_row(const LinearPlan& plan, const TiledX& t, int64_t index) {
   char* out = t.x + tile * t.chunks * CHUNK + inside * LINE;
   int64_t beside = tile * t.groups * TILE_ROWS + inside;
   if (m.format == RL_W_BF16) return row_bf16(row, m.inputs, CHUNK, out);
-  int64_t group = m.format == RL_W_INT4 && m.group < m.inputs ? m.group : m.inputs;
+  int64_t group = has_groups(m.format) && m.group < m.inputs ? m.group : m.inputs;
   for (int64_t begin = 0, g = 0; begin < m.inputs; begin += group, ++g) {
     int64_t count = m.inputs - begin < group ? m.inputs - begin : group;
     float most = row_most(row, begin, count);

@@ -28,10 +28,37 @@ std::unique_ptr<char, Free> lines_of(int64_t bytes) {
 }
 
 struct Case {
-  int format, group;
+  int format, group, scale_dtype;
+  bool zeros;
   int64_t rows, outputs, inputs;
   bool bias, residual, gated, x_bf16, y_bf16;
 };
+
+// Weights are rounded by rl_pack; else codes are given.
+bool rounds(const Case& c) {
+  if (c.format == RL_W_INT8) return c.scale_dtype == RL_S_F32;
+  return c.format <= RL_W_INT4 || (c.format == RL_W_GROUPS4 && c.zeros && c.scale_dtype == RL_S_BF16);
+}
+
+// Any codes, zero points and scales between 1 / 16 and 1 / 8.
+void give(const Case& c, char* codes, char* scales, int64_t num_scales, uint8_t* zeros,
+          int64_t num_zeros, std::mt19937& noise) {
+  int64_t stride = has_bytes(c.format) ? c.inputs : (c.inputs + 1) / 2;
+  std::vector<uint8_t> given(size_t(c.outputs * stride));
+  for (uint8_t& v : given) v = uint8_t(noise());
+  RlPackCodes pack{given.data(), codes, c.outputs, c.inputs, stride, c.format, 0};
+  if (rl_pack_codes(&pack) != 0) ++failures;
+  for (int64_t i = 0; i < num_scales; ++i) {
+    uint32_t fraction = uint32_t(noise()) & 0x7f;
+    uint32_t wide = 0x3d800000 | fraction << 16;
+    uint16_t half = uint16_t(c.scale_dtype == RL_S_BF16 ? wide >> 16 : 0x2c00 | fraction << 3);
+    if (c.scale_dtype == RL_S_F32)
+      std::memcpy(scales + 4 * i, &wide, 4);
+    else
+      std::memcpy(scales + 2 * i, &half, 2);
+  }
+  for (int64_t i = 0; zeros && i < num_zeros; ++i) zeros[i] = uint8_t(noise() & 15);
+}
 
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
@@ -43,15 +70,23 @@ void run(const Case& c, std::mt19937& noise) {
   int64_t panels = up(c.outputs, PANEL) / PANEL, step = line_inputs(c.format);
   auto codes = lines_of(panels * up(c.inputs, step) / step * LINE);
   int64_t groups = c.group ? (c.inputs + c.group - 1) / c.group : 0;
-  auto scales = lines_of(c.format == RL_W_INT8 ? c.outputs * 4 : panels * groups * PANEL * 2);
-  RlPack pack{w.data(), codes.get(), scales.get(), c.outputs, c.inputs, c.inputs, RL_F32,
-              c.format, c.group, 0};
-  if (rl_pack(&pack) != 0) {
-    std::printf("pack failed\n");
-    ++failures;
-    return;
+  int64_t beside = panels * groups * PANEL, size = c.format == RL_W_INT8 ? c.outputs : beside;
+  auto scales = lines_of(size * scale_bytes(c.scale_dtype));
+  auto zeros = lines_of(beside);
+  auto* zeros_at = c.zeros ? reinterpret_cast<uint8_t*>(zeros.get()) : nullptr;
+  if (rounds(c)) {
+    RlPack pack{w.data(), codes.get(), scales.get(), zeros_at,  c.outputs, c.inputs,
+                c.inputs, RL_F32,      c.format,     c.group,   0};
+    if (rl_pack(&pack) != 0) {
+      std::printf("pack failed\n");
+      ++failures;
+      return;
+    }
+  } else {
+    give(c, codes.get(), scales.get(), size, zeros_at, beside, noise);
   }
-  RlMatrix m{codes.get(), scales.get(), c.outputs, c.inputs, c.format, c.group};
+  RlMatrix m{codes.get(), scales.get(), zeros_at,      c.outputs, c.inputs,
+             c.format,    c.group,      c.scale_dtype, !rounds(c)};
   std::vector<float> read(w.size());
   RlGather gather{m, nullptr, read.data(), c.outputs, c.inputs, RL_F32, 0};
   rl_gather(&gather);
@@ -109,8 +144,8 @@ void run(const Case& c, std::mt19937& noise) {
   }
   if (result != 0) {
     ++failures;
-    std::printf("level %d format %d group %d M %d N %d K %d gated %d: result %d off %g allowed %g\n",
-                isa_level(), c.format, c.group, int(c.rows), int(c.outputs), int(c.inputs),
+    std::printf("level %d format %d group %d scales %d zeros %d M %d N %d K %d gated %d: result %d off %g allowed %g\n",
+                isa_level(), c.format, c.group, c.scale_dtype, int(c.zeros), int(c.rows), int(c.outputs), int(c.inputs),
                 int(c.gated), result, worst, allowed);
   }
 }
@@ -165,10 +200,12 @@ int main(int argc, char** argv) {
     for (int i = 0; i < cases; ++i) {
       pool_set_threads(1 + int(noise() % 3));
       failures += check_attention(noise);
-      for (int format : {RL_W_BF16, RL_W_INT8, RL_W_INT4}) {
+      for (int format : {RL_W_BF16, RL_W_INT8, RL_W_INT4, RL_W_GROUPS4, RL_W_GROUPS8}) {
         Case c{};
         c.format = format;
-        c.group = format == RL_W_INT4 ? one_of(groups) : 0;
+        c.group = has_groups(format) ? one_of(groups) : 0;
+        c.scale_dtype = format == RL_W_INT4 ? int(RL_S_BF16) : int(noise() % 3);
+        c.zeros = format == RL_W_GROUPS4 && (noise() & 1);
         c.rows = one_of(many_rows);
         c.outputs = one_of(many_outputs);
         c.inputs = one_of(many_inputs);

@@ -10,7 +10,16 @@ import torch
 
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.cpu.packed_linear import Codes, PackedMatrix, gather, linear, pack
+from ridgeline.kernels.cpu.packed_linear import (
+    GROUPED,
+    Codes,
+    PackedMatrix,
+    gather,
+    linear,
+    pack,
+    pack_codes,
+)
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, join_bytes
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 
@@ -18,6 +27,8 @@ LEVELS = native.LEVELS[1 : native.LEVELS.index(native.best_level()) + 1]
 ROWS = (*range(1, 20), 24, 31, 32, 33, 47, 64, 70)
 OUTPUTS = (1, 7, 16, 31, 32, 48, 64, 131, 256)
 INPUTS = (1, 2, 7, 8, 63, 64, 65, 100, 130, 288, 600)
+GIVEN = (Codes.GROUPS8,)  # kinds that the kernels do not round to
+INTEGERS = tuple(kind for kind in Codes if kind != Codes.BF16)
 
 
 @pytest.fixture(params=LEVELS)
@@ -27,15 +38,42 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
         yield name
 
 
-def packed_of(weight_NK: torch.Tensor, kind: Codes, group: int = 64) -> PackedMatrix:
-    return pack(weight_NK.clone(), kind, group=group if kind == Codes.INT4 else 0)
+def packed_of(
+    weight_NK: torch.Tensor,
+    kind: Codes,
+    group: int = 64,
+    scale_dtype: torch.dtype = torch.float16,
+) -> PackedMatrix:
+    """Rounded by the kernels where they round, else given codes, with scales of `scale_dtype`."""
+    if kind in GIVEN:
+        group = 0 if kind == Codes.INT8 else group
+        return pack_codes(quantized(weight_NK, 8, group, scale_dtype), kind)
+    has_zero = kind == Codes.GROUPS4
+    group = group if kind in GROUPED else 0
+    return pack(weight_NK.clone(), kind, group=group, has_zero=has_zero)
+
+
+def quantized(
+    weight_NK: torch.Tensor, bits: int, group: int, scale_dtype: torch.dtype
+) -> QuantizedMatrix:
+    """To the largest of each group, without zero points."""
+    outputs, inputs = weight_NK.shape
+    size = group or inputs
+    groups = -(-inputs // size)
+    padded = torch.nn.functional.pad(weight_NK.float(), (0, groups * size - inputs))
+    grouped = padded.view(outputs, groups, size)
+    middle = 1 << (bits - 1)
+    scale = (grouped.abs().amax(-1) / (middle - 1)).clamp_min(1e-4).to(scale_dtype)
+    codes = (grouped / scale.float()[..., None]).round().clamp(1 - middle, middle - 1) + middle
+    codes_NK = codes.to(torch.uint8).view(outputs, -1)[:, :inputs]
+    return QuantizedMatrix(join_bytes(codes_NK, bits), scale, None, inputs, bits, group)
 
 
 def rounded_x(x_MK: torch.Tensor, kind: Codes, group: int) -> torch.Tensor:
     """x as the kernels see it, in float64."""
     if kind == Codes.BF16:
         return x_MK.bfloat16().double()
-    step = group if kind == Codes.INT4 else max(1, x_MK.shape[1])
+    step = group if kind in GROUPED else max(1, x_MK.shape[1])
     pieces = []
     for piece in torch.split(x_MK.float(), step, 1):
         most = piece.abs().amax(1, keepdim=True)
@@ -87,7 +125,7 @@ def test_gate_and_residual_in_place(level: str, kind: Codes) -> None:
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Codes.INT8, Codes.INT4], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
 def test_rows_of_integers_are_the_same_in_any_company(level: str, kind: Codes) -> None:
     noise = torch.Generator().manual_seed(1)
     x = torch.randn(70, 200, generator=noise)
@@ -145,13 +183,15 @@ def test_bfloat16_is_packed_in_place_and_read_back() -> None:
         gather(matrix, torch.tensor([48]), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", [Codes.INT8, Codes.INT4], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [Codes.INT8, Codes.INT4, Codes.GROUPS4], ids=lambda kind: kind.name
+)
 def test_weights_that_are_not_finite_are_refused(kind: Codes) -> None:
     for bad in (torch.nan, -torch.inf):
         weight = torch.ones(20, 64)
         weight[17, 3] = bad
         with pytest.raises(ValueError, match="infinite or NaN"):
-            pack(weight, kind, group=64 if kind == Codes.INT4 else 0)
+            packed_of(weight, kind)
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -167,3 +207,55 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InternalError, match="packed codes"):
         PackedMatrix(matrix.codes, matrix.scales, 33, 64, Codes.INT8)
     assert linear(torch.ones(0, 64), matrix).shape == (0, 16)
+
+
+def any_matrix(
+    outputs: int,
+    inputs: int,
+    bits: int,
+    group: int,
+    scale_dtype: torch.dtype,
+    *,
+    has_zero: bool,
+    seed: int,
+) -> QuantizedMatrix:
+    """Random codes, scales and zero points."""
+    noise = torch.Generator().manual_seed(seed)
+    groups = -(-inputs // group) if group else 1
+    codes_NK = torch.randint(0, 1 << bits, (outputs, inputs), generator=noise, dtype=torch.uint8)
+    scale = torch.rand(outputs, groups, generator=noise).add_(0.5).to(scale_dtype)
+    zero = torch.randint(0, 17, (outputs, groups), generator=noise, dtype=torch.uint8)
+    codes = join_bytes(codes_NK, bits)
+    return QuantizedMatrix(codes, scale, zero if has_zero else None, inputs, bits, group)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("bits", "group", "has_zero"),
+    [(4, 32, False), (4, 64, True), (4, 128, True), (4, 128, False), (8, 32, False), (8, 0, False)],
+)
+def test_codes_that_are_given(
+    level: str, bits: int, group: int, has_zero: bool, scale_dtype: torch.dtype
+) -> None:
+    """Read back they are what was given, and products are those of them; whole numbers as x, of
+    which the largest of each group is 127, are rounded to themselves."""
+    kind = {(8, 0): Codes.INT8, (8, 32): Codes.GROUPS8}.get((bits, group), Codes.GROUPS4)
+    for outputs, inputs, rows in ((16, 128, 1), (32, 288, 3), (19, 75, 6), (48, 640, 70)):
+        matrix = any_matrix(outputs, inputs, bits, group, scale_dtype, has_zero=has_zero, seed=rows)
+        packed = pack_codes(matrix, kind)
+        exact = matrix.dequantize()
+        assert torch.equal(gather(packed, None, torch.float32), exact)
+        noise = torch.Generator().manual_seed(rows)
+        x = torch.randint(-126, 127, (rows, inputs), generator=noise).float()
+        x[:, :: group or inputs] = 127
+        wanted = x.double() @ exact.double().T
+        got = linear(x, packed).double()
+        size = x.double().norm(dim=1)[:, None] * exact.double().norm(dim=1)[None]
+        assert ((got - wanted).abs() / size).max() < 1e-6, (outputs, inputs, rows)
+
+
+def test_groups_of_8_bits_are_not_rounded_to() -> None:
+    with pytest.raises(InternalError, match="nothing is rounded to groups of 8 bits"):
+        pack(torch.ones(16, 64), Codes.GROUPS8, group=32)
+    with pytest.raises(InternalError, match="a zero point is of GROUPS4"):
+        pack(torch.ones(16, 64), Codes.INT4, group=32, has_zero=True)

@@ -1,0 +1,98 @@
+"""Weights as in int8, and large numbers of x multiplied in their own dtype beside the rest.
+
+After "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale" (Dettmers et al., 2022): a
+few columns of x in large models are so large that one scale for a row leaves little of its other
+numbers. Numbers of x beyond THRESHOLD (the paper's 6.0) are taken out of the row before it is
+rounded to 8 bits and multiplied by the columns of the weights that belong to them, as these are
+kept: in int8 too, so nothing is stored twice (the paper's own program does the same). Each row is
+judged alone, where the paper takes a column out of all rows if one has it large: what a request
+gets does not depend on its company. Where x is not rounded at all nothing has to be taken out.
+Letters: T tokens, I inputs, O outputs, C columns with outliers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.kernels.small_linear import Fusion
+from ridgeline.quantization.contract import Parameters
+from ridgeline.quantization.homes import HOMES, Homes, ReadsColumns
+from ridgeline.quantization.int8 import Int8Weights
+from ridgeline.quantization.integers import IntegerWeights, InvariantIntegers
+
+THRESHOLD = 6.0
+# Homes that tell columns, or that do not round x.
+OUTLIER_HOMES = {name: HOMES[name] for name in ("panels", "portable")}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """x = rest + loud, where loud has numbers in the columns of `columns_C` alone."""
+
+    rest_TI: torch.Tensor
+    loud_TC: torch.Tensor
+    columns_C: torch.Tensor
+
+
+def split_outliers(x_TI: torch.Tensor) -> Split | None:
+    """None if there are no outliers."""
+    is_loud_TI = x_TI.abs() > THRESHOLD
+    columns_C = is_loud_TI.any(0).nonzero().flatten()
+    if not len(columns_C):
+        return None
+    loud_TC = torch.where(is_loud_TI, x_TI, 0)[:, columns_C]
+    return Split(x_TI.masked_fill(is_loud_TI, 0), loud_TC, columns_C)
+
+
+class Int8OutlierWeights(Int8Weights):
+    name = "int8-outliers"
+    homes = Homes(OUTLIER_HOMES)
+
+    def linear(
+        self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        home = self.home(parameters)
+        split = split_outliers(x_TI) if isinstance(home, ReadsColumns) else None
+        if split is None or not isinstance(home, ReadsColumns):
+            return super().linear(x_TI, parameters, bias_O)
+        y_TO = super().linear(split.rest_TI, parameters, bias_O).float()
+        weight_OC = home.columns(parameters, split.columns_C)
+        return y_TO.add_(self._of_loud(split.loud_TC.float(), weight_OC)).to(x_TI.dtype)
+
+    def linear_into(
+        self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        return out_TO.copy_(self.linear(x_TI, parameters, None)[:, : out_TO.shape[1]])
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: Parameters,
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> torch.Tensor | None:
+        """Only where x has no outliers."""
+        if isinstance(self.home(parameters), ReadsColumns):
+            begins_with_x = fusion.norm is None and fusion.sum_TI is None and not fusion.of_gated
+            if not begins_with_x or split_outliers(x_TI) is not None:
+                return None
+        return super().fused(x_TI, parameters, bias_O, fusion)
+
+    def invariant(self) -> IntegerWeights:
+        return InvariantInt8OutlierWeights()
+
+    def _of_loud(self, loud_TC: torch.Tensor, weight_OC: torch.Tensor) -> torch.Tensor:
+        return loud_TC @ weight_OC.T
+
+
+class InvariantInt8OutlierWeights(InvariantIntegers, Int8OutlierWeights):
+    """Outliers of a row are added one after the other, in the order of their columns: those that
+    it has not got are zeros, which change no sum."""
+
+    def _of_loud(self, loud_TC: torch.Tensor, weight_OC: torch.Tensor) -> torch.Tensor:
+        y_TO = loud_TC.new_zeros(len(loud_TC), len(weight_OC))
+        for column in range(loud_TC.shape[1]):
+            y_TO += loud_TC[:, column, None] * weight_OC[None, :, column]
+        return y_TO
