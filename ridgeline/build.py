@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from ridgeline import __version__, demo
-from ridgeline.architectures import expected_tensors, read_spec
+from ridgeline.architectures import read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.serving import check_served
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stored_config import stored_matrices, unpacked_matrices
 from ridgeline.attention import choose_backend
 from ridgeline.clock import Clock, WallClock
 from ridgeline.config import EngineConfig, ResolvedConfig
@@ -27,6 +28,7 @@ from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import WARM_UP_S, WarmUp
+from ridgeline.formats import STORED
 from ridgeline.generation import GenerationDefaults, generation_defaults
 from ridgeline.kernels.cache import KernelCounts, prepare_kernels
 from ridgeline.kernels.cpu import native
@@ -36,7 +38,6 @@ from ridgeline.layers.piece import TensorSource
 from ridgeline.loader import (
     Checkpoint,
     ModelFolder,
-    check_tensors,
     open_checkpoint,
     read_config,
     read_generation_config,
@@ -46,6 +47,7 @@ from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint, GGUFSource
 from ridgeline.loader.mapped import MappedSource
 from ridgeline.loader.packs import Packs, open_packs, pack_key
 from ridgeline.loader.parallel import ParallelSource
+from ridgeline.loader.stored_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
@@ -225,7 +227,7 @@ def _open(config: EngineConfig, path: Path, spec: ModelSpec) -> Checkpoint | Non
     if config.load_format == "random" or is_empty:
         return None
     checkpoint = open_checkpoint(path)
-    check_tensors(checkpoint, expected_tensors(spec), path)
+    check_model(checkpoint, spec, path)
     return checkpoint
 
 
@@ -255,7 +257,7 @@ def _decoder(
             return decoder
         total = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
         report = None if progress is None else lambda done: progress("weights", done, total)
-        decoder.load(_source(checkpoint, device), report)
+        decoder.load(_source(checkpoint, device, resolved, spec), report)
         device.synchronize()
         seconds = max(1e-9, startup.elapsed_s() - begun)
         opened.detail = f"{total / 1e9:.3g} GB, {total / 1e9 / seconds:.2g} GB/s"
@@ -273,10 +275,16 @@ def _served(resolved: ResolvedConfig, spec: ModelSpec) -> tuple[str, ...]:
     return (__version__, resolved.dtype, resolved.weight_format, repr(spec))
 
 
-def _source(checkpoint: Checkpoint, device: Device) -> TensorSource:
+def _source(
+    checkpoint: Checkpoint, device: Device, resolved: ResolvedConfig, spec: ModelSpec
+) -> TensorSource:
     """On a CPU the copy out of the mapped file is all there is to do."""
     if isinstance(checkpoint, GGUFCheckpoint):
         return GGUFSource(checkpoint)
+    is_kept = resolved.weight_format == STORED
+    unpacked = unpacked_matrices(spec) if is_kept else stored_matrices(spec)
+    if unpacked:
+        return UnpackedSource(checkpoint, unpacked)
     if device.torch_device.type == "cpu":
         return MappedSource(checkpoint)
     return ParallelSource(checkpoint, device.torch_device)

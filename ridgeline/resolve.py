@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -13,6 +13,8 @@ import torch
 from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.stored_config import is_stored, unpacked_matrices
+from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.attention import INVARIANT
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
 from ridgeline.cost.chunk import SHARE, efficient_chunk
@@ -27,7 +29,7 @@ from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, DoesNotFit
 from ridgeline.executor.mixed_graphs import TOKEN_BUCKETS
-from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS, check_served, weight_line
+from ridgeline.formats import KV_FORMATS, STORED, WEIGHT_FORMATS, check_served, weight_line
 from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
@@ -140,9 +142,11 @@ def _resolve(
     max_model_len = config.max_model_len or spec.max_position_embeddings
     max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS[kind]
     batched = config.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind]
-    weight_format = "plain" if config.weight_format == "auto" else config.weight_format
+    load_format = _load_format(config, has_weights)
+    weight_format = _weight_format(config, spec, dtype, load_format, decisions)
     weights = weight_bytes(spec, DTYPE_BYTES[dtype], weight_format)
-    if kind == "cpu" and weight_line(weight_format).compute is not None:
+    line = weight_line(weight_format)
+    if kind == "cpu" and line.compute is not None and line.cpu_compute is None:
         because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
         decisions.note("weight_format", config.weight_format, weight_format, because)
     working_of = partial(
@@ -178,7 +182,6 @@ def _resolve(
         batched,
         decisions,
     )
-    load_format = _load_format(config, has_weights)
     resolved = ResolvedConfig(
         model_path=model_path,
         model_name=model_name,
@@ -322,6 +325,49 @@ def _load_format(config: EngineConfig, has_weights: bool) -> str:
             "(for a benchmark without weights use load_format random)"
         )
     return "safetensors"
+
+
+def _weight_format(
+    config: EngineConfig, spec: ModelSpec, dtype: str, load_format: str, decisions: _Decisions
+) -> str:
+    """A quantized checkpoint is kept as it is, unless something else was asked for."""
+    asked, has_files = config.weight_format, load_format != "random"
+    in_layers, others = is_stored(spec) and has_files, unpacked_matrices(spec)
+    if asked == STORED and not in_layers:
+        raise ConfigError(
+            "weight_format stored: no quantized matrices of layers are read here; leave it out, or"
+            " choose plain, or a format to round the weights to"
+        )
+    if has_files and others:
+        because = f"{_some(one.name for one in others)} ({others[0].stored.words}) unpacked"
+        decisions.note("unpacked weights", asked, dtype, because)
+    if not in_layers:
+        if is_stored(spec):
+            because = "random numbers have nothing of the checkpoint's quantization"
+            decisions.note("weight_format", asked, "plain" if asked == "auto" else asked, because)
+        return "plain" if asked == "auto" else asked
+    if asked in ("auto", STORED):
+        decisions.note("weight_format", asked, STORED, _kept(spec))
+        return STORED
+    because = f"{stored_words(spec)}: unpacked to {dtype} first"
+    decisions.note("weight_format", asked, asked, because)
+    return asked
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *more = names
+    return f"{first} and {len(more)} more" if more else first
+
+
+def _kept(spec: ModelSpec) -> str:
+    """What is kept of a quantized checkpoint, and what it says besides."""
+    kinds = {stored: None for layer in spec.layers for _, stored in layer.stored if stored.keeps}
+    said = [f"{stored_words(spec)}: codes and scales as the checkpoint has them"]
+    inputs = dict.fromkeys(one.inputs for one in kinds if one.inputs)
+    if inputs:
+        says = "; ".join(inputs)
+        said.append(f"inputs are rounded as our kernels do it, not as it says ({says})")
+    return ", ".join(said)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, kind: str, decisions: _Decisions) -> str:

@@ -16,7 +16,7 @@ from ridgeline.loader.packs import Packs
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-PROMPT = [5, 99, 23, 42]
+PROMPT = [5, 96, 23, 42]
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -93,3 +93,19 @@ def test_another_word_is_refused(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="pack_cache is 'yes'"):
         LLM(str(folder), pack_cache="yes")
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["ct-int4-zeros", "gptq-4-order", "gptq-3"])
+def test_a_quantized_checkpoint_comes_back_too(name: str, packs: Packs) -> None:
+    folder = Path(__file__).parent / "loader/stored_files" / name
+    start = partial(LLM, str(folder), device="cpu", dtype="bfloat16", num_blocks=32)
+    with start() as first:
+        logits = first.logits(PROMPT)
+    with start() as second:
+        assert "packed at an earlier start" in weights_detail(second)
+        assert torch.equal(second.logits(PROMPT), logits)
+        [weights] = [row for row in second.memory if row.what == "weights"]
+        assert weights.measured == weights.predicted
+    with start(weight_format="plain") as other:
+        assert "GB/s" in weights_detail(other)

@@ -14,6 +14,7 @@ from ridgeline.architectures.counts import weight_bytes
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.devices.cpu import CpuDevice
 from ridgeline.errors import ConfigError, DoesNotFit
+from ridgeline.formats import KV_FORMATS, KVFormatLine
 from ridgeline.kvcache import bytes_per_block
 from ridgeline.resolve import MemoryRow, longest_context, resolve, with_mixed_tokens
 from ridgeline.step import StepShape
@@ -139,12 +140,13 @@ def test_each_change_of_a_setting_works(
             assert done(LLAMA_8B, card, **{**asked, **settings})[0].num_blocks > 0
 
 
-def test_formats_that_are_only_priced_are_refused() -> None:
+def test_formats_that_are_only_priced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     card = FakeDevice("cpu", 8 * GB)
+    monkeypatch.setitem(KV_FORMATS, "int2", KVFormatLine("", element_bits=2))
     with pytest.raises(
-        ConfigError, match="kv_cache_dtype 'int4' can be planned for, cannot be ser"
+        ConfigError, match="kv_cache_dtype 'int2' can be planned for, cannot be ser"
     ):
-        done(tiny_config(), card, kv_cache_dtype="int4")
+        done(tiny_config(), card, kv_cache_dtype="int2")
     for field in ("weight_format", "kv_cache_dtype"):
         with pytest.raises(ConfigError, match=f"unknown {field} 'fp7'"):
             done(tiny_config(), card, **{field: "fp7"})

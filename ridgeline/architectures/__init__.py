@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stored_config import described
 from ridgeline.architectures.tensor_names import (
     expected_tensors,
     is_ignored,
@@ -60,4 +61,5 @@ def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None)
     spec = load(families, model_type, "model family")(reader, max_model_len)
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"model family {model_type!r} did not return a ModelSpec")
-    return spec
+    # What can only be planned for is priced in any format, whatever its checkpoint has.
+    return described(spec, reader) if model_type in FAMILIES else spec

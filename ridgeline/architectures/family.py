@@ -145,7 +145,6 @@ def _head_dim(config: ConfigReader, defaults: Defaults, hidden_size: int, heads:
 
 def _refuse_foreign(config: ConfigReader) -> None:
     """Keys of other designs that would change every number."""
-    config.refuse("quantization_config", {})
     config.refuse("is_encoder_decoder", False)
     config.refuse("add_cross_attention", False)
     config.refuse("use_bidirectional_attention", False)

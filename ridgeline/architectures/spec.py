@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ridgeline.architectures.stored import Stored
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -111,18 +113,25 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`output_norms`: attention and feed-forward are normalised once more before they are added."""
+    """`output_norms`: attention and feed-forward are normalised once more before they are added.
+    `stored`: role -> how the checkpoint stores those matrices that somebody quantized."""
 
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
     output_norms: bool = False
+    stored: tuple[tuple[str, Stored], ...] = ()
+
+    def stored_as(self, role: str) -> Stored | None:
+        """None: as numbers."""
+        return next((stored for own, stored in self.stored if own == role), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only model. `tensor_names` maps our parameter roles to checkpoint names, with
     `{layer}` and `{expert}` to fill in (see `architectures/tensor_names.py` for the roles).
-    `unserved` says what the numbers of this family need and this version does not compute."""
+    `unserved` says what the numbers of this family need and this version does not compute.
+    `stored`: as that of a layer, of the matrices of the vocabulary."""
 
     family: str
     vocab_size: int
@@ -136,6 +145,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unserved: str = ""
+    stored: tuple[tuple[str, Stored], ...] = ()
 
     @property
     def num_layers(self) -> int:

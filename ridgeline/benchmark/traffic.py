@@ -5,10 +5,10 @@ Norms and the gathered embedding rows are left out: they are under a thousandth 
 
 from __future__ import annotations
 
-from ridgeline.architectures.counts import kv_bytes, linear_weights
+from ridgeline.architectures.counts import kv_bytes, linear_weights, mean_kept_bits
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.cost.precision import DTYPE_BYTES
-from ridgeline.formats import weight_line
+from ridgeline.formats import STORED, weight_line
 
 
 def decode_bytes(
@@ -24,6 +24,8 @@ def decode_bytes(
     size = DTYPE_BYTES[dtype]
     line = weight_line(weight_format)
     bits, of_head = (one.bits_per_weight(size) for one in (line, weight_line(line.vocabulary)))
+    if weight_format == STORED:
+        bits = mean_kept_bits(spec, size)
     head = spec.vocab_size * spec.hidden_size
     weights = (layer_weights_read(spec, batch) * bits + head * of_head) / 8
     return weights + batch * kv_bytes(spec, round(context), size, kv_format)

@@ -19,9 +19,12 @@ from ridgeline.architectures.counts import (
     weight_bytes,
 )
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
+from ridgeline.architectures.stored_config import is_stored
+from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.cli.engine_flags import CHOICES, add_model
 from ridgeline.cli.session import paper
 from ridgeline.errors import ConfigError
+from ridgeline.formats import STORED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -157,12 +160,14 @@ def count_parts(spec: ModelSpec) -> Parts:
 
 
 def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
-    """What `batch` requests of `context` tokens take; layers with a window keep no more than it."""
+    """What `batch` requests of `context` tokens take; layers with a window keep no more than it.
+    Quantized matrices are kept as they are stored."""
     from ridgeline.cost.precision import DTYPE_BYTES
 
     size = DTYPE_BYTES[dtype]
     cache = batch * kv_bytes(spec, context, size)
-    return Need(dtype, weight_bytes(spec, size), kv_bytes_per_token(spec, size), cache)
+    weights = weight_bytes(spec, size, STORED if is_stored(spec) else "plain")
+    return Need(dtype, weights, kv_bytes_per_token(spec, size), cache)
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> Weights | None:
@@ -170,15 +175,15 @@ def check_weights(folder: Path, spec: ModelSpec) -> Weights | None:
 
     ConfigError names the tensor that is missing or has the wrong shape.
     """
-    from ridgeline.architectures import expected_tensors
-    from ridgeline.loader import check_tensors, is_gguf, open_checkpoint
+    from ridgeline.loader import is_gguf, open_checkpoint
+    from ridgeline.loader.stored_checkpoint import check_model
 
     if not is_gguf(folder) and not any(folder.glob("*.safetensors*")):
         return None
 
     checkpoint = open_checkpoint(folder)
     try:
-        check_tensors(checkpoint, expected_tensors(spec), folder)
+        check_model(checkpoint, spec, folder)
         names = checkpoint.names()
         num_bytes = sum(checkpoint.num_bytes(name) for name in names)
         dtypes = sorted({checkpoint.dtype(name) for name in names})
@@ -198,6 +203,8 @@ def facts(spec: ModelSpec) -> dict[str, str]:
         "context": f"{spec.max_position_embeddings} tokens",
         "checkpoint dtype": spec.dtype,
     }
+    if stored := stored_words(spec):
+        described["quantized matrices"] = stored
     for index, ((attention, feed_forward), count) in enumerate(layers.items()):
         suffix = f" ({count} layers)" if len(layers) > 1 else ""
         number = f" {index + 1}" if len(layers) > 1 else ""
@@ -310,7 +317,7 @@ def size(num_bytes: int) -> str:
 def _weights_line(weights: Weights | None) -> str:
     if weights is None:
         return "weights: none in this folder (only config.json was read)"
-    packed = "; what is packed is served in full, or rounded anew by --weight-format"
+    packed = "; of those that are packed the quantized matrices above are kept so"
     return (
         f"weights: {weights.tensors} tensors, {size(weights.bytes)}, "
         f"stored as {', '.join(weights.dtypes)}; all that the model needs are there"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stored_config import is_stored
 from ridgeline.cli.inspect import find_folder
 from ridgeline.cli.machine_flags import THIS
 from ridgeline.cost.constants import Calibration
@@ -17,6 +18,7 @@ from ridgeline.cost.money import Band, fixed_price, rent_band
 from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
+from ridgeline.formats import STORED
 from ridgeline.loader import read_config
 from ridgeline.measure.here import this_device, this_key
 from ridgeline.records import find_calibration, find_record, read_record
@@ -32,7 +34,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
     spec = read_model(args.model)
     device, calibration = open_device(args.device, args.calibration)
     own = own_format(spec, device)
-    precision = Precision.named(args.weights or own, args.kv, dtype=own)
+    weights = args.weights or (STORED if is_stored(spec) else own)
+    precision = Precision.named(weights, args.kv, dtype=own)
     return Setup(spec, device, Layout(args.tp, args.pp, args.ep), precision, calibration)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ methods:
 DIR gets the compressed-tensors layout (pack-quantized). Transformers reads it with the package
 compressed-tensors 0.20 or later; with --asymmetric that package unpacks each matrix, but
 Transformers 5.23 expects another shape of the zero points and refuses the folder. vLLM has kernels
-for 4 and 8 bits. This version of ridgeline writes such folders and refuses to serve them.
+for 4 and 8 bits. Ridgeline serves DIR as it is: `ridgeline generate DIR`.
 
 The report is about text that was not used for calibration. KL: how far the next token's
 distribution is from the original model's (nats, 0 is equal). Perplexity, of both. Same top: how
@@ -75,23 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in place of --bits: each layer gets from 2 to 8 bits, as its measured KL says, and "
         "all together take no more than with MEAN bits each",
     )
-    group.add_argument(
-        "--group-size",
-        type=int,
-        default=128,
-        metavar="N",
-        help="neighbours of a row that share a scale, 0: a whole row (default: %(default)s)",
-    )
+    share = "neighbours of a row that share a scale, 0: a whole row (default: %(default)s)"
+    _add_number(group, "--group-size", int, 128, "N", share)
     group.add_argument(
         "--asymmetric", action="store_true", help="each group has a zero point as well"
     )
-    group.add_argument(
-        "--damping",
-        type=float,
-        default=0.01,
-        metavar="SHARE",
-        help="gptq: of the Hessian's mean, added to its diagonal (default: %(default)s)",
-    )
+    added = "gptq: of the Hessian's mean, added to its diagonal (default: %(default)s)"
+    _add_number(group, "--damping", float, 0.01, "SHARE", added)
     group.add_argument(
         "--no-act-order", action="store_true", help="gptq: columns in the order of the matrix"
     )
@@ -111,15 +101,9 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--held-out", metavar="FILE", help="text of the report, another one (default: bundled)"
     )
-    group.add_argument(
-        "--window", type=positive, default=512, metavar="TOKENS", help="(default: %(default)s)"
-    )
-    group.add_argument(
-        "--num-windows", type=positive, default=128, metavar="N", help="of calibration (128)"
-    )
-    group.add_argument(
-        "--num-held-out", type=positive, default=32, metavar="N", help="windows of the report (32)"
-    )
+    _add_number(group, "--window", positive, 512, "TOKENS", "(default: %(default)s)")
+    _add_number(group, "--num-windows", positive, 128, "N", "of calibration (128)")
+    _add_number(group, "--num-held-out", positive, 32, "N", "windows of the report (32)")
     group.add_argument(
         "--predict-on",
         metavar="DEVICE",
@@ -128,13 +112,19 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--per-layer", action="store_true", help="also what each layer alone costs; takes longer"
     )
-    group.add_argument(
-        "--score",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="exact answers to N problems of each task of `ridgeline eval`, before and after",
-    )
+    scored = "exact answers to N problems of each task of `ridgeline eval`, before and after"
+    _add_number(group, "--score", positive, 0, "N", scored)
+
+
+def _add_number(
+    group: argparse._ArgumentGroup,
+    flag: str,
+    kind: Callable[[str], float],
+    default: float,
+    metavar: str,
+    what: str,
+) -> None:
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=what)
 
 
 def run(args: argparse.Namespace) -> int:

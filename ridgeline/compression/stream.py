@@ -22,6 +22,8 @@ import torch
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.serving import check_served
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.stored_config import stored_matrices
+from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.architectures.tensor_names import expected_tensors, optional_tensors
 from ridgeline.compression.block import Block
 from ridgeline.compression.layers import (
@@ -121,10 +123,20 @@ class Report:
 def stored_dtype(model: Path) -> torch.dtype:
     """Of the checkpoint's matrices; scales are stored in it. ConfigError if it is no float."""
     spec = read_spec(read_config(model))
+    check_plain(model, spec)
     source = FileTensors(model)
     source.check_floats()
     name = layer_names(spec, 0)["o"]
     return source.tensor(name).dtype
+
+
+def check_plain(model: Path, spec: ModelSpec) -> None:
+    """ConfigError for a checkpoint that somebody has quantized already."""
+    if stored_matrices(spec):
+        raise ConfigError(
+            f"{model}: config.json has a quantization_config ({stored_words(spec)}); quantize the"
+            " checkpoint of 16 or 32 bits that it was made from"
+        )
 
 
 def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Report:
@@ -133,6 +145,7 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     config = read_config(job.model)
     spec = read_spec(config)
     check_served(spec)
+    check_plain(job.model, spec)
     source = FileTensors(job.model)
     expected, optional = expected_tensors(spec), optional_tensors(spec)
     check_tensors(open_checkpoint(job.model), expected, job.model, optional=optional)

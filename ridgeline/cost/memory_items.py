@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ridgeline.architectures.counts import (
     attention_matrices,
-    expert_weights,
     layer_scale_bytes,
     small_parameters,
     vocabulary_bytes,
@@ -14,6 +13,7 @@ from ridgeline.architectures.counts import (
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
+from ridgeline.formats import STORED
 
 WEIGHTS = ("embedding", "attention", "feed-forward", "experts", "norms", "LM head", "scales")
 
@@ -57,13 +57,11 @@ def _stage_items(
     vocabulary, of_vocabulary = vocabulary_bytes(spec, size, precision.weights, tp)
     attention = dense = experts = small = 0
     for layer, count in counts.items():
-        attention += count * _attention_weights(spec, layer, tp)
-        of_experts = _expert_weights(spec, layer, tp)
-        experts += count * of_experts
-        dense += count * _dense_weights(spec, layer, tp)
+        attention += count * _attention_bits(spec, layer, tp, precision)
+        experts += count * _expert_bits(spec, layer, tp, precision)
+        dense += count * _dense_bits(spec, layer, tp, precision)
         small += count * small_parameters(spec, layer)
-    bits = 8 * size if precision.weight_line.bits is None else precision.weight_line.bits
-    plain = attention * bits // 8, dense * bits // 8, experts * bits // 8
+    plain = attention // 8, dense // 8, experts // 8
     scales = sum(
         count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, tp)
         for layer, count in counts.items()
@@ -87,30 +85,46 @@ def _stage_items(
     )
 
 
-def _attention_weights(spec: ModelSpec, layer: LayerSpec, tp: int) -> int:
-    """Weights of one rank: q, o and what belongs to heads are split, k and v as far as there are
-    KV heads, what all heads share is not."""
+def _bits(layer: LayerSpec, role: str, precision: Precision) -> int:
+    """Of one weight of such a matrix, scales apart."""
+    size, bits = 8 * precision.dtype_bytes, precision.weight_line.bits
+    if precision.weights == STORED:
+        stored = layer.stored_as(role)
+        bits = None if stored is None else stored.kept_bits
+    return size if bits is None else bits
+
+
+def _attention_bits(spec: ModelSpec, layer: LayerSpec, tp: int, precision: Precision) -> int:
+    """Of the weights of one rank: q, o and what belongs to heads are split, k and v as far as there
+    are KV heads, what all heads share is not."""
     attention = layer.attention
     total = 0
     for matrix in attention_matrices(attention, spec.hidden_size):
         if matrix.role in ("q_a", "kv_a"):
-            total += matrix.num_weights
+            held = matrix.num_weights
         elif matrix.role in ("k", "v"):
             per_head = matrix.num_weights // attention.num_kv_heads
-            total += -(-attention.num_kv_heads // tp) * per_head
+            held = -(-attention.num_kv_heads // tp) * per_head
         else:
-            total += matrix.num_weights // tp
+            held = matrix.num_weights // tp
+        total += held * _bits(layer, matrix.role, precision)
     return total
 
 
-def _dense_weights(spec: ModelSpec, layer: LayerSpec, tp: int) -> int:
+def _dense_bits(spec: ModelSpec, layer: LayerSpec, tp: int, precision: Precision) -> int:
     inner = layer.feed_forward
     size = inner.intermediate_size if isinstance(inner, DenseSpec) else inner.shared_size
-    return 3 * spec.hidden_size * size // tp
+    return spec.hidden_size * size * _gated_bits(layer, precision) // tp
 
 
-def _expert_weights(spec: ModelSpec, layer: LayerSpec, tp: int) -> int:
+def _expert_bits(spec: ModelSpec, layer: LayerSpec, tp: int, precision: Precision) -> int:
     inner = layer.feed_forward
     if isinstance(inner, DenseSpec):
         return 0
-    return inner.num_experts * expert_weights(spec, inner) // tp
+    numbers = inner.num_experts * spec.hidden_size * inner.intermediate_size
+    return numbers * _gated_bits(layer, precision) // tp
+
+
+def _gated_bits(layer: LayerSpec, precision: Precision) -> int:
+    """Of one weight of gate, up and down each."""
+    return sum(_bits(layer, role, precision) for role in ("gate", "up", "down"))

@@ -13,9 +13,14 @@ with work: X (1 - (1 - k/X)^M), if tokens choose at random.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ridgeline.architectures.counts import attention_matrices, flops_per_key, layer_kv_bytes
+from ridgeline.architectures.counts import (
+    attention_matrices,
+    flops_per_key,
+    kept_bits,
+    layer_kv_bytes,
+)
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -23,9 +28,11 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
+from ridgeline.architectures.stored_counts import nearest_format
 from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.precision import LOGIT_BYTES, PLAIN, Precision
 from ridgeline.cost.totals import AttentionTotals, StepTotals, attention_kinds, step_totals
+from ridgeline.formats import STORED
 from ridgeline.step import StepShape
 
 KINDS = (
@@ -41,6 +48,15 @@ KINDS = (
     "point_to_point",
 )
 COLLECTIVES = KINDS[-4:]
+# Of a layer whose matrices are kept as a checkpoint stores them: product -> matrices.
+MATRICES = {
+    "qkv": "qkv",
+    "attention_out": "o",
+    "gate_up": "gate_up",
+    "experts_gate_up": "gate_up",
+    "down": "down",
+    "experts_down": "down",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +136,7 @@ def token_ops(
     build = _Builder(spec, num_tokens, layout, precision)
     yield build.embedding()
     for layer, count in (layers or distinct_layers(spec)).items():
+        build = replace(build, layer=layer)
         yield from build.attention_projections(layer.attention, count)
         yield from build.feed_forward(layer.feed_forward, count)
         yield from build.norms(layer, count)
@@ -140,6 +157,7 @@ class _Builder:
     num_tokens: int
     layout: Layout
     precision: Precision
+    layer: LayerSpec | None = None  # whose operators they are
 
     # -- parts of an operator
 
@@ -171,11 +189,11 @@ class _Builder:
         """[m, k] @ [k, n]. `copies` such matrices are read (experts with work); `is_packed`: in
         the weight format, else in the serving dtype."""
         rows = self.num_tokens if m is None else m
-        precision = self.precision
+        precision, bits = self._weights_of(name)
         size = precision.dtype_bytes
         is_packed = is_packed and precision.weights != "plain"
         rounded = is_packed and precision.weight_line.compute is not None
-        bits = precision.weight_bits if is_packed else 8 * size
+        bits = bits if is_packed else 8 * size
         weights = copies * n * k * bits / 8
         return Op(
             name,
@@ -192,6 +210,16 @@ class _Builder:
             weights=precision.weights if is_packed else "plain",
             cpu_dtype=precision.weight_line.cpu_compute if is_packed else None,
         )
+
+    def _weights_of(self, name: str) -> tuple[Precision, float]:
+        """In what precision the weights of this product are, and the bits of one and its part of
+        the scales. Where they are kept as a checkpoint stores them that is the layer's matter."""
+        precision, layer = self.precision, self.layer
+        if precision.weights != STORED or layer is None or name not in MATRICES:
+            return precision, precision.weight_bits
+        weights = nearest_format(layer, MATRICES[name])
+        bits = kept_bits(layer, MATRICES[name], self.spec.hidden_size, precision.dtype_bytes)
+        return replace(precision, weights=weights), bits
 
     # -- layers
 

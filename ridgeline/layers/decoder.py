@@ -14,6 +14,7 @@ import torch
 from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.stored_config import tensors_read
 from ridgeline.attention.backend import AttentionBackend, CapturedBackend, CapturesDecodes
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, ForwardBatch, MixedLayout
 from ridgeline.distributed.placement import Placement, Shard
@@ -31,6 +32,7 @@ from ridgeline.layers.piece import Piece, TensorSource, arriving
 from ridgeline.layers.random_source import RandomSource
 from ridgeline.layers.rope import Rotation
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
+from ridgeline.quantization.contract import OfModel
 from ridgeline.quantization.plain import PlainWeights
 
 COMPARED_ROWS = 4096  # of a matrix of the vocabulary, at once
@@ -82,6 +84,10 @@ class Decoder:
         self.backend = attention
         self.max_model_len = max_model_len
         names = spec.tensor_names
+        self._expected = expected_tensors(spec)
+        if isinstance(weight_format, OfModel):
+            weight_format = weight_format.of_model(spec)
+            self._expected = tensors_read(spec)
         self._linear = partial(
             Linear, weight_format=weight_format, dtype=dtype, device=device, placement=placement
         )
@@ -168,11 +174,10 @@ class Decoder:
         `progress` gets the bytes read so far. ConfigError if a tensor has another shape than the
         spec says or is damaged, or if a tied model's file holds a different output matrix.
         """
-        expected = expected_tensors(self.spec)
-        for name, shape in expected.items():
+        for name, shape in self._expected.items():
             if (found := tuple(source.shape(name))) != shape:
                 raise ConfigError(f"tensor {name} has shape {found} where {shape} is needed")
-        wanted, done = set(expected), 0
+        wanted, done = set(self._expected), 0
         with arriving(source, self.pieces()) as sizes:
             for part in self._parts():
                 for piece in part.pieces():
@@ -208,7 +213,7 @@ class Decoder:
     @property
     def is_packed(self) -> bool:
         """`load` has ordered weights for the native kernels, which took a while."""
-        return any("panels" in part.kept() for part in self._parts())
+        return any(name.endswith("panels") for part in self._parts() for name in part.kept())
 
     def kept(self) -> dict[str, torch.Tensor]:
         """All that `load` made, by names that `adopt` knows."""

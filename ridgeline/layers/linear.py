@@ -19,6 +19,7 @@ from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece
 from ridgeline.quantization import Fusion, Parameters, WeightFormat
+from ridgeline.quantization.contract import KnowsMatrices, LoadsTensors, MatrixShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,14 @@ class Linear:
         placement: Placement,
         columns: Shard | None = None,
     ) -> None:
-        self.format = weight_format
         self.placement = placement
         self.columns = columns
         self.parts = tuple(parts)
         self.outputs = sum(part.rows.length for part in parts)
         self.inputs = inputs if columns is None else columns.length
+        if isinstance(weight_format, KnowsMatrices):
+            weight_format = weight_format.of([self._share(part) for part in parts], dtype)
+        self.format = weight_format
         self.parameters = weight_format.parameters(self.outputs, self.inputs, dtype, device)
         has_bias = any(part.bias is not None for part in parts)
         self.bias_O = torch.zeros(self.outputs, dtype=dtype, device=device) if has_bias else None
@@ -132,20 +135,37 @@ class Linear:
         bias = [] if self.bias_O is None else [self.bias_O]
         return [*self.parameters.values(), *bias]
 
+    def _share(self, part: Part) -> MatrixShare:
+        """What this rank holds of it, in the words of formats."""
+        rows, columns = part.rows, self.columns or Shard(0, self.inputs)
+        return MatrixShare(
+            part.weight,
+            rows.start,
+            rows.length,
+            columns.start,
+            columns.length,
+            has_all_columns=self.columns is None or self.placement.size == 1,
+        )
+
     def pieces(self) -> list[Piece]:
         found: list[Piece] = []
-        weight = self.parameters["weight"]
         begin = 0
-        for part in self.parts:
+        for index, part in enumerate(self.parts):
             rows = slice(begin, begin + part.rows.length)
             begin += part.rows.length
-            if self.columns is None:
-                found.append(Piece(part.weight, weight[rows], 0, part.rows.start))
-            else:
-                found.append(Piece(part.weight, weight[rows], 1, self.columns.start))
+            found += self._weight_pieces(index, part, rows)
             if part.bias is not None and self.bias_O is not None:
                 found.append(Piece(part.bias, self.bias_O[rows], 0, part.rows.start))
         return found
+
+    def _weight_pieces(self, index: int, part: Part, rows: slice) -> list[Piece]:
+        if isinstance(self.format, LoadsTensors):
+            own = self.format.pieces(self.parameters, index)
+            return [Piece(one.name, one.target, one.dim, one.start) for one in own]
+        weight = self.parameters["weight"][rows]
+        if self.columns is None:
+            return [Piece(part.weight, weight, 0, part.rows.start)]
+        return [Piece(part.weight, weight, 1, self.columns.start)]
 
     def finish(self) -> None:
         """Called once, when all pieces are in place."""

@@ -1,4 +1,5 @@
-"""How do the tensors of a GGUF file come into memory: unpacked, in the right order, bit by bit?"""
+"""How do the tensors of a GGUF file come into memory: in the right order and unpacked, or as the
+blocks that they are, bit by bit?"""
 
 from __future__ import annotations
 
@@ -10,13 +11,18 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.architectures.stored import WEIGHT
+from ridgeline.architectures.stored_gguf import BLOCKS
 from ridgeline.errors import check
+from ridgeline.formats import STORED
 from ridgeline.layers.piece import Piece
 from ridgeline.loader.checkpoint import Checkpoint, is_damaged, refuse_damaged
 from ridgeline.loader.folder import refuse
 from ridgeline.loader.ggml_blocks import PLAIN, decode
 from ridgeline.loader.gguf_layout import BY_NAME
 from ridgeline.loader.gguf_model import GGUFModel, read_gguf_model
+from ridgeline.quantization.layouts.fields import half
+from ridgeline.quantization.layouts.gguf import AFFINE
 
 # Numbers unpacked at once, with a few copies of them in float32 on the way: on a CPU as many
 # as its caches hold, on a GPU enough that its launches do not count.
@@ -28,7 +34,8 @@ class GGUFCheckpoint(Checkpoint):
     """The tensors of one GGUF file, by the names and in the order of a safetensors checkpoint.
 
     `dtype` says how one is stored (Q4_K, F16, ...); what comes out of `tensor` and `slice` is the
-    stored dtype where that is plain, and the exact values in float32 where it is packed.
+    stored dtype where that is plain, and the exact values in float32 where it is packed. A name
+    that ends in `BLOCKS` in place of "weight" means the bytes of its blocks, row by row.
     """
 
     def __init__(self, model: GGUFModel, *, finite_only: bool = True) -> None:
@@ -45,8 +52,17 @@ class GGUFCheckpoint(Checkpoint):
     def became(self, dtype: str, weight_format: str) -> str:
         """What is in the file and what it is served as, in words."""
         stored = ", ".join(f"{count} {kind}" for kind, count in self.stored_types().items())
+        if weight_format == STORED:
+            return f"{stored}: some kept packed, all else became {dtype}"
         rounded = "" if weight_format == "plain" else f", matrices rounded to {weight_format}"
         return f"{stored} became {dtype}{rounded}"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if not name.endswith(BLOCKS):
+            return super().shape(name)
+        kind = BY_NAME[self.dtype(_whole(name))]
+        rows, columns = super().shape(_whole(name))
+        return rows, columns // kind.block * kind.num_bytes
 
     def tensor(self, name: str) -> torch.Tensor:
         shape = self.shape(name)
@@ -65,6 +81,8 @@ class GGUFCheckpoint(Checkpoint):
     def fill(self, piece: Piece) -> int:
         """Copy one piece to where it belongs, cast to the dtype there; its bytes in the file.
         Unpacked on the device of the target, a few million numbers at a time."""
+        if piece.name.endswith(BLOCKS):
+            return self._fill_blocks(piece)
         shape, target = self.shape(piece.name), piece.target
         wanted = list(target.shape)
         if piece.dim is not None and len(wanted) == len(shape):
@@ -80,6 +98,24 @@ class GGUFCheckpoint(Checkpoint):
         if bad is not None and bool(bad):
             refuse_damaged(self._sources[piece.name].name, self.file(piece.name))
         return self.num_bytes(piece.name) * target.numel() // math.prod(shape)
+
+    def _fill_blocks(self, piece: Piece) -> int:
+        """The bytes of blocks as they are; ConfigError if a scale of them is damaged."""
+        name, target = _whole(piece.name), piece.target
+        kind = BY_NAME[self.dtype(name)]
+        first = piece.start if piece.dim != 1 else 0
+        column = piece.start // kind.num_bytes * kind.block if piece.dim == 1 else 0
+        width = target.shape[1] // kind.num_bytes * kind.block
+        step = max(1, CHUNK_VALUES["cpu"] // width)
+        for begin in range(0, len(target), step):
+            part = target[begin : begin + step]
+            raw, _ = self._raw(name, first + begin, len(part), column, width)
+            part.copy_(raw)
+            scales = half(raw.reshape(-1, kind.num_bytes), AFFINE[kind.name].half_at)
+            if self._finite_only and bool(is_damaged(scales)):
+                refuse_damaged(self._sources[name].name, self.file(name))
+            self.release(name)
+        return target.numel()
 
     def _parts(self, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Numbers of some rows, and where they belong."""
@@ -119,6 +155,11 @@ class GGUFCheckpoint(Checkpoint):
             refuse(path, f"was cut off after it was opened: it has {len(mapped)} bytes")
         size = entry.end - entry.start
         return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=entry.start)
+
+
+def _whole(name: str) -> str:
+    """The matrix whose blocks these are."""
+    return name.removesuffix(BLOCKS) + WEIGHT
 
 
 def stored_rows(start: int, length: int, head_dim: int) -> torch.Tensor:

@@ -16,6 +16,8 @@ from ridgeline.architectures.gguf import (
     sources,
 )
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stored_config import KEY
+from ridgeline.architectures.stored_gguf import described
 from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import refuse
@@ -57,7 +59,10 @@ def read_gguf_model(path: Path) -> GGUFModel:
     except ConfigError as error:
         refuse(path, f"its metadata describe no model that can be served: {error}")
     wanted = sources(spec, layout)
-    return GGUFModel(path, config, _entries(path, spec, wanted, found), wanted)
+    entries = _entries(path, spec, wanted, found)
+    stored = described({name: entry.dtype for name, entry in entries.items()})
+    config = config if stored is None else {**config, KEY: stored}
+    return GGUFModel(path, config, entries, wanted)
 
 
 def read_gguf_config(path: Path) -> dict[str, object]:

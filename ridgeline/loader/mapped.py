@@ -58,6 +58,9 @@ class MappedSource:
     def _parts(self, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied at once, and where to; of columns all."""
         name, target = piece.name, piece.target
+        if not target.dim():
+            yield self._checkpoint.tensor(name), target
+            return
         if piece.dim or not target.numel():
             dim = piece.dim or 0
             yield self._checkpoint.slice(name, dim, piece.start, target.shape[dim]), target

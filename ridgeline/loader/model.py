@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ridgeline.architectures.stored_config import KEY
 from ridgeline.loader import folder
 from ridgeline.loader.gguf import is_gguf
 from ridgeline.loader.gguf_model import read_gguf_config
@@ -14,8 +15,16 @@ if TYPE_CHECKING:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """`config.json` of a model folder, or what it would say of a GGUF file. ConfigError."""
-    return read_gguf_config(path) if is_gguf(path) else folder.read_config(path)
+    """`config.json` of a model folder, or what it would say of a GGUF file. Of a quantized model
+    with what only the headers of its weights say. ConfigError."""
+    if is_gguf(path):
+        return read_gguf_config(path)
+    config = folder.read_config(path)
+    if not config.get(KEY):
+        return config
+    from ridgeline.loader.stored_checkpoint import with_scales
+
+    return with_scales(config, path)
 
 
 def read_generation_config(path: Path) -> dict[str, object]:

@@ -33,7 +33,7 @@ from ridgeline.loader.header import ITEM_BYTES, TensorEntry, read_header
 from ridgeline.log import say
 
 FOLDER = "ridgeline/packed"
-LAYOUT = 1  # of the file, and of what the layers keep
+LAYOUT = 2  # of the file, and of what the layers keep
 WORTH_BYTES = 64 << 20  # less is packed sooner than found
 MOST_BYTES = 64 << 30  # of all files
 FREE_BYTES = 2 << 30  # are left on the disk

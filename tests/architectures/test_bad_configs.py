@@ -47,7 +47,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"eos_token_id": 97}, "eos_token_id has 97, outside 0 .. 96"),
     ("llama", {"eos_token_id": ["</s>"]}, "eos_token_id must be token ids"),
     ("llama", {"bos_token_id": -1}, "bos_token_id has -1"),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+    ("llama", {"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'; read"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("llama", {"sliding_window": 4}, "sliding_window is 4, which this model family does not"),
     ("llama", {"layer_types": SLIDING}, "layer_types must be full_attention everywhere"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline import LLM
+from ridgeline.cost.memory_items import WEIGHTS
 from tests.cli.conftest import Cli
 from tests.tiny_model import make_tiny_model
 
@@ -35,9 +37,24 @@ def test_a_model_is_written_and_reported(
     assert len(record["layers"]) == 2
     names = {path.name for path in out.iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
-    code, _, why = cli("generate", out, "-p", "x")
-    assert code == 2
-    assert "quantization_config" in why
+    code, said, _ = cli("generate", out, "-p", "x", "--max-tokens", 4)
+    assert code == 0
+    assert said
+    check_bytes(cli, out)
+
+
+def check_bytes(cli: Cli, model: Path) -> None:
+    """What is allocated is what `inspect` and `predict` say."""
+    llm = LLM(str(model), dtype="float32")
+    [said] = [one for one in llm.resolved.decisions if one.field == "weight_format"]
+    assert "pack-quantized, 4 bits, groups of 32" in said.because
+    [weights] = [row for row in llm.memory if row.what == "weights"]
+    shown = json.loads(cli("inspect", model, "--json")[1])["memory_bytes"]["float32"]["weights"]
+    assert weights.measured == weights.predicted == shown
+    found = json.loads(cli("predict", model, "--device", "h100-sxm", "--json")[1])
+    assert found["precision"]["weights"] == "stored"
+    items = {item["what"]: item["bytes"] for item in found["memory"]["items"]}
+    assert sum(items.get(what, 0) for what in WEIGHTS) == shown
 
 
 def test_tables_with_each_layer_and_scores(cli: Cli, model: Path, tmp_path: Path) -> None:
@@ -63,6 +80,7 @@ def test_a_prediction_and_mixed_bits(cli: Cli, model: Path, tmp_path: Path) -> N
     assert record["bits"] == [layer["bits"] for layer in record["layers"]]
     assert record["advice"]["num_bytes"] <= record["advice"]["budget_bytes"]
     assert "measuring 3 bits" in noted
+    assert cli("generate", tmp_path / "b", "-p", "x", "--max-tokens", 4)[0] == 0
 
 
 def test_texts_of_ones_own(cli: Cli, model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def told() -> dict[str, dict[str, list[int]]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_tokens_are_those_of_transformers(name: str) -> None:
     """Of Transformers for the numbers that the `gguf` package reads from the same file."""
-    llm = LLM(str(FILES / f"{name}.gguf"), dtype="float32", device=TEST_DEVICE, num_blocks=64)
+    options: dict[str, Any] = {"dtype": "float32", "device": TEST_DEVICE, "num_blocks": 64}
+    llm = LLM(str(FILES / f"{name}.gguf"), weight_format="plain", **options)
     prompt = told()[name]["prompt"]
     want = load_file(FILES / "models.safetensors")[name]
     got = llm.logits(prompt)[-len(want) :].cpu()

@@ -1,0 +1,203 @@
+"""Which matrices of a model does its checkpoint store in a format of their own, by config.json?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ridgeline.architectures.config_reader import ConfigReader
+from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.stored import Stored, raw_name, tensors_of
+from ridgeline.architectures.stored_match import Find
+from ridgeline.architectures.tensor_names import expected_tensors
+from ridgeline.registry import load
+
+KEY = "quantization_config"
+SCALES = "ridgeline_scale_dtype"  # that of the scales, which the reader of the files adds
+
+# quant_method of the config -> "module:function"
+METHODS: dict[str, str] = {
+    "compressed-tensors": "ridgeline.architectures.stored_compressed_tensors:read",
+    "gptq": "ridgeline.architectures.stored_gptq:read",
+    "awq": "ridgeline.architectures.stored_awq:read",
+    "fp8": "ridgeline.architectures.stored_fp8:read",
+    "bitsandbytes": "ridgeline.architectures.stored_bitsandbytes:read",
+    "gguf": "ridgeline.architectures.stored_gguf:read",
+}
+ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # of the matrices of a layer
+SHARED = ("embedding", "lm_head")
+METHOD_SCALES = {"gptq": "float16", "awq": "float16", "fp8": "float32", "gguf": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """`name` is the one that the matrix would have if it were stored as numbers."""
+
+    name: str
+    rows: int
+    columns: int
+    stored: Stored
+
+
+def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
+    """The spec with what `quantization_config` says of its matrices. ConfigError names the key that
+    is not supported, and the way out."""
+    section = config.section(KEY)
+    if section is None:
+        return spec
+    method = section.text("quant_method")
+    if method not in METHODS:
+        raise section.fail(
+            "quant_method",
+            f"is {method[:40]!r}; read are {', '.join(METHODS)}: convert the checkpoint to one of"
+            " them, or serve the 16-bit one that it was made from",
+        )
+    own = METHOD_SCALES.get(method, spec.dtype)
+    scale_dtype = section.text(SCALES, default=own)
+    if scale_dtype not in ("float32", "float16", "bfloat16"):
+        raise section.fail(SCALES, f"is {scale_dtype[:40]!r}, no dtype of scales")
+    reader: Callable[[ConfigReader, str], Find] = load(METHODS, method, "quant_method")
+    find = reader(section, scale_dtype)
+    shapes = expected_tensors(spec)
+    layers = [
+        replace(layer, stored=tuple(_of_layer(spec, index, layer, find, shapes, section)))
+        for index, layer in enumerate(spec.layers)
+    ]
+    return replace(spec, layers=tuple(layers), stored=tuple(_of_vocabulary(spec, find, section)))
+
+
+def _of_layer(
+    spec: ModelSpec,
+    index: int,
+    layer: LayerSpec,
+    find: Find,
+    shapes: Mapping[str, tuple[int, ...]],
+    section: ConfigReader,
+) -> Iterator[tuple[str, Stored]]:
+    for role in ROLES:
+        names = [name for name in _names(spec, index, layer, role) if name in shapes]
+        found = {find(name.removesuffix(".weight")) for name in names}
+        if len(found) > 1:
+            raise section.fail(
+                "quant_method",
+                f"stores the {role} matrices of layer {index}'s experts in several ways, which is"
+                " not supported; serve the 16-bit checkpoint that it was made from",
+            )
+        for stored in found:
+            if stored is not None:
+                _check_fits(section, stored, names[0], shapes[names[0]])
+                yield role, stored
+
+
+def _names(spec: ModelSpec, index: int, layer: LayerSpec, role: str) -> list[str]:
+    """Of the matrices of this role, one for each expert where there are some."""
+    pattern = spec.tensor_names.get(role, "")
+    experts = layer.feed_forward
+    count = experts.num_experts if isinstance(experts, ExpertsSpec) else 1
+    numbers = range(count) if "{expert}" in pattern else range(1)
+    return [pattern.format(layer=index, expert=number) for number in numbers]
+
+
+def _of_vocabulary(
+    spec: ModelSpec, find: Find, section: ConfigReader
+) -> Iterator[tuple[str, Stored]]:
+    for role in SHARED:
+        if role == "embedding" or spec.tie_embeddings:
+            continue  # compressed-tensors calls it no Linear, and no other method knows it
+        name = spec.tensor_names[role]
+        stored = find(name.removesuffix(".weight"))
+        if stored is not None:
+            _check_fits(section, stored, name, (spec.vocab_size, spec.hidden_size))
+            yield role, stored
+
+
+def _check_fits(section: ConfigReader, stored: Stored, name: str, shape: tuple[int, ...]) -> None:
+    """Groups divide a row: a last one that is shorter has no reader."""
+    columns = shape[1]
+    if stored.group and not stored.block_rows and columns % stored.group:
+        raise section.fail(
+            "group_size", f"is {stored.group}; it does not divide the {columns} columns of {name}"
+        )
+
+
+# ------------------------------------------------------------------------ of a spec
+
+
+def stored_matrices(spec: ModelSpec) -> tuple[StoredMatrix, ...]:
+    """All matrices of layers and vocabulary that are stored in a format of their own."""
+    return (*layer_matrices(spec), *vocabulary_matrices(spec))
+
+
+def layer_matrices(spec: ModelSpec) -> Iterator[StoredMatrix]:
+    if not any(layer.stored for layer in spec.layers):
+        return
+    shapes = expected_tensors(spec)
+    for index, layer in enumerate(spec.layers):
+        for role, stored in layer.stored:
+            for name in _names(spec, index, layer, role):
+                rows, columns = shapes[name]
+                yield StoredMatrix(name, rows, columns, stored)
+
+
+def kept_matrices(spec: ModelSpec) -> Iterator[StoredMatrix]:
+    """Those of layers that can be served as they are stored."""
+    return (matrix for matrix in layer_matrices(spec) if matrix.stored.keeps)
+
+
+def unpacked_matrices(spec: ModelSpec) -> tuple[StoredMatrix, ...]:
+    """Those that are always served as numbers: of the vocabulary all."""
+    return tuple(one for one in layer_matrices(spec) if not one.stored.keeps) + tuple(
+        vocabulary_matrices(spec)
+    )
+
+
+def vocabulary_matrices(spec: ModelSpec) -> Iterator[StoredMatrix]:
+    for role, stored in spec.stored:
+        yield StoredMatrix(spec.tensor_names[role], spec.vocab_size, spec.hidden_size, stored)
+
+
+def is_stored(spec: ModelSpec) -> bool:
+    """Some matrix of a layer can be served as it is stored."""
+    return any(stored.keeps for layer in spec.layers for _, stored in layer.stored)
+
+
+def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """As `expected_tensors`, of the tensors that the checkpoint has in place of such matrices."""
+    found = expected_tensors(spec)
+    for matrix in stored_matrices(spec):
+        del found[matrix.name]
+        for raw in tensors_of(matrix.stored):
+            if not raw.is_optional and not raw.is_any:
+                found[raw_name(matrix.name, raw)] = raw.shape(matrix.rows, matrix.columns)
+    return found
+
+
+def optional_checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Tensors of such matrices that may be missing."""
+    return {
+        raw_name(matrix.name, raw): raw.shape(matrix.rows, matrix.columns)
+        for matrix in stored_matrices(spec)
+        for raw in tensors_of(matrix.stored)
+        if raw.is_optional
+    }
+
+
+def words(spec: ModelSpec) -> str:
+    """What is stored how, for people, the most frequent first."""
+    counts: dict[str, int] = {}
+    for matrix in stored_matrices(spec):
+        counts[matrix.stored.words] = counts.get(matrix.stored.words, 0) + 1
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return "; ".join(f"{count} x {what}" if len(counts) > 1 else what for what, count in ordered)
+
+
+def tensors_read(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """As `expected_tensors`, of the tensors that are read where matrices of layers are kept as they
+    are stored."""
+    found = expected_tensors(spec)
+    for matrix in kept_matrices(spec):
+        del found[matrix.name]
+        for raw in tensors_of(matrix.stored):
+            if raw.is_read and not raw.is_optional:
+                found[raw_name(matrix.name, raw)] = raw.shape(matrix.rows, matrix.columns)
+    return found

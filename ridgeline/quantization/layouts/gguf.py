@@ -1,0 +1,90 @@
+"""How are blocks of a GGUF file read that stay packed? Those that are codes around the middle of
+their range and scales: of 32 numbers a float16 one, of the K types 16 for 256 numbers, each of them
+a small integer times a float16.
+
+Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h .
+Letters: N blocks, C numbers of a block, G groups of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.architectures.stored import Stored
+from ridgeline.architectures.stored_gguf import BLOCKS
+from ridgeline.quantization.layouts.fields import fields, half, nibbles, pairs, single_bits
+from ridgeline.quantization.layouts.forms import widened
+from ridgeline.quantization.matrix import QuantizedMatrix, join_bytes
+
+Tensors = dict[str, torch.Tensor]
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+SIGN = 0x80  # signed bytes become unsigned ones around 128
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`split` makes unsigned codes [N, C] and scales [N, G] of bytes [N, num_bytes]; the float16
+    of a block is at byte `half_at`."""
+
+    bits: int
+    num_bytes: int
+    half_at: int
+    split: Split
+
+
+def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return blocks[:, 2:] ^ SIGN, half(blocks, 0)
+
+
+def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return nibbles(blocks[:, 2:]), half(blocks, 0)
+
+
+def _q5_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return nibbles(blocks[:, 6:]) | (single_bits(blocks[:, 2:6]) << 4), half(blocks, 0)
+
+
+def _q3_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high = fields(blocks[:, :32], 1, 8).reshape(-1, 16, 16)
+    codes = pairs(blocks[:, 32:96]) | (high << 2)
+    lower = nibbles(blocks[:, 96:104])
+    upper = fields(blocks[:, 104:108], 2, 4).reshape(-1, 16)
+    scales = (lower | (upper << 4)).float() - 32.0
+    return codes.flatten(1), half(blocks, 108) * scales
+
+
+def _q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    lower = fields(blocks[:, :128].reshape(-1, 2, 64), 4, 2).reshape(-1, 16, 16)
+    codes = lower | (pairs(blocks[:, 128:192]) << 4)
+    scales = blocks[:, 192:208].view(torch.int8).float()
+    return codes.flatten(1), half(blocks, 208) * scales
+
+
+AFFINE: Mapping[str, Affine] = {
+    "Q8_0": Affine(8, 34, 0, _q8_0),
+    "Q4_0": Affine(4, 18, 0, _q4_0),
+    "Q5_0": Affine(5, 22, 0, _q5_0),
+    "Q3_K": Affine(3, 110, 108, _q3_k),
+    "Q6_K": Affine(6, 210, 208, _q6_k),
+}
+
+
+def read(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix:
+    kind = AFFINE[stored.layout]
+    codes, scale = kind.split(tensors[BLOCKS].reshape(-1, kind.num_bytes))
+    kept = 4 if kind.bits <= 4 else 8
+    wide_OI = widened(codes, kind.bits).reshape(outputs, inputs)
+    # Those of 32 numbers are float16 in the file, the products of the K types are not.
+    scale_OG = scale.reshape(outputs, -1).to(getattr(torch, stored.scale_dtype))
+    return QuantizedMatrix(join_bytes(wide_OI, kept), scale_OG, None, inputs, kept, stored.group)
+
+
+def unpack(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """What such blocks mean, [N, C] float32."""
+    affine = AFFINE[kind]
+    codes, scale = affine.split(blocks)
+    grouped = codes.reshape(*scale.shape, -1).float()
+    return (grouped - float(1 << (affine.bits - 1))).mul_(scale[..., None]).flatten(1)
