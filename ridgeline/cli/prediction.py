@@ -125,7 +125,7 @@ def _caveats(found: Steady) -> list[str]:
         said.append("extrapolated: some operators lie outside of what was measured")
     elif found.origin == "assumed" and setup.calibration is not None:
         said.append("some operators were not measured, their efficiencies are assumed")
-    if not setup.precision.fast_on(device.kind):
+    if not setup.precision.fast_on(*device.words):
         weights, kv = setup.precision.names
         served = "served slower than priced" if setup.precision.served_today else "not served"
         said.append(
@@ -151,7 +151,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "device": setup.device.name,
         "layout": asdict(setup.layout) | {"devices": setup.layout.devices},
         "precision": {"dtype": setup.precision.dtype, "weights": weights, "kv": kv},
-        "served_today": setup.precision.fast_on(setup.device.kind) and not setup.spec.unserved,
+        "served_today": setup.precision.fast_on(*setup.device.words) and not setup.spec.unserved,
         "batch": load.batch,
         "input": load.num_input,
         "output": load.num_output,

@@ -23,6 +23,7 @@ CATALOGUE = Path(__file__).parent / "catalogue"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "int8", "fp4")
 KINDS = ("gpu", "cpu", "tpu", "apple")
 SOURCE_TYPES = ("datasheet", "cloud-list", "marketplace", "index", "tco-model", "user")
+HOPPER = ("h100-", "h200-")  # how the names of that generation begin
 # Where a device without a unit for a dtype computes it: after converting to the next one here.
 FALLBACK = {
     "fp4": "fp8",
@@ -87,6 +88,13 @@ class Device:
     sources: Mapping[str, str] = field(hash=False)
     vendor: str
     measured: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """By which a line of `formats` may mean this device: its kind, and its generation where
+        kernels are made for one."""
+        is_hopper = self.name.startswith(HOPPER)
+        return (self.kind, "hopper") if is_hopper else (self.kind,)
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of matrix products in `dtype`, or in what it is converted to here."""

@@ -81,11 +81,13 @@ class Precision:
         """This version can serve it; otherwise it can only be priced and planned for."""
         return bool(self.weight_line.where and self.kv_line.where)
 
-    def fast_on(self, kind: str) -> bool:
-        """This version serves it on devices of this kind by kernels that read the packed numbers,
-        as prices take for granted."""
+    def fast_on(self, *words: str) -> bool:
+        """This version serves it on devices of these `Device.words` by kernels that read the packed
+        numbers, as prices take for granted."""
+        if self.dtype == "float32":  # kernels made for a generation multiply 16 bits
+            words = tuple(word for word in words if word != "hopper")
         lines = (self.weight_line, self.kv_line)
-        return self.served_today and all({kind, "all"} & set(line.fast_on) for line in lines)
+        return self.served_today and all({*words, "all"} & set(line.fast_on) for line in lines)
 
     @property
     def names(self) -> tuple[str, str]:

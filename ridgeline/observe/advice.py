@@ -93,7 +93,7 @@ class _Advisor:
             changed = replace(precision, **values)
             because = "fewer bytes for each step to read"
             gain = self._gain(replace(self.setup, precision=changed))
-            served = changed.fast_on(self.setup.device.kind)
+            served = changed.fast_on(*self.setup.device.words)
             yield Change(name, gain, how, because, served)
 
     def _multiplies_fp8(self) -> bool:

@@ -66,7 +66,7 @@ class Hardware:
             reasons.append(f"{self.device.kind} devices of {self.device.vendor}")
         if self.layout.devices > 1:
             reasons.append("one replica on several devices")
-        if not self.precision.fast_on(self.device.kind):
+        if not self.precision.fast_on(*self.device.words):
             reasons.append("weights or KV cache of so few bits, at this speed")
         if self.num_drafts:
             reasons.append("speculative decoding")
@@ -114,7 +114,7 @@ def _unserved(spec: ModelSpec, offer: Offer, grid: Grid) -> Iterator[Hardware]:
     formats = [Precision(own.dtype, weights, kv) for weights in grid.weights for kv in grid.kv]
     for layout in layouts(spec, offer.device, grid):
         for precision in formats:
-            if layout.devices > 1 or not precision.fast_on(offer.device.kind):
+            if layout.devices > 1 or not precision.fast_on(*offer.device.words):
                 yield Hardware(offer, layout, precision)
 
 

@@ -19,6 +19,7 @@ from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.steady import steady
+from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.records import record_folder
 from tests.cli.conftest import Cli
 from tests.tiny_model import tiny_config
@@ -114,18 +115,23 @@ def test_no_price_is_said_and_not_made_up(bare: Path, cli: Cli) -> None:
     assert "no price is known for a10" in cli("predict", bare, "--device", "a10")[1]
 
 
-def test_a_prediction_without_calibration_says_so(big: Path, cli: Cli) -> None:
+def test_a_prediction_without_calibration_says_so(
+    big: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = predict(cli, big, *EIGHT, *LOAD)
     assert (found["origin"], found["calibrated"], found["calibration"]) == ("assumed", False, None)
     assert found["served_today"]
     said = " ".join(found["caveats"])
     assert "not calibrated" in said
     assert "ridgeline calibrate" in said
+    monkeypatch.setitem(KV_FORMATS, "int4", replace(KV_FORMATS["int4"], where=""))
     packed = predict(cli, big, *EIGHT, *LOAD, "--weights", "int8", "--kv", "int4")
     assert not packed["served_today"]
     said = " ".join(packed["caveats"])
     assert "int8 weights with a int4 cache on a gpu are priced" in said
     assert "by this version they are not served" in said
+    unpacked = replace(WEIGHT_FORMATS["int8"], fast_on=("cpu",))
+    monkeypatch.setitem(WEIGHT_FORMATS, "int8", unpacked)
     slow = predict(cli, big, *EIGHT, *LOAD, "--weights", "int8")
     assert not slow["served_today"]
     assert "served slower than priced" in " ".join(slow["caveats"])
