@@ -1,12 +1,12 @@
-"""How long do the products of a decode step take with e4m3 weights, all that stands beside them
-included?
+"""How long do the products of a decode step take with e4m3 or int8 weights, all that stands beside
+them included?
 
-    PYTHONPATH=. python3 bench/gpu/fp8.py --out DIR [--rows 1,8,32,128,256] [--bf16]
+    PYTHONPATH=. python3 bench/gpu/fp8.py --out DIR [--rows 1,8,32,128,256] [--bf16 | --int8]
 
 For each number of rows: the four products of a layer of an 8B model as a decoder asks for them,
 each one apart and all in turn; sum, norm, gate, residual and rounding are in. Timed by replays of a
 graph over copies of the weights that together exceed the L2 cache. TB/s counts the weights.
-`--bf16`: the same of plain weights. DIR gets fp8.jsonl, one line a measurement.
+`--bf16`: the same of plain weights; `--int8`: of int8. DIR gets fp8.jsonl, one line a measurement.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--int8", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "plain" if args.bf16 else "fp8"
+    name = "plain" if args.bf16 else "int8" if args.int8 else "fp8"
     kind, byte = open_weight_format(name), 2 if args.bf16 else 1
     with (args.out / "fp8.jsonl").open("a", encoding="utf-8") as file, torch.inference_mode():
         layers = [make_layer(kind) for _ in range(COPIES)]

@@ -18,6 +18,7 @@ import torch
 
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode
 from ridgeline.kernels.paged_decode_triton import Config, make_schedule, refresh
+from ridgeline.kernels.paged_kv import PagedKV
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 BATCHES = (1, 8, 32, 128, 256)
@@ -55,8 +56,8 @@ def seconds(layers: int, work: list[torch.Tensor], batch: DecodeBatch, config: C
 
     def once() -> None:
         for kv in caches:
-            k, v = kv.unbind(2)
-            paged_decode(q, k, v, batch, head_dim**-0.5, schedule=schedule, out_THD=out)
+            views = PagedKV(*kv.unbind(2))
+            paged_decode(q, views, batch, head_dim**-0.5, schedule=schedule, out_THD=out)
 
     once()
     torch.cuda.synchronize()

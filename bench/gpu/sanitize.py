@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = (
     "tests/kernels",
     "tests/gpu/test_paged_decode_cuda.py",
+    "tests/gpu/test_int8_linear.py",
     "tests/gpu/test_stream_linear.py",
     "tests/gpu/test_tile_linear.py",
 )

@@ -1,7 +1,7 @@
 """Which way of cutting each linear layer of a decode step is the fastest here, and by how much?
 
     PYTHONPATH=. python3 bench/gpu/tune_linear.py --out DIR [--model 8B] [--rows 1,32]
-        [--budget-s 200] [--jobs 14] [--no-norm] [--no-pdl] [--dry] [--fp8] [--streams]
+        [--budget-s 200] [--jobs 14] [--no-norm] [--no-pdl] [--dry] [--fp8] [--int8] [--streams]
 
 Child processes first compile every candidate and check it against float32 on fresh random numbers;
 then one of them times those that are right, alone, by replays of a graph that goes over copies of
@@ -10,6 +10,8 @@ DIR gets rows.jsonl (every measurement and failure), tiles.json (the table of th
 was found here) and the children's logs. Compiled kernels are shared through Triton's cache. The
 library is timed with the kernels that it needs beside its product; "cuBLAS" is its product alone.
 TB/s counts the weights only.
+`--int8`: weights in int8. The library is its bfloat16 product of as many rows, with what it needs
+beside it; "int_mm" its product of int8, in whole numbers and with nothing beside.
 `--fp8`: weights in e4m3, of up to 256 rows. The library is `_scaled_mm` with a scale for each row,
 its rounding of x not counted; what it does with other options is shown behind the line.
 `--streams`: only the CUDA kernels, beside the library and what the table has.
@@ -30,13 +32,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from ridgeline.kernels import int8_linear as of_int8
 from ridgeline.kernels.fp8_linear import (
     DTYPE,
     MAX_STREAMED,
@@ -46,6 +49,7 @@ from ridgeline.kernels.fp8_linear import (
 )
 from ridgeline.kernels.quantize_rows import (
     E4M3,
+    INT8,
     LARGEST,
     QuantizedRows,
     quantize_rows,
@@ -59,9 +63,14 @@ from ridgeline.kernels.small_linear import (
     small_linear_reference,
 )
 from ridgeline.kernels.stream_linear import MAX_ROWS as STREAM_ROWS
-from ridgeline.kernels.stream_linear import rounded_reference
+from ridgeline.kernels.stream_linear import (
+    ROOM_BYTES,
+    Scales,
+    groups_of,
+    rounded_reference,
+    stream_linear,
+)
 from ridgeline.kernels.tile_linear import (
-    MOST_SHARED_BYTES,
     columns_of,
     shared_bytes,
     tile_linear,
@@ -92,6 +101,7 @@ MARGIN = 0.99  # of the library's time, which ours must be below
 LIMIT_NORM, LIMIT_WORST = 5e-3, 2e-2  # relative error in the mean, and in the worst place
 TOO_LARGE = "the workspace is large enough", "OutOfResources", "bytes of shared memory"
 LIMIT_FP8 = 8e-3  # products of e4m3 are added up with about 14 bits
+LOGIT_ROWS = 256  # that need logits at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,11 @@ class Layer:
     residual: bool = False
     norm: bool = False
     fp8: bool = False
+    int8: bool = False
+
+    @property
+    def is_coded(self) -> bool:
+        return self.fp8 or self.int8
 
     @property
     def kind(self) -> str:
@@ -208,7 +223,7 @@ STREAMS = (
     stream(96, 2),
     stream(128, 2, warps=4),
 )
-HALF_BYTES = MOST_SHARED_BYTES // 2 - (2 << 10)  # the next kernel finds room beside this one
+HALF_BYTES = ROOM_BYTES // 2 - (2 << 10)  # the next kernel finds room beside this one
 MULTIPROCESSORS = 132  # of an H200
 LEAST_BLOCKS, MOST_BLOCKS = 30, 264  # of a launch where a tile has its own
 FEW_OUTPUTS = 1024  # so few tiles that four blocks share one
@@ -216,14 +231,14 @@ FEW_OUTPUTS = 1024  # so few tiles that four blocks share one
 
 def tiled(layer: Layer, rows: int) -> Iterator[Tile]:
     """Of the kernel for some rows; as many stages as fit, in all of the memory or half of it."""
-    item, is_few = (1 if layer.fp8 else 2), rows <= 64
+    item, is_few = (1 if layer.is_coded else 2), rows <= 64
 
     def of(block_n: int, *, half: bool = False, wide: int = 1, **more: Any) -> Iterator[Tile]:
         base = Tile(block_n, wide * 128 // item, warps=block_n // 16, wgmma=True, **more)
         columns = columns_of(rows, base.block_m)
         tiles = -(-layer.outputs // block_n) * -(-rows // columns)
         blocks = 0 if base.per_sm else tiles * base.splits
-        room = HALF_BYTES if half or blocks > MULTIPROCESSORS else MOST_SHARED_BYTES
+        room = HALF_BYTES if half or blocks > MULTIPROCESSORS else ROOM_BYTES
         fits = columns % (8 * base.splits) == layer.inputs % base.block_k == 0
         if fits and (base.per_sm or LEAST_BLOCKS <= blocks <= MOST_BLOCKS):
             yield from deepest(base, columns, wide, layer.gated, room)
@@ -369,7 +384,8 @@ def candidates(layer: Layer, rows: int) -> Iterator[Tile]:
     if rows > 8 and not layer.norm:
         tiles += tuple(dict.fromkeys(tiled(layer, rows)))
     if rows <= STREAM_ROWS:
-        tiles += tuple(t for t in STREAMS if not layer.gated or t.block_n % 32 == 0)
+        streams = (*STREAMS, *WIDE_STREAMS) if layer.fp8 else STREAMS
+        tiles += tuple(t for t in streams if not layer.gated or t.block_n % 32 == 0)
     for tile in tiles:
         if layer.inputs % tile.block_k == 0 and layer.inputs // tile.block_k >= tile.splits:
             yield tile
@@ -389,6 +405,8 @@ def fp8_candidates(layer: Layer, rows: int) -> tuple[Tile, ...]:
 
 def plan(args: argparse.Namespace) -> list[Trial]:
     """The most wanted first: all layers without the norm, then with it."""
+    if args.int8:
+        return int8_plan(args)
     if args.fp8:
         return fp8_plan(args)
     told = args.rows.split(",") if args.rows else ROWS
@@ -450,12 +468,79 @@ def fp8_plan(args: argparse.Namespace) -> list[Trial]:
     return trials + spoilt
 
 
+INT8_ROWS_TOLD = "1,8,32,128,256,2,4,16,64,512,2048"
+WIDE_STREAMS = (
+    stream(32, 4),
+    stream(32, 5),
+    stream(32, 4, warps=16),
+    stream(48, 4),
+    stream(64, 4),
+    stream(96, 3),
+    stream(16, 8),
+    stream(32, 3, warps=4, per_sm=2),
+    stream(32, 4, warps=4, per_sm=2),
+    stream(64, 3, warps=4, per_sm=2),
+)
+
+
+def int8_plan(args: argparse.Namespace) -> list[Trial]:
+    """Up to MAX_FEW rows the product rounds them, and takes a norm in; the vocabulary's never."""
+    found: list[Trial] = []
+    for rows in [int(r) for r in (args.rows or INT8_ROWS_TOLD).split(",")]:
+        for layer in (x for x in LAYERS if args.model in (None, x.model)):
+            if layer.name == "lm_head" and rows > LOGIT_ROWS:
+                continue
+            is_few = rows <= of_int8.MAX_FEW
+            kinds = [dataclasses.replace(layer, norm=False, int8=True)]
+            if layer.norm and is_few and layer.name != "lm_head" and not args.no_norm:
+                kinds.append(dataclasses.replace(layer, int8=True))
+            found += [Trial(kind, rows, t) for kind in kinds for t in int8_tiles(kind, rows)]
+    return list(dict.fromkeys(found))
+
+
+def int8_tiles(layer: Layer, rows: int) -> Iterator[Tile]:
+    rounds = rows <= of_int8.MAX_FEW
+    if rows <= STREAM_ROWS:
+        for tile in (*STREAMS, *WIDE_STREAMS):
+            if layer.gated and tile.block_n % 32:
+                continue
+            cut = groups_of(
+                tile,
+                rows,
+                layer.outputs,
+                layer.inputs,
+                units=MULTIPROCESSORS,
+                gated=layer.gated,
+                rounds=rounds,
+            )
+            if cut.shared_bytes <= ROOM_BYTES // max(1, tile.per_sm) - 1024:
+                yield tile
+    if rounds:
+        return
+    yield from tiled(layer, rows)
+    guess = of_int8.guess_tile
+    yield guess(rows, layer.outputs, layer.inputs, MULTIPROCESSORS, gated=layer.gated)
+    if rows > 64:
+        for more in ({}, {"block_n": 64, "warps": 4}, {"block_n": 64, "warps": 4, "block_m": 64}):
+            pairs = Tile(**{"block_n": 128, "block_k": 128, "warps": 8, "block_m": 128, **more})  # type: ignore[arg-type]
+            pairs = dataclasses.replace(pairs, cluster=2, wgmma=True)
+            yield of_int8.deepest(pairs, rows, gated=layer.gated)
+            if pairs.warps == 4:
+                yield of_int8.deepest(pairs, rows, gated=layer.gated, room=HALF_BYTES)
+    if rows > 256:
+        large = Tile(128, 128, warps=8, wgmma=True)
+        for more in ({}, {"cluster": 2}, {"block_m": 128}, {"block_m": 128, "block_n": 256}):
+            for per_sm in (0, 1):
+                made = dataclasses.replace(large, per_sm=per_sm, **more)  # type: ignore[arg-type]
+                yield of_int8.deepest(made, rows, gated=layer.gated)
+
+
 def kernel_key(trial: Trial) -> tuple[Any, ...]:
     """Trials with the same key share a compiled kernel (or two)."""
     tile, layer = trial.tile, trial.layer
     padded = max(bucket(trial.rows), tile.least_rows) if tile.dot else 1
     free = dataclasses.replace(tile, splits=min(tile.splits, 2), per_sm=min(tile.per_sm, 1))
-    return free, padded, layer.kind, trial.spoilt, layer.fp8 and (trial.rows == 1)
+    return free, padded, layer.kind, trial.spoilt, layer.is_coded and (trial.rows == 1), layer.int8
 
 
 def in_groups(trials: Sequence[Trial], key: Callable[[Trial], Any]) -> list[list[Trial]]:
@@ -502,7 +587,7 @@ class Children:
     def _start(self, number: int, deadline: float) -> subprocess.Popen[bytes]:
         command = [sys.executable, __file__, "--child", self.what, "--number", str(number)]
         command += ["--out", str(self.args.out), "--deadline", str(deadline)]
-        flags = [x for x in ("dry", "no_pdl", "fp8") if getattr(self.args, x)]
+        flags = [x for x in ("dry", "no_pdl", "fp8", "int8") if getattr(self.args, x)]
         command += [f"--{flag.replace('_', '-')}" for flag in flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if self.args.dry:
@@ -587,7 +672,8 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
     for place, us in fastest.items():
         kind, _, rest = place.kind.partition("+")
         apart = fastest.get(dataclasses.replace(place, kind=rest or "plain"))
-        if kind == "norm" and apart is not None and us > apart + NORM_US:
+        is_choice = kind == "norm" and place.dtype != of_int8.DTYPE  # whose norm is always inside
+        if is_choice and apart is not None and us > apart + NORM_US:
             table[place] = None
     (args.out / FILE).write_text(write_tiles(table, told), encoding="utf-8")
 
@@ -754,7 +840,7 @@ class Bench:
         first = runs[0] + 1 if trial.spoilt else runs[0]
         off = first.float() - exact
         mean, worst = float(off.norm() / exact.norm()), float(off.abs().max() / exact.abs().max())
-        if not (mean <= (LIMIT_FP8 if layer.fp8 else LIMIT_NORM) and worst <= LIMIT_WORST):
+        if not (mean <= (LIMIT_FP8 if layer.is_coded else LIMIT_NORM) and worst <= LIMIT_WORST):
             return "wrong", f"error {mean:.2e} in the mean, {worst:.2e} in the worst place"
         if not torch.equal(*runs):
             return "wrong", "the second run differs from the first"
@@ -771,7 +857,7 @@ class Bench:
 
     def time_all(self, group: list[Trial], deadline: float) -> Iterator[Row]:
         layer, rows = group[0].layer, group[0].rows
-        size = layer.outputs * layer.inputs * (1 if layer.fp8 else self.dtype.itemsize)
+        size = layer.outputs * layer.inputs * (1 if layer.is_coded else self.dtype.itemsize)
         copies = max(2, min(128, -(-BEYOND_L2_BYTES // size))) if self.is_real else 2
         given = self.inputs(layer, rows, copies)
         passes = max(1, REPLAY_BYTES // (size * copies)) if self.is_real else 1
@@ -794,7 +880,8 @@ class Bench:
                 why = f"{type(error).__name__}: {str(error)[:300]}"
                 yield row_of(trial, "failed", why=why)
                 continue
-            dtype = DTYPE if layer.fp8 else str(self.dtype).removeprefix("torch.")
+            codes = DTYPE if layer.fp8 else of_int8.DTYPE
+            dtype = codes if layer.is_coded else str(self.dtype).removeprefix("torch.")
             said = {"device": self.device_name(), "dtype": dtype}
             yield row_of(trial, "ours", us=us, tb_per_s=size / us / 1e6, pdl=self.pdl, **said)
 
@@ -848,7 +935,6 @@ class Fp8Bench(Bench):
 
     def ours(self, trial: Trial, given: Inputs, copy: int) -> torch.Tensor:
         from ridgeline.kernels.fp8_linear_triton import fp8_linear_triton
-        from ridgeline.kernels.stream_linear import Scales, stream_linear
 
         if trial.tile.stream and given.x_MK.shape[0] > MAX_STREAMED:
             return stream_linear(
@@ -951,6 +1037,93 @@ class Fp8Bench(Bench):
                 yield row_of(trial, "failed", why=f"{name}: {str(error)[:200]}")
 
 
+class Int8Bench(Fp8Bench):
+    """The same of int8."""
+
+    def inputs(self, layer: Layer, rows: int, copies: int) -> Inputs:
+        make = partial(torch.randn, device=self.device, dtype=self.dtype)
+        width = layer.outputs // 2 if layer.gated else layer.outputs
+        shape = copies, layer.outputs, layer.inputs
+        return Inputs(
+            make(rows, layer.inputs),
+            torch.randint(-127, 128, shape, device=self.device, dtype=INT8),
+            InputNorm(make(layer.inputs), 1e-5) if layer.norm else None,
+            make(rows, width) if layer.residual else None,
+            make(rows, width).fill_(torch.nan),
+            quantize_rows_reference(make(rows, layer.inputs), dtype=INT8),
+            torch.rand(layer.outputs, device=self.device).add_(0.5).mul_(0.02 * layer.inputs**-0.5),
+        )
+
+    def ours(self, trial: Trial, given: Inputs, copy: int) -> torch.Tensor:
+        rounds = given.x_MK.shape[0] <= of_int8.MAX_FEW
+        run: Callable[..., torch.Tensor] = tile_linear
+        if trial.tile.stream:
+            run = partial(stream_linear, norm=given.norm)
+        return run(
+            given.x_MK if rounds else given.rounded.codes_MK,
+            given.weights_CNK[copy],
+            tile=trial.tile,
+            gated=trial.layer.gated,
+            residual_MO=given.residual_MO,
+            out_MO=given.out_MO,
+            scales=Scales(given.scale_N, None if rounds else given.rounded.scale_M),
+            pdl=self.pdl,
+        )
+
+    def exact(self, trial: Trial, given: Inputs) -> torch.Tensor:
+        norm, x_MK = given.norm, given.x_MK.float()
+        if len(x_MK) <= of_int8.MAX_FEW:
+            weighted_MK = x_MK if norm is None else given.x_MK * norm.weight_K
+            taken_MK = rounded_reference(weighted_MK, INT8)
+            if norm is not None:
+                taken_MK *= torch.rsqrt(x_MK.square().mean(1, keepdim=True) + norm.eps)
+        else:
+            taken_MK = given.rounded.codes_MK.float() * given.rounded.scale_M[:, None]
+        return small_linear_reference(
+            taken_MK,
+            given.weights_CNK[0].float() * given.scale_N[:, None],
+            gated=trial.layer.gated,
+            residual_MO=given.residual_MO,
+        )
+
+    def wide(self, given: Inputs, copy: int) -> torch.Tensor:
+        """In bfloat16; made once, at the first call, which is not timed."""
+        if not self.known or self.known[0][0] is not given:
+            self.known[:] = [(given, given.weights_CNK.to(self.dtype))]
+        return self.known[0][1][copy]
+
+    @cached_property
+    def known(self) -> list[tuple[Inputs, torch.Tensor]]:
+        return []
+
+    def alone(self, given: Inputs, copy: int) -> torch.Tensor:
+        return functional.linear(given.x_MK, self.wide(given, copy))
+
+    def library(self, layer: Layer, given: Inputs, copy: int) -> torch.Tensor:
+        x, norm = given.x_MK, given.norm
+        x = x if norm is None else rms_norm(x, norm.weight_K, norm.eps)
+        y = functional.linear(x, self.wide(given, copy))
+        y = silu_mul(y, pdl=self.pdl) if layer.gated else y
+        residual = given.residual_MO if len(x) <= NORM_ROWS else None
+        return y if residual is None else y.add_(residual)
+
+    def variants(
+        self, layer: Layer, given: Inputs, timed: Callable[[Callable[[int], object]], float]
+    ) -> Iterator[Row]:
+        rows, codes = given.x_MK.shape[0], given.rounded.codes_MK
+        runs: dict[str, Callable[[int], object]] = {
+            "rounding": lambda copy: quantize_rows(given.x_MK, dtype=INT8, pdl=self.pdl)
+        }
+        if rows > 16:  # which the library wants
+            runs["int_mm"] = lambda copy: torch._int_mm(codes, given.weights_CNK[copy].T)
+        for name, run in runs.items():
+            trial = Trial(layer, rows, NO_TILE)
+            try:
+                yield row_of(trial, "variant", us=timed(run), name=name)
+            except Exception as error:
+                yield row_of(trial, "failed", why=f"{name}: {str(error)[:200]}")
+
+
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:
     begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -969,7 +1142,7 @@ def make_bench(args: argparse.Namespace) -> Bench:
         device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
         torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-    kind = Fp8Bench if args.fp8 else Bench
+    kind = Int8Bench if args.int8 else Fp8Bench if args.fp8 else Bench
     return kind(device, dtype, not (args.no_pdl or args.dry), make_workspace(device))
 
 
@@ -1001,6 +1174,7 @@ def main() -> int:
     parser.add_argument("--no-norm", action="store_true", help="leave out the fused norm")
     parser.add_argument("--no-pdl", action="store_true", help="no programmatic dependent launch")
     parser.add_argument("--fp8", action="store_true", help="weights in e4m3")
+    parser.add_argument("--int8", action="store_true", help="weights in int8")
     parser.add_argument("--streams", action="store_true", help="only the CUDA kernels")
     parser.add_argument("--dry", action="store_true", help="try the script without a GPU")
     parser.add_argument("--child", choices=("check", "time"), help=argparse.SUPPRESS)

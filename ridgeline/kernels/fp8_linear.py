@@ -83,7 +83,7 @@ def fp8_linear(
     check(sum_MK is None or norm is not None, "a sum is normed")
     rows = x_MW.shape[0]
     if rows == 0 or not takes_e4m3(x_MW, weight):
-        y_MN = _by_tiles(_plain_input(x_MW, silu, norm, sum_MK), weight, bias_N)
+        y_MN = by_tiles(_plain_input(x_MW, silu, norm, sum_MK), weight, bias_N)
         return _ends(y_MN, gated, residual_MO, out_MO)
     if keeps_rows(x_MW, weight):
         x_MK, norm = _few_rows(x_MW, silu, norm, sum_MK, pdl)
@@ -297,7 +297,7 @@ def _ends(
     return y_MO if out_MO is None else out_MO.copy_(y_MO)
 
 
-def _by_tiles(x_MK: torch.Tensor, weight: Fp8Matrix, bias_N: torch.Tensor | None) -> torch.Tensor:
+def by_tiles(x_MK: torch.Tensor, weight: Fp8Matrix, bias_N: torch.Tensor | None) -> torch.Tensor:
     outputs, inputs = weight.codes_NK.shape
     step = max(1, TILE_NUMBERS.get(x_MK.device.type, MANY_NUMBERS) // max(1, inputs))
     if outputs <= step:

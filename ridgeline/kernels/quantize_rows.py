@@ -1,6 +1,8 @@
-"""Rows in e4m3 with a scale each, in the pass that makes them: from a norm, a SiLU, or as they are.
+"""Rows in e4m3 or int8 with a scale each, in the pass that makes them: from a norm, a SiLU, or as
+they are.
 
-The largest number of a row becomes 448, the largest that e4m3 has. All in float32, rounded once.
+The largest number of a row becomes 448, the largest that e4m3 has, or 127. All in float32, rounded
+once.
 Letters: M rows, K their width, W the width of x: 2 * K where it is gate and up, else K.
 """
 
@@ -15,8 +17,9 @@ from torch.nn import functional
 from ridgeline.errors import check
 from ridgeline.kernels.small_linear import InputNorm
 
-E4M3 = torch.float8_e4m3fn
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 LARGEST = 448.0  # of e4m3
+LARGEST_OF = {E4M3: LARGEST, INT8: 127.0}
 LEAST = 1e-30  # a row of smaller numbers counts as this large: no scale is zero
 MAX_SIZE = 16384  # a row lies in the registers of one program
 FIRST_CAPABILITY = (8, 9)  # of NVIDIA GPUs that convert to and multiply in e4m3
@@ -24,7 +27,7 @@ FIRST_CAPABILITY = (8, 9)  # of NVIDIA GPUs that convert to and multiply in e4m3
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """code * scale, in e4m3 and float32."""
+    """code * scale, in e4m3 or int8, and float32."""
 
     codes_MK: torch.Tensor
     scale_M: torch.Tensor
@@ -44,6 +47,7 @@ def quantize_rows(
     silu: bool = False,
     norm: InputNorm | None = None,
     residual_MK: torch.Tensor | None = None,
+    dtype: torch.dtype = E4M3,
     pdl: bool | None = None,
 ) -> QuantizedRows:
     """Of x; or, in this order and as far as asked for, of silu(gate) * up where x is gate and up,
@@ -53,8 +57,10 @@ def quantize_rows(
         from ridgeline.kernels.quantize_rows_triton import quantize_rows_triton
 
         x_MW = x_MW if x_MW.stride(-1) == 1 else x_MW.contiguous()
-        return quantize_rows_triton(x_MW, silu=silu, norm=norm, residual_MK=residual_MK, pdl=pdl)
-    return quantize_rows_reference(x_MW, silu=silu, norm=norm, residual_MK=residual_MK)
+        return quantize_rows_triton(
+            x_MW, silu=silu, norm=norm, residual_MK=residual_MK, dtype=dtype, pdl=pdl
+        )
+    return quantize_rows_reference(x_MW, silu=silu, norm=norm, residual_MK=residual_MK, dtype=dtype)
 
 
 def quantize_rows_reference(
@@ -63,6 +69,7 @@ def quantize_rows_reference(
     silu: bool = False,
     norm: InputNorm | None = None,
     residual_MK: torch.Tensor | None = None,
+    dtype: torch.dtype = E4M3,
 ) -> QuantizedRows:
     wide_MK = x_MW.float()
     if silu:
@@ -74,12 +81,14 @@ def quantize_rows_reference(
     if norm is not None:
         variance_M1 = wide_MK.pow(2).mean(-1, keepdim=True)
         wide_MK = wide_MK * torch.rsqrt(variance_M1 + norm.eps) * norm.weight_K.float()
-    return _round(wide_MK)
+    return _round(wide_MK, dtype)
 
 
-def _round(wide_MK: torch.Tensor) -> QuantizedRows:
+def _round(wide_MK: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
     if wide_MK.shape[1] == 0:
-        return QuantizedRows(wide_MK.to(E4M3), wide_MK.new_ones(wide_MK.shape[0]))
+        return QuantizedRows(wide_MK.to(dtype), wide_MK.new_ones(wide_MK.shape[0]))
     largest_M = wide_MK.abs().amax(-1).clamp_min_(LEAST)
-    scaled_MK = wide_MK * (LARGEST / largest_M)[:, None]
-    return QuantizedRows(scaled_MK.to(E4M3), largest_M.div_(LARGEST))
+    scaled_MK = wide_MK * (LARGEST_OF[dtype] / largest_M)[:, None]
+    if dtype == INT8:  # which has no NaN: the scale says it
+        scaled_MK = scaled_MK.round_().nan_to_num_()
+    return QuantizedRows(scaled_MK.to(dtype), largest_M.div_(LARGEST_OF[dtype]))

@@ -7,6 +7,8 @@ Letters as in `quantize_rows`.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
 from ridgeline.kernels.launching import launches_early
-from ridgeline.kernels.quantize_rows import E4M3, LARGEST, LEAST, QuantizedRows
+from ridgeline.kernels.quantize_rows import E4M3, INT8, LARGEST_OF, LEAST, QuantizedRows
 from ridgeline.kernels.small_linear import InputNorm
+
+(LEAST_BITS,) = struct.unpack("<i", struct.pack("<f", LEAST))
+WHOLE = 1.5 * 2**23  # what is added to it in float32 becomes a whole number
 
 
 def quantize_rows_triton(
@@ -27,7 +32,7 @@ def quantize_rows_triton(
     dtype: torch.dtype = E4M3,
     pdl: bool | None = None,
 ) -> QuantizedRows:
-    """`dtype` float32 keeps what would be rounded: Triton's interpreter rounds to e4m3 wrongly."""
+    """`dtype` float32 keeps what would be e4m3: Triton's interpreter rounds to that wrongly."""
     rows, size = x_MW.shape[0], x_MW.shape[1] // (2 if silu else 1)
     _check(x_MW, size, silu, norm, residual_MK)
     codes_MK = torch.empty((rows, size), dtype=dtype, device=x_MW.device)
@@ -46,8 +51,11 @@ def quantize_rows_triton(
         x_MW.stride(0),
         0 if residual_MK is None else residual_MK.stride(0),
         norm.eps if norm else 0.0,
-        LARGEST=LARGEST,
+        LARGEST=LARGEST_OF.get(dtype, LARGEST_OF[E4M3]),
         LEAST=LEAST,
+        LEAST_BITS=LEAST_BITS,
+        WHOLE=WHOLE,
+        INTEGER=dtype == INT8,
         BLOCK=block,
         SILU=silu,
         RESIDUAL=residual_MK is not None,
@@ -89,6 +97,9 @@ def _quantize_rows(
     eps,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
+    LEAST_BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    INTEGER: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -114,7 +125,14 @@ def _quantize_rows(
         x = rounded.to(tl.float32)
     if NORM:
         x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
-    largest = tl.maximum(tl.max(tl.abs(x), 0), LEAST)
-    codes = (x * (LARGEST / largest)).to(codes_ptr.dtype.element_ty)
+    if INTEGER:
+        # As whole numbers, of which NaN is the largest: a scale of NaN is what is left of it.
+        bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)
+        largest = tl.maximum(bits, LEAST_BITS).to(tl.float32, bitcast=True)
+        wholes = x * (LARGEST / largest) + WHOLE
+        codes = wholes.to(tl.int32, bitcast=True).to(codes_ptr.dtype.element_ty)
+    else:
+        largest = tl.maximum(tl.max(tl.abs(x), 0), LEAST)
+        codes = (x * (LARGEST / largest)).to(codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + row * size + k, codes, inside)
     tl.store(scale_ptr + row, largest / LARGEST)

@@ -21,7 +21,17 @@ import torch
 from ridgeline.errors import check
 from ridgeline.kernels import nvrtc
 from ridgeline.kernels.launching import launches_early
-from ridgeline.kernels.stream_linear import E4M3, ELEMENTS, Scales, compiles, multiprocessors
+from ridgeline.kernels.stream_linear import (
+    ELEMENTS,
+    INT8,
+    MOST_INT8,
+    ROOM_BYTES,
+    ROUNDS,
+    SCALE_KINDS,
+    Scales,
+    compiles,
+    multiprocessors,
+)
 from ridgeline.kernels.tiles import MAX_TILED, Tile
 from ridgeline.kernels.workspace import Workspace, make_workspace
 
@@ -31,11 +41,12 @@ BLOCK_BYTES = 128  # of a row: what the swizzle of the copy engine goes over
 BAND = 64  # rows of W in a product of a warpgroup
 CHUNKS = (32, 16, 8)  # rows of x whose outputs are staged together
 PAD = 4  # float32 between their rows
-MOST_SHARED_BYTES = 227 << 10  # of a block on an H100 or H200
+MOST_SHARED_BYTES = ROOM_BYTES  # of a block
 ALIGNMENT = 16  # bytes of rows
 OUTPUTS = 8  # that are stored together
 PARTIALS = 9 << 19  # a tile of 128 times 256 of each of 132 multiprocessors, and some more
 COUNTERS = 1 << 14
+MOST_ROWS = 1 << 13  # of x in int8: more of them are several launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +71,11 @@ def can_tile(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, gated: bool = False
     width = weight_NK.shape[0] // (2 if gated else 1)
     places = weight_NK.data_ptr() | x_MK.data_ptr()
     strides = (weight_NK.stride(0) | x_MK.stride(0) | x_MK.shape[1]) * item
+    is_int8 = weight_NK.dtype == INT8
     return (
         x_MK.dtype == weight_NK.dtype in ELEMENTS
-        and 0 < x_MK.shape[0] <= MAX_TILED
+        and 0 < x_MK.shape[0] <= (MOST_ROWS if is_int8 else MAX_TILED)
+        and (not is_int8 or x_MK.shape[1] <= MOST_INT8)
         and x_MK.stride(1) == weight_NK.stride(1) == 1
         and width % OUTPUTS == 0
         and (places | strides) % ALIGNMENT == 0
@@ -86,14 +99,16 @@ def tile_linear(
     pdl: bool = True,
 ) -> torch.Tensor:
     """As `small_linear` without a norm, of inputs for which `can_tile` holds: adds in float32,
-    rounds once. x and W in e4m3 have `scales` of both; `dtype` is that of y then. `workspace`
-    has to be large enough for `cut_of`; unless given it is one for all launches of the device,
-    which must not overlap."""
+    rounds once. x and W in e4m3 or int8 have `scales` of both; `dtype` is that of y then. Sums of
+    int8 are exact, so that a row of y without a gate is the same by any tile. `workspace` has to be
+    large enough for `cut_of`; unless given it is one for all launches of the device, which must not
+    overlap."""
     (rows, inputs), outputs = x_MK.shape, weight_NK.shape[0]
     item, units = x_MK.element_size(), multiprocessors(x_MK.device)
     cut = cut_of(tile, rows, outputs, inputs, item=item, units=units, gated=gated)
-    check((scales is not None) == (weight_NK.dtype == E4M3), "e4m3 weights have scales")
-    check(scales is None or scales.x_M is not None, "e4m3 rows have scales too")
+    is_coded = weight_NK.dtype in ROUNDS
+    check((scales is not None) == is_coded, "weights that are codes have scales")
+    check(scales is None or scales.x_M is not None, "rows that are codes have scales too")
     kind = x_MK.dtype if scales is None else (dtype or torch.bfloat16)
     y_MO = x_MK.new_empty((rows, cut.width), dtype=kind) if out_MO is None else out_MO
     ends = [t for t in (bias_N, residual_MO) if t is not None]
@@ -110,6 +125,7 @@ def tile_linear(
         cut,
         x_MK.dtype,
         y_MO.dtype,
+        scale=None if scales is None else scales.weight_N.dtype,
         gated=gated,
         residual=residual_MO is not None,
         bias=bias_N is not None,
@@ -193,16 +209,18 @@ def defines_of(
     cut: Cut,
     dtype: torch.dtype,
     out: torch.dtype,
+    scale: torch.dtype | None = None,
     *,
     gated: bool = False,
     residual: bool = False,
     bias: bool = False,
     pdl: bool = True,
 ) -> dict[str, int | str]:
-    """What the source is compiled with; `dtype` of x and W."""
+    """What the source is compiled with; `dtype` of x and W, `scale` that of the scales of W."""
     return {
         "ELEMENT": ELEMENTS[dtype],
         "OUT": ELEMENTS[out],
+        "W_SCALE": 0 if scale is None else SCALE_KINDS[scale],
         "ROWS": tile.block_n,
         "COLUMNS": cut.columns,
         "STAGES": tile.stages,

@@ -4,6 +4,7 @@
 
     device   the name that the driver gives, such as "NVIDIA H200"
     dtype    of W, such as "bfloat16"; x has the same, but for up to 8 rows beside "float8_e4m3fn"
+             or "int8"; beside "int4" (groups of 128; see `int4_linear`) it has 16 bits
     outputs  rows of W; inputs: its columns
     rows     the bucket of rows of x: a power of two, which stands for all numbers above the one
              before it
@@ -12,9 +13,9 @@
              and the kernels it then needs beside it were faster
     others   (us, tb_per_s, library_us) say what was measured and are not read
 
-What has no entry is done by the library, or for e4m3 as `kernels.fp8_linear` guesses. A bias has no
-part in the choice. An entry changes the order of additions and nothing else;
-but beside e4m3 it decides how x is rounded too.
+What has no entry is done by the library, or for e4m3 and int8 as `kernels.fp8_linear` and
+`kernels.int8_linear` guess. A bias has no part in the choice. An entry changes the order of
+additions and nothing else; but beside e4m3 it decides how x is rounded too.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Tile:
     `block_m`: so many rows of x at a time, where they are many (0: all); for e4m3 only.
     `stream`: the CUDA kernel of `stream_linear`, which says what the other fields mean there;
     `wgmma`: that of `tile_linear`, the same. `cluster`: of programs that share loads, there only.
+    For weights of "int4" `int4_linear_cuda` says all that.
     """
 
     block_n: int

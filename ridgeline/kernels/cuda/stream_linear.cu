@@ -9,10 +9,13 @@
 // from group to group. x takes the same places, from the L2 cache, a step ahead.
 // Sums of the warps, then of the cluster, are added in their order: same input, same bits.
 //
-// Compiled with: ELEMENT 0 bfloat16, 1 float16, 2 e4m3 (x too, with a scale of each row of x and W),
-// 3 W of e4m3 with a scale of each row, x of bfloat16, which is rounded to e4m3 here, with a scale for
-// each 128 numbers; COLUMNS tiles of 8 rows of x; TILES; STAGES of the ring; SPLITS; WARPS; NORM, GATED, RESIDUAL,
-// BIAS, DEPENDENT (programmatic launch) 0 or 1. OUT: element of y, residual, bias: 0 or 1.
+// Compiled with: ELEMENT 0 bfloat16, 1 float16, 2 e4m3 and 4 int8 (x too, with a scale of each row of
+// x and W), 3 W of e4m3 and 5 of int8 with a scale of each row and x of bfloat16, which is rounded to
+// the same here, with a scale for each 128 numbers; COLUMNS tiles of 8 rows of x, X_ROWS of them in
+// the ring, 8 to a tile or 1, 2 or 4 that stand for all 8; TILES; STAGES of the ring; SPLITS; WARPS; NORM, GATED, RESIDUAL, BIAS, DEPENDENT (programmatic launch) 0 or 1; KEPT:
+// what the first group of a CTA has rounded stays in shared memory for those after it. OUT: element
+// of y, residual, bias: 0 or 1; W_SCALE: scales of W are 0 float32, 1 bfloat16, 2 float16. Sums of
+// int8 are exact: whole numbers, of all of K if x is int8.
 // Letters as in small_linear: M rows of x, K inputs, N rows of W, O outputs.
 
 typedef unsigned int u32;
@@ -24,15 +27,29 @@ typedef unsigned short u16;
 #define W_LOADS (TILES * 4)  // 16 bytes each, of a lane and step
 #define ROWS (TILES * 16)  // of W in a group
 #define WIDE (COLUMNS * 8 + 1)
-#define ROUNDS (ELEMENT == 3)
-#define X_KIND (ROUNDS ? 0 : ELEMENT)
+#define ROUNDS (ELEMENT == 3 || ELEMENT == 5)
+#define INTEGER (ELEMENT >= 4)
+#define SCALED (ELEMENT >= 2)
 #define PIECES (ROUNDS ? 2 : 1)  // 16 bytes of x beside 16 bytes of W
+#define BUFFERS (KEPT && SPLITS == 1 ? 2 : 1)  // of sums: then all meet once a group
 #define X_STEP_BYTES (STEP_BYTES * PIECES)
-#define LOADS (W_LOADS + COLUMNS * 2 * PIECES)
+#define X_LINES (X_ROWS * PIECES)  // of 128 bytes in a step
+#define LOADS (W_LOADS + (X_LINES + 3) / 4)
 #if GATED
 #define OUTPUTS (ROWS / 2)
 #else
 #define OUTPUTS ROWS
+#endif
+
+#if INTEGER
+typedef int Sum;  // of a step that is rounded, else of all
+#else
+typedef float Sum;
+#endif
+#if INTEGER && !ROUNDS
+typedef int Total;
+#else
+typedef float Total;
 #endif
 
 struct Words {
@@ -64,6 +81,12 @@ __device__ __forceinline__ Words read_shared(u32 at) {
                : "r"(at)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void write_shared(u32 at, const Words& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 
 __device__ __forceinline__ Words read_constant(const char* at) {
@@ -106,12 +129,29 @@ __device__ __forceinline__ float load_number(const u16* at) {
   return low<OUT>((u32)bits);
 }
 
+#if SCALED
+__device__ __forceinline__ float scale_of(const void* scales, int row) {
+#if W_SCALE == 0
+  return __ldg((const float*)scales + row);
+#else
+  return low<W_SCALE - 1>((u32)__ldg((const u16*)scales + row));
+#endif
+}
+#endif
+
 __device__ __forceinline__ void store_number(u16* at, float value) {
   *at = (u16)(pack<OUT>(value, 0.0f) & 0xffff);
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+__device__ __forceinline__ void multiply(Sum (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                          u32 b1) {
+#if INTEGER
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
 #if ELEMENT == 0
 #define SHAPE "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #elif ELEMENT == 1
@@ -122,20 +162,35 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
   asm volatile(SHAPE "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
 }
 
 #if ROUNDS
-#define LARGEST 448.0f  // of e4m3
+#define LARGEST (INTEGER ? 127.0f : 448.0f)
+#define WHOLE 12582912.0f  // 1.5 * 2^23: what is added to it becomes a whole number
+#define NO_SUM (INTEGER ? 0x4b400000 : 0)  // of int8: the bits of WHOLE, see `number_of`
 
-__device__ __forceinline__ float largest_of(const Words& x) {
-  float largest = fmaxf(fabsf(low<0>(x.x)), fabsf(high<0>(x.x)));
-  largest = fmaxf(largest, fmaxf(fabsf(low<0>(x.y)), fabsf(high<0>(x.y))));
-  largest = fmaxf(largest, fmaxf(fabsf(low<0>(x.z)), fabsf(high<0>(x.z))));
-  return fmaxf(largest, fmaxf(fabsf(low<0>(x.w)), fabsf(high<0>(x.w))));
+// Of pairs of bfloat16 without their signs; NaN is the largest of all.
+__device__ __forceinline__ u32 larger(u32 x, u32 y) {
+  u32 both;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
+  return both;
 }
 
-// Four numbers times `factor`, as e4m3.
+__device__ __forceinline__ u32 largest_of(const Words& x) {
+  const u32 no_signs = 0x7fff7fffu;
+  return larger(larger(x.x & no_signs, x.y & no_signs), larger(x.z & no_signs, x.w & no_signs));
+}
+
+// Four numbers times `factor`, as codes.
 __device__ __forceinline__ u32 rounded(u32 first, u32 second, float factor) {
+#if INTEGER
+  const u32 a = __float_as_uint(__fmaf_rn(low<0>(first), factor, WHOLE));
+  const u32 b = __float_as_uint(__fmaf_rn(high<0>(first), factor, WHOLE));
+  const u32 c = __float_as_uint(__fmaf_rn(low<0>(second), factor, WHOLE));
+  const u32 d = __float_as_uint(__fmaf_rn(high<0>(second), factor, WHOLE));
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+#else
   u16 lower, upper;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
       : "=h"(lower)
@@ -144,6 +199,17 @@ __device__ __forceinline__ u32 rounded(u32 first, u32 second, float factor) {
       : "=h"(upper)
       : "f"(high<0>(second) * factor), "f"(low<0>(second) * factor));
   return (u32)lower | (u32)upper << 16;
+#endif
+}
+
+// A step's sum that began as NO_SUM: one of int8 is less than 2^21, so it is the mantissa of WHOLE
+// and so much more.
+__device__ __forceinline__ float number_of(Sum sum) {
+#if INTEGER
+  return __int_as_float(sum) - WHOLE;
+#else
+  return sum;
+#endif
 }
 #endif
 
@@ -192,33 +258,39 @@ __device__ __forceinline__ int weight_row(int group, int tile, int row, int widt
 #endif
 }
 
+#if INTEGER && !ROUNDS
+__device__ __forceinline__ Total total_of_bits(u32 bits) { return (int)bits; }
+#else
+__device__ __forceinline__ Total total_of_bits(u32 bits) { return __uint_as_float(bits); }
+#endif
+
 #if SPLITS > 1
 __device__ __forceinline__ void cluster_meets() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
 
-__device__ __forceinline__ float read_of(u32 place, u32 rank) {
-  float value;
+__device__ __forceinline__ u32 read_of(u32 place, u32 rank) {
+  u32 bits;
   asm volatile(
-      "{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
-      : "=f"(value)
+      "{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.u32 %0, [there];}"
+      : "=r"(bits)
       : "r"(place), "r"(rank)
       : "memory");
-  return value;
+  return bits;
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     stream_linear(const char* __restrict__ w, const char* __restrict__ x, u16* y,
                   const u16* residual, const u16* __restrict__ bias,
-                  const char* __restrict__ gain, const float* __restrict__ x_scale,
-                  const float* __restrict__ w_scale, int rows, int width, int bytes, int groups,
-                  int groups_each, u64 w_stride, u64 x_stride, u64 residual_stride, u64 y_stride,
+                  const char* __restrict__ gain, const float* x_scale,
+                  const void* __restrict__ w_scale, int rows, int width, int bytes, int groups,
+                  int groups_each, u32 w_stride, u32 x_stride, u64 residual_stride, u64 y_stride,
                   int inputs, float eps) {
   extern __shared__ __align__(16) char room[];
-  float* sums = (float*)(room + WARPS * STAGES * LOADS * 512);  // [WARPS][ROWS][WIDE]
-  float* squares_of = sums + WARPS * ROWS * WIDE;               // [WARPS][COLUMNS * 8]
+  Total* all_sums = (Total*)(room + WARPS * STAGES * LOADS * 512);  // [BUFFERS][WARPS][ROWS][WIDE]
+  float* squares_of = (float*)(all_sums + BUFFERS * WARPS * ROWS * WIDE);  // [WARPS][COLUMNS * 8]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int cta = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS;
 
@@ -242,17 +314,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < ROWS; i += 4) {
       const int row = i + own_row;
-      const char* at = from + (u64)weight_row(group, i / 16, row % 16, width) * w_stride;
+      const char* at = from + (u64)(u32)weight_row(group, i / 16, row % 16, width) * w_stride;
       copy_ahead(to + place_of(row, vector), at, policy);
     }
   };
   auto send_rows = [&](int slot, int step) {
     const u32 to = ring + (slot * LOADS + W_LOADS) * 512;
 #pragma unroll
-    for (int i = 0; i < COLUMNS * 8 * PIECES; i += 4) {
+    for (int i = 0; i < X_LINES; i += 4) {
       const int line = i + own_row, row = line / PIECES, piece = line % PIECES * 8 + vector;
       const bool known = row < rows;
-      const char* at = x + x_begin + (u64)(known ? row : 0) * x_stride;
+      if (line >= X_LINES) continue;
+      const char* at = x + x_begin + (u64)(u32)(known ? row : 0) * x_stride;
       copy_or_zero(to + x_place(row, piece), at + (u64)step * X_STEP_BYTES + piece * 16, known);
     }
   };
@@ -282,20 +355,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (total > 0) fetch_gains(0);
 #endif
 
+#if KEPT
+  // For each step of each warp: of the rows of x there are two planes of codes, then their units.
+  const int most = (steps + sharers - 1) / sharers, planes = 2 * rows * 64;
+  char* const kept = (char*)(squares_of + WARPS * COLUMNS * 8);
+  float* const units = (float*)(kept + WARPS * most * planes) + warp * most * rows;
+  auto codes_at = [&](int step, int row, int h) {
+    return shared_place(kept) + (warp * most + step) * planes + h * rows * 64 + row * 64 + t * 16;
+  };
+#endif
+
 #if DEPENDENT
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 
-  // The first of these groups has all the weights sent so far.
+  // The first of these copies has all the weights sent so far.
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
-    if (i < total) send_rows(i, i % mine);
+    if (i < (KEPT ? mine : total)) send_rows(i, i % mine);
     commit();
   }
   int slot = 0;
   for (int group = first_group; group < last_group; ++group) {
-    float total_of[TILES][COLUMNS][4] = {};
+    const bool is_first = group == first_group;
+    const int buffer = BUFFERS == 2 ? (group - first_group) % 2 : 0;
+    Total* const sums = all_sums + buffer * WARPS * ROWS * WIDE;
+    Total total_of[TILES][COLUMNS][4] = {};
 #if NORM
     float squares[COLUMNS] = {};
 #endif
@@ -303,50 +389,81 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
       __syncwarp();
       const u32 from = ring + slot * LOADS * 512;
-      Words now[COLUMNS][2][PIECES];
+      Words taken[COLUMNS][2];
+#if ROUNDS
+      float unit_of[COLUMNS];
+#endif
+      auto take_rows = [&] {
+        Words now[COLUMNS][2][PIECES];
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
+        for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
-        for (int p = 0; p < 2 * PIECES; ++p) {
-          const int piece = (p / PIECES * 4 + t) * PIECES + p % PIECES;
-          const u32 at = from + W_LOADS * 512 + x_place(c * 8 + g, piece);
-          now[c][p / PIECES][p % PIECES] = read_shared(at);
+          for (int p = 0; p < 2 * PIECES; ++p) {
+            const int piece = (p / PIECES * 4 + t) * PIECES + p % PIECES;
+            const u32 at = from + W_LOADS * 512 + x_place((c * 8 + g) % X_ROWS, piece);
+            now[c][p / PIECES][p % PIECES] = read_shared(at);
 #if NORM
-          if (group == first_group) squares[c] += squares_of_all(now[c][p / PIECES][p % PIECES]);
-          times_all(now[c][p / PIECES][p % PIECES], next_gains[p / PIECES][p % PIECES]);
+            if (is_first) squares[c] += squares_of_all(now[c][p / PIECES][p % PIECES]);
+            times_all(now[c][p / PIECES][p % PIECES], next_gains[p / PIECES][p % PIECES]);
+#endif
+          }
+        }
+#if NORM
+        fetch_gains(step + 1 < mine ? step + 1 : 0);
+#endif
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+#if ROUNDS
+          u32 pair = larger(larger(largest_of(now[c][0][0]), largest_of(now[c][0][1])),
+                            larger(largest_of(now[c][1][0]), largest_of(now[c][1][1])));
+          pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, 1));
+          pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, 2));
+          const float most_of = low<0>(larger(pair, pair >> 16));
+          const float factor = most_of > 1e-30f ? __fdividef(LARGEST, most_of) : 0.0f;
+          unit_of[c] = most_of * (1.0f / LARGEST);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const Words &a = now[c][h][0], &b = now[c][h][1];
+            taken[c][h] = Words{rounded(a.x, a.y, factor), rounded(a.z, a.w, factor),
+                                rounded(b.x, b.y, factor), rounded(b.z, b.w, factor)};
+          }
+#else
+          taken[c][0] = now[c][0][0];
+          taken[c][1] = now[c][1][0];
 #endif
         }
-      }
-#if NORM
-      fetch_gains(step + 1 < mine ? step + 1 : 0);
-#endif
-#if ROUNDS
-      float now_of[TILES][COLUMNS][4] = {};
-      float unit_of[COLUMNS];
-      Words taken[COLUMNS][2];
+      };
+#if KEPT
+      if (is_first) {
+        take_rows();
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        float most = fmaxf(fmaxf(largest_of(now[c][0][0]), largest_of(now[c][0][1])),
-                           fmaxf(largest_of(now[c][1][0]), largest_of(now[c][1][1])));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        unit_of[c] = most * (1.0f / LARGEST);
-        const float factor = most > 1e-30f ? __fdividef(LARGEST, most) : 0.0f;
+        for (int c = 0; c < COLUMNS; ++c) {
+          const int row = c * 8 + g;
+          if (row >= rows) continue;
+          write_shared(codes_at(step, row, 0), taken[c][0]);
+          write_shared(codes_at(step, row, 1), taken[c][1]);
+          if (t == 0) units[step * rows + row] = unit_of[c];
+        }
+      } else {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const Words &a = now[c][h][0], &b = now[c][h][1];
-          taken[c][h] = Words{rounded(a.x, a.y, factor), rounded(a.z, a.w, factor),
-                                   rounded(b.x, b.y, factor), rounded(b.z, b.w, factor)};
+        for (int c = 0; c < COLUMNS; ++c) {
+          const int row = c * 8 + g;
+          const bool known = row < rows;
+          taken[c][0] = known ? read_shared(codes_at(step, row, 0)) : Words{};
+          taken[c][1] = known ? read_shared(codes_at(step, row, 1)) : Words{};
+          unit_of[c] = known ? units[step * rows + row] : 0.0f;
         }
       }
 #else
-      auto& now_of = total_of;
-      Words taken[COLUMNS][2];
+      take_rows();
+#endif
+#if ROUNDS
+      Sum now_of[TILES][COLUMNS][4];
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        taken[c][0] = now[c][0][0];
-        taken[c][1] = now[c][1][0];
-      }
+      for (int i = 0; i < TILES * COLUMNS * 4; ++i)
+        now_of[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] = NO_SUM;
+#else
+      auto& now_of = total_of;
 #endif
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
@@ -370,17 +487,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const float odd = __shfl_sync(0xffffffffu, unit_of[c], 8 * t + 4);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-          total_of[tile][c][0] += now_of[tile][c][0] * even;
-          total_of[tile][c][1] += now_of[tile][c][1] * odd;
-          total_of[tile][c][2] += now_of[tile][c][2] * even;
-          total_of[tile][c][3] += now_of[tile][c][3] * odd;
+          total_of[tile][c][0] += number_of(now_of[tile][c][0]) * even;
+          total_of[tile][c][1] += number_of(now_of[tile][c][1]) * odd;
+          total_of[tile][c][2] += number_of(now_of[tile][c][2]) * even;
+          total_of[tile][c][3] += number_of(now_of[tile][c][3]) * odd;
         }
       }
 #endif
       __syncwarp();  // all have read what is written over now
       if (ahead_group < last_group) {
         send_weights(slot, ahead_group, ahead_step);
-        send_rows(slot, ahead_step);
+        if (!KEPT || ahead_group == first_group) send_rows(slot, ahead_step);
         if (++ahead_step == mine) {
           ahead_step = 0;
           ++ahead_group;
@@ -390,12 +507,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (++slot == STAGES) slot = 0;
     }
 
-    float* own = sums + warp * ROWS * WIDE;
+    Total* own = sums + warp * ROWS * WIDE;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        float* at = own + (tile * 16 + g) * WIDE + c * 8 + t * 2;
+        Total* at = own + (tile * 16 + g) * WIDE + c * 8 + t * 2;
         at[0] = total_of[tile][c][0];
         at[1] = total_of[tile][c][1];
         at[8 * WIDE] = total_of[tile][c][2];
@@ -403,7 +520,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
 #if NORM
-    if (group == first_group) {
+    if (is_first) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
         float both = squares[c] + __shfl_xor_sync(0xffffffffu, squares[c], 1);
@@ -417,14 +534,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if SPLITS > 1
     // Of its own warps each CTA makes one sum, then each finishes some outputs of all.
     for (int e = threadIdx.x; e < ROWS * COLUMNS * 8; e += THREADS) {
-      float* at = sums + (e / (COLUMNS * 8)) * WIDE + e % (COLUMNS * 8);
-      float sum = at[0];
+      Total* at = sums + (e / (COLUMNS * 8)) * WIDE + e % (COLUMNS * 8);
+      Total sum = at[0];
 #pragma unroll
       for (int i = 1; i < WARPS; ++i) sum += at[i * ROWS * WIDE];
       at[0] = sum;
     }
 #if NORM
-    if (group == first_group && threadIdx.x < COLUMNS * 8) {
+    if (is_first && threadIdx.x < COLUMNS * 8) {
       float sum = squares_of[threadIdx.x];
 #pragma unroll
       for (int i = 1; i < WARPS; ++i) sum += squares_of[i * COLUMNS * 8 + threadIdx.x];
@@ -435,16 +552,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
 
     auto sum_at = [&](int row, int m) {
-      float* at = sums + row * WIDE + m;
-      float sum = 0.0f;
+      Total* at = sums + row * WIDE + m;
+      Total sum = 0;
 #if SPLITS > 1
 #pragma unroll
-      for (int i = 0; i < SPLITS; ++i) sum += read_of(shared_place(at), i);
+      for (int i = 0; i < SPLITS; ++i) sum += total_of_bits(read_of(shared_place(at), i));
 #else
 #pragma unroll
       for (int i = 0; i < WARPS; ++i) sum += at[i * ROWS * WIDE];
 #endif
-      return sum;
+      return (float)sum;
     };
 
     for (int e = rank * THREADS + threadIdx.x; e < OUTPUTS * rows; e += SPLITS * THREADS) {
@@ -461,7 +578,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       float squares_m = 0.0f;
 #if SPLITS > 1
 #pragma unroll
-      for (int i = 0; i < SPLITS; ++i) squares_m += read_of(shared_place(squares_of + m), i);
+      for (int i = 0; i < SPLITS; ++i)
+        squares_m += __uint_as_float(read_of(shared_place(squares_of + m), i));
 #else
 #pragma unroll
       for (int i = 0; i < WARPS; ++i) squares_m += squares_of[i * COLUMNS * 8 + m];
@@ -472,15 +590,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       up *= factor;
 #endif
 #endif
-#if ELEMENT >= 2
+#if SCALED
+      // Rounded one by one, as everywhere: a row of int8 has the same bits by any kernel.
 #if ROUNDS
       const float scale = 1.0f;
 #else
-      const float scale = x_scale[m];
+      const float scale = __ldcg(x_scale + m);
 #endif
-      value *= scale * w_scale[output];
+      value = __fmul_rn(value, scale * scale_of(w_scale, output));
 #if GATED
-      up *= scale * w_scale[output + width];
+      up = __fmul_rn(up, scale * scale_of(w_scale, output + width));
 #endif
 #endif
 #if BIAS
@@ -499,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 #if SPLITS > 1
     cluster_meets();
-#else
+#elif BUFFERS == 1
     __syncthreads();
 #endif
   }

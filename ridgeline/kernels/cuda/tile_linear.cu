@@ -10,24 +10,39 @@
 // blocks exchange their sums, and each finishes some rows of x. CLUSTER blocks are one program:
 // each has its own rows of W, and sends a share of x to all of them. Same input, same bits.
 //
-// Compiled with: ELEMENT 0 bfloat16, 1 float16, 2 e4m3 (with a scale of each row of x and W); ROWS,
-// COLUMNS, STAGES, BLOCKS, WARPGROUPS, CLUSTER, SPLITS; GATED, RESIDUAL, BIAS, DEPENDENT
-// (programmatic launch) 0 or 1. OUT: element of y, residual, bias: 0 or 1.
+// Compiled with: ELEMENT 0 bfloat16, 1 float16, 2 e4m3, 4 int8 (these with a scale of each row of x
+// and W); ROWS, COLUMNS, STAGES, BLOCKS, WARPGROUPS, CLUSTER, SPLITS; GATED, RESIDUAL, BIAS, DEPENDENT
+// (programmatic launch) 0 or 1. OUT: element of y, residual, bias: 0 or 1; W_SCALE: scales of W are
+// 0 float32, 1 bfloat16, 2 float16. Sums of int8 are exact, so no cut of the work changes a bit.
+// PACKED 1: W has 4 bits and what `int4_record.cu` says; ELEMENT is that of x, BLOCKS are 2.
 // Letters as in small_linear: M rows of x, K inputs, N rows of W, O outputs (`width`).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
+#ifndef PACKED
+#define PACKED 0
+#endif
 #define BANDS (ROWS / 64 / WARPGROUPS)
 #define SUMS (COLUMNS / 2)  // of a thread and band
 #define WIDE (WARPGROUPS == 2 && BANDS * SUMS > 96)  // loading warps give registers away
 #define THREADS (WARPGROUPS * 128 + (WIDE ? 128 : 64))
-#define PROGRAMS_EACH (WARPGROUPS == 1 || BANDS * SUMS <= 32 ? 2 : 1)  // of a multiprocessor
+#if PACKED  // the left operand takes registers too
+#define PROGRAMS_EACH (BANDS * SUMS <= (WARPGROUPS == 1 ? 64 : 16) ? 2 : 1)  // of a multiprocessor
+#else
+#define PROGRAMS_EACH (WARPGROUPS == 1 || BANDS * SUMS <= 32 ? 2 : 1)
+#endif
 #define W_BYTES (ROWS * 128)
 #define X_BYTES (COLUMNS * 128)
-#define STAGE_BYTES (BLOCKS * (W_BYTES + X_BYTES))
-#define BLOCK_NUMBERS (ELEMENT == 2 ? 128 : 64)
+#if PACKED
+#define W_ROOM ((ROWS / 16 * RECORD + 1023) / 1024 * 1024)  // of a stage
+#else
+#define W_ROOM (BLOCKS * W_BYTES)
+#endif
+#define STAGE_BYTES (W_ROOM + BLOCKS * X_BYTES)
+#define BLOCK_NUMBERS (ELEMENT >= 2 ? 128 : 64)
+#define INTEGER (ELEMENT == 4)
 #define PART (COLUMNS / SPLITS)  // rows of x that a block of a cluster along K finishes
 #define CHUNK (PART % 32 == 0 ? 32 : PART % 16 == 0 ? 16 : 8)  // that leave together
 #define BAND_OUTPUTS (GATED ? 32 : 64)
@@ -36,6 +51,22 @@ typedef unsigned short u16;
 #define VECTORS (CHUNK * BAND_OUTPUTS / 8)  // 8 outputs each, of a chunk
 #define VECTORS_EACH ((VECTORS + 127) / 128)
 #define WARP_ARRIVALS (WARPGROUPS * 4 * CLUSTER)
+
+#if INTEGER
+typedef int Sum;
+typedef int4 Sums4;
+#define IN_OUT "+r"
+#define OUT_OF "=r"
+#define INTO "r"
+#define SUM_TYPE "s32"
+#else
+typedef float Sum;
+typedef float4 Sums4;
+#define IN_OUT "+f"
+#define OUT_OF "=f"
+#define INTO "f"
+#define SUM_TYPE "f32"
+#endif
 
 struct __align__(64) Map {
   u64 words[16];
@@ -61,9 +92,9 @@ struct __align__(64) Map {
 #define L112 L104 ",%104,%105,%106,%107,%108,%109,%110,%111"
 #define L120 L112 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define L128 L120 ",%120,%121,%122,%123,%124,%125,%126,%127"
-#define D8(i)                                                                              \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]),              \
-      "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D8(i)                                                                                \
+  IN_OUT(d[i]), IN_OUT(d[i + 1]), IN_OUT(d[i + 2]), IN_OUT(d[i + 3]), IN_OUT(d[i + 4]),      \
+      IN_OUT(d[i + 5]), IN_OUT(d[i + 6]), IN_OUT(d[i + 7])
 #define D16(i) D8(i), D8(i + 8)
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
@@ -100,12 +131,14 @@ struct __align__(64) Map {
 #define SHAPE "m64n" TEXT(COLUMNS) "k16.f32.bf16.bf16 " OPERANDS ", 1, 1, 0, 0;"
 #elif ELEMENT == 1
 #define SHAPE "m64n" TEXT(COLUMNS) "k16.f32.f16.f16 " OPERANDS ", 1, 1, 0, 0;"
-#else
+#elif ELEMENT == 2
 #define SHAPE "m64n" TEXT(COLUMNS) "k32.f32.e4m3.e4m3 " OPERANDS ", 1, 1;"
+#else
+#define SHAPE "m64n" TEXT(COLUMNS) "k32.s32.s8.s8 " OPERANDS ";"
 #endif
 
 // d = a @ b.T, on top of d if `keep`; a and b as `described`, 32 bytes of each row.
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b, u32 keep) {
+__device__ __forceinline__ void multiply(Sum (&d)[SUMS], u64 a, u64 b, u32 keep) {
   asm volatile("{.reg .pred p;\nsetp.ne.b32 p, " KEEP ", 0;\n"
                "wgmma.mma_async.sync.aligned." SHAPE "}"
                : RESULTS
@@ -166,6 +199,10 @@ __device__ __forceinline__ void all_meet() {
 __device__ __forceinline__ void warpgroup_meets(int warpgroup) {
   asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
+
+#if PACKED
+#include "int4_tile.cu"
+#endif
 
 #if GATED
 #define AT "[%1, {%3, %4, %4, %5}]"
@@ -228,6 +265,20 @@ __device__ __forceinline__ u32 add_pair(u32 pair, float& first, float& second) {
   return pack(first, second);
 }
 
+#if ELEMENT >= 2
+__device__ __forceinline__ float scale_of(const void* scales, int row) {
+#if W_SCALE == 0
+  return __ldg((const float*)scales + row);
+#elif W_SCALE == 1
+  return __uint_as_float((u32)__ldg((const u16*)scales + row) << 16);
+#else
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(__ldg((const u16*)scales + row)));
+  return f;
+#endif
+}
+#endif
+
 template <int N>
 struct Number {
   static constexpr int value = N;
@@ -237,7 +288,7 @@ struct Number {
 // Each block of the cluster sends to each other the sums of the columns that the other finishes,
 // into the rings, which are empty by now, and adds what it is sent, in the order of K.
 template <typename Finish>
-__device__ __forceinline__ void finish_by_all(float (&sums)[BANDS][SUMS], int mine, u32 ring,
+__device__ __forceinline__ void finish_by_all(Sum (&sums)[BANDS][SUMS], int mine, u32 ring,
                                               int inside, int warpgroup, Finish finish) {
   const u32 own = ring + (warpgroup * SPLITS * BANDS * PART / 8 * 128 + inside) * 16;
   all_meet();
@@ -250,9 +301,9 @@ __device__ __forceinline__ void finish_by_all(float (&sums)[BANDS][SUMS], int mi
                  : "r"(own + mine * (BANDS * PART / 8 * 2048)), "r"(to));
 #pragma unroll
     for (int i = 0; i < BANDS * PART / 2; i += 4) {
-      const float* s = &sums[i / (PART / 2)][to * (PART / 2) + i % (PART / 2)];
-      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there + i / 4 * 2048),
-                   "f"(s[0]), "f"(s[1]), "f"(s[2]), "f"(s[3])
+      const Sum* s = &sums[i / (PART / 2)][to * (PART / 2) + i % (PART / 2)];
+      asm volatile("st.shared::cluster.v4." SUM_TYPE " [%0], {%1, %2, %3, %4};"
+                   ::"r"(there + i / 4 * 2048), INTO(s[0]), INTO(s[1]), INTO(s[2]), INTO(s[3])
                    : "memory");
     }
   }
@@ -262,14 +313,14 @@ __device__ __forceinline__ void finish_by_all(float (&sums)[BANDS][SUMS], int mi
     if (part != mine) return;
 #pragma unroll
     for (int i = 0; i < BANDS * PART / 2; i += 4) {
-      float* s = &sums[i / (PART / 2)][part * (PART / 2) + i % (PART / 2)];
-      float total[4];
+      Sum* s = &sums[i / (PART / 2)][part * (PART / 2) + i % (PART / 2)];
+      Sum total[4];
 #pragma unroll
       for (int from = 0; from < SPLITS; ++from) {
-        float v[4] = {s[0], s[1], s[2], s[3]};
+        Sum v[4] = {s[0], s[1], s[2], s[3]};
         if (from != part) {
-          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                       : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+          asm volatile("ld.shared.v4." SUM_TYPE " {%0, %1, %2, %3}, [%4];"
+                       : OUT_OF(v[0]), OUT_OF(v[1]), OUT_OF(v[2]), OUT_OF(v[3])
                        : "r"(own + from * (BANDS * PART / 8 * 2048) + i / 4 * 2048)
                        : "memory");
         }
@@ -293,7 +344,7 @@ __device__ __forceinline__ void finish_by_all(float (&sums)[BANDS][SUMS], int mi
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
     tile_linear(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, u16* y,
                 const u16* residual, const u16* __restrict__ bias, const float* x_scale,
-                const float* __restrict__ w_scale, float* partial, u32* arrivals, int rows,
+                const void* __restrict__ w_scale, float* partial, u32* arrivals, int rows,
                 int width, int x_tiles, int tiles, int steps, u64 residual_stride, u64 y_stride) {
   extern __shared__ __align__(1024) char room[];
   float* staging = (float*)(room + STAGES * STAGE_BYTES);
@@ -357,15 +408,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
         u32 to = ring + slot * STAGE_BYTES;
         if (of_weights) {
           const int row = (tile / x_tiles * CLUSTER + rank) * ROWS;
+#if PACKED
+          send_records(to, map, barrier, row / ROWS, step, policy);
+#else
           expect(barrier, BLOCKS * W_BYTES);
 #pragma unroll
           for (int n = 0; n < BLOCKS; ++n) {
             send_weights(to + n * W_BYTES, map, barrier, (step * BLOCKS + n) * BLOCK_NUMBERS, row,
                          policy);
           }
+#endif
         } else {
           const int row = tile % x_tiles * COLUMNS + share;
-          to += BLOCKS * W_BYTES + share * 128;
+          to += W_ROOM + share * 128;
           expect(barrier, BLOCKS * X_BYTES);
 #pragma unroll
           for (int n = 0; n < BLOCKS; ++n) {
@@ -396,7 +451,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
 #endif
     const int warpgroup = warp / 4, inside = threadIdx.x % 128, g = lane / 4, t = lane % 4;
     float* own = staging + warpgroup * STAGING;
-    float sums[BANDS][SUMS];
+#if PACKED
+    const u32 opens_of_codes = opens_of_launch();
+#endif
+    Sum sums[BANDS][SUMS];
     int slot = 0;
     u32 parity = 0;
     auto release = [&](int which) {
@@ -409,6 +467,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
       for (int step = first; step < last; ++step) {
         wait_for(full + slot * 8, parity);
         const u32 from = ring + slot * STAGE_BYTES;
+#if PACKED
+        const char* stage = room + slot * STAGE_BYTES;
+        const u64 x_at = described(from + W_ROOM);
+        // Each block becomes numbers while the products of the one before run.
+        Lane codes[BANDS];
+#pragma unroll
+        for (int band = 0; band < BANDS; ++band)
+          codes[band] = Lane(stage, warpgroup * BANDS + band, warp, lane);
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+          u32 a[BANDS][4][4];
+#pragma unroll
+          for (int band = 0; band < BANDS; ++band) {
+            codes[band].operands(a[band], block, opens_of_codes);
+            settle(a[band]);
+          }
+          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int band = 0; band < BANDS; ++band) {
+              multiply_packed(sums[band], a[band][i], x_at + (block * X_BYTES + i * 32) / 16,
+                              step > first || block > 0 || i > 0);
+            }
+          }
+          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          if (block == 0 && before >= 0) release(before);
+        }
+#else
         const u64 w_at = described(from + warpgroup * BANDS * 64 * 128);
         const u64 x_at = described(from + BLOCKS * W_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -423,6 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (before >= 0) release(before);
+#endif
         before = slot;
         if (++slot == STAGES) {
           slot = 0;
@@ -433,18 +522,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
       release(before);
       at += last - first;
 #if SPLITS == 1
-      float4* const parts = (float4*)partial + inside;
+      Sums4* const parts = (Sums4*)partial + inside;
       const int place = rank * WARPGROUPS + warpgroup;
       auto part = [&](int of) {
         return parts + (u64)(of * CLUSTER * WARPGROUPS + place) * (BANDS * SUMS * 32);
       };
       u32* const counter = arrivals + tile * CLUSTER * WARPGROUPS + place;
       if (first > 0) {
-        float4* mine = part(program);
+        Sums4* mine = part(program);
 #pragma unroll
         for (int i = 0; i < BANDS * SUMS; i += 4) {
-          const float* s = &sums[i / SUMS][i % SUMS];
-          __stcg(mine + i / 4 * 128, make_float4(s[0], s[1], s[2], s[3]));
+          const Sum* s = &sums[i / SUMS][i % SUMS];
+          __stcg(mine + i / 4 * 128, Sums4{s[0], s[1], s[2], s[3]});
         }
         warpgroup_meets(warpgroup);
         if (inside == 0)
@@ -466,11 +555,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
         }
         warpgroup_meets(warpgroup);
         for (int of = program + 1; of <= newest; ++of) {
-          const float4* from = part(of);
+          const Sums4* from = part(of);
 #pragma unroll
           for (int i = 0; i < BANDS * SUMS; i += 4) {
-            const float4 v = __ldcg(from + i / 4 * 128);
-            float* s = &sums[i / SUMS][i % SUMS];
+            const Sums4 v = __ldcg(from + i / 4 * 128);
+            Sum* s = &sums[i / SUMS][i % SUMS];
             s[0] += v.x;
             s[1] += v.y;
             s[2] += v.z;
@@ -499,9 +588,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
           const float upper_bias = known ? number(bias[output]) : 0.0f;
           const float lower_bias = both ? number(bias[second]) : 0.0f;
 #endif
-#if ELEMENT == 2
-          const float upper_scale = known ? w_scale[output] : 0.0f;
-          const float lower_scale = both ? w_scale[second] : 0.0f;
+#if ELEMENT >= 2
+          const float upper_scale = known ? scale_of(w_scale, output) : 0.0f;
+          const float lower_scale = both ? scale_of(w_scale, second) : 0.0f;
 #endif
           uint4 added[VECTORS_EACH], next_added[VECTORS_EACH];
           auto fetch_residual = [&](int chunk) {
@@ -522,16 +611,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
             if (chunk + CHUNK < from_column + PART) fetch_residual(chunk + CHUNK);
 #pragma unroll
             for (int j = chunk / 8; j < (chunk + CHUNK) / 8; ++j) {
-              float a = sums[band][j * 4], b = sums[band][j * 4 + 1];
-              float c = sums[band][j * 4 + 2], d = sums[band][j * 4 + 3];
-#if ELEMENT == 2
+              // A row of int8 has the same bits by any kernel, so each step is rounded apart.
+              float a = (float)sums[band][j * 4], b = (float)sums[band][j * 4 + 1];
+              float c = (float)sums[band][j * 4 + 2], d = (float)sums[band][j * 4 + 3];
+#if ELEMENT >= 2
               const int m = first_row + j * 8 + t * 2;
               const float even = m < rows ? __ldcg(x_scale + m) : 0.0f;
               const float odd = m + 1 < rows ? __ldcg(x_scale + m + 1) : 0.0f;
-              a *= even * upper_scale;
-              b *= odd * upper_scale;
-              c *= even * lower_scale;
-              d *= odd * lower_scale;
+              a = __fmul_rn(a, even * upper_scale);
+              b = __fmul_rn(b, odd * upper_scale);
+              c = __fmul_rn(c, even * lower_scale);
+              d = __fmul_rn(d, odd * lower_scale);
 #endif
 #if BIAS
               a += upper_bias;
