@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -29,16 +30,19 @@ from ridgeline.log import say
 logger = logging.getLogger(__name__)
 
 TensorMap = ctypes.Array[ctypes.c_uint64]  # CUtensorMap: 128 bytes, by value
-Arg = torch.Tensor | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_float | TensorMap
+Number = ctypes.c_int32 | ctypes.c_int64 | ctypes.c_uint32 | ctypes.c_uint64 | ctypes.c_float
+Arg = torch.Tensor | Number | TensorMap
 
-MAP_TYPES = {1: 0, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType; 1: any of one byte
+# CUtensorMapDataType; 1: any of one byte
+MAP_TYPES = {1: 0, torch.int64: 5, torch.float16: 6, torch.bfloat16: 9}
 MAP_ALIGNMENT = 64  # of a CUtensorMap
-SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+AS_THEY_ARE, SWIZZLE_128B = 0, 3  # CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B
 PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 STATIC_SHARED_BYTES = 48 << 10  # more has to be asked for
+INCLUDE = re.compile(r'^#include "(\w+\.cu)"$', re.MULTILINE)
 
 _lock = Lock()
 
@@ -131,10 +135,12 @@ def tensor_map(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
+    swizzle: int = SWIZZLE_128B,
 ) -> TensorMap:
     """What the copy engine has to know of a tensor that it reads a box at a time, into swizzled
-    rows of 128 bytes; zeros outside. The innermost axis comes first, whose numbers lie side by
-    side; `strides`, in bytes, are those of the others. It depends on nothing else: it is kept."""
+    rows of 128 bytes, or one number behind the other; zeros outside. The innermost axis comes
+    first, whose numbers lie side by side; `strides`, in bytes, are those of the others. It depends
+    on nothing else: it is kept."""
     # The driver wants an address that is a multiple of 64.
     room = (ctypes.c_uint64 * (16 + MAP_ALIGNMENT // 8))()
     made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % MAP_ALIGNMENT)
@@ -149,7 +155,7 @@ def tensor_map(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
-        SWIZZLE_128B,
+        swizzle,
         PROMOTE_128B,
         0,
     )
@@ -164,10 +170,7 @@ def _kernel(
     device = torch.device("cuda", index)
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"]
-    options += [f"-D{key}={value}" for key, value in defines]
-    source = (files(__package__) / "cuda" / source_file).read_text()
-    code = _compiled(source, source_file, options)
+    code = machine_code(source_file, defines, architecture)
     driver = _driver()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # the device has a context from here on
@@ -176,6 +179,16 @@ def _kernel(
         found = driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
         _check_driver(found, f"finding {name}")
     return Kernel(name, device, function)
+
+
+def machine_code(
+    source_file: str, defines: Sequence[tuple[str, int | str]], architecture: str
+) -> bytes:
+    """Of `cuda/source_file` for `sm_90a`, say; kept on disk. It takes no device, so processes may
+    compile beforehand what one of them is to launch."""
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"]
+    options += [f"-D{key}={value}" for key, value in sorted(defines)]
+    return _compiled(read_source(source_file), source_file, options)
 
 
 def _compiled(source: str, source_file: str, options: Sequence[str]) -> bytes:
@@ -197,6 +210,12 @@ def _compiled(source: str, source_file: str, options: Sequence[str]) -> bytes:
     except OSError as error:
         say(logger, logging.WARNING, "a compiled kernel is not kept", reason=str(error))
     return code
+
+
+def read_source(source_file: str) -> str:
+    """Of `cuda/source_file`; a line `#include "other.cu"` there stands for that file beside it."""
+    text = (files(__package__) / "cuda" / source_file).read_text(encoding="utf-8")
+    return INCLUDE.sub(lambda found: read_source(found[1]), text)
 
 
 def cache_folder() -> Path:

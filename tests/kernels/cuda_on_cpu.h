@@ -42,7 +42,7 @@ namespace emulated {
 constexpr int LANES = 32;
 constexpr size_t STACK_BYTES = 256 << 10;
 
-struct Copy { uint4* to; const char* from; bool wanted; };
+struct Copy { void* to; const char* from; int size; bool wanted; };
 
 struct Lane {
   ucontext_t context;
@@ -143,10 +143,18 @@ inline float power_of_two(float x) { return std::exp2(x); }
 inline void wait_for_kernel_before() {}
 inline void let_next_kernel_begin() {}
 
+inline void copy_bytes_ahead(void* to, const char* from, int size, bool wanted) {
+  if ((uintptr_t)to % size || (uintptr_t)from % size) emulated::fail("a copy is not on its size");
+  std::memset(to, 0xff, size);
+  emulated::lane_now().open.push_back({to, from, size, wanted});
+}
+
 inline void copy_ahead_if(uint4* to, const char* from, bool wanted) {
-  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emulated::fail("a copy is not on 16 bytes");
-  std::memset(to, 0xff, 16);
-  emulated::lane_now().open.push_back({to, from, wanted});
+  copy_bytes_ahead(to, from, 16, wanted);
+}
+
+inline void copy_word_ahead_if(unsigned* to, const char* from, bool wanted) {
+  copy_bytes_ahead(to, from, 4, wanted);
 }
 
 inline void copy_ahead(uint4* to, const char* from) { copy_ahead_if(to, from, true); }
@@ -163,9 +171,9 @@ void wait_for_copies() {
   for (; groups.size() > NEWER; groups.pop_front())
     for (const auto& copy : groups.front()) {
       if (copy.wanted)
-        std::memcpy(copy.to, copy.from, 16);
+        std::memcpy(copy.to, copy.from, copy.size);
       else
-        std::memset(copy.to, 0, 16);
+        std::memset(copy.to, 0, copy.size);
     }
 }
 
@@ -198,6 +206,65 @@ inline unsigned pack(float first, float second) {
   return rounded(first) | (unsigned)rounded(second) << 16;
 }
 
+inline float low_half(unsigned pair) {
+  const uint16_t bits = (uint16_t)pair;
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return (float)half;
+}
+
+inline float high_half(unsigned pair) { return low_half(pair >> 16); }
+
+inline unsigned pack_halves(float first, float second) {
+  const _Float16 halves[] = {(_Float16)first, (_Float16)second};
+  unsigned pair;
+  std::memcpy(&pair, halves, 4);
+  return pair;
+}
+
+inline unsigned subtract_halves(unsigned a, unsigned b) {
+  return pack_halves(low_half(a) - low_half(b), high_half(a) - high_half(b));
+}
+
+inline float number_of_e4m3(unsigned code) {
+  const int exponent = code >> 3 & 15, digits = code & 7;
+  float value = exponent ? std::ldexp(8.0f + digits, exponent - 10) : std::ldexp(digits, -9);
+  if ((code & 0x7f) == 0x7f) value = std::nanf("");
+  return code & 0x80 ? -value : value;
+}
+
+inline unsigned halves_of_e4m3(unsigned codes) {
+  return pack_halves(number_of_e4m3(codes & 0xff), number_of_e4m3(codes >> 8 & 0xff));
+}
+
+// The nearest code, of two the even one, by looking at all of them.
+inline unsigned code_of_e4m3(float x) {
+  if (std::isnan(x)) return 0x7f;
+  const float size = std::fabs(x);
+  unsigned best = 0;
+  for (unsigned code = 1; code < 0x7f; ++code) {
+    const float now = std::fabs(number_of_e4m3(code) - size);
+    const float before = std::fabs(number_of_e4m3(best) - size);
+    if (now < before || (now == before && code % 2 == 0)) best = code;
+  }
+  return best | (std::signbit(x) ? 0x80 : 0);
+}
+
+inline unsigned e4m3_of(float first, float second) {
+  return code_of_e4m3(first) | code_of_e4m3(second) << 8;
+}
+
+inline float log_two(float x) { return std::log2(x); }
+inline int nearest(float x) { return (int)std::nearbyint(x); }
+
+#if BITS == 16
+inline float low_factor(unsigned pair) { return low(pair); }
+inline float high_factor(unsigned pair) { return high(pair); }
+#else
+inline float low_factor(unsigned pair) { return low_half(pair); }
+inline float high_factor(unsigned pair) { return high_half(pair); }
+#endif
+
 // As PTX describes the fragments of mma.m16n8k16 for 16-bit types.
 inline void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                      unsigned b0, unsigned b1) {
@@ -209,7 +276,7 @@ inline void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsig
     for (int k = 0; k < 16; ++k) {
       const unsigned a = said[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
       const unsigned b = said[column * 4 + k % 8 / 2][4 + k / 8];
-      c[i] += (k % 2 ? high(a) : low(a)) * (k % 2 ? high(b) : low(b));
+      c[i] += (k % 2 ? high_factor(a) : low_factor(a)) * (k % 2 ? high_factor(b) : low_factor(b));
     }
   }
 }
