@@ -3,8 +3,7 @@ cost, planner and resolve read these lines without loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
 `fast_on` names the kinds of device, or the generations (`Device.words`), that have kernels for the
-packed numbers; elsewhere they are
-unpacked first, which saves memory and no time.
+packed numbers; elsewhere they are unpacked first, which saves memory and no time.
 """
 
 from __future__ import annotations
@@ -67,14 +66,15 @@ class KVFormatLine:
         return -(-width * bits // 8) + self.head_bytes
 
 
-def _int4(where: str, group: int, scale_bytes: int) -> WeightFormatLine:
+def _int4(where: str, group: int, scale_bytes: int, vocabulary: str = "int8") -> WeightFormatLine:
     return WeightFormatLine(
         f"ridgeline.quantization.int4:{where}",
         ("cpu", "hopper"),
         bits=4,
         group=group,
         scale_bytes=scale_bytes,
-        vocabulary="int8",
+        vocabulary=vocabulary,
+        row_step=16,
         cpu_compute="int8",
     )
 
@@ -126,6 +126,7 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         cpu_compute="int8",
     ),
     "int4": _int4("Int4Weights", 128, 2),
+    "int4-all": _int4("Int4AllWeights", 128, 2, vocabulary="int4-g32"),
     "int4-g64": _int4("Int4G64Weights", 64, 2),
     "int4-g32": _int4("Int4G32Weights", 32, 2),
     "int4-asym": _int4("Int4AsymWeights", 128, 3),

@@ -1,8 +1,8 @@
 """Ridgeline, llama.cpp and OpenVINO on the CPU workloads, in turns on one machine.
 
     python -m bench.cpu.compare --models DIR --llama PYTHON --openvino PYTHON --rounds 5 --commit ID
-        [--only A,B] [--prefill 512,2048] [--out bench/cpu/results/latest.json]
-        [--raw rounds.jsonl.gz]
+        [--only A,B] [--kinds bf16,int8,int4] [--prefill 512,2048]
+        [--out bench/cpu/results/latest.json] [--raw rounds.jsonl.gz]
 
 DIR has, for models A and B, a folder `A-hf` with bfloat16 weights and a file `A-bf16.gguf` with the
 same. Quantized files and OpenVINO's folders are made where they are missing; for the latter that
@@ -30,16 +30,19 @@ from bench.cpu.latest import LATEST, Row, merge, row, show, write_raw
 
 HERE = Path(__file__).parent
 NEW = {"A": 32, "B": 256}  # tokens of a decode
-WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}  # of a weight, with its scales
-HEAD_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 1.0}
+INT4 = 0.5 + 2 / 128
+WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": INT4, "int4-all": INT4}  # of one, with its scales
+HEAD_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 1.0, "int4-all": 0.5 + 2 / 32}
 LAYER_WEIGHTS, HEAD_WEIGHTS = 973_078_528, 262_668_288  # of A
-SHARES = {"bf16": 0.90, "int8": 0.88, "int4": 0.85}  # wanted of what memory gives, batch 1 of A
+# Wanted of what memory gives, batch 1 of A.
+SHARES = {"bf16": 0.90, "int8": 0.88, "int4": 0.85, "int4-all": 0.85}
 LLAMA, OPENVINO = "llama.cpp", "OpenVINO"
 FORMAT_OF = {
-    LLAMA: {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"},
-    OPENVINO: {"bf16": "bf16", "int8": "int8", "int4": "int4"},
+    LLAMA: {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0", "int4-all": "q4_0"},
+    OPENVINO: {"bf16": "bf16", "int8": "int8", "int4": "int4", "int4-all": "int4"},
 }
-FLAGS = {"bf16": [], "int8": ["--weight-format", "int8"], "int4": ["--weight-format", "int4"]}
+FLAGS: dict[str, list[str]] = {"bf16": []}
+FLAGS |= {kind: ["--weight-format", kind] for kind in ("int8", "int4", "int4-all")}
 B8_GOAL = 158.0  # tok/s of A by the best width
 PREFILL_GOAL = {"bf16": 1.3, "int8": 1.5}  # times OpenVINO, of A
 INT4_GOAL = 1.2  # times llama.cpp, batch 1 of A
@@ -64,8 +67,9 @@ def contenders(args: argparse.Namespace) -> Iterator[Contender]:
     for model in args.only.split(","):
         sizes = ("--prefill", args.prefill, "--new", str(NEW[model]), "--threads", "2")
         folder = args.models / f"{model}-hf"
-        for kind, flags in FLAGS.items():
-            ours = (sys.executable, "-m", "bench.cpu.run", "--model", str(folder), *flags, *sizes)
+        for kind in args.kinds.split(","):
+            program = (sys.executable, "-m", "bench.cpu.run", "--model", str(folder))
+            ours = (*program, *FLAGS[kind], *sizes)
             yield Contender(model, "ridgeline", kind, ours)
             if args.llama is not None:
                 program = (str(args.llama), str(HERE / "peer_llama.py"))
@@ -73,7 +77,7 @@ def contenders(args: argparse.Namespace) -> Iterator[Contender]:
                 yield Contender(model, LLAMA, kind, (*program, "--gguf", str(file), *sizes))
             if args.openvino is not None:
                 program = (str(args.openvino), str(HERE / "peer_openvino.py"))
-                ir = openvino_ir(args.models, model, kind, program)
+                ir = openvino_ir(args.models, model, FORMAT_OF[OPENVINO][kind], program)
                 yield Contender(model, OPENVINO, kind, (*program, "--ir", str(ir), *sizes))
 
 
@@ -162,7 +166,7 @@ def goal(model: str, kind: str, name: str, peers: dict[str, float]) -> float | N
         return B8_GOAL
     if model == "A" and name.startswith("prefill") and OPENVINO in peers and kind in PREFILL_GOAL:
         return PREFILL_GOAL[kind] * peers[OPENVINO]
-    if model == "A" and kind == "int4" and name == "decode b1" and LLAMA in peers:
+    if model == "A" and kind.startswith("int4") and name == "decode b1" and LLAMA in peers:
         return INT4_GOAL * peers[LLAMA]
     if model == "B" and name == "decode b1" and peers:
         return max(peers.values())
@@ -190,6 +194,7 @@ def main() -> None:
     parser.add_argument("--openvino", type=Path, help="a Python with openvino")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="A,B")
+    parser.add_argument("--kinds", default="bf16,int8,int4", help=", ".join(FLAGS))
     parser.add_argument("--prefill", default="512,2048", help="prompt lengths")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path, default=LATEST)

@@ -89,6 +89,15 @@ class Int4Weights(IntegerWeights):
         return InvariantInt4Weights()
 
 
+class Int4AllWeights(Int4Weights):
+    """The same, beside a vocabulary of 4 bits in groups of 32."""
+
+    name = "int4-all"
+
+    def invariant(self) -> IntegerWeights:
+        return InvariantInt4AllWeights()
+
+
 class Int4G64Weights(Int4Weights):
     name = "int4-g64"
     rounding = GroupRounding(WEIGHT_FORMATS["int4-g64"].group)
@@ -131,6 +140,9 @@ class Int4G32AsymWeights(Int4Weights):
 
 class InvariantInt4Weights(InvariantIntegers, Int4Weights):
     """Each row of a product has the same bits in any company; so below."""
+
+
+class InvariantInt4AllWeights(InvariantIntegers, Int4AllWeights): ...
 
 
 class InvariantInt4G64Weights(InvariantIntegers, Int4G64Weights): ...

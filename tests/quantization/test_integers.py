@@ -18,6 +18,7 @@ NAMES = (
     "int8",
     "int8-outliers",
     "int4",
+    "int4-all",
     "int4-g64",
     "int4-g32",
     "int4-asym",

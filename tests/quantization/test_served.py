@@ -25,6 +25,9 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 20, "pack_cache": "off
 IDS = list(range(5, 60))
 
 
+FAR = {"int4-all": 0.8}  # its vocabulary is coarser as well
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_as_announced_and_answers_are_near(name: str, tmp_path: Path) -> None:
     folder = str(make_tiny_model(tmp_path, **SIZES))
@@ -36,7 +39,7 @@ def test_memory_is_as_announced_and_answers_are_near(name: str, tmp_path: Path) 
             assert weights.predicted == weights.measured
             assert weights.predicted < whole
             near = (small.logits(IDS).float() - wanted).norm() / wanted.norm()
-            assert 0 < near < (0.25 if WEIGHT_FORMATS[name].bits == 8 else 0.7)
+            assert 0 < near < (0.25 if WEIGHT_FORMATS[name].bits == 8 else FAR.get(name, 0.7))
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
