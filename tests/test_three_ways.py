@@ -18,8 +18,13 @@ from tests.server.running import Running, running
 from tests.test_models import MODELS, expected, greedy, load
 from tests.tiny_model import make_tiny_model
 
+SLOW = ("babyllama-char105", "babyllama-char105-partner")  # as the others, and as large
 
-@pytest.fixture(scope="module", params=MODELS)
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in MODELS],
+)
 def name(request: pytest.FixtureRequest, shared: Path) -> str:
     return str(request.param)
 

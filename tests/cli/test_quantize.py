@@ -45,10 +45,10 @@ def test_a_model_is_written_and_reported(
 
 def check_bytes(cli: Cli, model: Path) -> None:
     """What is allocated is what `inspect` and `predict` say."""
-    llm = LLM(str(model), dtype="float32")
-    [said] = [one for one in llm.resolved.decisions if one.field == "weight_format"]
+    with LLM(str(model), dtype="float32", num_blocks=20) as llm:
+        [said] = [one for one in llm.resolved.decisions if one.field == "weight_format"]
+        [weights] = [row for row in llm.memory if row.what == "weights"]
     assert "pack-quantized, 4 bits, groups of 32" in said.because
-    [weights] = [row for row in llm.memory if row.what == "weights"]
     shown = json.loads(cli("inspect", model, "--json")[1])["memory_bytes"]["float32"]["weights"]
     assert weights.measured == weights.predicted == shown
     found = json.loads(cli("predict", model, "--device", "h100-sxm", "--json")[1])

@@ -93,7 +93,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(kind), other.view(kind))
 
 
-@pytest.mark.parametrize("window", [None, 9, 40])
+@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow), 40])
 @pytest.mark.parametrize("cached", ["as it is", "e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_gets_the_same_bits(dtype: torch.dtype, cached: str, window: int | None) -> None:

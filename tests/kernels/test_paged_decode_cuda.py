@@ -143,11 +143,11 @@ def test_windows_of_one_token_and_of_many() -> None:
 @pytest.mark.parametrize(
     ("kv", "head_dim", "config"),
     [
-        ("fp8", 128, RANGES),
+        pytest.param("fp8", 128, RANGES, marks=pytest.mark.slow),
         ("fp8", 64, SPLIT),
         ("int8", 64, RANGES),
-        ("int8", 128, SPLIT),
-        ("int4", 128, RANGES),
+        pytest.param("int8", 128, SPLIT, marks=pytest.mark.slow),
+        pytest.param("int4", 128, RANGES, marks=pytest.mark.slow),
         ("int4", 64, SPLIT),
     ],
 )
@@ -158,7 +158,7 @@ def test_formats_of_fewer_bits(kv: str, head_dim: int, config: Config) -> None:
     run([70, 1, 0, 33], replace(odd, norms=False), config=config, num_programs=3)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_many_heads_in_fewer_bits(kv: str) -> None:
     run([40, 9], Shape(kv=kv, kv_heads=1, group=11), config=RANGES, num_programs=2)
     run([290, 3], Shape(kv=kv, kv_heads=1), config=replace(RANGES, stages=4), num_programs=20)

@@ -145,7 +145,7 @@ def test_a_cache_in_e4m3(window: int | None, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE) if DEVICE.type == "cuda" else list(TOLERANCE)[:2])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("codes", CODES)
 def test_a_cache_of_codes(codes: str, window: int | None, dtype: torch.dtype) -> None:
     for head_dim in (32, 64):
