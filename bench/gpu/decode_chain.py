@@ -1,12 +1,14 @@
-"""Time decode attention where it stands: between the product of q, k and v and the product after.
+r"""Time decode attention where it stands: between the product of q, k and v and the product after.
 
-    python bench/gpu/decode_chain.py [--model 8B] [--batch 32] [--context 257] [--out lines.jsonl]
+    python bench/gpu/decode_chain.py [--model 8B] [--batch 32] [--context 257] [--new 5] \
+        [--out lines.jsonl]
 
 A CUDA graph of layers [qkv -> attention -> o], each with weights and a cache of its own, as in a
 decode step: what counts is how much longer the chain is with attention in it, because early
 launches let kernels overlap. Printed beside it: attention alone in a graph. Every way is compared
 with the first one before it is timed, and with early reads it gives the same bits as without.
-A split way is named by its stages, CTAs on a multiprocessor and warps.
+A split way is named by its stages, CTAs on a multiprocessor and warps. `--new`: each request has
+so many new tokens, the last ones of its context, as in the check of guesses.
 """
 
 from __future__ import annotations
@@ -72,16 +74,42 @@ def with_lengths(work: Work, block_size: int) -> Work:
     )
 
 
+def with_new(work: Work, num_new: int, block_size: int) -> Work:
+    """The last tokens of each request are new."""
+    batch, device = work.batch, work.qkv.device
+    numbers = torch.arange(num_new, device=device)
+    positions = (batch.seq_lens_B.long()[:, None] - num_new + numbers).clamp_min(0)
+    blocks = batch.block_tables_BM.long().gather(1, positions // block_size)
+    num = len(work.qkv)
+    starts = torch.arange(num + 1, dtype=torch.int32, device=device) * num_new
+    return replace(
+        work,
+        qkv=torch.randn(num * num_new, work.qkv.shape[1], device=device).to(work.qkv.dtype),
+        positions=positions.flatten(),
+        slots=(blocks * block_size + positions % block_size).flatten(),
+        batch=replace(batch, query_start_B1=starts, max_new=num_new),
+    )
+
+
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def make_chain(
-    model: str, num_requests: int, context: int, block_size: int, *, is_ragged: bool
+    model: str,
+    num_requests: int,
+    context: int,
+    block_size: int,
+    *,
+    is_ragged: bool,
+    num_new: int = 1,
 ) -> Chain:
     heads = MODELS[model]
     work = make_work(heads, num_requests, context, block_size, LAYERS[model])
     if is_ragged:
         work = with_lengths(work, block_size)
+    if num_new > 1:
+        work = with_new(work, num_new, block_size)
+    rows = num_requests * num_new
     hidden, layers = HIDDEN[model], LAYERS[model]
     wide = work.qkv.shape[1]
 
@@ -95,9 +123,9 @@ def make_chain(
     ones = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
     return Chain(
         work,
-        torch.randn(num_requests, hidden, device="cuda").bfloat16(),
-        InputNorm(ones, 1e-6) if num_requests <= MOST_FUSED_NORM else None,
-        torch.randn(num_requests, heads[0] * heads[2], device="cuda").bfloat16(),
+        torch.randn(rows, hidden, device="cuda").bfloat16(),
+        InputNorm(ones, 1e-6) if rows <= MOST_FUSED_NORM else None,
+        torch.randn(rows, heads[0] * heads[2], device="cuda").bfloat16(),
         weights(wide, hidden),
         weights(hidden, heads[0] * heads[2]),
     )
@@ -110,7 +138,8 @@ def by_cuda(work: Work, config: cuda.Config, *, early: bool) -> tuple[Attend, Ca
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=size,
-        max_requests=len(work.qkv),
+        max_requests=len(work.batch.seq_lens_B),
+        num_new=work.batch.max_new,
         config=config,
     )
     front = cuda.Front(work.table_L2D, work.slots, work.norms)
@@ -132,8 +161,8 @@ def by_triton(work: Work) -> tuple[Attend, Callable[[], None]]:
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=size,
-        max_requests=len(work.qkv),
-        max_new=1,
+        max_requests=len(work.batch.seq_lens_B),
+        max_new=work.batch.max_new,
     )
 
     def attend(qkv: torch.Tensor, layer: int) -> torch.Tensor:
@@ -194,8 +223,10 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 def measure(model: str, chain: Chain, context: int, ways: list[str]) -> list[str]:
     work, lines = chain.work, []
     idle = time_chain(chain, None, None)
-    shape = {"model": model, "batch": len(work.qkv), "context": context}
-    print(f"{model} {len(work.qkv)} x {context}: products alone {idle * 1e6:.2f} us", flush=True)
+    batch, new = len(work.batch.seq_lens_B), work.batch.max_new
+    shape = {"model": model, "batch": batch, "context": context, "new": new}
+    named = f"{model} {batch} x {context}, {new} new"
+    print(f"{named}: products alone {idle * 1e6:.2f} us", flush=True)
     want: torch.Tensor | None = None
     for way in ways:
         config = WAYS[way]
@@ -238,15 +269,26 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--context", type=int, action="append")
+    parser.add_argument("--new", type=int, action="append")
     parser.add_argument("--way", choices=WAYS, action="append")
     parser.add_argument("--ragged", action="store_true", help="lengths from an eighth up")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lines: list[str] = []
-    for model, context, num_requests in itertools.product(
-        args.model or MODELS, args.context or (257,), args.batch or (1, 8, 32, 128, 256)
+    for model, context, num_requests, num_new in itertools.product(
+        args.model or MODELS,
+        args.context or (257,),
+        args.batch or (1, 8, 32, 128, 256),
+        args.new or (1,),
     ):
-        chain = make_chain(model, num_requests, context, args.block_size, is_ragged=args.ragged)
+        chain = make_chain(
+            model,
+            num_requests,
+            context,
+            args.block_size,
+            is_ragged=args.ragged,
+            num_new=num_new,
+        )
         lines += measure(model, chain, context, args.way or list(WAYS))
         if args.out:
             args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

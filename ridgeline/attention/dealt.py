@@ -16,15 +16,15 @@ from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.kernels.paged_decode import DecodeBatch
 
 S = TypeVar("S")
-Key = tuple[int | None, int, int, int, int]
+Key = tuple[int | None, int, int, int, int, int]
 
 
 @dataclass(slots=True)
 class Dealt(Generic[S]):
-    """`make` a schedule for a shape and so many requests, None where there is no kernel; `refresh`
-    it for the lengths of a batch."""
+    """`make` a schedule for a shape, so many requests and so many new tokens of each, None where
+    there is no kernel; `refresh` it for the lengths of a batch."""
 
-    make: Callable[[torch.device, AttentionSpec, int], S | None]
+    make: Callable[[torch.device, AttentionSpec, int, int], S | None]
     refresh: Callable[[S, DecodeBatch], None]
     _schedules: dict[Key, S] = field(default_factory=dict)
     _dealt_for: dict[Key, DecodeBatch] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Dealt(Generic[S]):
         key = _key(batch, spec)
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule = self.make(device, spec, key[1])
+            schedule = self.make(device, spec, room_for(batch), batch.max_new)
             if schedule is None:
                 return None
             self._schedules[key] = schedule
@@ -49,6 +49,17 @@ class Dealt(Generic[S]):
         return schedule
 
 
+def room_for(batch: DecodeBatch) -> int:
+    """Requests of a schedule that serves this many."""
+    return 1 << (len(batch.seq_lens_B) - 1).bit_length()
+
+
 def _key(batch: DecodeBatch, spec: AttentionSpec) -> Key:
-    room = 1 << (len(batch.seq_lens_B) - 1).bit_length()
-    return batch.window, room, spec.num_heads, spec.num_kv_heads, spec.head_dim
+    return (
+        batch.window,
+        room_for(batch),
+        batch.max_new,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+    )

@@ -35,18 +35,21 @@ class AttentionLayout:
 
 @dataclass(slots=True)
 class DecodeLayout:
-    """A step with one new token for each request, of which the host knows no more than B: the same
-    tensors with other contents are another step, so it can be captured once and replayed.
+    """A step with `num_new` new tokens for each request, of which the host knows no more than B:
+    the same tensors with other contents are another step, so it can be captured once and replayed.
 
-    Rows may be padding: those of a request whose table has null blocks alone.
+    Rows may be padding: those of a request whose table has null blocks alone. New tokens that have
+    no block lie behind those that have one; what is cached of them may be anything, NaN included,
+    their positions may be past the end of the table, and none of it reaches the tokens before.
     """
 
     rows_B: torch.Tensor  # int64, where in the tables each request's row is
     tables_NM: tuple[torch.Tensor, ...]  # int32, one per KV group
-    seq_lens_B: torch.Tensor  # int32
-    query_start_B1: torch.Tensor  # int32: 0 .. B
+    seq_lens_B: torch.Tensor  # int32, with all new tokens
+    query_start_B1: torch.Tensor  # int32: 0, num_new, .. B * num_new
     slots_T: tuple[torch.Tensor, ...]  # int64, one per KV group
     block_size: int
+    num_new: int = 1
 
 
 @dataclass(slots=True)

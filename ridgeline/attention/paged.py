@@ -1,7 +1,8 @@
 """Attention by our own Triton kernels, straight from the blocks of the cache.
 
-Requests with one new token are answered together by the decode kernel, the others together by the
-prefill kernel; but a long prompt with nothing before it by torch's kernel on what is gathered.
+Requests with one new token, or a few of which some are guesses, are answered together by the decode
+kernel, the others together by the prefill kernel; but a long prompt with nothing before it by
+torch's kernel on what is gathered.
 With `is_invariant` the prefill kernel answers them all, always cut in the same way, so that what a
 token gets depends on its position, the query and the cache alone: tiles of keys begin at multiples
 of one size, their order is that of the keys, and a key that a row does not see changes no bit.
@@ -80,8 +81,8 @@ class Prompts:
 
 @dataclass(slots=True)
 class PagedPlan:
-    """`decodes`: requests with one new token. `prompts`: those with several; `long`: those of them
-    that torch answers. None: there are none."""
+    """`decodes`: requests with one new token, or with a few of which some are guesses. `prompts`:
+    those with several; `long`: those of them that torch answers. None: there are none."""
 
     window: int | None
     decodes: DecodeBatch | None
@@ -192,7 +193,7 @@ class PagedAttention:
     ) -> bool:
         if plan.decodes is None or plan.prompts is not None or plan.long is not None:
             return False
-        return self._streamed.takes(layer_kv.views, dtype, spec)
+        return self._streamed.takes(layer_kv.views, dtype, plan.decodes, spec)
 
     def attend_product(
         self,
@@ -209,7 +210,9 @@ class PagedAttention:
 
 def _decodes(layout: DecodeLayout, group: int, window: int | None) -> DecodeBatch:
     tables, rows = layout.tables_NM[group], layout.rows_B
-    return DecodeBatch(tables, layout.seq_lens_B, layout.query_start_B1, 1, window, rows)
+    return DecodeBatch(
+        tables, layout.seq_lens_B, layout.query_start_B1, layout.num_new, window, rows
+    )
 
 
 def _prompts(layout: AttentionLayout, group: int, requests: list[int]) -> Prompts | None:
@@ -254,14 +257,16 @@ def _on_device(layout: AttentionLayout, device: torch.device) -> tuple[torch.Ten
     )
 
 
-def _make(device: torch.device, spec: AttentionSpec, max_requests: int) -> Schedule | None:
+def _make(
+    device: torch.device, spec: AttentionSpec, max_requests: int, max_new: int
+) -> Schedule | None:
     return schedule_for(
         device,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         max_requests=max_requests,
-        max_new=1,
+        max_new=max_new,
     )
 
 

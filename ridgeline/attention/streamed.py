@@ -10,7 +10,7 @@ import torch
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import softmax_scale
-from ridgeline.attention.dealt import Dealt
+from ridgeline.attention.dealt import Dealt, room_for
 from ridgeline.errors import InternalError
 from ridgeline.kernels.paged_decode import DecodeBatch
 from ridgeline.kernels.paged_decode_cuda import (
@@ -33,11 +33,21 @@ class StreamedDecodes:
         self._dealt = Dealt(self._make, refresh)
         self._numbers = PLAIN
 
-    def takes(self, views: PagedKV | None, dtype: torch.dtype, spec: AttentionSpec) -> bool:
+    def takes(
+        self, views: PagedKV | None, dtype: torch.dtype, batch: DecodeBatch, spec: AttentionSpec
+    ) -> bool:
         if views is None or not views.k_NSKD.is_cuda:
             return False
         device = views.k_NSKD.device
-        return unsupported(device, dtype, views, num_heads=spec.num_heads) is None
+        reason = unsupported(
+            device,
+            dtype,
+            views,
+            num_heads=spec.num_heads,
+            num_new=batch.max_new,
+            num_requests=room_for(batch),
+        )
+        return reason is None
 
     def attend(
         self,
@@ -47,7 +57,7 @@ class StreamedDecodes:
         batch: DecodeBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        """[T, H, D], of one new token of each request."""
+        """[T, H, D], of as many new tokens of each request as the batch says."""
         tokens = qkv_TX.shape[0]
         out_THD = qkv_TX.new_empty((tokens, spec.num_heads, spec.head_dim))
         scale = softmax_scale(spec)
@@ -59,7 +69,9 @@ class StreamedDecodes:
         decode_with_front(qkv_TX, front, views, batch, scale, schedule, out_THD, early=early)
         return out_THD
 
-    def _make(self, device: torch.device, spec: AttentionSpec, max_requests: int) -> CudaSchedule:
+    def _make(
+        self, device: torch.device, spec: AttentionSpec, max_requests: int, max_new: int
+    ) -> CudaSchedule:
         return make_schedule(
             device,
             num_heads=spec.num_heads,
@@ -67,4 +79,5 @@ class StreamedDecodes:
             head_dim=spec.head_dim,
             max_requests=max_requests,
             numbers=self._numbers,
+            num_new=max_new,
         )

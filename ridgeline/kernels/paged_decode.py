@@ -31,6 +31,8 @@ class DecodeBatch:
     than the first `max_new`: what is behind them is another's. Its last
     query is token seq_lens[b] - 1. A request of length 0 is padding: its rows, at most the first
     `max_new`, become zeros. `rows_B`: which row of the tables is request b's; None: row b.
+    Positions past the end of the tables are in block 0; a new token that has no numbers in the
+    cache, but NaN, does not reach those before it.
     `window` tokens back, the query's own included, are visible; None: all.
     """
 
@@ -124,7 +126,9 @@ def _slots(
     table_M: torch.Tensor, first: int, length: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     position = torch.arange(first, length, device=table_M.device)
-    return table_M[position // block_size].long(), position % block_size
+    place = position // block_size
+    block = table_M[place.clamp_max(len(table_M) - 1)].long()
+    return block.where(place < len(table_M), 0), position % block_size
 
 
 def _one_request(
@@ -134,7 +138,8 @@ def _one_request(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of the last Q of the tokens behind k and v; a query without keys gets zeros."""
+    """Attention of the last Q of the tokens behind k and v; a query without keys gets zeros. A
+    value that is no number reaches only those that see it."""
     num_new, num_heads, head_dim = q_QHD.shape
     num_keys, num_kv_heads = k_nKD.shape[:2]
     q_QKGD = q_QHD.float().view(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -142,5 +147,8 @@ def _one_request(
     query = torch.arange(num_keys - num_new, num_keys, device=q_QHD.device)[:, None]
     key = torch.arange(num_keys, device=q_QHD.device)
     hidden = key > query if window is None else (key > query) | (key <= query - window)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num_(0.0)
+    sound_nK = v_nKD.isfinite().all(-1)
+    scores.masked_fill_(~sound_nK.T[:, None, None, :], torch.nan).masked_fill_(hidden, -torch.inf)
+    weights = scores.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    v_nKD = v_nKD.masked_fill(~sound_nK[:, :, None], 0.0)
     return torch.einsum("kgqn,nkd->qkgd", weights, v_nKD).reshape(num_new, num_heads, head_dim)

@@ -1,4 +1,5 @@
-"""Decode attention in CUDA C++: one new token of each request, and what prepares it if wanted.
+"""Decode attention in CUDA C++: a new token of each request, and what prepares it if wanted; or a
+few, for few requests.
 
 `cuda/paged_decode.cu` says how, for few requests and for many; `choose_config` which it is. Steps
 of 16 keys, all heads at once, are dealt out to the programs as `paged_decode_triton` deals out its
@@ -29,6 +30,7 @@ STEP_KEYS = 16
 RECORD = 8  # int32 per program, as the Triton schedule writes them
 HEAD_DIMS = (64, 128)
 LARGEST_GROUP = 16
+MOST_QUERIES = 32  # of a KV head, for all new tokens of a request
 MOST_WARPS = 8  # of a CTA, a KV head each
 SHARED_BYTES = 228 << 10  # of a multiprocessor of compute capability 9.0
 RESERVED_BYTES = 1 << 10  # of that, for each CTA
@@ -73,14 +75,19 @@ class Config:
 
 
 def choose_config(
-    head_dim: int, num_kv_heads: int, max_requests: int, numbers: Numbers = PLAIN
+    head_dim: int,
+    num_kv_heads: int,
+    max_requests: int,
+    numbers: Numbers = PLAIN,
+    num_new: int = 1,
 ) -> Config:
     """The best of a sweep on one H200 (8 KV heads of 128, contexts of 257), in a chain with the
     products before and after. Two steps on their way keep the memory busy where it is; few heads
     are a CTA each, and one of 8 warps where there are fewer than half the multiprocessors. Of fewer
-    bits twice as many steps are on their way (contexts of 1,024 and 8,192): more gain nothing."""
+    bits twice as many steps are on their way (contexts of 1,024 and 8,192): more gain nothing. Each
+    new token wants a warp."""
     heads, times = max_requests * num_kv_heads, 1 if numbers == PLAIN else 2
-    if heads <= FEW_HEADS:
+    if heads <= FEW_HEADS or (num_new > 4 and heads <= MOST_SPLIT_HEADS):
         return Config(2 * times, 1, 8, split=True, whole_steps=WHOLE_STEPS)
     if heads <= MOST_SPLIT_HEADS:
         return Config(3 * times, 2, 8, split=True, warps=4, whole_steps=WHOLE_STEPS)
@@ -96,6 +103,7 @@ class CudaSchedule:
     is_fused: bool  # for `decode_with_front`, where new tokens are not read from the cache
     num_kv_heads: int
     group: int  # G
+    num_new: int  # Q
     head_dim: int
     max_requests: int
     num_programs: int
@@ -103,22 +111,24 @@ class CudaSchedule:
     num_groups: int  # of CTAs, grid.y: as many as it takes for all KV heads
     resident: int  # CTAs of a multiprocessor
     records: torch.Tensor  # [P, RECORD] int32
-    parts: torch.Tensor  # [2 * P, K, G, D] float32, not normalised
-    best: torch.Tensor  # [2 * P, K, G] float32, greatest score, in powers of two
-    total: torch.Tensor  # [2 * P, K, G] float32, sum of weights
+    parts: torch.Tensor  # [2 * P, K, Q * G, D] float32, not normalised
+    best: torch.Tensor  # [2 * P, K, Q * G] float32, greatest score, in powers of two
+    total: torch.Tensor  # [2 * P, K, Q * G] float32, sum of weights
     arrived: torch.Tensor  # [B, K] int32, zero between launches
     groups_arrived: torch.Tensor  # [2 * P, K] int32, the same
 
     @property
     def shared_bytes(self) -> int:
-        return _shared_bytes(self.config, self.num_warps, self.group, self.head_dim, self.numbers)
+        queries = self.group * self.num_new
+        return _shared_bytes(self.config, self.num_warps, queries, self.head_dim, self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
     """What turns the raw product of q, k and v into queries and cache entries, as
-    `qk_norm_rope_write` does; a token's position is its request's length less one. A request of
-    length 0 writes nothing, whatever its slot."""
+    `qk_norm_rope_write` does; the position of a request's last new token is its length less one. A
+    request of length 0 writes nothing, whatever its slot. Positions behind the table are as its
+    last one."""
 
     table_L2D: torch.Tensor  # float32
     slots_T: torch.Tensor  # int64; negative: not written
@@ -126,7 +136,13 @@ class Front:
 
 
 def unsupported(
-    device: torch.device, dtype: torch.dtype, kv: PagedKV, *, num_heads: int
+    device: torch.device,
+    dtype: torch.dtype,
+    kv: PagedKV,
+    *,
+    num_heads: int,
+    num_new: int = 1,
+    num_requests: int = 1,
 ) -> str | None:
     """Why this kernel cannot answer; None: it can."""
     k_NSKD, head_dim, numbers = kv.k_NSKD, kv.head_dim, numbers_of(kv)
@@ -139,6 +155,8 @@ def unsupported(
         return f"queries in {dtype} over a cache in {k_NSKD.dtype}: 16 bits and the same"
     if head_dim not in HEAD_DIMS or num_heads > LARGEST_GROUP * num_kv_heads:
         return f"heads of {head_dim}, {num_heads} to {num_kv_heads}: 64 or 128, 16 to one"
+    if reason := _why_not_so_many(num_heads // num_kv_heads, num_new, num_requests * num_kv_heads):
+        return reason
     if block_size % STEP_KEYS:
         return f"blocks of {block_size} tokens: a multiple of {STEP_KEYS}"
     if not _lies_as_plain(kv):
@@ -154,22 +172,26 @@ def make_schedule(
     head_dim: int,
     max_requests: int,
     numbers: Numbers = PLAIN,
+    num_new: int = 1,
     config: Config | None = None,
     num_programs: int | None = None,
     is_fused: bool = True,
 ) -> CudaSchedule:
     """Shared by all layers of these shapes and this window that run one after the other.
     `num_programs` None: as many as the device runs at a time."""
-    config = config or choose_config(head_dim, num_kv_heads, max_requests, numbers)
+    config = config or choose_config(head_dim, num_kv_heads, max_requests, numbers, num_new)
     group = num_heads // num_kv_heads
+    queries = group * num_new
     check(num_heads == group * num_kv_heads, "query heads are a multiple of KV heads")
     check(head_dim in HEAD_DIMS and 1 <= group <= LARGEST_GROUP, "heads that the kernel takes")
+    several = config.split and is_fused and num_new <= config.warps and queries <= MOST_QUERIES
+    check(num_new == 1 or several, "new tokens that the kernel takes", num_new=num_new)
     if config.split:
         warps, groups, resident = config.warps, num_kv_heads, config.programs_per_sm
     else:
         warps = max(n for n in range(1, MOST_WARPS + 1) if num_kv_heads % n == 0)
         groups, resident = num_kv_heads // warps, config.programs_per_sm * (MOST_WARPS // warps)
-    shared = _shared_bytes(config, warps, group, head_dim, numbers)
+    shared = _shared_bytes(config, warps, queries, head_dim, numbers)
     needed = resident * (shared + RESERVED_BYTES)
     check(needed <= SHARED_BYTES, "the ring fits", needs=needed, has=SHARED_BYTES, config=config)
     if num_programs is None:
@@ -179,13 +201,14 @@ def make_schedule(
     def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    pieces = 2 * num_programs, num_kv_heads, group
+    pieces = 2 * num_programs, num_kv_heads, queries
     return CudaSchedule(
         config=config,
         numbers=numbers,
         is_fused=is_fused,
         num_kv_heads=num_kv_heads,
         group=group,
+        num_new=num_new,
         head_dim=head_dim,
         max_requests=max_requests,
         num_programs=num_programs,
@@ -218,10 +241,10 @@ def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
         BLOCK_B=1 << (num_requests - 1).bit_length(),
         MIN_TILES=schedule.config.min_steps,
         RECORD=RECORD,
-        MAX_NEW=1,
+        MAX_NEW=schedule.num_new,
         WHOLE=schedule.config.whole_steps,
         SLACK=schedule.config.slack,
-        UNREAD=int(schedule.is_fused),
+        UNREAD=schedule.num_new if schedule.is_fused else 0,
         num_warps=4,
     )
 
@@ -256,8 +279,9 @@ def decode_with_front(
     pdl: bool | None = None,
     early: bool = False,
 ) -> None:
-    """`qk_norm_rope_write` and then `paged_decode`, in one launch, where every request has one new
-    token. No two requests of a length above 0 have the same slot, but for slots nobody reads.
+    """`qk_norm_rope_write` and then `paged_decode`, in one launch, where every request has as many
+    new tokens as the schedule says. No two of them, of requests of a length above 0, have the same
+    slot, but for slots nobody reads.
 
     `early`: the kernel before this one wrote only `qkv_TX` and no more than that; what is older is
     read before that kernel has ended. Every kernel here that lets the next one begin has waited for
@@ -327,6 +351,7 @@ def _launch(
         c_float(front.norms.eps if front is not None and front.norms is not None else 0.0),
         c_int32(int(early)),
         nothing if kv.k_scales_NSK is None else kv.k_scales_NSK,
+        c_int32(1 if front is None else front.table_L2D.shape[0]),
     ]
     grid = schedule.num_programs, schedule.num_groups, 1
     kernel.launch(grid, 32 * schedule.num_warps, schedule.shared_bytes, args, pdl=pdl)
@@ -344,6 +369,7 @@ def _defines(
     return {
         "HEAD_DIM": schedule.head_dim,
         "GROUP": schedule.group,
+        "NEW": schedule.num_new,
         "KV_HEADS": schedule.num_kv_heads,
         "WARPS": schedule.num_warps,
         "BLOCK_SIZE": kv.k_NSKD.shape[1],
@@ -380,8 +406,10 @@ def _check_batch(
     check(its_shape == shape, "the schedule's KV shape", shape=its_shape)
     check(_lies_as_plain(kv), "the cache lies as K heads and then V heads of a token")
     check(kv.k_NSKD.shape[1] % STEP_KEYS == 0, "blocks are a multiple of 16 tokens")
-    check(batch.max_new == 1, "one new token of each request", max_new=batch.max_new)
+    check(batch.max_new == schedule.num_new, "the schedule's new tokens", max_new=batch.max_new)
     num_requests = batch.seq_lens_B.shape[0]
+    whole_rows = q.shape[0] == num_requests * batch.max_new or batch.max_new == 1
+    check(whole_rows, "so many new tokens of each request", tokens=q.shape[0])
     check(num_requests <= schedule.max_requests, "more requests than the schedule has room for")
     check(batch.query_start_B1.shape == (num_requests + 1,), "query_start has one row more")
     whole = batch.block_tables_BM, batch.seq_lens_B, batch.query_start_B1
@@ -441,14 +469,25 @@ def _weights(front: Front | None) -> tuple[torch.Tensor, ...]:
     return front.norms.q_weight_D, front.norms.k_weight_D
 
 
+def _why_not_so_many(group: int, num_new: int, kv_heads: int) -> str | None:
+    """`kv_heads` of all requests."""
+    if num_new == 1:
+        return None
+    if num_new > MOST_WARPS or group * num_new > MOST_QUERIES:
+        return f"{num_new} new tokens of {group} heads: {MOST_WARPS}, and {MOST_QUERIES} queries"
+    if kv_heads > MOST_SPLIT_HEADS:
+        return f"several new tokens of {kv_heads} KV heads: {MOST_SPLIT_HEADS}"
+    return None
+
+
 def _shared_bytes(
-    config: Config, num_warps: int, group: int, head_dim: int, numbers: Numbers
+    config: Config, num_warps: int, queries: int, head_dim: int, numbers: Numbers
 ) -> int:
     """A ring of steps for each warp, keys, values and 4 bytes for the scale of each; of a split CTA
-    the parts of its warps in the same place, and two numbers of each part and query head."""
+    the parts of its warps in the same place, and two numbers of each part and query."""
     row = head_dim * numbers.bits // 8 + 4 * numbers.scaled
     ring = config.stages * STEP_KEYS * 2 * row
     if not config.split:
         return num_warps * ring
-    parts = group * (head_dim + 4) * 4
-    return num_warps * (max(ring, parts) + group * 8) + 4
+    parts = queries * (head_dim + 4) * 4
+    return num_warps * (max(ring, parts) + queries * 8) + 4

@@ -57,9 +57,19 @@ class Config:
     min_tiles: int = 1
 
 
-def choose_config(max_requests: int) -> Config:
-    """The best of a sweep on one H200 (32 and 8 heads of 128, contexts of 192 and 2048): small
-    tiles fill the device when requests are few, and hide latency when they are many."""
+def choose_config(
+    max_requests: int, rows: int = LEAST_ROWS, max_new: int = 1, head_dim: int = 128
+) -> Config:
+    """For one new token the best of a sweep on one H200 (32 and 8 heads of 128, contexts of 192 and
+    2048): small tiles fill the device when requests are few, and hide latency when they are many.
+    With several, what keeps sums of so many rows in registers and the tiles of all programs of a
+    multiprocessor in shared memory (compiled for one, not timed)."""
+    if rows > 64:
+        return Config(64, 8, 2, 1, 1)
+    if rows == 64 or (rows == 32 and max_requests <= 2):
+        return Config(32, 4, 3, 2, 1)
+    if max_new > 1 and max_requests > 2:
+        return Config(64 if head_dim <= 128 else 32, 4, 2, 2, 2)
     if max_requests <= 2:
         return Config(32, 2, 3, 2, 1)
     if max_requests <= 64:
@@ -97,12 +107,12 @@ def make_schedule(
     num_programs: int | None = None,
 ) -> Schedule:
     """`num_programs` None: as many as the device runs at a time."""
-    config = config or choose_config(max_requests)
+    rows = num_rows(num_heads // num_kv_heads, max_new)
+    config = config or choose_config(max_requests, rows, max_new, head_dim)
     check(num_heads % num_kv_heads == 0, "query heads are a multiple of KV heads")
     if num_programs is None:
         cores = torch.cuda.get_device_properties(device).multi_processor_count
         num_programs = cores * config.programs_per_sm
-    rows = num_rows(num_heads // num_kv_heads, max_new)
 
     def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -188,6 +198,7 @@ def paged_decode_triton(
         k_NSKD.stride(2),
         *scaling_strides(kv),
         batch.block_tables_BM.stride(0),
+        batch.block_tables_BM.shape[1],
         NUM_KV_HEADS=schedule.num_kv_heads,
         GROUP=schedule.group,
         ROWS=rows,
@@ -221,6 +232,15 @@ def _tiles_of(
         first_key = tl.maximum(length - num_new - WINDOW + 1, 0)
     tiles = (length - UNREAD + BLOCK_N - 1) // BLOCK_N - first_key // BLOCK_N
     return first_key, tl.maximum(tiles, 1)
+
+
+@triton.jit
+def sound_values(v_UD, known_U):
+    """Those known to be, and those of numbers alone. What an unseen one weighs is 0, and 0 times
+    NaN would be in the sum of those that do not see it."""
+    wide_UD = tl.abs(v_UD.to(tl.float32))
+    most_U = tl.max(tl.where(wide_UD < float("inf"), 0.0, 1.0), 1)
+    return known_U | (most_U == 0.0)
 
 
 @triton.jit
@@ -309,6 +329,7 @@ def _decode_kernel(
     scale_slot,
     scale_head,
     table_row,
+    table_width,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -377,7 +398,10 @@ def _decode_kernel(
         for i in tl.range(begin, begin + count, num_stages=STAGES):
             key_U = i * BLOCK_N + place_U
             inside_U = (key_U >= first_key) & (key_U < length)
-            block_U = tl.load(table + key_U // BLOCK_SIZE, mask=inside_U, other=0).to(tl.int64)
+            has_block_U = inside_U
+            if MAX_NEW > 1:
+                has_block_U = inside_U & (key_U // BLOCK_SIZE < table_width)
+            block_U = tl.load(table + key_U // BLOCK_SIZE, mask=has_block_U, other=0).to(tl.int64)
             slot_U = block_U * kv_block + (key_U % BLOCK_SIZE) * kv_slot + head * kv_head
             slot_UD = slot_U[:, None] + code_D[None, :]
             k_UD = numbers(tl.load(k + slot_UD, inside_U[:, None], 0.0), shift_D, q_RD, CODES)
@@ -395,6 +419,20 @@ def _decode_kernel(
             if WINDOW > 0:
                 seen_RU = seen_RU & (key_U[None, :] > position_R[:, None] - WINDOW)
             score_RU = tl.where(seen_RU, score_RU, float("-inf"))
+            # Of the new tokens' own keys, those of guesses without a block may be anything.
+            if MAX_NEW > 1:
+                seen_by_all = length - num_new + 1
+                if (i + 1) * BLOCK_N > seen_by_all:
+                    sound_U = sound_values(v_UD, key_U < seen_by_all)
+                    if CODES > 0:
+                        sound_U = sound_U & (tl.abs(v_scale_U) < float("inf"))
+                        if CODES == 4:
+                            its_low_U = tl.load(v_lows + at_U, inside_U, 0.0).to(tl.float32)
+                            sound_U = sound_U & (tl.abs(its_low_U) < float("inf"))
+                        v_scale_U = tl.where(sound_U, v_scale_U, 0.0)
+                    v_UD = tl.where(sound_U[:, None], v_UD, 0.0).to(v_UD.dtype)
+                    unsound_RU = seen_RU & ~sound_U[None, :]
+                    score_RU = tl.where(unsound_RU, float("nan"), score_RU)
             most_RU = score_RU
             if CODES > 0:
                 most_RU = score_RU + level_of_scales(v_scale_U)[None, :]
@@ -406,6 +444,8 @@ def _decode_kernel(
             total_R = total_R * fade_R + tl.sum(weight_RU, 1)
             if CODES == 4:
                 v_low_U = low_of(tl.load(v_lows + at_U, inside_U, 0.0), v_scale_U)
+                if MAX_NEW > 1:
+                    v_low_U = tl.where(tl.abs(v_low_U) < float("inf"), v_low_U, 0.0)
                 low_R = low_R * fade_R + tl.sum(weight_RU * v_low_U[None, :], 1)
             if CODES > 0:
                 weight_RU *= v_scale_U[None, :]

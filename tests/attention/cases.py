@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from ridgeline.attention.layout import AttentionLayout
 from ridgeline.kvcache import LayerKV
 from ridgeline.kvcache.plain import PlainKV
 from tests.conftest import TEST_DEVICE
+from tests.kernels.kv_formats import FORMATS, poisoned
 
 HEADS = ((1, 1), (4, 1), (4, 2), (4, 4), (6, 3), (8, 2))
 HEAD_DIMS = (8, 16, 24, 40, 64, 80, 128)
@@ -105,6 +106,29 @@ def make_case(
     wide = torch.randn(starts[-1], spec.num_heads + 3, spec.head_dim, generator=noise)
     q_THD = wide.to(dtype).to(device)[:, : spec.num_heads]
     return Case(shape, layout, q_THD, LayerKV(kv_format, store, 0, *width), keys, values)
+
+
+def coded(case: Case, name: str = "int8") -> Case:
+    """The same with fewer bits in the cache, and NaN wherever nothing may be read; what is expected
+    is what the codes say."""
+    spec, (plain,) = case.shape.spec, case.layer_kv.store
+    width, dtype = (spec.num_kv_heads, spec.head_dim), case.q_THD.dtype
+    kind = FORMATS[name]()
+    store = poisoned(kind, (plain.shape[0], case.shape.block_size, *width), dtype)
+    rows_NC = plain.reshape(-1, plain.shape[-1])
+    written = (~rows_NC[:, 0].isnan()).nonzero().flatten()
+    kind.write(store, written, rows_NC[written])
+    wide = FORMATS[name]()  # answers in float32
+    every = wide.gather(store, torch.arange(len(rows_NC)), *width).double()
+    keys, values = [], []
+    for row, total in enumerate(case.layout.seq_lens):
+        places, size = torch.arange(total), case.shape.block_size
+        table = case.layout.block_tables_BM[0][row]
+        found = every[table[places // size] * size + places % size].nan_to_num(0.0)
+        keys.append(found[:, 0])
+        values.append(found[:, 1])
+    layer_kv = LayerKV(kind, store, 0, *width)
+    return replace(case, layer_kv=layer_kv, keys=keys, values=values)
 
 
 def naive(case: Case, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -12,26 +12,28 @@ CPU = torch.device("cpu")
 SPEC = AttentionSpec(4, 2, 16, RopeSpec())
 
 
-def batch(num: int, window: int | None = None) -> DecodeBatch:
-    lens = torch.ones(num, dtype=torch.int32)
-    return DecodeBatch(lens[:, None], lens, torch.arange(num + 1, dtype=torch.int32), 1, window)
+def batch(num: int, window: int | None = None, num_new: int = 1) -> DecodeBatch:
+    lens = torch.full((num,), num_new, dtype=torch.int32)
+    starts = torch.arange(num + 1, dtype=torch.int32) * num_new
+    return DecodeBatch(lens[:, None], lens, starts, num_new, window)
 
 
 def test_made_once_and_dealt_out_anew_after_another_batch() -> None:
-    made: list[int] = []
+    made: list[tuple[int, int]] = []
     dealt: list[tuple[str, DecodeBatch]] = []
 
-    def make(device: torch.device, spec: AttentionSpec, max_requests: int) -> str:
-        made.append(max_requests)
+    def make(device: torch.device, spec: AttentionSpec, max_requests: int, max_new: int) -> str:
+        made.append((max_requests, max_new))
         return f"schedule {len(made)}"
 
     schedules = Dealt(make, lambda schedule, of: dealt.append((schedule, of)))
     first, second, wide, windowed = batch(3), batch(4), batch(5), batch(3, window=8)
-    for of in (first, first, second, first, wide, windowed, first):
+    guessing = batch(3, num_new=3)
+    for of in (first, first, second, first, wide, windowed, guessing, first):
         schedules.schedule(of, CPU, SPEC)
-    assert made == [4, 8, 4]  # rounded up; a window has a schedule of its own
-    assert [of for _, of in dealt] == [first, second, first, wide, windowed]
-    assert [name for name, _ in dealt] == [f"schedule {n}" for n in (1, 1, 1, 2, 3)]
+    assert made == [(4, 1), (8, 1), (4, 1), (4, 3)]  # rounded up; windows, guesses: their own
+    assert [of for _, of in dealt] == [first, second, first, wide, windowed, guessing]
+    assert [name for name, _ in dealt] == [f"schedule {n}" for n in (1, 1, 1, 2, 3, 4)]
     assert schedules.schedule(second, CPU, SPEC) == "schedule 1"
 
 

@@ -1,18 +1,13 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter. It must be asked for before the first
-import of triton, so here, where modules are collected."""
+"""What Triton's interpreter needs to go with the numpy of these tests."""
 # mypy: disable-error-code="import-untyped, import-not-found"
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
-import torch
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from tests.kernels import INTERPRETED
 
 
 @pytest.fixture(autouse=True)

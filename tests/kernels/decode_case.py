@@ -31,10 +31,11 @@ class Shape:
     norms: bool = True
     fused: bool = True
     kv: str = "auto"
+    new: int = 1
 
 
 class DecodeCase:
-    """Request b has lengths[b] tokens, the new one included; 0 is padding. The new tokens lie in
+    """Request b has lengths[b] tokens, the new ones included; 0 is padding. The new tokens lie in
     `qkv_TX`; with `fused` they are not in the cache yet."""
 
     def __init__(
@@ -45,7 +46,7 @@ class DecodeCase:
         self.scale = shape.head_dim**-0.5
         heads = shape.kv_heads * shape.group
         width = (heads + 2 * shape.kv_heads) * shape.head_dim
-        self.qkv = self._random(len(lengths), width + WIDER)[:, :width]
+        self.qkv = self._random(len(lengths) * shape.new, width + WIDER)[:, :width]
         self.table_L2D = self._rotations(max(lengths) + 1)
         weights = (1 + 0.2 * self._random(2, shape.head_dim).float()).to(shape.dtype)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if shape.norms else None
@@ -60,8 +61,9 @@ class DecodeCase:
             rows = torch.arange(len(lengths))
         named = torch.zeros(len(lengths) + 1, tables.shape[1] + 1, dtype=torch.int32)
         for row, length in enumerate(lengths):
-            last = length - 1 if shape.fused else length
-            position = torch.arange(_first_key(length, shape.window), max(last, 0))
+            last = max(length - shape.new if shape.fused else length, 0)
+            first = min(_first_key(length - shape.new + 1, shape.window), last)
+            position = torch.arange(first, last)
             blocks = tables[row].long()[position // shape.block_size]
             width = 2 * shape.kv_heads * shape.head_dim
             numbers = torch.randn(len(position), width, generator=self.random).to(shape.dtype)
@@ -72,8 +74,8 @@ class DecodeCase:
         self.batch = DecodeBatch(
             named.to(device),
             torch.tensor(lengths, dtype=torch.int32, device=device),
-            torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
-            1,
+            torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * shape.new,
+            shape.new,
             shape.window,
             rows.to(device) if shape.named_rows else None,
         )
@@ -94,14 +96,15 @@ class DecodeCase:
         """Block tables and the slots of new tokens; padding has a slot too, in block 0."""
         shuffled = (torch.randperm(sum(widths), generator=self.random) + 2).int() - 1
         tables = torch.zeros(len(widths), max(1, *widths), dtype=torch.int32)
-        slots = torch.zeros(len(widths), dtype=torch.int64)
+        slots = torch.zeros(len(widths), self.shape.new, dtype=torch.int64)
         used, size = 0, self.shape.block_size
         for row, width in enumerate(widths):
             tables[row, :width] = shuffled[used : used + width]
             used += width
-            if (last := self.lengths[row] - 1) >= 0:
-                slots[row] = int(tables[row, last // size]) * size + last % size
-        return tables, slots
+            for number in range(self.shape.new):
+                if (place := self.lengths[row] - self.shape.new + number) >= 0:
+                    slots[row, number] = int(tables[row, place // size]) * size + place % size
+        return tables, slots.flatten()
 
     def with_lengths(self, other: DecodeCase) -> None:
         """Takes over the contents of another case of this shape and number of requests, in the
@@ -141,8 +144,10 @@ class DecodeCase:
         store = self.copy()
         q_THD = self.queries()
         if self.shape.fused:
-            slots = torch.where(self.batch.seq_lens_B > 0, self.slots, -1)
-            positions = (self.batch.seq_lens_B.long() - 1).clamp_min(0)
+            slots = torch.where(self.is_real, self.slots, -1)
+            ends = self.batch.seq_lens_B.long()[:, None] - self.shape.new
+            numbers = torch.arange(self.shape.new, device=self.device)
+            positions = (ends + numbers).clamp_min(0).flatten()
             q_THD = qk_norm_rope_write_reference(
                 self.qkv, self.table_L2D, positions, slots, self.views(store), norms=self.norms
             )
@@ -150,6 +155,11 @@ class DecodeCase:
         views = self.views(store if written is None else written)
         paged_decode_reference(q_THD.float(), views, self.batch, self.scale, out)
         return out, store
+
+    @property
+    def is_real(self) -> torch.Tensor:
+        """Tokens of no padding, [T]."""
+        return (self.batch.seq_lens_B > 0).repeat_interleave(self.shape.new)
 
     def schedule(
         self, config: cuda.Config | None = None, num_programs: int | None = None
@@ -164,6 +174,7 @@ class DecodeCase:
             numbers=cuda.numbers_of(self.views(self.store)),
             config=config,
             num_programs=num_programs,
+            num_new=self.shape.new,
             is_fused=self.shape.fused,
         )
         for part in (schedule.parts, schedule.best, schedule.total):
@@ -235,7 +246,7 @@ class DecodeCase:
             assert apart.float().mean() < 0.01
             return
         # Padding has a slot too, which nobody writes to.
-        check_near(got, want, self.slots[self.batch.seq_lens_B > 0])
+        check_near(got, want, self.slots[self.is_real])
 
 
 def check_case(
@@ -247,8 +258,8 @@ def check_case(
     num_programs: int | None = None,
     seed: int = 0,
 ) -> None:
-    """With the front and without it."""
-    for fused in (True, False):
+    """With the front, and for one new token without it too."""
+    for fused in (True, False) if shape.new == 1 else (True,):
         case = DecodeCase(lengths, replace(shape, fused=fused), device, seed)
         schedule = case.schedule(config, num_programs)
         out, store = case.run(schedule)

@@ -22,7 +22,8 @@ static void kernel() {
                argument<float*>(12), argument<float*>(13), argument<float*>(14),
                argument<int*>(15), argument<int*>(16), argument<int>(17), argument<int>(18),
                argument<int>(19), argument<int>(20), argument<int>(21), argument<int>(22),
-               argument<float>(23), argument<float>(24), argument<int>(25), argument<void*>(26));
+               argument<float>(23), argument<float>(24), argument<int>(25), argument<void*>(26),
+               argument<int>(27));
 }
 
 // `programs`: their numbers, in the order in which they run.

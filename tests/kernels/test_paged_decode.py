@@ -4,6 +4,7 @@ tiled reference. Whatever must not be read is NaN, and so is whatever must be wr
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -166,6 +167,70 @@ def test_heads(heads: tuple[int, int]) -> None:
 def test_drafts_are_causal_among_themselves(num_programs: int, window: int | None) -> None:
     case = Case([3, 50, 8, 0, 71], [3, 2, 8, 1, 1], heads=(4, 2), window=window)
     agree(case, num_programs)
+
+
+def lose(case: Case, lost: list[int]) -> torch.Tensor:
+    """The last lost[b] tokens of each request have no blocks: the table ends before them or leads
+    to block 0, where everything is NaN. Which rows of q see nothing of them, [T]."""
+    batch, kv, size = case.batch, case.kv, case.k.shape[1]
+    known = [length - gone for length, gone in zip(case.lengths, lost, strict=True)]
+    parts: list[torch.Tensor | None] = [kv.k_NSKD, kv.v_NSKD]
+    if kv.k_scales_NSK is not None:
+        parts = [kv.k_scales_NSK, kv.v_scales_NSK, kv.k_lows_NSK, kv.v_lows_NSK]
+    for row, length in enumerate(case.lengths):
+        for position in range(known[row], length):
+            block, place = int(batch.block_tables_BM[row, position // size]), position % size
+            for part in parts:
+                if part is not None:
+                    part[block, place] = torch.full(part.shape[2:], torch.nan).to(part)
+        batch.block_tables_BM[row, -(-known[row] // size) :] = 0
+    widest = max(1, *(-(-length // size) for length in known))
+    case.batch = replace(batch, block_tables_BM=batch.block_tables_BM[:, :widest])
+    rows = [torch.arange(new) < new - gone for new, gone in zip(case.new, lost, strict=True)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("new", "lost"), [(2, [1, 0, 1, 0]), (5, [3, 4, 0, 1]), (9, [8, 0, 2, 5]), (17, [16, 3, 9, 16])]
+)
+@pytest.mark.parametrize("kind", ["float32", "float16", "e4m3", *CODES])
+def test_guesses_without_a_block_reach_nobody_before_them(
+    new: int, lost: list[int], kind: str
+) -> None:
+    dtype = torch.float16 if kind == "float16" else torch.float32
+    case = Case(
+        [new, new + 14, 33 + new, 90 + new],
+        [new] * 4,
+        heads=(8, 2),
+        dtype=dtype,
+        window=40 if new == 5 else None,
+        cached=torch.float8_e4m3fn if kind == "e4m3" else None,
+        codes=kind if kind in CODES else None,
+    )
+    want = case.expected()[:-1]
+    seen = lose(case, lost)
+    again = case.expected()[:-1]
+    torch.testing.assert_close(again[seen], want[seen])
+    assert again[~seen].isnan().all()
+    tolerance = TOLERANCE[dtype]
+    for num_programs in (3, 11):
+        got = case.run(case.schedule(num_programs, triton_kernel.Config(block_n=16)))[:-1]
+        torch.testing.assert_close(
+            got[seen].float(), want[seen], rtol=tolerance, atol=tolerance, equal_nan=False
+        )
+        if kind != "e4m3" or DEVICE.type == "cuda":  # the interpreter's e4m3 has no NaN
+            assert got[~seen].isnan().all()
+
+
+@pytest.mark.parametrize("new", [2, 6])
+def test_padding_is_shorter_than_what_is_asked(new: int) -> None:
+    """Row 0 of a captured step: two tokens of the null block, whatever the number of new ones."""
+    case = Case([2, 30 + new], [new, new], heads=(4, 2))
+    case.batch.block_tables_BM[0] = 0
+    want = case.expected()
+    got = case.run(case.schedule(4, triton_kernel.Config(block_n=16)))
+    torch.testing.assert_close(got[new:], want[new:], rtol=2e-5, atol=2e-5, equal_nan=True)
+    assert not got[new:-1].isnan().any()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import torch
 from ridgeline.errors import InternalError
 from ridgeline.kernels import nvrtc
 from ridgeline.kernels.paged_decode_cuda import Config, choose_config, refresh, unsupported
-from tests.kernels.decode_case import DecodeCase, Shape, check_case
+from tests.kernels.decode_case import NORM_ERROR, DecodeCase, Shape, check_case
 
 pytest.importorskip("triton")
 COMPILER = shutil.which("g++")
@@ -103,6 +103,8 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Callable[..., Emulated]) 
 RANGES = Config(2, 1, 2)  # of many requests: a warp for each KV head
 SPLIT = Config(2, 1, 1, split=True, warps=4)
 WHOLE = Config(1, 2, 8, split=True, whole_steps=33)
+
+SPLIT8 = Config(2, 1, 1, split=True)
 
 run = partial(check_case, device=CPU)
 
@@ -213,6 +215,59 @@ def test_short_requests_stay_whole(lengths: list[int], config: Config, shares: l
     schedule = case.schedule(config, num_programs=10)
     refresh(schedule, case.batch)
     assert schedule.records[:, 3].tolist() == shares
+
+
+NEW = [5, 9, 0, 17, 20, 21, 37, 52, 100]
+
+
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        (Shape(kv_heads=1, group=4, new=5), SPLIT8),
+        (Shape(kv_heads=2, group=4, head_dim=128, new=5, norms=False), WHOLE),
+        (Shape(kv_heads=1, group=3, new=4, window=33, dtype=torch.float16), SPLIT),
+        (Shape(kv_heads=1, group=1, new=8, window=3, block_size=32), SPLIT8),
+        (Shape(kv_heads=1, group=16, new=2, window=20), SPLIT),
+        (Shape(kv_heads=1, group=4, new=5, kv="fp8"), SPLIT8),
+        (Shape(kv_heads=1, group=4, new=3, kv="int8", window=40), SPLIT),
+        (Shape(kv_heads=1, group=2, new=5, kv="int4"), SPLIT8),
+    ],
+    ids=str,
+)
+def test_several_new_tokens(shape: Shape, config: Config) -> None:
+    for num_programs in (2, 11):
+        lengths = [length for length in NEW if length >= shape.new or not length]
+        run(lengths, shape, config=config, num_programs=num_programs)
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8", "int8", "int4"])
+def test_a_new_token_that_is_no_number_reaches_nobody_before_it(kv: str) -> None:
+    """As of guesses without a block: those behind the second token, of which one is NaN, share a
+    slot of the null block, and positions go on past the end of the table."""
+    case = DecodeCase([40, 18, 70], Shape(kv_heads=1, new=4, kv=kv), CPU, 3)
+    want, _ = case.expected()
+    lost = torch.arange(12).view(3, 4)[:, 2:].flatten()
+    case.slots[lost] = 7
+    case.qkv[lost[::2]] = torch.nan
+    case.table_L2D = case.table_L2D[:68].contiguous()
+    out, _ = case.run(case.schedule(SPLIT, 3))
+    got, limit = out.float(), 4e-2 if kv == "int4" else NORM_ERROR[torch.bfloat16]
+    kept = torch.arange(12).view(3, 4)[:, :2].flatten()
+    error = (got[kept] - want[kept]).norm(dim=2)
+    assert (error <= limit * want[kept].norm(dim=2)).all(), error
+    assert got[lost].isnan().all()
+
+
+def test_several_new_tokens_take_what_there_is() -> None:
+    """More of them than warps, or many requests, are for another kernel."""
+    assert choose_config(128, 8, 32, num_new=5).warps == 8
+    assert choose_config(128, 8, 32, num_new=4).warps == 4
+    case = DecodeCase([5, 9], Shape(new=5), CPU)
+    for config in (SPLIT, RANGES):
+        with pytest.raises(InternalError, match="new tokens that the kernel takes"):
+            case.schedule(config, num_programs=1)
+    with pytest.raises(InternalError, match="new tokens that the kernel takes"):
+        DecodeCase([5], Shape(new=5, group=8), CPU).schedule(SPLIT8, num_programs=1)
 
 
 def test_few_requests_get_a_cta_for_each_head() -> None:

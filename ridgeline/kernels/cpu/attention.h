@@ -9,8 +9,10 @@
 #include "pool.h"
 
 // Causal attention of the new tokens of each request over the request's blocks. Request b owns
-// tokens query_start[b] .. query_start[b + 1]; seq_lens[b] counts them and all before them. Strides
-// count numbers; the heads of a token lie D apart in q and out.
+// tokens query_start[b] .. query_start[b + 1]; seq_lens[b] counts them and all before them. Positions
+// past the end of the tables are in block 0; a new token that has no numbers in the cache, but NaN,
+// does not reach those before it. Strides count numbers; the heads of a token lie D apart in q and
+// out.
 struct AttentionArgs {
   const void* q;
   void* out;
@@ -24,7 +26,7 @@ struct AttentionArgs {
   const uint16_t* v_scales;
   const uint16_t* k_lows;  // of codes of 4 bits: what is added, as scales lie; null: none
   const uint16_t* v_lows;
-  int64_t num_requests, table_stride, q_stride, out_stride;
+  int64_t num_requests, table_stride, table_width, q_stride, out_stride;
   int64_t block_stride, slot_stride, head_stride, block_size;
   int64_t heads, kv_heads, head_dim;
   int64_t window;  // 0: none

@@ -31,7 +31,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         *pointers("q", "out", "k", "v", "tables", "rows", "seq_lens", "query_start"),
         *pointers("k_scales", "v_scales", "k_lows", "v_lows"),
-        *numbers("num_requests", "table_stride", "q_stride", "out_stride"),
+        *numbers("num_requests", "table_stride", "table_width", "q_stride", "out_stride"),
         *numbers("block_stride", "slot_stride", "head_stride", "block_size"),
         *numbers("heads", "kv_heads", "head_dim", "window", "dtype", "kv_dtype"),
         *numbers("scale_block_stride", "scale_slot_stride", "scale_head_stride"),
@@ -42,7 +42,9 @@ class _Attention(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Requests of a step; all numbers int32 but `rows_B` (int64), which says where in the tables a
-    request's row is; None: in order. Only what a request's tokens may look at is ever read."""
+    request's row is; None: in order. Only what a request's tokens may look at is ever read.
+    Positions past the end of the tables are in block 0; a new token that has no numbers in the
+    cache, but NaN, does not reach those before it."""
 
     tables_NM: torch.Tensor
     seq_lens_B: torch.Tensor
@@ -68,7 +70,8 @@ def cpu_attention(
         pointer(batch.tables_NM), pointer(batch.rows_B), pointer(batch.seq_lens_B),
         pointer(batch.query_start_B1), pointer(kv.k_scales_NSK), pointer(kv.v_scales_NSK),
         pointer(kv.k_lows_NSK), pointer(kv.v_lows_NSK),
-        len(batch.seq_lens_B), batch.tables_NM.stride(0), q_THD.stride(0), out_THD.stride(0),
+        len(batch.seq_lens_B), batch.tables_NM.stride(0), batch.tables_NM.shape[1],
+        q_THD.stride(0), out_THD.stride(0),
         strides[0], strides[1], strides[2], block_size, heads, kv_heads, size, batch.window or 0,
         DTYPES[q_THD.dtype], KV_DTYPES[kv.k_NSKD.dtype], *scale_strides, scale,
     )  # fmt: skip

@@ -193,6 +193,28 @@ void pair_values(const AttentionArgs& a, const Numbers& v, const int64_t* offset
     }
 }
 
+// Keys [low, high) whose values are not all numbers: their exponents are all ones.
+KeySet keys_without_numbers(const AttentionArgs& a, const Numbers& v, const int64_t* offsets,
+                            int64_t low, int64_t high) {
+  const __m512i ones = _mm512_set1_epi16(0x7f80);
+  KeySet found = 0;
+  for (int64_t j = low < 0 ? 0 : low; j < high; ++j)
+    for (int64_t d = 0; d < a.head_dim; d += 32) {
+      __m512i exponents = _mm512_and_si512(pairs_of(v, offsets[j] + d, a.head_dim - d), ones);
+      if (_mm512_cmpeq_epi16_mask(exponents, ones)) found |= KeySet(1) << j;
+    }
+  return found;
+}
+
+void clear_values(KeySet keys, const TiledPrompt& t) {
+  for (int64_t j = 0; j < TILE_KEYS; ++j) {
+    if (!(keys >> j & 1)) continue;
+    uint32_t kept = j % 2 ? 0x0000ffffu : 0xffff0000u;
+    uint32_t* row = t.values + j / 2 * t.width;
+    for (int64_t d = 0; d < t.width; ++d) row[d] &= kept;
+  }
+}
+
 struct Scales {
   float k[TILE_KEYS], v[TILE_KEYS], k_low[TILE_KEYS], v_low[TILE_KEYS];
 };
@@ -332,7 +354,8 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
     int64_t num = end - key < TILE_KEYS ? end - key : TILE_KEYS;
     int64_t offsets[TILE_KEYS], scale_offsets[TILE_KEYS];
     for (int64_t j = 0; j < num; ++j) {
-      int64_t block = table[(key + j) / a.block_size], slot = (key + j) % a.block_size;
+      int64_t place = (key + j) / a.block_size, slot = (key + j) % a.block_size;
+      int64_t block = place < a.table_width ? table[place] : 0;
       offsets[j] = block * a.block_stride + slot * a.slot_stride;
       scale_offsets[j] = block * a.scale_block_stride + slot * a.scale_slot_stride;
     }
@@ -349,6 +372,15 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
     }
     turn_keys(a, k, offsets, num, t);
     pair_values(a, v, offsets, num, t);
+    // What the first row does not see weighs 0 there, and 0 times NaN would be in its sum.
+    int64_t known = cached + item.begin + 1 - key;
+    KeySet wrong = keys_without_numbers(a, v, offsets, known, num);
+    for (int64_t j = known < 0 ? 0 : known; v.scales && j < num; ++j) {
+      if (is_number(scales.v[j]) && (!v.packed || is_number(scales.v_low[j]))) continue;
+      wrong |= KeySet(1) << j;
+      scales.v[j] = scales.v_low[j] = 0;
+    }
+    if (wrong) clear_values(wrong, t);
     tile_words<false>(t.rows, t.q, t.words, t.keys, TILE_KEYS, t.words, t.scores);
     for (int64_t r = 0; r < num_rows; ++r) {
       int64_t high = cached + item.begin + r / group + 1 - key;
@@ -356,6 +388,7 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
       if (high > num) high = num;
       k.packed ? weigh_row<true>(t, &scales, r, low, high, scale)
                : weigh_row<false>(t, k.scales ? &scales : nullptr, r, low, high, scale);
+      if (wrong & keys_between(low, high)) t.weight[r] = __builtin_nanf("");
     }
     tile_words<true>(t.rows, t.weights, PAIRS, t.values, t.width, PAIRS, t.sums);
   }

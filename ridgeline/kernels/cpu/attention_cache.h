@@ -62,13 +62,13 @@ inline float turn_query(const T* q, float* turned, int64_t size) {
 // The blocks of one request.
 struct Blocks {
   const int32_t* table;
-  int64_t size, block_stride, slot_stride;
+  int64_t size, block_stride, slot_stride, width;
 
   // Of keys [begin, begin + num).
   void offsets(int64_t begin, int64_t num, int64_t* found) const {
     int64_t block = begin / size, place = begin % size;
     for (int64_t j = 0; j < num; ++j) {
-      found[j] = table[block] * block_stride + place * slot_stride;
+      found[j] = (block < width ? table[block] : 0) * block_stride + place * slot_stride;
       if (++place == size) place = 0, ++block;
     }
   }
@@ -76,7 +76,8 @@ struct Blocks {
 
 inline Blocks blocks_of(const AttentionArgs& a, int64_t request) {
   int64_t row = a.rows == nullptr ? request : a.rows[request];
-  return {a.tables + row * a.table_stride, a.block_size, a.block_stride, a.slot_stride};
+  return {a.tables + row * a.table_stride, a.block_size, a.block_stride, a.slot_stride,
+          a.table_width};
 }
 
 // The same places among the scales of a cache, of all heads.
@@ -102,5 +103,18 @@ inline void take_lows(const uint16_t* lows, const float* scales, const int64_t* 
   for (int64_t j = 0; j < num; j += W)
     store(taken + j, load(taken + j) + load(scales + j) * float(MIDDLE));
 }
+
+// Keys of a tile, a bit each.
+using KeySet = uint64_t;
+static_assert(TILE_KEYS == 64, "a bit for each key of a tile");
+
+inline KeySet keys_between(int64_t low, int64_t high) {
+  auto below = [](int64_t key) {
+    return key <= 0 ? KeySet(0) : key >= TILE_KEYS ? ~KeySet(0) : (KeySet(1) << key) - 1;
+  };
+  return below(high) & ~below(low);
+}
+
+inline bool is_number(float x) { return x - x == 0.0f; }
 
 }  // namespace

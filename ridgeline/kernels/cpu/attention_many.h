@@ -152,6 +152,35 @@ void pack_values(const AttentionArgs& a, const C* v, const int64_t* offsets, int
   }
 }
 
+// Keys [low, high) whose values are not all numbers.
+template <class C>
+KeySet keys_without_numbers(const C* v, const int64_t* offsets, int64_t low, int64_t high,
+                            int64_t size) {
+  KeySet found = 0;
+  for (int64_t j = low < 0 ? 0 : low; j < high; ++j) {
+    F wrong = {};
+    for (int64_t d = 0; d < size; d += W) {
+      F x = load_some(v + offsets[j] + d, size - d);
+      wrong += x - x;
+    }
+    if (sum_of(wrong) != 0.0f) found |= KeySet(1) << j;
+  }
+  return found;
+}
+
+template <bool IS_PAIRS>
+void clear_values(KeySet keys, int64_t stride, uint32_t* values) {
+  for (int64_t j = 0; j < TILE_KEYS; ++j) {
+    if (!(keys >> j & 1)) continue;
+    if (IS_PAIRS) {
+      uint16_t* row = (uint16_t*)(values + j / 2 * stride);
+      for (int64_t d = 0; d < stride; ++d) row[2 * d + j % 2] = 0;
+    } else {
+      std::memset(values + j * stride, 0, stride * 4);
+    }
+  }
+}
+
 // What numbers of keys and of values are multiplied by, if they have scales.
 struct TileScales {
   float k[TILE_KEYS], v[TILE_KEYS], k_low[TILE_KEYS], v_low[TILE_KEYS];
@@ -241,6 +270,9 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
     }
     pack_keys<IS_PAIRS>(a, its_k, offsets, num, t.keys);
     pack_values<IS_PAIRS>(a, its_v, offsets, num, t.values);
+    // What the first row does not see weighs 0 there, and 0 times NaN would be in its sum.
+    int64_t known = cached + item.begin + 1 - key;
+    KeySet wrong = keys_without_numbers(its_v, offsets, known, num, size);
     const int64_t scale = item.head * a.scale_head_stride;
     if (HAS_SCALES<C>) {
       scale_blocks.offsets(key, num, offsets);
@@ -251,6 +283,12 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
       take_lows(a.k_lows + scale, scales.k, offsets, num, scales.k_low);
       take_lows(a.v_lows + scale, scales.v, offsets, num, scales.v_low);
     }
+    for (int64_t j = known < 0 ? 0 : known; HAS_SCALES<C> && j < num; ++j) {
+      if (is_number(scales.v[j]) && (!LOWS || is_number(scales.v_low[j]))) continue;
+      wrong |= KeySet(1) << j;
+      scales.v[j] = scales.v_low[j] = 0;
+    }
+    if (wrong) clear_values<IS_PAIRS>(wrong, stride, t.values);
     product<IS_PAIRS>(rows, t.q, stride, t.keys, TILE_KEYS, t.scores, TILE_KEYS, TILE_KEYS, words,
                       false);
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -258,6 +296,7 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
       int64_t low = a.window == 0 ? 0 : high - a.window;
       weigh<IS_PAIRS, HAS_SCALES<C>, LOWS>(t, scales, r, low < 0 ? 0 : low, least(high, num),
                                      float(a.scale), size);
+      if (wrong & keys_between(low, high)) t.weight[r] = __builtin_nanf("");
     }
     product<IS_PAIRS>(rows, t.weights, TILE_KEYS, t.values, stride, t.sums, stride, width,
                       IS_PAIRS ? TILE_KEYS / 2 : TILE_KEYS, true);

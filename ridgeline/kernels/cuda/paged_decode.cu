@@ -25,8 +25,13 @@
 // read before that kernel has ended. A kernel begins when all CTAs of the one before it have said
 // that it may, which they do when they have waited for the one before them: that one is complete.
 //
-// Compiled with: HEAD_DIM 64 or 128; GROUP query heads of a KV head, up to 16; KV_HEADS; WARPS of a
-// CTA, which divides KV_HEADS if not SPLIT; BLOCK_SIZE, a multiple of 16; STAGES of the ring;
+// NEW tokens of each request, more than one only if SPLIT and FUSED: queries of a KV head are those
+// of the first new token, then of the second, and so on. Of the new tokens each is a warp's, for
+// whose queries the sums begin with it; queries of tokens before it do not see it, NaN or not.
+//
+// Compiled with: HEAD_DIM 64 or 128; GROUP query heads of a KV head, up to 16, and times NEW up to
+// 32; NEW, up to WARPS; KV_HEADS; WARPS of a CTA, which divides KV_HEADS if not SPLIT; BLOCK_SIZE, a
+// multiple of 16; STAGES of the ring;
 // RESIDENT CTAs of a multiprocessor; WINDOW, 0: none; SPLIT, NAMED_ROWS, FUSED, NORM, DEPENDENT
 // (programmatic launch), BFLOAT16 (or float16) 0 or 1; BITS of a number of the cache and SCALED:
 // 16 0 as queries are, 8 0 e4m3, 8 1 codes with a scale, 4 1 codes with a scale and a low.
@@ -48,7 +53,8 @@ constexpr int ROW_VECTORS = ROW_BYTES / 16;
 constexpr int SCALES_AT = 2 * KEYS * ROW_VECTORS;  // in a step: 4 bytes of each key, then value
 constexpr int STEP_VECTORS = SCALES_AT + SCALED * 8;  // of a warp
 constexpr int SCALE_BYTES = BITS == 4 ? 4 : 2;     // of a head of a token: and its low
-constexpr int COLUMNS = (GROUP + 7) / 8;    // tiles of 8 query heads
+constexpr int QUERIES = GROUP * NEW;        // of a KV head
+constexpr int COLUMNS = (QUERIES + 7) / 8;  // tiles of 8 queries
 constexpr int ROWS = HEAD_DIM / 16;         // tiles of 16 dimensions of the answer
 constexpr int COPIED_ROWS = 32 / ROW_VECTORS;  // of a head, by one copy of all lanes
 constexpr int TOKEN_BYTES = 2 * KV_HEADS * ROW_BYTES;
@@ -236,6 +242,12 @@ __device__ __forceinline__ float level_of(float best) { return best == -INFINITE
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// From the first query of a KV head to this one, where tokens and heads are so far apart.
+__device__ __forceinline__ i64 query_at(int query, int token_step, int head_step) {
+  if (NEW == 1) return (i64)query * head_step;
+  return (i64)(query / GROUP) * token_step + (i64)(query % GROUP) * head_step;
+}
+
 struct Batch {
   const int* tables;
   const i64* table_rows;
@@ -246,8 +258,8 @@ struct Batch {
 };
 
 struct Parts {
-  float* sums;    // [slot, KV_HEADS, GROUP, HEAD_DIM]
-  float* best;    // [slot, KV_HEADS, GROUP]
+  float* sums;    // [slot, KV_HEADS, QUERIES, HEAD_DIM]
+  float* best;    // [slot, KV_HEADS, QUERIES]
   float* totals;  // the same
   int* arrived;   // [request, KV_HEADS]
   int* groups_arrived;  // [slot, KV_HEADS], of a group of pieces at its first
@@ -257,14 +269,16 @@ struct Parts {
 // comes by itself is not. One without keys has one step, so that somebody writes the zeros.
 struct Extent {
   int length, first_key, first_step, stop;
+  int first_of_window;  // of the first new token, even if it would lie before the request
 };
 
 __device__ __forceinline__ Extent extent_of(int length, int num_new) {
   Extent e;
   e.length = length;
-  e.first_key = WINDOW > 0 ? max(length - num_new - WINDOW + 1, 0) : 0;
+  e.first_of_window = WINDOW > 0 ? length - num_new - WINDOW + 1 : 0;
+  e.first_key = max(e.first_of_window, 0);
   e.first_step = e.first_key / KEYS;
-  e.stop = max(ceil_div(length - FUSED, KEYS), e.first_step + 1);
+  e.stop = max(ceil_div(length - FUSED * NEW, KEYS), e.first_step + 1);
   return e;
 }
 
@@ -889,9 +903,9 @@ struct Answer {
   }
 
 #if FUSED
-  // The new token first. `value`: its own, of this KV head.
-  __device__ __forceinline__ void begin_with(const NewToken& fresh, const u16* value, int lane,
-                                             float scale_log2) {
+  // The new token first. `value`: its own, of this KV head; `number`: of the request's new ones.
+  __device__ __forceinline__ void begin_with(const NewToken& fresh, const u16* value, int number,
+                                             int lane, float scale_log2) {
     const int g = lane / 4, t = lane % 4;
 #if BITS == 16
     uint4 v[HALVES];
@@ -901,10 +915,14 @@ struct Answer {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const float its = fresh.score(q[n], scale_log2);
+      bool sees[2];
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        best[n][odd] = __shfl_sync(ALL, its, 4 * (2 * t + odd));
-        total[n][odd] = g == 0 ? 1.0f : 0.0f;
+        const int behind = (8 * n + 2 * t + odd) / GROUP - number;
+        sees[odd] = NEW == 1 || (behind >= 0 && (WINDOW == 0 || behind < WINDOW));
+        const float score = __shfl_sync(ALL, its, 4 * (2 * t + odd));
+        best[n][odd] = sees[odd] ? score : -INFINITE;
+        total[n][odd] = g == 0 && sees[odd] ? 1.0f : 0.0f;
       }
 #pragma unroll
       for (int h = 0; h < HALVES; ++h)
@@ -917,7 +935,8 @@ struct Answer {
           const float x = fresh.v[h][i];
 #endif
           const int r = HALVES == 2 ? i : i / 2, at = HALVES == 2 ? 2 * h : i % 2 * 2;
-          sum[r][n][at] = sum[r][n][at + 1] = x;
+          sum[r][n][at] = sees[0] ? x : 0.0f;
+          sum[r][n][at + 1] = sees[1] ? x : 0.0f;
         }
     }
   }
@@ -1090,9 +1109,11 @@ struct Answer {
     }
   }
 
-  // The 16 keys from `key` on, and their values, of which those from `start` to `stop` count.
+  // The 16 keys from `key` on, and their values, of which those from `start` to `stop` count, and
+  // for a query those from `first_of_window` and its token's number on.
   __device__ __forceinline__ void take_step(const uint4* place, int key, int start, int stop,
-                                            int kv_head, int lane, float scale_log2) {
+                                            int first_of_window, int kv_head, int lane,
+                                            float scale_log2) {
     const int g = lane / 4, t = lane % 4;
     float s[COLUMNS][4];
     Scales scales;
@@ -1107,6 +1128,14 @@ struct Answer {
           for (int n = 0; n < COLUMNS; ++n) s[n][i] = -INFINITE;
         }
       }
+    }
+    if (NEW > 1 && WINDOW > 0 && key < first_of_window + NEW - 1) {
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (key + g + i / 2 * 8 < first_of_window + (8 * n + 2 * t + i % 2) / GROUP)
+            s[n][i] = -INFINITE;
     }
     u32 p[COLUMNS][2];
     weigh(p, s, scales);
@@ -1148,7 +1177,7 @@ struct Answer {
       for (int odd = 0; odd < 2; ++odd) {
         const int head = 8 * n + 2 * t + odd;
         const float all = total[n][odd], share = 1.0f / (all == 0.0f ? 1.0f : all);
-        if (head < GROUP) {
+        if (head < QUERIES) {
 #pragma unroll
           for (int h = 0; h < HALVES; ++h) {
             u32 pairs[4];
@@ -1171,7 +1200,7 @@ struct Answer {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int head = 8 * n + 2 * t + odd;
-        if (head < GROUP) {
+        if (head < QUERIES) {
           if (g == 0) {
             its_best[head] = best[n][odd];
             its_total[head] = total[n][odd];
@@ -1190,7 +1219,7 @@ struct Answer {
 
 // ---- Merging ----------------------------------------------------------------------------------
 
-constexpr int MERGED_VECTORS = (GROUP * HEAD_DIM + 127) / 128;  // four numbers each, of a lane
+constexpr int MERGED_VECTORS = (QUERIES * HEAD_DIM + 127) / 128;  // four numbers each, of a lane
 constexpr int FAN = 12;  // pieces that a warp merges one after the other
 constexpr int AT_ONCE = MERGED_VECTORS < 16 ? 16 / MERGED_VECTORS : 1;  // pieces on their way
 
@@ -1225,14 +1254,14 @@ __device__ __forceinline__ void merge(const Parts& parts, int first_program, int
 #pragma unroll
     for (int w = 0; w < AT_ONCE; ++w) {
       const int slot = 2 * (first_program + (j + w) * stride) + (j + w == 0 ? late : 0);
-      const int place = (slot * KV_HEADS + kv_head) * GROUP;
+      const int place = (slot * KV_HEADS + kv_head) * QUERIES;
 #pragma unroll
       for (int v = 0; v < MERGED_VECTORS; ++v) {
         const int number = 128 * v + 4 * lane;
         its_best[w][v] = -INFINITE;
         its_total[w][v] = 0.0f;
         its_sum[w][v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (j + w < pieces && number < GROUP * HEAD_DIM) {
+        if (j + w < pieces && number < QUERIES * HEAD_DIM) {
           its_best[w][v] = load_number_of_part(parts.best + place + number / HEAD_DIM);
           its_total[w][v] = load_number_of_part(parts.totals + place + number / HEAD_DIM);
           its_sum[w][v] = load_part(parts.sums + (i64)place * HEAD_DIM + number);
@@ -1258,14 +1287,14 @@ __device__ __forceinline__ void merge(const Parts& parts, int first_program, int
 #pragma unroll
   for (int v = 0; v < MERGED_VECTORS; ++v) {
     const int number = 128 * v + 4 * lane;
-    if (number < GROUP * HEAD_DIM && out == nullptr) {
-      const int at = ((2 * first_program + late) * KV_HEADS + kv_head) * GROUP;
+    if (number < QUERIES * HEAD_DIM && out == nullptr) {
+      const int at = ((2 * first_program + late) * KV_HEADS + kv_head) * QUERIES;
       *(float4*)(parts.sums + (i64)at * HEAD_DIM + number) = sum[v];
       if (number % HEAD_DIM == 0) {
         parts.best[at + number / HEAD_DIM] = best[v];
         parts.totals[at + number / HEAD_DIM] = total[v];
       }
-    } else if (number < GROUP * HEAD_DIM) {
+    } else if (number < QUERIES * HEAD_DIM) {
       const float share = 1.0f / (total[v] == 0.0f ? 1.0f : total[v]);
       u16* to = out + (i64)(number / HEAD_DIM) * out_head + number % HEAD_DIM;
       *(uint2*)to = make_uint2(pack(sum[v].x * share, sum[v].y * share),
@@ -1279,10 +1308,10 @@ __device__ __forceinline__ void merge(const Parts& parts, int first_program, int
 
 // A CTA has one KV head; its warps take the steps of a request in turn and meet in shared memory.
 constexpr int ROW_NUMBERS = HEAD_DIM + 4;  // from one head of a warp's part to the next
-constexpr int PART_VECTORS = GROUP * ROW_NUMBERS / 4;
+constexpr int PART_VECTORS = QUERIES * ROW_NUMBERS / 4;
 constexpr int WARP_VECTORS =
     STAGES * STEP_VECTORS > PART_VECTORS ? STAGES * STEP_VECTORS : PART_VECTORS;
-constexpr int QUADS = GROUP * HEAD_DIM / 4;  // of numbers of the answer
+constexpr int QUADS = QUERIES * HEAD_DIM / 4;  // of numbers of the answer
 
 // The parts of a request and KV head that the warps have left, four numbers from `number` on.
 // `most`: the greatest score of all.
@@ -1291,16 +1320,16 @@ __device__ __forceinline__ float4 sum_of_parts(const float* bests, const float* 
   const int head = number / HEAD_DIM, dim = number % HEAD_DIM;
   most = -INFINITE;
 #pragma unroll
-  for (int p = 0; p < WARPS; ++p) most = fmaxf(most, bests[p * GROUP + head]);
+  for (int p = 0; p < WARPS; ++p) most = fmaxf(most, bests[p * QUERIES + head]);
   const float level = level_of(most);
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   total = 0.0f;
 #pragma unroll
   for (int p = 0; p < WARPS; ++p) {
-    const float fade = power_of_two(bests[p * GROUP + head] - level);
+    const float fade = power_of_two(bests[p * QUERIES + head] - level);
     const float* part = (const float*)(shared_ring + p * WARP_VECTORS) + head * ROW_NUMBERS;
     const float4 x = *(const float4*)(part + dim);
-    total += totals[p * GROUP + head] * fade;
+    total += totals[p * QUERIES + head] * fade;
     sum.x += x.x * fade;
     sum.y += x.y * fade;
     sum.z += x.z * fade;
@@ -1309,16 +1338,17 @@ __device__ __forceinline__ float4 sum_of_parts(const float* bests, const float* 
   return sum;
 }
 
-__device__ __forceinline__ void store_answer(u16* out, int out_head, int number, const float4& sum,
-                                             float total) {
+__device__ __forceinline__ void store_answer(u16* out, int out_row, int out_head, int number,
+                                             const float4& sum, float total) {
   const float share = 1.0f / (total == 0.0f ? 1.0f : total);
-  *(uint2*)(out + (i64)(number / HEAD_DIM) * out_head + number % HEAD_DIM) =
+  *(uint2*)(out + query_at(number / HEAD_DIM, out_row, out_head) + number % HEAD_DIM) =
       make_uint2(pack(sum.x * share, sum.y * share), pack(sum.z * share, sum.w * share));
 }
 
 // As `merge`, by all threads of the CTA.
 __device__ __forceinline__ void merge_pieces(const Parts& parts, int first_program, int pieces,
-                                             int late, int kv_head, u16* out, int out_head) {
+                                             int late, int kv_head, u16* out, int out_row,
+                                             int out_head) {
   constexpr int TOGETHER = 8;
   for (int quad = threadIdx.x; quad < QUADS; quad += WARPS * 32) {
     const int number = 4 * quad;
@@ -1330,7 +1360,7 @@ __device__ __forceinline__ void merge_pieces(const Parts& parts, int first_progr
 #pragma unroll
       for (int w = 0; w < TOGETHER; ++w) {
         const int slot = 2 * (first_program + j + w) + (j + w == 0 ? late : 0);
-        const int place = (slot * KV_HEADS + kv_head) * GROUP;
+        const int place = (slot * KV_HEADS + kv_head) * QUERIES;
         its_best[w] = -INFINITE;
         its_total[w] = 0.0f;
         its_sum[w] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -1352,11 +1382,11 @@ __device__ __forceinline__ void merge_pieces(const Parts& parts, int first_progr
         sum.w = sum.w * fade + its_sum[w].w * its_fade;
       }
     }
-    store_answer(out, out_head, number, sum, total);
+    store_answer(out, out_row, out_head, number, sum, total);
   }
 }
 
-// Grid: programs, KV_HEADS. Shared memory: WARPS * WARP_VECTORS times 16 bytes, WARPS * GROUP * 2
+// Grid: programs, KV_HEADS. Shared memory: WARPS * WARP_VECTORS times 16 bytes, WARPS * QUERIES * 2
 // + 1 times 4 bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, const i64* table_rows,
@@ -1365,7 +1395,7 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
                    const int* records, float* part_sums, float* part_best, float* part_totals,
                    int* arrived, int* groups_arrived, int num_requests, int table_stride,
                    int q_row, int q_head, int out_row, int out_head, float scale_log2, float eps,
-                   int early, void* scales) {
+                   int early, void* scales, int num_positions) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int program = blockIdx.x, kv_head = blockIdx.y;
 #if DEPENDENT
@@ -1378,8 +1408,8 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
 
   uint4* ring = shared_ring + warp * WARP_VECTORS;
   float* bests = (float*)(shared_ring + WARPS * WARP_VECTORS);
-  float* totals = bests + WARPS * GROUP;
-  int* is_last_one = (int*)(totals + WARPS * GROUP);
+  float* totals = bests + WARPS * QUERIES;
+  int* is_last_one = (int*)(totals + WARPS * QUERIES);
   const Parts parts = {part_sums, part_best, part_totals, arrived, groups_arrived};
   const Cache cache = cache_of(numbers, scales, kv_head, lane);
 
@@ -1388,16 +1418,17 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
     const int token = query_start[request], after = query_start[request + 1];
     const int row = NAMED_ROWS ? (int)table_rows[request] : request;
     const bool asked = after > token;
-    const Extent extent = extent_of(length, min(after - token, 1));
+    const Extent extent = extent_of(length, min(after - token, NEW));
     const int steps = extent.stop - extent.first_step;
     const int count = min(left, steps - tile);
     const int first = extent.first_step + tile, last = first + count;
-    const int stop = length - FUSED;  // of the keys that are in the cache
+    const int stop = length - FUSED * NEW;  // of the keys that are in the cache
     const int read_last = min(last, stop > 0 ? ceil_div(stop, KEYS) : 0);
     const int own_first = first + warp;
     const int own = read_last > own_first ? ceil_div(read_last - own_first, WARPS) : 0;
     const int* table = tables + (i64)row * table_stride;
     const bool has_new = FUSED && last == extent.stop && length > 0 && asked;
+    const int own_new = WARPS - 1 - warp;  // the last warps have the fewest steps
 
     int block = 0;  // lane i: of own step i, then 32 + i, ...
     auto copy = [&](int i) {
@@ -1414,10 +1445,16 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
       end_step_of_copies();
     }
 #if FUSED
+    // Of new token `number`. What has no block may have no place in the table either.
+    auto rotation = [&](int number) {
+      int position = max(length - NEW + min(number, NEW - 1), 0);
+      if (NEW > 1) position = min(position, num_positions - 1);
+      return rotations + (i64)position * 2 * HEAD_DIM;
+    };
     Turn turn;
-    turn.load(rotations + (i64)max(length - 1, 0) * 2 * HEAD_DIM, t);
+    turn.load(rotation(NEW == 1 ? 0 : g / GROUP), t);
     i64 new_slot = -1;
-    if (has_new && warp == WARPS - 1) new_slot = slots[token];
+    if (has_new && own_new < NEW) new_slot = slots[token + own_new];
 #if NORM
     if (done == 0) fetch((warp == 0 ? k_weight : q_weight) + 8 * lane % HEAD_DIM);
 #endif
@@ -1437,18 +1474,28 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) {
         answer.q[n][c] = make_uint4(0, 0, 0, 0);
-        if (8 * n + g < GROUP && asked)
-          answer.q[n][c] = load_vector(its_q + (i64)(8 * n + g) * q_head + 32 * c + 8 * t);
+        if (8 * n + g < QUERIES && asked)
+          answer.q[n][c] = load_vector(its_q + query_at(8 * n + g, q_row, q_head) + 32 * c + 8 * t);
       }
 #if FUSED
     if (length > 0 && asked) {
+#if NEW == 1
       turn_all(answer.q, turn, q_weight, eps, t);
+#else
+#pragma unroll
+      for (int n = 0; n < COLUMNS; ++n) {
+        if (n > 0) turn.load(rotation((8 * n + g) / GROUP), t);
+        turn_head(answer.q[n], turn, q_weight, eps, t);
+      }
+#endif
       answer.prepare(lane, scale_log2);
-      if (has_new && warp == WARPS - 1) {
-        const u16* key = q + (i64)token * q_row + (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
+      if (has_new && own_new < NEW) {
+        const u16* key = q + (i64)(token + own_new) * q_row +
+                         (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
+        if (NEW > 1) turn.load(rotation(own_new), t);
         NewToken fresh;
         fresh.take(key, turn, k_weight, eps, cache, new_slot, lane);
-        answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, lane, scale_log2);
+        answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, own_new, lane, scale_log2);
       }
     }
 #else
@@ -1459,24 +1506,25 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
       wait_for_copies<STAGES - 1>();
       __syncwarp();
       answer.take_step(ring + i % STAGES * STEP_VECTORS, (own_first + WARPS * i) * KEYS,
-                       extent.first_key, stop, kv_head, lane, scale_log2);
+                       extent.first_key, stop, extent.first_of_window, kv_head, lane, scale_log2);
       __syncwarp();  // all have read what is written over now
       if (i + STAGES < own) copy(i + STAGES);
       end_step_of_copies();
     }
     wait_for_copies<0>();
     answer.add_up_totals();
-    answer.leave((float*)ring, ROW_NUMBERS, bests + warp * GROUP, totals + warp * GROUP, lane);
+    answer.leave((float*)ring, ROW_NUMBERS, bests + warp * QUERIES, totals + warp * QUERIES,
+                 lane);
     __syncthreads();
 
     u16* its_out = out + (i64)token * out_row + (i64)kv_head * GROUP * out_head;
-    const int at = ((2 * program + (done > 0)) * KV_HEADS + kv_head) * GROUP;
+    const int at = ((2 * program + (done > 0)) * KV_HEADS + kv_head) * QUERIES;
     for (int quad = threadIdx.x; quad < QUADS; quad += WARPS * 32) {
       const int number = 4 * quad;
       float best, total;
       const float4 sum = sum_of_parts(bests, totals, number, best, total);
       if (count == steps) {
-        if (asked) store_answer(its_out, out_head, number, sum, total);
+        if (asked) store_answer(its_out, out_row, out_head, number, sum, total);
       } else {
         *(float4*)(parts.sums + (i64)at * HEAD_DIM + number) = sum;
         if (number % HEAD_DIM == 0) {
@@ -1499,7 +1547,7 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
       __syncthreads();
       if (*is_last_one && asked)
         merge_pieces(parts, first_program, pieces, start > first_program * share, kv_head, its_out,
-                     out_head);
+                     out_row, out_head);
     }
     left -= count;
     done += count;
@@ -1569,7 +1617,7 @@ paged_decode(const u16* q, void* numbers, u16* out, const int* tables, const i64
              const int* records, float* part_sums, float* part_best, float* part_totals,
              int* arrived, int* groups_arrived, int num_requests, int table_stride, int q_row,
              int q_head, int out_row, int out_head, float scale_log2, float eps, int early,
-             void* scales) {
+             void* scales, int num_positions) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   const int program = blockIdx.x, kv_head = blockIdx.y * WARPS + warp;
@@ -1636,7 +1684,7 @@ paged_decode(const u16* q, void* numbers, u16* out, const int* tables, const i64
       }
       turn_all(answer.q, turn, q_weight, eps, t);
       answer.prepare(lane, scale_log2);
-      if (has_new) answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, lane, scale_log2);
+      if (has_new) answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, 0, lane, scale_log2);
     }
 #else
     answer.prepare(lane, scale_log2);
@@ -1645,8 +1693,8 @@ paged_decode(const u16* q, void* numbers, u16* out, const int* tables, const i64
     for (int step = extent.first_step + tile; step < last; ++step) {
       wait_for_copies<STAGES - 1>();
       __syncwarp();
-      answer.take_step(place, step * KEYS, extent.first_key, length - FUSED, kv_head, lane,
-                       scale_log2);
+      answer.take_step(place, step * KEYS, extent.first_key, length - FUSED,
+                       extent.first_of_window, kv_head, lane, scale_log2);
       __syncwarp();  // all have read what is written over now
       reader.copy(batch, place, cache, lane);
       end_step_of_copies();

@@ -98,6 +98,16 @@ void put(void* to, int64_t index, float value, int dtype) {
   }
 }
 
+// No number is left of a token.
+void spoil(Paged& p, int64_t slot) {
+  for (int64_t i = 0; i < p.slot_scales(); ++i) p.scales[size_t(slot * p.slot_scales() + i)] = 0x7e00;
+  for (int64_t i = 0; i < p.slot_numbers(); ++i) {
+    int64_t at = slot * p.slot_numbers() + i;
+    if (p.kv_dtype == RL_E4M3) p.numbers[size_t(at)] = 0x7f;
+    if (p.width() > 1) put(p.numbers.get(), at, NAN, p.kv_dtype);
+  }
+}
+
 }  // namespace
 
 int check_attention(std::mt19937& noise) {
@@ -157,13 +167,22 @@ int check_attention(std::mt19937& noise) {
     }
   }
 
+  // Some of a request's last tokens may be guesses without a block of their own.
+  std::vector<int32_t> sound = lens;
+  for (int64_t b = 0; b < requests; ++b) {
+    int32_t fresh = starts[size_t(b) + 1] - starts[size_t(b)], guesses = int32_t(below(fresh));
+    sound[size_t(b)] -= guesses;
+    for (int64_t key = sound[size_t(b)]; key < lens[size_t(b)]; ++key)
+      spoil(kv, tables[size_t(b * columns + key / block_size)] * block_size + key % block_size);
+  }
+
   std::unique_ptr<char[]> q(new char[size_t(tokens * heads * size * width)]);
   std::unique_ptr<char[]> out(new char[size_t(tokens * heads * size * width)]());
   for (int64_t i = 0; i < tokens * heads * size; ++i) put(q.get(), i, normal(noise), dtype);
   double scale = 1.0 / std::sqrt(double(size));
   AttentionArgs args{q.get(), out.get(), kv.side(0), kv.side(1), tables.data(), nullptr,
                      lens.data(), starts.data(), kv.scales_of(0), kv.scales_of(1), kv.lows_of(0),
-                     kv.lows_of(1), requests, columns, heads * size, heads * size,
+                     kv.lows_of(1), requests, columns, columns, heads * size, heads * size,
                      block_size * kv.slot_numbers(), kv.slot_numbers(), kv.places(), block_size,
                      heads, kv_heads, size, window, dtype, kv_dtype,
                      block_size * kv.slot_scales(), kv.slot_scales(), kv.scales_each(), scale};
@@ -190,6 +209,10 @@ int check_attention(std::mt19937& noise) {
         }
         for (int64_t d = 0; d < size; ++d) {
           double found = load_number(out.get(), (t * heads + h) * size + d, dtype);
+          if (last >= sound[size_t(b)]) {
+            failures += found == found;
+            continue;
+          }
           double apart = std::fabs(found - sums[size_t(d)] / weight);
           worst = apart > worst || apart != apart ? apart : worst;
         }

@@ -14,9 +14,7 @@ from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.attention import AttentionBatch, cpu_attention
 from ridgeline.kernels.qk_norm_rope_write import plain_views
-from ridgeline.kvcache import LayerKV
-from tests.attention.cases import Case, Shape, make_case, naive, random_shape
-from tests.kernels.kv_formats import FORMATS, poisoned
+from tests.attention.cases import Case, Shape, coded, make_case, naive, random_shape
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 BEST = native.LEVELS.index(native.best_level())
@@ -83,29 +81,6 @@ def test_parts_of_a_long_request_are_merged() -> None:
         shape = Shape(((2000, 1), (3, 1), (900, 1)), spec_of(4, 2, 32, window), 16)
         case = make_case(shape, 3, device="cpu")
         torch.testing.assert_close(attend(case).double(), naive(case), atol=1e-5, rtol=0)
-
-
-def coded(case: Case, name: str = "int8") -> Case:
-    """The same with fewer bits in the cache, and NaN wherever nothing may be read; what is expected
-    is what the codes say."""
-    spec, (plain,) = case.shape.spec, case.layer_kv.store
-    width, dtype = (spec.num_kv_heads, spec.head_dim), case.q_THD.dtype
-    kind = FORMATS[name]()
-    store = poisoned(kind, (plain.shape[0], case.shape.block_size, *width), dtype)
-    rows_NC = plain.reshape(-1, plain.shape[-1])
-    written = (~rows_NC[:, 0].isnan()).nonzero().flatten()
-    kind.write(store, written, rows_NC[written])
-    wide = FORMATS[name]()  # answers in float32
-    every = wide.gather(store, torch.arange(len(rows_NC)), *width).double()
-    keys, values = [], []
-    for row, total in enumerate(case.layout.seq_lens):
-        places, size = torch.arange(total), case.shape.block_size
-        table = case.layout.block_tables_BM[0][row]
-        found = every[table[places // size] * size + places % size].nan_to_num(0.0)
-        keys.append(found[:, 0])
-        values.append(found[:, 1])
-    layer_kv = LayerKV(kind, store, 0, *width)
-    return replace(case, layer_kv=layer_kv, keys=keys, values=values)
 
 
 @pytest.mark.parametrize("level", LEVELS)
