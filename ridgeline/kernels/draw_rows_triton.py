@@ -75,15 +75,19 @@ def draw_rows_triton(
 
 
 @triton.jit
-def minus_gumbel(key, position, token):
+def uniform(key, position, token):
     z = key + position * GOLDEN + (token + 1) * TOKEN_STEP
     u = z.to(tl.uint64, bitcast=True)
     u = (u ^ (u >> 30)).to(tl.int64, bitcast=True) * MIX_1
     u = u.to(tl.uint64, bitcast=True)
     u = (u ^ (u >> 27)).to(tl.int64, bitcast=True) * MIX_2
     high = (u.to(tl.uint64, bitcast=True) >> 32).to(tl.float32)
-    uniform = tl.minimum((high + 0.5) * TWO_POW_MINUS_32, BELOW_ONE)
-    return tl.log(-_log1p(-uniform))
+    return tl.minimum((high + 0.5) * TWO_POW_MINUS_32, BELOW_ONE)
+
+
+@triton.jit
+def minus_gumbel(key, position, token):
+    return tl.log(-_log1p(-uniform(key, position, token)))
 
 
 @triton.jit

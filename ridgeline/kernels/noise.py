@@ -36,6 +36,13 @@ def stream_key(seed: int) -> int:
     return _signed(z ^ (z >> 31))
 
 
+# A request's streams beside its own: of its guesses, of the coins that keep them, of what is drawn
+# in place of those that are not kept.
+_GUESSES = _signed(0xA0761D6478BD642F)
+_COINS = _signed(0xE7037ED1A0B428DB)
+_REST = _signed(0x8EBC6AF09C88C6E3)
+
+
 @lru_cache(maxsize=8)
 def _token_steps(vocab_size: int, device: torch.device) -> torch.Tensor:
     ids_V = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device)
@@ -71,3 +78,23 @@ def _minus_uniforms(
     z *= _signed(_MIX_2)
     high = z.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
     return high.float().add_(0.5).mul_(-_TWO_POW_MINUS_32).clamp_(min=-_BELOW_ONE)
+
+
+def guess_keys(keys_R: torch.Tensor, is_seeded_R: torch.Tensor) -> torch.Tensor:
+    """The keys (int64) that a draft draws its guesses with.
+
+    A seeded row's guesses (`is_seeded_R`, bool) are compared with the token that its own noise
+    draws, so they are drawn with the same noise, which makes them agree more often. The other
+    rows' are checked by their odds, which is right only if nothing else knows their noise.
+    """
+    return torch.where(is_seeded_R, keys_R, keys_R ^ _GUESSES)
+
+
+def coins(keys_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+    """[R] float32 in (0, 1), of a stream of their own: one decides if a guess is kept."""
+    return uniforms(keys_R ^ _COINS, positions_R, 1).squeeze(1)
+
+
+def rest_keys(keys_R: torch.Tensor) -> torch.Tensor:
+    """Keys of the noise that draws in place of a guess that is not kept."""
+    return keys_R ^ _REST

@@ -8,9 +8,7 @@ namespace {
 constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers; a call of the pool takes some microseconds
 constexpr int MAX_SHARES = 64;
 
-const ElementwiseVariant* variant() {
-  return isa_level() >= ISA_AVX512 ? elementwise_avx512() : elementwise_avx2();
-}
+const ElementwiseVariant* variant() { return elementwise_variant(); }
 
 template <class Args>
 struct Shared {
@@ -73,6 +71,10 @@ float best_of_row(Drawing& d, int64_t work, int64_t* at) {
 
 }  // namespace
 
+const ElementwiseVariant* elementwise_variant() {
+  return isa_level() >= ISA_AVX512 ? elementwise_avx512() : elementwise_avx2();
+}
+
 RL_API int rl_norm(const NormArgs* args) { return by_rows(args, variant()->norm, args->size); }
 
 RL_API int rl_gate(const GateArgs* args) { return by_rows(args, variant()->gate, 4 * args->size); }
@@ -82,19 +84,21 @@ RL_API int rl_turn(const TurnArgs* args) {
   return by_rows(args, variant()->turn, args->stride);
 }
 
-RL_API int rl_draw(const DrawArgs* args) {
-  for (int64_t row = 0; row < args->rows; ++row) {
-    Drawing drawing{*args, *variant(), row, 1, false, 0.0f, {}, {}};
-    int64_t at = 0;
-    float most = best_of_row(drawing, args->size, &at);
-    bool is_sound = most - most == 0;  // false for NaN and for infinities
-    if (is_sound && args->keys != nullptr && args->noisy[row] != 0) {
-      drawing.is_noisy = true, drawing.level = most;
-      best_of_row(drawing, 16 * args->size, &at);
-    }
-    args->is_sound[row] = is_sound;
-    args->ids[row] = is_sound ? at : 0;
+void draw_row(const DrawArgs& args, int64_t row) {
+  Drawing drawing{args, *variant(), row, 1, false, 0.0f, {}, {}};
+  int64_t at = 0;
+  float most = best_of_row(drawing, args.size, &at);
+  bool is_sound = most - most == 0;  // false for NaN and for infinities
+  if (is_sound && args.keys != nullptr && args.noisy[row] != 0) {
+    drawing.is_noisy = true, drawing.level = most;
+    best_of_row(drawing, 16 * args.size, &at);
   }
+  args.is_sound[row] = is_sound;
+  args.ids[row] = is_sound ? at : 0;
+}
+
+RL_API int rl_draw(const DrawArgs* args) {
+  for (int64_t row = 0; row < args->rows; ++row) draw_row(*args, row);
   return 0;
 }
 

@@ -84,6 +84,13 @@ struct RememberArgs {
   int64_t rows;
 };
 
+// The odds of a row of logits: e^((logit - level) / temperature) * scale.
+struct Odds {
+  const void* logits;
+  int64_t dtype;
+  float temperature, level, scale;
+};
+
 struct ElementwiseVariant {
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*gate)(const GateArgs&, int64_t begin, int64_t end);
@@ -94,9 +101,18 @@ struct ElementwiseVariant {
   // The best after temperature and noise, `level` taken off each first.
   void (*draw)(const DrawArgs&, int64_t row, int64_t begin, int64_t end, float level, float* score,
                int64_t* at);
+  // The largest logit of [begin, end), NaN if there is one, and the sum of the others' odds to it.
+  void (*mass)(const Odds&, int64_t begin, int64_t end, float* most, float* sum);
+  // A draw from what of p is more than q, by the noise that starts there; -inf if there is nothing.
+  void (*rest)(const Odds& p, const Odds& q, uint64_t start, int64_t begin, int64_t end,
+               float* score, int64_t* at);
 };
 
 const ElementwiseVariant* elementwise_avx2();
 const ElementwiseVariant* elementwise_avx512();
+const ElementwiseVariant* elementwise_variant();
+
+// Of one row.
+void draw_row(const DrawArgs& args, int64_t row);
 
 constexpr int64_t MAX_HEAD_DIM = 1024;

@@ -64,7 +64,7 @@ class _Turn(ctypes.Structure):
     )
 
 
-class _Draw(ctypes.Structure):
+class Draw(ctypes.Structure):
     _fields_ = (
         *pointers("logits", "positions", "keys", "temperatures", "noisy", "ids", "is_sound"),
         *numbers("rows", "size", "stride", "dtype"),
@@ -224,7 +224,7 @@ def draw_rows(
     keys = temperatures = noisy = None
     if draws is not None:
         keys, temperatures, noisy = draws.keys_R, draws.temperatures_R, draws.noisy_R
-    arguments = _Draw(
+    arguments = Draw(
         pointer(logits_RV), pointer(positions_R), pointer(keys), pointer(temperatures),
         pointer(noisy), pointer(ids_R), pointer(is_sound_R),
         rows, size, logits_RV.stride(0), DTYPES[logits_RV.dtype],

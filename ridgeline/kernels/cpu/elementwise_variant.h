@@ -299,6 +299,45 @@ void best_draw(const DrawArgs& a, int64_t row, int64_t begin, int64_t end, float
   best.tell(score, at);
 }
 
+// Odds of the W tokens from `i` on, 0 behind the end.
+template <class T>
+inline F odds_at(const Odds& o, int64_t i, int64_t end) {
+  F x = scores(static_cast<const T*>(o.logits) + i, end - i);
+  return exp_of((x - o.level) / o.temperature) * o.scale;
+}
+
+template <class T>
+void mass_of(const Odds& o, int64_t begin, int64_t end, float* most, float* sum) {
+  const T* logits = static_cast<const T*>(o.logits);
+  Best best;
+  for (int64_t i = begin; i < end; i += W) best.look(scores(logits + i, end - i), I{});
+  int64_t at;
+  best.tell(most, &at);
+  *sum = 0;
+  if (*most - *most != 0) return;  // NaN, or an infinity
+  Odds here = o;
+  here.level = *most, here.scale = 1.0f;
+  F sums = {};
+  for (int64_t i = begin; i < end; i += W) sums += odds_at<T>(here, i, end);
+  *sum = sum_of(sums);
+}
+
+template <class P, class Q>
+void rest_of(const Odds& p, const Odds& q, uint64_t start, int64_t begin, int64_t end,
+             float* score, int64_t* at) {
+  I here;
+  for (int j = 0; j < W; ++j) here[j] = int32_t(begin) + j;
+  Best best;
+  for (int64_t i = begin; i < end; i += W, here += W) {
+    F left = odds_at<P>(p, i, end) - odds_at<Q>(q, i, end);
+    I is_left = left > 0x1p-126f;
+    F safe = is_left ? left : all(1.0f);
+    F x = log_of(safe) - minus_gumbel(start, i);
+    best.look(is_left ? x : all(-__builtin_inff()), here);
+  }
+  best.tell(score, at);
+}
+
 #define BY_DTYPE(name, args, ...) \
   ((args).dtype == 0 ? name<float>(args, __VA_ARGS__) : name<B16>(args, __VA_ARGS__))
 
@@ -318,6 +357,22 @@ void draw(const DrawArgs& a, int64_t row, int64_t begin, int64_t end, float leve
   BY_DTYPE(best_draw, a, row, begin, end, level, score, at);
 }
 
-constexpr ElementwiseVariant functions = {norm, gate, turn, largest, draw};
+void mass(const Odds& o, int64_t begin, int64_t end, float* most, float* sum) {
+  BY_DTYPE(mass_of, o, begin, end, most, sum);
+}
+
+template <class P>
+void rest_from(const Odds& p, const Odds& q, uint64_t start, int64_t begin, int64_t end,
+               float* score, int64_t* at) {
+  if (q.dtype == 0) return rest_of<P, float>(p, q, start, begin, end, score, at);
+  rest_of<P, B16>(p, q, start, begin, end, score, at);
+}
+
+void rest(const Odds& p, const Odds& q, uint64_t start, int64_t begin, int64_t end, float* score,
+          int64_t* at) {
+  BY_DTYPE(rest_from, p, q, start, begin, end, score, at);
+}
+
+constexpr ElementwiseVariant functions = {norm, gate, turn, largest, draw, mass, rest};
 
 }  // namespace

@@ -313,13 +313,20 @@ def gather(matrix: PackedMatrix, rows_R: torch.Tensor | None, dtype: torch.dtype
 
 
 def first_rows(matrix: PackedMatrix, outputs: int) -> PackedMatrix:
-    """The same without its last rows, of which less than a panel may be left out."""
+    """The same without its last rows."""
     if outputs == matrix.outputs:
         return matrix
-    scales = matrix.scales
-    if matrix.kind == Codes.INT8 and scales is not None:
-        scales = scales[:outputs]
-    return replace(matrix, outputs=outputs, scales=scales)
+    panels = -(-outputs // PANEL)
+    scales, zeros = matrix.scales, matrix.zeros
+    if scales is not None:
+        scales = scales[: outputs if matrix.kind == Codes.INT8 else panels]
+    return replace(
+        matrix,
+        codes=matrix.codes[:panels],
+        outputs=outputs,
+        scales=scales,
+        zeros=None if zeros is None else zeros[:panels],
+    )
 
 
 def _in_place(weight_NK: torch.Tensor) -> bool:

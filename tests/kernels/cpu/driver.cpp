@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "driver_attention.h"
+#include "driver_checked.h"
+#include "driver_speculation.h"
 #include "isa.h"
 #include "linear.h"
 
@@ -200,6 +202,8 @@ int main(int argc, char** argv) {
     for (int i = 0; i < cases; ++i) {
       pool_set_threads(1 + int(noise() % 3));
       failures += check_attention(noise);
+      failures += check_checked(noise);
+      failures += check_speculation(noise);
       for (int format : {RL_W_BF16, RL_W_INT8, RL_W_INT4, RL_W_GROUPS4, RL_W_GROUPS8}) {
         Case c{};
         c.format = format;

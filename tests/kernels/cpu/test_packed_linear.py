@@ -14,6 +14,7 @@ from ridgeline.kernels.cpu.packed_linear import (
     GROUPED,
     Codes,
     PackedMatrix,
+    first_rows,
     gather,
     linear,
     pack,
@@ -123,6 +124,17 @@ def test_gate_and_residual_in_place(level: str, kind: Codes) -> None:
         got = linear(x, matrix, bias_N=bias, gated=True, residual_MO=hidden, out_MO=hidden)
         assert got is hidden
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(Codes), ids=lambda kind: kind.name)
+def test_the_first_rows_of_a_matrix(kind: Codes) -> None:
+    noise = torch.Generator().manual_seed(4)
+    x = torch.randn(3, 96, generator=noise)
+    matrix = packed_of(torch.randn(80, 96, generator=noise), kind, 32)
+    whole = linear(x, matrix)
+    for outputs in (80, 79, 65, 64, 33, 16, 1):
+        some = linear(x, first_rows(matrix, outputs), out_MO=torch.empty(3, 100)[:, :outputs])
+        assert torch.equal(some, whole[:, :outputs])
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)

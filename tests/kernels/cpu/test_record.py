@@ -89,7 +89,7 @@ def test_recordings_do_not_nest() -> None:
 
 
 def answers(**options: Any) -> list[tuple[int, ...]]:
-    llm = LLM("demo:chat", device="cpu", max_model_len=128, **options)
+    llm = LLM("demo:chat", device="cpu", max_model_len=128, speculate="off", **options)
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, greedy)]
 
@@ -104,7 +104,7 @@ def test_decode_steps_are_recorded_and_say_the_same() -> None:
 
 def test_every_decode_step_is_one_call(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        llm = LLM("demo:chat", device="cpu", max_model_len=128, dtype="bfloat16")
+        llm = LLM("demo:chat", device="cpu", max_model_len=128, dtype="bfloat16", speculate="off")
         for sampling in (
             SamplingParams(temperature=0.0, max_tokens=5),
             SamplingParams(temperature=0.8, seed=1, max_tokens=5),
@@ -114,5 +114,22 @@ def test_every_decode_step_is_one_call(caplog: pytest.LogCaptureFixture) -> None
             llm.generate(PROMPTS[:2], sampling)
             after = llm.built.engine.executor.num_captured_steps  # type: ignore[attr-defined]
             assert after - before == 4
+    assert "not recorded" not in caplog.text
+    assert "not captured" not in caplog.text
+
+
+@pytest.mark.parametrize("speculate", ["draft:demo:draft:3", "ngram:3", "early:2:3"])
+def test_so_is_every_step_with_guesses(speculate: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        llm = LLM("demo:chat", device="cpu", max_model_len=128, dtype="bfloat16",
+                  speculate=speculate)  # fmt: skip
+        executor: Any = llm.built.engine.executor
+        for sampling in (
+            SamplingParams(temperature=0.0, max_tokens=9),
+            SamplingParams(temperature=0.8, max_tokens=9),
+        ):
+            before = executor.num_captured_steps
+            llm.generate(PROMPTS[:2], sampling)
+            assert 2 <= executor.num_captured_steps - before <= 8
     assert "not recorded" not in caplog.text
     assert "not captured" not in caplog.text

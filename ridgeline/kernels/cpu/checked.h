@@ -1,0 +1,19 @@
+// Which token comes out at each position of a checked run? Its arguments; see kernels.checked_rows.
+//
+// Fields and strides as in elementwise.h. Letters: B rows of the step, k guesses of each.
+#pragma once
+
+#include "elementwise.h"
+
+// `draw` has k + 1 rows for each of B. Behind the first token of a row that was not guessed nothing
+// is drawn, as nobody gets there: ids are 0, and is_sound 1.
+struct CheckArgs {
+  DrawArgs draw;
+  const int64_t* guesses;
+  const void* guess_logits;
+  const uint8_t* is_checked;
+  int64_t rows, num_guesses, guess_stride, logits_row_stride, logits_stride, guess_dtype;
+};
+
+// 0; ids and is_sound are those of kernels.checked_rows.
+RL_API int rl_check(const CheckArgs* args);
