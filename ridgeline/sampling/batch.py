@@ -45,7 +45,7 @@ class Filters:
         """Nothing but temperatures."""
         return self.top_k_R1 is None and self.top_p_R1 is None and self.log_min_p_R1 is None
 
-    def part(self, rows: slice) -> Filters:
+    def part(self, rows: slice | torch.Tensor) -> Filters:
         """The same for some of the rows."""
 
         def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -81,23 +81,27 @@ class SparseAdds:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """`rows_C` index the batch, `slots_C` the counts; None where nobody uses that penalty."""
+    """`rows_C` index the batch, `slots_C` the counts; None where nobody uses that penalty.
+    `before_CK`: rows of the batch whose guesses count as tokens of this one, as they stand between
+    the row's counts and its position; -1 for none. None: no row is part of a checked run."""
 
     rows_C: torch.Tensor
     slots_C: torch.Tensor
     repetition_C1: torch.Tensor | None
     frequency_C1: torch.Tensor
     presence_C1: torch.Tensor
+    before_CK: torch.Tensor | None = None
 
     def part(self, rows: slice) -> Penalties:
         """The same for some of the penalised rows."""
-        repetition = self.repetition_C1
+        repetition, before = self.repetition_C1, self.before_CK
         return Penalties(
             self.rows_C[rows],
             self.slots_C[rows],
             None if repetition is None else repetition[rows],
             self.frequency_C1[rows],
             self.presence_C1[rows],
+            None if before is None else before[rows],
         )
 
 
@@ -125,13 +129,13 @@ class SamplingBatch:
 
     def is_drawn_at(self, positions: Array) -> bool:
         """Each row takes its largest logit or draws at a temperature: one kernel's work.
-        `positions` are host numbers, one per row."""
+        `positions` are host numbers, one per row; the lowest they may be where that is open."""
         if self.needs & ~(Needs.RANDOM | Needs.BANS | Needs.LOGPROBS):
             return False
         return not self.bans_at(positions)
 
     def bans_at(self, positions: Array) -> bool:
-        """Does any row still ban its stop tokens? `positions` are host numbers, one per row."""
+        """Does any row still ban its stop tokens? `positions` as in `is_drawn_at`."""
         return self.banned_until is not None and bool((positions < self.banned_until).any())
 
 

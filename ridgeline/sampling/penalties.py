@@ -58,6 +58,11 @@ class PenaltyCounts:
         at = slots_R * self.vocab_size + token_ids_R
         flat.scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
 
+    def add_run(self, slots_C: torch.Tensor, token_ids_CQ: torch.Tensor) -> None:
+        """Count what a checked run has given each of these rows; -1 behind its last token."""
+        at_CQ = slots_C.unsqueeze(1) * self.vocab_size + token_ids_CQ.clamp(min=0)
+        self.counts_PV.view(-1).scatter_add_(0, at_CQ.view(-1), (token_ids_CQ >= 0).view(-1).int())
+
     def _grow(self) -> None:
         old = len(self.counts_PV)
         more = max(self._first_rows, old)
@@ -72,6 +77,16 @@ def _with_room(rows_PV: torch.Tensor, more: int) -> torch.Tensor:
     larger_PV = rows_PV.new_zeros(num_rows + more, vocab_size)
     larger_PV[:num_rows] = rows_PV
     return larger_PV
+
+
+def with_guesses(
+    counts_CV: torch.Tensor, guesses_R: torch.Tensor, before_CK: torch.Tensor
+) -> torch.Tensor:
+    """These counts, written to, and each row's guesses before it (see `batch.Penalties`); a guess
+    below 0 is none."""
+    tokens_CK = guesses_R[before_CK.clamp(min=0)]
+    is_there_CK = (before_CK >= 0) & (tokens_CK >= 0)
+    return counts_CV.scatter_add_(1, tokens_CK.clamp(min=0), is_there_CK.int())
 
 
 def repetition(logits_RV: torch.Tensor, seen_RV: torch.Tensor, by_R1: torch.Tensor) -> torch.Tensor:

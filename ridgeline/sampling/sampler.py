@@ -2,6 +2,7 @@
 
 The order of work, the same as in Transformers and vLLM where both agree:
 
+0. tokens that a mask does not allow are taken out
 1. logit bias is added
 2. stop tokens are banned until `min_tokens` are out
 3. repetition penalty (prompt and output), then frequency and presence penalties (output)
@@ -31,6 +32,7 @@ from ridgeline.sampling.penalties import (
     PenaltyCounts,
     frequency_and_presence,
     repetition,
+    with_guesses,
 )
 
 
@@ -49,13 +51,23 @@ def sample(
     positions_R: torch.Tensor,
     host_positions: Array,
     counts: PenaltyCounts | None = None,
+    *,
+    allowed_RV: torch.Tensor | None = None,
 ) -> Sampled:
     """One token per row of `logits_RV` (float32).
 
     `positions_R` (int64) is where the new tokens will stand in their sequences, `host_positions`
-    the same on the host. `counts` is needed when a row has penalties. Never waits for a GPU.
+    the same on the host. `counts` is needed when a row has penalties. Tokens outside `allowed_RV`
+    (bool) are never taken; a row that allows none is not sound. Never waits for a GPU.
     """
-    adjusted_RV = adjust(logits_RV, batch, positions_R, host_positions, counts)
+    adjusted_RV = adjust(
+        logits_RV, batch, positions_R, host_positions, counts, allowed_RV=allowed_RV
+    )
+    return pick(adjusted_RV, batch, positions_R)
+
+
+def pick(adjusted_RV: torch.Tensor, batch: SamplingBatch, positions_R: torch.Tensor) -> Sampled:
+    """Steps 4 to 7."""
     if adjusted_RV.is_cuda and (batch.filters is None or batch.filters.are_temperatures):
         draws = None if batch.filters is None else batch.filters.draws
         return Sampled(*draw_rows(adjusted_RV, positions_R, draws))
@@ -69,13 +81,23 @@ def adjust(
     logits_RV: torch.Tensor,
     batch: SamplingBatch,
     positions_R: torch.Tensor,
-    host_positions: Array,
+    host_positions: Array | None,
     counts: PenaltyCounts | None,
+    *,
+    guesses_R: torch.Tensor | None = None,
+    allowed_RV: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Steps 1 to 3: what greedy rows are subject to as well."""
-    bans = batch.bans if batch.bans_at(host_positions) else None
+    """Steps 0 to 3: what greedy rows are subject to as well.
+
+    Without `host_positions` the device alone knows which bans are over. `guesses_R` (int64) are
+    the tokens guessed to follow each row, -1 for none: rows of a checked run are penalised for
+    those before them (`Penalties.before_CK`).
+    """
+    bans = batch.bans if host_positions is None or batch.bans_at(host_positions) else None
     penalties = None if counts is None else batch.penalties
-    if batch.bias is not None or bans is not None or penalties is not None:
+    if allowed_RV is not None:
+        logits_RV = logits_RV.where(allowed_RV, -torch.inf)
+    elif batch.bias is not None or bans is not None or penalties is not None:
         logits_RV = logits_RV.clone()
     if batch.bias is not None:
         _add(logits_RV, batch.bias, batch.bias.values_N)
@@ -84,7 +106,7 @@ def adjust(
         _add(logits_RV, bans, bans.values_N.where(is_on_N, 0.0))
     if penalties is not None and counts is not None:
         for part in parts(len(penalties.rows_C), logits_RV):
-            _penalise(logits_RV, penalties.part(part), counts)
+            _penalise(logits_RV, penalties.part(part), counts, guesses_R)
     return logits_RV
 
 
@@ -92,7 +114,7 @@ def probabilities(logits_RV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
     """[R, V]: what step 7 draws from, given the logits after step 3."""
     if batch.filters is None:
         return torch.nn.functional.one_hot(logits_RV.argmax(-1), logits_RV.shape[1]).float()
-    return _likely_scores(logits_RV, logits_RV.amax(-1), batch.filters).softmax(-1)
+    return likely_scores(logits_RV, logits_RV.amax(-1), batch.filters).softmax(-1)
 
 
 def _draw(
@@ -113,14 +135,14 @@ def _draw(
 def _draw_some(
     logits_RV: torch.Tensor, largest_R: torch.Tensor, filters: Filters, positions_R: torch.Tensor
 ) -> torch.Tensor:
-    scores_RV = _likely_scores(logits_RV, largest_R, filters)
+    scores_RV = likely_scores(logits_RV, largest_R, filters)
     noise_RV = minus_gumbel(filters.keys_R, positions_R, logits_RV.shape[1])
     if filters.noisy_R1 is not None:
         noise_RV.mul_(filters.noisy_R1)
     return scores_RV.sub_(noise_RV).argmax(-1)
 
 
-def _likely_scores(
+def likely_scores(
     logits_RV: torch.Tensor, largest_R: torch.Tensor, filters: Filters
 ) -> torch.Tensor:
     """Steps 5 and 6: the largest score is 0, what a filter takes out is minus infinity."""
@@ -133,9 +155,16 @@ def _add(logits_RV: torch.Tensor, adds: SparseAdds, values_N: torch.Tensor) -> N
     logits_RV.index_put_((adds.rows_N, adds.tokens_N), values_N, accumulate=True)
 
 
-def _penalise(logits_RV: torch.Tensor, penalties: Penalties, counts: PenaltyCounts) -> None:
+def _penalise(
+    logits_RV: torch.Tensor,
+    penalties: Penalties,
+    counts: PenaltyCounts,
+    guesses_R: torch.Tensor | None,
+) -> None:
     some_CV = logits_RV[penalties.rows_C]
     counts_CV = counts.counts_PV[penalties.slots_C]
+    if guesses_R is not None and penalties.before_CK is not None:
+        counts_CV = with_guesses(counts_CV, guesses_R, penalties.before_CK)
     if penalties.repetition_C1 is not None:
         seen_CV = (counts_CV > 0) | counts.prompt_PV[penalties.slots_C]
         some_CV = repetition(some_CV, seen_CV, penalties.repetition_C1)
