@@ -6,7 +6,7 @@ Letters: T packed tokens, R rows that need logits, E hidden, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,12 +15,12 @@ from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.architectures.stored_config import tensors_read
-from ridgeline.attention.backend import AttentionBackend, CapturedBackend, CapturesDecodes
-from ridgeline.attention.layout import AttentionLayout, DecodeLayout, ForwardBatch, MixedLayout
+from ridgeline.attention.backend import AttentionBackend
+from ridgeline.attention.layout import ForwardBatch
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.errors import ConfigError, InternalError, check
+from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache, LayerKV
-from ridgeline.layers.attention import Attention, AttentionStep, writes_in_place
+from ridgeline.layers.attention import Attention, AttentionStep
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward
@@ -31,6 +31,7 @@ from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece, TensorSource, arriving
 from ridgeline.layers.random_source import RandomSource
 from ridgeline.layers.rope import Rotation
+from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
 from ridgeline.quantization.contract import OfModel
 from ridgeline.quantization.plain import PlainWeights
@@ -62,6 +63,7 @@ class Decoder:
 
     On the meta device it has all shapes and no memory. `deterministic`: a token's states do not
     depend on what else is in the step, if those of `attention` and `weight_format` do not.
+    `min_token_ids`: so many may be looked up; those that the model has not are zeros.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Decoder:
         weight_format: WeightFormat,
         max_model_len: int,
         deterministic: bool = False,
+        min_token_ids: int = 0,
     ) -> None:
         self.spec = spec
         self.deterministic = deterministic
@@ -94,6 +97,7 @@ class Decoder:
         # Routers are tiny and decide much: they stay as they are in every format.
         plain = PlainWeights().invariant() if deterministic else PlainWeights()
         self._plain_linear = partial(self._linear, weight_format=plain)
+        self.num_token_ids = max(spec.vocab_size, min_token_ids)
         self._matrix = partial(
             VocabularyMatrix,
             vocab_size=spec.vocab_size,
@@ -104,7 +108,7 @@ class Decoder:
             vocabulary_format=open_vocabulary_format(
                 weight_format.name, deterministic=deterministic
             ),
-            held_rows=vocabulary_rows(spec.vocab_size, weight_format.name, placement.size),
+            held_rows=vocabulary_rows(self.num_token_ids, weight_format.name, placement.size),
         )
         self.embedding = self._matrix(names["embedding"])
         self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
@@ -256,52 +260,66 @@ class Decoder:
 
     @torch.inference_mode()
     def forward_logits(
-        self, batch: ForwardBatch, kv: KVCache, out_TV: torch.Tensor
+        self,
+        batch: ForwardBatch,
+        kv: KVCache,
+        out_RV: torch.Tensor,
+        *,
+        num_layers: int | None = None,
+        last_of: int = 1,
     ) -> torch.Tensor:
-        """Logits of all tokens of a step, into `out_TV` of the serving dtype; fills the cache.
-        With a captured backend the same shapes are the same launches, and nothing is waited
-        for. One rank alone."""
-        hidden = self._forward(batch, kv)
-        return self.lm_head.logits_into(hidden, self.norm, out_TV)
+        """Logits of all tokens of a step, or of the last of each `last_of` tokens, into `out_RV` of
+        the serving dtype, which may have fewer columns than V; fills the cache. With a captured
+        backend the same shapes are the same launches, and nothing is waited for. One rank alone.
 
-    def _forward(self, batch: ForwardBatch, kv: KVCache) -> Hidden:
+        `num_layers`: by the first layers alone, the final norm and the output matrix."""
+        hidden = self._forward(batch, kv, num_layers)
+        return self.lm_head.logits_into(hidden.last_of(last_of), self.norm, out_RV)
+
+    @torch.inference_mode()
+    def fill(self, batch: ForwardBatch, kv: KVCache) -> None:
+        """Fills the cache, and no more. As `forward_logits` it can be captured."""
+        self._forward(batch, kv)
+
+    @torch.inference_mode()
+    def forward_tapped(
+        self, batch: ForwardBatch, kv: KVCache, taps: Sequence[int], out_nTE: torch.Tensor
+    ) -> torch.Tensor:
+        """`forward`, and the hidden states before the layers `taps`, at most all that there are,
+        into `out_nTE`; a tap of `num_layers` is what comes out of the last one."""
+
+        def tap(index: int, hidden: Hidden) -> None:
+            for place, wanted in enumerate(taps):
+                if wanted == index:
+                    out_nTE[place].copy_(hidden.whole())
+
+        hidden = self._forward(batch, kv, before=tap)
+        tap(len(self.layers), hidden)
+        return hidden.whole()
+
+    def _forward(
+        self,
+        batch: ForwardBatch,
+        kv: KVCache,
+        num_layers: int | None = None,
+        before: Callable[[int, Hidden], None] | None = None,
+    ) -> Hidden:
         hidden = Hidden(self.embedding.embed(batch.token_ids_T))
-        steps = self._steps(batch, kv)
-        for index, layer in enumerate(self.layers):
+        steps = attention_steps(
+            batch,
+            kv,
+            self.backend,
+            self.dtype,
+            self.rotations,
+            self.rotation_of_layer,
+            num_layers,
+        )
+        for index, layer in enumerate(self.layers[:num_layers]):
+            if before is not None:
+                before(index, hidden)
             layer_kv = kv.layers[index]
             layer(hidden, steps[layer_kv.group, self.rotation_of_layer[index]], layer_kv)
         return hidden
-
-    def _steps(self, batch: ForwardBatch, kv: KVCache) -> dict[tuple[int, int], AttentionStep]:
-        """What the step means to the layers of each (KV group, rotation)."""
-        positions_T = batch.positions_T
-        is_fused = writes_in_place(positions_T.device, self.dtype, kv.layers[0].views)
-        steps: dict[tuple[int, int], AttentionStep] = {}
-        turned = [None if is_fused else rotation.at(positions_T) for rotation in self.rotations]
-        for index, group in enumerate(kv.groups):
-            plan = self._plan(batch.layout, index, group.window)
-            slots_T = batch.layout.slots_T[index]
-            for rotation in {self.rotation_of_layer[layer] for layer in group.layers}:
-                table_L2D = self.rotations[rotation].table_L2D
-                steps[index, rotation] = AttentionStep(
-                    table_L2D, positions_T, turned[rotation], slots_T, plan
-                )
-        return steps
-
-    def _plan(
-        self,
-        layout: AttentionLayout | DecodeLayout | MixedLayout,
-        group: int,
-        window: int | None,
-    ) -> object:
-        if isinstance(layout, AttentionLayout):
-            return self.backend.plan(layout, group, window)
-        backend = self.backend
-        if isinstance(layout, DecodeLayout) and isinstance(backend, CapturesDecodes):
-            return backend.plan_decodes(layout, group, window)
-        if isinstance(layout, MixedLayout) and isinstance(backend, CapturedBackend):
-            return backend.plan_mixed(layout, group, window)
-        raise InternalError(f"attention backend {backend.name} cannot be captured")
 
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,16 @@ class Hidden:
         fusion = Fusion(norm=norm.as_input, is_gated=is_gated, sum_TI=self.sum_TE)
         return self.pending_TE, fusion
 
+    def last_of(self, num_new: int) -> Hidden:
+        """The same of the last of each `num_new` tokens alone: views, of which one is to be used,
+        not both."""
+        if num_new == 1:
+            return self
+        some = Hidden(self.sum_TE[num_new - 1 :: num_new])
+        if self.pending_TE is not None:
+            some.pending_TE = self.pending_TE[num_new - 1 :: num_new]
+        return some
+
     def whole(self) -> torch.Tensor:
         """[T, E], nothing pending any more."""
         if self.pending_TE is not None:

@@ -1,0 +1,58 @@
+"""What does one step mean to the layers that share a block table and a rotation?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ridgeline.attention.backend import AttentionBackend, CapturedBackend, CapturesDecodes
+from ridgeline.attention.layout import AttentionLayout, DecodeLayout, ForwardBatch, MixedLayout
+from ridgeline.errors import InternalError
+from ridgeline.kvcache import KVCache
+from ridgeline.layers.attention import AttentionStep, writes_in_place
+from ridgeline.layers.rope import Rotation
+
+
+def attention_steps(
+    batch: ForwardBatch,
+    kv: KVCache,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    rotations: Sequence[Rotation],
+    rotation_of_layer: Sequence[int],
+    num_layers: int | None = None,
+) -> dict[tuple[int, int], AttentionStep]:
+    """For each (KV group, rotation) that the first `num_layers` layers (None: all) have."""
+    positions_T = batch.positions_T
+    is_fused = writes_in_place(positions_T.device, dtype, kv.layers[0].views)
+    steps: dict[tuple[int, int], AttentionStep] = {}
+    turned = [None if is_fused else rotation.at(positions_T) for rotation in rotations]
+    run = range(len(rotation_of_layer))[:num_layers]
+    for index, group in enumerate(kv.groups):
+        layers = [layer for layer in group.layers if layer in run]
+        if not layers:
+            continue
+        plan = _plan(backend, batch.layout, index, group.window)
+        slots_T = batch.layout.slots_T[index]
+        for rotation in {rotation_of_layer[layer] for layer in layers}:
+            table_L2D = rotations[rotation].table_L2D
+            steps[index, rotation] = AttentionStep(
+                table_L2D, positions_T, turned[rotation], slots_T, plan
+            )
+    return steps
+
+
+def _plan(
+    backend: AttentionBackend,
+    layout: AttentionLayout | DecodeLayout | MixedLayout,
+    group: int,
+    window: int | None,
+) -> object:
+    if isinstance(layout, AttentionLayout):
+        return backend.plan(layout, group, window)
+    if isinstance(layout, DecodeLayout) and isinstance(backend, CapturesDecodes):
+        return backend.plan_decodes(layout, group, window)
+    if isinstance(layout, MixedLayout) and isinstance(backend, CapturedBackend):
+        return backend.plan_mixed(layout, group, window)
+    raise InternalError(f"attention backend {backend.name} cannot be captured")
