@@ -1,0 +1,74 @@
+"""What does a draft method have to do?
+
+Letters: B rows of a step, N rows there is room for, M blocks per table row, g KV groups, k guesses
+of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ridgeline.attention.layout import ForwardBatch
+from ridgeline.kernels.draw_rows import Draws
+from ridgeline.kernels.history import History
+
+
+@dataclass(frozen=True, slots=True)
+class GuessStep:
+    """Rows whose next tokens are to be guessed; a captured step reads all of it anew.
+
+    `rows_B` (int64) are their places among N, different from each other but for padding (row 0);
+    `limits_B` (int64): how many guesses of each will be checked: 0 is written behind the tokens of
+    no row, as there may be no block for it. `draws`: how guesses of models are drawn (None: all
+    greedily); the keys are those of the request's own noise where guesses are checked against the
+    token that this noise draws, and others where they are checked by their odds.
+    """
+
+    rows_B: torch.Tensor
+    limits_B: torch.Tensor
+    history: History
+    tables_gNM: torch.Tensor  # int32
+    block_size: int
+    draws: Draws | None
+
+
+class DraftMethod(Protocol):
+    """Guesses lie in `history` behind a row's tokens, and `found_N` says how many there are.
+
+    A method that looks things up finds them at the end of the step before (`look_ahead`), so that
+    the host learns with its result how many there are; a model makes them at the beginning of the
+    step that checks them (`guess`). Nothing here may wait for the device; on a captured step both
+    are recorded once and replayed.
+    """
+
+    name: str
+    max_guesses: int  # of one row in one step
+    looks_ahead: bool  # `look_ahead` finds the guesses; else `guess` makes them
+    needs_tokens: bool  # has a cache of its own: each computed token has to go through `follow`
+
+    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+        """Make so many guesses for each row, at least 1. The logits [B, k, V] that they were drawn
+        from, in the serving dtype, valid until the step has ended; None: they were chosen, not
+        drawn."""
+        ...
+
+    def look_ahead(self, step: GuessStep) -> None:
+        """Leave up to `max_guesses` guesses behind each row's tokens; `limits_B` is not asked."""
+        ...
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """These tokens are computed by a step other than of guesses: prompts, or what a row has
+        computed while nothing was guessed."""
+        ...
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """These blocks (int64) of the model's cache are copied."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """All that it keeps on the device beside the model: weights and cache."""
+        ...

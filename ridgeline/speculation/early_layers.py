@@ -1,0 +1,69 @@
+"""What would the model say if it stopped after its first layers? Guesses without another model.
+
+The first layers, the final norm and the output matrix guess; their keys and values go to the very
+places of the target's cache where the check writes the same numbers a moment later, so nothing has
+to be kept or followed. Source of the idea: Zhang et al., "Draft & Verify: Lossless Large Language
+Model Acceleration via Self-Speculative Decoding", 2023 (who leave out other layers than the last).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ridgeline.attention.layout import ForwardBatch
+from ridgeline.errors import ConfigError
+from ridgeline.kvcache import KVCache
+from ridgeline.layers.decoder import Decoder
+from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.passes import ModelPasses
+
+
+class EarlyLayers:
+    """A DraftMethod over the target's own decoder and cache."""
+
+    name = "early"
+    looks_ahead = False
+    needs_tokens = False
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        *,
+        num_layers: int,
+        max_guesses: int,
+        max_rows: int,
+        max_logit_rows: int,
+    ) -> None:
+        """Steps of up to `max_rows` rows; with draws, of rows * guesses <= `max_logit_rows`.
+        ConfigError if so many layers are none, or all."""
+        if not 0 < num_layers < decoder.spec.num_layers:
+            raise ConfigError(
+                f"speculate early:{num_layers}: guess with 1 to {decoder.spec.num_layers - 1} of "
+                f"the model's {decoder.spec.num_layers} layers"
+            )
+        self.max_guesses = max_guesses
+        self._passes = ModelPasses(
+            decoder,
+            kv,
+            vocab_size=decoder.spec.vocab_size,
+            max_rows=max_rows,
+            max_logit_rows=max_logit_rows,
+            num_layers=num_layers,
+        )
+
+    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+        return self._passes.guess(step, num_guesses)
+
+    def look_ahead(self, step: GuessStep) -> None:
+        """Guesses are made by the step that checks them."""
+
+    def follow(self, batch: ForwardBatch) -> None:
+        """The target's cache has it all."""
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """The target's blocks are copied by the target."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self._passes.num_bytes
