@@ -28,7 +28,7 @@ from ridgeline.cost.totals import StepTotals, step_totals
 from ridgeline.step import StepShape
 
 BOUNDS = ("compute", "memory", "link", "latency")
-LONGEST_CHECK = 16  # new tokens of a request that is no chunk of a prompt: one and its drafts
+LONGEST_CHECK = 17  # new tokens of a request that is no chunk of a prompt: one and its drafts
 QUANTITIES = ("m", "n", "k", "flops", "bytes", "sent_bytes")
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.totals import StepTotals
+from ridgeline.cost.totals import StepTotals, repeated
 from ridgeline.errors import ConfigError
 from ridgeline.step import StepShape
 
@@ -144,6 +144,7 @@ def best_simple(acceptance: float, draft_ratio: float, max_drafts: int = MAX_DRA
 # ---------------------------------------------------------------------- with batch and context
 
 
+@runtime_checkable
 class Target(Protocol):
     """What `ridgeline.cost.pricer.Pricer` has: the price of a step of which `num_logits` rows need
     logits (None: one per request)."""
@@ -179,6 +180,14 @@ def head_spec(target: ModelSpec) -> ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Free:
+    """The guesses are at hand: looked up at the end of the step before, checked or not."""
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """Guesses are copied from earlier text (n-grams): host time per request, no device time."""
 
@@ -186,6 +195,30 @@ class Lookup:
 
     def seconds(self, batch: int, context: int, num_drafts: int) -> float:
         return self.seconds_per_request * batch if num_drafts else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GuessPrices:
+    """What steps with guesses take; `overhead_s` is what one costs beside drafting and checking."""
+
+    target: Target
+    drafter: Drafter
+    overhead_s: float = 0.0
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        """Drafting and checking so many guesses for each of `batch` requests of `context` tokens;
+        without guesses, a decode step."""
+        _check_drafts(num_drafts)
+        check_s = self.check_seconds(batch, context, num_drafts)
+        if num_drafts == 0:
+            return check_s
+        return check_s + self.drafter.seconds(batch, context, num_drafts) + self.overhead_s
+
+    def check_seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        """Without the drafting."""
+        rows = num_drafts + 1
+        totals = repeated(self.target.totals(((rows, context),)), batch)
+        return self.target.seconds_of(totals, rows * batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,17 +230,13 @@ class Speculation:
     acceptance: Acceptance
     overhead_s: float = 0.0
 
+    @property
+    def prices(self) -> GuessPrices:
+        return GuessPrices(self.target, self.drafter, self.overhead_s)
+
     def step_seconds(self, batch: int, context: int, num_drafts: int) -> float:
         """Drafting and checking; without guesses, a decode step."""
-        _check_drafts(num_drafts)
-        if num_drafts == 0:
-            return self._target(batch, context, 1)
-        check_s = self._target(batch, context, num_drafts + 1)
-        return check_s + self.drafter.seconds(batch, context, num_drafts) + self.overhead_s
-
-    def _target(self, batch: int, context: int, rows: int) -> float:
-        totals = self.target.totals(((rows, context),) * batch)
-        return self.target.seconds_of(totals, rows * batch)
+        return self.prices.seconds(batch, context, num_drafts)
 
     def speedup(self, batch: int, context: int, num_drafts: int) -> float:
         """Tokens per second with guesses over those without."""

@@ -92,6 +92,26 @@ def step_totals(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepTotals:
     )
 
 
+def repeated(totals: StepTotals, num_times: int) -> StepTotals:
+    """Those of a step with each request so many times."""
+    attention = tuple(
+        AttentionTotals(
+            one.decode_keys * num_times,
+            one.longest_decode,
+            one.prefill_flops * num_times,
+            one.prefill_keys * num_times,
+        )
+        for one in totals.attention
+    )
+    return StepTotals(
+        totals.num_requests * num_times,
+        totals.num_decodes * num_times,
+        totals.num_prefill_tokens * num_times,
+        totals.longest_chunk,
+        attention,
+    )
+
+
 def decode_totals(kinds: Sequence[AttentionSpec], contexts: Sequence[int]) -> StepTotals:
     """Those of a step with one new token after each of these contexts, and nothing else."""
     num = len(contexts)

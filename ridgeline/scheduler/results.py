@@ -97,7 +97,17 @@ class ResultTaker:
             return None
         num_cached = 0 if request.has_output else request.num_cached_tokens
         request.has_output = True
-        return RequestOutput(request_id, new, reason, logprobs, prompt_logprobs, num_cached)
+        accepted = min(entry.num_draft - num_rejected, len(new)) if entry.num_draft else 0
+        return RequestOutput(
+            request_id,
+            new,
+            reason,
+            logprobs,
+            prompt_logprobs,
+            num_cached,
+            num_accepted=accepted,
+            num_rejected=entry.num_draft - accepted,
+        )
 
     def _take_beam(self, flight: Flight, result: StepResult) -> RequestOutput | None:
         entry, row, epoch = flight

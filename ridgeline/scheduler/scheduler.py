@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ridgeline.errors import RequestFault, check
 from ridgeline.request import UNKNOWN_TOKEN, Request, RequestOutput
@@ -29,6 +31,25 @@ from ridgeline.step import (
 MAX_PREEMPTIONS = 8
 SHORT_LINE = 4  # prompts that may wait before steps grow for their sake
 
+
+class GuessPlanner(Protocol):
+    """How many guesses are checked; `ridgeline.scheduler.guessing.GuessChooser` is one."""
+
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        """For each of these rows, if it has so many."""
+        ...
+
+    def limit(self, request: Request, k: int) -> int:
+        """For one of them, of up to `k`."""
+        ...
+
+    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+        """Guesses of requests that were compared with what came out, and those that were right."""
+        ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
 Room = tuple[BlockTables, tuple[BlockCopy, ...]]
 
 
@@ -45,6 +66,7 @@ class _Step:
     flights: list[Flight] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)  # places of rows that were given blocks
     only_decodes: bool = True
+    num_guesses: int = 0
     memory_is_short: bool = False
     _num_planned: dict[str, int] = field(default_factory=dict)
 
@@ -71,7 +93,8 @@ class _Step:
 class Scheduler:
     """Plans steps and takes in their results.
 
-    `num_drafts` is how many guesses the executor's draft method has for each row (0: none).
+    `num_drafts` is how many guesses the executor's draft method has for each row at most (0: none),
+    and `guesses`, if given, says how many of them are worth a check.
     After `max_bypasses` younger requests went first, the oldest that waits is next; after
     `max_preemptions` a request runs again only when nobody need be preempted any more.
     Without `chunked_prefill` a prompt waits until one step can compute all of it. With
@@ -89,6 +112,7 @@ class Scheduler:
         max_num_seqs: int,
         *,
         num_drafts: int = 0,
+        guesses: GuessPlanner | None = None,
         max_bypasses: int = MAX_BYPASSES,
         max_preemptions: int = MAX_PREEMPTIONS,
         chunked_prefill: bool = True,
@@ -103,6 +127,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.num_drafts = num_drafts
+        self.guesses = guesses
         self.chunked_prefill = chunked_prefill
         self.max_num_mixed_tokens = mixed
         self.capacity = Capacity(
@@ -201,12 +226,21 @@ class Scheduler:
         for row_id in result.faults:
             self.blocks.break_promises(row_id)
         self.ledger.retire(plan.step_id)
-        return self._results.take_all(flights, result)
+        if self.guesses is not None:
+            self.guesses.observe(result.checked)
+        outputs = self._results.take_all(flights, result)
+        if self.guesses is not None:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.guesses.forget(output.request_id)
+        return outputs
 
     def finish(self, request_id: str) -> bool:
         """End a request, in whatever state it is. False for an unknown id."""
         if (request := self.requests.get(request_id)) is None:
             return False
+        if self.guesses is not None:
+            self.guesses.forget(request_id)
         self.ledger.end(request)
         return True
 
@@ -243,7 +277,8 @@ class Scheduler:
     def _continue_running(self, step: _Step) -> None:
         """Decodes first, as each costs few tokens of the budget; then chunks of prompts."""
         chunks: list[Request] = []
-        is_plain, budget = not self.num_drafts and not self.ledger.groups, step.budget
+        step.num_guesses = self._num_guesses(step.now)
+        is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget
         scheduled, flights, no_blocks = step.scheduled, step.flights, self.blocks.no_blocks
         for _, _, request in self.running.in_order(step.now):
             if step.budget <= 0:
@@ -270,6 +305,18 @@ class Scheduler:
             if step.budget <= 0:
                 return
             self._continue(row, step)
+
+    def _num_guesses(self, now: float) -> int:
+        """Of each row of this step, at most. A step that reads prompts checks none: its rows wait
+        for the prompts anyway."""
+        if not self.num_drafts:
+            return 0
+        if self.guesses is None:
+            return self.num_drafts
+        decoding = [r for r in self.running if len(r.token_ids) == r.num_computed_tokens + 1]
+        if len(decoding) < len(self.running):
+            return 0
+        return min(self.num_drafts, self.guesses.plan(decoding, now))
 
     def _budget_beside(self, num_decoded: int, num_chunks: int, budget: int) -> int:
         """Of prompts, in a step that decodes so many tokens; see `max_num_mixed_tokens`."""
@@ -309,6 +356,9 @@ class Scheduler:
             return min(pending, room), 0
         known = row.token_ids[-1] != UNKNOWN_TOKEN
         most = len(row.draft_token_ids) if known else self.num_drafts
+        most = min(most, step.num_guesses)
+        if self.guesses is not None:
+            most = self.guesses.limit(row, most)
         if self._policy_limits_drafts:
             wanted = self.policy.num_drafts(row, step.shape)
             most = most if wanted is None else min(most, wanted)

@@ -136,6 +136,24 @@ def test_the_simple_form_is_the_full_one_where_checking_is_free() -> None:
     assert whole.best(1, 100) == best_simple(0.8, 0.05)
 
 
+@pytest.mark.parametrize(
+    ("acceptance", "draft_ratio", "num_drafts", "speedup"),
+    [
+        (0.8, 0.05, 8, 3.092),
+        (0.7, 0.07, 5, 2.18),
+        (0.6, 0.05, 4, 1.92),
+        (0.8, 0.1, 6, 2.47),
+        (0.9, 0.05, 13, 4.67),
+    ],
+)
+def test_the_best_number_of_guesses_of_the_simple_form(
+    acceptance: float, draft_ratio: float, num_drafts: int, speedup: float
+) -> None:
+    best = best_simple(acceptance, draft_ratio)
+    assert best.num_drafts == num_drafts
+    assert best.speedup == pytest.approx(speedup, rel=0.003)
+
+
 def test_no_guess_is_best_when_none_pays() -> None:
     assert best_simple(0.1, 0.5) == Choice(0, 1.0)
     assert best_simple(0.8, 0.05, max_drafts=3).num_drafts == 3

@@ -109,7 +109,7 @@ def test_tokens_behind_a_stop_token_are_cut() -> None:
     rig.plan()
     rig.retire(5)
     (output,) = rig.retire(a=(6, 7, 8))
-    assert output == RequestOutput("a", (6, 7), FinishReason.STOP)
+    assert output == RequestOutput("a", (6, 7), FinishReason.STOP, num_accepted=2, num_rejected=1)
     assert rig.blocks.num_free_blocks == 40
 
 

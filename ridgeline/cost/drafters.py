@@ -1,0 +1,41 @@
+"""What does it cost to make guesses, by each method that the engine knows?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.precision import Precision
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.speculation import Drafter, DraftSteps, Free, GuessPrices
+from ridgeline.errors import ConfigError
+from ridgeline.formats import LAYERS, MODEL, AskedGuesses
+
+
+def guess_prices(target: Pricer, asked: AskedGuesses, draft: ModelSpec | None) -> GuessPrices:
+    """Of steps of the engine that `target` prices. `draft` is the model that guesses, if one
+    does; ConfigError where it is lacking."""
+    return GuessPrices(target, drafter_of(target.setup, asked, draft))
+
+
+def drafter_of(setup: Setup, asked: AskedGuesses, draft: ModelSpec | None) -> Drafter:
+    """For the model of `setup`, on the same devices and in the same dtype."""
+    wanted = asked.line.argument
+    if wanted == MODEL:
+        if draft is None:
+            raise ConfigError(
+                f"the price of {asked.method} guesses needs the model that makes them"
+            )
+        plain = Precision(setup.precision.dtype, "plain", setup.precision.kv)
+        return DraftSteps(Pricer(replace(setup, spec=draft, precision=plain)))
+    if wanted == LAYERS:
+        return DraftSteps(
+            Pricer(replace(setup, spec=first_layers(setup.spec, int(asked.argument))))
+        )
+    return Free()
+
+
+def first_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
+    """The model that ends after so many of its layers, with the same output matrix."""
+    return replace(spec, layers=spec.layers[:num_layers])

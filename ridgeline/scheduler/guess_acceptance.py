@@ -1,0 +1,93 @@
+"""How likely is a guess right: of one request, as it went lately, and of all together?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.formats import MAX_GUESSES
+
+MEMORY = 29 / 30  # of a row: about 30 guesses count
+SHARED_MEMORY = 0.998  # of all rows together: about 500
+PRIOR_WEIGHT = 10.0  # guesses that what is known of all rows counts for in one
+BREAK = 0.4  # between what was right lately and before: then only the former counts
+LATELY = 7 / 8  # about 8 guesses
+FOUND_MEMORY = 7 / 8  # of steps in which there was something to check
+HOPELESS = 0.04  # acceptance below which a row's guesses are not worth their blocks
+ENOUGH = 20.0  # guesses of a row that say so
+FEW = 24.0  # guesses at one position that are too few to tell it from the others
+# Of what was known, by the number of guesses that are added to it: of all and of the latest.
+_KEPT = tuple((MEMORY**looked, LATELY**looked) for looked in range(MAX_GUESSES + 2))
+
+
+@dataclass(slots=True)
+class RowAcceptance:
+    """Of one request: guesses looked at and right ones, older ones counting less, and how often
+    there was any."""
+
+    looked: float = 0.0
+    right: float = 0.0
+    found: float = 1.0
+    lately: float = -1.0  # share of right ones; below 0: nothing is known
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.looked > ENOUGH and self.right < HOPELESS * self.looked
+
+    def rate(self, prior: float) -> float:
+        return (self.right + PRIOR_WEIGHT * prior) / (self.looked + PRIOR_WEIGHT)
+
+    def found_nothing(self) -> None:
+        """There was no guess to look at."""
+        self.found *= FOUND_MEMORY
+
+    def add(self, looked: int, right: int) -> None:
+        """So many were looked at, all of them right but perhaps the last."""
+        self.found += (1 - self.found) * (1 - FOUND_MEMORY)
+        kept, recent = _KEPT[looked]
+        self.looked = self.looked * kept + looked
+        self.right = self.right * kept + right
+        if self.lately < 0:
+            self.lately = right / looked
+            return
+        self.lately = self.lately * recent + (1 - recent) * right / looked
+        if abs(self.right - self.lately * self.looked) > BREAK * self.looked:
+            self.looked = min(self.looked, 1 / (1 - LATELY))
+            self.right = self.lately * self.looked
+
+
+class SharedAcceptance:
+    """Of all rows together: how often a guess is right, and at which positions more or less."""
+
+    def __init__(self, prior: float, max_guesses: int) -> None:
+        self._looked, self._right = PRIOR_WEIGHT, PRIOR_WEIGHT * prior
+        self._at = [[0.0, 0.0] for _ in range(max_guesses)]  # looked at and right, by position
+        self._num_added = 0
+        self._shape = [1.0] * max_guesses
+        self.rate = prior
+
+    def add(self, looked: int, right: int, num_rows: int = 1) -> None:
+        """So many rows of which so many guesses were looked at, all right but perhaps the last."""
+        kept = SHARED_MEMORY**num_rows
+        self._looked = self._looked * kept + looked * num_rows
+        self._right = self._right * kept + right * num_rows
+        self.rate = self._right / self._looked
+        for position, seen in enumerate(self._at[:looked]):
+            seen[0] = seen[0] * kept + num_rows
+            seen[1] = seen[1] * kept + (num_rows if position < right else 0)
+        self._num_added += 1
+
+    def shape(self) -> list[float]:
+        """By position, how many times as likely as usual a guess is right that is reached. Where
+        too few were seen, as at the position before."""
+        if self._num_added:
+            self._num_added = 0
+            self._shape, last = [], 1.0
+            for looked, right in self._at:
+                if looked >= FEW and self.rate > 0:
+                    last = right / looked / self.rate
+                self._shape.append(last)
+        return self._shape
+
+    def by_position(self) -> tuple[float | None, ...]:
+        """The chance of a guess that is reached, by position; None where too few were seen."""
+        return tuple(right / looked if looked >= FEW else None for looked, right in self._at)

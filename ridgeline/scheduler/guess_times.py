@@ -1,0 +1,155 @@
+"""What does a step take that checks so many guesses of so many rows, as this engine has seen it?
+
+Prices of the cost model, corrected by the steps that have run, which are told apart by their rows
+and guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log
+from typing import Protocol
+
+from ridgeline.scheduler.policies.step_times import RunStep
+
+EXACT_ROWS = 8  # up to which each number of rows is a bucket of its own
+CONTEXT_STEPS = 4.0  # buckets of contexts for each factor e
+BASE_CONTEXT = 64  # shorter ones cost the same
+CORRECTED_AFTER = 16  # steps, once what is known of them has been taken in
+LEARNED = 1 / 8  # of the last step in what is known of its like
+FORGOTTEN_AFTER = 4096  # steps: then it is tried anew
+UNTRIED = 0.9  # of what is expected of steps that have not run yet
+OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it ran
+
+
+class GuessPrices(Protocol):
+    """`ridgeline.cost.speculation.GuessPrices`."""
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        """Of a step that checks so many guesses for each of `batch` rows, drafting included."""
+        ...
+
+
+def row_bucket(num_rows: int) -> int:
+    """The largest number of rows that is priced like this one: 1 .. 8, 12, 16, 24, 32, 48 ..."""
+    if num_rows <= EXACT_ROWS:
+        return num_rows
+    power = 1 << (num_rows - 1).bit_length()
+    return power * 3 // 4 if num_rows <= power * 3 // 4 else power
+
+
+@dataclass(slots=True)
+class _Ratio:
+    """Measured over priced seconds."""
+
+    value: float = 1.0
+    num_steps: int = 0
+    last: int = 0
+    num_odd: int = 0  # samples in a row that were far away
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Prices of steps that decode or check, corrected by those that have run, which are told apart
+    by their number of rows and of guesses."""
+
+    prices: GuessPrices
+    choices: tuple[int, ...]
+    num_steps: int = 0
+    _priced: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
+    _ratios: dict[int, dict[int, _Ratio]] = field(default_factory=dict)
+    # By rows and context: corrected prices, until which step they hold, and of how many ratios
+    _corrected_ones: dict[tuple[int, int], tuple[dict[int, float], int, int]] = field(
+        default_factory=dict
+    )
+
+    def seconds(self, bucket: int, context: int) -> dict[int, float]:
+        """Of steps of so many rows, by the number of guesses. The same object while nothing much
+        has been learned."""
+        key = (bucket, _context_bucket(context))
+        found, until, num_known = self._corrected_ones.get(key, ({}, -1, 0))
+        ratios = self._ratios.get(bucket, {})
+        if self.num_steps < until and num_known == len(ratios):
+            return found
+        known = [k for k, r in ratios.items() if self._counts(r)]
+        found = priced = self._prices_of(*key)
+        if known:
+            found = {k: self._corrected(k, priced, ratios, known) for k in priced}
+        until = self.num_steps + CORRECTED_AFTER if len(known) == len(ratios) else 0
+        self._corrected_ones[key] = (found, until, len(ratios))
+        return found
+
+    def _corrected(
+        self,
+        k: int,
+        priced: Mapping[int, float],
+        ratios: Mapping[int, _Ratio],
+        known: Sequence[int],
+    ) -> float:
+        """Steps that have not run yet are taken to differ from their price as the nearest that did,
+        by the same seconds or the same factor, whichever is better for them, and a little more, so
+        that they are tried where they may be the best; and steps without guesses, which all others
+        must beat, to be no dearer than their price."""
+        near = min(known, key=lambda other: abs(other - k))
+        ratio = ratios[near].value
+        if near == k:
+            return priced[k] * ratio
+        best = min(priced[k] * ratio, max(priced[k] / 2, priced[k] + priced[near] * (ratio - 1)))
+        return UNTRIED * (best if k else min(best, priced[0]))
+
+    def correction(self, num_rows: int, num_guesses: int) -> float | None:
+        """Measured over priced seconds of such steps; None where none has run."""
+        ratio = self._ratios.get(row_bucket(num_rows), {}).get(num_guesses)
+        return ratio.value if ratio is not None and ratio.num_steps else None
+
+    def on_priced(self, step: RunStep) -> None:
+        decodes, rows = step.plan.decodes, step.plan.scheduled
+        self.num_steps += 1
+        if decodes is not None:
+            num_guesses, starts = 0, decodes.starts
+        else:
+            if not rows or not all(e.samples and e.num_tokens == e.num_draft + 1 for e in rows):
+                return
+            num_guesses, starts = max([e.num_draft for e in rows]), tuple(e.start for e in rows)
+        took_s = step.seconds + step.host_s
+        bucket = row_bucket(len(starts))
+        priced = self._prices_of(bucket, _context_bucket(sum(starts) // len(starts)))
+        price_s = priced.get(num_guesses, 0.0)
+        if took_s > 0 and price_s > 0:
+            ratios = self._ratios.setdefault(bucket, {})
+            self._learn(ratios.setdefault(num_guesses, _Ratio()), took_s / price_s)
+
+    def _learn(self, ratio: _Ratio, value: float) -> None:
+        """The first is left out: it may have been captured, or compiled for. One that is far from
+        the others counts only if the next ones are as far."""
+        is_known = self._counts(ratio)
+        ratio.last = self.num_steps
+        ratio.num_steps = ratio.num_steps + 1 if is_known or ratio.num_steps == 0 else 2
+        if ratio.num_steps == 1:
+            return
+        if not is_known:
+            ratio.value, ratio.num_odd = value, 0
+            return
+        is_odd = not ratio.value / OUTLIER <= value <= ratio.value * OUTLIER
+        ratio.num_odd = ratio.num_odd + 1 if is_odd else 0
+        if not is_odd or ratio.num_odd > 2:
+            ratio.value += LEARNED * (value - ratio.value)
+
+    def _counts(self, ratio: _Ratio) -> bool:
+        return ratio.num_steps > 1 and self.num_steps - ratio.last < FORGOTTEN_AFTER
+
+    def _prices_of(self, bucket: int, context: int) -> dict[int, float]:
+        key = (bucket, context)
+        found = self._priced.get(key)
+        if found is None:
+            length = round(BASE_CONTEXT * 2.718281828 ** (context / CONTEXT_STEPS))
+            prices = self.prices
+            found = {k: prices.seconds(bucket, length, k) for k in self.choices}
+            found.setdefault(0, prices.seconds(bucket, length, 0))
+            self._priced[key] = found
+        return found
+
+
+def _context_bucket(context: int) -> int:
+    return 0 if context <= BASE_CONTEXT else round(log(context / BASE_CONTEXT) * CONTEXT_STEPS)

@@ -1,0 +1,241 @@
+"""How many guesses are worth checking in this step, and of which rows?
+
+All rows of a step check the same number k, as captured steps are of one size: a step then computes
+k + 1 tokens of each row. With E_r(k) tokens expected from row r and T(k) the seconds of drafting
+and checking, k is where sum_r E_r(k) / T(k) is largest, 0 among the choices. E_r follows from what
+was right of this row lately, T from the cost model, corrected by what such steps have taken here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from ridgeline.errors import check
+from ridgeline.formats import MAX_GUESSES
+from ridgeline.request import UNKNOWN_TOKEN, Request
+from ridgeline.scheduler.guess_acceptance import RowAcceptance, SharedAcceptance
+from ridgeline.scheduler.guess_times import GuessPrices, StepTimes, row_bucket
+from ridgeline.scheduler.policies.step_times import RunStep
+
+# Few, as each is captured by itself for each size of a batch; what lies between loses a percent.
+CHOICES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+MARGIN = 1.02  # what guesses have to gain: prices are no better than this
+STAYS = 1.01  # what another number has to gain over the one in use
+SURE = 0.98  # of no guess more is expected
+RENEWED_AFTER = 4  # steps that a choice holds, at least
+ROWS_PER_STEP = 8  # and one step more for each so many rows: choosing takes as long
+ROWS_PER_RESULT = 32  # whose own acceptance is brought up to date by one step
+# Steps without a guess, at least, where only checking tells how many would be right.
+EXPLORED_AFTER = 8
+LONGEST_BREAK = 4  # times as many, as long as none is
+LOW, SURPRISE = 0.6, 0.2  # acceptance, and more than that, after which one looks once more
+EXPLORING = 0.005  # share of the time that it may take
+FEW_ROWS = 8  # of which a new one is worth finding out about at once
+LEVELS = 64  # of acceptance, that are told apart
+MAX_ROWS = 8192  # that are remembered
+OPTIMISTIC = 0.95  # acceptance with which guesses must pay for exploring to be of use
+
+
+class GuessChooser:
+    """One per engine. `acceptance` is expected of a guess before any was checked; `num_guesses`
+    always checks so many, as far as `max_checked_tokens` (of a step, of all rows together) allows.
+    `looks_ahead`: what was found is measured in steps that check nothing too.
+    """
+
+    def __init__(
+        self,
+        prices: GuessPrices,
+        *,
+        acceptance: float,
+        max_guesses: int,
+        max_checked_tokens: int,
+        num_guesses: int | None = None,
+        looks_ahead: bool = False,
+    ) -> None:
+        check(max_guesses >= 1 and 0 <= acceptance <= 1, "there is something to choose")
+        self.fixed = num_guesses
+        most = num_guesses or max_guesses
+        self.choices = tuple(sorted({k for k in CHOICES if k < most} | {most}))
+        self.times = StepTimes(prices, self.choices)
+        self.acceptance = SharedAcceptance(acceptance, most)
+        self.max_checked_tokens = max_checked_tokens
+        self._looks_ahead = looks_ahead
+        self._rows: dict[str, RowAcceptance] = {}
+        self._hopeless: set[str] = set()
+        self._chosen = 0
+        self._chosen_for = -1  # bucket of the number of rows
+        self._holds = 0  # steps
+        self._shortest = self._break = EXPLORED_AFTER
+        self._unseen = 0  # steps without a guess
+        self._turn = 0
+        # What was expected to be right in a step whose guesses would not pay, as far as is known.
+        self._explores: float | None = None
+        self._may_pay = True
+        self._seconds: Mapping[int, float] = {}  # of steps like the last, by number of guesses
+
+    # ------------------------------------------------------------------ for the scheduler
+
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        """Guesses of each of these rows in the step that is about to be planned."""
+        num_rows = len(decoding)
+        if not num_rows:
+            return 0
+        most = self.max_checked_tokens // num_rows - 1
+        if self.fixed is not None:
+            return self._fitting(most)
+        bucket = row_bucket(num_rows)
+        self._holds -= 1
+        is_old = self._looks_ahead and num_rows <= FEW_ROWS  # as each step finds something else
+        if bucket != self._chosen_for or self._holds <= 0 or is_old:
+            self._renew(decoding, bucket, most)
+        if self._chosen == 0 and not self._looks_ahead and most >= 1:
+            return self._explored()
+        self._unseen = 0
+        return min(self._chosen, self._fitting(most))
+
+    def limit(self, request: Request, k: int) -> int:
+        """Guesses of this row, at most k: none where next to none was right."""
+        return 0 if request.request_id in self._hopeless else k
+
+    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+        """Of the rows of one step: (guesses there were, right ones before the first miss)."""
+        if not checked:
+            return
+        rows, num_rows = self._rows, len(checked)
+        num_good = 0
+        for (num_checked, num_right), count in Counter(checked.values()).items():
+            if num_checked > 0:
+                self.acceptance.add(num_right + (num_right < num_checked), num_right, count)
+                num_good += count * (num_right > 0)
+        stride = -(-num_rows // ROWS_PER_RESULT)  # the more there are, the less each one matters
+        self._turn = (self._turn + 1) % stride
+        for name, (num_checked, num_right) in islice(checked.items(), self._turn, None, stride):
+            row = rows.get(name) or self._new_row(name)
+            if num_checked > 0:
+                row.add(num_right + (num_right < num_checked), num_right)
+            else:
+                row.found_nothing()
+        expected = self._explores
+        if expected is not None and expected < LOW and num_good > (expected + SURPRISE) * num_rows:
+            self._break, self._unseen = self._shortest, self._shortest  # and once more
+        self._explores = None
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._rows.pop(request_id, None)
+        if 0 <= self._chosen_for <= FEW_ROWS:
+            self._break = self._shortest
+
+    def acceptance_of(self, request_id: str) -> float:
+        """Chance that the next guess of this row is right."""
+        row = self._rows.get(request_id)
+        return self.acceptance.rate if row is None else row.rate(self.acceptance.rate)
+
+    def on_priced(self, step: RunStep) -> None:
+        """A step has run: if it only checked guesses, or only decoded, its time is learned."""
+        self.times.on_priced(step)
+
+    # ------------------------------------------------------------------ choosing
+
+    def _fitting(self, most: int) -> int:
+        """The largest choice that is not more."""
+        found = bisect_left(self.choices, most + 1) - 1
+        return self.choices[found] if found >= 0 else 0
+
+    def _new_row(self, name: str) -> RowAcceptance:
+        """Some may have ended with a step in flight, whose result comes late: these are not named
+        again."""
+        if len(self._rows) >= MAX_ROWS:
+            del self._rows[next(iter(self._rows))]
+        row = self._rows[name] = RowAcceptance()
+        return row
+
+    def _renew(self, decoding: Sequence[Request], bucket: int, most: int) -> None:
+        seconds = self.times.seconds(bucket, _mean_context(decoding))
+        if seconds is not self._seconds:
+            self._look_at(seconds, most)
+        tokens = self._tokens(decoding)
+        speeds = {k: tokens[k] / seconds[k] for k in self.choices if k <= most or not k}
+        before = self._chosen if bucket == self._chosen_for else 0
+        self._chosen = _best(speeds, before)
+        self._holds = RENEWED_AFTER
+        if self._chosen == before and bucket == self._chosen_for:
+            self._holds += len(decoding) // ROWS_PER_STEP
+        self._chosen_for = bucket
+        loses = 1 - speeds.get(self.choices[1], 0.0) / speeds[0]  # a step with a guess, by this
+        self._shortest = max(EXPLORED_AFTER, round(loses / EXPLORING))
+        self._break = max(self._break, self._shortest)
+        if self._chosen:
+            self._break = self._shortest
+
+    def _look_at(self, seconds: Mapping[int, float], most: int) -> None:
+        """Could guesses pay at these prices?"""
+        self._seconds = seconds
+        hoped = _tokens(OPTIMISTIC, [1.0] * self.choices[-1])
+        speeds = [hoped[k] / seconds[k] for k in self.choices if k <= most or not k]
+        self._may_pay = max(speeds) > MARGIN * speeds[0]
+
+    def _tokens(self, decoding: Sequence[Request]) -> list[float]:
+        """Expected of all rows together, by the number of guesses, divided by the rows."""
+        prior, num_rows = self.acceptance.rate, len(decoding)
+        counts: dict[tuple[int, int], float] = {}  # of rows with guesses, by acceptance and number
+        self._hopeless.clear()
+        for request in decoding:
+            row = self._rows.get(request.request_id)
+            if row is not None and row.is_hopeless:
+                self._hopeless.add(request.request_id)
+                continue
+            level = round((prior if row is None else row.rate(prior)) * LEVELS)
+            found, there = 1.0, MAX_GUESSES
+            if self._looks_ahead:
+                found, there = self._found(request, row)
+            counts[level, there] = counts.get((level, there), 0.0) + found
+        total = [1.0] * (self.choices[-1] + 1)
+        for (level, there), count in counts.items():
+            expected = _tokens(level / LEVELS, self.acceptance.shape())
+            for k in range(1, len(total)):
+                total[k] += (expected[min(k, there)] - 1) * count / num_rows
+        return total
+
+    def _found(self, request: Request, row: RowAcceptance | None) -> tuple[float, int]:
+        """How likely something is there to check, and how much. It is known where the last result
+        has been taken in."""
+        if request.token_ids[-1] == UNKNOWN_TOKEN:
+            return (1.0 if row is None else row.found), MAX_GUESSES
+        return 1.0, len(request.draft_token_ids)
+
+    def _explored(self) -> int:
+        """Nothing tells whether guesses have become better but a guess, once in a while."""
+        self._unseen += 1
+        if self._unseen < self._break or not self._may_pay:
+            return 0
+        self._unseen, self._holds, self._explores = 0, 0, self.acceptance.rate
+        self._break = min(2 * self._break, LONGEST_BREAK * self._shortest)
+        return 1
+
+
+def _tokens(rate: float, shape: Sequence[float]) -> list[float]:
+    """Expected of a row by the number of guesses, `shape[j]` times as likely right as usual at
+    position j when all before are."""
+    total, reached = 1.0, 1.0
+    tokens = [total]
+    for factor in shape:
+        reached *= min(SURE, rate * factor)
+        total += reached
+        tokens.append(total)
+    return tokens
+
+
+def _best(speeds: Mapping[int, float], current: int) -> int:
+    """The fastest; the current one, or none, where the gain is too small to be sure of."""
+    best = max(speeds, key=lambda k: speeds[k])
+    if current in speeds and current and speeds[best] < STAYS * speeds[current]:
+        best = current
+    return best if speeds[best] > MARGIN * speeds[0] else 0
+
+
+def _mean_context(decoding: Sequence[Request]) -> int:
+    return sum([row.num_computed_tokens for row in decoding]) // len(decoding)

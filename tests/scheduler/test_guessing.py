@@ -1,0 +1,303 @@
+"""Are as many guesses checked as pay, whatever is right and whatever steps really take?
+
+A small world stands in for the engine: rows whose guesses are right with a known chance, and steps
+that take their price times a factor that the chooser is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from ridgeline.cost.speculation import GuessPrices
+from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
+from ridgeline.scheduler.guess_acceptance import SharedAcceptance
+from ridgeline.scheduler.guess_times import StepTimes, row_bucket
+from ridgeline.scheduler.guessing import CHOICES, EXPLORED_AFTER, GuessChooser
+from ridgeline.step import ScheduledRequest, StepPlan
+from tests.scheduler.drafted import AT_HAND, DRAFTED, MAX_TOKENS
+
+Chance = Callable[[int], float]  # of a guess, by the number of the step
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a step: 1 + per_token for each, and draft_s for each guess."""
+
+    per_token: float = 0.0
+    draft_s: float = 0.0
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return 1.0 + self.per_token * batch * (num_drafts + 1) + self.draft_s * num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    plan: StepPlan
+    seconds: float
+    host_s: float = 0.0
+
+
+@dataclass(slots=True)
+class World:
+    """Rows that decode for ever. `factor`: measured over priced seconds, by number of guesses."""
+
+    prices: GuessPrices | Line
+    num_rows: int
+    chance: Chance
+    seed: int
+    factor: Callable[[int], float] = lambda k: 1.0
+    context: int = 1000
+    rng: Random = field(init=False)
+    rows: list[Request] = field(init=False)
+    by_guesses: dict[int, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    seconds: float = 0.0
+    known: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = Random(self.seed)
+        sampling = SamplingParams(max_tokens=1 << 20)
+        self.rows = [Request(str(i), (1,), sampling, 0.0) for i in range(self.num_rows)]
+        for row in self.rows:
+            row.num_computed_tokens = self.context
+
+    def takes(self, k: int) -> float:
+        if k not in self.known:
+            priced = self.prices.seconds(self.num_rows, self.context, k)
+            self.known[k] = priced * self.factor(k)
+        return self.known[k]
+
+    def run(self, num_steps: int, chooser: GuessChooser | int, begin: int = 0) -> float:
+        """Tokens per second of these steps; a number instead of a chooser is always checked."""
+        tokens, seconds = self.num_tokens, self.seconds
+        for number in range(begin, begin + num_steps):
+            if isinstance(chooser, int):
+                self.step(number, chooser)
+                continue
+            k = chooser.plan(self.rows, self.seconds)
+            checked = self.step(number, k)
+            if k:
+                chooser.observe(checked)
+            chooser.on_priced(Ran(self.plan(k), self.takes(k)))
+        return (self.num_tokens - tokens) / (self.seconds - seconds)
+
+    def step(self, number: int, k: int) -> dict[str, tuple[int, int]]:
+        chance, checked = self.chance(number), {}
+        for row in self.rows:
+            right = 0
+            while right < k and self.rng.random() < chance:
+                right += 1
+            checked[row.request_id] = (k, right)
+            self.num_tokens += right + 1
+        self.seconds += self.takes(k)
+        self.by_guesses[k] = self.by_guesses.get(k, 0) + 1
+        return checked
+
+    def plan(self, k: int) -> StepPlan:
+        start = self.context
+        entries = tuple(
+            ScheduledRequest(row.request_id, start, k + 1, (), samples=True, num_draft=k)
+            for row in self.rows
+        )
+        return StepPlan(1, entries)
+
+
+def chooser_for(prices: GuessPrices | Line, **changed: int | float | bool) -> GuessChooser:
+    asked: dict[str, int | float | bool] = {
+        "acceptance": 0.7,
+        "max_guesses": 8,
+        "max_checked_tokens": MAX_TOKENS,
+    }
+    return GuessChooser(prices, **(asked | changed))  # type: ignore[arg-type]
+
+
+def fixed(world: Callable[[], World], num_steps: int, num_rows: int) -> dict[int, float]:
+    """Tokens per second by the number of guesses."""
+    most = MAX_TOKENS // num_rows - 1
+    return {k: world().run(num_steps, k) for k in CHOICES if k <= min(8, most)}
+
+
+CASES = [(1, 0.8), (2, 0.6), (4, 0.4), (16, 0.8), (32, 0.6), (64, 0.6), (128, 0.8), (256, 0.4)]
+MORE = [
+    pytest.param(rows, chance, marks=pytest.mark.slow)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    for chance in (0.4, 0.6, 0.8)
+    if (rows, chance) not in CASES
+]
+
+
+@pytest.mark.parametrize(("num_rows", "chance"), [*CASES, *MORE])
+@pytest.mark.parametrize("prices", [DRAFTED, AT_HAND], ids=["drafted", "at hand"])
+def test_nearly_the_best_number_of_guesses_and_never_worse_than_none(
+    prices: GuessPrices, num_rows: int, chance: float
+) -> None:
+    num_steps = max(150, 2400 // num_rows)
+    off = prices.seconds(num_rows, 1000, 0)
+
+    def world() -> World:
+        return World(prices, num_rows, lambda _: chance, seed=num_rows)
+
+    speeds = fixed(world, num_steps, num_rows)
+    assert speeds[0] == pytest.approx(num_rows / off)
+    chosen = world()
+    speed = chosen.run(num_steps, chooser_for(prices))
+    best = max(speeds, key=lambda k: speeds[k])
+    said = f"best {best}, chosen {chosen.by_guesses}, seed {num_rows}"
+    assert speed >= 0.97 * speeds[best], said
+    assert speed >= 0.98 * speeds[0], said
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 128])
+@pytest.mark.parametrize(("before", "after"), [(0.85, 0.1), (0.1, 0.85)])
+def test_a_change_of_what_is_right_is_followed(num_rows: int, before: float, after: float) -> None:
+    """A few hundred steps each: an answer that begins to repeat its prompt, or ceases to."""
+    num_steps = 400
+
+    def world() -> World:
+        return World(DRAFTED, num_rows, lambda n: before if n < num_steps else after, seed=3)
+
+    speeds = fixed(world, 2 * num_steps, num_rows)
+    speed = world().run(2 * num_steps, chooser_for(DRAFTED))
+    assert speed >= 0.97 * max(speeds.values()), (speed, speeds, "seed 3")
+    assert speed >= 0.98 * speeds[0]
+
+
+@pytest.mark.parametrize("dearer", [0.6, 1.8, 4.0])
+def test_prices_that_are_wrong_about_checking_are_learned(dearer: float) -> None:
+    """Steps with guesses take `dearer` times what they should, all others what they should."""
+
+    def world() -> World:
+        return World(DRAFTED, 8, lambda _: 0.7, seed=5, factor=lambda k: dearer if k else 1.0)
+
+    speeds = fixed(world, 1000, 8)
+    chooser = chooser_for(DRAFTED)
+    speed = world().run(1000, chooser)
+    # To know that they take four times as long, a few of them had to run.
+    share = 0.95 if dearer > 2 else 0.97
+    assert speed >= share * max(speeds.values()), (speed, speeds, "seed 5")
+
+
+def test_a_stall_and_a_first_step_that_is_captured_change_nothing() -> None:
+    times = StepTimes(Line(), (0, 1, 2))
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+    for seconds in (50.0, 2.0, 2.0, 90.0, 2.0):  # priced as 1
+        times.on_priced(Ran(world.plan(1), seconds))
+    assert times.correction(4, 1) == pytest.approx(2.0)
+    assert times.correction(4, 2) is None
+    for _ in range(60):  # but what stays so is believed
+        times.on_priced(Ran(world.plan(1), 8.0))
+    assert times.correction(4, 1) == pytest.approx(8.0, rel=0.01)
+
+
+def test_one_number_is_fixed_as_far_as_there_is_room() -> None:
+    world = World(Line(), 4, lambda _: 0.0, seed=1)
+    chooser = chooser_for(Line(), num_guesses=5, max_checked_tokens=24)
+    assert [chooser.plan(world.rows[:n], 0.0) for n in (0, 1, 4)] == [0, 5, 5]
+    small = chooser_for(Line(), num_guesses=5, max_checked_tokens=10)
+    assert [small.plan(world.rows[:n], 0.0) for n in (1, 2, 3, 4)] == [5, 4, 2, 1]
+    assert chooser.choices == (0, 1, 2, 3, 4, 5)
+
+
+def test_a_hopeless_row_has_no_guesses_beside_good_ones() -> None:
+    world = World(Line(per_token=0.001), 4, lambda _: 0.0, seed=1)
+    chooser = chooser_for(world.prices)
+    for _ in range(120):
+        k = chooser.plan(world.rows, 0.0)
+        checked = {row.request_id: (max(1, k), max(1, k)) for row in world.rows[1:]}
+        chooser.observe(checked | {"0": (max(1, k), 0)})
+    k = chooser.plan(world.rows, 0.0)
+    assert k == 8
+    assert [chooser.limit(row, k) for row in world.rows] == [0, 8, 8, 8]
+    for _ in range(20):  # what it would have had is measured all the same
+        chooser.observe({"0": (1, 1)})
+        chooser.plan(world.rows, 0.0)
+    assert chooser.limit(world.rows[0], k) == 8
+    chooser.forget("0")
+    assert chooser.acceptance_of("0") == chooser.acceptance.rate
+
+
+def test_what_was_not_found_is_not_expected() -> None:
+    """Everything that is looked up is right, but it is seldom there; the last result is not known
+    yet when the next step is planned."""
+    world = World(Line(draft_s=0.3), 1, lambda _: 1.0, seed=1)
+    world.rows[0].token_ids.append(UNKNOWN_TOKEN)
+    chooser = chooser_for(world.prices, looks_ahead=True)
+    for step in range(200):
+        chooser.plan(world.rows, 0.0)
+        chooser.observe({"0": (8, 8) if step % 20 == 0 else (0, 0)})
+    assert chooser.plan(world.rows, 0.0) == 0
+    for _ in range(20):
+        chooser.observe({"0": (8, 8)})
+        chooser.plan(world.rows, 0.0)
+    assert chooser.plan(world.rows, 0.0) == 8
+
+
+def test_no_more_is_checked_than_is_known_to_be_there() -> None:
+    world = World(Line(draft_s=0.1), 2, lambda _: 1.0, seed=1)
+    chooser = chooser_for(world.prices, looks_ahead=True)
+    for row in world.rows:
+        row.draft_token_ids = (7, 7, 7)
+    chooser.observe({"0": (8, 8), "1": (8, 8)})
+    assert chooser.plan(world.rows, 0.0) == 3
+    for row in world.rows:
+        row.draft_token_ids = ()
+    assert chooser.plan(world.rows, 0.0) == 0
+    world.rows[0].draft_token_ids = (7,) * 8
+    assert chooser.plan(world.rows, 0.0) == 8
+
+
+def test_without_a_guess_nothing_is_known_so_one_is_made_now_and_then() -> None:
+    world = World(Line(draft_s=0.2), 1, lambda _: 0.0, seed=1)
+    chooser = chooser_for(world.prices)
+    world.run(100, chooser)
+    before = dict(world.by_guesses)
+    world.run(1000, chooser)
+    made = {k: n - before.get(k, 0) for k, n in world.by_guesses.items()}
+    assert made[0] >= 980
+    assert 3 <= made[1] <= 1000 // EXPLORED_AFTER
+    assert sum(made.values()) == made[0] + made[1]
+    costly = World(Line(draft_s=2.0), 1, lambda _: 0.0, seed=1)
+    asked = chooser_for(costly.prices)
+    costly.run(1000, asked)
+    assert set(costly.by_guesses) == {0}, "no guess can pay here, so there is nothing to find out"
+
+
+def test_positions_that_are_seldom_right_shorten_the_guesses() -> None:
+    """The first two are nearly always right, the third never."""
+    world = World(Line(draft_s=0.05), 1, lambda _: 0.0, seed=1)
+    chooser = chooser_for(world.prices)
+    for _ in range(200):
+        k = chooser.plan(world.rows, 0.0)
+        chooser.observe({"0": (k, min(k, 2))})
+    assert chooser.plan(world.rows, 0.0) == 2
+    by_position = chooser.acceptance.by_position()
+    assert by_position[0] == pytest.approx(1.0)
+    assert by_position[2] == pytest.approx(0.0)
+    assert by_position[7] is None
+
+
+def test_shared_acceptance_counts_what_was_looked_at() -> None:
+    shared = SharedAcceptance(0.5, 4)
+    for _ in range(2000):
+        shared.add(3, 2)
+    assert shared.rate == pytest.approx(2 / 3, rel=0.01)
+    assert shared.shape()[0] == pytest.approx(1.5, rel=0.02)
+
+
+def test_buckets_of_rows() -> None:
+    assert [row_bucket(n) for n in (1, 7, 8, 9, 12, 13, 17, 24, 25, 33, 200, 256)] == [
+        *(1, 7, 8, 12, 12, 16, 24, 24, 32, 48, 256, 256)
+    ]
+
+
+def test_steps_with_prompts_say_nothing() -> None:
+    times = StepTimes(Line(), (0, 1))
+    prompt = ScheduledRequest("p", 0, 40, (), samples=True)
+    guess = ScheduledRequest("g", 10, 2, (), samples=True, num_draft=1)
+    for _ in range(4):
+        times.on_priced(Ran(StepPlan(1, (prompt, guess)), 5.0))
+    assert times.correction(2, 1) is None
