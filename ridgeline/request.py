@@ -282,7 +282,8 @@ class RequestOutput:
     them; the first prompt token has none. `error` is set with FinishReason.ERROR.
     `num_cached_tokens` is set on the first output alone. `beams` is set on the only output of a
     beam search: finished sequences, best first, each (token ids, score, log-probabilities of its
-    tokens); `new_token_ids` are then those of the best.
+    tokens); `new_token_ids` are then those of the best. Of the guesses that the step checked,
+    `num_accepted` are among the new tokens and `num_rejected` are not.
     """
 
     request_id: str
@@ -293,3 +294,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     beams: tuple[tuple[tuple[int, ...], float, tuple[TokenLogprobs, ...]], ...] = ()
+    num_accepted: int = 0
+    num_rejected: int = 0

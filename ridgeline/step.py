@@ -131,7 +131,10 @@ class StepResult:
     `logprobs` are there for requests that asked, one per token of `token_ids`. `prompt_logprobs`
     are those of prompt positions start+1 .. (start+num_tokens, at most the last prompt token)
     whose predicting position was computed in this step. `faults` names requests whose own numbers
-    went wrong (for example NaN logits) and says how; they have no tokens.
+    went wrong (for example NaN logits) and says how; they have no tokens. Of `draft_token_ids` only
+    the number counts; guesses that stay on the device stand as UNKNOWN_TOKEN. `checked`: how many
+    guesses of a request were compared with what came out (up to the first wrong one; without a
+    check the first may have been, too), and how many of them were right.
     """
 
     token_ids: dict[str, tuple[int, ...]]
@@ -139,6 +142,7 @@ class StepResult:
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
+    checked: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class StepFuture(Protocol):

@@ -238,7 +238,21 @@ class BatchBuilder:
     def _mixed_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
         starts = np.array([entry.start for entry in scheduled], np.int64)
         lens = np.array([entry.num_tokens for entry in scheduled], np.int64)
-        ends = starts + lens
+        mixed = self._mixed_step(rows, starts, lens, *self._known_tokens(scheduled, rows))
+        sampling = np.flatnonzero([entry.samples for entry in scheduled])
+        if not len(sampling):
+            return StepBatch(mixed, rows, scheduled, None, has_prompts=True)
+        next_positions = mixed.seq_lens_B[sampling]
+        places = mixed.starts_B[sampling] + lens[sampling] - 1
+        places_R, next_R = self._transfer.send_all([places, next_positions])
+        kept = self._sampling_of([rows[i] for i in sampling])
+        step = SamplingStep(kept, places_R, next_R, next_positions)
+        return StepBatch(mixed, rows, scheduled, step, has_prompts=True)
+
+    def _mixed_step(
+        self, rows: list[Row], starts: Array, lens: Array, token_ids: Array, sources: Array
+    ) -> MixedStep:
+        """`lens` tokens of each row, from position `starts` on."""
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lens, out=query_start[1:])
         request_of_T = np.repeat(np.arange(len(rows)), lens)
@@ -249,18 +263,16 @@ class BatchBuilder:
         cache_slots = [
             self._cache_slots(table[row_of_T, blocks], offsets) for table in self._rows.tables_NM
         ]
-        token_ids, sources = self._known_tokens(scheduled, rows, query_start)
-        mixed = MixedStep(
-            token_ids, sources, positions, cache_slots, slots, query_start[:-1], lens, ends
+        return MixedStep(
+            token_ids,
+            sources,
+            positions,
+            cache_slots,
+            slots,
+            query_start[:-1],
+            lens,
+            starts + lens,
         )
-        sampling = np.flatnonzero([entry.samples for entry in scheduled])
-        if not len(sampling):
-            return StepBatch(mixed, rows, scheduled, None, has_prompts=True)
-        next_positions = ends[sampling]
-        places_R, next_R = self._transfer.send_all([query_start[1:][sampling] - 1, next_positions])
-        kept = self._sampling_of([rows[i] for i in sampling])
-        step = SamplingStep(kept, places_R, next_R, next_positions)
-        return StepBatch(mixed, rows, scheduled, step, has_prompts=True)
 
     def send(self, step: MixedStep) -> ForwardBatch:
         """On the device, as it is."""
@@ -299,18 +311,20 @@ class BatchBuilder:
         return ForwardBatch(token_ids_T, sent[1], layout)
 
     def _known_tokens(
-        self, scheduled: Sequence[ScheduledRequest], rows: list[Row], query_start: Array
+        self, scheduled: Sequence[ScheduledRequest], rows: list[Row]
     ) -> tuple[Array, Array]:
         """Token ids that the host knows, and the rows of those that only the device has."""
-        token_ids = np.zeros(query_start[-1], np.int64)
-        sources = np.full(query_start[-1], KNOWN_TO_HOST, np.int64)
-        for entry, row, first in zip(scheduled, rows, query_start.tolist(), strict=False):
+        num_tokens, first = sum([entry.num_tokens for entry in scheduled]), 0
+        token_ids = np.zeros(num_tokens, np.int64)
+        sources = np.full(num_tokens, KNOWN_TO_HOST, np.int64)
+        for entry, row in zip(scheduled, rows, strict=True):
             known = row.known_ids[entry.start : entry.start + entry.num_tokens]
             token_ids[first : first + len(known)] = known
             if len(known) < entry.num_tokens:
                 is_last = entry.samples and len(known) == entry.num_tokens - 1
                 check(is_last, "only the newest token may be unknown", request=entry.request_id)
                 sources[first + len(known)] = row.slot
+            first += entry.num_tokens
         return token_ids, sources
 
     def _cache_slots(self, blocks: Array, offsets: Array) -> Array:

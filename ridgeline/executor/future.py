@@ -10,7 +10,7 @@ import torch
 from ridgeline.errors import EngineFault
 from ridgeline.executor.prompt_logprobs import PromptLogprobs
 from ridgeline.executor.transfer import Mark
-from ridgeline.request import TokenLogprobs
+from ridgeline.request import UNKNOWN_TOKEN, TokenLogprobs
 from ridgeline.sampling.logprobs import LogprobTensors, records
 from ridgeline.step import StepResult
 
@@ -26,28 +26,62 @@ class SampledLogprobs:
     tensors: LogprobTensors
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Of a step of an engine that guesses: what `kernels.guesses.accept` says of each row, and how
+    many guesses lie behind its tokens now. `limits`: how many of its guesses counted.
+    `num_guesses`, unless None, is how many there always are."""
+
+    answer_RY: torch.Tensor
+    limits: list[int]
+    num_guesses: int | None
+
+    def take(self, names: list[str], result: StepResult) -> None:
+        for name, limit, answer in zip(names, self.limits, self.answer_RY.tolist(), strict=True):
+            num, found, is_right, *ids, found_now = answer
+            if not num:
+                continue
+            result.token_ids[name] = tuple(ids[:num])
+            now = found_now if self.num_guesses is None else self.num_guesses
+            result.draft_token_ids[name] = (UNKNOWN_TOKEN,) * now
+            if num_counted := min(limit, found):
+                result.checked[name] = (min(num_counted, num), num - 1)
+            else:
+                result.checked[name] = (1, is_right) if found else (0, 0)
+
+
 @dataclass(slots=True)
 class Pending:
     """A step that was sent off. Tensors are on the host once `mark` is reached (None: at once).
 
     `token_ids` is -1 for a row whose logits were not finite. `on_fault` turns what the device
-    reports into an EngineFault.
+    reports into an EngineFault; `on_result` is told that there is one.
     """
 
     request_ids: list[str]
-    token_ids: torch.Tensor | None
+    token_ids: torch.Tensor | Answers | None
     logprobs: SampledLogprobs | None
     prompt: PromptLogprobs | None
     mark: Mark | None
     on_fault: Callable[[Exception], EngineFault]
+    on_result: Callable[[], None] | None = None
 
     def result(self) -> StepResult:
+        if self.on_result is not None:
+            self.on_result()
+            self.on_result = None
         if self.mark is not None:
             try:
                 self.mark.synchronize()
             except Exception as error:
                 raise self.on_fault(error) from None
-        result = StepResult(self._tokens())
+        result = StepResult({})
+        if isinstance(self.token_ids, Answers):
+            self.token_ids.take(self.request_ids, result)
+        elif self.token_ids is not None:
+            ids = self.token_ids.tolist()
+            tokens = zip(self.request_ids, ids, strict=True)
+            result.token_ids.update({name: (i,) for name, i in tokens if i >= 0})
         if len(result.token_ids) < len(self.request_ids):
             missing = [name for name in self.request_ids if name not in result.token_ids]
             result.faults.update(dict.fromkeys(missing, NOT_FINITE))
@@ -57,21 +91,21 @@ class Pending:
             self._add_prompt(self.prompt, result)
         return result
 
-    def _tokens(self) -> dict[str, tuple[int, ...]]:
-        if self.token_ids is None:
-            return {}
-        ids = self.token_ids.tolist()
-        return {name: (i,) for name, i in zip(self.request_ids, ids, strict=True) if i >= 0}
-
     def _sampled(
         self, logprobs: SampledLogprobs, result: StepResult
     ) -> dict[str, tuple[TokenLogprobs, ...]]:
+        """`logprobs` has as many rows for each of its requests as may have come out."""
         names = [self.request_ids[row] for row in logprobs.rows]
-        token_ids = [result.token_ids.get(name, (0,))[0] for name in names]
-        made = records(logprobs.tensors, token_ids, logprobs.top_ks)
+        num_each = len(logprobs.tensors.chosen_L) // max(1, len(names))
+        token_ids: list[int] = []
+        for name in names:
+            got = result.token_ids.get(name, ())
+            token_ids += (*got, *[0] * (num_each - len(got)))
+        top_ks = [top_k for top_k in logprobs.top_ks for _ in range(num_each)]
+        made = records(logprobs.tensors, token_ids, top_ks)
         return {
-            name: (record,)
-            for name, record in zip(names, made, strict=True)
+            name: tuple(made[i * num_each : i * num_each + len(result.token_ids[name])])
+            for i, name in enumerate(names)
             if name in result.token_ids
         }
 

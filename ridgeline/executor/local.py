@@ -2,7 +2,8 @@
 
 A plan's rows are opened and closed on the host, one batch is built and sent, the decoder runs, and
 the rows that are due get a token. Nothing in `submit` waits for a GPU; `result()` of the future
-does. Letters: T packed tokens of the step, E hidden, R rows that sample, V vocabulary.
+does. Letters: T packed tokens of the step, E hidden, R rows that sample, V vocabulary, Y numbers
+of a row's answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from ridgeline.executor.batch import (
 )
 from ridgeline.executor.decode_graphs import DecodeGraphs
 from ridgeline.executor.device_tables import DeviceTables
-from ridgeline.executor.future import Failed, Pending, SampledLogprobs
+from ridgeline.executor.future import Answers, Failed, Pending, SampledLogprobs
+from ridgeline.executor.guess_batch import GuessBatch
+from ridgeline.executor.guess_graphs import BEFORE_IDS
+from ridgeline.executor.guesser import Drafting, Guesser, repeated
 from ridgeline.executor.mixed_graphs import MixedGraphs, MixedStep
 from ridgeline.executor.prompt_logprobs import (
     CHUNK_BYTES,
@@ -52,7 +56,8 @@ logger = logging.getLogger(__name__)
 _MAX_CAUSE = 200  # characters of an error's first line
 
 
-Answered = tuple[torch.Tensor, SampledLogprobs | None]  # token ids, on their way to the host
+# Token ids, on their way to the host.
+Answered = tuple[torch.Tensor | Answers, SampledLogprobs | None]
 
 
 class RowLost(Exception):
@@ -64,7 +69,8 @@ class LocalExecutor:
 
     A step that fails takes the rows of its requests with it; steps already planned for those fail
     too, and all others go on. `deterministic`, over a decoder that is: what a request gets does
-    not depend on the others; its decodes are captured as prompts are.
+    not depend on the others; its decodes are captured as prompts are. With `drafting` tokens are
+    guessed, and as many of them checked as a plan says.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class LocalExecutor:
         max_captured_rows: int = 0,
         max_captured_tokens: int = 0,
         deterministic: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -90,6 +97,7 @@ class LocalExecutor:
         self._decoder = decoder
         self._kv = kv
         self._transfer = transfer_to(device.torch_device)
+        most_guesses = 0 if drafting is None else drafting.method.max_guesses
         self._rows = Rows(
             len(groups),
             block_size,
@@ -99,6 +107,7 @@ class LocalExecutor:
             first_rows=max(FIRST_ROWS, 1 << max_captured_rows.bit_length()),
             # All at once: captured steps are of no use any more when the counts move.
             first_counts=max(FIRST_COUNTS, 1 << (max_captured_rows - 1).bit_length()),
+            max_guesses=most_guesses,
         )
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -106,11 +115,11 @@ class LocalExecutor:
             self._rows,
             self._transfer,
             len(groups),
-            -(-max_model_len // block_size),
+            -(-(max_model_len + most_guesses) // block_size),
             device.torch_device,
         )
         shared = decoder, kv, self._rows, tables, self._transfer, device
-        if max_captured_rows and not deterministic:
+        if max_captured_rows and not deterministic and drafting is None:
             self._graphs = DecodeGraphs(*shared, max_rows=max_captured_rows)
         if max_captured_tokens:
             self._mixed = MixedGraphs(
@@ -124,6 +133,17 @@ class LocalExecutor:
             self._transfer,
             self._graphs.buckets if self._graphs else (),
         )
+        self._guesser: Guesser | None = None
+        if drafting is not None:
+            check(max_captured_rows > 0 and not deterministic, "guesses need captured steps")
+            self._guesser = Guesser(
+                *shared,
+                method=drafting.method,
+                max_rows=max_captured_rows,
+                max_tokens=drafting.max_checked_tokens,
+                block_size=block_size,
+            )
+            self._builder = self._guesser.builder
         most = max(1, logits_chunk_bytes // (4 * vocab_size))
         self._max_logit_rows = 1 if deterministic else most
         self._lost: set[str] = set()
@@ -152,9 +172,21 @@ class LocalExecutor:
         return self._mixed
 
     @property
+    def guesser(self) -> Guesser | None:
+        return self._guesser
+
+    @property
+    def most_captured_rows(self) -> int:
+        """Of a decode step; 0: none is captured."""
+        every = self._graphs, None if self._guesser is None else self._guesser.graphs
+        return max((graphs.buckets[-1] for graphs in every if graphs is not None), default=0)
+
+    @property
     def num_captured_steps(self) -> int:
         """Decodes, and others."""
-        return sum(g.num_steps for g in (self._graphs, self._mixed) if g is not None)
+        guessed = None if self._guesser is None else self._guesser.graphs
+        every = self._graphs, self._mixed, guessed
+        return sum(graphs.num_steps for graphs in every if graphs is not None)
 
     @property
     def num_rows(self) -> int:
@@ -173,6 +205,8 @@ class LocalExecutor:
         step = self._build(plan)
         if isinstance(step, CapturedBatch):
             return self._replay(plan, step)
+        if isinstance(step, GuessBatch):
+            return self._guess(plan, step)
         hidden_TE = self._forward(step.forward)
         prompt = None
         if step.has_prompts:
@@ -190,6 +224,8 @@ class LocalExecutor:
         """Hidden states of the step's tokens, [T, E]; the next step may overwrite them."""
         if isinstance(step, ForwardBatch):
             return self._decoder.forward(step, self._kv)
+        if self._guesser is not None:
+            self._guesser.follow(step)
         hidden_TE = None if self._mixed is None else self._mixed.run(step)
         if hidden_TE is None:
             hidden_TE = self._decoder.forward(self._builder.send(step), self._kv)
@@ -217,8 +253,25 @@ class LocalExecutor:
         answer = self._transfer.fetch(ids_R, is_kept=False), logprobs
         return self._pending(plan, kept.request_ids, answer, None)
 
-    def _build(self, plan: StepPlan) -> StepBatch | CapturedBatch:
+    def _guess(self, plan: StepPlan, batch: GuessBatch) -> StepFuture:
+        """A captured step with guesses, or of an engine that guesses."""
+        if (guesser := self._guesser) is None:
+            raise InternalError("guesses of an engine without them")
+        answer_RY, checked = guesser.run(batch)
+        kept, logprobs = batch.rows.kept, None
+        if (wanted := kept.batch.logprobs) is not None:
+            num_new = batch.step.num_guesses + 1
+            ids_T = answer_RY[:, BEFORE_IDS : BEFORE_IDS + num_new].clamp(min=0).reshape(-1)
+            there = self._logprobs(checked.logits_TV, ids_T, repeated(wanted, num_new))
+            fetched = fetch_logprobs(there, self._transfer)
+            logprobs = SampledLogprobs(wanted.rows, wanted.top_ks, fetched)
+        answers = guesser.answers(answer_RY, batch.limits)
+        return self._pending(plan, kept.request_ids, (answers, logprobs), None)
+
+    def _build(self, plan: StepPlan) -> StepBatch | CapturedBatch | GuessBatch:
         try:
+            if self._guesser is not None:
+                return self._guesser.builder.build_step(plan.scheduled)
             return self._builder.build(plan.scheduled)
         except RowMissing as missing:
             check(missing.args[0] in self._lost, "no row", request=missing.args[0])
@@ -241,6 +294,8 @@ class LocalExecutor:
     def _copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         ids = self._transfer.send(np.array([sources, targets], np.int64))
         self._kv.copy_blocks(ids[0], ids[1])
+        if self._guesser is not None:
+            self._guesser.method.copy_blocks(ids[0], ids[1])
 
     def _sample(self, sampling: SamplingStep, logits_RV: torch.Tensor) -> Answered:
         """Tokens of the rows that are due, -1 where logits were not finite; the rows remember
@@ -257,6 +312,9 @@ class LocalExecutor:
         logprobs = None
         if (wanted := kept.batch.logprobs) is not None:
             logprobs = self._fetch_logprobs(logits_RV, ids_R, wanted)
+        if self._guesser is not None:
+            answer_RY = self._guesser.graphs.add(kept.slots_R, ids_R, sampled.is_sound_R)
+            return self._guesser.answers(answer_RY, [0] * len(ids_R)), logprobs
         return self._transfer.fetch(ids_R.where(sampled.is_sound_R, -1)), logprobs
 
     def _fetch_logprobs(
@@ -280,6 +338,7 @@ class LocalExecutor:
         prompt: PromptLogprobs | None,
     ) -> Pending:
         token_ids, logprobs = (None, None) if answer is None else answer
+        landed = None if self._guesser is None else self._guesser.flying(plan)
         return Pending(
             names,
             token_ids,
@@ -287,6 +346,7 @@ class LocalExecutor:
             prompt,
             self._transfer.mark(),
             lambda error: self._fault(plan, error),
+            landed,
         )
 
     # --------------------------------------------------------------------------------- faults

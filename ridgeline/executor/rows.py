@@ -14,6 +14,7 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.executor.transfer import Array, Transfer
+from ridgeline.kernels.history import History, make_history
 from ridgeline.sampling.penalties import FIRST_COUNTS, PenaltyCounts
 from ridgeline.sampling.row import Needs, SamplingRow, sampling_row
 from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables, NewRequest
@@ -38,12 +39,14 @@ class Row:
     num_slots: int  # tokens that the shortest table has room for
     sampling: SamplingRow
     top_prompt_logprobs: int | None
+    num_missed: int = 0  # tokens since, that a draft model has not seen
 
 
 class Rows:
     """All rows, by request id. `tables_NM` (int32, one per KV group) are on the host; `version`
     changes whenever they do, and `dirty` collects the rows that were changed. `last_ids_N` (int64)
-    is on the device; `generation` changes when there is room for more rows than before."""
+    is on the device; `generation` changes when there is room for more rows than before.
+    `history`, of an engine that guesses up to `max_guesses` tokens of a row, knows all tokens."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Rows:
         transfer: Transfer,
         first_rows: int = FIRST_ROWS,
         first_counts: int = FIRST_COUNTS,
+        max_guesses: int = 0,
     ) -> None:
         self._transfer = transfer
         self._block_size = block_size
@@ -65,6 +69,10 @@ class Rows:
         self.tables_NM = [np.zeros((first_rows, width), np.int32) for _ in range(num_groups)]
         self.last_ids_N = transfer.send(np.zeros(first_rows, np.int64))
         self.counts = PenaltyCounts(vocab_size, transfer.send, first_counts)
+        self.history: History | None = None
+        if max_guesses:
+            where = self.last_ids_N.device
+            self.history = make_history(first_rows, max_model_len, max_guesses, where)
         self.version = 0
         self.dirty: set[int] = set()
         self.generation = 0
@@ -97,6 +105,11 @@ class Rows:
         if row.sampling.needs & Needs.PENALTIES:
             prompt, output = known_ids[:num_prompt], known_ids[num_prompt:]
             row.sampling.counts_slot = self.counts.open(prompt, output)
+        if self.history is not None:
+            ids = self._transfer.send(known_ids.astype(np.int32))
+            self.history.tokens_NL[row.slot, : len(known_ids)].copy_(ids)
+            self.history.lens_N[row.slot] = len(known_ids)
+            self.history.found_N[row.slot] = 0
 
     def close(self, request_id: str) -> None:
         """Forget a row; harmless for a request without one."""
@@ -133,7 +146,10 @@ class Rows:
             self.tables_NM = [
                 np.concatenate([table, np.zeros_like(table)]) for table in self.tables_NM
             ]
-            self.last_ids_N = torch.cat([self.last_ids_N, torch.zeros_like(self.last_ids_N)])
+            self.last_ids_N = _doubled(self.last_ids_N)
+            if (h := self.history) is not None:
+                tensors = h.tokens_NL, h.lens_N, h.found_N
+                self.history = History(*(_doubled(x) for x in tensors))
             self._free.extend(range(2 * old - 1, old - 1, -1))
             self.generation += 1
         return self._free.pop()
@@ -143,3 +159,8 @@ class Rows:
         table = self.tables_NM[group]
         more = min(max(needed, 2 * table.shape[1]), self._max_blocks) - table.shape[1]
         self.tables_NM[group] = np.pad(table, ((0, 0), (0, more)))
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    """With as many rows of zeros behind."""
+    return torch.cat([x, torch.zeros_like(x)])

@@ -4,7 +4,7 @@ A step of a size that was not met before is launched twice and captured, which t
 steps, and compiles kernels where the disk has none. What any traffic will meet is known: two plain
 prompts first, for all that is woken by its first use; then decode steps from the largest to the
 smallest (so that they share memory), steps in which a chunk of prompts joins them, other prompts,
-and the same decodes at temperatures.
+and the same decodes at temperatures. Where tokens are guessed, the decodes are those with guesses.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from ridgeline.clock import WallClock
 from ridgeline.executor.decode_graphs import Sampling
+from ridgeline.executor.guess_graphs import Check, GuessGraphs
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.mixed_graphs import DECODE_BUCKETS
 from ridgeline.log import say
@@ -28,6 +29,8 @@ from ridgeline.step import NULL_BLOCK, NewRequest, ScheduledRequest, StepPlan
 # all of an 8B model takes 3 s on an H200, without them 20 to 40.
 WARM_UP_S = 30.0
 ROW = "warm-up"
+FEW_ROWS = 8
+NUMBERS_OF_GUESSES = 4, 2, 1, 3, 6, 8
 LONG_PROMPT, SHORT_PROMPT = 4096, 16
 
 logger = logging.getLogger(__name__)
@@ -82,11 +85,13 @@ def foreseen(
         if num_tokens <= longest:
             yield partial(_read_prompt, executor, num_tokens)
     graphs, mixed = executor.decode_graphs, executor.mixed_graphs
+    if executor.guesser is not None:
+        yield from _checks(executor.guesser.graphs)
     if graphs is not None:
         for bucket in reversed(graphs.buckets):
             yield partial(graphs.prepare, bucket, Sampling.GREEDY)
     if mixed is not None:
-        for least, room in _rooms(graphs.buckets[-1] if graphs is not None else 0):
+        for least, room in _rooms(executor.most_captured_rows):
             most = max_tokens
             if max_mixed is not None and room:
                 most = max(max_mixed, room + max_mixed // 4)
@@ -96,6 +101,20 @@ def foreseen(
     if graphs is not None:
         for bucket in reversed(graphs.buckets):
             yield partial(graphs.prepare, bucket, Sampling.TEMPERATURES)
+
+
+def _checks(graphs: GuessGraphs) -> Iterator[Callable[[], object]]:
+    """Of an engine that guesses: steps without guesses first; of those with, of few rows, where
+    they pay."""
+    for bucket in reversed(graphs.buckets):
+        yield partial(graphs.prepare, bucket, 0, Check.GREEDY)
+    drawn = Check.ODDS if graphs.has_odds else Check.TEMPERATURES
+    for check, plain in ((Check.GREEDY, Check.GREEDY), (drawn, Check.TEMPERATURES)):
+        for bucket in [b for b in reversed(graphs.buckets) if b <= FEW_ROWS]:
+            for k in NUMBERS_OF_GUESSES:
+                if k <= graphs.most_guesses(bucket):
+                    yield partial(graphs.prepare, bucket, k, check)
+            yield partial(graphs.prepare, bucket, 0, plain)
 
 
 def _rooms(most_rows: int) -> Sequence[tuple[int, int]]:

@@ -6,7 +6,7 @@ before it, with no cache, no batch and no rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.attention import AttentionBackend, choose_backend
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
+from ridgeline.executor.guesser import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.kvcache import KVCache
@@ -97,19 +98,39 @@ def make_decoder(
     return decoder
 
 
+class Uncaptured:
+    """The device under test, but nothing is captured on it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(device(), name)
+
+    def capture(self, launch: Callable[[], None], what: str = "a step") -> Callable[[], None]:
+        launch()
+        return launch
+
+
 def make_executor(
-    decoder: Decoder, *, num_blocks: int = 200, block_size: int = 4, **changes: Any
+    decoder: Decoder,
+    *,
+    num_blocks: int = 200,
+    block_size: int = 4,
+    make_drafting: Callable[[Decoder, KVCache], Drafting] | None = None,
+    is_captured: bool = True,
+    **changes: Any,
 ) -> LocalExecutor:
-    """Over a cache that is full of NaN, as memory of unknown contents may be."""
+    """Over a cache that is full of NaN, as memory of unknown contents may be. `is_captured` False:
+    what would be captured runs as it is each time, for parts that need the host."""
     groups = kv_groups(decoder.spec)
     kv = KVCache(decoder.spec, groups, num_blocks, block_size, decoder.dtype, decoder.device)
     for store in kv.stores:
         for tensor in store:
             tensor.fill_(torch.nan)
+    if make_drafting is not None:
+        changes["drafting"] = make_drafting(decoder, kv)
     return LocalExecutor(
         decoder,
         kv,
-        device(),
+        device() if is_captured else Uncaptured(),
         num_blocks=num_blocks,
         block_size=block_size,
         groups=groups,

@@ -1,0 +1,239 @@
+"""What does a plan mean for an engine that guesses? Rows whose length only the device knows.
+
+A step in which every row has one new token and its guesses is captured. In any other step guesses
+are left aside, which a plan allows; and as prompts need to know where each row stands, the host
+then waits for the steps whose guesses it has not heard of.
+Letters: B rows of a step, R rows that sample, T tokens, k guesses of a row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ridgeline.attention.layout import ForwardBatch
+from ridgeline.errors import InternalError, check
+from ridgeline.executor.batch import BatchBuilder, RowMissing, SamplingRows, StepBatch
+from ridgeline.executor.guess_graphs import GuessedStep, GuessGraphs, RowDraws
+from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST
+from ridgeline.executor.rows import PADDING_ROW, Row, Rows
+from ridgeline.executor.transfer import Array, Transfer
+from ridgeline.kernels.draw_rows import Draws
+from ridgeline.kernels.history import History
+from ridgeline.kernels.noise import guess_keys
+from ridgeline.speculation.verify import RunRows, build_run, is_checked_by_odds
+from ridgeline.step import ScheduledRequest
+
+
+@dataclass(slots=True)
+class GuessRows:
+    """What stays the same while the same rows decode."""
+
+    kept: SamplingRows
+    draws: RowDraws
+    has_odds: bool  # some rows are checked by the odds of their guesses
+    run: RunRows | None = None
+    num_guesses: int = -1  # of `run`
+
+    def run_of(self, num_guesses: int, vocab_size: int, transfer: Transfer) -> RunRows:
+        """The rows as torch samples them, with so many guesses each."""
+        if self.run is None or self.num_guesses != num_guesses:
+            rows = [row.sampling for row in self.kept.rows]
+            each = [num_guesses] * len(rows)
+            self.run = build_run(rows, each, vocab_size, transfer.send)
+            self.num_guesses = num_guesses
+        return self.run
+
+
+@dataclass(slots=True)
+class GuessBatch:
+    """A captured step. `limits`: how many guesses of each row count. `least_positions`: where the
+    first new token of each row stands, or behind that. `missed`: tokens that a draft model has not
+    seen and needs to."""
+
+    step: GuessedStep
+    rows: GuessRows
+    limits: list[int]
+    least_positions: Array
+    missed: ForwardBatch | None
+
+
+class GuessBatchBuilder(BatchBuilder):
+    """`num_unsure` steps with guesses are in flight."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        block_size: int,
+        vocab_size: int,
+        transfer: Transfer,
+        graphs: GuessGraphs,
+        *,
+        needs_tokens: bool,
+        max_guesses: int,
+    ) -> None:
+        super().__init__(rows, block_size, vocab_size, transfer)
+        self._graphs = graphs
+        self._needs_tokens, self._max_guesses = needs_tokens, max_guesses
+        self._guess_rows: GuessRows | None = None
+        self._slots = np.empty(0, np.int64)
+        self.num_unsure = 0
+
+    def build_step(self, scheduled: Sequence[ScheduledRequest]) -> GuessBatch | StepBatch:
+        """As `build`. Guesses that are left aside count as wrong ones."""
+        rows: list[Row] = []
+        is_decode = len(scheduled) <= self._graphs.buckets[-1]
+        extended: list[int] = []
+        num_guesses = 0
+        for place, entry in enumerate(scheduled):
+            row = self._rows.get(entry.request_id)
+            if row is None:
+                raise RowMissing(entry.request_id)
+            if any(entry.new_block_ids):
+                if row.slot not in self._rows.dirty:
+                    extended.append(place)
+                self._rows.append_blocks(row, entry.new_block_ids)
+            end = entry.start + entry.num_tokens
+            if entry.num_tokens <= entry.num_draft or end > row.num_slots:
+                _refuse(entry, row)
+            if not entry.samples or entry.num_tokens - entry.num_draft != 1:
+                is_decode = False
+            num_guesses = max(num_guesses, entry.num_draft)
+            rows.append(row)
+        if is_decode:
+            return self._guess_batch(scheduled, rows, extended, num_guesses)
+        return self._other_batch(scheduled, rows)
+
+    # ------------------------------------------------------------------ one token, and guesses
+
+    def _guess_batch(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        rows: list[Row],
+        extended: list[int],
+        num_guesses: int,
+    ) -> GuessBatch:
+        num, num_groups = len(rows), len(self._rows.tables_NM)
+        bucket = self._graphs.buckets[bisect_left(self._graphs.buckets, num)]
+        k = min(num_guesses, self._graphs.most_guesses(num))
+        kept = self._guess_rows_of(rows)
+        limits = [min(entry.num_draft, k) for entry in scheduled]
+        sent = np.empty((2 + 2 * num_groups, bucket), np.int64)
+        sent[0, :num], sent[0, num:] = self._slots, PADDING_ROW
+        sent[1, :num], sent[1, num:] = limits, 0
+        sent[2:] = -1
+        for place in extended:
+            ids, counts = scheduled[place].new_block_ids, rows[place].num_blocks
+            if all(len(new) <= 1 for new in ids):  # the captured step enters them itself
+                for group, new in enumerate(ids):
+                    if new:
+                        sent[2 + 2 * group, place] = new[0]
+                        sent[3 + 2 * group, place] = counts[group] - 1
+                self._rows.dirty.discard(rows[place].slot)
+        starts = np.array([entry.start for entry in scheduled], np.int64)
+        slack = self._max_guesses if self.num_unsure else 0
+        missed = self._missed(rows, starts, slack, k) if self._needs_tokens else None
+        for entry, row in zip(scheduled, rows, strict=True):
+            row.num_tokens = entry.start + entry.num_tokens + 1
+        step = GuessedStep(num, k, sent)
+        return GuessBatch(step, kept, limits, starts + 1 - slack, missed)
+
+    def _guess_rows_of(self, rows: list[Row]) -> GuessRows:
+        kept = self._guess_rows
+        if kept is not None and kept.kept.rows == rows:
+            return kept
+        sampling = self._sampling_of(rows)
+        send = self._transfer.send
+        by_odds = np.array([is_checked_by_odds(row.sampling) for row in rows])
+        by_odds_R = send(by_odds.astype(np.int64)).bool()
+        filters = sampling.batch.filters
+        if filters is not None:
+            places = filters.draws
+            guesses = Draws(
+                guess_keys(places.keys_R, ~by_odds_R), places.temperatures_R, places.noisy_R
+            )
+        else:
+            zeros = send(np.zeros(len(rows), np.float32))
+            places = guesses = Draws(send(np.zeros(len(rows), np.int64)), zeros + 1, zeros)
+        draws = RowDraws(places, guesses, by_odds_R)
+        self._slots = np.array([row.slot for row in rows], np.int64)
+        kept = self._guess_rows = GuessRows(sampling, draws, bool(by_odds.any()))
+        return kept
+
+    # ---------------------------------------------------------------- what a draft model missed
+
+    def _missed(
+        self, rows: list[Row], starts: Array, slack: int, num_guesses: int
+    ) -> ForwardBatch | None:
+        """Tokens up to the last but one, which the guesses begin with. Where the host knows only
+        how long a row may be, some behind its end are among them: nobody looks at those before
+        they are computed once more."""
+        if not num_guesses:
+            for row in rows:
+                row.num_missed += 1
+            return None
+        late = [place for place, row in enumerate(rows) if row.num_missed]
+        if not late:
+            return None
+        missed = np.array([rows[place].num_missed for place in late], np.int64)
+        for place in late:
+            rows[place].num_missed = 0
+        ends = starts[late] - 1
+        begins = np.maximum(ends - missed - slack, 0)
+        is_there = ends > begins
+        late_rows = [rows[place] for place, there in zip(late, is_there, strict=True) if there]
+        if not late_rows:
+            return None
+        begins, lens = begins[is_there], (ends - begins)[is_there]
+        zeros = np.zeros(lens.sum(), np.int64)
+        step = self._mixed_step(late_rows, begins, lens, zeros, zeros + KNOWN_TO_HOST)
+        batch, history = self.send(step), self._history
+        row_of_T = np.repeat(np.array([row.slot for row in late_rows], np.int64), lens)
+        slots_T = self._transfer.send(row_of_T)
+        batch.token_ids_T = history.tokens_NL[slots_T, batch.positions_T].long()
+        return batch
+
+    # ----------------------------------------------------------------------- any other step
+
+    def _other_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
+        """Each decode where it really stands, without its guesses."""
+        history = self._history
+        decodes = [
+            place
+            for place, (entry, row) in enumerate(zip(scheduled, rows, strict=True))
+            if entry.samples and entry.start + entry.num_tokens - entry.num_draft > row.num_known
+        ]
+        entries = list(scheduled)
+        if decodes:
+            slots = self._transfer.send(np.array([rows[i].slot for i in decodes], np.int64))
+            lens_D = history.lens_N[slots]
+            newest_D = history.tokens_NL[slots, lens_D - 1].long()
+            self._rows.last_ids_N.index_copy_(0, slots, newest_D)
+            true_lens = lens_D.tolist() if self.num_unsure else None
+            for at, place in enumerate(decodes):
+                entry, num = scheduled[place], scheduled[place].num_tokens
+                num -= entry.num_draft
+                start = entry.start if true_lens is None else true_lens[at] - num
+                entries[place] = replace(entry, start=start, num_tokens=num, num_draft=0)
+                rows[place].num_missed += 1
+        for entry, row in zip(entries, rows, strict=True):
+            if entry.samples:
+                row.num_tokens = entry.start + entry.num_tokens + 1
+        return self._mixed_batch(entries, rows)
+
+    @property
+    def _history(self) -> History:
+        history = self._rows.history
+        if history is None:
+            raise InternalError("guesses without a history")
+        return history
+
+
+def _refuse(entry: ScheduledRequest, row: Row) -> None:
+    end = entry.start + entry.num_tokens
+    about: dict[str, object] = {"request": entry.request_id, "start": entry.start, "end": end}
+    check(entry.num_tokens > entry.num_draft, "nothing to compute", **about)
+    check(end <= row.num_slots, "no block for these tokens", has=row.num_slots, **about)
