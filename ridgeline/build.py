@@ -15,20 +15,26 @@ from ridgeline.architectures import read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.serving import check_served
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored_config import stored_matrices, unpacked_matrices
+from ridgeline.architectures.stored_config import (
+    is_stored,
+    stored_matrices,
+    unpacked_matrices,
+)
 from ridgeline.attention import choose_backend
+from ridgeline.build_draft import DraftSource, draft_source, open_drafting
 from ridgeline.clock import Clock, WallClock
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.pricer import Pricer
-from ridgeline.costing import engine_header, engine_pricer
+from ridgeline.costing import asked_guesses, engine_header, engine_pricer, guess_chooser
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
 from ridgeline.executor.decode_graphs import why_not_captured
+from ridgeline.executor.guesser import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import WARM_UP_S, WarmUp
-from ridgeline.formats import STORED
+from ridgeline.formats import MODEL, STORED
 from ridgeline.generation import GenerationDefaults, generation_defaults
 from ridgeline.kernels.cache import KernelCounts, prepare_kernels
 from ridgeline.kernels.cpu import native
@@ -55,6 +61,7 @@ from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
@@ -161,6 +168,7 @@ def build(
             model_name=front.folder.name,
             revision=front.folder.revision,
             has_weights=checkpoint is not None,
+            read_draft=lambda model: draft_source(model).spec,
         )
         pricer = engine_pricer(config, resolved, spec, device)
         resolved = with_mixed_tokens(resolved, config.max_num_mixed_tokens, pricer)
@@ -179,8 +187,14 @@ def build(
         startup,
     )
     with startup.phase("cache") as opened:
-        executor, kv = _executor(resolved, spec, device, decoder)
+        kv = _cache(resolved, spec, device)
         opened.detail = f"{kv.num_bytes / 1e9:.3g} GB"
+
+    def open_draft(source: DraftSource) -> Decoder:
+        return _draft_decoder(config, resolved, source, spec.vocab_size, device, packs, startup)
+
+    drafting = open_drafting(resolved, decoder, kv, front.tokenizer, open_draft)
+    executor = _executor(resolved, spec, device, decoder, kv, drafting)
     memory = _measured(memory, decoder.num_bytes, kv.num_bytes)
     warm_up = None
     if resolved.warm_up:
@@ -193,13 +207,18 @@ def build(
             warm_up.run(WARM_UP_S)
             opened.detail = warm_up.words()
     learned = LearnedPricer(pricer)
-    scheduler = _scheduler(resolved, spec, learned)
+    draft = _draft_source(resolved)
+    chooser = guess_chooser(resolved, pricer, None if draft is None else draft.spec)
+    scheduler = _scheduler(resolved, spec, learned, chooser)
     engine = Engine(scheduler, executor, clock or WallClock(), resolved.max_in_flight)
-    header = engine_header(resolved, scheduler, pricer, read_config(path))
+    draft_config = None if draft is None else read_config(draft.folder.path)
+    header = engine_header(resolved, scheduler, pricer, read_config(path), draft_config)
     if log is not None:
         engine.journals.append(Recorder(log.write, header, secrets.token_bytes(32)))
     watch = observatory(header, Meter(pricer))
     watch.pricing.followers.append(learned)
+    if chooser is not None:
+        watch.pricing.followers.append(chooser)
     engine.journals += watch.journals
     return Built(
         engine,
@@ -239,16 +258,18 @@ def _decoder(
     packs: Packs | None,
     progress: Progress | None,
     startup: StartUp,
+    min_token_ids: int = 0,
 ) -> Decoder:
     with startup.phase("allocation"):
-        decoder = _empty_decoder(resolved, spec, device)
+        decoder = _empty_decoder(resolved, spec, device, min_token_ids)
     if checkpoint is None or resolved.load_format == "random":
         with startup.phase("weights") as opened:
             decoder.randomize(resolved.seed)
             device.synchronize()
             opened.detail = "random"
         return decoder
-    key = "" if packs is None else pack_key(checkpoint, _served(resolved, spec))
+    served = _served(resolved, spec, min_token_ids)
+    key = "" if packs is None else pack_key(checkpoint, served)
     with startup.phase("weights") as opened:
         begun = startup.elapsed_s()
         if packs is not None and (kept := packs.find(key)) is not None:
@@ -270,9 +291,10 @@ def _decoder(
     return decoder
 
 
-def _served(resolved: ResolvedConfig, spec: ModelSpec) -> tuple[str, ...]:
+def _served(resolved: ResolvedConfig, spec: ModelSpec, min_token_ids: int) -> tuple[str, ...]:
     """All but the checkpoint that decides what the decoder's layers keep."""
-    return (__version__, resolved.dtype, resolved.weight_format, repr(spec))
+    more = (str(min_token_ids),) if min_token_ids > spec.vocab_size else ()
+    return (__version__, resolved.dtype, resolved.weight_format, repr(spec), *more)
 
 
 def _source(
@@ -290,7 +312,9 @@ def _source(
     return ParallelSource(checkpoint, device.torch_device)
 
 
-def _empty_decoder(resolved: ResolvedConfig, spec: ModelSpec, device: Device) -> Decoder:
+def _empty_decoder(
+    resolved: ResolvedConfig, spec: ModelSpec, device: Device, min_token_ids: int
+) -> Decoder:
     dtype = getattr(torch, resolved.dtype)
     return Decoder(
         spec,
@@ -310,13 +334,38 @@ def _empty_decoder(resolved: ResolvedConfig, spec: ModelSpec, device: Device) ->
         ),
         max_model_len=resolved.max_model_len,
         deterministic=resolved.deterministic,
+        min_token_ids=min_token_ids,
     )
 
 
-def _executor(
-    resolved: ResolvedConfig, spec: ModelSpec, device: Device, decoder: Decoder
-) -> tuple[LocalExecutor, KVCache]:
-    kv = KVCache(
+def _draft_source(resolved: ResolvedConfig) -> DraftSource | None:
+    """The model that guesses; None where none does."""
+    asked = asked_guesses(resolved)
+    if asked is None or asked.line.argument != MODEL:
+        return None
+    return draft_source(asked.argument)
+
+
+def _draft_decoder(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    source: DraftSource,
+    min_token_ids: int,
+    device: Device,
+    packs: Packs | None,
+    startup: StartUp,
+) -> Decoder:
+    """In the serving dtype, as its files are."""
+    plain = replace(config, load_format="auto")
+    checkpoint = _open(plain, source.folder.path, source.spec)
+    weight_format = STORED if is_stored(source.spec) else "auto"
+    served = replace(resolved, load_format="auto", weight_format=weight_format)
+    keeps = packs if device.name == "cpu" else None
+    return _decoder(served, source.spec, device, checkpoint, keeps, None, startup, min_token_ids)
+
+
+def _cache(resolved: ResolvedConfig, spec: ModelSpec, device: Device) -> KVCache:
+    return KVCache(
         spec,
         kv_groups(spec),
         num_blocks=resolved.num_blocks,
@@ -325,11 +374,21 @@ def _executor(
         device=device.torch_device,
         kv_format=resolved.kv_cache_dtype,
     )
+
+
+def _executor(
+    resolved: ResolvedConfig,
+    spec: ModelSpec,
+    device: Device,
+    decoder: Decoder,
+    kv: KVCache,
+    drafting: Drafting | None,
+) -> LocalExecutor:
     captured, captured_tokens = resolved.max_captured_rows, resolved.max_captured_tokens
     if captured and (reason := why_not_captured(decoder, kv)):
         say(logger, logging.WARNING, "decode steps are not captured", reason=reason)
         captured = captured_tokens = 0
-    executor = LocalExecutor(
+    return LocalExecutor(
         decoder,
         kv,
         device,
@@ -341,11 +400,13 @@ def _executor(
         max_captured_rows=captured,
         max_captured_tokens=captured_tokens,
         deterministic=resolved.deterministic,
+        drafting=drafting,
     )
-    return executor, kv
 
 
-def _scheduler(resolved: ResolvedConfig, spec: ModelSpec, pricer: StepPricer) -> Scheduler:
+def _scheduler(
+    resolved: ResolvedConfig, spec: ModelSpec, pricer: StepPricer, chooser: GuessChooser | None
+) -> Scheduler:
     blocks = BlockManager(
         resolved.num_blocks,
         resolved.block_size,
@@ -370,6 +431,8 @@ def _scheduler(resolved: ResolvedConfig, spec: ModelSpec, pricer: StepPricer) ->
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_num_seqs=resolved.max_num_seqs,
         max_num_mixed_tokens=resolved.max_num_mixed_tokens,
+        num_drafts=resolved.max_guesses,
+        guesses=chooser,
     )
 
 

@@ -19,8 +19,12 @@ class EngineConfig:
     `tpot_slo_ms` are what policy slo promises: milliseconds to the first token, and per later one.
     `enforce_eager` launches the kernels of a decode step one by one, where a GPU would replay them
     as one captured graph. `deterministic` (on a GPU): a request's tokens do not depend on what else
-    is served beside it, for some speed. `warm_up` auto, on a GPU: capture the steps that can be
-    foreseen before the first request, for 30 s at most. `pack_cache` (on a CPU): weights
+    is served beside it, for some speed. `speculate` says who guesses the tokens that a step then
+    checks, as METHOD[:ARGUMENT][:K] (`formats.DRAFT_METHODS`), or off; what is answered follows the
+    same law with any. With K each step checks so many guesses of each request where there is room,
+    without it as many as pay, which may be none; auto: the draft that is known for the model, else
+    off. `warm_up` auto, on a GPU: capture the steps that can be foreseen before the first request,
+    for 30 s at most. `pack_cache` (on a CPU): weights
     as the kernels want them are kept on disk for the next start, unless it is "off"; "clear"
     removes those of all models first. `calibration` is a file of measured constants for the prices
     of steps; `event_log` is a file that everything that happens in the engine is appended to
@@ -49,6 +53,7 @@ class EngineConfig:
     enforce_eager: bool = False
     warm_up: str = "auto"  # auto, off
     deterministic: bool = False
+    speculate: str = "auto"  # auto, off, ngram[:K], suffix[:K], early:N[:K], draft:MODEL[:K]
     attention_backend: str = "auto"
     weight_format: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -94,6 +99,11 @@ class ResolvedConfig:
     max_captured_rows: int = 0  # requests of the largest captured decode step; 0: none is captured
     max_captured_tokens: int = 0  # of the largest captured step with prompts
     deterministic: bool = False
+    draft_method: str | None = None  # None: nothing is guessed
+    draft_argument: str = ""  # MODEL, N or RATE of the method
+    max_guesses: int = 0  # of one request in one step
+    num_guesses: int | None = None  # always so many where there is room; None: as many as pay
+    max_checked_tokens: int = 0  # of a step with guesses: of each request one token and its guesses
     attention_backend: str
     weight_format: str
     kv_cache_dtype: str

@@ -14,16 +14,19 @@ from typing import Any
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.constants import HostConstants, default_calibration
+from ridgeline.cost.drafters import guess_prices
 from ridgeline.cost.hardware import Device, catalogue
 from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.errors import ConfigError
+from ridgeline.formats import RATE, AskedGuesses
 from ridgeline.log import say
 from ridgeline.observe.event_log import EngineHeader, header_of
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.records import Record, find_record, read_record
+from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.scheduler import Scheduler
 
 # Of hardware that nobody has measured and no data sheet is known for; said to be assumed.
@@ -60,8 +63,36 @@ def engine_host(host: HostConstants, resolved: ResolvedConfig) -> HostConstants:
     """The host of an engine that captures steps as this one does."""
     return replace(
         host,
-        captured_tokens=resolved.max_captured_rows,
+        captured_tokens=max(resolved.max_captured_rows, resolved.max_checked_tokens),
         captured_prompt_tokens=resolved.max_captured_tokens,
+    )
+
+
+def asked_guesses(resolved: ResolvedConfig) -> AskedGuesses | None:
+    """Who guesses in this engine; None where nobody does."""
+    if resolved.draft_method is None:
+        return None
+    return AskedGuesses(resolved.draft_method, resolved.draft_argument, resolved.num_guesses)
+
+
+def guess_chooser(
+    resolved: ResolvedConfig, pricer: Pricer, draft: ModelSpec | None
+) -> GuessChooser | None:
+    """Says how many guesses each step of this engine checks; `draft` is the model that guesses, if
+    it is one. None where nothing is guessed."""
+    asked = asked_guesses(resolved)
+    if asked is None:
+        return None
+    acceptance = asked.line.acceptance
+    if asked.line.argument == RATE:
+        acceptance = float(asked.argument)
+    return GuessChooser(
+        guess_prices(pricer, asked, draft),
+        acceptance=acceptance,
+        max_guesses=resolved.max_guesses,
+        max_checked_tokens=resolved.max_checked_tokens,
+        num_guesses=resolved.num_guesses,
+        looks_ahead=asked.line.looks_ahead,
     )
 
 
@@ -75,8 +106,11 @@ def engine_header(
     scheduler: Scheduler,
     pricer: Pricer,
     model_config: Mapping[str, Any],
+    draft_config: Mapping[str, Any] | None = None,
 ) -> EngineHeader:
-    """What the event log, and whoever explains a run, must know of this engine."""
+    """What the event log, and whoever explains a run, must know of this engine. `draft_config` is
+    the config.json of the model that guesses, if one does."""
+    asked = asked_guesses(resolved)
     return header_of(
         scheduler,
         policy=resolved.policy,
@@ -86,6 +120,8 @@ def engine_header(
         setup=setup_record(pricer.setup, model_config),
         ttft_slo_s=resolved.ttft_slo_ms and resolved.ttft_slo_ms / 1e3,
         tpot_slo_s=resolved.tpot_slo_ms and resolved.tpot_slo_ms / 1e3,
+        speculate="off" if asked is None else asked.text,
+        draft_config=draft_config,
     )
 
 

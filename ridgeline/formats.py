@@ -1,5 +1,5 @@
-"""How many bits does a weight or a cached token take, and which class does the work? Data only:
-cost, planner and resolve read these lines without loading torch.
+"""How many bits does a weight or a cached token take, who guesses tokens, and which class does the
+work? Data only: cost, planner and resolve read these lines without loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
 `fast_on` names the kinds of device, or the generations (`Device.words`), that have kernels for the
@@ -139,6 +139,120 @@ KV_FORMATS: dict[str, KVFormatLine] = {
     "int8": KVFormatLine("ridgeline.kvcache.int8:Int8KV", element_bits=8, head_bytes=2),
     "int4": KVFormatLine("ridgeline.kvcache.int4:Int4KV", element_bits=4, head_bytes=4),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethodLine:
+    """`where` is "module:Class" of a DraftMethod. `argument` says what stands behind the name, as
+    in draft:MODEL ("": nothing). `acceptance` is taken for the chance of a guess, if all before it
+    were right, until some were checked. `looks_ahead`: guesses are looked up in a row's own tokens
+    and cost no pass of a model, so that what was found is measured even while nothing is checked.
+    `is_served` is False for what only measures the engine: its tokens are no model's."""
+
+    where: str
+    argument: str
+    acceptance: float
+    words: str
+    looks_ahead: bool = False
+    is_served: bool = True
+
+
+MODEL, LAYERS, RATE = "MODEL", "N", "RATE"  # kinds of arguments
+DRAFT_METHODS: dict[str, DraftMethodLine] = {
+    "ngram": DraftMethodLine(
+        "ridgeline.speculation.ngram:NGram", "", 0.4, "what followed the same words before", True
+    ),
+    "suffix": DraftMethodLine(
+        "ridgeline.speculation.suffix:Suffix",
+        "",
+        0.4,
+        "what followed the longest repeated passage",
+        True,
+    ),
+    "early": DraftMethodLine(
+        "ridgeline.speculation.early_layers:EarlyLayers",
+        LAYERS,
+        0.7,
+        "what the model's own first layers say",
+    ),
+    "draft": DraftMethodLine(
+        "ridgeline.speculation.draft_model:DraftModel", MODEL, 0.7, "what a smaller model says"
+    ),
+    "synthetic": DraftMethodLine(
+        "ridgeline.speculation.synthetic:Synthetic",
+        RATE,
+        0.7,
+        "guesses that are right so often, whatever they are",
+        is_served=False,
+    ),
+}
+MAX_GUESSES = 16  # of one row in one step
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGuesses:
+    """`ngram:4` taken apart. `num_guesses` None: as many as pay."""
+
+    method: str
+    argument: str = ""
+    num_guesses: int | None = None
+
+    @property
+    def line(self) -> DraftMethodLine:
+        return DRAFT_METHODS[self.method]
+
+    @property
+    def text(self) -> str:
+        """As it is asked for."""
+        number = None if self.num_guesses is None else str(self.num_guesses)
+        return ":".join(filter(None, (self.method, self.argument, number)))
+
+
+def read_speculate(text: str) -> AskedGuesses | None:
+    """What METHOD[:ARGUMENT][:K] asks for, None for off; "auto" has to be decided before.
+    ConfigError says what is wrong and what there is."""
+    name, _, rest = text.partition(":")
+    if text == "off":
+        return None
+    if name not in DRAFT_METHODS:
+        raise ConfigError(f"unknown speculate {text!r}; choose {_draft_choices()}")
+    wanted = DRAFT_METHODS[name].argument
+    argument, _, number = rest.rpartition(":") if wanted else ("", "", rest)
+    if wanted and not (argument and number.isdecimal()):
+        argument, number = rest, ""
+    if "" in text.split(":") or (wanted and not argument):
+        raise ConfigError(f"speculate {text!r} lacks something; write {_draft_form(name)}")
+    _check_argument(wanted, argument, text)
+    if not number:
+        return AskedGuesses(name, argument)
+    if not number.isdecimal() or not 1 <= int(number) <= MAX_GUESSES:
+        raise ConfigError(
+            f"speculate {text!r}: the number of guesses must be 1 .. {MAX_GUESSES}, not {number!r};"
+            f" write {_draft_form(name)}, or leave it out to guess as many as pay"
+        )
+    return AskedGuesses(name, argument, int(number))
+
+
+def _check_argument(wanted: str, argument: str, text: str) -> None:
+    if wanted == LAYERS and not (argument.isdecimal() and int(argument) >= 1):
+        raise ConfigError(f"speculate {text!r}: {argument!r} is no number of layers from 1 on")
+    if wanted == RATE:
+        try:
+            rate = float(argument)
+        except ValueError:
+            rate = -1.0
+        if not 0 <= rate <= 1:
+            raise ConfigError(f"speculate {text!r}: a rate lies in 0 .. 1, not {argument!r}")
+
+
+def _draft_form(name: str) -> str:
+    wanted = DRAFT_METHODS[name].argument
+    return f"{name}:{wanted}[:K]" if wanted else f"{name}[:K]"
+
+
+def _draft_choices() -> str:
+    served = (name for name, line in DRAFT_METHODS.items() if line.is_served)
+    return ", ".join(("auto", "off", *map(_draft_form, served)))
 
 
 def served(lines: Mapping[str, WeightFormatLine] | Mapping[str, KVFormatLine]) -> dict[str, str]:

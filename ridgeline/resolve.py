@@ -18,6 +18,7 @@ from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.attention import INVARIANT
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
 from ridgeline.cost.chunk import SHARE, efficient_chunk
+from ridgeline.cost.draft_memory import DraftSetting
 from ridgeline.cost.memory import (
     RESERVE_BYTES,
     device_kind,
@@ -33,6 +34,14 @@ from ridgeline.formats import KV_FORMATS, STORED, WEIGHT_FORMATS, check_served, 
 from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
+from ridgeline.resolve_draft import (
+    MAX_CHECKED_TOKENS,
+    Guessing,
+    ReadSpec,
+    decide_guessing,
+    num_token_rows,
+    why_no_guesses,
+)
 from ridgeline.scheduler.block_manager import blocks_needed
 from ridgeline.scheduler.policies import POLICIES, check_promise
 from ridgeline.step import StepPricer
@@ -86,8 +95,10 @@ def resolve(
     model_name: str,
     revision: str | None,
     has_weights: bool,
+    read_draft: ReadSpec | None = None,
 ) -> tuple[ResolvedConfig, tuple[MemoryRow, ...]]:
-    """The final configuration and the memory it will take.
+    """The final configuration and the memory it will take. `read_draft` reads the model that
+    guesses, where `speculate` names one.
 
     Raises ConfigError for a choice that cannot be had and DoesNotFit, with the itemised table and
     changes that have been tried, when weights and one request's cache exceed the memory allowed.
@@ -96,15 +107,24 @@ def resolve(
     memory = _Memory(device.name, device.memory_total(), device.memory_free())
 
     def attempt(asked: EngineConfig, where: _Memory) -> Resolved:
-        return _resolve(
-            asked,
-            spec,
-            where,
+        take = partial(
+            _resolve,
+            spec=spec,
+            device=where,
             model_path=model_path,
             model_name=model_name,
             revision=revision,
             has_weights=has_weights,
+            read_draft=read_draft,
         )
+        if asked.speculate != "auto":
+            return take(asked)
+        try:
+            return take(asked)
+        except DoesNotFit:
+            return take(
+                replace(asked, speculate="off"), no_guesses="with the draft it does not fit"
+            )
 
     try:
         return attempt(config, memory)
@@ -123,8 +143,11 @@ def _resolve(
     model_name: str,
     revision: str | None,
     has_weights: bool,
+    read_draft: ReadSpec | None,
+    no_guesses: str | None = None,
 ) -> Resolved:
-    """`resolve` for one configuration; its DoesNotFit names no changes."""
+    """`resolve` for one configuration; its DoesNotFit names no changes. `no_guesses` says why there
+    are none although they might have been decided on."""
     _check_numbers(config)
     decisions = _Decisions()
     kind = "cuda" if device.name.startswith("cuda") else "cpu"
@@ -161,13 +184,39 @@ def _resolve(
     captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
     has_graphs = captured > 0 and kind == "cuda"  # recorded steps of a CPU fit in its reserve
     captured_tokens = min(MAX_CAPTURED_TOKENS, batched) if has_graphs else 0
-    graphs = graph_items(spec, captured * has_graphs, captured_tokens, DTYPE_BYTES[dtype])
+    guessing = decide_guessing(
+        config,
+        spec,
+        model_path,
+        why_not=why_no_guesses(config, kind, dtype, captured),
+        read_draft=read_draft,
+    )
+    if no_guesses is not None or config.speculate != "off":
+        asked = config.speculate if no_guesses is None else "auto"
+        decisions.note("speculate", asked, guessing.words, no_guesses or guessing.because)
+    checked = max(captured, MAX_CHECKED_TOKENS[kind]) if guessing.asked is not None else 0
+    in_flight = _in_flight(config, kind, guessing, decisions)
+    graphs = graph_items(
+        spec, max(captured, checked) * has_graphs, captured_tokens, DTYPE_BYTES[dtype]
+    )
     block_bytes = bytes_per_block(
         spec, config.block_size, DTYPE_BYTES[dtype], kv_format=config.kv_cache_dtype
     )
+    setting = DraftSetting(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=batched,
+        block_size=config.block_size,
+        num_rows=num_token_rows(captured),
+        max_guesses=guessing.max_guesses,
+        max_rows=captured,
+        max_logit_rows=checked,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        kind=device_kind(kind),
+    )
+    drafting = guessing.memory(spec, setting)
     fixed = (
         ("weights", weights),
-        *((item.what, item.bytes) for item in (*working, *graphs)),
+        *((item.what, item.bytes) for item in (*working, *graphs, *drafting.items)),
         ("reserve", RESERVE_BYTES[device_kind(kind)]),
     )
     num_blocks, max_model_len = _cache_size(
@@ -176,7 +225,7 @@ def _resolve(
         device,
         kind,
         fixed,
-        block_bytes,
+        block_bytes + drafting.block_bytes,
         max_num_seqs,
         max_model_len,
         batched,
@@ -199,7 +248,12 @@ def _resolve(
         policy=config.policy,
         ttft_slo_ms=config.ttft_slo_ms,
         tpot_slo_ms=config.tpot_slo_ms,
-        max_in_flight=config.max_in_flight,
+        max_in_flight=in_flight,
+        draft_method=guessing.method,
+        draft_argument=guessing.argument,
+        max_guesses=guessing.max_guesses,
+        num_guesses=guessing.num_guesses,
+        max_checked_tokens=checked,
         max_captured_rows=captured,
         max_captured_tokens=captured_tokens,
         warm_up=config.warm_up == "auto" and has_graphs,
@@ -211,11 +265,14 @@ def _resolve(
         decisions=tuple(decisions.made),
     )
     cache = (num_blocks + 1) * block_bytes  # and the null block
+    drafting = guessing.memory(spec, replace(setting, max_model_len=max_model_len))
+    draft_cache = (num_blocks + 1) * drafting.block_bytes
     rows = [
         MemoryRow("weights", weights),
         MemoryRow("KV cache", cache),
+        *([MemoryRow("draft cache", draft_cache)] if draft_cache else ()),
         *(MemoryRow(item.what, item.bytes) for item in working_of(context=max_model_len)),
-        *(MemoryRow(item.what, item.bytes) for item in graphs),
+        *(MemoryRow(item.what, item.bytes) for item in (*graphs, *drafting.items)),
         MemoryRow(*fixed[-1]),
     ]
     return resolved, tuple(rows)
@@ -310,6 +367,16 @@ def _check_deterministic(
         " filters and log-probabilities row by row"
     )
     decisions.note("deterministic", True, "one kernel for any number of tokens", because)
+
+
+def _in_flight(config: EngineConfig, kind: str, guessing: Guessing, decisions: _Decisions) -> int:
+    """A CPU computes a step when it takes it: another in flight would only make the host plan
+    with more guesses accepted than were."""
+    if kind != "cpu" or guessing.asked is None or config.max_in_flight == 1:
+        return config.max_in_flight
+    because = "a CPU computes each step as it takes it, and guesses are best planned knowing it"
+    decisions.note("max_in_flight", config.max_in_flight, 1, because)
+    return 1
 
 
 def _load_format(config: EngineConfig, has_weights: bool) -> str:
@@ -417,9 +484,11 @@ def _captured_rows(
 
 
 def _records(config: EngineConfig, dtype: str) -> bool:
-    """All of a decode step on a CPU is done by native kernels, so that it can be recorded."""
+    """All of a decode step on a CPU is done by native kernels, so that it can be recorded. In
+    float32 torch does a part of it: worth it only for guesses that were asked for."""
     has_kernels = config.kv_cache_dtype in ("auto", "int8") and library() is not None
-    return dtype == "bfloat16" and has_kernels
+    guesses = config.speculate not in ("auto", "off")
+    return has_kernels and (dtype == "bfloat16" or (dtype == "float32" and guesses))
 
 
 def _cache_size(
@@ -549,7 +618,12 @@ def _least(config: EngineConfig, kind: str, wanted: int) -> dict[str, Any]:
         "max_num_batched_tokens": min(tokens, FEWEST_TOKENS),
         "max_num_seqs": min(config.max_num_seqs or MAX_NUM_SEQS[kind], 8),
         "max_model_len": min(wanted, 2 * SHORTEST_CONTEXT),
-    } | ({"enforce_eager": True} if kind == "cuda" else {})
+    } | _without_graphs(config, kind)
+
+
+def _without_graphs(config: EngineConfig, kind: str) -> dict[str, Any]:
+    off = {"speculate": "off"} if config.speculate not in ("auto", "off") else {}
+    return off | ({"enforce_eager": True} if kind == "cuda" else {})
 
 
 def _fewer(config: EngineConfig, kind: str) -> Iterator[list[dict[str, Any]]]:
@@ -558,7 +632,9 @@ def _fewer(config: EngineConfig, kind: str) -> Iterator[list[dict[str, Any]]]:
         yield [{"dtype": "bfloat16"}]
     if config.memory_utilization < 0.95:
         yield [{"memory_utilization": 0.95}]
-    if kind == "cuda" and not config.enforce_eager:
+    if config.speculate not in ("auto", "off"):
+        yield [{"speculate": "off"}]
+    elif kind == "cuda" and not config.enforce_eager:
         yield [{"enforce_eager": True}]
     for name, value, lowest in (
         ("num_blocks", config.num_blocks, 1),

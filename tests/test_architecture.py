@@ -27,7 +27,18 @@ LEVELS = (
     {"attention", "layers"},
     {"loader", "sampling", "speculation"},
     {"executor"},
-    {"resolve", "records", "costing", "build", "text", "generation", "answer", "compression"},
+    {
+        "resolve",
+        "resolve_draft",
+        "records",
+        "costing",
+        "build",
+        "build_draft",
+        "text",
+        "generation",
+        "answer",
+        "compression",
+    },
     {"llm", "server", "lab", "cli", "measure", "benchmark", "evaluation"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -188,7 +188,12 @@ def test_nothing_is_decided_in_silence() -> None:
     assert {d.field for d in resolved.decisions} >= {"dtype", "num_blocks"}
     assert all(d.because for d in resolved.decisions)
     explicit, _ = done(
-        tiny_config(), FakeDevice("cpu", 8 * GB), dtype="float32", num_blocks=64, max_model_len=512
+        tiny_config(),
+        FakeDevice("cpu", 8 * GB),
+        dtype="float32",
+        num_blocks=64,
+        max_model_len=512,
+        speculate="off",
     )
     assert explicit.decisions == ()
     assert replace(explicit, decisions=()).num_blocks == 64

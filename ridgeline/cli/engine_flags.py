@@ -10,6 +10,8 @@ from typing import Any
 
 from ridgeline import demo
 from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
+from ridgeline.formats import read_speculate
 from ridgeline.scheduler.policies import POLICIES
 
 HELP = {
@@ -41,6 +43,12 @@ HELP = {
     "seconds, at most 30 where kernels must be compiled; off leaves it to whoever is first",
     "deterministic": "the same tokens whatever else is served: no kernel is chosen or cut by what "
     "else is in a step; slower, CUDA only",
+    "speculate": "guess the next tokens and check all of them in one step: the same answers, "
+    "sooner while few are served. ngram and suffix look up what followed the same words before "
+    "(good where answers repeat their prompt), draft:MODEL asks a smaller model with the same "
+    "tokens, early:N the model's own first N layers; a number behind it, as in ngram:4, fixes how "
+    "many are guessed, which else follows from how many are right and what checking costs. auto "
+    "takes the draft that comes with a bundled model",
     "attention_backend": "auto, or a backend by name",
     "weight_format": "how weights are kept in memory; auto keeps the checkpoint's numbers",
     "kv_cache_dtype": "how cached keys and values are kept; auto is the dtype of the arithmetic",
@@ -79,9 +87,25 @@ def byte_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
+def speculation(text: str) -> str:
+    """What --speculate takes. Synthetic guesses change the answers, so they are for benchmarks."""
+    try:
+        asked = None if text == "auto" else read_speculate(text)
+    except ConfigError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+    if asked is not None and not asked.line.is_served:
+        raise argparse.ArgumentTypeError(
+            f"{asked.method} guesses are right whatever the model says: only "
+            "EngineConfig takes them, to measure the engine"
+        )
+    return text
+
+
 def _kind(field: Field[Any]) -> Callable[[str], object]:
     if field.name == "kv_cache_memory_bytes":
         return byte_size
+    if field.name == "speculate":
+        return speculation
     return {"int": int, "float": float, "str": str}[str(field.type).partition(" ")[0]]
 
 

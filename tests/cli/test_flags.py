@@ -33,6 +33,7 @@ ENGINE_ARGV = {
     "tpot_slo_ms": "50.0",
     "max_in_flight": "1",
     "warm_up": "off",
+    "speculate": "draft:demo:draft:4",
     "attention_backend": "reference",
     "weight_format": "plain",
     "kv_cache_dtype": "auto",
@@ -82,6 +83,20 @@ def test_byte_sizes(text: str, expected: int) -> None:
 def test_bad_byte_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="512MiB"):
         engine_flags.byte_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("synthetic:0.7", "to measure the engine"),
+        ("guess", "auto, off, ngram"),
+        ("ngram:0", "1 .."),
+    ],
+)
+def test_bad_speculation_is_refused(text: str, says: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=says):
+        engine_flags.speculation(text)
+    assert engine_flags.speculation("auto") == "auto"
 
 
 SAMPLING_ARGV = [

@@ -1,0 +1,100 @@
+"""Who guesses for this engine? The part of `build` that opens draft methods.
+
+A method that has no line here is opened by the class of its line in `formats.DRAFT_METHODS` as a
+look-up is: with the device, the rows of a step and the guesses of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ridgeline import demo
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.serving import check_served
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.config import ResolvedConfig
+from ridgeline.costing import asked_guesses
+from ridgeline.errors import ConfigError
+from ridgeline.executor.decode_graphs import why_not_captured
+from ridgeline.executor.guesser import Drafting
+from ridgeline.formats import DRAFT_METHODS, LAYERS, MODEL, RATE
+from ridgeline.kvcache import KVCache
+from ridgeline.layers.decoder import Decoder
+from ridgeline.loader import ModelFolder, read_config, resolve_model
+from ridgeline.registry import load
+from ridgeline.speculation.draft_model import open_draft_model
+from ridgeline.speculation.early_layers import EarlyLayers
+from ridgeline.speculation.pair import check_pair
+from ridgeline.speculation.synthetic import Synthetic
+from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """The model that guesses, before it is opened."""
+
+    folder: ModelFolder
+    spec: ModelSpec
+
+
+OpenDecoder = Callable[[DraftSource], Decoder]
+
+
+def draft_source(model: str) -> DraftSource:
+    """Raises ConfigError."""
+    folder = resolve_model(demo.located(model))
+    spec = read_spec(read_config(folder.path))
+    check_served(spec)
+    return DraftSource(folder, spec)
+
+
+def open_drafting(
+    resolved: ResolvedConfig,
+    decoder: Decoder,
+    kv: KVCache,
+    tokenizer: Tokenizer | None,
+    open_decoder: OpenDecoder,
+) -> Drafting | None:
+    """What the executor is told of guesses; None where there are none. Raises ConfigError."""
+    if (asked := asked_guesses(resolved)) is None:
+        return None
+    most, rows = resolved.max_guesses, resolved.max_captured_rows
+    checked, where = resolved.max_checked_tokens, decoder.device
+    if reason := why_not_captured(decoder, kv):
+        raise ConfigError(f"guesses need captured steps, but {reason}; use speculate off")
+    if asked.line.argument == LAYERS:
+        early = EarlyLayers(
+            decoder,
+            kv,
+            num_layers=int(asked.argument),
+            max_guesses=most,
+            max_rows=rows,
+            max_logit_rows=checked,
+        )
+        return Drafting(early, checked)
+    if asked.line.argument == RATE:
+        synthetic = Synthetic(float(asked.argument), max_guesses=most, max_rows=rows, device=where)
+        return Drafting(synthetic, checked)
+    if asked.line.argument != MODEL:
+        methods = {name: line.where for name, line in DRAFT_METHODS.items()}
+        return Drafting(load(methods, asked.method, "draft method")(where, rows, most), checked)
+    source = draft_source(asked.argument)
+    theirs = load_tokenizer(source.folder.path)
+    check_pair(
+        decoder.spec,
+        source.spec,
+        max_model_len=resolved.max_model_len,
+        tokenizers=(tokenizer, theirs),
+    )
+    method = open_draft_model(
+        open_decoder(source),
+        decoder,
+        kv,
+        max_guesses=most,
+        max_rows=rows,
+        max_logit_rows=checked,
+    )
+    if reason := why_not_captured(method.decoder, method.kv):
+        raise ConfigError(f"the draft {asked.argument} cannot guess here: {reason}")
+    return Drafting(method, checked)

@@ -1,0 +1,161 @@
+"""Who guesses tokens in this engine, and how many? What `speculate` asked for becomes what is done.
+
+Guesses are checked in captured steps (recorded ones on a CPU), so an engine without these has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ridgeline import demo
+from ridgeline.architectures.draft_groups import draft_groups
+from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stored_config import is_stored
+from ridgeline.config import EngineConfig
+from ridgeline.cost.draft_memory import (
+    DraftMemory,
+    DraftSetting,
+    draft_model,
+    early_layers,
+    looking_up,
+)
+from ridgeline.errors import ConfigError
+from ridgeline.executor.rows import FIRST_ROWS
+from ridgeline.formats import LAYERS, MODEL, STORED, AskedGuesses, read_speculate
+
+AUTO_GUESSES = 8  # at most, where they are as many as pay
+# Tokens of a step that checks guesses: more take as long per token as prompts do, and gain nothing.
+MAX_CHECKED_TOKENS = {"cuda": 512, "cpu": 64}
+KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
+
+ReadSpec = Callable[[str], ModelSpec]  # of a model by name, as MODEL of the command line
+
+
+@dataclass(frozen=True, slots=True)
+class Guessing:
+    """What was decided, None for off, and why. `draft` is the model that guesses, if it is one."""
+
+    asked: AskedGuesses | None
+    because: str
+    draft: ModelSpec | None = None
+
+    @property
+    def method(self) -> str | None:
+        return None if self.asked is None else self.asked.method
+
+    @property
+    def argument(self) -> str:
+        return "" if self.asked is None else self.asked.argument
+
+    @property
+    def max_guesses(self) -> int:
+        """Of one request in one step."""
+        return 0 if self.asked is None else self.asked.num_guesses or AUTO_GUESSES
+
+    @property
+    def num_guesses(self) -> int | None:
+        return None if self.asked is None else self.asked.num_guesses
+
+    def memory(self, spec: ModelSpec, setting: DraftSetting) -> DraftMemory:
+        """What it takes on the device, beside the model `spec`."""
+        if self.asked is None:
+            return DraftMemory(())
+        if self.draft is not None:
+            weights = STORED if is_stored(self.draft) else "plain"
+            return draft_model(spec, self.draft, replace(setting, weight_format=weights))
+        if self.asked.line.argument == LAYERS:
+            return early_layers(spec, setting)
+        return looking_up(setting)
+
+    @property
+    def words(self) -> str:
+        if self.asked is None:
+            return "off"
+        name = ":".join(filter(None, (self.asked.method, self.asked.argument)))
+        if self.asked.num_guesses is None:
+            return f"{name}, up to {self.max_guesses} guesses"
+        return f"{name}, {self.asked.num_guesses} guesses"
+
+
+def decide_guessing(
+    config: EngineConfig,
+    spec: ModelSpec,
+    model_path: str,
+    *,
+    why_not: str | None,
+    read_draft: ReadSpec | None,
+) -> Guessing:
+    """`why_not` is the first reason against guesses in this engine: with `auto` they are off then,
+    and what was asked for is a ConfigError."""
+    if config.speculate != "auto":
+        return _as_asked(config.speculate, spec, why_not, read_draft)
+    known = known_draft(model_path)
+    if known is None:
+        return Guessing(None, "no draft is known for this model; ngram or a draft can be asked for")
+    if why_not is not None:
+        return Guessing(None, why_not)
+    try:
+        found = _as_asked(f"draft:{known}", spec, None, read_draft)
+    except ConfigError as problem:
+        return Guessing(None, str(problem))
+    return Guessing(found.asked, "the draft that comes with this model", found.draft)
+
+
+def num_token_rows(max_rows: int) -> int:
+    """Rows whose tokens stay on the device, of an engine whose largest captured step has so many:
+    as many as the executor begins with."""
+    return max(FIRST_ROWS, 1 << max_rows.bit_length())
+
+
+def known_draft(model_path: str) -> str | None:
+    """The name of the bundled model that guesses for the model in this folder."""
+    here = Path(model_path)
+    for name, draft in KNOWN_DRAFTS.items():
+        if here.name == name and here.resolve().parent == Path(demo.__file__).resolve().parent:
+            return demo.PREFIX + draft
+    return None
+
+
+def why_no_guesses(config: EngineConfig, kind: str, dtype: str, captured: int) -> str | None:
+    """What of this engine does not go with guesses, and the way out. `captured` as resolved."""
+    if config.deterministic:
+        return (
+            "guesses are checked several at once, which deterministic rules out; leave out one of "
+            "deterministic and speculate"
+        )
+    if captured:
+        return None
+    if config.enforce_eager:
+        return "guesses need captured steps; leave out enforce_eager"
+    if kind == "cpu" and dtype != "bfloat16":
+        return (
+            f"guesses are made in bfloat16 on a CPU, and where they are asked for in float32, not "
+            f"in {dtype}"
+        )
+    return (
+        "guesses need captured steps, which this engine has not: attention_backend, kv_cache_dtype "
+        "and enforce_eager have to be left at their defaults, and the model must have no experts"
+    )
+
+
+def _as_asked(
+    text: str, spec: ModelSpec, why_not: str | None, read_draft: ReadSpec | None
+) -> Guessing:
+    asked = read_speculate(text)
+    if asked is None:
+        return Guessing(None, "as asked")
+    if why_not is not None:
+        raise ConfigError(f"speculate {text!r}: {why_not}; or use speculate off")
+    wanted, draft = asked.line.argument, None
+    if wanted == LAYERS and int(asked.argument) >= spec.num_layers:
+        raise ConfigError(
+            f"speculate {text!r}: the model has {spec.num_layers} layers; guess with fewer, at most"
+            f" {spec.num_layers - 1}"
+        )
+    if wanted == MODEL and read_draft is not None:
+        draft = read_draft(asked.argument)
+        draft_groups(kv_groups(spec), draft)  # raises
+    return Guessing(asked, asked.line.words, draft)

@@ -1,0 +1,68 @@
+"""Is what `speculate` asks for taken apart as it is written, and refused with a way out?"""
+
+from __future__ import annotations
+
+import pytest
+
+from ridgeline.errors import ConfigError
+from ridgeline.formats import DRAFT_METHODS, AskedGuesses, read_speculate
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ngram", AskedGuesses("ngram")),
+        ("ngram:4", AskedGuesses("ngram", "", 4)),
+        ("suffix:16", AskedGuesses("suffix", "", 16)),
+        ("early:8", AskedGuesses("early", "8")),
+        ("early:8:3", AskedGuesses("early", "8", 3)),
+        ("draft:folder/of-it", AskedGuesses("draft", "folder/of-it")),
+        ("draft:demo:draft", AskedGuesses("draft", "demo:draft")),
+        ("draft:demo:draft:5", AskedGuesses("draft", "demo:draft", 5)),
+        ("draft:user/name@main:1", AskedGuesses("draft", "user/name@main", 1)),
+        ("synthetic:0.7", AskedGuesses("synthetic", "0.7")),
+        ("synthetic:0:2", AskedGuesses("synthetic", "0", 2)),
+        ("synthetic:1", AskedGuesses("synthetic", "1")),
+    ],
+)
+def test_what_is_asked_for(text: str, expected: AskedGuesses) -> None:
+    assert read_speculate(text) == expected
+    assert expected.line is DRAFT_METHODS[expected.method]
+
+
+def test_off_asks_for_nothing() -> None:
+    assert read_speculate("off") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("guess", r"unknown speculate 'guess'; choose auto, off, ngram\[:K\], .*draft:MODEL\[:K\]"),
+        ("", "unknown speculate"),
+        ("auto:3", "unknown speculate"),
+        ("ngram:0", "1 .. 16, not '0'; write ngram"),
+        ("ngram:17", "1 .. 16"),
+        ("ngram:x", "1 .. 16"),
+        ("ngram:", r"lacks something; write ngram\[:K\]"),
+        ("draft", r"lacks something; write draft:MODEL\[:K\]"),
+        ("draft::4", "lacks something"),
+        ("draft:m:", "lacks something"),
+        ("draft:m:17", "1 .. 16"),
+        ("early", "lacks something"),
+        ("early:0", "no number of layers"),
+        ("early:two", "no number of layers"),
+        ("early:-1", "no number of layers"),
+        ("synthetic:1.5", "lies in 0 .. 1"),
+        ("synthetic:high", "lies in 0 .. 1"),
+        ("synthetic:nan", "lies in 0 .. 1"),
+    ],
+)
+def test_what_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_speculate(text)
+
+
+def test_synthetic_guesses_are_not_among_the_choices() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_speculate("none")
+    assert "synthetic" not in str(refused.value)

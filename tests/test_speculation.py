@@ -1,0 +1,183 @@
+"""Guessing changes how long an answer takes, and nothing else: through `LLM`, with real models.
+
+Greedy answers are compared with those of an engine that does not guess. Two different orders of
+the same sums may tell two nearly equal logits apart differently: where answers part, the gap there
+must be one that rounding explains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.errors import ConfigError
+from ridgeline.evaluation.tasks import problems
+from ridgeline.llm import GenerationResult
+from tests.conftest import TEST_DEVICE
+
+TASKS = ("stories", "lookup", "copy", "json", "chat")
+NEAR = 2e-3  # between two logits, in float32
+METHODS = ("ngram:4", "suffix:6", "early:3:3", "draft:demo:draft:4", "draft:demo:draft")
+
+
+@cache
+def load(speculate: str) -> LLM:
+    return LLM(
+        "demo:chat", device=TEST_DEVICE, dtype="float32", speculate=speculate, num_blocks=1500,
+        max_num_seqs=16, warm_up="off",
+    )  # fmt: skip
+
+
+def prompts(num: int) -> list[str]:
+    """From held-out problems of every task in turn."""
+    each = -(-num // len(TASKS))
+    texts = [[p.messages[-1].content for p in problems(task, each, 5)] for task in TASKS]
+    return [text for row in zip(*texts, strict=True) for text in row][:num]
+
+
+@cache
+def plain_answers(num: int, max_tokens: int) -> list[GenerationResult]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2)
+    return load("off").generate(prompts(num), sampling, progress=False)
+
+
+class Counted:
+    """What a chooser is told, counted on the way."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.scheduler = llm.engine.scheduler
+        self.inner: Any = self.scheduler.guesses
+        self.num_checked = self.num_right = self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+        for num_checked, num_right in checked.values():
+            self.num_checked += num_checked
+            self.num_right += num_right
+            self.num_steps += num_checked > 0
+        self.inner.observe(checked)
+
+    def __enter__(self) -> Counted:
+        self.scheduler.guesses = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.scheduler.guesses = self.inner
+
+
+def check_greedy(speculate: str, num: int, max_tokens: int) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    llm, ties = load(speculate), 0
+    with Counted(llm) as counted:
+        results = llm.generate(prompts(num), sampling, progress=False)
+    for plain, result in zip(plain_answers(num, max_tokens), results, strict=True):
+        if result.token_ids == plain.token_ids:
+            assert result.finish_reason == plain.finish_reason
+            continue
+        ours, theirs = result.token_ids, plain.token_ids
+        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        logprobs = plain.outputs[0].logprobs
+        assert logprobs is not None
+        (_, best), (_, second) = logprobs[at].top[:2]
+        assert best - second < NEAR, (plain.prompt_token_ids, at)
+        ties += 1
+    print(f"{speculate}: {num} prompts, {ties} near ties, of {counted.num_checked} guesses "
+          f"{counted.num_right} right")  # fmt: skip
+    assert ties <= max(1, num // 100)
+    if ":" in speculate.removeprefix("draft:demo:"):  # else as many as pay, perhaps none
+        assert counted.num_right > num / 4
+
+
+@pytest.mark.parametrize("speculate", METHODS)
+def test_greedy_answers_are_the_same(speculate: str) -> None:
+    check_greedy(speculate, 20, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculate", METHODS)
+def test_a_thousand_greedy_answers_are_the_same(speculate: str) -> None:
+    check_greedy(speculate, 1000, 48)
+
+
+@pytest.mark.parametrize("speculate", ["ngram:4", "draft:demo:draft:3"])
+def test_a_seed_gives_the_same_tokens(speculate: str) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40)
+    want = load("off").generate(prompts(10), sampling, progress=False)
+    got = load(speculate).generate(prompts(10), sampling, progress=False)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(want, got, strict=True))
+    assert same >= 9  # one may part where two noisy scores are as good as equal
+
+
+def test_several_answers_penalties_and_stops() -> None:
+    many = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=30),
+        SamplingParams(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.3, max_tokens=30),
+        SamplingParams(temperature=0.7, seed=3, n=3, max_tokens=20),
+        SamplingParams(temperature=0.0, stop="the", max_tokens=30),
+        SamplingParams(temperature=0.0, min_tokens=25, max_tokens=30, logit_bias={7: -50.0}),
+        SamplingParams(temperature=0.0, logprobs=3, max_tokens=20),
+    ]
+    texts = prompts(len(many))
+    want = load("off").generate(texts, many, progress=False)
+    got = load("draft:demo:draft:4").generate(texts, many, progress=False)
+    for a, b in zip(want, got, strict=True):
+        assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
+        assert [c.text for c in a.outputs] == [c.text for c in b.outputs]
+        assert [c.finish_reason for c in a.outputs] == [c.finish_reason for c in b.outputs]
+    ours, theirs = got[-1].outputs[0].logprobs, want[-1].outputs[0].logprobs
+    assert ours is not None
+    assert theirs is not None
+    assert [r.logprob for r in ours] == pytest.approx([r.logprob for r in theirs], abs=1e-3)
+
+
+def test_the_pair_accepts_what_was_expected(shared: Path) -> None:
+    """The reference began to guess behind the prompt's last token and here behind the first token
+    of the answer, so that its steps lie otherwise: two guesses more or less of a run."""
+    models = shared / "models"
+    runs = json.loads((models / "babyllama-char105-partner" / "pair_expected.json").read_text())
+    for target in ("babyllama-char105", "babyllama-char105-partner"):
+        mine = [run for run in runs["runs"] if run["target"] == target]
+        llm = LLM(
+            str(models / target), device=TEST_DEVICE, dtype="float32", num_blocks=400,
+            speculate=f"draft:{models / mine[0]['draft']}:4", warm_up="off", max_num_seqs=4,
+        )  # fmt: skip
+        for run in mine:
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=run["new_tokens"], ignore_eos=True
+            )
+            with Counted(llm) as counted:
+                (result,) = llm.generate([run["prompt"]], sampling, progress=False)
+            assert len(result.token_ids) == run["new_tokens"]
+            assert abs(counted.num_right - run["accepted"]) <= 2
+            assert abs(counted.num_steps - run["target_steps"]) <= 2
+            rate = counted.num_right / (4 * counted.num_steps)
+            assert rate == pytest.approx(run["acceptance"], abs=0.04)
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("speculate", "words"),
+    [
+        ("nothing", "unknown speculate"),
+        ("ngram:0", "1 .. 16"),
+        ("draft", "lacks"),
+        ("early:99", "layers"),
+        ("draft:demo:nobody", "no bundled model"),
+    ],
+)
+def test_what_cannot_be_asked_for(speculate: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("demo:chat", device=TEST_DEVICE, speculate=speculate, num_blocks=100)
+
+
+def test_guesses_do_not_go_with_steps_that_are_not_captured() -> None:
+    with pytest.raises(ConfigError, match="captured"):
+        LLM("demo:moe", device=TEST_DEVICE, speculate="ngram", num_blocks=100)
