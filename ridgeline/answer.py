@@ -163,6 +163,8 @@ class Answer:
         self.sampling = sampling
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
+        self.num_accepted_tokens = 0  # of all samples: guesses that were checked and right
+        self.num_rejected_tokens = 0
         self.error: str | None = None
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
@@ -228,6 +230,8 @@ class Answer:
             return []
         self.prompt_logprobs += output.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.num_accepted_tokens += output.num_accepted
+        self.num_rejected_tokens += output.num_rejected
         if output.finish_reason is FinishReason.ERROR:
             self.error = output.error or "the engine failed"
         if output.beams:

@@ -24,6 +24,9 @@ def show(about: Mapping[str, Any], sections: Mapping[str, Sequence[Any]]) -> Non
         out.print(_TABLES[name](results))
         for text in dict.fromkeys(result.note for result in results if result.note):
             out.print(f"  note: {text}")
+    for result in sections.get("cost", ()):
+        if result.guesses is not None:
+            out.print(f"{result.what}: {result.guesses.words()}")
 
 
 def _show_about(out: Console, about: Mapping[str, Any]) -> None:

@@ -31,6 +31,8 @@ def show(report: Mapping[str, Any], most: int) -> None:
         out.print(whole_table(report))
         out.print(request_table(report["requests"], most))
     out.print(gap_table(server))
+    if server.get("guesses") is not None:
+        out.print(guess_table(server["guesses"]))
     out.print(f"what binds: {server['binds']}")
     if report["changes"]:
         out.print(change_table(report["changes"]))
@@ -120,6 +122,24 @@ def gap_table(server: Mapping[str, Any]) -> Table:
             text = f"{regime['num_steps']} steps, measured {ratio:.2f}x of expected"
             share = regime["measured_s"] / total if total else 0.0
             table.add_row(f"{name} steps", seconds(regime["measured_s"]), percent(share), text)
+    return table
+
+
+def guess_table(guesses: Mapping[str, Any]) -> Table:
+    """What guessing tokens brought."""
+    positions = "  ".join(f"{share:.2f}" for share in guesses["by_position"])
+    drafting, checking = guesses["drafting_s"], guesses["checking_s"]
+    than = "such steps measured here" if guesses["is_measured"] else "what such steps should take"
+    table = Table("guesses", "", title=f"{guesses['num_steps']} steps checked guesses")
+    for name, text in (
+        ("tokens a row and step", f"{guesses['accepted_length']:.2f}, its own one included"),
+        ("right, of those reached", percent(guesses["acceptance"])),
+        ("right by position", positions),
+        ("drafting", f"{seconds(drafting)}, {percent(guesses['drafting_share'])} (by price)"),
+        ("checking", f"{seconds(checking)}, {percent(guesses['checking_share'])} (by price)"),
+        ("against steps without", f"{guesses['gain']:.2f}x the tokens per second of {than}"),
+    ):
+        table.add_row(name, text)
     return table
 
 

@@ -14,6 +14,7 @@ from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import add_machine_flags
 from ridgeline.cli.session import stage
 from ridgeline.errors import ConfigError
+from ridgeline.formats import MAX_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.scheduler.policies import POLICIES
 from ridgeline.simulator.workload import ARRIVALS, DEFAULT_REQUESTS, Lengths
@@ -67,17 +68,20 @@ def lengths(text: str) -> Lengths:
         raise argparse.ArgumentTypeError(str(problem)) from None
 
 
-def drafts(text: str) -> tuple[int, float]:
-    """ "4:0.8" is four guesses a step, each right with 0.8 if those before it were."""
+def drafts(text: str) -> tuple[int | None, float]:
+    """ "4:0.8" is four guesses a step, each right with 0.8 if those before it were; "auto:0.8" as
+    many as pay in that step."""
     number, colon, chance = text.partition(":")
     try:
-        found = int(number), float(chance)
+        found = None if number == "auto" else int(number), float(chance)
     except ValueError:
         colon = ""
         found = 0, 0.0
-    if not colon or found[0] < 1 or not 0 <= found[1] <= 1:
+    is_number = found[0] is None or 1 <= found[0] <= MAX_GUESSES
+    if not colon or not is_number or not 0 <= found[1] <= 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no speculation; write K:ACCEPTANCE such as 4:0.8"
+            f"{text!r} is no speculation; write K:ACCEPTANCE such as 4:0.8, with K up to "
+            f"{MAX_GUESSES}, or auto:ACCEPTANCE"
         )
     return found
 
@@ -146,7 +150,8 @@ def _add_engine(group: Any) -> None:
         "--speculate",
         type=drafts,
         metavar="K:A",
-        help="K guesses a step, each accepted with chance A",
+        help="K guesses a step, each accepted with chance A; K auto: as many as pay, as the engine "
+        "chooses them",
     )
     group.add_argument(
         "--draft", metavar="MODEL", help="the model that guesses (default: guesses take no time)"

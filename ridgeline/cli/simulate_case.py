@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 from ridgeline import registry
@@ -17,6 +16,7 @@ from ridgeline.cost.money import Band
 from ridgeline.cost.pace import Load, Pace, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
+from ridgeline.cost.speculation import DraftSteps
 from ridgeline.errors import ConfigError
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.scheduler.policies import POLICIES
@@ -35,7 +35,6 @@ from ridgeline.simulator.workload import (
     mean_rate,
     rearranged,
 )
-from ridgeline.step import StepShape
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = fixed(512), fixed(128)
 SWEEP_BATCHES = 5  # a saturated run of a sweep fills the largest batch about so many times
@@ -154,25 +153,22 @@ def _price(args: argparse.Namespace, setup: Setup) -> Band | None:
     return None if band is None else band.map(lambda price: price * setup.layout.all_devices)
 
 
+MOST_CHOSEN = 8  # guesses of a step, where their number follows from what they gain
+
+
 def _speculation(args: argparse.Namespace, setup: Setup) -> Speculation | None:
     if args.speculate is None:
         if args.draft is not None:
             raise ConfigError("--draft needs --speculate K:ACCEPTANCE")
         return None
     num_drafts, acceptance = args.speculate
-    if args.draft is None:
-        return Speculation.even(num_drafts, acceptance)
-    drafter = Setup(
-        read_model(args.draft), setup.device, Layout(), setup.precision, setup.calibration
-    )
-    return Speculation.even(
-        num_drafts, acceptance, partial(_draft_seconds, Pricer(drafter), num_drafts)
-    )
-
-
-def _draft_seconds(pricer: Pricer, num_drafts: int, shape: StepShape) -> float:
-    """The draft model decodes each row once per guess."""
-    return sum(pricer.decode_seconds([context for _, context in shape], num_drafts))
+    most, drafter = num_drafts or MOST_CHOSEN, None
+    if args.draft is not None:
+        draft = read_model(args.draft)
+        drafter = DraftSteps(
+            Pricer(Setup(draft, setup.device, Layout(), setup.precision, setup.calibration))
+        )
+    return Speculation(most, (acceptance,) * most, drafter=drafter, is_chosen=num_drafts is None)
 
 
 # ---------------------------------------------------------------------- traffic

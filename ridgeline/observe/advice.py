@@ -14,13 +14,14 @@ from statistics import median
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import IndependentAcceptance, Lookup, Speculation
+from ridgeline.formats import DRAFT_METHODS
 from ridgeline.observe.accounts import Parts
 from ridgeline.observe.evidence import Evidence, RecentStep
 from ridgeline.observe.meter import Meter
 from ridgeline.step import StepShape
 
 LEAST_GAIN = 1.01  # smaller ones are noise
-ASSUMED_ACCEPTANCE = 0.6  # of each guess copied from earlier text, until it has been measured
+ASSUMED_ACCEPTANCE = DRAFT_METHODS["ngram"].acceptance  # until it has been measured
 CAPTURED_TOKENS = 512
 
 
@@ -180,7 +181,8 @@ class _Advisor:
             f"{best.num_drafts} guesses a step at batch {batch}, if each is right with probability "
             f"{ASSUMED_ACCEPTANCE:g} (assumed)"
         )
-        yield Change("speculation", gain, "", because, served_today=False)
+        is_served = self.setup.precision.dtype == "bfloat16" or self.setup.device.kind == "gpu"
+        yield Change("speculation", gain, "--speculate ngram", because, is_served)
 
 
 def _seconds(pricer: Pricer, step: RecentStep) -> float:

@@ -51,6 +51,8 @@ class EngineHeader:
     max_in_flight: int
     prefix_caching: bool
     num_drafts: int = 0
+    speculate: str = "off"  # who guesses, as on the command line
+    draft_config: Mapping[str, Any] = field(default_factory=dict)  # of the model that does
     max_bypasses: int
     max_preemptions: int
     max_num_mixed_tokens: int | None = None
@@ -200,6 +202,8 @@ def header_of(
     setup: Mapping[str, Any] | None = None,
     ttft_slo_s: float | None = None,
     tpot_slo_s: float | None = None,
+    speculate: str = "off",
+    draft_config: Mapping[str, Any] | None = None,
 ) -> EngineHeader:
     """The header for an engine with this scheduler."""
     blocks = scheduler.blocks
@@ -215,6 +219,8 @@ def header_of(
         max_in_flight=max_in_flight,
         prefix_caching=blocks.prefix_caching,
         num_drafts=scheduler.num_drafts,
+        speculate=speculate,
+        draft_config=draft_config or {},
         max_bypasses=scheduler.waiting.max_bypasses,
         max_preemptions=scheduler.ledger.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,

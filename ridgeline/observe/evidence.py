@@ -8,9 +8,15 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ridgeline.architectures import read_spec
+from ridgeline.cost.drafters import drafter_of
 from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.speculation import Drafter
+from ridgeline.formats import MODEL, read_speculate
 from ridgeline.observe.accounts import Account, Accounts, Parts
 from ridgeline.observe.event_log import Added, EngineHeader, EventLog
+from ridgeline.observe.guesses import GuessTotals
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import PricedStep, Pricing, Regime, Totals
 from ridgeline.observe.receipts import Receipts
@@ -53,10 +59,11 @@ class Evidence:
         header = dict(record["header"])
         totals = dict(record["totals"])
         regimes = {name: Regime(**values) for name, values in totals.pop("regimes").items()}
+        guesses = GuessTotals(**totals.pop("guesses", {}))
         return cls(
             header=EngineHeader(**(header | {"windows": tuple(header["windows"])})),
             now=record["now"],
-            totals=Totals(**totals, regimes=regimes),
+            totals=Totals(**totals, regimes=regimes, guesses=guesses),
             accounts=tuple(_account(row) for row in record["accounts"]),
             live=tuple(_account(row) for row in record["live"]),
             recent=tuple(_step(row) for row in record["recent"]),
@@ -140,15 +147,28 @@ def observatory(
     header: EngineHeader, meter: Meter, *, max_finished: int | None = 256
 ) -> Observatory:
     """All watchers, wired to each other."""
+    drafter = engine_drafter(header, meter.pricer.setup)
     pricing = Pricing(
         meter.price,
         computes_in_submit=header.computes_in_submit,
         decodes_price=meter.price_decodes,
+        draft_price=None if drafter is None else drafter.seconds,
     )
     receipts, recent = Receipts(meter), Recent()
     accounts = Accounts(pricing, max_finished)
     pricing.followers += [receipts, recent]
     return Observatory(header, meter, pricing, accounts, receipts, recent)
+
+
+def engine_drafter(header: EngineHeader, setup: Setup) -> Drafter | None:
+    """What making guesses takes in the engine of this header; None where that is not known."""
+    asked = read_speculate(header.speculate)
+    if asked is None:
+        return None
+    draft = read_spec(header.draft_config) if header.draft_config else None
+    if asked.line.argument == MODEL and draft is None:
+        return None
+    return drafter_of(setup, asked, draft)
 
 
 def evidence_of(log: EventLog) -> Evidence:

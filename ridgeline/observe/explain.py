@@ -15,8 +15,10 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.accounts import PARTS, Account, Parts
 from ridgeline.observe.advice import Change, changes
 from ridgeline.observe.evidence import Evidence
+from ridgeline.observe.guesses import GuessReport
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Regime
+from ridgeline.observe.readout import guesses_between
 from ridgeline.observe.setup_record import read_setup
 
 FLOOR_SEGMENTS = 8  # of a decode, within which time per token is taken as a straight line
@@ -86,6 +88,7 @@ class Server:
     regimes: dict[str, Regime]
     bound_s: dict[str, float]  # expected seconds of recent steps by what binds their operators
     binds: str
+    guesses: GuessReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,7 @@ def _server(evidence: Evidence, meter: Meter, whole: Parts) -> Server:
         regimes=totals.regimes,
         bound_s=bounds,
         binds=what_binds(gap, bounds, whole),
+        guesses=guesses_between(totals),
     )
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ridgeline.errors import RequestFault
+from ridgeline.observe.guesses import GuessTotals
 from ridgeline.request import Request, RequestOutput, record
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
-REGIMES = ("decode", "prefill", "mixed")
+REGIMES = ("decode", "check", "prefill", "mixed")
 
 
 @record
@@ -33,6 +34,7 @@ class StepPrice:
 
 
 Price = Callable[[StepShape, int], StepPrice]  # of a step and how many rows of logits it makes
+DraftPrice = Callable[[int, int, int], float]  # seconds by rows, context of each, guesses of each
 DecodesPrice = Callable[[tuple[int, ...]], StepPrice]  # of one token after each of these contexts
 
 
@@ -51,6 +53,8 @@ class PricedStep:
     price: StepPrice
     prompts: tuple[ScheduledRequest, ...]
     price_without_prompts_s: float
+    drafting_s: float = 0.0  # part of the price
+    checks: bool = False  # guesses, and reads no prompts
 
     @property
     def shape(self) -> StepShape:
@@ -98,6 +102,7 @@ class Totals:
     num_rows: int = 0
     num_padded_rows: int = 0  # computed because a captured graph is larger than its batch
     regimes: dict[str, Regime] = field(default_factory=lambda: {r: Regime() for r in REGIMES})
+    guesses: GuessTotals = field(default_factory=GuessTotals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +123,15 @@ class _InFlight:
     price: StepPrice
     prompts: tuple[ScheduledRequest, ...]
     price_without_prompts_s: float
+    drafting_s: float = 0.0  # part of the price
+    checks: bool = False  # guesses, and reads no prompts
 
 
 class Pricing:
     """Prices every step as it is planned and measures it when it is over; one of the engine's
     journals. `graph_sizes` are the batch sizes that captured graphs exist for, if any;
-    `decodes_price` is a quicker way to what `price` says of a step that only decodes."""
+    `decodes_price` is a quicker way to what `price` says of a step that only decodes, `draft_price`
+    is what making guesses takes before they are checked."""
 
     def __init__(
         self,
@@ -132,11 +140,14 @@ class Pricing:
         computes_in_submit: bool = False,
         graph_sizes: Sequence[int] = (),
         decodes_price: DecodesPrice | None = None,
+        draft_price: DraftPrice | None = None,
     ) -> None:
         self.totals = Totals()
         self.followers: list[Follower] = []
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
+        self._draft_price = draft_price
+        self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
         self._in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
         self._in_flight: deque[_InFlight] = deque()
@@ -174,13 +185,29 @@ class Pricing:
 
     def _priced(self, plan: StepPlan, now: float) -> _InFlight:
         rows = plan.scheduled
-        num_logits = sum([entry.samples for entry in rows])
+        num_logits = sum([entry.num_draft + 1 for entry in rows if entry.samples])
         price = self._price(plan.shape, num_logits)
         prompts = tuple([entry for entry in rows if entry.num_tokens > 1 and _is_prompt(entry)])
+        guesses = [entry.num_draft for entry in rows if entry.num_draft]
+        drafting_s = 0.0
+        if guesses and self._draft_price is not None:
+            context = sum([entry.start for entry in rows]) // len(rows)
+            drafting_s = self._draft_price(len(guesses), context, max(guesses))
+            price = replace(price, expected_s=price.expected_s + drafting_s)
+        checks = bool(guesses) and not prompts
+        if checks:
+            self._plain_s[plan.step_id] = self._plain_price(rows)
         alone_s = 0.0 if prompts else price.expected_s
         if prompts and len(prompts) < len(rows):
             alone_s = self._without_prompts(rows, len(rows) - len(prompts))
-        return _InFlight(plan, num_logits, now, price, prompts, alone_s)
+        return _InFlight(plan, num_logits, now, price, prompts, alone_s, drafting_s, checks)
+
+    def _plain_price(self, rows: Sequence[ScheduledRequest]) -> float:
+        """Of one token for each of these rows."""
+        contexts = tuple([entry.start for entry in rows])
+        if self._decodes_price is not None:
+            return self._decodes_price(contexts).expected_s
+        return self._price(tuple([(1, context) for context in contexts]), len(rows)).expected_s
 
     def _without_prompts(self, rows: Sequence[ScheduledRequest], num_rest: int) -> float:
         contexts = tuple([entry.start for entry in rows if entry.num_tokens == 1])
@@ -203,6 +230,9 @@ class Pricing:
     ) -> None:
         if not self._in_submit:
             self._over(plan.step_id, now, has_failed=error is not None)
+        plain_s = self._plain_s.pop(plan.step_id, None)
+        if plain_s is not None and result is not None:
+            self.totals.guesses.count_result(plan, result, plain_s)
         for output in outputs:
             if output.finish_reason is not None:
                 self._live.discard(output.request_id)
@@ -224,6 +254,8 @@ class Pricing:
             step.price,
             step.prompts,
             step.price_without_prompts_s,
+            step.drafting_s,
+            step.checks,
         )
         self.last_ended = ended
         if not has_failed:
@@ -242,7 +274,10 @@ class Pricing:
         totals.bytes += price.bytes
         totals.num_rows += num_rows
         totals.num_padded_rows += self._padding(num_rows) if not step.prompts else 0
-        regime = totals.regimes[_regime(len(step.prompts), num_rows)]
+        if step.checks:
+            totals.guesses.count_step(step.seconds, price.expected_s, step.drafting_s)
+        kind = "check" if step.checks else _regime(len(step.prompts), num_rows)
+        regime = totals.regimes[kind]
         regime.num_steps += 1
         regime.measured_s += step.seconds
         regime.expected_s += price.expected_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass
 
+from ridgeline.observe.guesses import GuessReport, guess_report
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Totals
 
@@ -29,6 +30,7 @@ class ReadOut:
     origin: str
     device: str
     note: str = ""
+    guesses: GuessReport | None = None
 
     @property
     def expected_ratio(self) -> float:
@@ -46,12 +48,13 @@ class ReadOut:
     def words(self) -> str:
         """All of it in a line."""
         padding = f", {self.padded_share:.1%} of rows pad graphs" if self.padded_share else ""
+        guesses = "" if self.guesses is None else f"; {self.guesses.words()}"
         return (
             f"{self.num_steps} steps: {self.bytes_per_s / 1e9:.3g} GB/s is "
             f"{self.share_of_bandwidth:.1%} of the bandwidth, {self.flops_per_s / 1e12:.3g} "
             f"TFLOP/s is {self.share_of_peak:.1%} of the peak; steps took "
             f"{self.expected_ratio:.2f}x of the expected time ({self.origin}), host gaps "
-            f"{self.host_share:.1%}{padding}"
+            f"{self.host_share:.1%}{padding}{guesses}"
         )
 
 
@@ -82,6 +85,19 @@ def read_out(what: str, meter: Meter, after: Totals, before: Totals | None = Non
         _ratio(padded, padded + after.num_rows - start.num_rows),
         setup.constants.origin,
         setup.device.label,
+        guesses=guesses_between(after, start),
+    )
+
+
+def guesses_between(after: Totals, before: Totals | None = None) -> GuessReport | None:
+    """What guesses brought between two snapshots, or in all; None where there were none."""
+    start = before or Totals()
+    plain, plain_before = after.regimes["decode"], start.regimes["decode"]
+    return guess_report(
+        after.guesses.since(start.guesses),
+        plain.num_steps - plain_before.num_steps,
+        plain.measured_s - plain_before.measured_s,
+        plain.expected_s - plain_before.expected_s,
     )
 
 

@@ -69,7 +69,7 @@ class Hardware:
         if not self.precision.fast_on(*self.device.words):
             reasons.append("weights or KV cache of so few bits, at this speed")
         if self.num_drafts:
-            reasons.append("speculative decoding")
+            reasons.append("a draft head of one layer, which nobody has trained")
         return ", ".join(reasons)
 
     @property

@@ -6,24 +6,37 @@ from dataclasses import dataclass
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import DraftSteps, expected_tokens, head_spec
+from ridgeline.cost.speculation import (
+    Acceptance,
+    Drafter,
+    DraftSteps,
+    IndependentAcceptance,
+    head_spec,
+)
+from ridgeline.formats import DRAFT_METHODS
 from ridgeline.step import StepShape
 
-ACCEPTANCE = 0.7  # of each guess, when all before it were right: assumed, not measured
+ACCEPTANCE = DRAFT_METHODS["draft"].acceptance  # as an engine assumes it before it has measured
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A draft head of one layer guesses `num_drafts` tokens a step. As a pricer: of steps whose
-    decodes carry their guesses, drafting included."""
+    """`num_drafts` tokens are guessed a step, as many of them right as `acceptance` says. As a
+    pricer: of steps whose decodes carry their guesses, drafting included."""
 
     target: Pricer
-    drafter: DraftSteps
+    drafter: Drafter
     num_drafts: int
+    acceptance: Acceptance
 
     @property
     def tokens_per_step(self) -> float:
-        return expected_tokens(ACCEPTANCE, self.num_drafts)
+        return self.acceptance.tokens(self.num_drafts)
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """Tokens of a step by its number of guesses, from 1."""
+        return tuple(self.acceptance.tokens(k) for k in range(1, self.num_drafts + 1))
 
     def seconds(self, shape: StepShape) -> float:
         decodes = [context for new, context in shape if new == 1]
@@ -44,8 +57,9 @@ class Drafting:
 
 
 def drafting(setup: Setup, target: Pricer, num_drafts: int) -> Drafting:
-    """For a model that `target` prices."""
+    """For a model that `target` prices: guesses of a head of one layer."""
     head = Setup(
         head_spec(setup.spec), setup.device, setup.layout, setup.precision, setup.calibration
     )
-    return Drafting(target, DraftSteps(Pricer(head)), num_drafts)
+    assumed = IndependentAcceptance(ACCEPTANCE)
+    return Drafting(target, DraftSteps(Pricer(head)), num_drafts, assumed)

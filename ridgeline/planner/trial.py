@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from ridgeline.planner.drafting import ACCEPTANCE
 from ridgeline.planner.estimate import Estimate
 from ridgeline.planner.question import ATTAINMENT, Question
 from ridgeline.simulator.executor import Speculation
@@ -112,7 +111,7 @@ def _speculation(estimate: Estimate) -> Speculation | None:
     drafts = estimate.priced.drafts
     if drafts is None:
         return None
-    return Speculation.even(drafts.num_drafts, ACCEPTANCE, drafts.draft_seconds)
+    return Speculation.from_curve(drafts.num_drafts, drafts.curve, drafts.draft_seconds)
 
 
 def _p95(values: Sequence[float | None]) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from ridgeline.clock import Clock
+from ridgeline.observe.guesses import GuessTotals
 from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.steps import StepCounters
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.server.wire import Gauges, RegimeTime, StepCosts
+from ridgeline.server.wire import Gauges, GuessCosts, RegimeTime, StepCosts
 
 MEMORY_PERIOD_S = 1.0  # asking a device for its free memory can cost more than a step
 
@@ -76,4 +77,20 @@ def _costs(pricing: Pricing) -> StepCosts:
             RegimeTime(name, regime.num_steps, regime.measured_s, regime.expected_s)
             for name, regime in totals.regimes.items()
         ),
+        _guesses(totals.guesses),
+    )
+
+
+def _guesses(totals: GuessTotals) -> GuessCosts:
+    return GuessCosts(
+        totals.num_steps,
+        totals.num_rows,
+        totals.num_guesses,
+        totals.num_accepted,
+        totals.num_tokens,
+        totals.drafting_s,
+        totals.measured_s - totals.drafting_s,
+        totals.plain_s,
+        tuple(totals.num_looked),
+        tuple(totals.num_right),
     )

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 import ridgeline
 from ridgeline.observe.histogram import Histogram
 from ridgeline.server.service import Service
-from ridgeline.server.wire import Prices, StepCosts
+from ridgeline.server.wire import GuessCosts, Prices, StepCosts
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 PREFIX = "ridgeline_"
@@ -131,6 +131,7 @@ class ServiceCollector(Collector):
             yield _gauge(f"limit_{name}_per_second", "What the devices could do.", limit)
             yield _gauge(f"achieved_{name}_ratio", "Of it, while steps ran.", share)
         yield from _regimes(costs)
+        yield from _guesses(costs.guesses)
         yield _counter(
             "engine_overdue_steps", "Steps far over their price.", engine.watchdog.num_overdue
         )
@@ -184,6 +185,30 @@ def _regimes(costs: StepCosts) -> Iterator[Metric]:
         family = CounterMetricFamily(PREFIX + name, text, labels=["regime"])
         for regime in costs.regimes:
             family.add_metric([regime.name], float(getattr(regime, attribute)))
+        yield family
+
+
+def _guesses(costs: GuessCosts) -> Iterator[Metric]:
+    """Steps that checked guesses, apart from those that read prompts. The time of such a step is
+    put to drafting and checking by the prices of the two."""
+    yield _counter("guess_steps", "Steps that checked guesses.", costs.num_steps)
+    yield _counter("guess_rows", "Rows of these steps.", costs.num_rows)
+    yield _counter("guess_row_tokens", "Tokens that these rows got.", costs.num_tokens)
+    yield _counter("guesses", "Guesses checked.", costs.num_guesses)
+    yield _counter("guesses_accepted", "Of them right, all before them too.", costs.num_accepted)
+    yield _counter("guess_drafting_seconds", "Time to make them, by price.", costs.drafting_s)
+    yield _counter("guess_checking_seconds", "Time to check them, by price.", costs.checking_s)
+    yield _counter(
+        "guess_plain_seconds", "Price of the same tokens without guesses.", costs.plain_s
+    )
+    for name, text, counts in (
+        ("guesses_reached", "Guesses of which all before were right.", costs.num_looked),
+        ("guesses_right", "Of them right.", costs.num_right),
+    ):
+        family = CounterMetricFamily(PREFIX + name, text, labels=["position"])
+        for position, count in enumerate(counts):
+            if costs.num_looked[position]:
+                family.add_metric([str(position)], float(count))
         yield family
 
 

@@ -29,6 +29,13 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Guesses that the engine made at the answer and checked."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageCost(msgspec.Struct, frozen=True):
     """Measured seconds of the engine's devices, this request's share of each step it was in; the
     operations and bytes are the cost model's. `money` is in whatever the operator's price is in."""
@@ -44,6 +51,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
     cost: UsageCost | UnsetType | None = UNSET
 
 
@@ -149,7 +157,14 @@ def usage_of(
     output = 0 if drop_output else sum(answer.num_output_tokens for answer in live.answers)
     cached = sum(answer.num_cached_tokens for answer in live.answers)
     cost = cost_of(live, price_per_hour) if live.wants_cost else UNSET
-    return Usage(prompt, output, prompt + output, PromptDetails(cached), cost)
+    return Usage(prompt, output, prompt + output, PromptDetails(cached), _guesses(live), cost)
+
+
+def _guesses(live: Live) -> CompletionDetails | UnsetType:
+    """Of all samples; left out where nothing was guessed."""
+    accepted = sum(answer.num_accepted_tokens for answer in live.answers)
+    rejected = sum(answer.num_rejected_tokens for answer in live.answers)
+    return CompletionDetails(accepted, rejected) if accepted + rejected else UNSET
 
 
 def cost_of(live: Live, price_per_hour: float | None) -> UsageCost | None:

@@ -165,6 +165,8 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
     beams: tuple[Beam, ...] = ()
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 class Admitted(msgspec.Struct, tag="admitted", array_like=True, frozen=True):
@@ -188,6 +190,21 @@ class RegimeTime(msgspec.Struct, array_like=True, frozen=True, gc=False):
     expected_s: float
 
 
+class GuessCosts(msgspec.Struct, array_like=True, frozen=True):
+    """Sums over steps that checked guesses, as `observe.guesses.GuessTotals` has them."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_guesses: int = 0
+    num_accepted: int = 0
+    num_tokens: int = 0
+    drafting_s: float = 0.0
+    checking_s: float = 0.0
+    plain_s: float = 0.0
+    num_looked: tuple[int, ...] = ()
+    num_right: tuple[int, ...] = ()
+
+
 class StepCosts(msgspec.Struct, array_like=True, frozen=True):
     """Sums over all steps; all only rise. Seconds, operations, bytes and rows of batches."""
 
@@ -200,6 +217,7 @@ class StepCosts(msgspec.Struct, array_like=True, frozen=True):
     num_rows: int = 0
     num_padded_rows: int = 0
     regimes: tuple[RegimeTime, ...] = ()
+    guesses: GuessCosts = GuessCosts()
 
 
 class Gauges(msgspec.Struct, array_like=True, frozen=True):
@@ -359,6 +377,8 @@ def pack_output(output: RequestOutput) -> Output:
         _pack_logprobs(output.logprobs),
         _pack_logprobs(output.prompt_logprobs),
         tuple(Beam(ids, score, _pack_logprobs(rows)) for ids, score, rows in output.beams),
+        output.num_accepted,
+        output.num_rejected,
     )
 
 
@@ -373,4 +393,6 @@ def unpack_output(output: Output) -> RequestOutput:
         output.num_cached_tokens,
         output.error,
         tuple((b.token_ids, b.score, _unpack_logprobs(b.logprobs)) for b in output.beams),
+        output.num_accepted,
+        output.num_rejected,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ridgeline.cost.pricer import Pricer
+from ridgeline.formats import read_speculate
 from ridgeline.observe.event_log import Aborted, Added, Collected, EngineHeader, EventLog, Planned
+from ridgeline.observe.evidence import engine_drafter
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, SamplingParams
 from ridgeline.simulator.executor import Answer, Speculation
@@ -197,19 +199,34 @@ def _note_outputs(event: Collected, live: dict[str, _Run]) -> None:
 
 
 def _speculation(log: EventLog) -> Speculation | None:
-    """Guesses as good as those of the log; what making them cost is in its own steps alone."""
-    if not log.header.num_drafts:
+    """Guesses as good as those of the log at each position. What making them cost is priced where
+    the log says who did, else it is in its own steps alone."""
+    header = log.header
+    if not header.num_drafts:
         return None
-    guessed = accepted = 0
+    looked, right = [0] * header.num_drafts, [0] * header.num_drafts
     drafts = {e.plan.step_id: e.plan for e in log.events if isinstance(e, Planned)}
     for event in log.events:
         if isinstance(event, Collected) and event.result is not None:
             for entry in drafts[event.step_id].scheduled:
                 got = len(event.result.token_ids.get(entry.request_id, ()))
                 if entry.num_draft and got:
-                    accepted += got - 1
-                    guessed += min(got, entry.num_draft)  # those behind a wrong one were not tried
-    return Speculation.even(log.header.num_drafts, accepted / guessed if guessed else 0.0)
+                    for position in range(min(got, entry.num_draft)):
+                        looked[position] += 1  # those behind a wrong one were not tried
+                        right[position] += position < got - 1
+    asked = read_speculate(header.speculate)
+    return Speculation(
+        header.num_drafts,
+        _chances(looked, right),
+        drafter=engine_drafter(header, read_setup(header.setup)) if asked is not None else None,
+        is_chosen=asked is not None and asked.num_guesses is None,
+    )
+
+
+def _chances(looked: Sequence[int], right: Sequence[int]) -> tuple[float, ...]:
+    """By position; one that was never reached is as good as all others together."""
+    mean = sum(right) / sum(looked) if sum(looked) else 0.0
+    return tuple(r / n if n else mean for n, r in zip(looked, right, strict=True))
 
 
 def _samples(log: EventLog, start: float) -> list[StepSample]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from ridgeline.clock import VirtualClock
+from ridgeline.cost.speculation import Drafter, Target
 from ridgeline.errors import ConfigError
 from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
 
@@ -58,12 +59,16 @@ class Speculation:
     """A draft method with `num_drafts` guesses a step.
 
     `accepted[i]` is the chance that guess i is right when all before it were. `draft_seconds` is
-    the time of making `num_drafts` guesses for the rows of a step, added to the step's own.
+    the time of making `num_drafts` guesses for the rows of a step, added to the step's own;
+    `drafter` is that of the guesses that a step checks. `is_chosen`: a step checks as many as pay,
+    at most `num_drafts`.
     """
 
     num_drafts: int
     accepted: tuple[float, ...]
     draft_seconds: Callable[[StepShape], float] | None = None
+    drafter: Drafter | None = None
+    is_chosen: bool = False
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1 or len(self.accepted) < self.num_drafts:
@@ -159,7 +164,7 @@ class SimulatedExecutor:
     def submit(self, plan: StepPlan) -> SimulatedFuture:
         seconds = self.seconds(plan.shape)
         if self.speculation is not None:
-            seconds += self._guess(plan, self.speculation)
+            seconds += self._guess(plan, self.speculation) + self._more_logits(plan, seconds)
         start = max(self.clock.now(), self.busy_until)
         self.busy_until = start + seconds
         span = Span(start, self.busy_until)
@@ -208,23 +213,46 @@ class SimulatedExecutor:
         for new in plan.new:
             counts[new.request_id] = len(new.token_ids) - new.num_prompt_tokens
         tokens: dict[str, tuple[int, ...]] = {}
+        checked: dict[str, tuple[int, int]] = {}
         for entry in plan.scheduled:
             if entry.samples:
                 count = 1 + self._num_accepted(entry, speculation)
+                if entry.num_draft:
+                    checked[entry.request_id] = (entry.num_draft, count - 1)
                 first = counts.get(entry.request_id, 0)
                 answer = self.answers.get(entry.request_id, NOBODY)
                 tokens[entry.request_id] = answer.tokens(first, count)
                 counts[entry.request_id] = first + count
         drafts: Mapping[str, tuple[int, ...]] = dict.fromkeys(tokens, (0,) * speculation.num_drafts)
-        self._drafted[plan.step_id] = StepResult(tokens, dict(drafts))
+        self._drafted[plan.step_id] = StepResult(tokens, dict(drafts), checked=checked)
         rows = tuple((1, e.start) for e in plan.scheduled if e.samples)
+        if speculation.drafter is not None:
+            return _drafting_s(plan, speculation.drafter)
         draft_seconds = speculation.draft_seconds
         return draft_seconds(rows) if draft_seconds is not None and rows else 0.0
+
+    def _more_logits(self, plan: StepPlan, seconds: float) -> float:
+        """Each guess needs a row of logits too."""
+        num_guesses = sum([entry.num_draft for entry in plan.scheduled])
+        if not num_guesses or not isinstance(self.pricer, Target):
+            return 0.0
+        num_logits = num_guesses + len(plan.scheduled)
+        whole_s = self.pricer.seconds_of(self.pricer.totals(plan.shape), num_logits)
+        return max(0.0, whole_s - seconds)
 
     def _num_accepted(self, entry: ScheduledRequest, speculation: Speculation) -> int:
         if not entry.num_draft or self.rng is None:
             return 0
         return speculation.num_accepted(entry.num_draft, self.rng)
+
+
+def _drafting_s(plan: StepPlan, drafter: Drafter) -> float:
+    """Of the guesses that this step checks."""
+    rows = [entry for entry in plan.scheduled if entry.num_draft]
+    if not rows:
+        return 0.0
+    context = sum([entry.start for entry in rows]) // len(rows)
+    return drafter.seconds(len(rows), context, max([entry.num_draft for entry in rows]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ launches and results at the recorded readings of the clock; its decisions must b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline import registry
@@ -25,7 +25,7 @@ from ridgeline.observe.event_log import (
 from ridgeline.observe.evidence import observatory
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import read_setup
-from ridgeline.request import FinishReason, RequestOutput
+from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies import POLICIES, make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
@@ -109,7 +109,8 @@ class _Player:
             {e.step_id: e for e in log.events if isinstance(e, Collected)},
             {e.step_id: e.now for e in log.events if isinstance(e, Submitted)},
         )
-        scheduler, journals = _scheduler(log.header)
+        self.guesses = _TapedGuesses() if log.header.speculate != "off" else None
+        scheduler, journals = _scheduler(log.header, self.guesses)
         self.engine = Engine(scheduler, self.tape, self.clock, log.header.max_in_flight)
         self.engine.journals += journals
         self.decisions: list[Decision] = []
@@ -124,6 +125,8 @@ class _Player:
             elif isinstance(event, Aborted):
                 self.engine.abort(event.request_id)
             elif isinstance(event, Planned):
+                if self.guesses is not None:
+                    self.guesses.rewind(event.plan)
                 self._plan(recorded[len(self.decisions)])
             else:
                 self._collect(event)
@@ -186,7 +189,32 @@ class _Recorded:
         return self.collected.result
 
 
-def _scheduler(header: EngineHeader) -> tuple[Scheduler, list[Journal]]:
+class _TapedGuesses:
+    """As many guesses as were checked then: their number followed from times that were measured."""
+
+    def __init__(self) -> None:
+        self._of_rows: dict[str, int] = {}
+
+    def rewind(self, plan: StepPlan) -> None:
+        """This plan is the next."""
+        self._of_rows = {entry.request_id: entry.num_draft for entry in plan.scheduled}
+
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        return max(self._of_rows.values(), default=0)
+
+    def limit(self, request: Request, k: int) -> int:
+        return min(k, self._of_rows.get(request.request_id, 0))
+
+    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+        """Nothing is to be learned."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing was remembered."""
+
+
+def _scheduler(
+    header: EngineHeader, guesses: _TapedGuesses | None
+) -> tuple[Scheduler, list[Journal]]:
     """As it was built then, with the journals from which its policy learned step times."""
     blocks = BlockManager(
         header.num_blocks, header.block_size, header.windows, header.prefix_caching
@@ -204,6 +232,7 @@ def _scheduler(header: EngineHeader) -> tuple[Scheduler, list[Journal]]:
         header.max_num_batched_tokens,
         header.max_num_seqs,
         num_drafts=header.num_drafts,
+        guesses=guesses,
         max_bypasses=header.max_bypasses,
         max_preemptions=header.max_preemptions,
         max_num_mixed_tokens=header.max_num_mixed_tokens,

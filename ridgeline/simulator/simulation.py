@@ -17,23 +17,27 @@ from typing import Protocol
 
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import Setup
+from ridgeline.cost.speculation import Free, GuessPrices, Target
 from ridgeline.errors import ConfigError
+from ridgeline.formats import DRAFT_METHODS
 from ridgeline.request import Request, SamplingParams
 from ridgeline.router.views import RequestView
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.simulator.executor import Answer, SimulatedExecutor
+from ridgeline.simulator.executor import Answer, SimulatedExecutor, Speculation
 from ridgeline.simulator.macro import Leap, LeapingEngine
 from ridgeline.simulator.options import Machine, Options, limits_of, machine_of, without_paging
 from ridgeline.simulator.replica import Job, Replica
 from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary, summarize
 from ridgeline.simulator.workload import FRESH_TOKEN, Arrival
-from ridgeline.step import Journal
+from ridgeline.step import Journal, StepPricer
 
 __all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
 
+MAX_CHECKED_TOKENS = 512  # of a step, as the engine has it on a GPU
 JournalOf = Callable[[int, Scheduler], Journal]  # of a replica, by its number
 
 
@@ -245,6 +249,7 @@ class Simulation:
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
             num_drafts=speculation.num_drafts if speculation is not None else 0,
+            guesses=_chooser(speculation, machine.pricer),
             chunked_prefill=options.chunked_prefill,
             max_num_mixed_tokens=options.max_num_mixed_tokens if options.chunked_prefill else None,
         )
@@ -262,3 +267,17 @@ class Simulation:
         if journal_of is not None:
             engine.journals.append(journal_of(number, scheduler))
         return Replica(number, engine, self._jobs, is_static=options.static_batching)
+
+
+def _chooser(speculation: Speculation | None, pricer: StepPricer) -> GuessChooser | None:
+    """As the engine has it, but that nothing is measured: steps take their price."""
+    if speculation is None or not speculation.is_chosen:
+        return None
+    if not isinstance(pricer, Target):
+        raise ConfigError("as many guesses as pay: that needs a machine with prices of its steps")
+    return GuessChooser(
+        GuessPrices(pricer, speculation.drafter or Free()),
+        acceptance=DRAFT_METHODS["draft"].acceptance,
+        max_guesses=speculation.num_drafts,
+        max_checked_tokens=MAX_CHECKED_TOKENS,
+    )

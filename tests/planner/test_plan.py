@@ -226,7 +226,7 @@ def test_what_is_not_served_says_why() -> None:
         is_served = plain and hardware.device.name == "h100-sxm"
         assert (hardware.why_not_served == "") is is_served
     drafting = Hardware(asked.offers[0], num_drafts=2)
-    assert drafting.why_not_served == "speculative decoding"
+    assert drafting.why_not_served == "a draft head of one layer, which nobody has trained"
 
 
 def test_layouts_divide_the_model() -> None:

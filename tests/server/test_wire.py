@@ -53,7 +53,7 @@ def test_every_field_of_an_output_crosses() -> None:
     entry = TokenLogprobs(3, -0.5, 1, ((3, -0.5), (4, -1.5)))
     output = RequestOutput(
         "a", (1, 2), FinishReason.ERROR, (entry,), (entry, entry), 16, "why",
-        (((1, 2), -3.0, (entry,)),),
+        (((1, 2), -3.0, (entry,)),), 3, 4,
     )  # fmt: skip
     payload = msgspec.msgpack.encode(pack_output(output))
     assert unpack_output(msgspec.msgpack.decode(payload, type=Output)) == output

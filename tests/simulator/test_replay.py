@@ -21,7 +21,7 @@ from ridgeline.observe.event_log import (
     header_of,
     read_event_log,
 )
-from ridgeline.observe.evidence import observatory
+from ridgeline.observe.evidence import evidence_of, observatory
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import Request, SamplingParams
@@ -31,11 +31,12 @@ from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.simulator.comparison import Comparison, simulate
-from ridgeline.simulator.executor import Answer, SimulatedExecutor
+from ridgeline.simulator.executor import Answer, SimulatedExecutor, Speculation
 from ridgeline.simulator.macro import LeapingEngine
 from ridgeline.simulator.replay import decision_log, recorded_decisions, replay
 from ridgeline.simulator.report import RequestTimeline
-from ridgeline.simulator.simulation import Simulation, SimulationReport
+from ridgeline.simulator.simulation import Machine, Options, Simulation, SimulationReport
+from ridgeline.simulator.workload import all_at_once
 from ridgeline.step import StepPricer, StepShape
 from tests.observe.priced import CONFIG, small_setup
 from tests.simulated_world import World as CheckedWorld
@@ -131,6 +132,50 @@ def test_leaps_write_the_log_of_single_steps(seed: int, tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes()
     outcome = replay(log)
     assert outcome.is_equal, f"{outcome.stopped} {outcome.first_difference}"
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_guesses_that_were_chosen_are_those_of_the_log(max_in_flight: int, tmp_path: Path) -> None:
+    """How many pay follows from what was right and from times, so a replay takes it from the log;
+    a comparison chooses anew, with the acceptance of the log at each position."""
+    lines: list[str] = []
+    setup = setup_record(small_setup(), CONFIG)
+
+    def journal_of(number: int, scheduler: Scheduler) -> Recorder:
+        header = header_of(
+            scheduler,
+            policy="fcfs",
+            max_in_flight=max_in_flight,
+            setup=setup,
+            speculate="early:1",
+        )
+        return Recorder(lines.append, header, b"key")
+
+    simulation = Simulation(
+        Machine(Pricer(small_setup()), 900, (24,)),
+        all_at_once([(20 + 7 * i, 40 + i) for i in range(6)]),
+        Options(
+            max_num_seqs=4,
+            max_in_flight=max_in_flight,
+            speculation=Speculation(8, (0.8, 0.7, 0.5, 0.5, 0.4, 0.4, 0.4, 0.4), is_chosen=True),
+        ),
+        rng=random.Random(2),
+        journal_of=journal_of,
+    )
+    simulation.run()
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(lines), encoding="utf-8")
+    log = read_event_log(path)
+    plans = [event.plan for event in log.events if isinstance(event, Planned)]
+    chosen = {max([e.num_draft for e in plan.scheduled], default=0) for plan in plans}
+    assert len(chosen) > 2, chosen
+    outcome = replay(log)
+    assert outcome.is_equal, f"{outcome.stopped} {outcome.first_difference}"
+    foreseen = simulate(log, rng=random.Random(3))
+    assert all(r.finished_s is not None for r in foreseen.predicted.requests)
+    report = evidence_of(log).totals.guesses
+    assert report.num_accepted > 0
+    assert report.drafting_s > 0
 
 
 @pytest.mark.parametrize("seed", range(12))

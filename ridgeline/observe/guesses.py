@@ -1,0 +1,149 @@
+"""What did guessing tokens bring? How many were right, at which positions, what making and checking
+them took, and how much longer the same tokens would have taken without.
+
+Counted are steps that check guesses and read no prompts. Their measured time is shared between
+drafting and checking by the prices of the two; what they would have taken without guesses is the
+price of as many plain decode steps as their tokens needed, times what such steps were measured to
+take over their price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ridgeline.formats import MAX_GUESSES
+from ridgeline.step import ScheduledRequest, StepPlan, StepResult
+
+ENOUGH_STEPS = 4  # without guesses, to say what such steps take over their price
+
+
+@dataclass(slots=True)
+class GuessTotals:
+    """Sums over steps that checked guesses; all only rise. `num_rows`: rows of these steps, each
+    time. `num_looked`, `num_right`: by position, guesses that were reached, and right ones.
+    `drafting_s` is part of `measured_s`. `plain_s`: the price of the same tokens without guesses.
+    """
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_guesses: int = 0
+    num_accepted: int = 0
+    num_tokens: int = 0
+    measured_s: float = 0.0
+    expected_s: float = 0.0
+    drafting_s: float = 0.0
+    plain_s: float = 0.0
+    num_looked: list[int] = field(default_factory=lambda: [0] * MAX_GUESSES)
+    num_right: list[int] = field(default_factory=lambda: [0] * MAX_GUESSES)
+
+    def since(self, start: GuessTotals) -> GuessTotals:
+        """What came after the snapshot `start`."""
+        return GuessTotals(
+            self.num_steps - start.num_steps,
+            self.num_rows - start.num_rows,
+            self.num_guesses - start.num_guesses,
+            self.num_accepted - start.num_accepted,
+            self.num_tokens - start.num_tokens,
+            self.measured_s - start.measured_s,
+            self.expected_s - start.expected_s,
+            self.drafting_s - start.drafting_s,
+            self.plain_s - start.plain_s,
+            [a - b for a, b in zip(self.num_looked, start.num_looked, strict=True)],
+            [a - b for a, b in zip(self.num_right, start.num_right, strict=True)],
+        )
+
+    def count_step(self, seconds: float, expected_s: float, drafting_s: float) -> None:
+        """A step has run; of its price, `drafting_s` was for making the guesses."""
+        self.num_steps += 1
+        self.measured_s += seconds
+        self.expected_s += expected_s
+        if expected_s > 0:
+            self.drafting_s += seconds * drafting_s / expected_s
+
+    def count_result(self, plan: StepPlan, result: StepResult, plain_s: float) -> None:
+        """A step was taken in; without guesses it would have cost `plain_s`, and given one token
+        to each row."""
+        num_rows = num_tokens = 0
+        for entry in plan.scheduled:
+            got = len(result.token_ids.get(entry.request_id, ()))
+            if got:
+                num_rows += 1
+                num_tokens += got
+                self._count_row(entry, got)
+        self.num_rows += num_rows
+        self.num_tokens += num_tokens
+        if num_rows:
+            self.plain_s += plain_s * num_tokens / num_rows
+
+    def _count_row(self, entry: ScheduledRequest, got: int) -> None:
+        self.num_guesses += entry.num_draft
+        self.num_accepted += got - 1
+        for position in range(min(got, entry.num_draft, MAX_GUESSES)):
+            self.num_looked[position] += 1
+            self.num_right[position] += position < got - 1
+
+
+@dataclass(frozen=True, slots=True)
+class GuessReport:
+    """`accepted_length`: tokens that a row of a step with guesses gives, its own one included.
+    `by_position`: how often a guess that is reached is right. `drafting_share` and
+    `checking_share` are of the time of these steps, by price. `gain`: tokens per second over those
+    of steps without guesses; `is_measured` says that such steps have run here, else the error of
+    their price is taken to be that of the others."""
+
+    num_steps: int
+    num_guesses: int
+    num_accepted: int
+    accepted_length: float
+    acceptance: float
+    by_position: tuple[float, ...]
+    drafting_s: float
+    checking_s: float
+    drafting_share: float
+    checking_share: float
+    gain: float
+    is_measured: bool
+
+    def words(self) -> str:
+        """All of it in a line."""
+        positions = " ".join(f"{share:.2f}" for share in self.by_position)
+        known = "measured" if self.is_measured else "expected"
+        return (
+            f"{self.num_steps} steps with guesses: {self.accepted_length:.2f} tokens a row, "
+            f"{self.acceptance:.1%} of the guesses right ({positions} by position), by price "
+            f"{self.drafting_share:.0%} of their time to draft and {self.checking_share:.0%} to "
+            f"check; {self.gain:.2f}x of {known} speed without"
+        )
+
+
+def guess_report(
+    totals: GuessTotals, num_plain: int, plain_measured_s: float, plain_expected_s: float
+) -> GuessReport | None:
+    """None when nothing was guessed. `num_plain` steps without guesses or prompts took
+    `plain_measured_s` and should have taken `plain_expected_s`."""
+    if not totals.num_steps or not totals.num_guesses:
+        return None
+    is_measured = num_plain >= ENOUGH_STEPS and plain_expected_s > 0
+    ratio = _ratio(totals.measured_s, totals.expected_s)
+    if is_measured:
+        ratio = plain_measured_s / plain_expected_s
+    share = _ratio(totals.drafting_s, totals.measured_s)
+    looked = [num for num in totals.num_looked if num]
+    return GuessReport(
+        totals.num_steps,
+        totals.num_guesses,
+        totals.num_accepted,
+        _ratio(totals.num_tokens, totals.num_rows),
+        _ratio(sum(totals.num_right), sum(totals.num_looked)),
+        tuple(right / num for num, right in zip(looked, totals.num_right, strict=False)),
+        totals.drafting_s,
+        totals.measured_s - totals.drafting_s,
+        share,
+        1 - share,
+        _ratio(totals.plain_s * ratio, totals.measured_s),
+        is_measured,
+    )
+
+
+def _ratio(amount: float, whole: float) -> float:
+    return amount / whole if whole > 0 else 0.0
