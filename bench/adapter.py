@@ -43,7 +43,7 @@ class RidgelineEngine:
         added: list[Request] = []
         try:
             for request in requests:
-                added.append(self._request(request, start))
+                added.append(self.request(request, start))
                 self.llm.engine.add(added[-1])
             return self._steps(start)
         except BaseException:
@@ -51,7 +51,8 @@ class RidgelineEngine:
                 self.llm.engine.abort(request.request_id)
             raise
 
-    def _request(self, asked: Any, start: float) -> Request:
+    def request(self, asked: Any, start: float) -> Request:
+        """For the engine, as submitted at `start`."""
         llm = self.llm
         ids = check_prompt(asked.prompt, llm.spec.vocab_size)
         sampling = resolve_sampling(

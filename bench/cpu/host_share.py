@@ -49,7 +49,7 @@ def measure(engine: RidgelineEngine, prompts: list[list[int]]) -> dict[str, floa
     inner = engine.llm.engine
     with timed_replays() as replays:
         for prompt in prompts:
-            inner.add(engine._request(Asked(prompt, NEW), time.monotonic()))
+            inner.add(engine.request(Asked(prompt, NEW), time.monotonic()))
         seen = 0
         while seen < len(prompts):
             seen += sum(len(output.new_token_ids) for output in inner.step())

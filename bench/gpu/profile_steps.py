@@ -154,7 +154,7 @@ def measure(engine: RidgelineEngine, batch: int, context: int, num_steps: int) -
     for _ in range(batch):
         prompt = [rng.randrange(vocab) for _ in range(before)]
         asked = SimpleNamespace(prompt=prompt, max_tokens=length - before, temperature=0.0)
-        steps.add(engine._request(asked, 0.0))
+        steps.add(engine.request(asked, 0.0))
     while min(r.num_computed_tokens for r in steps.scheduler.requests.values()) < before:
         steps.step()
     for _ in range(max(WARM_STEPS, context - num_steps - before)):

@@ -1,0 +1,72 @@
+"""What became of the guesses of an engine's steps?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ridgeline.request import Request, RequestOutput
+from ridgeline.step import StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class Counts:
+    """A journal of an engine: what became of the guesses of rows that decode."""
+
+    steps: int = 0
+    tokens: int = 0
+    guesses: int = 0  # that steps were planned with
+    tried: list[int] = field(default_factory=list)  # by position: all before it were right
+    right: list[int] = field(default_factory=list)
+
+    def on_add(self, request: Request, now: float, fault: object) -> None: ...
+
+    def on_abort(self, request_id: str, now: float) -> None: ...
+
+    def on_plan(self, plan: StepPlan, now: float) -> None: ...
+
+    def on_submitted(self, plan: StepPlan, now: float) -> None: ...
+
+    def on_collect(
+        self,
+        plan: StepPlan,
+        result: StepResult | None,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        now: float,
+    ) -> None:
+        if result is None:
+            return
+        for row in plan.scheduled:
+            ids = result.token_ids.get(row.request_id, ())
+            if not ids or not row.samples or row.num_tokens - row.num_draft != 1:
+                continue
+            self.steps += 1
+            self.tokens += len(ids)
+            self.guesses += row.num_draft
+            if row.num_draft:
+                there, right = result.checked.get(row.request_id, (row.num_draft, len(ids) - 1))
+                self._count(there, right)
+
+    def _count(self, there: int, right: int) -> None:
+        while len(self.tried) < there:
+            self.tried.append(0)
+            self.right.append(0)
+        for place in range(min(there, right + 1)):
+            self.tried[place] += 1
+            self.right[place] += place < right
+
+    def figures(self) -> dict[str, Any]:
+        """What is known of the steps since the start."""
+        pairs = list(zip(self.right, self.tried, strict=True))
+        return {
+            "tokens_per_step": self.tokens / self.steps if self.steps else None,
+            "guesses_per_step": self.guesses / self.steps if self.steps else None,
+            "by_position": [right / tried if tried else None for right, tried in pairs],
+            "tried": list(self.tried),
+        }
+
+    def restart(self) -> None:
+        self.steps = self.tokens = self.guesses = 0
+        self.tried, self.right = [], []
