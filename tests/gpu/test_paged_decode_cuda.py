@@ -55,6 +55,17 @@ def test_heads(kv_heads: int, group: int, head_dim: int) -> None:
     check_case(ragged(30, kv_heads + group), in_16, CUDA, config=RANGES)
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("group", "new"), [(1, 8), (2, 3), (4, 2), (4, 5), (4, 8), (16, 2)])
+def test_several_new_tokens(group: int, new: int, head_dim: int, kv: str) -> None:
+    shape = Shape(kv_heads=8, group=group, head_dim=head_dim, new=new, kv=kv)
+    lengths = [0, *(length + new for length in (0, 1, *LENGTHS))]
+    for window in (None, 40):
+        check_case(lengths, replace(shape, window=window), CUDA)
+    check_case([191], replace(shape, norms=False, dtype=torch.float16), CUDA)
+
+
 @pytest.mark.parametrize("kv_heads", [3, 5, 12])
 def test_heads_in_odd_numbers(kv_heads: int) -> None:
     for config in (None, RANGES):
