@@ -19,6 +19,9 @@ from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "check", "prefill", "mixed")
 
+SAME_CONTEXT = 32  # tokens: reading so many more is a small part of any step
+MAX_CHECKS = 1024  # prices that are remembered
+
 
 @record
 class StepPrice:
@@ -127,6 +130,15 @@ class _InFlight:
     checks: bool = False  # guesses, and reads no prompts
 
 
+@record
+class _CheckPrice:
+    """`plain_s`: of one token for each of the rows instead."""
+
+    price: StepPrice
+    drafting_s: float
+    plain_s: float
+
+
 class Pricing:
     """Prices every step as it is planned and measures it when it is over; one of the engine's
     journals. `graph_sizes` are the batch sizes that captured graphs exist for, if any;
@@ -147,6 +159,7 @@ class Pricing:
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
         self._draft_price = draft_price
+        self._checks: dict[tuple[tuple[int, int], ...], _CheckPrice] = {}
         self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
         self._in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
@@ -186,6 +199,9 @@ class Pricing:
     def _priced(self, plan: StepPlan, now: float) -> _InFlight:
         rows = plan.scheduled
         num_logits = sum([entry.num_draft + 1 for entry in rows if entry.samples])
+        has_guesses = any(entry.num_draft for entry in rows)
+        if has_guesses and num_logits == sum([entry.num_tokens for entry in rows]):
+            return self._priced_check(plan, num_logits, now)
         price = self._price(plan.shape, num_logits)
         prompts = tuple([entry for entry in rows if entry.num_tokens > 1 and _is_prompt(entry)])
         guesses = [entry.num_draft for entry in rows if entry.num_draft]
@@ -194,13 +210,43 @@ class Pricing:
             context = sum([entry.start for entry in rows]) // len(rows)
             drafting_s = self._draft_price(len(guesses), context, max(guesses))
             price = replace(price, expected_s=price.expected_s + drafting_s)
-        checks = bool(guesses) and not prompts
-        if checks:
-            self._plain_s[plan.step_id] = self._plain_price(rows)
         alone_s = 0.0 if prompts else price.expected_s
         if prompts and len(prompts) < len(rows):
             alone_s = self._without_prompts(rows, len(rows) - len(prompts))
-        return _InFlight(plan, num_logits, now, price, prompts, alone_s, drafting_s, checks)
+        return _InFlight(plan, num_logits, now, price, prompts, alone_s, drafting_s, False)
+
+    def _priced_check(self, plan: StepPlan, num_logits: int, now: float) -> _InFlight:
+        """Of a step in which each row computes its newest token and guesses. One costs what the
+        last one of these sizes did, as long as no context has grown much."""
+        rows = plan.scheduled
+        key = tuple([(entry.num_tokens, entry.start // SAME_CONTEXT) for entry in rows])
+        found = self._checks.get(key)
+        if found is None:
+            if len(self._checks) >= MAX_CHECKS:
+                self._checks.clear()
+            found = self._checks[key] = self._check_price(plan, num_logits)
+        self._plain_s[plan.step_id] = found.plain_s
+        return _InFlight(
+            plan,
+            num_logits,
+            now,
+            found.price,
+            (),
+            found.price.expected_s,
+            found.drafting_s,
+            True,
+        )
+
+    def _check_price(self, plan: StepPlan, num_logits: int) -> _CheckPrice:
+        rows = plan.scheduled
+        price = self._price(plan.shape, num_logits)
+        drafting_s = 0.0
+        if self._draft_price is not None:
+            guesses = [entry.num_draft for entry in rows if entry.num_draft]
+            context = sum([entry.start for entry in rows]) // len(rows)
+            drafting_s = self._draft_price(len(guesses), context, max(guesses))
+            price = replace(price, expected_s=price.expected_s + drafting_s)
+        return _CheckPrice(price, drafting_s, self._plain_price(rows))
 
     def _plain_price(self, rows: Sequence[ScheduledRequest]) -> float:
         """Of one token for each of these rows."""
