@@ -240,9 +240,12 @@ def add_tasks(to: argparse.ArgumentParser) -> None:
 
 
 def add_batches(to: argparse.ArgumentParser) -> None:
-    to.set_defaults(rows=batches, load_format="random")
-    to.add_argument("--model", required=True, help="a folder with a config.json")
+    to.set_defaults(rows=batches)
+    to.add_argument("--model", required=True, help="a folder; a config.json is enough")
     to.add_argument("--rates", type=words, default=words("0.4,0.6,0.8"))
+    to.add_argument("--speculate", help="EngineConfig.speculate instead of one engine a rate")
+    to.add_argument("--task", help="ask for problems of this task, not for random tokens")
+    to.add_argument("--load-format", default="random", choices=("random", "auto"))
     to.add_argument("--guesses", type=words, default=words("0,1,2,3,4,6,8,auto"))
     to.add_argument("--batches", type=numbers, default=numbers("1,2,4,8,16,32,64,128,256"))
     to.add_argument("--prompt-len", type=int, default=128)

@@ -1,9 +1,11 @@
 """Is an engine that speculates ever slower than one that does not, whatever the batch?
 
-Random weights, and guesses that are right so often by a coin. One engine for each rate, beside one
-that does not speculate ("off"); the number of guesses is pinned from outside, and "auto" leaves it
-to the engine, which learns from the pinned runs too and is asked before them in each round. Tokens
-a second are those of the window in which all requests decode.
+Random weights, and guesses that are right so often by a coin: one engine for each rate, beside one
+that does not speculate ("off"). Or a model with its draft, asked for held-out problems of a task
+(`--speculate`, `--task`). The number of guesses is pinned from outside, and "auto" leaves it to the
+engine, which learns from the pinned runs too and is asked before them in each round. Tokens a
+second are those of the window in which all requests decode; few requests give longer answers, as
+few steps are given by luck.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import torch
 from bench.adapter import RidgelineEngine
 from bench.guess_counts import Counts
 from ridgeline import LLM
+from ridgeline.evaluation.tasks import problems
 from ridgeline.request import Request
 from ridgeline.scheduler.guessing import GuessChooser
 
 Row = dict[str, Any]
 OFF, AUTO = "off", "auto"
+FEW = 8  # requests
 FIRST_TOKEN_ID = 3  # of random prompts; those before it may end an answer
 
 
@@ -77,11 +81,9 @@ def pinned(llm: LLM, guesses: str) -> Iterator[None]:
 
 def window(engine: RidgelineEngine, random: Random, args: argparse.Namespace, batch: int) -> float:
     """Tokens a second from the step by which each request has one to that by which one ends."""
-    draw, vocab = random.randrange, engine.llm.spec.vocab_size
-    prompts = [
-        Prompt([draw(FIRST_TOKEN_ID, vocab) for _ in range(args.prompt_len)], args.output_len)
-        for _ in range(batch)
-    ]
+    # What comes behind the end of an answer to a problem is no text that anybody asks for.
+    length = args.output_len * (1 if args.task else max(1, FEW // batch))
+    prompts = [Prompt(ids, length) for ids in prompts_of(engine.llm, random, args, batch)]
     had: dict[str, int] = {}
     begin: tuple[float, int] | None = None
     end: tuple[float, int] | None = None
@@ -94,18 +96,32 @@ def window(engine: RidgelineEngine, random: Random, args: argparse.Namespace, ba
         now, total = time.monotonic(), sum(had.values())
         if begin is None and len(had) == batch:
             begin = now, total
-        if end is None and max(had.values(), default=0) >= args.output_len:
+        if end is None and max(had.values(), default=0) >= length:
             end = now, total
     if begin is None or end is None or end[0] <= begin[0]:
         raise SystemExit(f"batch {batch}: no window in which all decode; ask for longer answers")
     return (end[1] - begin[1]) / (end[0] - begin[0])
 
 
+def prompts_of(
+    llm: LLM, random: Random, args: argparse.Namespace, batch: int
+) -> Iterator[list[int]]:
+    """Random tokens, or problems that nobody was asked before."""
+    vocab = llm.spec.vocab_size
+    asked = iter(problems(args.task, batch, random.randrange(1 << 30)) if args.task else ())
+    for _ in range(batch):
+        if args.task:
+            messages = [{"role": m.role, "content": m.content} for m in next(asked).messages]
+            yield llm.encode_chat(messages)
+        else:
+            yield [random.randrange(FIRST_TOKEN_ID, vocab) for _ in range(args.prompt_len)]
+
+
 def batches(args: argparse.Namespace) -> Iterator[Row]:
     random = Random(args.seed)
     with engine_of(args, OFF) as plain:
-        for rate in args.rates:
-            with engine_of(args, f"synthetic:{rate}") as guessing:
+        for rate in ("",) if args.speculate else args.rates:
+            with engine_of(args, args.speculate or f"synthetic:{rate}") as guessing:
                 counts = Counts()
                 guessing.llm.engine.journals.append(counts)
                 for batch in args.batches:
@@ -137,7 +153,8 @@ def rows_of_batch(
     base = statistics.median(found[OFF])
     for name in (OFF, *args.guesses):
         speed = statistics.median(found[name])
-        row = {"batch": batch, "acceptance": float(rate), "guesses": name, "tokens_per_s": speed}
+        row = {"batch": batch, "guesses": name, "tokens_per_s": speed}
+        row["speculate"] = args.speculate or f"synthetic:{rate}"
         yield row | {"times_off": speed / base, "rounds": found[name]} | about[name]
 
 
