@@ -7,6 +7,7 @@ must be one that rounding explains.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -73,22 +74,27 @@ class Counted:
         self.scheduler.guesses = self.inner
 
 
+def same_or_tied(plain: GenerationResult, result: GenerationResult) -> bool:
+    """True where they part, at two logits that are nearly equal."""
+    ours, theirs = result.token_ids, plain.token_ids
+    if ours == theirs:
+        assert result.finish_reason == plain.finish_reason
+        return False
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    logprobs = plain.outputs[0].logprobs
+    assert logprobs is not None
+    (_, best), (_, second) = logprobs[at].top[:2]
+    assert best - second < NEAR, (plain.prompt_token_ids, at)
+    return True
+
+
 def check_greedy(speculate: str, num: int, max_tokens: int) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    llm, ties = load(speculate), 0
+    llm = load(speculate)
     with Counted(llm) as counted:
         results = llm.generate(prompts(num), sampling, progress=False)
-    for plain, result in zip(plain_answers(num, max_tokens), results, strict=True):
-        if result.token_ids == plain.token_ids:
-            assert result.finish_reason == plain.finish_reason
-            continue
-        ours, theirs = result.token_ids, plain.token_ids
-        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-        logprobs = plain.outputs[0].logprobs
-        assert logprobs is not None
-        (_, best), (_, second) = logprobs[at].top[:2]
-        assert best - second < NEAR, (plain.prompt_token_ids, at)
-        ties += 1
+    pairs = zip(plain_answers(num, max_tokens), results, strict=True)
+    ties = sum(same_or_tied(plain, result) for plain, result in pairs)
     print(f"{speculate}: {num} prompts, {ties} near ties, of {counted.num_checked} guesses "
           f"{counted.num_right} right")  # fmt: skip
     assert ties <= max(1, num // 100)
@@ -105,6 +111,27 @@ def test_greedy_answers_are_the_same(speculate: str) -> None:
 @pytest.mark.parametrize("speculate", METHODS)
 def test_a_thousand_greedy_answers_are_the_same(speculate: str) -> None:
     check_greedy(speculate, 1000, 48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["babyllama-char105", "babyllama-char105-partner"])
+def test_the_pair_says_the_same_to_a_thousand_beginnings(shared: Path, name: str) -> None:
+    (other,) = {"babyllama-char105", "babyllama-char105-partner"} - {name}
+    packed = shared / "data" / "tinystories-sample" / "tinystories_sample.txt.gz"
+    sentences = gzip.decompress(packed.read_bytes()).decode().replace("\n", " ").split(". ")
+    texts = [" ".join(sentence.split()[:6]) for sentence in sentences if len(sentence) > 30][:1000]
+    assert len(texts) == 1000
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True)
+    answers = []
+    for speculate in ("off", f"draft:{shared / 'models' / other}:4"):
+        with LLM(
+            str(shared / "models" / name), device=TEST_DEVICE, dtype="float32", num_blocks=2000,
+            speculate=speculate, max_num_seqs=16, warm_up="off",
+        ) as llm:  # fmt: skip
+            answers.append(llm.generate(texts, sampling, progress=False))
+    ties = sum(same_or_tied(plain, result) for plain, result in zip(*answers, strict=True))
+    print(f"{name}: 1000 prompts, {ties} near ties")
+    assert ties <= 10
 
 
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:demo:draft:3"])

@@ -18,7 +18,7 @@ from ridgeline.engine import Engine
 from ridgeline.executor.guesser import Drafting
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.request import Request
+from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ from ridgeline.speculation.contract import DraftMethod
 from ridgeline.speculation.draft_model import open_draft_model
 from ridgeline.speculation.early_layers import EarlyLayers
 from ridgeline.speculation.suffix import Suffix
-from tests.executor.rig import device, make_executor
+from tests.executor.rig import device, make_executor, make_scorer
 from tests.executor.test_company import (
     BLOCK_SIZE,
     SEED,
@@ -165,3 +165,35 @@ def test_early_layers_write_where_the_check_does(in_flight: int) -> None:
     engine, _, coin = make_engine(captured_decoder(), early, num_blocks=100, in_flight=in_flight)
     assert serve(engine, requests(), random.Random(SEED)) == expected(captured_decoder())
     assert coin.num_checked > 50
+
+
+def test_beams_go_their_way_beside_rows_with_guesses() -> None:
+    """A beam search has no guesses; the requests beside it have."""
+    model = captured_decoder()
+    engine, _, coin = make_engine(model, told, num_blocks=300, in_flight=2)
+    work, rng = list(requests()[:40]), random.Random(SEED)
+    prompts = [requests()[i].prompt_token_ids for i in range(60, 64)]
+    sampling = SamplingParams(temperature=0.0, beam_width=3, n=3, max_tokens=7)
+    got: dict[str, list[int]] = {r.request_id: [] for r in work}
+    beams: dict[str, RequestOutput] = {}
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(f"beam{i}", prompt, sampling, 0.0))
+    while work or not engine.is_idle:
+        if work and rng.random() < 0.5:
+            r = work.pop(0)
+            engine.add(Request(r.request_id, r.prompt_token_ids, r.sampling, 0.0))
+        for output in engine.step():
+            if output.request_id in got:
+                got[output.request_id] += output.new_token_ids
+            elif output.finish_reason is not None:
+                beams[output.request_id] = output
+    assert all(got[name] == expected(model)[name] for name in got)
+    assert coin.num_checked > 10
+    scorer = make_scorer(model)
+    for i, prompt in enumerate(prompts):
+        output = beams[f"beam{i}"]
+        assert len(output.beams) == 3
+        for tokens, score, *_ in output.beams:
+            logits = scorer.logits([*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+            total = sum(logits[at, token].item() for at, token in enumerate(tokens))
+            assert score == pytest.approx(total / len(tokens), abs=1e-3)

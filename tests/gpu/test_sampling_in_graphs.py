@@ -57,7 +57,7 @@ def work(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def tokens(**options: Any) -> list[tuple[int, ...]]:
-    with LLM("demo:chat", **MODEL, **options) as llm:
+    with LLM("demo:chat", speculate="off", **MODEL, **options) as llm:
         prompts, sampling = work(llm.spec.vocab_size)
         results = llm.generate(prompts, sampling, progress=False)
     assert not any(result.error for result in results)
