@@ -38,7 +38,6 @@ from ridgeline.kernels.int4_linear import (
 )
 from ridgeline.kernels.int4_linear_cuda import (
     STREAM,
-    TILES,
     stream_cut,
     stream_defines,
     tiles_cut,
@@ -57,6 +56,7 @@ from ridgeline.kernels.small_linear import (
     small_linear_reference,
 )
 from ridgeline.kernels.tall_linear import fits_tall, tall_linear
+from ridgeline.kernels.tile_linear import SOURCE as TILES
 from ridgeline.kernels.tiles import Place, Tile, bucket, kind_of, write_tiles
 
 Row = dict[str, Any]

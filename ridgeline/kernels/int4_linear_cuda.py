@@ -24,21 +24,18 @@ from ridgeline.kernels.int4_linear_records import COLUMNS, ROWS, Form, Records
 from ridgeline.kernels.small_linear import Beside
 from ridgeline.kernels.stream_linear import ELEMENTS, multiprocessors
 from ridgeline.kernels.tile_linear import (
-    ALIGNMENT,
     BLOCK_BYTES,
     MOST_SHARED_BYTES,
     Cut,
     cut_of,
     defines_of,
-    rows_map,
+    launch_tiles,
     shared_bytes,
-    threads,
-    tile_workspace,
 )
 from ridgeline.kernels.tiles import Tile, bucket
 from ridgeline.kernels.workspace import Workspace
 
-STREAM, TILES, UNPACK = "int4_stream.cu", "tile_linear.cu", "int4_unpack.cu"
+STREAM, UNPACK = "int4_stream.cu", "int4_unpack.cu"
 MAX_STREAMED = 16  # rows
 X_BYTES = 2 * COLUMNS  # of a row of x beside a record
 PAD_BYTES = 16  # between rows of x in shared memory, so that eight of them have banks of their own
@@ -219,13 +216,6 @@ def multiply_tiles(
     bias_N = beside.get("bias_N")
     cut = tiles_cut(tile, rows, records.form, units=multiprocessors(x_MK.device), gated=gated)
     y_MO, residual_MO = _ends(x_MK, cut.width, beside)
-    around = [t for t in (residual_MO, y_MO) if t is not None]
-    aligned = all((t.data_ptr() | t.stride(0) * 2) % ALIGNMENT == 0 for t in around)
-    check(aligned, "rows of y and of what is added to it begin at multiples of 16 bytes")
-    room = workspace or tile_workspace(x_MK.device)
-    if cut.programs != cut.tiles:
-        needed = cut.programs * tile.cluster * tile.block_n * cut.columns
-        room.check_room(needed, cut.tiles * tile.cluster * tile.warps // 4)
     defines = tiles_defines(
         tile,
         cut,
@@ -236,34 +226,18 @@ def multiply_tiles(
         bias=bias_N is not None,
         pdl=pdl,
     )
-    kernel = nvrtc.kernel(TILES, "tile_linear", defines, x_MK.device)
-    nvrtc.allow_shared(kernel, cut.shared_bytes)
-    kernel.launch(
-        (cut.programs * tile.cluster * tile.splits, 1, 1),
-        threads(tile, cut.columns),
-        cut.shared_bytes,
-        [
-            records_map(records, tile, gated=gated),
-            rows_map(x_MK, cut.columns // tile.cluster),
-            y_MO,
-            y_MO if residual_MO is None else residual_MO,
-            y_MO if bias_N is None else bias_N,
-            y_MO,
-            y_MO,
-            room.partial_P,
-            room.arrivals_A,
-            ctypes.c_int32(rows),
-            ctypes.c_int32(cut.width),
-            ctypes.c_int32(cut.x_tiles),
-            ctypes.c_int32(cut.tiles),
-            ctypes.c_int32(cut.steps),
-            ctypes.c_uint64(0 if residual_MO is None else residual_MO.stride(0)),
-            ctypes.c_uint64(y_MO.stride(0)),
-        ],
+    return launch_tiles(
+        records_map(records, tile, gated=gated),
+        x_MK,
+        y_MO,
+        tile=tile,
+        cut=cut,
+        defines=defines,
+        bias_N=bias_N,
+        residual_MO=residual_MO,
+        workspace=workspace,
         pdl=pdl,
-        cluster=tile.cluster * tile.splits,
     )
-    return y_MO
 
 
 def records_map(records: Records, tile: Tile, *, gated: bool) -> nvrtc.TensorMap:

@@ -19,7 +19,7 @@ from ridgeline.kernels.int8_linear import (
 )
 from ridgeline.kernels.int8_rows import int8_rows
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
-from ridgeline.kernels.small_linear import Fusion
+from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.kernels.tile_linear import ALIGNMENT, OUTPUTS
 
 MIDDLE = 128  # the code of 0 in the canonical form: one bit turned, and it is int8
@@ -105,7 +105,7 @@ class GpuInt8:
         return int8_linear(x_TI, matrix, out_MO=out_TO)
 
 
-class WideInt8(GpuInt8):
+class WideInt8(Unfused, GpuInt8):
     """On other GPUs of NVIDIA: rows of x stay as they are, and the weights become numbers of their
     dtype, of a few rows in the kernel of the product."""
 
@@ -125,22 +125,13 @@ class WideInt8(GpuInt8):
     ) -> torch.Tensor:
         return widened_linear(x_TI, int8_of(parameters), bias_N=bias_O)
 
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None
-
     def _product(
         self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor | None
     ) -> torch.Tensor:
         return widened_linear(x_TI, matrix, out_MO=out_TO)
 
 
-class InvariantGpuInt8(GpuInt8):
+class InvariantGpuInt8(Unfused, GpuInt8):
     """Each row of x has one scale, be it the only row: its product has the same bits in any
     company."""
 
@@ -148,15 +139,6 @@ class InvariantGpuInt8(GpuInt8):
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         return invariant_int8_linear(x_TI, int8_of(parameters), bias_N=bias_O)
-
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None
 
     def _product(
         self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor | None

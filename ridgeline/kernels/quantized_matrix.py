@@ -5,7 +5,7 @@ Letters: O outputs, I inputs, B bytes of a row, G groups of a row, R some rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,6 +110,20 @@ def outline(
     codes, scale = same(-(-inputs * bits // 8), torch.uint8), same(groups, scale_dtype)
     zero = same(groups, torch.uint8) if has_zero else None
     return QuantizedMatrix(codes, scale, zero, inputs, bits, group)
+
+
+def joined(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """One below the other; all alike but for the number of outputs."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    zeros = [one.zero for one in matrices if one.zero is not None]
+    return replace(
+        first,
+        codes=torch.cat([one.codes for one in matrices]),
+        scale=torch.cat([one.scale for one in matrices]),
+        zero=torch.cat(zeros) if zeros else None,
+    )
 
 
 def split_bytes(codes: torch.Tensor, bits: int, inputs: int) -> torch.Tensor:

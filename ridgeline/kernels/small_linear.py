@@ -38,6 +38,19 @@ class Fusion:
     of_gated: bool = False
 
 
+class Unfused:
+    """A base, to be named first, of those that do nothing beside the product."""
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: dict[str, torch.Tensor],
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> torch.Tensor | None:
+        return None
+
+
 def fits_small(x_MK: torch.Tensor, weight_NK: torch.Tensor, fusion: Fusion) -> bool:
     """Is one kernel for all of it known to be the fastest here?"""
     if fusion.of_gated or fusion.sum_TI is not None:

@@ -13,6 +13,7 @@ Letters: M rows, K inputs, N rows of W, O outputs: N, or N / 2 if gated.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -113,13 +114,6 @@ def tile_linear(
     y_MO = x_MK.new_empty((rows, cut.width), dtype=kind) if out_MO is None else out_MO
     ends = [t for t in (bias_N, residual_MO) if t is not None]
     check(all(t.dtype == y_MO.dtype for t in ends), "what is added has the dtype of y")
-    beside = [t for t in (residual_MO, y_MO) if t is not None]
-    aligned = all((t.data_ptr() | t.stride(0) * 2) % ALIGNMENT == 0 for t in beside)
-    check(aligned, "rows of y and of what is added to it begin at multiples of 16 bytes")
-    room = workspace or tile_workspace(x_MK.device)
-    if cut.programs != cut.tiles:
-        needed = cut.programs * tile.cluster * tile.block_n * cut.columns
-        room.check_room(needed, cut.tiles * tile.cluster * tile.warps // 4)
     defines = defines_of(
         tile,
         cut,
@@ -131,6 +125,44 @@ def tile_linear(
         bias=bias_N is not None,
         pdl=pdl,
     )
+    return launch_tiles(
+        weight_map(weight_NK, tile, gated=gated),
+        x_MK,
+        y_MO,
+        tile=tile,
+        cut=cut,
+        defines=defines,
+        bias_N=bias_N,
+        residual_MO=residual_MO,
+        scales=scales,
+        workspace=workspace,
+        pdl=pdl,
+    )
+
+
+def launch_tiles(
+    weights: nvrtc.TensorMap,
+    x_MK: torch.Tensor,
+    y_MO: torch.Tensor,
+    *,
+    tile: Tile,
+    cut: Cut,
+    defines: Mapping[str, int | str],
+    bias_N: torch.Tensor | None = None,
+    residual_MO: torch.Tensor | None = None,
+    scales: Scales | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """Writes y, which it returns, by the kernel that is compiled with `defines`, of weights that
+    lie as their map says. What is not given is not read: y stands in its place."""
+    beside = [t for t in (residual_MO, y_MO) if t is not None]
+    aligned = all((t.data_ptr() | t.stride(0) * 2) % ALIGNMENT == 0 for t in beside)
+    check(aligned, "rows of y and of what is added to it begin at multiples of 16 bytes")
+    room = workspace or tile_workspace(x_MK.device)
+    if cut.programs != cut.tiles:
+        needed = cut.programs * tile.cluster * tile.block_n * cut.columns
+        room.check_room(needed, cut.tiles * tile.cluster * tile.warps // 4)
     kernel = nvrtc.kernel(SOURCE, "tile_linear", defines, x_MK.device)
     nvrtc.allow_shared(kernel, cut.shared_bytes)
     kernel.launch(
@@ -138,7 +170,7 @@ def tile_linear(
         threads(tile, cut.columns),
         cut.shared_bytes,
         [
-            weight_map(weight_NK, tile, gated=gated),
+            weights,
             rows_map(x_MK, cut.columns // tile.cluster),
             y_MO,
             y_MO if residual_MO is None else residual_MO,
@@ -147,7 +179,7 @@ def tile_linear(
             y_MO if scales is None else scales.weight_N,
             room.partial_P,
             room.arrivals_A,
-            ctypes.c_int32(rows),
+            ctypes.c_int32(x_MK.shape[0]),
             ctypes.c_int32(cut.width),
             ctypes.c_int32(cut.x_tiles),
             ctypes.c_int32(cut.tiles),

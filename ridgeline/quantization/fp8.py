@@ -24,7 +24,7 @@ from ridgeline.kernels.fp8_linear import (
 from ridgeline.kernels.invariant_linear import invariant_fp8_linear
 from ridgeline.kernels.quantize_rows import E4M3, quantize_rows_reference
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.small_linear import Fusion
+from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.quantization.contract import Parameters
 
 PIECE_NUMBERS = 1 << 22  # of a matrix that are float32 at once while it is rounded
@@ -117,22 +117,13 @@ class Fp8Weights:
         return InvariantFp8Weights()
 
 
-class InvariantFp8Weights(Fp8Weights):
+class InvariantFp8Weights(Unfused, Fp8Weights):
     """One way of multiplying for any number of rows, so a single one is rounded to e4m3 too."""
 
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         return invariant_fp8_linear(x_TI, self.matrix(parameters), bias_N=bias_O)
-
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None
 
     def gates_input(self, x_TI: torch.Tensor, parameters: Parameters) -> bool:
         return False

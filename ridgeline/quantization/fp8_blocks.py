@@ -21,14 +21,14 @@ from ridgeline.kernels.fp8_block_linear import (
 )
 from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.quantize_rows import E4M3, LARGEST, LEAST
-from ridgeline.kernels.small_linear import Fusion
+from ridgeline.kernels.small_linear import Unfused
 from ridgeline.quantization.contract import Parameters
 from ridgeline.quantization.fp8 import check_finite
 
 __all__ = ["BLOCK", "Fp8BlockWeights", "InvariantFp8BlockWeights"]
 
 
-class Fp8BlockWeights:
+class Fp8BlockWeights(Unfused):
     name = "fp8-block"
     bits: int | None = 8
 
@@ -66,15 +66,6 @@ class Fp8BlockWeights:
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         return fp8_block_linear(x_TI, self.matrix(parameters), bias_N=bias_O)
-
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         """In float32."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ridgeline.errors import InternalError
 from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.quantized_matrix import SIZES, QuantizedMatrix, read_sizes, sizes_of
-from ridgeline.kernels.small_linear import Fusion
+from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.quantization.contract import Parameters
 from ridgeline.registry import load
 
@@ -159,7 +159,7 @@ def _opened(where: str) -> Home:
     return opened
 
 
-class PortableHome:
+class PortableHome(Unfused):
     """Codes and scales as they are. They become numbers of the dtype of x before each product:
     smaller, not faster, and x is not rounded."""
 
@@ -195,15 +195,6 @@ class PortableHome:
         self, parameters: Parameters, rows_T: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         return self.matrix(parameters).rows(rows_T).dequantize().to(dtype)
-
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None
 
     def matrix(self, parameters: Parameters) -> QuantizedMatrix:
         _, inputs, bits, group = read_sizes(parameters)

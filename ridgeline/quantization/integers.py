@@ -6,13 +6,12 @@ Letters: T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol, Self
 
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.kernels.small_linear import Fusion
+from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.quantization.contract import Parameters
 from ridgeline.quantization.homes import (
     HOMES,
@@ -23,7 +22,7 @@ from ridgeline.quantization.homes import (
     RoundsWeights,
     mark,
 )
-from ridgeline.quantization.matrix import QuantizedMatrix
+from ridgeline.quantization.matrix import QuantizedMatrix, joined
 
 PIECE_NUMBERS = 1 << 22  # of a matrix that are float32 at once while it is rounded
 
@@ -139,32 +138,9 @@ class IntegerWeights:
         )
 
 
-class InvariantIntegers(IntegerWeights):
+class InvariantIntegers(Unfused, IntegerWeights):
     """The same numbers, and products whose rows have the same bits in any company. Native products
     of integers are exact and their groups are added in one order, so a row does not depend on
     others; elsewhere one way of multiplying for any number of rows."""
 
     homes = Homes(INVARIANT_HOMES)
-
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None
-
-
-def joined(pieces: list[QuantizedMatrix]) -> QuantizedMatrix:
-    """One below the other."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    zero = None
-    if first.zero is not None:
-        zero = torch.cat([piece.zero for piece in pieces if piece.zero is not None])
-    codes = torch.cat([piece.codes for piece in pieces])
-    return replace(
-        first, codes=codes, scale=torch.cat([piece.scale for piece in pieces]), zero=zero
-    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from ridgeline.kernels.quantized_matrix import (
     QuantizedMatrix,
     join_bytes,
+    joined,
     num_groups,
     outline,
     read_sizes,
@@ -16,6 +17,7 @@ from ridgeline.kernels.quantized_matrix import (
 __all__ = [
     "QuantizedMatrix",
     "join_bytes",
+    "joined",
     "num_groups",
     "outline",
     "read_sizes",

@@ -16,7 +16,7 @@ from ridgeline.kernels.cpu.packed_linear import (
     pack,
 )
 from ridgeline.kernels.invariant_linear import invariant_linear
-from ridgeline.kernels.small_linear import Fusion, fits_small, small_linear
+from ridgeline.kernels.small_linear import Fusion, Unfused, fits_small, small_linear
 from ridgeline.kernels.tall_linear import fits_tall, tall_linear
 from ridgeline.quantization.contract import Parameters
 from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed, packed_of
@@ -105,7 +105,7 @@ class PlainWeights:
         return InvariantPlainWeights()
 
 
-class InvariantPlainWeights(PlainWeights):
+class InvariantPlainWeights(Unfused, PlainWeights):
     """One way of multiplying for any number of rows; see `kernels.invariant_linear`."""
 
     def finish(self, parameters: Parameters) -> Parameters:
@@ -121,12 +121,3 @@ class InvariantPlainWeights(PlainWeights):
     ) -> torch.Tensor:
         weight_OI = parameters["weight"][: out_TO.shape[1]]
         return invariant_linear(x_TI, weight_OI, out_MN=out_TO)
-
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None

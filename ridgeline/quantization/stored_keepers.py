@@ -6,19 +6,18 @@ Letters: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
 
 from ridgeline.errors import InternalError
-from ridgeline.kernels.small_linear import Fusion
+from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.quantization.contract import Parameters, WeightFormat
 from ridgeline.quantization.fp8 import Fp8Weights
 from ridgeline.quantization.fp8_blocks import Fp8BlockWeights
 from ridgeline.quantization.homes import Homes
 from ridgeline.quantization.layouts.forms import Blocks8, Ordered, Read, Rows8
-from ridgeline.quantization.matrix import QuantizedMatrix
+from ridgeline.quantization.matrix import QuantizedMatrix, joined
 from ridgeline.quantization.plain import PlainWeights
 
 ORDER = "order"  # of the columns of a matrix, beside what its home keeps
@@ -55,7 +54,7 @@ class CodesKeeper:
         self._homes = homes
 
     def keep(self, matrices: Sequence[Read | torch.Tensor], dtype: torch.dtype) -> Parameters:
-        return self._homes.keep(_joined(_all(matrices, QuantizedMatrix)), dtype)
+        return self._homes.keep(joined(_all(matrices, QuantizedMatrix)), dtype)
 
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
@@ -79,7 +78,7 @@ class CodesKeeper:
         return self._homes.of(parameters).matrix(parameters)
 
 
-class OrderedKeeper:
+class OrderedKeeper(Unfused):
     """Integers whose columns stand group by group: those of x are put in that order first."""
 
     def __init__(self, homes: Homes) -> None:
@@ -94,15 +93,6 @@ class OrderedKeeper:
     ) -> torch.Tensor:
         turned_TI = x_TI.index_select(1, parameters[ORDER])
         return self._codes.linear(turned_TI, parameters, bias_O)
-
-    def fused(
-        self,
-        x_TI: torch.Tensor,
-        parameters: Parameters,
-        bias_O: torch.Tensor | None,
-        fusion: Fusion,
-    ) -> torch.Tensor | None:
-        return None
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         return Ordered(self._codes.matrix(parameters), parameters[ORDER]).dequantize()
@@ -178,17 +168,3 @@ def _all(matrices: Sequence[Read | torch.Tensor], kind: type[Kind]) -> list[Kind
 def _together(codes: Sequence[torch.Tensor]) -> torch.Tensor:
     """Numbers in e4m3, one below the other; as bytes, which every device can join."""
     return torch.cat([one.view(torch.uint8) for one in codes]).view(codes[0].dtype)
-
-
-def _joined(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """One below the other."""
-    first = matrices[0]
-    if len(matrices) == 1:
-        return first
-    zeros = [one.zero for one in matrices if one.zero is not None]
-    return replace(
-        first,
-        codes=torch.cat([one.codes for one in matrices]),
-        scale=torch.cat([one.scale for one in matrices]),
-        zero=torch.cat(zeros) if zeros else None,
-    )

@@ -1,5 +1,5 @@
 // The CUDA kernels for weights of 4 bits, run by a CPU, for a test to call. SOURCE: a kernel's file;
-// STREAM: it is int4_stream.cu. What the copy engine brings arrives when it is waited for; until then
+// RUNS_INT4_STREAM: which one. What the copy engine brings arrives when it is waited for; until then
 // its place holds 0xff.
 
 #define BFLOAT16 (ELEMENT == 0)
@@ -113,7 +113,7 @@ T argument(int i) {
 }
 
 static void kernel() {
-#if STREAM
+#ifdef RUNS_INT4_STREAM
   int4_stream(argument<char*>(0), argument<char*>(1), argument<u16*>(2), argument<u16*>(3),
               argument<u16*>(4), argument<char*>(5), argument<int>(6), argument<int>(7),
               argument<int>(8), argument<int>(9), argument<int>(10), argument<int>(11),

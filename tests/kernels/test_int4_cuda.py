@@ -6,95 +6,35 @@ and the kernel for some rows run on a GPU alone: tests/gpu.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ridgeline.kernels import int4_linear_cuda, nvrtc
+from ridgeline.kernels import int4_linear_cuda
 from ridgeline.kernels.int4_linear_cuda import stream, unpack
 from ridgeline.kernels.int4_linear_records import form_of, pack_records
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.kernels.small_linear import Beside, InputNorm, small_linear_reference
 from ridgeline.kernels.tiles import Tile
+from tests.kernels.emulation import Compiled, Launch, on_cpu
 from tests.kernels.test_int4_linear import matrix_of
 
-COMPILER = shutil.which("g++")
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves"),
-]
-
-HERE = Path(__file__).parent
+pytestmark = on_cpu
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the largest number
 
 
-@dataclass(frozen=True, slots=True)
-class Emulated:
-    """Stands for `nvrtc.Kernel`."""
-
-    library: ctypes.CDLL
-
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        block: int,
-        shared_bytes: int,
-        args: Sequence[Any],
-        *,
-        pdl: bool = False,
-        cluster: int = 1,
-    ) -> None:
-        assert cluster == 1
-        held = [
-            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, torch.Tensor) else arg
-            for arg in args
-        ]
-        places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
-        self.library.launch(places, grid[0], block // 32, shared_bytes)
+def run(library: ctypes.CDLL, launch: Launch) -> None:
+    library.launch(launch.arguments, launch.grid[0], launch.warps, launch.shared_bytes)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Emulated]:
-    folder = tmp_path_factory.mktemp("kernels")
-    known: dict[tuple[Any, ...], Emulated] = {}
-
-    def compile_it(
-        source_file: str, name: str, defines: Mapping[str, int | str], device: torch.device
-    ) -> Emulated:
-        words = (source_file, *sorted({**defines, "DEPENDENT": 0}.items()))
-        if words not in known:
-            source = files("ridgeline.kernels") / "cuda" / source_file
-            library = folder / f"{len(known)}.so"
-            options = [f"-D{key}={value}" for key, value in words[1:]]
-            options += [f"-DSTREAM={int(source_file == int4_linear_cuda.STREAM)}"]
-            subprocess.run(
-                [
-                    str(COMPILER),
-                    *("-std=c++17", "-O1", "-w", "-shared", "-fPIC"),
-                    *options,
-                    f'-DSOURCE="{source}"',
-                    str(HERE / "int4_on_cpu.cpp"),
-                    *("-o", str(library)),
-                ],
-                check=True,
-            )
-            known[words] = Emulated(ctypes.CDLL(str(library)))
-        return known[words]
-
-    return compile_it
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return Compiled(tmp_path_factory.mktemp("kernels"), "int4_on_cpu.cpp", run)
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Callable[..., Emulated]) -> None:
-    monkeypatch.setattr(nvrtc, "kernel", compiled)
-    monkeypatch.setattr(nvrtc, "allow_shared", lambda kernel, num_bytes: None)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:
+    compiled.stand_in(monkeypatch)
     monkeypatch.setattr(int4_linear_cuda, "multiprocessors", lambda device: 3)
 
 

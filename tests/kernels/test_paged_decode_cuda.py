@@ -8,96 +8,41 @@ from __future__ import annotations
 
 import ctypes
 import random
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ridgeline.errors import InternalError
-from ridgeline.kernels import nvrtc
 from ridgeline.kernels.paged_decode_cuda import Config, choose_config, refresh, unsupported
 from tests.kernels.decode_case import NORM_ERROR, DecodeCase, Shape, check_case
+from tests.kernels.emulation import Compiled, Launch, on_cpu
 
 pytest.importorskip("triton")
-COMPILER = shutil.which("g++")
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself"),
-]
+pytestmark = on_cpu
 
 CPU = torch.device("cpu")
-HERE = Path(__file__).parent
 LENGTHS = [1, 2, 0, 15, 16, 17, 48, 100]
 
 
-@dataclass(frozen=True, slots=True)
-class Emulated:
-    """Stands for `nvrtc.Kernel`; programs run in an order of their own."""
-
-    library: ctypes.CDLL
-
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        block: int,
-        shared_bytes: int,
-        args: Sequence[Any],
-        *,
-        pdl: bool = False,
-    ) -> None:
-        held = [
-            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, torch.Tensor) else arg
-            for arg in args
-        ]
-        places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
-        order = list(range(grid[0]))
-        random.Random(grid[0]).shuffle(order)
-        programs = (ctypes.c_int * grid[0])(*order)
-        self.library.launch(places, programs, grid[0], grid[1], block // 32)
+def run_programs(library: ctypes.CDLL, launch: Launch) -> None:
+    """In an order of their own."""
+    num_programs, groups, _ = launch.grid
+    order = list(range(num_programs))
+    random.Random(num_programs).shuffle(order)
+    programs = (ctypes.c_int * num_programs)(*order)
+    library.launch(launch.arguments, programs, num_programs, groups, launch.warps)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Emulated]:
-    folder = tmp_path_factory.mktemp("kernels")
-    known: dict[tuple[Any, ...], Emulated] = {}
-
-    def compile_it(
-        source_file: str, name: str, defines: Mapping[str, int | str], device: torch.device
-    ) -> Emulated:
-        # With or without an early launch it is the same program here.
-        words = tuple(sorted((key, value) for key, value in defines.items() if key != "DEPENDENT"))
-        if words not in known:
-            source = files("ridgeline.kernels") / "cuda" / source_file
-            library = folder / f"{len(known)}.so"
-            options = [f"-D{key}={value}" for key, value in (*words, ("DEPENDENT", 0))]
-            subprocess.run(
-                [
-                    str(COMPILER),
-                    *("-std=c++17", "-O1", "-w", "-shared", "-fPIC"),
-                    *options,
-                    f'-DSOURCE="{source}"',
-                    str(HERE / "paged_decode_on_cpu.cpp"),
-                    *("-o", str(library)),
-                ],
-                check=True,
-            )
-            known[words] = Emulated(ctypes.CDLL(str(library)))
-        return known[words]
-
-    return compile_it
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return Compiled(tmp_path_factory.mktemp("kernels"), "paged_decode_on_cpu.cpp", run_programs)
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Callable[..., Emulated]) -> None:
-    monkeypatch.setattr(nvrtc, "kernel", compiled)
-    monkeypatch.setattr(nvrtc, "allow_shared", lambda kernel, num_bytes: None)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> None:
+    compiled.stand_in(monkeypatch)
 
 
 RANGES = Config(2, 1, 2)  # of many requests: a warp for each KV head
