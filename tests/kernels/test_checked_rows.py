@@ -59,9 +59,8 @@ def case(
         per_guess(hot_B, guesses),
         per_guess(noisy_B, guesses),
     )
-    ids, _ = draw_rows(
-        guess_logits.reshape(-1, size), positions_Bq[:, :guesses].flatten(), drafted_by
-    )
+    positions_O = positions_Bq[:, :guesses].flatten().contiguous()
+    ids, _ = draw_rows(guess_logits.reshape(-1, size), positions_O, drafted_by)
     inputs_Bq = torch.cat([ids.new_zeros(rows, 1), ids.view(rows, guesses)], 1).to(device)
     draws = Draws(*(per_guess(x, guesses + 1).to(device) for x in (keys_B, hot_B, noisy_B)))
     # Strides such as buffers with room for more have.

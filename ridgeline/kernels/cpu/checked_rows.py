@@ -11,7 +11,14 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.kernels.checked_rows import GuessOdds
-from ridgeline.kernels.cpu.elementwise import DTYPES, Draw, kernel_of, numbers, pointers
+from ridgeline.kernels.cpu.elementwise import (
+    DTYPES,
+    Draw,
+    check_draws,
+    kernel_of,
+    numbers,
+    pointers,
+)
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.draw_rows import Draws
 
@@ -36,12 +43,10 @@ def checked_rows(
     for x, dtype in ((odds.guesses_Bk, torch.int64), (odds.is_checked_B, torch.bool)):
         check(x.dtype == dtype and x.device.type == "cpu", "on the CPU", dtype=x.dtype)
         check(x.stride(-1) == 1 or x.shape[-1] == 1, "contiguous lines")
-    check(draws.noisy_R.shape == (rows,), "a draw for each position", rows=rows)
+    check_draws("check", rows, positions_T, draws)
     ids_T = torch.empty(rows, dtype=torch.int64)
     is_sound_T = torch.empty(rows, dtype=torch.bool)
     of_draws = draws.keys_R, draws.temperatures_R, draws.noisy_R
-    for x in (positions_T, *of_draws):
-        check(x.is_contiguous(), "contiguous lines")
     arguments = _Check(
         Draw(
             pointer(logits_TV), pointer(positions_T), *map(pointer, of_draws),

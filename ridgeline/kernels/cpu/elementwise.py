@@ -114,6 +114,21 @@ def _check_rows(what: str, *tensors: torch.Tensor) -> None:
         check(x.stride(-1) == 1 or x.shape[-1] == 1, "contiguous rows", kernel=what)
 
 
+def check_draws(what: str, rows: int, positions_R: torch.Tensor, draws: Draws | None) -> None:
+    """One number for each row, side by side on the CPU, of the dtypes that `kernels.draw_rows`
+    says."""
+    lines = [("positions", positions_R, torch.int64)]
+    if draws is not None:
+        lines.append(("keys", draws.keys_R, torch.int64))
+        lines.append(("temperatures", draws.temperatures_R, torch.float32))
+        lines.append(("noisy", draws.noisy_R, torch.float32))
+    for line, x, dtype in lines:
+        is_known = x.device.type == "cpu" and x.dtype == dtype
+        check(is_known, "a known dtype, on the CPU", kernel=what, line=line, dtype=x.dtype)
+        check(x.shape == (rows,), "a number for each row", kernel=what, line=line, rows=rows)
+        check(x.is_contiguous(), "contiguous lines", kernel=what, line=line)
+
+
 def check_cache(kv: PagedKV, dtype: torch.dtype) -> None:
     """Keys and values that kernels for numbers of `dtype` know: the same, e4m3, or codes with
     scales."""
@@ -219,6 +234,7 @@ def draw_rows(
     _check_rows("draw", logits_RV)
     rows, size = logits_RV.shape
     check(0 < size < 1 << 31, "ids fit", size=size)
+    check_draws("draw", rows, positions_R, draws)
     ids_R = torch.empty(rows, dtype=torch.int64)
     is_sound_R = torch.empty(rows, dtype=torch.bool)
     keys = temperatures = noisy = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from ridgeline.errors import InternalError
 from ridgeline.kernels.add_norm import add_norm_reference
 from ridgeline.kernels.cpu import elementwise, native
 from ridgeline.kernels.draw_rows import Draws, draw_rows_reference
@@ -157,6 +160,26 @@ def test_draws_follow_the_softmax() -> None:
     ids, _ = elementwise.draw_rows(logits, torch.zeros(4000, dtype=torch.int64), draws)
     shares, wanted = ids.bincount(minlength=4) / 4000, logits[0].softmax(0)
     assert ((shares - wanted).abs() < 5 * (wanted * (1 - wanted) / 4000).sqrt()).all()
+
+
+@pytest.mark.parametrize("line", range(4))
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda x: x.repeat_interleave(2)[::2], "contiguous lines"),
+        (lambda x: x[:1].expand(3), "contiguous lines"),
+        (lambda x: x[:2], "a number for each row"),
+        (lambda x: x.to(torch.float64), "a known dtype"),
+    ],
+)
+def test_what_the_kernel_would_read_wrongly(
+    line: int, spoil: Callable[[torch.Tensor], torch.Tensor], says: str
+) -> None:
+    lines = [torch.arange(3), torch.arange(3), torch.ones(3), torch.ones(3)]
+    elementwise.draw_rows(noise(3, 8), lines[0], Draws(*lines[1:]))
+    lines[line] = spoil(lines[line])
+    with pytest.raises(InternalError, match=says):
+        elementwise.draw_rows(noise(3, 8), lines[0], Draws(*lines[1:]))
 
 
 def test_inputs_and_the_last_tokens() -> None:
