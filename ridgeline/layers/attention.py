@@ -49,6 +49,8 @@ def writes_in_place(device: torch.device, dtype: torch.dtype, views: PagedKV | N
 class Attention:
     """`name(role)` is the checkpoint name of a tensor of this layer."""
 
+    num_states = 1  # side by side, that queries, keys and values are made of
+
     def __init__(
         self,
         spec: AttentionSpec,
@@ -74,7 +76,7 @@ class Attention:
                 Part(name(role), name(role + bias) if bias else None, _times(heads, head_dim))
                 for role, heads in shards.items()
             ],
-            hidden_size,
+            self.num_states * hidden_size,
         )
         out_bias = name("o_bias") if spec.out_bias else None
         self.out = linear(

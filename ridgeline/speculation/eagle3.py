@@ -19,7 +19,7 @@ import torch
 
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.eagle3_head import NUM_TAPS, EagleSpec, eagle3_shapes
-from ridgeline.architectures.spec import AttentionSpec, ModelSpec
+from ridgeline.architectures.spec import ModelSpec
 from ridgeline.attention import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.distributed.placement import Placement
@@ -34,28 +34,11 @@ from ridgeline.layers.piece import TensorSource
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
 from ridgeline.speculation.head_layer import HeadLayer, load_parts
 
-PAIR = 2  # states side by side that the attention reads
-
 
 class PairAttention(Attention):
     """Queries, keys and values are made of two states side by side."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        hidden_size: int,
-        norm_eps: float,
-        name: Callable[[str], str],
-        linear: Callable[..., Linear],
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
-        placement: Placement,
-    ) -> None:
-        super().__init__(
-            spec, hidden_size, norm_eps, name, linear, backend, dtype, device, placement
-        )
-        self.qkv = linear(self.qkv.parts, PAIR * hidden_size)
+    num_states = 2
 
     def of_pair(
         self, pair_TP: torch.Tensor, hidden: Hidden, step: AttentionStep, layer_kv: LayerKV

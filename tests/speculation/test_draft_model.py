@@ -189,7 +189,7 @@ def one_token_each(scene: Scene, rows: list[int]) -> ForwardBatch:
     ids = there([scene.tokens[row][-1] for row in rows])
     slots = scene.tables_gNM[0, rows, newest // BLOCK_SIZE].long() * BLOCK_SIZE
     layout = DecodeLayout(
-        torch.tensor(rows),
+        there(rows),
         tuple(scene.tables_gNM),
         (newest + 1).int(),
         there(range(len(rows) + 1)).int(),
