@@ -23,17 +23,18 @@ from ridgeline.architectures.stored_config import (
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
 from ridgeline.clock import Clock, WallClock
-from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.config import EngineConfig, ResolvedConfig, without_guesses
 from ridgeline.cost.pricer import Pricer
 from ridgeline.costing import asked_guesses, engine_header, engine_pricer, guess_chooser
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
+from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.guesser import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
-from ridgeline.executor.warm_up import WARM_UP_S, WarmUp
+from ridgeline.executor.warm_up import NUMBERS_OF_GUESSES, WARM_UP_S, WarmUp
 from ridgeline.formats import MODEL, STORED
 from ridgeline.generation import GenerationDefaults, generation_defaults
 from ridgeline.kernels.cache import KernelCounts, prepare_kernels
@@ -66,6 +67,7 @@ from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.startup import Phase, StartUp
 from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
@@ -193,9 +195,17 @@ def build(
     def open_draft(source: DraftSource) -> Decoder:
         return _draft_decoder(config, resolved, source, spec.vocab_size, device, packs, startup)
 
-    drafting = open_drafting(resolved, decoder, kv, front.tokenizer, open_draft)
+    try:
+        drafting = open_drafting(resolved, decoder, kv, front.tokenizer, open_draft)
+    except ConfigError as problem:
+        if config.speculate != "auto":
+            raise
+        say(logger, logging.WARNING, "nothing is guessed", reason=problem)
+        drafting, resolved = None, without_guesses(resolved)
     executor = _executor(resolved, spec, device, decoder, kv, drafting)
-    memory = _measured(memory, decoder.num_bytes, kv.num_bytes)
+    memory = _measured(memory, decoder, kv, drafting)
+    draft = _draft_source(resolved)
+    chooser = guess_chooser(resolved, pricer, None if draft is None else draft.spec)
     warm_up = None
     if resolved.warm_up:
         with startup.phase("warm-up") as opened:
@@ -203,12 +213,11 @@ def build(
                 executor,
                 max_tokens=resolved.max_num_batched_tokens,
                 max_mixed=resolved.max_num_mixed_tokens,
+                guesses=_foreseen_guesses(chooser),
             )
             warm_up.run(WARM_UP_S)
             opened.detail = warm_up.words()
     learned = LearnedPricer(pricer)
-    draft = _draft_source(resolved)
-    chooser = guess_chooser(resolved, pricer, None if draft is None else draft.spec)
     scheduler = _scheduler(resolved, spec, learned, chooser)
     engine = Engine(scheduler, executor, clock or WallClock(), resolved.max_in_flight)
     draft_config = None if draft is None else read_config(draft.folder.path)
@@ -436,6 +445,23 @@ def _scheduler(
     )
 
 
-def _measured(memory: tuple[MemoryRow, ...], weights: int, cache: int) -> tuple[MemoryRow, ...]:
-    got = {"weights": weights, "KV cache": cache}
+def _foreseen_guesses(chooser: GuessChooser | None) -> tuple[int, ...]:
+    """How many a step may check, the most useful number first: one that was asked for, then smaller
+    ones, for steps of more rows."""
+    if chooser is None:
+        return ()
+    choices = [k for k in reversed(chooser.choices) if k]
+    if chooser.fixed is not None:
+        return tuple(choices)
+    usual = [k for k in NUMBERS_OF_GUESSES if k in choices]
+    return (*usual, *(k for k in choices if k not in usual))
+
+
+def _measured(
+    memory: tuple[MemoryRow, ...], decoder: Decoder, kv: KVCache, drafting: Drafting | None
+) -> tuple[MemoryRow, ...]:
+    got = {"weights": decoder.num_bytes, "KV cache": kv.num_bytes}
+    if drafting is not None and isinstance(drafting.method, DraftModel):
+        draft = drafting.method
+        got |= {"draft weights": draft.decoder.num_bytes, "draft cache": draft.kv.num_bytes}
     return tuple(replace(row, measured=got.get(row.what)) for row in memory)

@@ -23,6 +23,7 @@ from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.loader import ModelFolder, read_config, resolve_model
 from ridgeline.registry import load
+from ridgeline.resolve import longest_context
 from ridgeline.speculation.draft_model import open_draft_model
 from ridgeline.speculation.early_layers import EarlyLayers
 from ridgeline.speculation.pair import check_pair
@@ -85,6 +86,7 @@ def open_drafting(
         decoder.spec,
         source.spec,
         max_model_len=resolved.max_model_len,
+        draft_context=longest_context(source.spec),
         tokenizers=(tokenizer, theirs),
     )
     method = open_draft_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,3 +109,15 @@ class ResolvedConfig:
     kv_cache_dtype: str
     threads: int
     decisions: tuple[Decision, ...] = ()
+
+
+def without_guesses(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The same for an engine in which nothing is guessed."""
+    return replace(
+        resolved,
+        draft_method=None,
+        draft_argument="",
+        max_guesses=0,
+        num_guesses=None,
+        max_checked_tokens=0,
+    )

@@ -30,7 +30,7 @@ from ridgeline.step import NULL_BLOCK, NewRequest, ScheduledRequest, StepPlan
 WARM_UP_S = 30.0
 ROW = "warm-up"
 FEW_ROWS = 8
-NUMBERS_OF_GUESSES = 4, 2, 1, 3, 6, 8
+NUMBERS_OF_GUESSES = 4, 2, 1, 3, 6, 8  # the most useful first, where nobody knows
 LONG_PROMPT, SHORT_PROMPT = 4096, 16
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,18 @@ logger = logging.getLogger(__name__)
 
 class WarmUp:
     """Foreseeable steps of an executor that runs nothing: of up to `max_tokens`, and up to
-    `max_mixed` where prompts join decodes (None: as many)."""
+    `max_mixed` where prompts join decodes (None: as many). `guesses`: how many of them a step may
+    check, the most useful number first."""
 
     def __init__(
-        self, executor: LocalExecutor, *, max_tokens: int, max_mixed: int | None = None
+        self,
+        executor: LocalExecutor,
+        *,
+        max_tokens: int,
+        max_mixed: int | None = None,
+        guesses: Sequence[int] = NUMBERS_OF_GUESSES,
     ) -> None:
-        steps = tuple(foreseen(executor, max_tokens, max_mixed))
+        steps = tuple(foreseen(executor, max_tokens, max_mixed, guesses))
         self._clock = WallClock()
         self._coming = iter(steps)
         self._num_all = self._num_left = len(steps)
@@ -77,7 +83,10 @@ class WarmUp:
 
 
 def foreseen(
-    executor: LocalExecutor, max_tokens: int, max_mixed: int | None
+    executor: LocalExecutor,
+    max_tokens: int,
+    max_mixed: int | None,
+    guesses: Sequence[int] = NUMBERS_OF_GUESSES,
 ) -> Iterator[Callable[[], object]]:
     """In the order in which they are worth doing."""
     longest = min(max_tokens, executor.max_model_len - 1)
@@ -86,7 +95,7 @@ def foreseen(
             yield partial(_read_prompt, executor, num_tokens)
     graphs, mixed = executor.decode_graphs, executor.mixed_graphs
     if executor.guesser is not None:
-        yield from _checks(executor.guesser.graphs)
+        yield from _checks(executor.guesser.graphs, guesses)
     if graphs is not None:
         for bucket in reversed(graphs.buckets):
             yield partial(graphs.prepare, bucket, Sampling.GREEDY)
@@ -103,7 +112,7 @@ def foreseen(
             yield partial(graphs.prepare, bucket, Sampling.TEMPERATURES)
 
 
-def _checks(graphs: GuessGraphs) -> Iterator[Callable[[], object]]:
+def _checks(graphs: GuessGraphs, guesses: Sequence[int]) -> Iterator[Callable[[], object]]:
     """Of an engine that guesses: steps without guesses first; of those with, of few rows, where
     they pay."""
     for bucket in reversed(graphs.buckets):
@@ -111,7 +120,7 @@ def _checks(graphs: GuessGraphs) -> Iterator[Callable[[], object]]:
     drawn = Check.ODDS if graphs.has_odds else Check.TEMPERATURES
     for check, plain in ((Check.GREEDY, Check.GREEDY), (drawn, Check.TEMPERATURES)):
         for bucket in [b for b in reversed(graphs.buckets) if b <= FEW_ROWS]:
-            for k in NUMBERS_OF_GUESSES:
+            for k in guesses:
                 if k <= graphs.most_guesses(bucket):
                     yield partial(graphs.prepare, bucket, k, check)
             yield partial(graphs.prepare, bucket, 0, plain)

@@ -9,11 +9,14 @@ import pytest
 
 from ridgeline.attention.paged import PagedAttention
 from ridgeline.executor import warm_up
+from ridgeline.executor.guess_graphs import Check
+from ridgeline.executor.guesser import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.warm_up import WarmUp
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import SamplingParams
-from tests.executor.rig import Host, alone, make_decoder, make_executor
+from ridgeline.speculation.ngram import NGram
+from tests.executor.rig import Host, alone, device, make_decoder, make_executor
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=1.5, seed=3)
@@ -62,6 +65,24 @@ def test_no_step_is_captured_that_was_foreseen(monkeypatch: pytest.MonkeyPatch) 
     for graphs in (executor.decode_graphs, executor.mixed_graphs):
         monkeypatch.setattr(graphs, "_capture", never)
     serve(executor)
+
+
+def test_numbers_of_guesses_are_warmed_up_in_the_order_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ngram = NGram(device().torch_device, 4, 4)
+    executor = make(drafting=Drafting(ngram, max_checked_tokens=16))
+    assert executor.guesser is not None
+    graphs = executor.guesser.graphs
+    prepared: list[tuple[int, int, Check]] = []
+    monkeypatch.setattr(graphs, "prepare", lambda *key: prepared.append(key))
+    WarmUp(executor, max_tokens=24, guesses=(3, 1, 4)).run(1e9)
+    for bucket, room in ((4, 3), (1, 4)):  # four rows check four tokens each at most
+        wanted = [k for k in (3, 1, 4) if k <= room]
+        for check in (Check.GREEDY, Check.TEMPERATURES):
+            found = [k for b, k, how in prepared if (b, how) == (bucket, check) and k]
+            assert found == wanted
+            assert (bucket, 0, check) in prepared
 
 
 def test_half_a_warm_up_does_no_harm() -> None:
