@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ from safetensors.torch import save_file
 from ridgeline import LLM, ConfigError, SamplingParams
 from ridgeline.architectures import FAMILIES, expected_tensors, read_spec
 from ridgeline.attention import ATTENTION_BACKENDS
-from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS
+from ridgeline.formats import DRAFT_METHODS, KV_FORMATS, WEIGHT_FORMATS
+from ridgeline.request import RequestOutput
 from ridgeline.scheduler.policies import POLICIES
-from tests.extensions import toy_kv_format, toy_weight_format
+from ridgeline.step import StepRecord
+from tests.extensions import toy_draft, toy_kv_format, toy_weight_format
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = ([3, 14, 15, 92, 65], [3, 14, 15, 92, 7, 8, 9])
 
 
+def opened(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), device="cpu", num_blocks=40, block_size=4, max_model_len=64, **options)
+
+
 def answers(folder: Path, **options: Any) -> list[list[int]]:
-    llm = LLM(str(folder), device="cpu", num_blocks=40, block_size=4, max_model_len=64, **options)
+    llm = opened(folder, **options)
     return [result.token_ids for result in llm.generate(list(PROMPTS), GREEDY)]
 
 
@@ -97,3 +104,39 @@ def test_a_kv_format_from_outside_is_served(plain: Path, monkeypatch: pytest.Mon
 def test_a_policy_from_outside_is_served(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "toy", "tests.extensions.toy_policy:ShortestFirst")
     assert answers(plain, policy="toy", max_num_seqs=1) == answers(plain)
+
+
+class Guesses:
+    """An Observer of the guesses that were checked."""
+
+    def __init__(self) -> None:
+        self.num_accepted = self.num_rejected = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step says nothing of guesses."""
+
+    def on_output(self, output: RequestOutput, now: float) -> None:
+        self.num_accepted += output.num_accepted
+        self.num_rejected += output.num_rejected
+
+
+def test_a_draft_method_from_outside_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(
+        tmp_path, hidden_size=32, head_dim=16, num_attention_heads=2, vocab_size=16
+    )  # so few tokens that they come back
+    with pytest.raises(ConfigError, match="toy"):
+        opened(folder, speculate="toy:3")
+    monkeypatch.setitem(DRAFT_METHODS, "toy", toy_draft.LINE)
+    greedy = replace(GREEDY, max_tokens=40)
+    sampling = [greedy, replace(greedy, temperature=0.6, seed=5)]
+    tokens = {}
+    for speculate in ("off", "toy:3", "toy"):
+        llm, guesses = opened(folder, speculate=speculate), Guesses()
+        llm.engine.observers.append(guesses)
+        results = llm.generate([[3, 14, 15, 9, 6], [3, 14, 15, 9, 7, 8]], sampling)
+        tokens[speculate] = [result.token_ids for result in results]
+        if speculate == "toy:3":
+            assert min(guesses.num_accepted, guesses.num_rejected) > 10
+    assert tokens["toy:3"] == tokens["toy"] == tokens["off"]
