@@ -98,5 +98,5 @@ def open_drafting(
         max_logit_rows=checked,
     )
     if reason := why_not_captured(method.decoder, method.kv):
-        raise ConfigError(f"the draft {asked.argument} cannot guess here: {reason}")
+        raise ConfigError(f"the draft {asked.argument} cannot guess here: {reason}; choose another")
     return Drafting(method, checked)

@@ -214,6 +214,8 @@ def read_speculate(text: str) -> AskedGuesses | None:
     name, _, rest = text.partition(":")
     if text == "off":
         return None
+    if name in ("auto", "off"):
+        raise ConfigError(f"speculate {text!r}: {name} takes no number; write {name}")
     if name not in DRAFT_METHODS:
         raise ConfigError(f"unknown speculate {text!r}; choose {_draft_choices()}")
     wanted = DRAFT_METHODS[name].argument
@@ -221,7 +223,8 @@ def read_speculate(text: str) -> AskedGuesses | None:
     if wanted and not (argument and number.isdecimal()):
         argument, number = rest, ""
     if "" in text.split(":") or (wanted and not argument):
-        raise ConfigError(f"speculate {text!r} lacks something; write {_draft_form(name)}")
+        missing = wanted if wanted and argument[:1] in ("", ":") else "a number of guesses"
+        raise ConfigError(f"speculate {text!r} lacks {missing}; write {_draft_form(name)}")
     _check_argument(wanted, argument, text)
     if not number:
         return AskedGuesses(name, argument)
@@ -235,7 +238,10 @@ def read_speculate(text: str) -> AskedGuesses | None:
 
 def _check_argument(wanted: str, argument: str, text: str) -> None:
     if wanted == LAYERS and not (argument.isdecimal() and int(argument) >= 1):
-        raise ConfigError(f"speculate {text!r}: {argument!r} is no number of layers from 1 on")
+        raise ConfigError(
+            f"speculate {text!r}: {argument!r} is no number of layers from 1 on; write "
+            f"{_draft_form('early')}"
+        )
     if wanted == RATE:
         try:
             rate = float(argument)

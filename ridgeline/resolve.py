@@ -188,7 +188,7 @@ def _resolve(
         config,
         spec,
         model_path,
-        why_not=why_no_guesses(config, kind, dtype, captured),
+        why_not=why_no_guesses(config, spec, kind, dtype, captured),
         read_draft=read_draft,
     )
     if no_guesses is not None or config.speculate != "off":

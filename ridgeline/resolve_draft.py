@@ -12,7 +12,7 @@ from pathlib import Path
 from ridgeline import demo
 from ridgeline.architectures.draft_groups import draft_groups
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.config import EngineConfig
 from ridgeline.cost.draft_memory import (
@@ -119,7 +119,9 @@ def known_draft(model_path: str) -> str | None:
     return None
 
 
-def why_no_guesses(config: EngineConfig, kind: str, dtype: str, captured: int) -> str | None:
+def why_no_guesses(
+    config: EngineConfig, spec: ModelSpec, kind: str, dtype: str, captured: int
+) -> str | None:
     """What of this engine does not go with guesses, and the way out. `captured` as resolved."""
     if config.deterministic:
         return (
@@ -128,16 +130,18 @@ def why_no_guesses(config: EngineConfig, kind: str, dtype: str, captured: int) -
         )
     if captured:
         return None
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
+        return "guesses need captured steps, which models with experts have not"
     if config.enforce_eager:
-        return "guesses need captured steps; leave out enforce_eager"
+        return "guesses need captured steps, which enforce_eager rules out; leave it out"
     if kind == "cpu" and dtype != "bfloat16":
         return (
             f"guesses are made in bfloat16 on a CPU, and where they are asked for in float32, not "
             f"in {dtype}"
         )
     return (
-        "guesses need captured steps, which this engine has not: attention_backend, kv_cache_dtype "
-        "and enforce_eager have to be left at their defaults, and the model must have no experts"
+        "guesses need captured steps, which this engine has not: leave attention_backend and "
+        "kv_cache_dtype at their defaults"
     )
 
 
@@ -148,7 +152,7 @@ def _as_asked(
     if asked is None:
         return Guessing(None, "as asked")
     if why_not is not None:
-        raise ConfigError(f"speculate {text!r}: {why_not}; or use speculate off")
+        raise ConfigError(f"speculate {text!r}: {why_not}, or use speculate off")
     wanted, draft = asked.line.argument, None
     if wanted == LAYERS and int(asked.argument) >= spec.num_layers:
         raise ConfigError(

@@ -129,7 +129,7 @@ def test_what_is_asked_for(
         ({"speculate": "ngram:17"}, "1 .. 16"),
         ({"speculate": "early:32"}, "has 32 layers; guess with fewer"),
         ({"speculate": "ngram", "deterministic": True}, "deterministic.*or use speculate off"),
-        ({"speculate": "ngram", "enforce_eager": True}, "leave out enforce_eager"),
+        ({"speculate": "ngram", "enforce_eager": True}, "enforce_eager rules out; leave it out"),
         ({"speculate": "ngram", "attention_backend": "reference"}, "captured steps"),
     ],
 )
