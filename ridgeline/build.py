@@ -268,18 +268,20 @@ def _decoder(
     progress: Progress | None,
     startup: StartUp,
     min_token_ids: int = 0,
+    who: str = "",
 ) -> Decoder:
-    with startup.phase("allocation"):
+    """`who` stands before the names of the phases."""
+    with startup.phase(f"{who}allocation"):
         decoder = _empty_decoder(resolved, spec, device, min_token_ids)
     if checkpoint is None or resolved.load_format == "random":
-        with startup.phase("weights") as opened:
+        with startup.phase(f"{who}weights") as opened:
             decoder.randomize(resolved.seed)
             device.synchronize()
             opened.detail = "random"
         return decoder
     served = _served(resolved, spec, min_token_ids)
     key = "" if packs is None else pack_key(checkpoint, served)
-    with startup.phase("weights") as opened:
+    with startup.phase(f"{who}weights") as opened:
         begun = startup.elapsed_s()
         if packs is not None and (kept := packs.find(key)) is not None:
             decoder.adopt(kept)
@@ -295,7 +297,7 @@ def _decoder(
             opened.detail += f"; {checkpoint.became(resolved.dtype, resolved.weight_format)}"
     checkpoint.close()
     if packs is not None and decoder.is_packed:
-        with startup.phase("keeping packed weights") as opened:
+        with startup.phase(f"keeping packed {who}weights") as opened:
             opened.detail = f"{packs.keep(key, decoder.kept()) / 1e9:.3g} GB"
     return decoder
 
@@ -370,7 +372,9 @@ def _draft_decoder(
     weight_format = STORED if is_stored(source.spec) else "auto"
     served = replace(resolved, load_format="auto", weight_format=weight_format)
     keeps = packs if device.name == "cpu" else None
-    return _decoder(served, source.spec, device, checkpoint, keeps, None, startup, min_token_ids)
+    return _decoder(
+        served, source.spec, device, checkpoint, keeps, None, startup, min_token_ids, "draft "
+    )
 
 
 def _cache(resolved: ResolvedConfig, spec: ModelSpec, device: Device) -> KVCache:
