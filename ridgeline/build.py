@@ -438,6 +438,7 @@ def _scheduler(
             pricer=pricer,
         ),
     )
+    asked = asked_guesses(resolved)
     return Scheduler(
         blocks,
         policy,
@@ -446,6 +447,7 @@ def _scheduler(
         max_num_mixed_tokens=resolved.max_num_mixed_tokens,
         num_drafts=resolved.max_guesses,
         guesses=chooser,
+        finds_guesses=asked is None or asked.line.looks_ahead,
     )
 
 

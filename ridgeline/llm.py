@@ -32,7 +32,8 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request's tokens came, in seconds of the engine's clock."""
+    """When a request's tokens came, in seconds of the engine's clock. Of the guesses that were
+    checked for it, `num_accepted_tokens` are in its output and `num_rejected_tokens` are not."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -40,6 +41,8 @@ class RequestMetrics:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:
@@ -360,6 +363,8 @@ class LLM:
             if live.metrics.first_token_time is None and output.new_token_ids:
                 live.metrics.first_token_time = now
             live.metrics.num_cached_tokens = live.answer.num_cached_tokens
+            live.metrics.num_accepted_tokens = live.answer.num_accepted_tokens
+            live.metrics.num_rejected_tokens = live.answer.num_rejected_tokens
             for request_id in live.answer.take_aborts():
                 self.engine.abort(request_id)
             if live.answer.is_finished and live.metrics.finish_time is None:

@@ -10,10 +10,13 @@ import torch
 from ridgeline.errors import EngineFault
 from ridgeline.executor.prompt_logprobs import PromptLogprobs
 from ridgeline.executor.transfer import Mark
+from ridgeline.formats import MAX_GUESSES
 from ridgeline.request import UNKNOWN_TOKEN, TokenLogprobs
 from ridgeline.sampling.logprobs import LogprobTensors, records
 from ridgeline.step import StepResult
 
+# By their number: guesses that stay on the device.
+UNKNOWN = tuple((UNKNOWN_TOKEN,) * num for num in range(MAX_GUESSES + 1))
 NOT_FINITE = "the model gave no finite logit for its next token (NaN, infinity or all banned)"
 
 
@@ -26,28 +29,37 @@ class SampledLogprobs:
     tensors: LogprobTensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answers:
     """Of a step of an engine that guesses: what `kernels.guesses.accept` says of each row, and how
-    many guesses lie behind its tokens now. `limits`: how many of its guesses counted.
-    `num_guesses`, unless None, is how many there always are."""
+    many guesses lie behind its tokens now; numbers where they are on the host already. `limits`:
+    how many of its guesses counted. `always`: there are as many as are wanted."""
 
-    answer_RY: torch.Tensor
+    answer_RY: torch.Tensor | list[list[int]]
     limits: list[int]
-    num_guesses: int | None
+    always: bool
 
     def take(self, names: list[str], result: StepResult) -> None:
-        for name, limit, answer in zip(names, self.limits, self.answer_RY.tolist(), strict=True):
-            num, found, is_right, *ids, found_now = answer
+        answers, always = self.answer_RY, self.always
+        if isinstance(answers, torch.Tensor):
+            answers = answers.tolist()
+        token_ids, drafts, checked = result.token_ids, result.draft_token_ids, result.checked
+        if always and not any(self.limits):
+            token_ids.update(
+                {name: (a[3],) for name, a in zip(names, answers, strict=True) if a[0]}
+            )
+            return
+        for name, limit, answer in zip(names, self.limits, answers, strict=True):
+            num, found, is_right = answer[:3]
             if not num:
                 continue
-            result.token_ids[name] = tuple(ids[:num])
-            now = found_now if self.num_guesses is None else self.num_guesses
-            result.draft_token_ids[name] = (UNKNOWN_TOKEN,) * now
+            token_ids[name] = tuple(answer[3 : 3 + num])
+            if not always:
+                drafts[name] = UNKNOWN[answer[-1]]
             if num_counted := min(limit, found):
-                result.checked[name] = (min(num_counted, num), num - 1)
-            else:
-                result.checked[name] = (1, is_right) if found else (0, 0)
+                checked[name] = (min(num_counted, num), num - 1)
+            elif not always:
+                checked[name] = (1, is_right) if found else (0, 0)
 
 
 @dataclass(slots=True)

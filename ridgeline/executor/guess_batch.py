@@ -25,16 +25,23 @@ from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.history import History
 from ridgeline.kernels.noise import guess_keys
 from ridgeline.speculation.verify import RunRows, build_run, is_checked_by_odds
-from ridgeline.step import ScheduledRequest
+from ridgeline.step import Decodes, ScheduledRequest, StepPlan
+
+_NOT_ASKED: Array = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
 class GuessRows:
-    """What stays the same while the same rows decode."""
+    """What stays the same while the same rows decode. `sent_XB` is filled for each step anew, as
+    far as it changes: it is copied as a step is sent."""
 
     kept: SamplingRows
     draws: RowDraws
     has_odds: bool  # some rows are checked by the odds of their guesses
+    sent_XB: Array
+    limits: list[int]  # that stand in it
+    has_blocks: bool = False  # so do new blocks
+    num_plain: int = 0  # steps without guesses that are not yet in the rows' `num_missed`
     run: RunRows | None = None
     num_guesses: int = -1  # of `run`
 
@@ -79,11 +86,13 @@ class GuessBatchBuilder(BatchBuilder):
         self._graphs = graphs
         self._needs_tokens, self._max_guesses = needs_tokens, max_guesses
         self._guess_rows: GuessRows | None = None
-        self._slots = np.empty(0, np.int64)
         self.num_unsure = 0
 
-    def build_step(self, scheduled: Sequence[ScheduledRequest]) -> GuessBatch | StepBatch:
+    def build_step(self, plan: StepPlan) -> GuessBatch | StepBatch:
         """As `build`. Guesses that are left aside count as wrong ones."""
+        if plan.decodes is not None and len(plan.decodes.starts) <= self._graphs.buckets[-1]:
+            return self._plain_batch(plan, plan.decodes)
+        scheduled = plan.scheduled
         rows: list[Row] = []
         is_decode = len(scheduled) <= self._graphs.buckets[-1]
         extended: list[int] = []
@@ -107,6 +116,31 @@ class GuessBatchBuilder(BatchBuilder):
             return self._guess_batch(scheduled, rows, extended, num_guesses)
         return self._other_batch(scheduled, rows)
 
+    def _plain_batch(self, plan: StepPlan, decodes: Decodes) -> GuessBatch:
+        """No row has a guess, and most steps of many rows are so: what each row is looked at for is
+        that it is there."""
+        get = self._rows.get
+        rows = [row for row_id in decodes.row_ids if (row := get(row_id)) is not None]
+        if len(rows) < len(decodes.row_ids):
+            raise RowMissing(next(row_id for row_id in decodes.row_ids if get(row_id) is None))
+        extended: list[int] = []
+        for place in decodes.opened:
+            if rows[place].slot not in self._rows.dirty:
+                extended.append(place)
+            self._rows.append_blocks(rows[place], plan.scheduled[place].new_block_ids)
+        kept, num = self._guess_rows_of(rows), len(rows)
+        if any(kept.limits):
+            kept.limits = [0] * num
+            kept.sent_XB[1] = 0
+        if extended or kept.has_blocks:
+            self._enter_blocks(kept, plan.scheduled, extended)
+        kept.num_plain += 1
+        least = _NOT_ASKED
+        if kept.kept.batch.banned_until is not None:
+            slack = self._max_guesses if self.num_unsure else 0
+            least = np.array(decodes.starts, np.int64) + (1 - slack)
+        return GuessBatch(GuessedStep(num, 0, kept.sent_XB), kept, kept.limits, least, None)
+
     # ------------------------------------------------------------------ one token, and guesses
 
     def _guess_batch(
@@ -116,15 +150,29 @@ class GuessBatchBuilder(BatchBuilder):
         extended: list[int],
         num_guesses: int,
     ) -> GuessBatch:
-        num, num_groups = len(rows), len(self._rows.tables_NM)
-        bucket = self._graphs.buckets[bisect_left(self._graphs.buckets, num)]
+        num = len(rows)
         k = min(num_guesses, self._graphs.most_guesses(num))
         kept = self._guess_rows_of(rows)
-        limits = [min(entry.num_draft, k) for entry in scheduled]
-        sent = np.empty((2 + 2 * num_groups, bucket), np.int64)
-        sent[0, :num], sent[0, num:] = self._slots, PADDING_ROW
-        sent[1, :num], sent[1, num:] = limits, 0
+        limits = [min(entry.num_draft, k) for entry in scheduled] if k else [0] * num
+        if limits != kept.limits:
+            kept.sent_XB[1, :num] = kept.limits = limits
+        if extended or kept.has_blocks:
+            self._enter_blocks(kept, scheduled, extended)
+        slack = self._max_guesses if self.num_unsure else 0
+        missed = self._missed(scheduled, rows, slack, k) if self._needs_tokens else None
+        least = _NOT_ASKED
+        if kept.kept.batch.banned_until is not None:
+            least = np.array([entry.start + 1 - slack for entry in scheduled], np.int64)
+        step = GuessedStep(num, k, kept.sent_XB)
+        return GuessBatch(step, kept, limits, least, missed)
+
+    def _enter_blocks(
+        self, kept: GuessRows, scheduled: Sequence[ScheduledRequest], extended: list[int]
+    ) -> None:
+        """Of the rows at these places, where they are given no more than one of each group."""
+        sent, rows = kept.sent_XB, kept.kept.rows
         sent[2:] = -1
+        kept.has_blocks = bool(extended)
         for place in extended:
             ids, counts = scheduled[place].new_block_ids, rows[place].num_blocks
             if all(len(new) <= 1 for new in ids):  # the captured step enters them itself
@@ -133,18 +181,12 @@ class GuessBatchBuilder(BatchBuilder):
                         sent[2 + 2 * group, place] = new[0]
                         sent[3 + 2 * group, place] = counts[group] - 1
                 self._rows.dirty.discard(rows[place].slot)
-        starts = np.array([entry.start for entry in scheduled], np.int64)
-        slack = self._max_guesses if self.num_unsure else 0
-        missed = self._missed(rows, starts, slack, k) if self._needs_tokens else None
-        for entry, row in zip(scheduled, rows, strict=True):
-            row.num_tokens = entry.start + entry.num_tokens + 1
-        step = GuessedStep(num, k, sent)
-        return GuessBatch(step, kept, limits, starts + 1 - slack, missed)
 
     def _guess_rows_of(self, rows: list[Row]) -> GuessRows:
         kept = self._guess_rows
         if kept is not None and kept.kept.rows == rows:
             return kept
+        self._count_missed()
         sampling = self._sampling_of(rows)
         send = self._transfer.send
         by_odds = np.array([is_checked_by_odds(row.sampling) for row in rows])
@@ -159,14 +201,26 @@ class GuessBatchBuilder(BatchBuilder):
             zeros = send(np.zeros(len(rows), np.float32))
             places = guesses = Draws(send(np.zeros(len(rows), np.int64)), zeros + 1, zeros)
         draws = RowDraws(places, guesses, by_odds_R)
-        self._slots = np.array([row.slot for row in rows], np.int64)
-        kept = self._guess_rows = GuessRows(sampling, draws, bool(by_odds.any()))
+        num, num_groups = len(rows), len(self._rows.tables_NM)
+        bucket = self._graphs.buckets[bisect_left(self._graphs.buckets, num)]
+        sent = np.full((2 + 2 * num_groups, bucket), -1, np.int64)
+        sent[0, :num], sent[0, num:], sent[1] = [row.slot for row in rows], PADDING_ROW, 0
+        kept = GuessRows(sampling, draws, bool(by_odds.any()), sent, [0] * num)
+        self._guess_rows = kept
         return kept
 
     # ---------------------------------------------------------------- what a draft model missed
 
+    def _count_missed(self) -> None:
+        """Let the rows know of steps in which they were not looked at."""
+        kept = self._guess_rows
+        if kept is not None and kept.num_plain:
+            for row in kept.kept.rows:
+                row.num_missed += kept.num_plain
+            kept.num_plain = 0
+
     def _missed(
-        self, rows: list[Row], starts: Array, slack: int, num_guesses: int
+        self, scheduled: Sequence[ScheduledRequest], rows: list[Row], slack: int, num_guesses: int
     ) -> ForwardBatch | None:
         """Tokens up to the last but one, which the guesses begin with. Where the host knows only
         how long a row may be, some behind its end are among them: nobody looks at those before
@@ -175,13 +229,14 @@ class GuessBatchBuilder(BatchBuilder):
             for row in rows:
                 row.num_missed += 1
             return None
+        self._count_missed()
         late = [place for place, row in enumerate(rows) if row.num_missed]
         if not late:
             return None
         missed = np.array([rows[place].num_missed for place in late], np.int64)
         for place in late:
             rows[place].num_missed = 0
-        ends = starts[late] - 1
+        ends = np.array([scheduled[place].start - 1 for place in late], np.int64)
         begins = np.maximum(ends - missed - slack, 0)
         is_there = ends > begins
         late_rows = [rows[place] for place, there in zip(late, is_there, strict=True) if there]
@@ -200,6 +255,7 @@ class GuessBatchBuilder(BatchBuilder):
 
     def _other_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
         """Each decode where it really stands, without its guesses."""
+        self._count_missed()
         history = self._history
         decodes = [
             place
@@ -219,9 +275,6 @@ class GuessBatchBuilder(BatchBuilder):
                 start = entry.start if true_lens is None else true_lens[at] - num
                 entries[place] = replace(entry, start=start, num_tokens=num, num_draft=0)
                 rows[place].num_missed += 1
-        for entry, row in zip(entries, rows, strict=True):
-            if entry.samples:
-                row.num_tokens = entry.start + entry.num_tokens + 1
         return self._mixed_batch(entries, rows)
 
     @property

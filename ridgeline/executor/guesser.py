@@ -54,6 +54,8 @@ class Guesser:
         self.method = method
         self._rows, self._transfer = rows, transfer
         self._vocab_size = decoder.spec.vocab_size
+        self._always = not method.looks_ahead
+        self._is_on_host = decoder.device.type == "cpu"
         self.graphs = GuessGraphs(
             decoder,
             kv,
@@ -116,14 +118,15 @@ class Guesser:
 
     def answers(self, answer_RY: torch.Tensor, limits: list[int]) -> Answers:
         """The same on its way to the host."""
-        method, fetch = self.method, self._transfer.fetch
-        always = None if method.looks_ahead else method.max_guesses
-        return Answers(fetch(answer_RY, is_kept=False), limits, always)
+        always = self._always
+        if self._is_on_host:
+            return Answers(answer_RY.tolist(), limits, always)
+        return Answers(self._transfer.fetch(answer_RY, is_kept=False), limits, always)
 
     def flying(self, plan: StepPlan) -> Callable[[], None] | None:
         """A step was sent off; to be called when it is over, unless None. As long as one whose
         guesses may all be right is in flight, the host knows only how long its rows may be."""
-        if all(entry.num_draft == 0 for entry in plan.scheduled):
+        if plan.decodes is not None or not any(entry.num_draft for entry in plan.scheduled):
             return None
         builder = self.builder
         builder.num_unsure += 1

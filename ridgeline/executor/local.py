@@ -271,7 +271,7 @@ class LocalExecutor:
     def _build(self, plan: StepPlan) -> StepBatch | CapturedBatch | GuessBatch:
         try:
             if self._guesser is not None:
-                return self._guesser.builder.build_step(plan.scheduled)
+                return self._guesser.builder.build_step(plan)
             return self._builder.build(plan.scheduled)
         except RowMissing as missing:
             check(missing.args[0] in self._lost, "no row", request=missing.args[0])

@@ -58,6 +58,7 @@ class PricedStep:
     price_without_prompts_s: float
     drafting_s: float = 0.0  # part of the price
     checks: bool = False  # guesses, and reads no prompts
+    is_overlapped: bool = False  # it was launched before the one before it was over
 
     @property
     def shape(self) -> StepShape:
@@ -302,6 +303,7 @@ class Pricing:
             step.price_without_prompts_s,
             step.drafting_s,
             step.checks,
+            step.launched < self.last_ended,
         )
         self.last_ended = ended
         if not has_failed:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ridgeline.formats import MAX_GUESSES
 
 MEMORY = 29 / 30  # of a row: about 30 guesses count
-SHARED_MEMORY = 0.998  # of all rows together: about 500
-PRIOR_WEIGHT = 10.0  # guesses that what is known of all rows counts for in one
+SHARED_MEMORY = 0.995  # of all rows together: about 200
+PRIOR_WEIGHT = 20.0  # guesses that what is known of all rows counts for in one
 BREAK = 0.4  # between what was right lately and before: then only the former counts
 LATELY = 7 / 8  # about 8 guesses
-FOUND_MEMORY = 7 / 8  # of steps in which there was something to check
+FOUND_MEMORY = 15 / 16  # of a row's steps, after one kind each: about 16
+SHARED_FOUND = 0.995  # of all rows together: about 200
+FOUND_WEIGHT = 8.0  # steps that what is known of all rows counts for in one
 HOPELESS = 0.04  # acceptance below which a row's guesses are not worth their blocks
 ENOUGH = 20.0  # guesses of a row that say so
 FEW = 24.0  # guesses at one position that are too few to tell it from the others
 # Of what was known, by the number of guesses that are added to it: of all and of the latest.
 _KEPT = tuple((MEMORY**looked, LATELY**looked) for looked in range(MAX_GUESSES + 2))
+
+
+@dataclass(slots=True)
+class FoundShare:
+    """How often was there something to look at, after a step in which there was, and after one in
+    which there was not? Copies come in runs. By that: steps, and those with something, older ones
+    counting less."""
+
+    num_steps: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    num_found: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def add(self, before: bool, now: bool, memory: float) -> None:
+        self.num_steps[before] = self.num_steps[before] * memory + 1
+        self.num_found[before] = self.num_found[before] * memory + now
+
+    def share(self, before: bool, prior: float, weight: float) -> float:
+        """`prior` counts for `weight` steps."""
+        return (self.num_found[before] + prior * weight) / (self.num_steps[before] + weight)
 
 
 @dataclass(slots=True)
@@ -26,7 +46,8 @@ class RowAcceptance:
 
     looked: float = 0.0
     right: float = 0.0
-    found: float = 1.0
+    found: FoundShare = field(default_factory=FoundShare)
+    had_some: bool | None = None  # something to look at, the last time
     lately: float = -1.0  # share of right ones; below 0: nothing is known
 
     @property
@@ -36,13 +57,8 @@ class RowAcceptance:
     def rate(self, prior: float) -> float:
         return (self.right + PRIOR_WEIGHT * prior) / (self.looked + PRIOR_WEIGHT)
 
-    def found_nothing(self) -> None:
-        """There was no guess to look at."""
-        self.found *= FOUND_MEMORY
-
     def add(self, looked: int, right: int) -> None:
         """So many were looked at, all of them right but perhaps the last."""
-        self.found += (1 - self.found) * (1 - FOUND_MEMORY)
         kept, recent = _KEPT[looked]
         self.looked = self.looked * kept + looked
         self.right = self.right * kept + right
@@ -64,6 +80,7 @@ class SharedAcceptance:
         self._num_added = 0
         self._shape = [1.0] * max_guesses
         self.rate = prior
+        self._found = FoundShare()
 
     def add(self, looked: int, right: int, num_rows: int = 1) -> None:
         """So many rows of which so many guesses were looked at, all right but perhaps the last."""
@@ -75,6 +92,18 @@ class SharedAcceptance:
             seen[0] = seen[0] * kept + num_rows
             seen[1] = seen[1] * kept + (num_rows if position < right else 0)
         self._num_added += 1
+
+    def add_found(self, row: RowAcceptance, is_some: bool) -> None:
+        """One step of a row: was there something to look at?"""
+        if (before := row.had_some) is not None:
+            row.found.add(before, is_some, FOUND_MEMORY)
+            self._found.add(before, is_some, SHARED_FOUND)
+        row.had_some = is_some
+
+    def found(self, row: RowAcceptance | None, before: bool) -> float:
+        """How likely is there something to look at? `before`: in the last step there was."""
+        shared = self._found.share(before, 1.0, 1.0)
+        return shared if row is None else row.found.share(before, shared, FOUND_WEIGHT)
 
     def shape(self) -> list[float]:
         """By position, how many times as likely as usual a guess is right that is reached. Where

@@ -1,7 +1,9 @@
 """What does a step take that checks so many guesses of so many rows, as this engine has seen it?
 
 Prices of the cost model, corrected by the steps that have run, which are told apart by their rows
-and guesses.
+and guesses. Where steps overlap, the time from one result to the next belongs to two of them: what
+the host did for the later one, and what the device did for the earlier one. Then it counts only
+where both are of one kind and nothing was waited for before them, as at the end of a request.
 """
 
 from __future__ import annotations
@@ -21,6 +23,14 @@ LEARNED = 1 / 8  # of the last step in what is known of its like
 FORGOTTEN_AFTER = 4096  # steps: then it is tried anew
 UNTRIED = 0.9  # of what is expected of steps that have not run yet
 OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it ran
+RESTED_AFTER = 32  # steps: then it is taken to have become slower or faster as those that run have
+
+
+class TimedStep(RunStep, Protocol):
+    """`is_overlapped`: it was launched before the result of the step before it was there."""
+
+    @property
+    def is_overlapped(self) -> bool: ...
 
 
 class GuessPrices(Protocol):
@@ -49,6 +59,9 @@ class _Ratio:
     num_odd: int = 0  # samples in a row that were far away
 
 
+Sample = tuple[int, int, float]  # bucket of rows, guesses, measured over priced seconds
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Prices of steps that decode or check, corrected by those that have run, which are told apart
@@ -57,6 +70,8 @@ class StepTimes:
     prices: GuessPrices
     choices: tuple[int, ...]
     num_steps: int = 0
+    _overlaps: bool = False  # steps of this engine do
+    _pending: Sample | None = None  # of the last step, until it is known what ran beside it
     _priced: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
     _ratios: dict[int, dict[int, _Ratio]] = field(default_factory=dict)
     # By rows and context: corrected prices, until which step they hold, and of how many ratios
@@ -103,27 +118,45 @@ class StepTimes:
         ratio = self._ratios.get(row_bucket(num_rows), {}).get(num_guesses)
         return ratio.value if ratio is not None and ratio.num_steps else None
 
-    def on_priced(self, step: RunStep) -> None:
-        decodes, rows = step.plan.decodes, step.plan.scheduled
+    def on_priced(self, step: TimedStep) -> None:
+        """A step has run. If it only checked guesses, or only decoded, its time is learned: with
+        the next one, which may have overlapped with it."""
         self.num_steps += 1
+        is_beside = step.is_overlapped
+        if is_beside and not self._overlaps:
+            self._overlaps, self._pending = True, None
+        last, sample = self._pending, self._sample(step)
+        self._pending = sample if is_beside or not self._overlaps else None
+        if last is None:
+            return
+        if not self._overlaps or (is_beside and sample is not None and sample[:2] == last[:2]):
+            self._learn(*last)
+
+    def _sample(self, step: TimedStep) -> Sample | None:
+        decodes, rows = step.plan.decodes, step.plan.scheduled
         if decodes is not None:
             num_guesses, starts = 0, decodes.starts
         else:
-            if not rows or not all(e.samples and e.num_tokens == e.num_draft + 1 for e in rows):
-                return
-            num_guesses, starts = max([e.num_draft for e in rows]), tuple(e.start for e in rows)
+            for entry in rows:
+                if not entry.samples or entry.num_tokens != entry.num_draft + 1:
+                    return None
+            if not rows:
+                return None
+            num_guesses, starts = max([e.num_draft for e in rows]), tuple([e.start for e in rows])
         took_s = step.seconds + step.host_s
         bucket = row_bucket(len(starts))
         priced = self._prices_of(bucket, _context_bucket(sum(starts) // len(starts)))
         price_s = priced.get(num_guesses, 0.0)
-        if took_s > 0 and price_s > 0:
-            ratios = self._ratios.setdefault(bucket, {})
-            self._learn(ratios.setdefault(num_guesses, _Ratio()), took_s / price_s)
+        return (bucket, num_guesses, took_s / price_s) if took_s > 0 and price_s > 0 else None
 
-    def _learn(self, ratio: _Ratio, value: float) -> None:
+    def _learn(self, bucket: int, num_guesses: int, value: float) -> None:
         """The first is left out: it may have been captured, or compiled for. One that is far from
         the others counts only if the next ones are as far."""
-        is_known = self._counts(ratio)
+        ratios = self._ratios.setdefault(bucket, {})
+        ratio = ratios.get(num_guesses)
+        if ratio is None:
+            ratio = ratios[num_guesses] = _Ratio()
+        is_known, was_settled = self._counts(ratio), ratio.num_steps > RESTED_AFTER
         ratio.last = self.num_steps
         ratio.num_steps = ratio.num_steps + 1 if is_known or ratio.num_steps == 0 else 2
         if ratio.num_steps == 1:
@@ -131,10 +164,21 @@ class StepTimes:
         if not is_known:
             ratio.value, ratio.num_odd = value, 0
             return
-        is_odd = not ratio.value / OUTLIER <= value <= ratio.value * OUTLIER
+        before = ratio.value
+        is_odd = not before / OUTLIER <= value <= before * OUTLIER
         ratio.num_odd = ratio.num_odd + 1 if is_odd else 0
-        if not is_odd or ratio.num_odd > 2:
-            ratio.value += LEARNED * (value - ratio.value)
+        if not is_odd:
+            ratio.value += max(LEARNED, 1 / (ratio.num_steps - 1)) * (value - before)
+        elif ratio.num_odd > 2:
+            ratio.value, ratio.num_steps, ratio.num_odd = value, 2, 0
+        else:
+            return
+        if not was_settled:  # how it settles says nothing of the others
+            return
+        change = ratio.value / before
+        for other in ratios.values():
+            if self.num_steps - other.last > RESTED_AFTER:
+                other.value *= change
 
     def _counts(self, ratio: _Ratio) -> bool:
         return ratio.num_steps > 1 and self.num_steps - ratio.last < FORGOTTEN_AFTER

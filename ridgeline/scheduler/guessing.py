@@ -17,8 +17,7 @@ from ridgeline.errors import check
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.scheduler.guess_acceptance import RowAcceptance, SharedAcceptance
-from ridgeline.scheduler.guess_times import GuessPrices, StepTimes, row_bucket
-from ridgeline.scheduler.policies.step_times import RunStep
+from ridgeline.scheduler.guess_times import GuessPrices, StepTimes, TimedStep, row_bucket
 
 # Few, as each is captured by itself for each size of a batch; what lies between loses a percent.
 CHOICES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -83,12 +82,15 @@ class GuessChooser:
         num_rows = len(decoding)
         if not num_rows:
             return 0
+        if self._looks_ahead and num_rows <= FEW_ROWS and _has_nothing(decoding):
+            return 0
         most = self.max_checked_tokens // num_rows - 1
         if self.fixed is not None:
             return self._fitting(most)
         bucket = row_bucket(num_rows)
         self._holds -= 1
-        is_old = self._looks_ahead and num_rows <= FEW_ROWS  # as each step finds something else
+        # What is there to check is new in each step, where that is known.
+        is_old = self._looks_ahead and num_rows <= FEW_ROWS and _is_known(decoding[0])
         if bucket != self._chosen_for or self._holds <= 0 or is_old:
             self._renew(decoding, bucket, most)
         if self._chosen == 0 and not self._looks_ahead and most >= 1:
@@ -106,7 +108,7 @@ class GuessChooser:
             return
         rows, num_rows = self._rows, len(checked)
         num_good = 0
-        for (num_checked, num_right), count in Counter(checked.values()).items():
+        for (num_checked, num_right), count in _counted(checked).items():
             if num_checked > 0:
                 self.acceptance.add(num_right + (num_right < num_checked), num_right, count)
                 num_good += count * (num_right > 0)
@@ -116,8 +118,8 @@ class GuessChooser:
             row = rows.get(name) or self._new_row(name)
             if num_checked > 0:
                 row.add(num_right + (num_right < num_checked), num_right)
-            else:
-                row.found_nothing()
+            if self._looks_ahead:
+                self.acceptance.add_found(row, num_checked > 0)
         expected = self._explores
         if expected is not None and expected < LOW and num_good > (expected + SURPRISE) * num_rows:
             self._break, self._unseen = self._shortest, self._shortest  # and once more
@@ -134,7 +136,7 @@ class GuessChooser:
         row = self._rows.get(request_id)
         return self.acceptance.rate if row is None else row.rate(self.acceptance.rate)
 
-    def on_priced(self, step: RunStep) -> None:
+    def on_priced(self, step: TimedStep) -> None:
         """A step has run: if it only checked guesses, or only decoded, its time is learned."""
         self.times.on_priced(step)
 
@@ -203,9 +205,10 @@ class GuessChooser:
     def _found(self, request: Request, row: RowAcceptance | None) -> tuple[float, int]:
         """How likely something is there to check, and how much. It is known where the last result
         has been taken in."""
-        if request.token_ids[-1] == UNKNOWN_TOKEN:
-            return (1.0 if row is None else row.found), MAX_GUESSES
-        return 1.0, len(request.draft_token_ids)
+        num_guesses = len(request.draft_token_ids)
+        if _is_known(request):
+            return 1.0, num_guesses
+        return self.acceptance.found(row, num_guesses > 0), MAX_GUESSES
 
     def _explored(self) -> int:
         """Nothing tells whether guesses have become better but a guess, once in a while."""
@@ -235,6 +238,24 @@ def _best(speeds: Mapping[int, float], current: int) -> int:
     if current in speeds and current and speeds[best] < STAYS * speeds[current]:
         best = current
     return best if speeds[best] > MARGIN * speeds[0] else 0
+
+
+def _counted(checked: Mapping[str, tuple[int, int]]) -> Mapping[tuple[int, int], int]:
+    """How many rows had which result."""
+    return Counter(checked.values()) if len(checked) > 1 else dict.fromkeys(checked.values(), 1)
+
+
+def _has_nothing(decoding: Sequence[Request]) -> bool:
+    """Is it known that there is nothing to check?"""
+    for request in decoding:
+        if request.draft_token_ids or request.token_ids[-1] == UNKNOWN_TOKEN:
+            return False
+    return True
+
+
+def _is_known(request: Request) -> bool:
+    """Has its last result been taken in?"""
+    return request.token_ids[-1] != UNKNOWN_TOKEN
 
 
 def _mean_context(decoding: Sequence[Request]) -> int:

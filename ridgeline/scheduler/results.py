@@ -21,10 +21,12 @@ class ResultTaker:
 
     def take_all(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
         """What one step gave, in the order of its rows."""
-        special = self._may_draft or self.ledger.groups or result.faults or result.draft_token_ids
-        if special or result.logprobs or result.prompt_logprobs:
+        special = self.ledger.groups or result.faults or result.logprobs or result.prompt_logprobs
+        if special or (result.draft_token_ids and not self._may_draft):
             take = self.take
             return [output for flown in flights if (output := take(flown, result)) is not None]
+        if self._may_draft:
+            return self._take_guessed(flights, result)
         return self._take_plain(flights, result)
 
     def _take_plain(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
@@ -52,6 +54,48 @@ class ResultTaker:
                     if end % size in edges:
                         blocks.publish(row, self.ledger.last_planned)
                     outputs.append(RequestOutput(row.request_id, new))
+                    continue
+            if (output := self.take(flight, result)) is not None:
+                outputs.append(output)
+        return outputs
+
+    def _take_guessed(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
+        """The same of an engine that guesses: rows that end, or had prompts, by `take`."""
+        outputs: list[RequestOutput] = []
+        sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.ledger.blocks
+        size, edges, last_planned = blocks.block_size, blocks.edges, self.ledger.last_planned
+        for flight in flights:
+            entry, row, epoch = flight
+            num_draft = entry.num_draft
+            if (
+                row.epoch == epoch
+                and row.has_output
+                and entry.samples
+                and entry.num_tokens == num_draft + 1
+            ):
+                new = sampled[row.request_id]
+                num_new, first = len(new), row.num_done_tokens + 1
+                if first + num_new <= row.num_computable_tokens and row.stop_token_ids.isdisjoint(
+                    new
+                ):
+                    row.token_ids[first : first + num_draft + 1] = new
+                    row.num_computed_tokens -= num_draft + 1 - num_new
+                    row.num_done_tokens = first + num_new - 1
+                    row.draft_token_ids = drafts.get(row.request_id, ())
+                    if num_new > 1 or first % size in edges:
+                        blocks.publish(row, last_planned)
+                    if not num_draft:
+                        outputs.append(RequestOutput(row.request_id, new))
+                        continue
+                    num_right = num_new - 1
+                    outputs.append(
+                        RequestOutput(
+                            row.request_id,
+                            new,
+                            num_accepted=num_right,
+                            num_rejected=num_draft - num_right,
+                        )
+                    )
                     continue
             if (output := self.take(flight, result)) is not None:
                 outputs.append(output)

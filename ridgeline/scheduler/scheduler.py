@@ -94,7 +94,8 @@ class Scheduler:
     """Plans steps and takes in their results.
 
     `num_drafts` is how many guesses the executor's draft method has for each row at most (0: none),
-    and `guesses`, if given, says how many of them are worth a check.
+    and `guesses`, if given, says how many of them are worth a check. Results say how many a row has
+    if they are to be found (`finds_guesses`); else there are as many as are wanted.
     After `max_bypasses` younger requests went first, the oldest that waits is next; after
     `max_preemptions` a request runs again only when nobody need be preempted any more.
     Without `chunked_prefill` a prompt waits until one step can compute all of it. With
@@ -113,6 +114,7 @@ class Scheduler:
         *,
         num_drafts: int = 0,
         guesses: GuessPlanner | None = None,
+        finds_guesses: bool = True,
         max_bypasses: int = MAX_BYPASSES,
         max_preemptions: int = MAX_PREEMPTIONS,
         chunked_prefill: bool = True,
@@ -128,6 +130,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.num_drafts = num_drafts
         self.guesses = guesses
+        self.finds_guesses = finds_guesses
         self.chunked_prefill = chunked_prefill
         self.max_num_mixed_tokens = mixed
         self.capacity = Capacity(
@@ -354,7 +357,7 @@ class Scheduler:
             room = min(room, group.limit(row) - row.num_computed_tokens)
         if pending != 1 or not row.has_drafts:
             return min(pending, room), 0
-        known = row.token_ids[-1] != UNKNOWN_TOKEN
+        known = self.finds_guesses and row.token_ids[-1] != UNKNOWN_TOKEN
         most = len(row.draft_token_ids) if known else self.num_drafts
         most = min(most, step.num_guesses)
         if self.guesses is not None:

@@ -233,6 +233,7 @@ def _scheduler(
         header.max_num_seqs,
         num_drafts=header.num_drafts,
         guesses=guesses,
+        finds_guesses=guesses is None,  # else the tape knows how many there were
         max_bypasses=header.max_bypasses,
         max_preemptions=header.max_preemptions,
         max_num_mixed_tokens=header.max_num_mixed_tokens,

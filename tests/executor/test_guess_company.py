@@ -119,6 +119,7 @@ def make_engine(
         max_num_seqs=ROWS,
         num_drafts=MOST,
         guesses=coin,
+        finds_guesses=method is looked_up,
     )
     return Engine(scheduler, executor, VirtualClock(), in_flight), executor, coin
 
@@ -133,7 +134,7 @@ def test_random_company(in_flight: int, num_blocks: int) -> None:
     got = serve(engine, requests(), random.Random(SEED))
     assert got == expected(captured_decoder())
     assert executor.inner.num_captured_steps > 10
-    assert coin.num_checked > 150
+    assert coin.num_checked > 100
     assert 0.4 < coin.num_right / coin.num_checked < 0.9
     if num_blocks == 60:
         assert executor.num_preempted > 5

@@ -128,6 +128,7 @@ def observed(name: str, method: str | None, num: int, num_guesses: int) -> torch
         max_num_seqs=ROWS,
         num_drafts=0 if method is None else MOST,
         guesses=None if method is None else always,
+        finds_guesses=method == "suffix",
     )
     engine = Engine(scheduler, executor, VirtualClock(), 1 if num_guesses == MOST else 2)
     sampling = replace(PARAMS[name], max_tokens=NUM_NEW - 1)

@@ -39,6 +39,7 @@ class Ran:
     plan: StepPlan
     seconds: float
     host_s: float = 0.0
+    is_overlapped: bool = False
 
 
 @dataclass(slots=True)
@@ -224,13 +225,15 @@ def test_what_was_not_found_is_not_expected() -> None:
     """Everything that is looked up is right, but it is seldom there; the last result is not known
     yet when the next step is planned."""
     world = World(Line(draft_s=0.3), 1, lambda _: 1.0, seed=1)
-    world.rows[0].token_ids.append(UNKNOWN_TOKEN)
+    row = world.rows[0]
+    row.token_ids.append(UNKNOWN_TOKEN)
     chooser = chooser_for(world.prices, looks_ahead=True)
     for step in range(200):
         chooser.plan(world.rows, 0.0)
         chooser.observe({"0": (8, 8) if step % 20 == 0 else (0, 0)})
     assert chooser.plan(world.rows, 0.0) == 0
     for _ in range(20):
+        row.draft_token_ids = (UNKNOWN_TOKEN,) * 8
         chooser.observe({"0": (8, 8)})
         chooser.plan(world.rows, 0.0)
     assert chooser.plan(world.rows, 0.0) == 8

@@ -8,6 +8,8 @@ from ridgeline.step import StepPlan, StepPricer, StepShape
 
 MEMORY = 0.99  # weight of what was known, after each step: about a hundred steps count
 LEAST_STEPS = 8  # before which the prices are taken as they are
+SAME_CONTEXT = 32  # tokens: steps of guesses that differ by less are priced once
+MAX_PRICES = 256  # that are remembered
 RIDGE = 0.01  # how much rather a wrong scale than a constant: equal steps cannot tell them apart
 
 
@@ -43,6 +45,7 @@ class LearnedPricer:
         self.scale = 1.0
         self.host_s = 0.0
         self.num_steps = 0
+        self._prices: dict[tuple[tuple[int, int], ...], float] = {}  # of steps of guesses
         # Decayed sums over steps of price p and time t: 1, p/t, 1/t, 1/p, 1/(p t)
         self._n = self._p_t = self._1_t = self._1_p = self._1_pt = 0.0
 
@@ -58,7 +61,15 @@ class LearnedPricer:
     def _price(self, plan: StepPlan) -> float:
         if plan.decodes is not None and self._decodes is not None:
             return self._decodes(plan.decodes.starts)
-        return self.pricer.seconds(plan.shape)
+        if not any(row.num_draft for row in plan.scheduled):
+            return self.pricer.seconds(plan.shape)
+        key = tuple([(row.num_tokens, row.start // SAME_CONTEXT) for row in plan.scheduled])
+        found = self._prices.get(key)
+        if found is None:
+            if len(self._prices) >= MAX_PRICES:
+                self._prices.clear()
+            found = self._prices[key] = self.pricer.seconds(plan.shape)
+        return found
 
     def _learn(self, p: float, t: float) -> None:
         self.num_steps += 1

@@ -1,0 +1,131 @@
+"""Are as many guesses checked as pay where the host takes most of a step, and the next one is
+planned before the last result is known?
+
+The price of a step is wrong on purpose: it knows of no host, and each guess comes for nothing.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ridgeline.scheduler.guess_times import StepTimes
+from ridgeline.scheduler.guessing import GuessChooser
+from ridgeline.step import ScheduledRequest, StepPlan
+from tests.scheduler.hosted import MICRO, AlwaysPlanned, Flat, Machine, Text, run
+from tests.scheduler.test_guessing import Ran
+
+HOST_BOUND = Machine(
+    lambda k: (270 + 7 * k if k else 170) * MICRO, lambda k: (150 + 10 * k if k else 110) * MICRO
+)
+DEVICE_BOUND = Machine(
+    lambda k: (80 + 2 * k if k else 60) * MICRO, lambda k: (240 + 10 * k if k else 180) * MICRO
+)
+MACHINES = pytest.mark.parametrize("machine", [HOST_BOUND, DEVICE_BOUND], ids=["host", "device"])
+IN_FLIGHT = pytest.mark.parametrize("in_flight", [1, 2])
+
+STORIES = Text(0.1, 0.2, 0.5)
+COPIES = Text(0.95, 0.9, 0.95)
+SOME = Text(0.5, 0.7, 0.9)
+SELDOM_GOOD = Text(0.15, 0.7, 0.9)
+
+
+def looked_up() -> GuessChooser:
+    return GuessChooser(
+        Flat(), acceptance=0.5, max_guesses=8, max_checked_tokens=64, looks_ahead=True
+    )
+
+
+def best(machine: Machine, text: Text, in_flight: int) -> tuple[float, float]:
+    """Tokens per second of the best number, and without guesses."""
+    ran = {
+        k: run(machine, text, AlwaysPlanned(k), in_flight=in_flight, seed=9).tokens_per_s
+        for k in (0, 1, 2, 3, 4, 6, 8)
+    }
+    return max(ran.values()), ran[0]
+
+
+@MACHINES
+@IN_FLIGHT
+@pytest.mark.parametrize("before", [COPIES, SOME], ids=["copies", "some"])
+def test_what_is_seldom_found_and_right_is_left_alone(
+    machine: Machine, in_flight: int, before: Text
+) -> None:
+    """After answers whose guesses were good, too: what steps take was learned among those."""
+    chooser = looked_up()
+    run(machine, before, chooser, in_flight=in_flight, seed=1)
+    off = run(machine, STORIES, AlwaysPlanned(0), in_flight=in_flight, seed=2, num_requests=40)
+    ran = run(machine, STORIES, chooser, in_flight=in_flight, seed=2, num_requests=40)
+    assert ran.tokens_per_step < 1.06
+    assert ran.tokens_per_s >= 0.97 * off.tokens_per_s, (ran, "seed 2")
+
+
+@MACHINES
+@IN_FLIGHT
+def test_never_slower_from_the_first_request_on(machine: Machine, in_flight: int) -> None:
+    off = run(machine, STORIES, AlwaysPlanned(0), in_flight=in_flight, seed=3)
+    ran = run(machine, STORIES, looked_up(), in_flight=in_flight, seed=3)
+    assert ran.tokens_per_s >= 0.97 * off.tokens_per_s, (ran, "seed 3")
+
+
+@MACHINES
+@IN_FLIGHT
+@pytest.mark.parametrize("text", [COPIES, SOME, SELDOM_GOOD], ids=["copies", "some", "seldom"])
+def test_good_guesses_are_checked(machine: Machine, in_flight: int, text: Text) -> None:
+    """With the last result known, even better: nothing is checked where nothing was found."""
+    most, _ = best(machine, text, in_flight)
+    chooser = looked_up()
+    run(machine, STORIES, chooser, in_flight=in_flight, seed=4, num_requests=5)
+    run(machine, text, chooser, in_flight=in_flight, seed=5, num_requests=5)
+    ran = run(machine, text, chooser, in_flight=in_flight, seed=6, num_requests=40)
+    assert ran.tokens_per_s >= 0.96 * most, (ran, most, "seeds 4 to 6")
+
+
+@pytest.mark.parametrize("right", [0.3, 0.6, 0.85])
+@IN_FLIGHT
+def test_guesses_of_a_small_model(in_flight: int, right: float) -> None:
+    machine = Machine(
+        lambda k: (260 + 3 * k if k else 170) * MICRO,
+        lambda k: (140 + 45 * k if k else 110) * MICRO,
+    )
+    text = Text(1.0, right, right, is_drafted=True)
+    most, off = best(machine, text, in_flight)
+    chooser = GuessChooser(Flat(54 * MICRO), acceptance=0.7, max_guesses=8, max_checked_tokens=64)
+    run(machine, text, chooser, in_flight=in_flight, seed=7, num_requests=5)
+    ran = run(machine, text, chooser, in_flight=in_flight, seed=8, num_requests=40)
+    assert ran.tokens_per_s >= 0.96 * most, (ran, most, "seeds 7 and 8")
+    assert ran.tokens_per_s >= 0.98 * off, (ran, off, "seeds 7 and 8")
+
+
+def test_two_steps_that_overlap_say_what_one_takes_only_if_they_are_alike() -> None:
+    times = StepTimes(Flat(), (0, 1, 2))
+
+    def plan(k: int) -> StepPlan:
+        return StepPlan(1, (ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k),))
+
+    price = Flat().seconds(1, 100, 0)
+    for k in (0, 2, 0, 2, 0, 2):
+        times.on_priced(Ran(plan(k), price * 3, is_overlapped=True))
+    assert times.correction(1, 0) is None
+    for k, factor in ((2, 7.0), (2, 4.0), (2, 4.0), (2, 4.0), (2, 4.0), (0, 9.0)):
+        times.on_priced(Ran(plan(k), price * factor, is_overlapped=True))
+    assert times.correction(1, 2) == pytest.approx(4.0)
+    times.on_priced(Ran(plan(0), price * 9, is_overlapped=False))  # it waited for a result
+    times.on_priced(Ran(plan(0), price * 2, is_overlapped=True))
+    assert times.correction(1, 0) is None
+
+
+def test_what_has_not_run_lately_has_become_slower_as_what_has() -> None:
+    times = StepTimes(Flat(), (0, 1))
+    price = Flat().seconds(1, 100, 0)
+
+    def ran(k: int, factor: float, num: int) -> None:
+        entry = ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k)
+        for _ in range(num):
+            times.on_priced(Ran(StepPlan(1, (entry,)), price * factor))
+
+    ran(0, 2.0, 8)
+    ran(1, 3.0, 60)
+    assert times.correction(1, 0) == pytest.approx(2.0)
+    ran(1, 6.0, 60)  # the machine has others to serve
+    assert times.correction(1, 1) == pytest.approx(6.0, rel=0.02)
+    assert times.correction(1, 0) == pytest.approx(4.0, rel=0.02)
