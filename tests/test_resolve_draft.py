@@ -69,7 +69,7 @@ def chat() -> dict[str, Any]:
 def test_the_bundled_model_is_guessed_for_by_its_draft() -> None:
     resolved, memory = done(chat(), path=str(CHAT), dtype="bfloat16")
     assert (resolved.draft_method, resolved.draft_argument) == ("draft", "demo:draft")
-    assert (resolved.max_guesses, resolved.num_guesses) == (AUTO_GUESSES, None)
+    assert (resolved.max_guesses, resolved.num_guesses) == (AUTO_GUESSES["cuda"], None)
     assert resolved.max_checked_tokens >= resolved.max_captured_rows
     assert decision(resolved, "speculate").got == "draft:demo:draft, up to 8 guesses"
     assert {"draft weights", "draft cache", "draft logits", "token rows"} <= set(memory)

@@ -19,6 +19,7 @@ import pytest
 from ridgeline import LLM, SamplingParams
 from ridgeline.errors import ConfigError
 from ridgeline.evaluation.tasks import problems
+from ridgeline.kernels.cpu import native
 from ridgeline.llm import GenerationResult
 from tests.conftest import TEST_DEVICE
 
@@ -105,6 +106,32 @@ def check_greedy(speculate: str, num: int, max_tokens: int) -> None:
 @pytest.mark.parametrize("speculate", METHODS)
 def test_greedy_answers_are_the_same(speculate: str) -> None:
     check_greedy(speculate, 20, 40)
+
+
+@cache
+def bfloat16_answers(speculate: str) -> list[list[int]]:
+    """One request at a time: the rows of a step are then those of its guesses."""
+    sampling = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=40)
+        if i % 2 else SamplingParams(temperature=0.0, max_tokens=40)
+        for i in range(20)
+    ]  # fmt: skip
+    with LLM(
+        "demo:chat", device="cpu", dtype="bfloat16", speculate=speculate, num_blocks=500,
+        max_num_seqs=1, warm_up="off",
+    ) as llm:  # fmt: skip
+        return [list(r.token_ids) for r in llm.generate(prompts(20), sampling, progress=False)]
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
+@pytest.mark.parametrize(
+    "speculate", ["draft:demo:draft:1", "draft:demo:draft:3", "draft:demo:draft:6", "ngram:4"]
+)
+def test_in_bfloat16_on_a_cpu_no_token_differs(speculate: str) -> None:
+    """Greedy or seeded: no near tie falls otherwise, as a check gives the logits of single steps.
+    Tiles (AMX) add up in another order than vectors do."""
+    with native.at_level(min(native.level(), "bf16", key=native.LEVELS.index)):
+        assert bfloat16_answers(speculate) == bfloat16_answers("off")
 
 
 @pytest.mark.slow

@@ -36,14 +36,17 @@ struct AttentionArgs {
   double scale;
 };
 
-// One token over the keys [begin, end), all its heads; or new tokens [begin, end) of a request,
-// all heads of KV head `head`, over all they see. partial: the place for what is not all of the
-// answer, or -1.
+// `tokens` packed tokens from row `token` of q and out on, over the keys [begin, end), all their
+// heads; with `grows` each sees one key more than the one before. Or new tokens [begin, end) of a
+// request, all heads of KV head `head`, over all they see. partial: the first one's place for what
+// is not all of the answer, or -1; the next one's is `parts` further.
 struct AttentionItem {
   int32_t request, head;
   int64_t begin, end;
-  int64_t partial;
+  int64_t token, tokens, grows, partial, parts;
 };
+
+constexpr int64_t FEW_TOKENS = 9;  // of a request: each looks at its keys as if it were alone
 
 constexpr int64_t TILE_ROWS = 126;  // of queries times heads of a KV head; 6 rows are worked on
 constexpr int64_t TILE_KEYS = 64;
@@ -58,12 +61,18 @@ namespace {
   return a.heads * (padded_head(a.head_dim) + 2);
 }
 
+// Tokens of an item: their queries and sums should stay in a core's own cache.
+[[maybe_unused]] inline int64_t most_tokens(const AttentionArgs& a) {
+  int64_t fit = (1 << 15) / (a.heads * padded_head(a.head_dim));
+  return fit < 1 ? 1 : fit < FEW_TOKENS ? fit : FEW_TOKENS;
+}
+
 }  // namespace
 
 struct AttentionVariant {
   int64_t (*scratch_floats)(const AttentionArgs&);  // of one thread
-  void (*one)(const AttentionArgs&, const AttentionItem&, float* partials, float* scratch);
-  void (*merge)(const AttentionArgs&, int64_t request, const float* partials, int64_t count);
+  void (*few)(const AttentionArgs&, const AttentionItem&, float* partials, float* scratch);
+  void (*merge)(const AttentionArgs&, int64_t token, const float* partials, int64_t count);
   void (*many)(const AttentionArgs&, const AttentionItem&, float* scratch);
 };
 

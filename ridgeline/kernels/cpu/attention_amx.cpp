@@ -415,19 +415,19 @@ int64_t tiled_scratch(const AttentionArgs& a) {
   return tiles > vectors ? tiles : vectors;
 }
 
-void tiled_one(const AttentionArgs& a, const AttentionItem& item, float* partials, float* scratch) {
-  attention_bf16()->one(a, item, partials, scratch);
+void tiled_few(const AttentionArgs& a, const AttentionItem& item, float* partials, float* scratch) {
+  attention_bf16()->few(a, item, partials, scratch);
 }
 
-void tiled_merge(const AttentionArgs& a, int64_t request, const float* partials, int64_t count) {
-  attention_bf16()->merge(a, request, partials, count);
+void tiled_merge(const AttentionArgs& a, int64_t token, const float* partials, int64_t count) {
+  attention_bf16()->merge(a, token, partials, count);
 }
 
 void tiled_many(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
   takes(a) ? tiled_tokens(a, item, scratch) : attention_bf16()->many(a, item, scratch);
 }
 
-constexpr AttentionVariant tiled = {tiled_scratch, tiled_one, tiled_merge, tiled_many};
+constexpr AttentionVariant tiled = {tiled_scratch, tiled_few, tiled_merge, tiled_many};
 
 }  // namespace
 

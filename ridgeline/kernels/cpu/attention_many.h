@@ -95,8 +95,9 @@ int64_t scratch_floats(const AttentionArgs& a) {
   int64_t rows = rows_of_tile(a), size = padded_head(a.head_dim);
   int64_t many = 2 * rows * (size + TILE_KEYS + 2) + 2 * TILE_KEYS * size;
   if (a.kv_dtype == RL_I4) many += TILE_KEYS * size / 2;
-  int64_t one = a.heads * size + partial_floats(a) + packed_floats(a);
-  return (many > one ? many : one) + 16;
+  int64_t tokens = most_tokens(a);
+  int64_t few = tokens * (a.heads * size + partial_floats(a)) + packed_floats(a, tokens);
+  return ((many > few ? many : few) + 31) / 16 * 16;
 }
 
 // Words of a row of numbers: pairs of bfloat16 (size is even then), or floats.

@@ -1,4 +1,6 @@
-// How does one token look at the keys before it? All heads of a block of keys together, as they lie.
+// How do few tokens look at the keys before them? All heads of a block of keys together, as they lie.
+// Tokens of a request are as more heads, while they see the same keys; the numbers of each are those
+// that it has alone.
 //
 // Included by one file for each variant; see elementwise_wide.h. T is what queries and answers are
 // made of, C what the cache is; K what its codes are worked with as, if they are packed.
@@ -9,14 +11,21 @@ namespace {
 
 constexpr float LOWEST = -1e30f;  // a maximum before anything is seen
 
-// What is known of all heads of a token: unscaled sums [H, padded D], maxima, weights.
+// What is known of rows, that is of all heads of a token: unscaled sums [H, padded D], maxima,
+// weights. Of several tokens the rows of a KV head are side by side, token by token.
 struct State {
   float *sums, *most, *weight;
 };
 
-inline State state_at(const AttentionArgs& a, float* floats) {
-  float* most = floats + a.heads * padded_head(a.head_dim);
-  return {floats, most, most + a.heads};
+inline State state_at(const AttentionArgs& a, float* floats, int64_t tokens = 1) {
+  int64_t rows = a.heads * tokens;
+  float* most = floats + rows * padded_head(a.head_dim);
+  return {floats, most, most + rows};
+}
+
+inline int64_t row_of(const AttentionArgs& a, int64_t head, int64_t token, int64_t tokens) {
+  int64_t group = a.heads / a.kv_heads;
+  return (head / group * tokens + token) * group + head % group;
 }
 
 // Keys and values of one KV head, at places `offsets`, and their scales and lows, if the cache has
@@ -94,13 +103,24 @@ inline void see(const AttentionArgs& a, int64_t h, const Seen<C>& seen, const fl
   gather_all<C, G>(a, seen.v, seen.offsets, num, scores, kept, state.sums + h * stride, ahead);
 }
 
+// The answer of one token of those of an item, or its part of it.
 template <class T>
-void finish(const AttentionArgs& a, int64_t request, State state) {
-  int64_t size = a.head_dim;
-  T* out = static_cast<T*>(a.out) + a.query_start[request] * a.out_stride;
+void finish(const AttentionArgs& a, const AttentionItem& item, int64_t token, State state,
+            float* partials) {
+  int64_t size = a.head_dim, stride = padded_head(size);
+  T* out = static_cast<T*>(a.out) + (item.token + token) * a.out_stride;
+  bool is_part = item.partial >= 0;
+  int64_t place = is_part ? (item.partial + token * item.parts) * partial_floats(a) : 0;
+  State part = state_at(a, partials + place);
   for (int64_t h = 0; h < a.heads; ++h) {
-    float scale = state.weight[h] == 0 ? 0.0f : 1.0f / state.weight[h];
-    const float* sums = state.sums + h * padded_head(size);
+    int64_t row = row_of(a, h, token, item.tokens);
+    const float* sums = state.sums + row * stride;
+    if (is_part) {
+      std::memcpy(part.sums + h * stride, sums, stride * 4);
+      part.most[h] = state.most[row], part.weight[h] = state.weight[row];
+      continue;
+    }
+    float scale = state.weight[row] == 0 ? 0.0f : 1.0f / state.weight[row];
     for (int64_t d = 0; d < size; d += W)
       store_some(out + h * size + d, load(sums + d) * scale, size - d);
   }
@@ -119,106 +139,119 @@ inline void fetch(const AttentionArgs& a, int64_t offset) {
 }
 
 // Floats that packed codes need beside the others: `Lows`, and a block of keys and values unpacked.
-inline int64_t packed_floats(const AttentionArgs& a) {
-  return a.kv_dtype == RL_I4 ? 2 * a.heads + KEYS * a.head_dim / 2 : 0;
+inline int64_t packed_floats(const AttentionArgs& a, int64_t tokens) {
+  return a.kv_dtype == RL_I4 ? 2 * a.heads * tokens + KEYS * a.head_dim / 2 : 0;
 }
 
 template <class T, class C>
-void one_token(const AttentionArgs& a, const AttentionItem& item, float* partials, float* scratch) {
+void few_tokens(const AttentionArgs& a, const AttentionItem& item, float* partials,
+                float* scratch) {
   using K = typename Worked<C>::type;
   using Q = typename Worked<C>::template Asked<T>;
   constexpr bool LOWS = IS_PACKED<C>;
-  int64_t size = a.head_dim, stride = padded_head(size), group = a.heads / a.kv_heads;
+  const int64_t size = a.head_dim, stride = padded_head(size), group = a.heads / a.kv_heads;
+  const int64_t tokens = item.tokens, rows = a.heads * tokens;
   float* q = scratch;
-  float* own = scratch + a.heads * stride;
-  State state = state_at(a, item.partial < 0 ? own : partials + item.partial * partial_floats(a));
-  float* beside = own + partial_floats(a);
-  Lows lows{beside, beside + a.heads};
-  I8* unpacked = reinterpret_cast<I8*>(beside + 2 * a.heads);
-  int64_t rows[KEYS];
-  for (int64_t j = 0; j < KEYS; ++j) rows[j] = j * size;
-  std::memset(state.sums, 0, a.heads * stride * 4);
-  const T* queries = static_cast<const T*>(a.q) + a.query_start[item.request] * a.q_stride;
-  for (int64_t h = 0; h < a.heads; ++h) {
-    state.most[h] = LOWEST, state.weight[h] = 0;
-    if constexpr (LOWS) {
-      float turned[1024];
-      lows.sums[h] = 0, lows.all[h] = turn_query(queries + h * size, turned, size);
-      Query<Q, K>::take(turned, q + h * stride, size);
-    } else {
-      Query<Q, K>::take(queries + h * size, q + h * stride, size);
+  float* own = scratch + rows * stride;
+  bool is_direct = item.partial >= 0 && tokens == 1;
+  State state = state_at(a, is_direct ? partials + item.partial * partial_floats(a) : own, tokens);
+  float* beside = own + tokens * partial_floats(a);
+  Lows lows{beside, beside + rows};
+  I8* unpacked = reinterpret_cast<I8*>(beside + 2 * rows);
+  int64_t lines[KEYS];
+  for (int64_t j = 0; j < KEYS; ++j) lines[j] = j * size;
+  std::memset(state.sums, 0, rows * stride * 4);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const T* queries = static_cast<const T*>(a.q) + (item.token + t) * a.q_stride;
+    for (int64_t h = 0; h < a.heads; ++h) {
+      int64_t row = row_of(a, h, t, tokens);
+      state.most[row] = LOWEST, state.weight[row] = 0;
+      if constexpr (LOWS) {
+        float turned[1024];
+        lows.sums[row] = 0, lows.all[row] = turn_query(queries + h * size, turned, size);
+        Query<Q, K>::take(turned, q + row * stride, size);
+      } else {
+        Query<Q, K>::take(queries + h * size, q + row * stride, size);
+      }
     }
   }
   Blocks blocks = blocks_of(a, item.request), scales = scales_of(a, item.request);
+  const int64_t most = item.end + (item.grows ? tokens - 1 : 0);  // of the last token
   int64_t offsets[2][KEYS], places[KEYS];
-  int64_t num = least(KEYS, item.end - item.begin);
+  int64_t num = least(KEYS, most - item.begin);
   blocks.offsets(item.begin, num, offsets[0]);
   for (int64_t j = 0; j < num; ++j) fetch<C>(a, offsets[0][j]);
-  for (int64_t begin = item.begin, turn = 0; begin < item.end; begin += KEYS, turn ^= 1) {
-    int64_t next = begin + KEYS, coming = next < item.end ? least(KEYS, item.end - next) : 0;
+  for (int64_t begin = item.begin, turn = 0; begin < most; begin += KEYS, turn ^= 1) {
+    int64_t next = begin + KEYS, coming = next < most ? least(KEYS, most - next) : 0;
     blocks.offsets(next, coming, offsets[turn ^ 1]);
     if (HAS_SCALES<C>) scales.offsets(begin, num, places);
     const int64_t width = sizeof(C), of_head = head_bytes<C>(a), bytes = a.kv_heads * of_head;
     Ahead ahead{(const char*)a.k, (const char*)a.v, offsets[turn ^ 1], coming, width, bytes,
                 2 * of_head, 0, 0};
+    bool is_shared = begin + num <= item.end || !item.grows;  // all tokens see these keys
     for (int64_t head = 0; head < a.kv_heads; ++head) {
       const C* k = static_cast<const C*>(a.k) + head * a.head_stride;
       const C* v = static_cast<const C*>(a.v) + head * a.head_stride;
       const int64_t scale = head * a.scale_head_stride;
       Seen<K> seen;
-      seen.num = num;
       if constexpr (LOWS) {
         for (int64_t j = 0; j < num; ++j) {
           unpack(k + offsets[turn][j], unpacked + j * size, size);
           unpack(v + offsets[turn][j], unpacked + (KEYS + j) * size, size);
         }
-        seen.k = unpacked, seen.v = unpacked + KEYS * size, seen.offsets = rows;
+        seen.k = unpacked, seen.v = unpacked + KEYS * size, seen.offsets = lines;
       } else {
         seen.k = k, seen.v = v, seen.offsets = offsets[turn];
       }
-      if (HAS_SCALES<C>) {
-        take_scales(a.k_scales + scale, places, num, seen.k_scales);
-        take_scales(a.v_scales + scale, places, num, seen.v_scales);
+      for (int64_t t = 0; t < (is_shared ? 1 : tokens); ++t) {
+        seen.num = is_shared ? num : least(KEYS, item.end + t - begin);
+        if (seen.num <= 0) continue;
+        if (HAS_SCALES<C>) {
+          take_scales(a.k_scales + scale, places, seen.num, seen.k_scales);
+          take_scales(a.v_scales + scale, places, seen.num, seen.v_scales);
+        }
+        if (LOWS) {
+          take_lows(a.k_lows + scale, seen.k_scales, places, seen.num, seen.k_lows);
+          take_lows(a.v_lows + scale, seen.v_scales, places, seen.num, seen.v_lows);
+        }
+        int64_t h = (head * tokens + t) * group, end = h + group * (is_shared ? tokens : 1);
+        for (; h + 4 <= end; h += 4) see<Q, K, 4, LOWS>(a, h, seen, q, state, lows, ahead);
+        if (h + 2 <= end) {
+          see<Q, K, 2, LOWS>(a, h, seen, q, state, lows, ahead);
+          h += 2;
+        }
+        if (h < end) see<Q, K, 1, LOWS>(a, h, seen, q, state, lows, ahead);
       }
-      if (LOWS) {
-        take_lows(a.k_lows + scale, seen.k_scales, places, num, seen.k_lows);
-        take_lows(a.v_lows + scale, seen.v_scales, places, num, seen.v_lows);
-      }
-      int64_t h = head * group, end = h + group;
-      for (; h + 4 <= end; h += 4) see<Q, K, 4, LOWS>(a, h, seen, q, state, lows, ahead);
-      if (h + 2 <= end) {
-        see<Q, K, 2, LOWS>(a, h, seen, q, state, lows, ahead);
-        h += 2;
-      }
-      if (h < end) see<Q, K, 1, LOWS>(a, h, seen, q, state, lows, ahead);
     }
     num = coming;
   }
-  for (int64_t h = 0; LOWS && h < a.heads; ++h)
+  for (int64_t r = 0; LOWS && r < rows; ++r)
     for (int64_t d = 0; d < size; d += W)
-      store(state.sums + h * stride + d, load(state.sums + h * stride + d) + lows.sums[h]);
-  if (item.partial < 0) finish<T>(a, item.request, state);
+      store(state.sums + r * stride + d, load(state.sums + r * stride + d) + lows.sums[r]);
+  for (int64_t t = 0; !is_direct && t < tokens; ++t) finish<T>(a, item, t, state, partials);
 }
 
 template <class T>
-void merge_parts(const AttentionArgs& a, int64_t request, const float* partials, int64_t count) {
+void merge_parts(const AttentionArgs& a, int64_t token, const float* partials, int64_t count) {
   int64_t size = a.head_dim, stride = padded_head(size);
-  T* out = static_cast<T*>(a.out) + a.query_start[request] * a.out_stride;
+  T* out = static_cast<T*>(a.out) + token * a.out_stride;
   for (int64_t h = 0; h < a.heads; ++h) {
-    float most = LOWEST, weight = 0;
+    float most = LOWEST, weight = 0, all_sums[1024 + W];
+    std::memset(all_sums, 0, stride * 4);
     auto part = [&](int64_t i) {
       return state_at(a, const_cast<float*>(partials) + i * partial_floats(a));
     };
     for (int64_t i = 0; i < count; ++i) most = part(i).most[h] > most ? part(i).most[h] : most;
-    for (int64_t i = 0; i < count; ++i)
-      weight += part(i).weight[h] * exp_one(part(i).most[h] - most);
-    float scale = weight == 0 ? 0.0f : 1.0f / weight;
-    for (int64_t d = 0; d < size; d += W) {
-      F sum = {};
-      for (int64_t i = 0; i < count; ++i)
-        sum += load(part(i).sums + h * stride + d) * exp_one(part(i).most[h] - most);
-      store_some(out + h * size + d, sum * scale, size - d);
+    for (int64_t i = 0; i < count; ++i) {
+      float kept = exp_one(part(i).most[h] - most);
+      const float* sums = part(i).sums + h * stride;
+      weight += part(i).weight[h] * kept;
+      for (int64_t d = 0; d < size; d += W)
+        store(all_sums + d, load(all_sums + d) + load(sums + d) * kept);
     }
+    float scale = weight == 0 ? 0.0f : 1.0f / weight;
+    for (int64_t d = 0; d < size; d += W)
+      store_some(out + h * size + d, load(all_sums + d) * scale, size - d);
   }
 }
 

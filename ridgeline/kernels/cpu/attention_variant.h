@@ -4,27 +4,27 @@
 
 namespace {
 
-void one(const AttentionArgs& a, const AttentionItem& item, float* partials, float* scratch) {
+void few(const AttentionArgs& a, const AttentionItem& item, float* partials, float* scratch) {
   bool is_float = a.dtype == RL_F32;
   switch (a.kv_dtype) {
     case RL_I8:
-      return is_float ? one_token<float, I8>(a, item, partials, scratch)
-                      : one_token<B16, I8>(a, item, partials, scratch);
+      return is_float ? few_tokens<float, I8>(a, item, partials, scratch)
+                      : few_tokens<B16, I8>(a, item, partials, scratch);
     case RL_I4:
-      return is_float ? one_token<float, I4>(a, item, partials, scratch)
-                      : one_token<B16, I4>(a, item, partials, scratch);
+      return is_float ? few_tokens<float, I4>(a, item, partials, scratch)
+                      : few_tokens<B16, I4>(a, item, partials, scratch);
     case RL_E4M3:
-      return is_float ? one_token<float, E4m3>(a, item, partials, scratch)
-                      : one_token<B16, E4m3>(a, item, partials, scratch);
+      return is_float ? few_tokens<float, E4m3>(a, item, partials, scratch)
+                      : few_tokens<B16, E4m3>(a, item, partials, scratch);
     default:
-      return is_float ? one_token<float, float>(a, item, partials, scratch)
-                      : one_token<B16, B16>(a, item, partials, scratch);
+      return is_float ? few_tokens<float, float>(a, item, partials, scratch)
+                      : few_tokens<B16, B16>(a, item, partials, scratch);
   }
 }
 
-void merge(const AttentionArgs& a, int64_t request, const float* partials, int64_t count) {
-  if (a.dtype == RL_F32) return merge_parts<float>(a, request, partials, count);
-  merge_parts<B16>(a, request, partials, count);
+void merge(const AttentionArgs& a, int64_t token, const float* partials, int64_t count) {
+  if (a.dtype == RL_F32) return merge_parts<float>(a, token, partials, count);
+  merge_parts<B16>(a, token, partials, count);
 }
 
 template <class C>
@@ -53,6 +53,6 @@ void many(const AttentionArgs& a, const AttentionItem& item, float* scratch) {
   }
 }
 
-constexpr AttentionVariant functions = {scratch_floats, one, merge, many};
+constexpr AttentionVariant functions = {scratch_floats, few, merge, many};
 
 }  // namespace

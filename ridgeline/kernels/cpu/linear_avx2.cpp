@@ -7,6 +7,7 @@ namespace {
 
 struct Ops {
   static constexpr int MAX1 = 5, MAX2 = 2;
+  static constexpr int CHAINS = 4, FEW1 = 5, FEW2 = 1, FEW_PAIRED = 0;
   static constexpr bool BIASED8 = false;
 
   struct F {

@@ -1,7 +1,12 @@
 // How is a product computed with vectors? Shared by the variants; each brings its `Ops` first:
 //   Acc (16 int32 or 16 float32), Line (64 bytes of a panel), the dot steps, MAX1 / MAX2 rows with
-//   one / two panels at once, Pair (how two neighbours of x are kept).
+//   one / two panels at once, Pair (how two neighbours of x are kept); for few rows of bfloat16
+//   CHAINS sums of each output, FEW1 / FEW2 rows, and FEW_PAIRED for which two panels are faster.
 // Rows of x are prepared in blocks: unit k of all rows of a block stands together.
+//
+// The numbers of a row do not depend on how many rows there are, up to FEW_ROWS: whole numbers have
+// no order, and those of bfloat16 are added up in the same CHAINS. So a token has the same logits
+// alone and among guesses that are checked together. More rows of bfloat16 have fewer chains each.
 #pragma once
 
 #include "linear.h"
@@ -14,13 +19,22 @@ struct Blocks {
   int64_t size(int64_t b) const { return begin(b + 1) - begin(b); }
 };
 
-// One panel at once while all rows fit one block: each line is then read once. Else two.
+constexpr int64_t FEW_ROWS = 7;
+
+inline bool has_chains(const RlLinear& call, int64_t rows) {
+  return call.matrix.format == RL_W_BF16 && rows <= FEW_ROWS;
+}
+
+// One panel at once while all rows fit one block: each line is then read once. Else two; and for
+// rows of bfloat16 whose chains alone are too few to hide how long a step takes.
 inline bool two_panels(const RlLinear& call, int64_t rows) {
-  return call.gated || rows > Ops::MAX1;
+  if (call.gated) return true;
+  return has_chains(call, rows) ? rows <= Ops::FEW_PAIRED : rows > Ops::MAX1;
 }
 
 inline Blocks blocks_of(const RlLinear& call, int64_t rows) {
   int64_t most = two_panels(call, rows) ? Ops::MAX2 : Ops::MAX1;
+  if (has_chains(call, rows)) most = Ops::FEW1;
   return {(rows + most - 1) / most, rows};
 }
 
@@ -251,13 +265,13 @@ inline void dot_lines(const Tile& t, int64_t begin, int64_t end, const typename 
     }
 }
 
-template <class Step, int MB, int NB>
+template <class Step, int MB, int NB, int KU>
 void whole(const Tile& t) {
   typename Step::Acc total[NB][MB];
   for (int n = 0; n < NB; ++n)
     for (int m = 0; m < MB; ++m) total[n][m] = Step::zero();
-  dot_lines<Step, MB, NB, unroll<MB, NB>()>(
-      t, 0, t.lines, reinterpret_cast<const typename Step::X*>(t.x), total);
+  dot_lines<Step, MB, NB, KU>(t, 0, t.lines, reinterpret_cast<const typename Step::X*>(t.x),
+                              total);
   for (int n = 0; n < NB; ++n)
     for (int m = 0; m < MB; ++m) Step::store(t.out + (n * MB + m) * PANEL, total[n][m]);
 }
@@ -311,9 +325,9 @@ using Kernel = void (*)(const Tile&);
 
 template <int NB, int... MB>
 struct Kernels {
-  static constexpr Kernel bf16s[] = {whole<Ops::Bf16, MB, NB>...};
-  static constexpr Kernel int8s[] = {whole<Ops::Int8, MB, NB>...};
-  static constexpr Kernel int8_alls[] = {whole<Ops::Int8All, MB, NB>...};
+  static constexpr Kernel bf16s[] = {whole<Ops::Bf16, MB, NB, unroll<MB, NB>()>...};
+  static constexpr Kernel int8s[] = {whole<Ops::Int8, MB, NB, unroll<MB, NB>()>...};
+  static constexpr Kernel int8_alls[] = {whole<Ops::Int8All, MB, NB, unroll<MB, NB>()>...};
   static constexpr Kernel int4s[] = {grouped<MB, NB>...};
   static constexpr Kernel groups4s[] = {grouped_any<Ops::Int4, MB, NB>...};
   static constexpr Kernel groups8s[] = {grouped_any<Ops::Int8All, MB, NB>...};
@@ -328,7 +342,12 @@ struct Kernels {
   }
 };
 
-template <int NB, class Sequence>
+template <int NB, int... MB>
+struct FewKernels {
+  static constexpr Kernel all[] = {whole<Ops::Bf16, MB, NB, Ops::CHAINS>...};
+};
+
+template <template <int, int...> class Of, int NB, class Sequence>
 struct Counted;
 template <int... I>
 struct Numbers {};
@@ -338,10 +357,26 @@ template <int... I>
 struct Count<0, I...> {
   using type = Numbers<I...>;
 };
-template <int NB, int... I>
-struct Counted<NB, Numbers<I...>> : Kernels<NB, I...> {};
-using One = Counted<1, Count<Ops::MAX1>::type>;
-using Two = Counted<2, Count<Ops::MAX2>::type>;
+template <template <int, int...> class Of, int NB, int... I>
+struct Counted<Of, NB, Numbers<I...>> : Of<NB, I...> {};
+using One = Counted<Kernels, 1, Count<Ops::MAX1>::type>;
+using Two = Counted<Kernels, 2, Count<Ops::MAX2>::type>;
+using FewOne = Counted<FewKernels, 1, Count<Ops::FEW1>::type>;
+using FewTwo = Counted<FewKernels, 2, Count<Ops::FEW2>::type>;
+
+// Few rows of bfloat16 by one or two panels, one behind the other if both do not fit the registers.
+inline void multiply_few(Tile& t, int num_panels, int64_t rows) {
+  if (num_panels == 1) return FewOne::all[rows - 1](t);
+  if (Ops::FEW2 >= Ops::FEW1 || rows <= Ops::FEW2) return FewTwo::all[rows - 1](t);
+  const char* first = t.panel[0];
+  FewOne::all[rows - 1](t);
+  t.panel[0] = t.panel[1], t.out += rows * PANEL;
+  FewOne::all[rows - 1](t);
+  t.panel[0] = first, t.out -= rows * PANEL;
+}
+
+constexpr int larger_of(int a, int b) { return a > b ? a : b; }
+constexpr int MOST_SUMS = larger_of(larger_of(Ops::MAX1, 2 * Ops::MAX2), 2 * Ops::FEW1);
 
 // ---- what stands behind the product ----------------------------------------------------------
 
@@ -446,8 +481,7 @@ void multiply_some(const LinearPlan& plan, const int64_t* panels, int num_panels
   const RlMatrix& m = call.matrix;
   Prepared p = prepared(call, plan.scratch, plan.rows);
   Blocks blocks = blocks_of(call, plan.rows);
-  alignas(64) float raw[2 * Ops::MAX2 * PANEL > Ops::MAX1 * PANEL ? 2 * Ops::MAX2 * PANEL
-                                                                    : Ops::MAX1 * PANEL];
+  alignas(64) float raw[MOST_SUMS * PANEL];
   Tile t{};
   t.lines = panel_lines(m);
   t.group_lines = m.group / line_inputs(m.format);
@@ -467,7 +501,10 @@ void multiply_some(const LinearPlan& plan, const int64_t* panels, int num_panels
     t.x = p.x + first * p.units * p.unit_bytes;
     t.x_scale = p.scales + first * groups;
     t.x_offset = p.offsets + first * groups;
-    (num_panels == 2 ? Two::find(m, rows) : One::find(m, rows))(t);
+    if (has_chains(call, plan.rows))
+      multiply_few(t, num_panels, rows);
+    else
+      (num_panels == 2 ? Two::find(m, rows) : One::find(m, rows))(t);
     finish_block(call, plan.row_begin + first, rows, panels, num_panels, p.scales + first,
                  p.offsets + first, raw, rows);
   }

@@ -10,6 +10,7 @@ namespace {
 
 struct Ops {
   static constexpr int MAX1 = 16, MAX2 = 12;
+  static constexpr int CHAINS = 2, FEW1 = 7, FEW2 = 7, FEW_PAIRED = 3;
   static constexpr bool BIASED8 = true;  // Int8 multiplies by codes + 128
 
   static __m512 zero() { return _mm512_setzero_ps(); }

@@ -126,7 +126,8 @@ int check_attention(std::mt19937& noise) {
   std::vector<int32_t> lens, starts{0};
   int64_t longest = 0;
   for (int64_t b = 0; b < requests; ++b) {
-    int64_t fresh = noise() & 1 ? 1 : 1 + below(30), before = below(90);
+    int64_t fresh = noise() & 1 ? 1 : 1 + below(30);
+    int64_t before = below(noise() & 3 ? 90 : 600);  // a part of a token's keys has 128 and more
     lens.push_back(int32_t(before + fresh));
     starts.push_back(int32_t(starts.back() + fresh));
     longest = longest < before + fresh ? before + fresh : longest;

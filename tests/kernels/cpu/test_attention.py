@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,6 +74,44 @@ def test_any_head_size(level: str, size: int) -> None:
         with native.at_level(level):
             error = (attend(case).double() - naive(case)).abs().max().item()
         assert error < limit, f"{dtype}: {error}"
+
+
+def one_of(batch: AttentionBatch, request: int, token: int) -> AttentionBatch:
+    """Packed token `token` of a request, as if it were the newest and alone in its step."""
+    behind = int(batch.query_start_B1[request + 1]) - 1 - token
+    lens = torch.tensor([int(batch.seq_lens_B[request]) - behind], dtype=torch.int32)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    return replace(batch, seq_lens_B=lens, query_start_B1=starts, rows_B=torch.tensor([request]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", ["plain", "int8", "int4", "fp8"])
+def test_few_tokens_have_the_bits_that_each_has_alone(name: str, threads: int, level: str) -> None:
+    """In any company, with and without parts and windows, for any group of heads."""
+    backend, before = NativeAttention(), torch.get_num_threads()
+    for seed in range(12):
+        rng = random.Random(seed)
+        kv_heads, group = rng.randint(1, 3), rng.randint(1, 7)
+        size, window = rng.choice([16, 64, 128]), rng.choice([None, 40])
+        spec = spec_of(group * kv_heads, kv_heads, size, window)
+        cached = (0, 3, 31, 32, 127, 250, 300, 2600)
+        requests = tuple((rng.choice(cached), rng.randint(1, 9)) for _ in range(rng.randint(1, 3)))
+        dtype = rng.choice([torch.bfloat16, torch.float32])
+        case = make_case(Shape(requests, spec, 16), seed, dtype, device="cpu")
+        case = case if name == "plain" else coded(case, name)
+        plan = backend.plan(case.layout, 0, spec.window)
+        native.set_threads(threads)
+        try:
+            with native.at_level(level):
+                found = backend.attend(case.q_THD, case.layer_kv, plan, spec)
+                for b, (begin, end) in enumerate(pairwise(plan.query_start_B1.tolist())):
+                    for t in range(begin, end):
+                        q_THD, one = case.q_THD[t : t + 1], one_of(plan, b, t)
+                        alone = backend.attend(q_THD, case.layer_kv, one, spec)
+                        assert torch.equal(found[t], alone[0]), (seed, b, t, requests, spec)
+        finally:
+            native.set_threads(before)
 
 
 def test_parts_of_a_long_request_are_merged() -> None:

@@ -271,3 +271,18 @@ def test_groups_of_8_bits_are_not_rounded_to() -> None:
         pack(torch.ones(16, 64), Codes.GROUPS8, group=32)
     with pytest.raises(InternalError, match="a zero point is of GROUPS4"):
         pack(torch.ones(16, 64), Codes.INT4, group=32, has_zero=True)
+
+
+@pytest.mark.parametrize("kind", Codes)
+def test_few_rows_have_the_bits_that_each_has_alone(kind: Codes, level: str) -> None:
+    """Rows of bfloat16 up to 7, or up to 4 beside tiles; of whole numbers any."""
+    generator = torch.Generator().manual_seed(5)
+    most = 4 if level == "amx" else 7
+    for outputs, inputs, gated in ((640, 386, False), (1000, 258, False), (96, 1100, True)):
+        weight_NK = torch.randn(outputs, inputs, generator=generator).bfloat16()
+        matrix = packed_of(weight_NK, kind)
+        x_MK = torch.randn(most, inputs, generator=generator).bfloat16()
+        alone = torch.cat([linear(row, matrix, gated=gated) for row in torch.split(x_MK, 1)])
+        for rows in range(2, most + 1):
+            found = linear(x_MK[:rows], matrix, gated=gated)
+            assert torch.equal(found, alone[:rows]), (rows, outputs, inputs, gated)
