@@ -184,13 +184,14 @@ def _resolve(
     captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
     has_graphs = captured > 0 and kind == "cuda"  # recorded steps of a CPU fit in its reserve
     captured_tokens = min(MAX_CAPTURED_TOKENS, batched) if has_graphs else 0
-    guessing = decide_guessing(
+    decided = decide_guessing(
         config,
         spec,
         model_path,
         why_not=why_no_guesses(config, spec, kind, dtype, captured),
         read_draft=read_draft,
     )
+    guessing = replace(decided, kind=kind)
     if no_guesses is not None or config.speculate != "off":
         asked = config.speculate if no_guesses is None else "auto"
         decisions.note("speculate", asked, guessing.words, no_guesses or guessing.because)

@@ -26,7 +26,9 @@ from ridgeline.errors import ConfigError
 from ridgeline.executor.rows import FIRST_ROWS
 from ridgeline.formats import LAYERS, MODEL, STORED, AskedGuesses, read_speculate
 
-AUTO_GUESSES = 8  # at most, where they are as many as pay
+# At most, where they are as many as pay. On a CPU a step of up to 7 tokens in bfloat16 says bit for
+# bit what each of them alone does, so that no answer depends on how many are guessed.
+AUTO_GUESSES = {"cuda": 8, "cpu": 6}
 # Tokens of a step that checks guesses: more take as long per token as prompts do, and gain nothing.
 MAX_CHECKED_TOKENS = {"cuda": 512, "cpu": 64}
 KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
@@ -41,6 +43,7 @@ class Guessing:
     asked: AskedGuesses | None
     because: str
     draft: ModelSpec | None = None
+    kind: str = "cuda"  # of device
 
     @property
     def method(self) -> str | None:
@@ -53,7 +56,7 @@ class Guessing:
     @property
     def max_guesses(self) -> int:
         """Of one request in one step."""
-        return 0 if self.asked is None else self.asked.num_guesses or AUTO_GUESSES
+        return 0 if self.asked is None else self.asked.num_guesses or AUTO_GUESSES[self.kind]
 
     @property
     def num_guesses(self) -> int | None:

@@ -42,13 +42,12 @@ class Answers:
     def take(self, names: list[str], result: StepResult) -> None:
         answers, always = self.answer_RY, self.always
         if isinstance(answers, torch.Tensor):
+            if always and not any(self.limits):
+                tokens = zip(names, answers[:, 0].tolist(), answers[:, 3].tolist(), strict=True)
+                result.token_ids.update({name: (token,) for name, num, token in tokens if num})
+                return
             answers = answers.tolist()
         token_ids, drafts, checked = result.token_ids, result.draft_token_ids, result.checked
-        if always and not any(self.limits):
-            token_ids.update(
-                {name: (a[3],) for name, a in zip(names, answers, strict=True) if a[0]}
-            )
-            return
         for name, limit, answer in zip(names, self.limits, answers, strict=True):
             num, found, is_right = answer[:3]
             if not num:

@@ -75,6 +75,16 @@ class ResultTaker:
             ):
                 new = sampled[row.request_id]
                 num_new, first = len(new), row.num_done_tokens + 1
+                if not num_draft and first < row.num_computable_tokens:
+                    (token_id,) = new
+                    if token_id not in row.stop_token_ids:
+                        row.token_ids[first] = token_id
+                        row.num_done_tokens = first
+                        row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
+                        if first % size in edges:
+                            blocks.publish(row, last_planned)
+                        outputs.append(RequestOutput(row.request_id, new))
+                        continue
                 if first + num_new <= row.num_computable_tokens and row.stop_token_ids.isdisjoint(
                     new
                 ):
@@ -82,11 +92,7 @@ class ResultTaker:
                     row.num_computed_tokens -= num_draft + 1 - num_new
                     row.num_done_tokens = first + num_new - 1
                     row.draft_token_ids = drafts.get(row.request_id, ())
-                    if num_new > 1 or first % size in edges:
-                        blocks.publish(row, last_planned)
-                    if not num_draft:
-                        outputs.append(RequestOutput(row.request_id, new))
-                        continue
+                    blocks.publish(row, last_planned)
                     num_right = num_new - 1
                     outputs.append(
                         RequestOutput(

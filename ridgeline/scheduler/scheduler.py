@@ -143,6 +143,7 @@ class Scheduler:
         self._results = ResultTaker(self.ledger, may_draft=num_drafts > 0)
         self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
         self._num_added = 0
+        self._all_decode_at = -1  # change of the set of running requests
         self._no_room: tuple[Request, int, int] | None = None  # who, at what change, free blocks
 
     # ------------------------------------------------------------------ for the engine
@@ -316,9 +317,11 @@ class Scheduler:
             return 0
         if self.guesses is None:
             return self.num_drafts
-        decoding = [r for r in self.running if len(r.token_ids) == r.num_computed_tokens + 1]
-        if len(decoding) < len(self.running):
-            return 0
+        decoding = list(self.running)
+        if self._all_decode_at != self.ledger.num_changes:
+            if any(len(r.token_ids) > r.num_computed_tokens + 1 for r in decoding):
+                return 0
+            self._all_decode_at = self.ledger.num_changes  # and they go on so until one comes
         return min(self.num_drafts, self.guesses.plan(decoding, now))
 
     def _budget_beside(self, num_decoded: int, num_chunks: int, budget: int) -> int:
