@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 
-ENOUGH_STEPS = 4  # without guesses, to say what such steps take over their price
+ENOUGH_STEPS = 16  # without guesses, to say what such steps take over their price
 
 
 @dataclass(slots=True)
