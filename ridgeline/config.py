@@ -24,11 +24,10 @@ class EngineConfig:
     same law with any. With K each step checks so many guesses of each request where there is room,
     without it as many as pay, which may be none; auto: the draft that is known for the model, else
     off. `warm_up` auto, on a GPU: capture the steps that can be foreseen before the first request,
-    for 30 s at most. `pack_cache` (on a CPU): weights
-    as the kernels want them are kept on disk for the next start, unless it is "off"; "clear"
-    removes those of all models first. `calibration` is a file of measured constants for the prices
-    of steps; `event_log` is a file that everything that happens in the engine is appended to
-    (token ids, never text).
+    for 30 s at most. `pack_cache` (on a CPU): weights as the kernels want them are kept on disk for
+    the next start, unless it is "off"; "clear" removes those of all models first. `calibration` is
+    a file of measured constants for the prices of steps; `event_log` is a file that everything that
+    happens in the engine is appended to (token ids, never text).
     """
 
     model: str

@@ -132,7 +132,8 @@ class StepResult:
     are those of prompt positions start+1 .. (start+num_tokens, at most the last prompt token)
     whose predicting position was computed in this step. `faults` names requests whose own numbers
     went wrong (for example NaN logits) and says how; they have no tokens. Of `draft_token_ids` only
-    the number counts; guesses that stay on the device stand as UNKNOWN_TOKEN. `checked`: how many
+    the number counts; guesses that stay on the device stand as UNKNOWN_TOKEN, and those that are
+    made when they are wanted are not in it. `checked`: how many
     guesses of a request were compared with what came out (up to the first wrong one; without a
     check the first may have been, too), and how many of them were right.
     """

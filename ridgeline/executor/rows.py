@@ -27,7 +27,8 @@ _FIRST_BLOCKS = 16
 @dataclass(slots=True, eq=False)
 class Row:
     """`slot` is its place in the tables. `known_ids` (int64) are prompt and output as they were
-    when the row was opened; `num_tokens` counts them and every token sampled since."""
+    when the row was opened; `num_tokens` counts them and every token sampled since, but where
+    tokens are guessed: there only the device knows."""
 
     request_id: str
     slot: int

@@ -21,10 +21,11 @@ class GuessStep:
     """Rows whose next tokens are to be guessed; a captured step reads all of it anew.
 
     `rows_B` (int64) are their places among N, different from each other but for padding (row 0);
-    `limits_B` (int64): how many guesses of each will be checked: 0 is written behind the tokens of
-    no row, as there may be no block for it. `draws`: how guesses of models are drawn (None: all
-    greedily); the keys are those of the request's own noise where guesses are checked against the
-    token that this noise draws, and others where they are checked by their odds.
+    `limits_B` (int64): how many guesses of each count; there may be no block for what lies behind
+    them, so that keys and values of those go to the null block. `draws`: how guesses of models are
+    drawn (None: all greedily); the keys are those of the request's own noise where guesses are
+    checked against the token that this noise draws, and others where they are checked by their
+    odds.
     """
 
     rows_B: torch.Tensor
