@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.errors import EngineFault
+from ridgeline.executor.guess_graphs import BEFORE_IDS
 from ridgeline.executor.prompt_logprobs import PromptLogprobs
 from ridgeline.executor.transfer import Mark
 from ridgeline.formats import MAX_GUESSES
@@ -43,16 +44,18 @@ class Answers:
         answers, always = self.answer_RY, self.always
         if isinstance(answers, torch.Tensor):
             if always and not any(self.limits):
-                tokens = zip(names, answers[:, 0].tolist(), answers[:, 3].tolist(), strict=True)
+                tokens = zip(
+                    names, answers[:, 0].tolist(), answers[:, BEFORE_IDS].tolist(), strict=True
+                )
                 result.token_ids.update({name: (token,) for name, num, token in tokens if num})
                 return
             answers = answers.tolist()
         token_ids, drafts, checked = result.token_ids, result.draft_token_ids, result.checked
         for name, limit, answer in zip(names, self.limits, answers, strict=True):
-            num, found, is_right = answer[:3]
+            num, found, is_right = answer[:BEFORE_IDS]
             if not num:
                 continue
-            token_ids[name] = tuple(answer[3 : 3 + num])
+            token_ids[name] = tuple(answer[BEFORE_IDS : BEFORE_IDS + num])
             if not always:
                 drafts[name] = UNKNOWN[answer[-1]]
             if num_counted := min(limit, found):
