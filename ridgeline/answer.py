@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from operator import countOf
 
 from ridgeline.errors import RequestFault
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -107,7 +108,16 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     """The prompt's ids as a tuple. RequestFault when it is empty or an id is out of range."""
     if not token_ids:
         raise RequestFault("the prompt is empty", param="prompt", code="empty_input")
-    for position, token_id in enumerate(token_ids):
+    ids = tuple(token_ids)
+    are_plain = countOf(map(type, ids), int) == len(ids)
+    if not are_plain or min(ids) < 0 or max(ids) >= vocab_size:  # no loop here: prompts are long
+        _check_each(ids, vocab_size)
+    return ids
+
+
+def _check_each(ids: tuple[int, ...], vocab_size: int) -> None:
+    """Names the first that is wrong; one of a type derived from int may be right."""
+    for position, token_id in enumerate(ids):
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise RequestFault(
                 f"prompt[{position}] is not an integer",
@@ -120,7 +130,6 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
                 param=f"prompt[{position}]",
                 code="invalid_token_id",
             )
-    return tuple(token_ids)
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -189,16 +198,17 @@ class Answer:
             self._index[request_id] = index
 
     def _sampling_of(self, index: int) -> SamplingParams:
+        sampling = self.sampling
+        if sampling.beam_width > 1 or sampling.num_samples == 1:
+            return sampling
         changes: dict[str, object] = {"n": 1, "best_of": None}
-        if self.sampling.beam_width > 1:
-            changes = {}
-        elif self.sampling.num_samples > self.sampling.n and self.sampling.logprobs is None:
+        if sampling.num_samples > sampling.n and sampling.logprobs is None:
             changes["logprobs"] = 0  # to rank the samples by
         if index:
             changes["prompt_logprobs"] = None
-        if self.sampling.seed is not None:
-            changes["seed"] = sample_seed(self.sampling.seed, index)
-        return replace(self.sampling, **changes)  # type: ignore[arg-type]
+        if sampling.seed is not None:
+            changes["seed"] = sample_seed(sampling.seed, index)
+        return replace(sampling, **changes)  # type: ignore[arg-type]
 
     def _assembler(self) -> SampleAssembler:
         return SampleAssembler(
