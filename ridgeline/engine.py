@@ -101,6 +101,7 @@ class Engine:
         except EngineFault as fault:
             future = _Failed(fault)
         self._in_flight.append(Launched(plan, future, now))
+        self.scheduler.blocks.settle()  # while the device is at work
         if self.journals:
             submitted = self.clock.now()
             self._note(lambda journal: journal.on_submitted(plan, submitted))

@@ -115,6 +115,7 @@ class BlockManager:
         self._retired = 0  # this step and all before it are over
         # By step that is to fill them, the oldest first: rows, and their blocks that were named.
         self._promised: dict[int, list[tuple[str, list[int]]]] = {}
+        self._unnamed: list[tuple[int, Request, int, int]] = []  # step, whose, first and last + 1
 
     # ------------------------------------------------------------------ how much
 
@@ -128,6 +129,7 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> int:
+        self.settle()
         return len(self._cache)
 
     @property
@@ -186,6 +188,7 @@ class BlockManager:
 
         Groups with a window need only the blocks that the next query looks back on.
         """
+        self.settle()
         return self._cache.match(request, limit if self.prefix_caching else 0)
 
     def share(self, parent: Request, num_tokens: int) -> Prefix | None:
@@ -203,7 +206,8 @@ class BlockManager:
 
     def promise(self, request: Request, step_id: int) -> None:
         """Let others find its full blocks up to the last of its tokens that is planned: step
-        `step_id`, which was just planned, fills them and is sent before any other.
+        `step_id`, which was just planned, fills them and is sent before any other. They are named
+        as soon as somebody looks, or by `settle`.
 
         Not for what a step computes as the only token of a row: the kernel that answers such rows
         may write their keys while others read.
@@ -215,12 +219,20 @@ class BlockManager:
         is_known = request.token_ids[full * self.block_size - 1] != UNKNOWN_TOKEN
         check(is_known, "only known tokens are promised", id=request.request_id)
         request.num_published_blocks = full
-        if named := self._cache.publish(request, first, full):
-            self._promised.setdefault(step_id, []).append((request.request_id, named))
+        self._unnamed.append((step_id, request, first, full))
+
+    def settle(self) -> None:
+        """Name what was promised, which may take longer than all else that a step needs of the
+        host: so it waits until the step is sent, or until somebody looks."""
+        for step_id, request, first, end in self._unnamed:
+            if named := self._cache.publish(request, first, end):
+                self._promised.setdefault(step_id, []).append((request.request_id, named))
+        self._unnamed.clear()
 
     def break_promises(self, row_id: str | None = None) -> None:
         """What steps in flight compute for this row is wrong, or (None) nothing in flight will be
         computed: nobody shall find it from now on."""
+        self.settle()
         for made in self._promised.values():
             for name, named in made:
                 if row_id is None or name == row_id:
@@ -230,6 +242,7 @@ class BlockManager:
     def publish(self, request: Request, in_flight: int) -> None:
         """Let others find the blocks that it is known to have filled, and give back those that
         left its windows: no query to come looks back on them."""
+        self.settle()
         full = request.num_done_tokens // self.block_size
         if full > (first := request.num_published_blocks):
             request.num_published_blocks = full
@@ -240,6 +253,7 @@ class BlockManager:
 
     def forget(self, request: Request) -> None:
         """Its numbers went wrong: nobody shall find any of its blocks again."""
+        self.settle()
         for table in request.block_ids:
             for block in table:
                 self._cache.forget(block)
@@ -296,6 +310,7 @@ class BlockManager:
 
     def free(self, request: Request, in_flight: int) -> None:
         """Take back every block. Step `in_flight` may still touch them until it is retired."""
+        self.settle()
         for table, dropped in zip(request.block_ids, request.num_dropped_blocks, strict=True):
             for i in range(len(table) - 1, dropped - 1, -1):  # tail first: evicted first
                 self._release(table[i], in_flight)
@@ -306,6 +321,7 @@ class BlockManager:
 
     def retire(self, step_id: int) -> None:
         """Step `step_id` and all before it are over."""
+        self.settle()
         self._retired = step_id
         if self._promised:  # those of these steps were kept
             self._promised = {step: p for step, p in self._promised.items() if step > step_id}
@@ -318,6 +334,7 @@ class BlockManager:
 
     def clear_cache(self) -> None:
         """Forget every cached block; running requests keep theirs."""
+        self.settle()
         for block in range(1, self.num_blocks + 1):
             self._cache.forget(block)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from hashlib import sha256
+from struct import calcsize, pack
 
 from ridgeline.errors import check
 from ridgeline.request import Request
 from ridgeline.step import NULL_BLOCK
 
-TOKEN_BYTES = array("q").itemsize
+TOKEN_BYTES = calcsize("q")
+LOOK_AHEAD = 8  # times as many blocks are hashed at once, as long as all of them are found
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +27,35 @@ def first_needed(window: int | None, position: int) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Hashed:
-    """The beginning of a request and its hashes; the next one often begins alike."""
+@dataclass(slots=True)
+class _Chain:
+    """The blocks that were hashed last, from the first on; the next request often begins alike.
+    `hashes` are the root, then that of each block."""
 
-    tokens: bytes = b""
-    salt: bytes = b""
-    hashes: tuple[bytes, ...] = ()
+    tokens: bytearray
+    hashes: list[bytes]
 
-    def common(self, tokens: bytes, size: int, salt: bytes) -> tuple[bytes, ...]:
-        """Of the blocks of `size` bytes at the beginning of `tokens` that are the same here."""
-        if salt != self.salt:
-            return ()
-        low, high = 0, min(len(self.hashes), len(tokens) // size)
+    def leads_to(self, parent: bytes, first: int) -> bool:
+        """Is `parent` the hash before its block `first`?"""
+        return first < len(self.hashes) and self.hashes[first] == parent
+
+    def num_common(self, tokens: bytes, first: int, size: int) -> int:
+        """Of the blocks of `size` bytes at the beginning of `tokens`, those that are the same here
+        from block `first` on."""
+        low, high = 0, min(len(self.hashes) - 1 - first, len(tokens) // size)
         while low < high:
             middle = (low + high + 1) // 2
-            if tokens[low * size : middle * size] == self.tokens[low * size : middle * size]:
+            here = self.tokens[(first + low) * size : (first + middle) * size]
+            if tokens[low * size : middle * size] == here:
                 low = middle
             else:
                 high = middle - 1
-        return self.hashes[:low]
+        return low
+
+    def go_on(self, first: int, tokens: bytes, hashes: list[bytes], size: int) -> None:
+        """With these blocks from block `first` on."""
+        self.tokens[first * size :] = tokens
+        self.hashes[first + 1 :] = hashes
 
 
 class PrefixCache:
@@ -65,7 +75,7 @@ class PrefixCache:
         self._key = key
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._group_of = [0] * (num_blocks + 1)  # of those with a hash
-        self._last = _Hashed()
+        self._last = _Chain(bytearray(), [])
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
 
     def __len__(self) -> int:
@@ -81,15 +91,12 @@ class PrefixCache:
         Groups with a window need only the blocks that the next query looks back on.
         """
         num_blocks = max(0, limit - 1) // self.block_size
-        hashes = self._hashes(request, num_blocks)[:num_blocks]
-        if not self._has_windows:
-            return self._match_full(hashes)
-        longest = len(hashes)
-        for window, blocks in zip(self.windows, self._block_of, strict=True):
-            if window is None:
-                gaps = (i for i in range(longest) if hashes[i] not in blocks)
-                longest = next(gaps, longest)
-        return self._match_windows(hashes[:longest])
+        length = self._num_found(request, num_blocks)
+        hashes = request.block_hashes[:length]
+        if self._has_windows:
+            return self._match_windows(hashes)
+        tables = [tuple([blocks[known] for known in hashes]) for blocks in self._block_of]
+        return Prefix(length * self.block_size, tuple(tables))
 
     def publish(self, request: Request, first: int, end: int) -> list[int]:
         """Let its blocks `first` .. `end` - 1 be found; they are full, or will be, and will not
@@ -122,13 +129,19 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ details
 
-    def _match_full(self, hashes: list[bytes]) -> Prefix:
-        length, found = len(hashes), list[list[int]]()
-        for blocks in self._block_of:
-            hit = [blocks.get(block_hash, NULL_BLOCK) for block_hash in hashes[:length]]
-            length = hit.index(NULL_BLOCK) if NULL_BLOCK in hit else length
-            found.append(hit)
-        return Prefix(length * self.block_size, tuple([tuple(hit[:length]) for hit in found]))
+    def _num_found(self, request: Request, num_blocks: int) -> int:
+        """Leading blocks, of so many, that each group without a window has. Most prompts begin
+        with none that is known, or with many: so little is hashed before it is asked for."""
+        found = end = 0
+        while found == end < num_blocks:
+            end = reached = min(max(1, LOOK_AHEAD * end), num_blocks)
+            hashes = self._hashes(request, end)
+            for window, blocks in zip(self.windows, self._block_of, strict=True):
+                if window is None:
+                    gaps = (i for i in range(found, reached) if hashes[i] not in blocks)
+                    reached = next(gaps, reached)
+            found = reached
+        return found
 
     def _match_windows(self, hashes: list[bytes]) -> Prefix:
         """Walk back from the end of what full groups have to the first place that all allow."""
@@ -157,16 +170,22 @@ class PrefixCache:
         if first >= num_blocks:
             return hashes
         size = self.block_size
-        tokens = array("q", request.token_ids[first * size : num_blocks * size]).tobytes()
+        ids = request.token_ids[first * size : num_blocks * size]
+        tokens = pack(f"{len(ids)}q", *ids)
         size *= TOKEN_BYTES
-        last = self._last
-        if not first:
-            hashes += last.common(tokens, size, request.cache_salt)
-        for i in range(len(hashes) - first, num_blocks - first):
-            parent = hashes[-1] if hashes else self._root(request.cache_salt)
-            hashes.append(sha256(parent + tokens[i * size : (i + 1) * size]).digest())
-        if not first:
-            self._last = _Hashed(tokens, request.cache_salt, tuple(hashes))
+        parent = hashes[-1] if hashes else self._root(request.cache_salt)
+        if not first and not self._last.leads_to(parent, 0):
+            self._last = _Chain(bytearray(), [parent])
+        last, same = self._last, 0
+        if is_last := last.leads_to(parent, first):
+            same = last.num_common(tokens, first, size)
+            hashes += last.hashes[first + 1 : first + 1 + same]
+            parent = hashes[-1] if hashes else parent
+        for begin in range(same * size, len(tokens), size):
+            parent = sha256(parent + tokens[begin : begin + size]).digest()
+            hashes.append(parent)
+        if is_last and first + same < len(hashes):
+            last.go_on(first + same, tokens[same * size :], hashes[first + same :], size)
         return hashes
 
     def _root(self, salt: bytes) -> bytes:

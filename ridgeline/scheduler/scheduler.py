@@ -471,8 +471,10 @@ class Scheduler:
         row.has_row = True
         group = self.ledger.group_of(row)
         sampling = row.sampling if group is None else group.sampling
-        num_prompt = len(row.prompt_token_ids)
-        return NewRequest(row.request_id, tuple(row.token_ids), num_prompt, sampling, tables)
+        ids, num_prompt = row.prompt_token_ids, len(row.prompt_token_ids)
+        if len(row.token_ids) > num_prompt:
+            ids = tuple(row.token_ids)
+        return NewRequest(row.request_id, ids, num_prompt, sampling, tables)
 
     # ------------------------------------------------------------------ waiting requests
 

@@ -9,6 +9,7 @@ from ridgeline.step import StepPlan
 def state_of(scheduler: Scheduler) -> object:
     """All that the scheduler and the block manager know, in order."""
     ledger, blocks = scheduler.ledger, scheduler.blocks
+    blocks.settle()
     rows = [
         (
             name,

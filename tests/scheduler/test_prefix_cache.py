@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
+from hashlib import sha256
+
+import pytest
 
 from ridgeline.request import Request
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.prefix_cache import Prefix
+from ridgeline.scheduler.prefix_cache import LOOK_AHEAD, Prefix, PrefixCache
 from ridgeline.step import NULL_BLOCK
 from tests.scheduler.rig import make_request
 
@@ -89,14 +93,58 @@ def test_only_what_steps_have_written_is_found() -> None:
 
 
 def test_each_block_is_hashed_once() -> None:
-    blocks = BlockManager(40, 1)
-    request = make_request("a", 30)
-    blocks.match(request, 30)
+    blocks = BlockManager(80, 1)
+    request = fill(blocks, make_request("a", 30), 30)
     before = list(request.block_hashes)
-    assert len(before) == 29
+    assert len(before) == 30
     request.token_ids[3] = 0  # would change every later hash
-    assert blocks.match(request, 30).num_tokens == 0
+    assert blocks.match(request, 30).num_tokens == 29
     assert request.block_hashes == before
+
+
+@pytest.mark.parametrize(
+    ("num_known", "num_hashed"), [(0, 1), (3, LOOK_AHEAD), (20, 64), (40, 64), (90, 99)]
+)
+def test_little_is_hashed_of_a_beginning_that_is_not_known(num_known: int, num_hashed: int) -> None:
+    blocks, prompt = BlockManager(400, 1), tuple(range(100))
+    fill(blocks, make_request("a", prompt=(*prompt[:num_known], 0)), num_known)
+    request = make_request("b", prompt=(*prompt[:num_known], *range(1000, 1100 - num_known)))
+    assert blocks.match(request, 100).num_tokens == num_known
+    assert len(request.block_hashes) == num_hashed
+
+
+def chain(cache: PrefixCache, request: Request) -> list[bytes]:
+    """The definition."""
+    hashes = [sha256(b"1:k" + request.cache_salt).digest()]
+    size, ids = cache.block_size, request.prompt_token_ids
+    for begin in range(0, len(ids) // size * size, size):
+        tokens = array("q", ids[begin : begin + size]).tobytes()
+        hashes.append(sha256(hashes[-1] + tokens).digest())
+    return hashes[1:]
+
+
+def test_hashes_are_the_same_whatever_was_hashed_before_and_in_whatever_pieces() -> None:
+    seed = 17
+    rng = random.Random(seed)
+    for world in range(200):
+        cache = PrefixCache(4, rng.choice([1, 2, 3]), (None,), b"k")
+        stem = [rng.randrange(5) for _ in range(30)]
+        requests = [
+            make_request(
+                str(i),
+                prompt=(*stem[: rng.randrange(30)], *(rng.randrange(5) for _ in range(20))),
+                cache_salt=rng.choice([b"", b"", b"s"]),
+            )
+            for i in range(4)
+        ]
+        for _ in range(16):
+            request = rng.choice(requests)
+            most = len(request.token_ids) // cache.block_size
+            num_blocks = rng.randint(0, most)
+            hashes = cache._hashes(request, num_blocks)
+            assert num_blocks <= len(hashes) <= most
+            expected = chain(cache, request)[: len(hashes)]
+            assert hashes == expected, f"seed {seed}, world {world}"
 
 
 def test_no_cache_no_hits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -230,3 +231,49 @@ def test_windows_share_what_the_next_query_looks_back_on(windows: tuple[int | No
     assert table[-1] != NULL_BLOCK
     rig.retire()
     rig.run()
+
+
+def plan_another(rig: Rig) -> None:
+    rig.add(same("b"))
+    rig.plan()
+
+
+LOOKS: dict[str, Callable[[Rig], object]] = {
+    "the step was sent": lambda rig: rig.blocks.settle(),
+    "another plan": plan_another,
+    "an abort": lambda rig: rig.scheduler.finish("a"),
+    "the result": lambda rig: rig.retire(),
+    "a count": lambda rig: rig.blocks.num_cached_blocks,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_is_promised_is_named_as_soon_as_somebody_looks(look: str) -> None:
+    rig = Rig(num_blocks=60, budget=64)
+    rig.add(same("a"))
+    rig.plan()
+    assert len(rig.blocks._cache) == 0  # hashing waits
+    LOOKS[look](rig)
+    assert len(rig.blocks._cache) == 3
+    rig.add(same("c"))
+    assert entries(rig.plan())["c"].start == 12
+    while rig.plans:
+        rig.retire()
+    rig.run()
+
+
+def test_what_was_cleared_is_not_named_afterwards() -> None:
+    rig = Rig(num_blocks=60, budget=64)
+    rig.add(same("a"))
+    rig.plan()
+    rig.blocks.clear_cache()
+    assert rig.blocks.num_cached_blocks == 0
+
+
+def test_a_failure_breaks_promises_that_were_not_named_yet() -> None:
+    rig = Rig(num_blocks=60, budget=64)
+    rig.add(same("a"))
+    rig.plan()
+    rig.scheduler.fail_in_flight("power cut")
+    rig.scheduler.check_invariants()
+    assert rig.blocks.num_cached_blocks == 0
