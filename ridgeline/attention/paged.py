@@ -31,6 +31,7 @@ from ridgeline.kernels.paged_prefill import (
     Config,
     PrefillBatch,
     paged_prefill,
+    piece_items,
     prefill_config,
     work_items,
 )
@@ -70,7 +71,10 @@ class Prompts:
                 config=config,
                 num_programs=_num_programs(self.num_tokens),
             )
-            self.work_WR = torch.from_numpy(work).to(case.device)
+            # From memory that is not pinned the host would wait for all that was asked before.
+            there = torch.from_numpy(work)
+            there = there.pin_memory() if case.device.type == "cuda" else there
+            self.work_WR = there.to(case.device, non_blocking=True)
         if self.work_WR is None:
             raise InternalError("prompts without work")
         workspace = None
@@ -147,18 +151,15 @@ class PagedAttention:
     def prefill_work(
         self, pieces: Pieces, num_tokens: int, window: int | None, case: AttentionCase
     ) -> npt.NDArray[np.int32]:
-        work_WR = work_items(
-            pieces.num_new.tolist(),
-            pieces.seq_lens.tolist(),
+        pieces_4P = np.array([pieces.rows, pieces.starts, pieces.num_new, pieces.seq_lens])
+        return piece_items(
+            pieces_4P,
             num_heads=case.spec.num_heads,
             num_kv_heads=case.spec.num_kv_heads,
             window=window,
             config=_config(case, self._cut(num_tokens)),
             num_programs=_num_programs(self._cut(num_tokens)),
         )
-        piece_W = work_WR[:, 0].copy()
-        work_WR[:, 0], work_WR[:, 1] = pieces.rows[piece_W], pieces.starts[piece_W]
-        return work_WR
 
     def _cut(self, num_tokens: int) -> int | None:
         """The length of a step, as far as it may decide how work is cut."""

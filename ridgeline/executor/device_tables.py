@@ -11,6 +11,8 @@ import torch
 from ridgeline.executor.rows import Rows
 from ridgeline.executor.transfer import Transfer
 
+FEW_WRITES = 2  # as quick one by one as all in one transfer, which a kernel then spreads
+
 
 class DeviceTables:
     """`tables_gNM` (int32) is as the rows' once `follow` was called."""
@@ -37,8 +39,15 @@ class DeviceTables:
 
     def _write(self) -> None:
         """Rows that have changed other than by a captured step."""
-        slots = np.array(sorted(self._rows.dirty), np.int64)
+        dirty = sorted(self._rows.dirty)
         self._rows.dirty.clear()
+        if len(dirty) * self._num_groups <= FEW_WRITES:
+            for there_NM, table_NM in zip(self.tables_gNM, self._rows.tables_NM, strict=True):
+                for slot in dirty:
+                    target = there_NM[slot, : table_NM.shape[1]]
+                    self._transfer.send_into(table_NM[slot], target)
+            return
+        slots = np.array(dirty, np.int64)
         there, *tables = self._transfer.send_all(
             [slots, *(table[slots] for table in self._rows.tables_NM)]
         )

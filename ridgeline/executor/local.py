@@ -208,17 +208,18 @@ class LocalExecutor:
         if isinstance(step, GuessBatch):
             return self._guess(plan, step)
         hidden_TE = self._forward(step.forward)
+        sampling = self._builder.sampling(step)
         prompt = None
         if step.has_prompts:
             prompt = prompt_logprobs(
                 step, hidden_TE, self._decoder, self._transfer, self._max_logit_rows
             )
-        if step.sampling is None:
+        if sampling is None:
             return self._pending(plan, [], None, prompt)
-        places = step.sampling.places_R
+        places = sampling.places_R
         hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
-        answer = self._sample(step.sampling, self._decoder.logits(hidden_RE))
-        return self._pending(plan, step.sampling.kept.request_ids, answer, prompt)
+        answer = self._sample(sampling, self._decoder.logits(hidden_RE))
+        return self._pending(plan, sampling.kept.request_ids, answer, prompt)
 
     def _forward(self, step: ForwardBatch | MixedStep) -> torch.Tensor:
         """Hidden states of the step's tokens, [T, E]; the next step may overwrite them."""

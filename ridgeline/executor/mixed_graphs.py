@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -54,6 +55,22 @@ class MixedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each part of the buffer begins, in int64 (token ids at 0), and its end. `width`: work
+    records that there is room for in each KV group."""
+
+    width: int
+    sources: int
+    positions: int
+    slots: int
+    rows: int
+    seq_lens: int
+    query_start: int
+    work: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Sent:
     """Views of the buffer that a step of these sizes is sent in; int32 where kernels want it."""
 
@@ -89,8 +106,9 @@ class MixedGraphs:
         self.buckets = [b for b in TOKEN_BUCKETS if b <= max_tokens] or [max_tokens]
         spec = decoder.layers[0].attention.spec
         self._case = AttentionCase(spec, decoder.dtype, decoder.device)
+        self._layouts: dict[tuple[int, int], _Layout] = {}
         most = self.buckets[-1]
-        size = self._layout(most, DECODE_BUCKETS[-1])[-1]
+        size = self._layout(most, DECODE_BUCKETS[-1]).end
         self._buffer = torch.zeros(size, dtype=torch.int64, device=decoder.device)
         shape = (most, decoder.spec.hidden_size)
         self._hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
@@ -106,7 +124,7 @@ class MixedGraphs:
             return None
         bucket = self.buckets[bisect_left(self.buckets, num_tokens)]
         is_decode = (step.num_new_B == 1) & (not self._all_pieces)
-        num_decodes, num_pieces = int(is_decode.sum()), int((~is_decode).sum())
+        num_decodes = int(np.count_nonzero(is_decode))
         if num_decodes > DECODE_BUCKETS[-1]:
             return None
         room = DECODE_BUCKETS[bisect_left(DECODE_BUCKETS, num_decodes)]
@@ -114,7 +132,7 @@ class MixedGraphs:
         if sent is None:
             return None
         self._follow()
-        key = (bucket, room, num_pieces > 0)
+        key = (bucket, room, num_decodes < len(is_decode))
         replay = self._graphs.get(key)
         if replay is None:
             replay = self._graphs[key] = self._capture(*key)
@@ -146,55 +164,58 @@ class MixedGraphs:
 
     # ---------------------------------------------------------------------- what is sent
 
-    def _layout(self, bucket: int, room: int) -> list[int]:
-        """Where each part of the buffer begins, in int64, and its end."""
+    def _layout(self, bucket: int, room: int) -> _Layout:
+        """Of a step of these sizes; made once."""
+        if (made := self._layouts.get((bucket, room))) is None:
+            made = self._layouts[bucket, room] = self._make_layout(bucket, room)
+        return made
+
+    def _make_layout(self, bucket: int, room: int) -> _Layout:
         groups = len(self._kv.groups)
         width = self._backend.work_width(self._case, bucket)
         halves = [room, room + 1, groups * width * RECORD]
         sizes = [bucket, bucket, bucket, groups * bucket, room, *(-(-n // 2) for n in halves)]
-        return [int(begin) for begin in np.cumsum([0, *sizes])]
+        return _Layout(width, *accumulate(sizes))
 
     def _fill(self, step: MixedStep, bucket: int, room: int, is_decode: Array) -> Array | None:
         """None when the pieces need more records than there is room for."""
         at = self._layout(bucket, room)
         num = len(step.token_ids_T)
-        sent = np.zeros(at[-1], np.int64)
+        sent = np.zeros(at.end, np.int64)
         sent[:num] = step.token_ids_T
-        sources = sent[at[1] : at[2]]
-        sources[:num], sources[num:] = step.sources_T, KNOWN_TO_HOST
-        sent[at[2] : at[2] + num] = step.positions_T
-        for slots_T, begin in zip(step.slots_T, range(at[3], at[4], bucket), strict=True):
+        sent[at.sources : at.sources + num] = step.sources_T
+        sent[at.sources + num : at.positions] = KNOWN_TO_HOST
+        sent[at.positions : at.positions + num] = step.positions_T
+        for slots_T, begin in zip(step.slots_T, range(at.slots, at.rows, bucket), strict=True):
             sent[begin : begin + num] = slots_T
+        which: Array | slice = slice(None)
         if room:
             self._fill_decodes(sent, at, step, bucket, is_decode)
+            which = ~is_decode
         pieces = Pieces(
-            step.rows_B[~is_decode],
-            step.starts_B[~is_decode],
-            step.num_new_B[~is_decode],
-            step.seq_lens_B[~is_decode],
+            step.rows_B[which], step.starts_B[which], step.num_new_B[which], step.seq_lens_B[which]
         )
         if not len(pieces.rows):
             return sent
-        work = sent[at[7] :].view(np.int32)
-        width = self._backend.work_width(self._case, bucket)
+        work = sent[at.work :].view(np.int32)
         for index, group in enumerate(self._kv.groups):
             records = self._backend.prefill_work(pieces, bucket, group.window, self._case)
-            if len(records) > width:
+            if len(records) > at.width:
                 return None
-            begin = index * width * RECORD
+            begin = index * at.width * RECORD
             work[begin : begin + records.size] = records.ravel()
         return sent
 
     def _fill_decodes(
-        self, sent: Array, at: list[int], step: MixedStep, bucket: int, is_decode: Array
+        self, sent: Array, at: _Layout, step: MixedStep, bucket: int, is_decode: Array
     ) -> None:
         """Requests, as the decode kernel sees them, in the order of their tokens. What is between
         two decodes belongs to the first of them by `query_start`, and is answered afterwards."""
-        num = int(is_decode.sum())
+        num = np.count_nonzero(is_decode)
         rows, lens, start = (
-            sent[at[4] : at[5]],
-            sent[at[5] : at[6]].view(np.int32),
-            sent[at[6] : at[7]].view(np.int32),
+            sent[at.rows : at.seq_lens],
+            sent[at.seq_lens : at.query_start].view(np.int32),
+            sent[at.query_start : at.work].view(np.int32),
         )
         rows[:num], rows[num:] = step.rows_B[is_decode], PADDING_ROW
         lens[:num] = step.seq_lens_B[is_decode]
@@ -203,17 +224,16 @@ class MixedGraphs:
     def _views(self, bucket: int, room: int) -> _Sent:
         at, buffer = self._layout(bucket, room), self._buffer
         groups = len(self._kv.groups)
-        width = self._backend.work_width(self._case, bucket)
-        work = buffer[at[7] : at[8]].view(torch.int32)[: groups * width * RECORD]
+        work = buffer[at.work : at.end].view(torch.int32)[: groups * at.width * RECORD]
         return _Sent(
-            buffer[at[0] : at[1]],
-            buffer[at[1] : at[2]],
-            buffer[at[2] : at[3]],
-            buffer[at[3] : at[4]].view(groups, bucket),
-            buffer[at[4] : at[5]],
-            buffer[at[5] : at[6]].view(torch.int32)[:room],
-            buffer[at[6] : at[7]].view(torch.int32)[: room + 1],
-            work.view(groups, width, RECORD),
+            buffer[: at.sources],
+            buffer[at.sources : at.positions],
+            buffer[at.positions : at.slots],
+            buffer[at.slots : at.rows].view(groups, bucket),
+            buffer[at.rows : at.seq_lens],
+            buffer[at.seq_lens : at.query_start].view(torch.int32)[:room],
+            buffer[at.query_start : at.work].view(torch.int32)[: room + 1],
+            work.view(groups, at.width, RECORD),
         )
 
     # -------------------------------------------------------------------------- capture

@@ -145,70 +145,94 @@ def work_items(
     `num_programs`: how many programs the device runs at a time, and the greatest number after
     keys have been dealt out; 0: they never are. Zeros may be appended: such an item does nothing.
     """
+    new_B, length_B = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+    pieces_4P = np.array([np.arange(len(new_B)), new_B.cumsum() - new_B, new_B, length_B])
+    return piece_items(
+        pieces_4P if requests is None else pieces_4P[:, np.asarray(requests, np.int64)],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        window=window,
+        config=config,
+        num_programs=num_programs,
+    )
+
+
+def piece_items(
+    pieces_4P: Integers,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    config: Config | None,
+    num_programs: int = 0,
+) -> npt.NDArray[np.int32]:
+    """As `work_items`, of pieces by the first four numbers of a record: row of the block table,
+    first row of q, new tokens, tokens with all before them."""
     check(num_heads % num_kv_heads == 0, "query heads are a multiple of KV heads")
     check(num_programs <= MOST_PROGRAMS, "keys are dealt out to few", programs=num_programs)
-    query_starts_B1 = np.concatenate(([0], np.cumsum(query_lens, dtype=np.int64)))
-    chosen_P = np.arange(len(query_lens)) if requests is None else np.asarray(requests, np.int64)
-    new_P = np.asarray(query_lens, np.int64)[chosen_P]
-    length_P = np.asarray(seq_lens, np.int64)[chosen_P]
+    _, _, new_P, length_P = pieces_4P
     group = num_heads // num_kv_heads
-    block_m = int(max(1, *new_P, 1)) * group if config is None else config.block_m
-    block_n = int(max(1, *length_P, 1)) if config is None else config.block_n
-    tiles_P = -(-new_P * group // block_m)
-    piece_W = np.repeat(np.arange(len(chosen_P)), tiles_P)
-    row_W = (np.arange(len(piece_W)) - np.repeat(np.cumsum(tiles_P) - tiles_P, tiles_P)) * block_m
-    new_W, length_W = new_P[piece_W], length_P[piece_W]
-    begin_W, end_W = _key_tiles(row_W, new_W, length_W, group, block_m, block_n, window)
-    fields = [chosen_P[piece_W], query_starts_B1[chosen_P][piece_W], new_W, length_W, row_W]
+    block_m = int(new_P.max(initial=1)) * group if config is None else config.block_m
+    block_n = int(length_P.max(initial=1)) if config is None else config.block_n
+    tiles_P = (new_P * group + (block_m - 1)) // block_m
+    pieces_4W, first_P = pieces_4P.repeat(tiles_P, axis=1), tiles_P.cumsum() - tiles_P
+    index_W = np.arange(pieces_4W.shape[1])
+    row_W = (index_W - first_P.repeat(tiles_P)) * block_m
+    begin_W, end_W = _key_tiles(row_W, pieces_4W, group, block_m, block_n, window)
+    items = np.empty((len(index_W), RECORD), np.int32)
+    items[:, :4], items[:, 4], items[:, 5], items[:, 6] = pieces_4W.T, row_W, begin_W, end_W
+    items[:, 7], items[:, 8:] = index_W, (0, 1)  # every tile has one part
     least = -(-LEAST_KEYS // block_n)
-    parts_W = _parts(end_W - begin_W, num_programs // num_kv_heads, least)
-    return _records(np.stack([*fields, begin_W, end_W], 1), parts_W)
+    if (parts_W := _parts(end_W - begin_W, num_programs // num_kv_heads, least)) is not None:
+        items = _cut(items, parts_W)
+    return items[(items[:, 5] - items[:, 6]).argsort(kind="stable")]
 
 
 def _key_tiles(
     row_W: Integers,
-    new_W: Integers,
-    length_W: Integers,
+    pieces_4W: Integers,
     group: int,
     block_m: int,
     block_n: int,
     window: int | None,
-) -> tuple[Integers, Integers]:
+) -> tuple[Integers | int, Integers]:
     """First and last + 1 tile of keys that a tile of rows may see anything of."""
+    _, _, new_W, length_W = pieces_4W
     cached_W = length_W - new_W
     last_W = np.minimum(row_W + block_m, new_W * group) - 1
     end_W = (cached_W + last_W // group) // block_n + 1
     if window is None:
-        return np.zeros_like(end_W), end_W
+        return 0, end_W
     first_W = np.maximum(cached_W + row_W // group - window + 1, 0)
     return first_W // block_n, end_W
 
 
-def _parts(tiles_W: Integers, room: int, least: int) -> Integers:
-    """To how many programs of a KV head each tile's keys are dealt out, at most `room` in all: the
-    smallest load of at least `least` tiles of keys that no program exceeds."""
-    if len(tiles_W) == 0 or len(tiles_W) > room // 2:
-        return np.ones_like(tiles_W)
-    load = max(least, -(-int(tiles_W.sum()) // room))
-    while (-(-tiles_W // load)).sum() > room:
+def _parts(num_tiles: Integers, room: int, least: int) -> Integers | None:
+    """To how many programs of a KV head each item's tiles of keys are dealt out, at most `room` in
+    all: the smallest load of at least `least` that no program exceeds. None: all to one each."""
+    if len(num_tiles) == 0 or len(num_tiles) > room // 2:
+        return None
+    tiles = num_tiles.tolist()  # so few that numpy is slower
+    load = max(least, -(-sum(tiles) // room))
+    if load >= max(tiles):
+        return None
+    while sum([-(-num // load) for num in tiles]) > room:
         load += 1 + load // 32
-    parts_W: Integers = -(-tiles_W // load)
-    return parts_W
+    return np.array([-(-num // load) for num in tiles], np.int64)
 
 
-def _records(items_WF: Integers, parts_W: Integers) -> npt.NDArray[np.int32]:
-    """Cut the keys of every item into its parts and sort, longest first."""
-    item_w = np.repeat(np.arange(len(items_WF)), parts_W)
-    count_w = parts_W[item_w]
-    first_w = (np.cumsum(parts_W) - parts_W)[item_w]
-    index_w = np.arange(len(item_w)) - first_w
-    records = np.empty((len(item_w), RECORD), np.int32)
-    records[:, :7] = items_WF[item_w]
-    begin_w, tiles_w = items_WF[item_w, 5], (items_WF[:, 6] - items_WF[:, 5])[item_w]
+def _cut(items: npt.NDArray[np.int32], parts_W: Integers) -> npt.NDArray[np.int32]:
+    """A record for each part of the items' keys."""
+    records = items.repeat(parts_W, axis=0)
+    count_w = parts_W.repeat(parts_W)
+    first_w = (parts_W.cumsum() - parts_W).repeat(parts_W)
+    index_w = np.arange(len(records)) - first_w
+    begin_w = records[:, 5].astype(np.int64)
+    tiles_w = records[:, 6] - begin_w
     records[:, 5] = begin_w + tiles_w * index_w // count_w
     records[:, 6] = begin_w + tiles_w * (index_w + 1) // count_w
     records[:, 7], records[:, 8], records[:, 9] = first_w, index_w, count_w
-    return records[np.argsort(records[:, 5] - records[:, 6], kind="stable")]
+    return records
 
 
 def paged_prefill_reference(

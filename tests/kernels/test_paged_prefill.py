@@ -16,6 +16,7 @@ from ridgeline.kernels.paged_prefill import (
     Config,
     PrefillBatch,
     paged_prefill,
+    piece_items,
     prefill_config,
     work_items,
 )
@@ -240,6 +241,21 @@ def test_every_row_has_one_item_with_all_its_keys(
         assert end == last // 16 + 1, "no tile of keys for nothing"
     assert set(seen.values()) == {1}
     assert len(seen) == sum(step.new) * group
+
+
+@pytest.mark.parametrize("num_programs", [0, 40])
+def test_pieces_stand_where_their_numbers_say(num_programs: int) -> None:
+    rows, starts = [5, 2, 9], [70, 0, 300]
+    new, lengths = [1, 50, 9], [1, 2000, 40]
+    shape: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "window": None, "config": SMALL}
+    pieces = np.array([rows, starts, new, lengths])
+    work = piece_items(pieces, **shape, num_programs=num_programs)
+    step = work_items(new, lengths, **shape, num_programs=num_programs)
+    assert (work[:, 2:] == step[:, 2:]).all()
+    assert work[:, 0].tolist() == [rows[piece] for piece in step[:, 0]]
+    assert work[:, 1].tolist() == [starts[piece] for piece in step[:, 0]]
+    assert (work[:, 9] > 1).any() == (num_programs > 0)
+    assert piece_items(pieces[:, :0], **shape).shape == (0, RECORD)
 
 
 def test_there_is_a_config_only_where_the_kernel_runs() -> None:
