@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from ridgeline.cost.hardware import DTYPES, Device
+from ridgeline.cost.totals import MOST_TOGETHER
 from ridgeline.errors import ConfigError
 
 Origin = Literal["ideal", "assumed", "calibrated", "extrapolated", "measured"]
@@ -57,8 +58,9 @@ class MatmulConstants:
 class AttentionConstants:
     """`decode_e_c` and `decode_e_m`, `prefill_e_c` and `prefill_e_m`: shares of peak and bandwidth;
     `skew`: how much the longest request of a decode holds up the others (0: not, 1: fully).
-    In a step that has both, prefill takes `mixed_prefill` times as long, decode `mixed_decode`
-    times, and `mixed_overlap_s` are saved."""
+    Each further token of a request is `check_way` of the way from the price of a decode to that of
+    a prompt's chunk of these sizes, for a check of guesses. In a step that has both, prefill takes
+    `mixed_prefill` times as long, decode `mixed_decode` times, and `mixed_overlap_s` are saved."""
 
     decode_e_m: float
     decode_t0_s: float
@@ -70,6 +72,7 @@ class AttentionConstants:
     mixed_prefill: float = 1.0
     mixed_decode: float = 1.0
     mixed_overlap_s: float = 0.0
+    check_way: float = 1 / MOST_TOGETHER
 
     def __post_init__(self) -> None:
         _check_shares(
@@ -85,7 +88,14 @@ class AttentionConstants:
             prefill_t0_s=self.prefill_t0_s,
             skew=self.skew,
             mixed_overlap_s=self.mixed_overlap_s,
+            check_way=self.check_way,
         )
+
+    def check_s(self, decode_s: float, prefill_s: float, longest: int) -> float:
+        """Seconds of a check with so many new tokens of a request at most, where that takes so long
+        as a decode and as a chunk."""
+        way = min(1.0, self.check_way * (longest - 1))
+        return decode_s + way * max(0.0, prefill_s - decode_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +126,10 @@ class HostConstants:
     """`c0_s` + `c1_s` per request for each step, `per_launch_s` for each kernel of a step that is
     not one captured graph. `overlapped`: the next step is planned while one runs. Steps of up to
     `captured_tokens` decoded tokens are captured, and of up to `captured_prompt_tokens` tokens with
-    prompts among them; that leaves `captured_t0` of every kernel's t0.
+    prompts among them; that leaves `captured_t0` of every kernel's t0, and `own_t0` in a step of a
+    few tokens by kernels that were made for its products (see `Calibration.own_products`). A step
+    with prompts before which nothing runs waits `lone_s` + `lone_request_s` per request for the
+    host, at its begin and its end.
     """
 
     c0_s: float = 0.0
@@ -126,6 +139,9 @@ class HostConstants:
     captured_tokens: int = 0
     captured_prompt_tokens: int = 0
     captured_t0: float = 0.35
+    own_t0: float = 0.35
+    lone_s: float = 0.0
+    lone_request_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +154,9 @@ class Calibration:
     a figure is extrapolated. `assumed_kinds` were not measured. `held_out` maps "kind" or any name
     to the median relative error on points that the fit has not seen. `streams` has the passes over
     memory that were measured apart, by name of the operator and dtype ("activation bf16").
+    `own_products`: [n, k] of products with plain weights that the engine has kernels of its own for
+    on this device: these norm, gate and add on their way where there are few rows, and begin before
+    the kernel before them has ended.
     """
 
     device_name: str
@@ -154,6 +173,7 @@ class Calibration:
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
     date: str = ""
     streams: Mapping[str, StreamConstants] = field(default_factory=dict, hash=False)
+    own_products: tuple[tuple[int, int], ...] = ()
 
     def stream_for(self, name: str, kind: str, dtype: str) -> StreamConstants:
         """The constants of the pass `name` in `dtype`, of its own if it was measured apart."""
@@ -180,6 +200,7 @@ class Calibration:
             constants["q"] = None if math.isinf(constants["q"]) else constants["q"]
         record["assumed_kinds"] = list(self.assumed_kinds)
         record["ranges"] = {name: list(bounds) for name, bounds in self.ranges.items()}
+        record["own_products"] = [list(sizes) for sizes in self.own_products]
         return record
 
     @classmethod
@@ -244,6 +265,7 @@ def _from_json(record: Mapping[str, Any]) -> Calibration:
         versions={n: str(version) for n, version in record.get("versions", {}).items()},
         date=str(record.get("date", "")),
         streams={n: StreamConstants(**entry) for n, entry in record.get("streams", {}).items()},
+        own_products=tuple((int(n), int(k)) for n, k in record.get("own_products", ())),
     )
 
 

@@ -12,6 +12,8 @@ from ridgeline.cost.speculation import Drafter, DraftSteps, Free, GuessPrices
 from ridgeline.errors import ConfigError
 from ridgeline.formats import LAYERS, MODEL, AskedGuesses
 
+CAUGHT_UP = 2  # tokens in a draft model's first pass: it has not seen its own last guess
+
 
 def guess_prices(target: Pricer, asked: AskedGuesses, draft: ModelSpec | None) -> GuessPrices:
     """Of steps of the engine that `target` prices. `draft` is the model that guesses, if one
@@ -28,7 +30,7 @@ def drafter_of(setup: Setup, asked: AskedGuesses, draft: ModelSpec | None) -> Dr
                 f"the price of {asked.method} guesses needs the model that makes them"
             )
         plain = Precision(setup.precision.dtype, "plain", setup.precision.kv)
-        return DraftSteps(Pricer(replace(setup, spec=draft, precision=plain)))
+        return DraftSteps(Pricer(replace(setup, spec=draft, precision=plain)), begin=CAUGHT_UP)
     if wanted == LAYERS:
         return DraftSteps(
             Pricer(replace(setup, spec=first_layers(setup.spec, int(asked.argument))))

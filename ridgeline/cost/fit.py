@@ -31,8 +31,8 @@ from ridgeline.cost.roofline import QUANTITIES, combine, op_cost
 
 HELD_OUT_SHARE = 5  # one of so many points
 FEWEST_POINTS = 3  # of a class; with fewer its constants stay as assumed
-OPERATOR_WEIGHT = 0.25  # of an operator's residual beside a whole step's
-STEPS = ("decode_step", "prefill_step", "mixed_step")
+OPERATOR_WEIGHT = 0.15  # of an operator's residual beside a whole step's
+STEPS = ("decode_step", "check_step", "prefill_step", "mixed_step")
 ATTENTION = ("decode_attention", "prefill_attention", "mixed_attention")
 
 Path = tuple[str, str, str]  # (field of Calibration, key of its table or "", constant)
@@ -59,6 +59,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "c1_s": (1e-8, 1e-2),
     "per_launch_s": (1e-7, 1e-3),
     "captured_t0": (0.01, 1.0),
+    "own_t0": (0.01, 1.0),
+    "lone_s": (1e-7, 1e-1),
+    "lone_request_s": (1e-8, 1e-2),
+    "check_way": (1e-3, 1.0),
 }
 START_MATMUL = MatmulConstants(0.7, 0.7, 4e-6, q=2.0, k0=50.0, e_v=0.8, k_m=50.0)
 START_ATTENTION = AttentionConstants(
@@ -73,6 +77,8 @@ START_ATTENTION = AttentionConstants(
     mixed_decode=1.1,
 )
 START_STREAM = StreamConstants(0.6, 5e-6)
+LONE_START_S = 3e-4
+EDGE = 1.05
 MATMUL = ("e_c", "e_m", "t0_s", "q", "k0", "e_v", "k_m")
 ATTENTION_CONSTANTS = {
     "decode_attention": ("decode_e_m", "decode_e_c", "decode_t0_s", "skew"),
@@ -84,8 +90,10 @@ ATTENTION_CONSTANTS = {
 @dataclass(frozen=True, slots=True)
 class Point:
     """`ops` together took `seconds`. `num_requests`: the point is a whole step of so many
-    requests, with the host's part; None: device work alone. `captured`: the step was one launch.
-    `dtype` as in `Device.peak_flops`."""
+    requests, with the host's part; None: device work alone. `captured`: the step was one launch,
+    and `own`: of kernels of our own, see `Calibration.own_products`. `is_lone`: it was measured
+    from its plan to its tokens, with nothing that ran before it. `dtype` as in
+    `Device.peak_flops`."""
 
     what: str
     dtype: str
@@ -94,6 +102,8 @@ class Point:
     num_requests: int | None = None
     label: str = ""
     captured: bool = False
+    own: bool = False
+    is_lone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +127,15 @@ class Fit:
 
 def predict(point: Point, device: Device, calibration: Calibration) -> float:
     """Seconds that the model gives to a point."""
+    captured, own = point.captured, point.own
     kernels = sum(
-        op_cost(op, device, calibration, captured=point.captured).expected_s for op in point.ops
+        op_cost(op, device, calibration, captured=captured, own=own).expected_s for op in point.ops
     )
     if point.num_requests is None:
         return kernels
     launches = 0 if point.captured else sum(op.count for op in point.ops)
-    return combine(calibration.host, kernels, point.num_requests, launches)[2]
+    host, requests = calibration.host, point.num_requests
+    return combine(host, kernels, requests, launches, is_lone=point.is_lone)[2]
 
 
 def relative_error(point: Point, device: Device, calibration: Calibration) -> float:
@@ -234,6 +246,8 @@ def _host_start(points: Sequence[Point], host: HostConstants) -> HostConstants:
     steps = [p for p in points if p.what in STEPS and p.num_requests]
     if not host.overlapped or not steps:
         return replace(host, c0_s=max(2 * host.c0_s, 1e-4), c1_s=max(host.c1_s, 1e-6))
+    if any(p.is_lone for p in steps):
+        host = replace(host, lone_s=LONE_START_S, lone_request_s=LONE_START_S / 100)
     if any(p.captured for p in steps):  # hidden nearly always, so what was seen of it is better
         launched = [p for p in steps if not p.captured] or steps
         return replace(
@@ -282,8 +296,12 @@ def _host_knobs(points: Sequence[Point], host: HostConstants) -> list[Path]:
     knobs: list[Path] = [("host", "", "c0_s"), ("host", "", "c1_s")]
     if host.overlapped:
         knobs.append(("host", "", "per_launch_s"))
-    if any(point.captured for point in points):
+        if any(point.is_lone for point in points):
+            knobs += [("host", "", "lone_s"), ("host", "", "lone_request_s")]
+    if any(point.captured and not point.own for point in points):
         knobs.append(("host", "", "captured_t0"))
+    if any(point.own for point in points):
+        knobs.append(("host", "", "own_t0"))
     return knobs
 
 
@@ -293,6 +311,8 @@ def _together(points: Sequence[Point], device: Device, start: Calibration) -> Ca
     if len(steps) < FEWEST_POINTS:
         return start
     knobs = _host_knobs(steps, start.host)
+    for dtype in dict.fromkeys(point.dtype for point in steps if point.what == "check_step"):
+        knobs.append(("attention", dtype, "check_way"))
     for dtype in dict.fromkeys(point.dtype for point in steps):
         knobs += [("matmul", dtype, name) for name in ("e_c", "e_m", "t0_s", "e_v", "k_m")]
         knobs += [
@@ -331,7 +351,13 @@ def _turned(
             for point, weight in zip(used, weights, strict=True)
         ]
 
-    return at(minimise(residuals, [math.log(_value(start, knob)) for knob in knobs]))
+    return at(minimise(residuals, [_inside(knob, _value(start, knob)) for knob in knobs]))
+
+
+def _inside(knob: Path, value: float) -> float:
+    """Where the search for a constant begins: at a bound nothing changes, and none comes back."""
+    low, high = BOUNDS[knob[2]]
+    return math.log(min(max(value, low * EDGE), high / EDGE))
 
 
 def _bounded(knob: Path, parameter: float) -> float:

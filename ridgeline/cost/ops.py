@@ -31,7 +31,13 @@ from ridgeline.architectures.spec import (
 from ridgeline.architectures.stored_counts import nearest_format
 from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.precision import LOGIT_BYTES, PLAIN, Precision
-from ridgeline.cost.totals import AttentionTotals, StepTotals, attention_kinds, step_totals
+from ridgeline.cost.totals import (
+    MOST_TOGETHER,
+    AttentionTotals,
+    StepTotals,
+    attention_kinds,
+    step_totals,
+)
 from ridgeline.formats import STORED
 from ridgeline.step import StepShape
 
@@ -39,6 +45,7 @@ KINDS = (
     "matmul",
     "prefill_attention",
     "decode_attention",
+    "check_attention",
     "elementwise",
     "embedding",
     "sampling",
@@ -69,7 +76,8 @@ class Op:
     kernels of CPUs multiply them in, if it is not `dtype`.
 
     m, n, k of a matmul are those of the product. Attention has m query tokens and k keys read;
-    n is the most keys that one request reads (decode) or the number of chunks (prefill).
+    n is the most keys that one request reads (decode), the most new tokens of one (check) or the
+    number of chunks (prefill).
     `mixed`: decode and prefill attention occur in the same step.
     """
 
@@ -141,6 +149,12 @@ def token_ops(
         yield from build.feed_forward(layer.feed_forward, count)
         yield from build.norms(layer, count)
     yield from build.messages()
+
+
+def layer_products(spec: ModelSpec, layout: Layout, precision: Precision) -> set[tuple[int, int]]:
+    """[n, k] of the products of all layers."""
+    ops = token_ops(spec, 1, layout, precision)
+    return {(op.n, op.k) for op in ops if op.kind == "matmul"}
 
 
 def distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
@@ -380,7 +394,8 @@ def attention_ops(
         if totals.num_decodes:
             yield decode_op(kind, count, totals.num_decodes, sums, layout, precision, totals)
         if totals.num_chunks:
-            yield prefill_op(kind, count, sums, layout, precision, totals)
+            several = check_op if attends_once(kind, totals) else prefill_op
+            yield several(kind, count, sums, layout, precision, totals)
 
 
 def decode_op(
@@ -412,6 +427,25 @@ def decode_op(
     )
 
 
+def attends_once(kind: AttentionSpec, totals: StepTotals) -> bool:
+    """One launch norms, turns, caches and attends, as for decodes: guesses, and not too many."""
+    is_short = totals.is_check and totals.longest_chunk <= MOST_TOGETHER
+    return is_short and kind.latent is None
+
+
+def check_op(
+    kind: AttentionSpec,
+    count: int,
+    sums: AttentionTotals,
+    layout: Layout,
+    precision: Precision,
+    totals: StepTotals,
+) -> Op:
+    """Requests with a few new tokens each, that see the same keys but for the last of them."""
+    op = prefill_op(kind, count, sums, layout, precision, totals)
+    return replace(op, name="check_attention", kind="check_attention", n=totals.longest_chunk)
+
+
 def prefill_op(
     kind: AttentionSpec,
     count: int,
@@ -420,7 +454,7 @@ def prefill_op(
     precision: Precision,
     totals: StepTotals,
 ) -> Op:
-    """Requests with several new tokens: chunks of prompts, and checks of drafts."""
+    """Requests with several new tokens: chunks of prompts, and checks of many guesses."""
     cached = sums.prefill_keys * layer_kv_bytes(
         kind, precision.dtype_bytes, precision.kv, layout.tp
     )
@@ -466,7 +500,8 @@ def output_ops(
     logits = float(num_rows * spec.vocab_size * LOGIT_BYTES)
     gather = build._message("all_gather", 1, (tp - 1) / tp * logits, tp, "gather_logits")
     dtype = precision.short_dtype
-    sampling = Op("sampling", "sampling", 1, 0, 2 * logits, logits, dtype=dtype, m=num_rows)
+    read = float(num_rows * spec.vocab_size * precision.dtype_bytes)
+    sampling = Op("sampling", "sampling", 1, 0, read, 0, dtype=dtype, m=num_rows)
     return (
         build.elementwise("final_norm", 1, spec.hidden_size, spec.hidden_size),
         head.matmul("lm_head", 1, -(-spec.vocab_size // tp), spec.hidden_size),

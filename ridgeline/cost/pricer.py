@@ -8,13 +8,30 @@ same requests, each longer by one token, in closed form.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.cost.constants import AttentionConstants
 from ridgeline.cost.decode_run import DecodeLine, DecodeRun
-from ridgeline.cost.ops import Op, decode_op, distinct_layers, output_ops, prefill_op, token_ops
-from ridgeline.cost.roofline import StepCost, combine, is_captured, op_cost, step_cost
+from ridgeline.cost.ops import (
+    Op,
+    attends_once,
+    decode_op,
+    distinct_layers,
+    output_ops,
+    prefill_op,
+    token_ops,
+)
+from ridgeline.cost.roofline import (
+    StepCost,
+    combine,
+    has_own_kernels,
+    is_captured,
+    is_lone,
+    is_small,
+    op_cost,
+    step_cost,
+)
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import (
     AttentionTotals,
@@ -50,6 +67,25 @@ class _PrefillLine:
         return alone * self.mixed if is_mixed else alone
 
 
+@dataclass(frozen=True, slots=True)
+class _CheckLine:
+    """Seconds of one layer's attention of a few new tokens of each request: between those of a
+    decode, max(per_flop f, per_key k + per_token m) + t0, and those of a chunk."""
+
+    decode: DecodeLine
+    prefill: _PrefillLine
+    per_flop_s: float
+    constants: AttentionConstants
+
+    def seconds(self, sums: AttentionTotals, num_tokens: int, longest: int) -> float:
+        compute = sums.prefill_flops * self.per_flop_s
+        memory = sums.prefill_keys * self.decode.memory_per_key_s
+        memory += num_tokens * self.decode.memory_per_row_s
+        decode_s = max(compute, memory) + self.decode.t0_s
+        chunk_s = self.prefill.seconds(sums, num_tokens, is_mixed=False)
+        return self.constants.check_s(decode_s, chunk_s, longest)
+
+
 class Pricer:
     """Prices steps of one setup. `seconds` is the StepPricer protocol of `step.py`."""
 
@@ -62,8 +98,10 @@ class Pricer:
         self._counts = tuple(counts.values())
         self._decode = tuple(self._decode_line(kind) for kind in self.kinds)
         self._prefill = tuple(self._prefill_line(kind) for kind in self.kinds)
-        self._tokens: dict[tuple[int, bool], tuple[float, int]] = {}
-        self._rows: dict[tuple[int, bool], tuple[float, int]] = {}
+        self._checks = tuple(map(self._check_line, self._decode, self._prefill))
+        self._has_own = has_own_kernels(setup)
+        self._tokens: dict[tuple[int, bool, bool], tuple[float, int]] = {}
+        self._rows: dict[tuple[int, bool, bool], tuple[float, int]] = {}
         # The last shapes that were summed up; told apart by identity, as comparing takes longer.
         self._latest: tuple[tuple[object, StepTotals], ...] = ()
 
@@ -95,14 +133,39 @@ class Pricer:
         self._latest = ((what, totals), *self._latest[: NUM_LATEST - 1])
         return totals
 
-    def seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
+    def seconds_of(
+        self, totals: StepTotals, num_logits: int | None = None, drafting_s: float = 0.0
+    ) -> float:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
-        per request)."""
+        per request), in which the device makes guesses for `drafting_s` before."""
         requests = totals.num_requests
         host = self._constants.host
         captured = is_captured(host, totals)
+        kernels, launches = self._kernels(totals, num_logits, captured=captured)
+        return combine(
+            host,
+            kernels + drafting_s,
+            requests,
+            0 if captured else launches,
+            is_lone=is_lone(totals),
+        )[2]
+
+    def device_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
+        """The device's part of such a step."""
+        host = self._constants.host
+        captured = is_captured(host, totals)
+        kernels, launches = self._kernels(totals, num_logits, captured=captured)
+        return kernels if captured else max(kernels, launches * host.per_launch_s)
+
+    def _kernels(
+        self, totals: StepTotals, num_logits: int | None, *, captured: bool
+    ) -> tuple[float, int]:
+        """Seconds and number of all kernels."""
         kernels, launches = self._fixed(
-            totals.num_tokens, requests if num_logits is None else num_logits, captured=captured
+            totals.num_tokens,
+            totals.num_requests if num_logits is None else num_logits,
+            captured=captured,
+            own=captured and self._has_own and is_small(totals),
         )
         mixed = totals.is_mixed
         for i, sums in enumerate(totals.attention):
@@ -114,10 +177,14 @@ class Pricer:
                 )
             if totals.num_prefill_tokens:
                 launches += count
-                kernels += count * self._prefill[i].seconds(
-                    sums, totals.num_prefill_tokens, is_mixed=mixed
-                )
-        return combine(host, kernels, requests, 0 if captured else launches)[2]
+                kernels += count * self._several_seconds(i, sums, totals)
+        return kernels, launches
+
+    def _several_seconds(self, i: int, sums: AttentionTotals, totals: StepTotals) -> float:
+        """Attention of the requests with several new tokens, in one layer of kind `i`."""
+        if attends_once(self.kinds[i], totals):
+            return self._checks[i].seconds(sums, totals.num_prefill_tokens, totals.longest_chunk)
+        return self._prefill[i].seconds(sums, totals.num_prefill_tokens, is_mixed=totals.is_mixed)
 
     def cost(self, shape: StepShape, num_logits: int | None = None) -> StepCost:
         """The same step operator by operator; many times slower."""
@@ -130,12 +197,17 @@ class Pricer:
         """No layer has a window: sums and longest context say all about a set of decodes."""
         return all(kind.window is None for kind in self.kinds)
 
-    def decode_run(self, contexts: Sequence[int], num_logits: int | None = None) -> DecodeRun:
-        """The coming decode steps of requests with `contexts` computed tokens each."""
-        rows = len(contexts)
-        captured = is_captured(self._constants.host, StepTotals(rows, rows, 0, 0, ()))
+    def decode_run(
+        self, contexts: Sequence[int], num_logits: int | None = None, *, is_planned: bool = True
+    ) -> DecodeRun:
+        """The coming decode steps of requests with `contexts` computed tokens each. `is_planned`
+        False: the host has no part in them, as in passes that guess."""
+        rows, host = len(contexts), self._constants.host
+        totals = StepTotals(rows, rows, 0, 0, ())
+        captured = is_captured(host, totals)
+        own = captured and self._has_own and is_small(totals)
         fixed, launches = self._fixed(
-            rows, rows if num_logits is None else num_logits, captured=captured
+            rows, rows if num_logits is None else num_logits, captured=captured, own=own
         )
         launches += sum(self._counts)
         return DecodeRun(
@@ -144,7 +216,7 @@ class Pricer:
             self._decode,
             self._counts,
             fixed,
-            self._constants.host,
+            host if is_planned else replace(host, c0_s=0.0, c1_s=0.0),
             0 if captured else launches,
         )
 
@@ -155,34 +227,36 @@ class Pricer:
 
     # -- what does not change from step to step
 
-    def _fixed(self, num_tokens: int, num_rows: int, *, captured: bool) -> tuple[float, int]:
+    def _fixed(
+        self, num_tokens: int, num_rows: int, *, captured: bool, own: bool
+    ) -> tuple[float, int]:
         """Kernel seconds and launches of all but attention."""
-        key = (num_tokens, captured)
+        key = (num_tokens, captured, own)
         by_tokens = self._tokens.get(key)
         if by_tokens is None:
-            by_tokens = self._tokens[key] = self._token_seconds(num_tokens, captured=captured)
-        key = (num_rows, captured)
+            by_tokens = self._tokens[key] = self._token_seconds(*key)
+        key = (num_rows, captured, own)
         by_rows = self._rows.get(key)
         if by_rows is None:
-            by_rows = self._rows[key] = self._row_seconds(num_rows, captured=captured)
+            by_rows = self._rows[key] = self._row_seconds(*key)
         return by_tokens[0] + by_rows[0], by_tokens[1] + by_rows[1]
 
-    def _token_seconds(self, num_tokens: int, *, captured: bool) -> tuple[float, int]:
+    def _token_seconds(self, num_tokens: int, captured: bool, own: bool) -> tuple[float, int]:
         if not num_tokens:
             return 0.0, 0
         setup = self.setup
         spec, layout, precision = setup.spec, setup.layout, setup.precision
         ops = tuple(token_ops(spec, num_tokens, layout, precision, self._layers))
-        return self._sum(ops, captured=captured)
+        return self._sum(ops, captured=captured, own=own)
 
-    def _row_seconds(self, num_rows: int, *, captured: bool) -> tuple[float, int]:
+    def _row_seconds(self, num_rows: int, captured: bool, own: bool) -> tuple[float, int]:
         setup = self.setup
         ops = output_ops(setup.spec, num_rows, setup.layout, setup.precision)
-        return self._sum(ops, captured=captured)
+        return self._sum(ops, captured=captured, own=own)
 
-    def _sum(self, ops: Sequence[Op], *, captured: bool) -> tuple[float, int]:
+    def _sum(self, ops: Sequence[Op], *, captured: bool, own: bool) -> tuple[float, int]:
         device, constants = self.setup.device, self._constants
-        costs = (op_cost(op, device, constants, captured=captured) for op in ops)
+        costs = (op_cost(op, device, constants, captured=captured, own=own) for op in ops)
         return sum(cost.expected_s for cost in costs), sum(op.count for op in ops)
 
     def _attention_constants(self) -> AttentionConstants:
@@ -203,6 +277,11 @@ class Pricer:
             mixed=c.mixed_decode,
             overlap_s=c.mixed_overlap_s,
         )
+
+    def _check_line(self, decode: DecodeLine, prefill: _PrefillLine) -> _CheckLine:
+        setup, c = self.setup, self._attention_constants()
+        peak = c.decode_e_c * setup.device.peak(setup.precision.short_dtype)
+        return _CheckLine(decode, prefill, 1.0 / setup.layout.tp / peak, c)
 
     def _prefill_line(self, kind: AttentionSpec) -> _PrefillLine:
         setup, c = self.setup, self._attention_constants()

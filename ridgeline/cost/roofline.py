@@ -4,11 +4,15 @@
             t = (c^q + b^q)^(1/q) + t0 + q_b 3 m k / BW
   decode    t = max(flops f / (e_c P), (cache f + rest) / (e_m BW)) + t0,
             f = 1 + skew (longest / mean - 1)
+  check     decode with f = 1, and of what prefill takes longer the share w (new tokens - 1)
   prefill   t = flops / (e_c P) + bytes / (e_m BW) + t0
   mixed     prefill s_p t, decode s_d t - t_ov, never less than alone
   stream    t = bytes / (e_m BW) + t0                    (elementwise, embedding, sampling)
   message   see `communication`
-  step      device = max(sum of t, launches), host = c0 + c1 B; sum, or max when overlapped
+  captured  t0 is less; by kernels of our own, of few rows, less still, and norms and gates are
+            parts of products
+  step      device = max(sum of t, launches), host = c0 + c1 B; sum, or max when overlapped;
+            prompts alone: and what of the host nothing can overlap with
 
 Ideal is max(flops / P, bytes / BW, sent / link) with the data sheet's figures. The forms were
 fitted on public tables of kernel times; their constants are in `constants`.
@@ -22,13 +26,14 @@ from dataclasses import dataclass
 from ridgeline.cost.communication import message_s, wire
 from ridgeline.cost.constants import ORIGINS, Calibration, HostConstants, MatmulConstants, Origin
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.ops import COLLECTIVES, Op, step_ops
+from ridgeline.cost.ops import COLLECTIVES, Op, layer_products, step_ops
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import StepTotals, step_totals
 from ridgeline.step import StepShape
 
 BOUNDS = ("compute", "memory", "link", "latency")
-LONGEST_CHECK = 17  # new tokens of a request that is no chunk of a prompt: one and its drafts
+OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
+MERGED = ("norm", "activation")  # operators that are then parts of products
 QUANTITIES = ("m", "n", "k", "flops", "bytes", "sent_bytes")
 
 
@@ -69,13 +74,16 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
     """The cost of a step of (new tokens, context before them) per request."""
     constants, device = setup.constants, setup.device
     ops = step_ops(setup.spec, shape, setup.layout, setup.precision, num_logits)
-    captured = is_captured(constants.host, step_totals((), shape))
-    costs = tuple(op_cost(op, device, constants, captured=captured) for op in ops)
+    totals = step_totals((), shape)
+    captured = is_captured(constants.host, totals)
+    own = captured and is_small(totals) and has_own_kernels(setup)
+    costs = tuple(op_cost(op, device, constants, captured=captured, own=own) for op in ops)
     device_s, host_s, expected_s = combine(
         constants.host,
         sum(cost.expected_s for cost in costs),
         len(shape),
         0 if captured else sum(op.count for op in ops),
+        is_lone=is_lone(totals),
     )
     return StepCost(
         costs,
@@ -93,27 +101,61 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
 def is_captured(host: HostConstants, totals: StepTotals) -> bool:
     """Small enough for a graph: a step of decodes and checks of a few drafts, or a short one with
     prompts."""
-    if totals.longest_chunk > LONGEST_CHECK:
+    if totals.has_prompts:
         return totals.num_tokens <= host.captured_prompt_tokens
     return totals.num_tokens <= host.captured_tokens
 
 
+def is_lone(totals: StepTotals) -> bool:
+    """Prompts and nothing else: no step before it is sure to run while it is prepared."""
+    return totals.has_prompts and not totals.num_decodes
+
+
+def is_small(totals: StepTotals) -> bool:
+    """A decode or a check of so few tokens as kernels of our own take whole, if there are any."""
+    return not totals.has_prompts and totals.num_tokens <= OWN_TOKENS
+
+
+def has_own_kernels(setup: Setup) -> bool:
+    """The engine has kernels of its own for all products of the model's layers."""
+    known, precision = setup.constants.own_products, setup.precision
+    if not known or precision.weights != "plain" or precision.dtype_bytes != 2:
+        return False
+    return layer_products(setup.spec, setup.layout, precision) <= set(known)
+
+
 def combine(
-    host: HostConstants, kernels_s: float, num_requests: int, num_launches: int
+    host: HostConstants,
+    kernels_s: float,
+    num_requests: int,
+    num_launches: int,
+    *,
+    is_lone: bool = False,
 ) -> tuple[float, float, float]:
     """(device, host, step) seconds: launches run ahead of kernels, and the host's plan of the next
-    step beside both when it is overlapped (on the same thread as the launches)."""
+    step beside both when it is overlapped (on the same thread as the launches). `is_lone`: of
+    prompts alone, that find the device idle."""
     plan_s = host.c0_s + host.c1_s * num_requests
     launch_s = host.per_launch_s * num_launches
     if host.overlapped:
-        return kernels_s, plan_s + launch_s, max(kernels_s, plan_s + launch_s)
+        waits_s = host.lone_s + host.lone_request_s * num_requests if is_lone else 0.0
+        host_s = max(plan_s, waits_s) + launch_s
+        return kernels_s, host_s, max(plan_s + launch_s, waits_s + max(kernels_s, launch_s))
     device_s = max(kernels_s, launch_s)
     return device_s, plan_s + launch_s, plan_s + device_s
 
 
-def op_cost(op: Op, device: Device, calibration: Calibration, *, captured: bool = False) -> OpCost:
-    """Ideal and expected seconds of all `op.count`, and what binds."""
-    parts = _parts(op, device, calibration, captured)
+def op_cost(
+    op: Op,
+    device: Device,
+    calibration: Calibration,
+    *,
+    captured: bool = False,
+    own: bool = False,
+) -> OpCost:
+    """Ideal and expected seconds of all `op.count`, and what binds. `own`: in a captured step of
+    few tokens by kernels of our own."""
+    parts = _parts(op, device, calibration, captured=captured, own=own)
     ideal = _ideal(op, device)
     expected = max(parts.pop("total"), ideal)
     return OpCost(
@@ -131,10 +173,14 @@ def _ideal(op: Op, device: Device) -> float:
     return max(op.flops / device.peak(op.dtype_on(device.kind)), op.bytes / device.bandwidth)
 
 
-def _parts(op: Op, device: Device, calibration: Calibration, captured: bool) -> dict[str, float]:
+def _parts(
+    op: Op, device: Device, calibration: Calibration, *, captured: bool, own: bool
+) -> dict[str, float]:
     """Seconds of one: "total", and the share of each resource by itself."""
     host = calibration.host
-    launch = host.captured_t0 if captured else 1.0
+    launch = (host.own_t0 if own else host.captured_t0) if captured else 1.0
+    if own and op.name in MERGED:
+        return {"total": 0.0, "memory": op.bytes / device.bandwidth}
     if op.kind in COLLECTIVES:
         return _message_parts(op, device, calibration)
     if op.kind == "matmul":
@@ -144,6 +190,8 @@ def _parts(op: Op, device: Device, calibration: Calibration, captured: bool) -> 
         return _decode_parts(op, device, calibration)
     if op.kind == "prefill_attention":
         return _prefill_parts(op, device, calibration)
+    if op.kind == "check_attention":
+        return _check_parts(op, device, calibration)
     stream = calibration.stream_for(op.name, op.kind, op.dtype)
     memory, latency = op.bytes / (stream.e_m * device.bandwidth), launch * stream.t0_s
     return {"total": memory + latency, "memory": memory, "latency": latency}
@@ -194,6 +242,17 @@ def _prefill_parts(op: Op, device: Device, calibration: Calibration) -> dict[str
     alone = compute + memory + c.prefill_t0_s
     total = alone * max(1.0, c.mixed_prefill) if op.mixed else alone
     return {"total": total, "compute": compute, "memory": memory, "latency": c.prefill_t0_s}
+
+
+def _check_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
+    c = calibration.attention_for(op.dtype)
+    chunk = _prefill_parts(op, device, calibration)
+    compute = op.flops / (c.decode_e_c * device.peak(op.dtype))
+    memory = op.bytes / (c.decode_e_m * device.bandwidth)
+    decode_s = max(compute, memory) + c.decode_t0_s
+    total = c.check_s(decode_s, chunk["total"], op.n)
+    latency = min(total, c.check_s(c.decode_t0_s, chunk["latency"], op.n))
+    return {"total": total, "compute": compute, "memory": memory, "latency": latency}
 
 
 def _message_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:

@@ -151,26 +151,38 @@ class Target(Protocol):
 
     def totals(self, shape: StepShape) -> StepTotals: ...
 
-    def seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float: ...
+    def seconds_of(
+        self, totals: StepTotals, num_logits: int | None = None, drafting_s: float = 0.0
+    ) -> float: ...
 
 
 class Drafter(Protocol):
     """What drafting costs."""
 
     def seconds(self, batch: int, context: int, num_drafts: int) -> float:
-        """Time to guess `num_drafts` tokens for each of `batch` requests of `context` tokens."""
+        """Time to guess `num_drafts` tokens for each of `batch` requests of `context` tokens, of
+        the device: the host plans guesses and their check as one step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSteps:
     """Guesses come one after the other from a smaller model, or from a head (see `head_spec`),
-    with a KV cache of its own for the whole context."""
+    with a KV cache of its own for the whole context. `begin`: tokens of a request in the first
+    pass, which may have to catch up with what was right of the guesses before."""
 
     pricer: Pricer
+    begin: int = 1
 
     def seconds(self, batch: int, context: int, num_drafts: int) -> float:
-        return self.pricer.decode_run((context,) * batch).total(num_drafts)
+        if not num_drafts:
+            return 0.0
+        run = self.pricer.decode_run((context,) * batch, is_planned=False)
+        if self.begin == 1 or context < self.begin:
+            return run.total(num_drafts)
+        one = self.pricer.totals(((self.begin, context + 1 - self.begin),))
+        first_s = self.pricer.device_seconds_of(repeated(one, batch), batch)
+        return first_s + run.total(num_drafts - 1, first=1)
 
 
 def head_spec(target: ModelSpec) -> ModelSpec:
@@ -209,16 +221,19 @@ class GuessPrices:
         """Drafting and checking so many guesses for each of `batch` requests of `context` tokens;
         without guesses, a decode step."""
         _check_drafts(num_drafts)
-        check_s = self.check_seconds(batch, context, num_drafts)
         if num_drafts == 0:
-            return check_s
-        return check_s + self.drafter.seconds(batch, context, num_drafts) + self.overhead_s
+            return self._step_seconds(batch, context, 0, 0.0)
+        drafting_s = self.drafter.seconds(batch, context, num_drafts)
+        return self._step_seconds(batch, context, num_drafts, drafting_s) + self.overhead_s
 
     def check_seconds(self, batch: int, context: int, num_drafts: int) -> float:
         """Without the drafting."""
+        return self._step_seconds(batch, context, num_drafts, 0.0)
+
+    def _step_seconds(self, batch: int, context: int, num_drafts: int, drafting_s: float) -> float:
         rows = num_drafts + 1
         totals = repeated(self.target.totals(((rows, context),)), batch)
-        return self.target.seconds_of(totals, rows * batch)
+        return self.target.seconds_of(totals, rows * batch, drafting_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
 from ridgeline.request import record
 from ridgeline.step import StepShape
 
+LONGEST_CHECK = 17  # new tokens of a request that is no chunk of a prompt: one and its guesses
+MOST_TOGETHER = 8  # new tokens of a request that the kernels of decodes take in one launch
 _NO_ROPE = RopeSpec()
 
 
@@ -35,14 +37,15 @@ class AttentionTotals:
 @record
 class StepTotals:
     """`attention` has one entry per kind, in the order of `attention_kinds`. A request with one
-    new token decodes, one with more is a chunk of a prompt or a check of drafts; the longest of
-    these has `longest_chunk` new tokens."""
+    new token decodes, one with more is a chunk of a prompt or a check of guesses; the longest of
+    these has `longest_chunk` new tokens. `begins`: one of them has no tokens before."""
 
     num_requests: int
     num_decodes: int
     num_prefill_tokens: int
     longest_chunk: int
     attention: tuple[AttentionTotals, ...]
+    begins: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -53,8 +56,17 @@ class StepTotals:
         return self.num_requests - self.num_decodes
 
     @property
+    def is_check(self) -> bool:
+        """Requests have so few new tokens that these are guesses, and no prompt."""
+        return 0 < self.longest_chunk <= LONGEST_CHECK and not self.begins
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.num_chunks > 0 and not self.is_check
+
+    @property
     def is_mixed(self) -> bool:
-        return 0 < self.num_decodes < self.num_requests
+        return 0 < self.num_decodes < self.num_requests and not self.is_check
 
 
 def attention_kinds(spec: ModelSpec) -> dict[AttentionSpec, int]:
@@ -89,6 +101,7 @@ def step_totals(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepTotals:
         sum(new for new, _ in chunks),
         max(new for new, _ in chunks) if chunks else 0,
         tuple(_attention_totals(kind, contexts, chunks) for kind in kinds),
+        not all(before for _, before in chunks),
     )
 
 
@@ -109,6 +122,7 @@ def repeated(totals: StepTotals, num_times: int) -> StepTotals:
         totals.num_prefill_tokens * num_times,
         totals.longest_chunk,
         attention,
+        totals.begins,
     )
 
 

@@ -98,6 +98,16 @@ def find_tile(place: Place) -> Tile | None:
     return _table().get(place)
 
 
+def own_products(device: str, dtype: str) -> tuple[tuple[int, int], ...]:
+    """(outputs, inputs) of W for which a single row is multiplied by a kernel of our own."""
+    found = {
+        (place.outputs, place.inputs)
+        for place, tile in _table().items()
+        if (place.device, place.dtype, place.rows) == (device, dtype, 1) and tile is not None
+    }
+    return tuple(sorted(found))
+
+
 def is_measured(place: Place) -> bool:
     """The table has an answer, be it ours or the library."""
     return place in _table()

@@ -18,6 +18,7 @@ from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
+from ridgeline.kernels.tiles import own_products
 from ridgeline.measure.bandwidth import Bandwidth, measure_bandwidth
 from ridgeline.measure.host import host_seconds, line_through
 from ridgeline.measure.machine import figures, last_cache_bytes
@@ -87,6 +88,8 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
     is_cuda = there.type == "cuda"
     found = fit(session.points, device, HostConstants(c0_s, c1_s, overlapped=is_cuda))
     progress("fitting", 1, 1)
+    known = replace(found.calibration, own_products=session.own_products)
+    found = replace(found, calibration=known)
     found = _dated(found, place.packages | {"ridgeline": place.ridgeline}, place.date)
     about = {
         "device_name": place.device_name,
@@ -120,7 +123,16 @@ def _session(
         COLD_CACHES * last_cache_bytes(opened),
         threads,
         progress,
+        _own_products(opened, dtypes),
     )
+
+
+def _own_products(opened: OpenDevice, dtypes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    if opened.torch_device.type != "cuda":
+        return ()
+    name = torch.cuda.get_device_name(opened.torch_device)
+    found = {sizes for dtype in dtypes for sizes in own_products(name, dtype)}
+    return tuple(sorted(found))
 
 
 def _dtypes(question: Question, opened: OpenDevice) -> tuple[str, ...]:

@@ -19,13 +19,16 @@ from ridgeline.architectures.spec import ModelSpec
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A model shape. `prefills` and `decodes` (requests, context) are the whole steps that are
-    measured with it, `mixes` are (prompt tokens, requests that decode, their context)."""
+    measured with it, `mixes` are (prompt tokens, requests that decode, their context), `checks`
+    (requests, context, guesses of each). Without `has_operators` it is for these alone."""
 
     name: str
     config: Mapping[str, Any]
     prefills: tuple[int, ...]
     decodes: tuple[tuple[int, int], ...]
     mixes: tuple[tuple[int, int, int], ...] = ()
+    checks: tuple[tuple[int, int, int], ...] = ()
+    has_operators: bool = True
 
     @property
     def spec(self) -> ModelSpec:
@@ -147,6 +150,18 @@ CPU_QUICK = Grid(
 _QWEN_LIKE = config(1024, 28, 16, 8, 3072, 151936, family="qwen3", head_dim=128)
 _LLAMA_LIKE = config(4096, 16, 32, 8, 14336, 128256, tied=False)
 
+# Kernels were tuned for the two above, but not for these: such products are the library's. The
+# second has so little to do that its steps wait for the host.
+_SMALL = config(768, 8, 12, 4, 2048, 32000)
+_LEAST = config(256, 2, 4, 2, 768, 4096)
+_HOST_BOUND = Sample(
+    "the least",
+    _LEAST,
+    prefills=(24, 384),
+    decodes=((1, 128), (4, 128), (16, 256), (64, 128), (160, 256)),
+    has_operators=False,
+)
+
 CUDA = Grid(
     samples=(
         Sample(
@@ -155,6 +170,7 @@ CUDA = Grid(
             prefills=(24, 128, 768, 3072, 8192),
             decodes=((1, 256), (2, 4096), (8, 512), (32, 1024), (64, 256), (64, 3000), (160, 700)),
             mixes=((512, 16, 1024), (2048, 64, 512)),
+            checks=((1, 256, 1), (1, 256, 4), (4, 1024, 3), (8, 512, 7), (32, 1024, 2)),
         ),
         Sample(
             "8B, half of its layers",
@@ -163,6 +179,14 @@ CUDA = Grid(
             decodes=((1, 256), (2, 4096), (8, 512), (32, 1024), (64, 256), (64, 3000), (160, 700)),
             mixes=((512, 16, 1024), (2048, 64, 512)),
         ),
+        Sample(
+            "small",
+            _SMALL,
+            prefills=(24, 384, 1536),
+            decodes=((1, 256), (3, 128), (8, 512), (24, 1024), (64, 256), (160, 700)),
+            checks=((1, 256, 1), (1, 256, 2), (1, 512, 4), (1, 256, 7), (8, 512, 4), (32, 256, 2)),
+        ),
+        _HOST_BOUND,
     ),
     tokens=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192),
     attention=((16, 8, 128), (32, 8, 128)),
@@ -194,6 +218,14 @@ CUDA_QUICK = Grid(
             decodes=((1, 256), (8, 1024), (64, 512)),
             mixes=((512, 16, 1024),),
         ),
+        Sample(
+            "small",
+            _SMALL,
+            prefills=(24, 384),
+            decodes=((1, 256), (8, 512), (64, 256)),
+            checks=((1, 256, 1), (1, 256, 4), (8, 512, 4)),
+        ),
+        _HOST_BOUND,
     ),
     tokens=(1, 8, 64, 128, 256, 512, 2048, 8192),
     attention=((16, 8, 128), (32, 8, 128)),

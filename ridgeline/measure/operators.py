@@ -21,6 +21,7 @@ from ridgeline.cost.precision import Precision
 from ridgeline.devices import Device
 from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
+from ridgeline.kernels.draw_rows import draw_rows
 from ridgeline.kernels.gated import gated
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
 from ridgeline.kernels.rms_norm import rms_norm
@@ -198,7 +199,8 @@ def _embedding(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
 
 
 def _sampling(bench: Bench, spec: ModelSpec, num_rows: int) -> Call:
-    """Greedy, from the logits as the output matrix leaves them to the copy for the host."""
+    """Greedy, from the logits as the output matrix leaves them to the copy for the host; on a GPU
+    as captured steps do it, in one launch."""
     there = bench.device.torch_device
     logits_RV = bench.numbers(num_rows, spec.vocab_size)
     batch = SamplingBatch(num_rows, Needs(0))
@@ -206,14 +208,15 @@ def _sampling(bench: Bench, spec: ModelSpec, num_rows: int) -> Call:
     positions_R = torch.zeros(num_rows, dtype=torch.int64, device=there)
     last_ids_N = torch.zeros(num_rows, dtype=torch.int64, device=there)
     slots_R = torch.arange(num_rows, device=there)
-    pinned = torch.empty(num_rows, dtype=torch.int64, pin_memory=there.type == "cuda")
+    answer_R = torch.empty(num_rows, dtype=torch.int64)
+    if there.type == "cuda":
+        return lambda number: draw_rows(logits_RV, positions_R, None)
 
     def call(number: int) -> torch.Tensor:
-        logits = logits_RV if logits_RV.is_cuda else logits_RV.float()
-        found = sample(logits, batch, positions_R, host_positions)
+        found = sample(logits_RV.float(), batch, positions_R, host_positions)
         last_ids_N.index_copy_(0, slots_R, found.token_ids_R)
         ids_R = found.token_ids_R.where(found.is_sound_R, -1)
-        return pinned.copy_(ids_R, non_blocking=True)
+        return answer_R.copy_(ids_R)
 
     return call
 

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ridgeline.cost.constants import HostConstants
 from ridgeline.cost.fit import Point
-from ridgeline.cost.ops import step_ops
+from ridgeline.cost.layout import ONE_DEVICE
+from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import Precision
-from ridgeline.cost.roofline import is_captured
+from ridgeline.cost.roofline import is_captured, is_small
 from ridgeline.cost.totals import step_totals
 from ridgeline.costing import engine_host
 from ridgeline.devices import Device
+from ridgeline.errors import ConfigError
 from ridgeline.measure.attention_cases import attention_cases, open_attention
 from ridgeline.measure.models import Grid, Sample
 from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
-from ridgeline.measure.steps import StepBench, StepTimes, random_engine, step_bench
+from ridgeline.measure.steps import GUESSES, StepBench, StepTimes, random_engine, step_bench
 from ridgeline.measure.stopwatch import Stopwatch, typical
 from ridgeline.step import StepShape
 
 Progress = Callable[[str, int, int], None]  # (stage, done, of how many)
+Wanted = Iterator[tuple[str, Callable[[int], StepTimes]]]  # class of point, and what measures it
+StepsOf = Callable[[Sample, StepBench], Wanted]
 
 ROUNDS = 2  # every point is measured in each, so that a disturbance does not hit one alone
 STEP_BUDGET_S = 0.4  # of one point of whole steps, per round
 MIN_STEPS, MAX_STEPS = 4, 24
+ALONE = ("prefill_step", "mixed_step")  # are timed from their plan to their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Session:
     cold_bytes: int
     threads: int
     progress: Progress
+    own_products: tuple[tuple[int, int], ...] = ()  # see `Calibration`
     points: list[Point] = field(default_factory=list)
 
     def run(self) -> None:
@@ -61,15 +67,18 @@ class Session:
             self._forget()
         for dtype in self.effort.dtypes:
             for sample in self.effort.grid.samples:
-                self._steps(sample, dtype)
+                self._steps(sample, dtype, _wanted)
                 self._forget()
+                if sample.checks:
+                    self._checks(sample, dtype)
+                    self._forget()
 
     # -- operators
 
     def _matmuls(self, bench: Bench) -> None:
         grid, stage = self.effort.grid, f"matrix products, {bench.dtype}"
         with torch.inference_mode():
-            for done, sample in enumerate(grid.samples):
+            for done, sample in enumerate(_with_operators(grid)):
                 self.progress(stage, done, len(grid.samples))
                 for series in matmul_series(bench, sample.spec, grid.tokens):
                     self._measure(self._quick_ones(series))
@@ -78,7 +87,7 @@ class Session:
     def _streams(self, bench: Bench) -> None:
         grid, stage = self.effort.grid, f"elementwise passes, {bench.dtype}"
         with torch.inference_mode():
-            for done, sample in enumerate(grid.samples):
+            for done, sample in enumerate(_with_operators(grid)):
                 self.progress(stage, done, len(grid.samples))
                 for series in stream_series(bench, sample.spec, grid.tokens):
                     self._measure(self._quick_ones(series))
@@ -115,13 +124,19 @@ class Session:
 
     # -- whole steps
 
-    def _steps(self, sample: Sample, dtype: str) -> None:
+    def _checks(self, sample: Sample, dtype: str) -> None:
+        try:
+            self._steps(sample, dtype, _wanted_checks, speculate=GUESSES)
+        except ConfigError as reason:  # no guesses on this hardware or in this dtype
+            self.progress(f"checks of guesses are not measured: {reason}", 0, 1)
+
+    def _steps(self, sample: Sample, dtype: str, steps_of: StepsOf, **changes: object) -> None:
         stage = f"whole steps, {sample.name}, {dtype}"
-        options = engine_options(sample, self.device, dtype, self.threads)
+        options = engine_options(sample, self.device, dtype, self.threads) | changes
         with random_engine(sample.config, **options) as built:
             bench = step_bench(built)
             host = engine_host(HostConstants(), built.resolved)
-            wanted = list(_wanted(sample, bench))
+            wanted = list(steps_of(sample, bench))
             found: list[list[StepTimes]] = [[] for _ in wanted]
             for turn in range(ROUNDS):
                 for done, (_, measure) in enumerate(wanted):
@@ -131,8 +146,23 @@ class Session:
         for (what, _), times in zip(wanted, found, strict=True):
             seconds = typical([s for each in times for s in each.seconds])
             shape = times[-1].shape
-            captured = is_captured(host, step_totals((), shape))
-            self.points.append(step_point(what, sample, dtype, shape, seconds, captured))
+            self.points.append(self._step_point(what, sample, dtype, shape, seconds, host))
+
+    def _step_point(
+        self,
+        what: str,
+        sample: Sample,
+        dtype: str,
+        shape: StepShape,
+        seconds: float,
+        host: HostConstants,
+    ) -> Point:
+        totals, precision = step_totals((), shape), Precision(dtype)
+        captured = is_captured(host, totals)
+        products = layer_products(sample.spec, ONE_DEVICE, precision)
+        own = captured and is_small(totals) and products <= set(self.own_products)
+        point = step_point(what, sample, dtype, shape, seconds, captured)
+        return replace(point, own=own, is_lone=what in ALONE)
 
     def _repeats(self, earlier: Sequence[StepTimes]) -> int:
         if not earlier:
@@ -145,7 +175,7 @@ class Session:
             torch.cuda.empty_cache()
 
 
-def _wanted(sample: Sample, bench: StepBench) -> Iterator[tuple[str, Callable[[int], StepTimes]]]:
+def _wanted(sample: Sample, bench: StepBench) -> Wanted:
     for tokens in sample.prefills:
         yield "prefill_step", lambda n, tokens=tokens: bench.prefill(tokens, n)  # type: ignore[misc]
     for rows, context in sample.decodes:
@@ -157,10 +187,24 @@ def _wanted(sample: Sample, bench: StepBench) -> Iterator[tuple[str, Callable[[i
         )
 
 
+def _wanted_checks(sample: Sample, bench: StepBench) -> Wanted:
+    for rows, context, guesses in sample.checks:
+        yield (
+            "check_step",
+            lambda n, r=rows, c=context, k=guesses: bench.check(r, c, k, n),  # type: ignore[misc]
+        )
+
+
+def _with_operators(grid: Grid) -> list[Sample]:
+    return [sample for sample in grid.samples if sample.has_operators]
+
+
 def engine_options(sample: Sample, device: Device, dtype: str, threads: int) -> dict[str, object]:
     """An engine that takes the largest of the sample's steps at once."""
     rows = [rows for rows, _ in sample.decodes] + [rows for _, rows, _ in sample.mixes]
     loads = [rows * (c + 128) for rows, c in sample.decodes]
+    rows += [rows for rows, _, _ in sample.checks]
+    loads += [rows * (c + 128 + MAX_STEPS * k) for rows, c, k in sample.checks]
     loads += [tokens + rows * (c + 128) for tokens, rows, c in sample.mixes]
     loads += list(sample.prefills)
     longest = max([c for _, c in sample.decodes] + list(sample.prefills))
@@ -179,9 +223,11 @@ def engine_options(sample: Sample, device: Device, dtype: str, threads: int) -> 
 def step_point(
     what: str, sample: Sample, dtype: str, shape: StepShape, seconds: float, captured: bool = False
 ) -> Point:
-    """A whole step as a point to fit; every request of it gets a token."""
+    """A whole step as a point to fit; every request of it gets a token, and each guess a row of
+    logits too."""
     precision = Precision(dtype)
-    ops = step_ops(sample.spec, shape, precision=precision)
+    num_logits = sum(new for new, _ in shape) if what == "check_step" else None
+    ops = step_ops(sample.spec, shape, precision=precision, num_logits=num_logits)
     label = f"{sample.name}: {described(shape)}"
     return Point(what, precision.short_dtype, ops, seconds, len(shape), label, captured)
 
@@ -189,6 +235,9 @@ def step_point(
 def described(shape: StepShape) -> str:
     """A step shape in words."""
     contexts = [before + 1 for new, before in shape if new == 1]
+    if step_totals((), shape).is_check:
+        guesses, mean = max(new for new, _ in shape) - 1, sum(b for _, b in shape) / len(shape)
+        return f"check {len(shape)} x {round(mean)}, {guesses} guesses"
     chunks = [f"prefill {new}" for new, _ in shape if new > 1]
     if contexts:
         chunks.append(f"decode {len(contexts)} x {round(sum(contexts) / len(contexts))}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,6 +27,7 @@ from ridgeline.step import StepRecord, StepShape
 
 WARM_UP = 3  # steps of a series that are not counted
 PROMPT_IDS = 1000  # different token ids in prompts
+GUESSES = "synthetic:0"  # of an engine that is to check guesses: they cost nothing, and are wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,25 @@ class StepTimes:
 
     shape: StepShape
     seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """In the place of what chooses how many guesses are checked."""
+
+    num_guesses: int
+
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        return self.num_guesses if decoding else 0
+
+    def limit(self, request: Request, k: int) -> int:
+        return k
+
+    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+        """Nothing is learned."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is known."""
 
 
 @dataclass(slots=True)
@@ -57,6 +77,16 @@ class StepBench:
         middle = self.records[len(self.records) // 2].plan.shape
         self._end()
         return StepTimes(middle, tuple(b - a for a, b in pairwise(times)))
+
+    def check(self, num_requests: int, context: int, num_guesses: int, steps: int) -> StepTimes:
+        """Steps that check so many guesses of each, none of which is right, where `context` tokens
+        are before them. The engine must guess (`GUESSES`)."""
+        scheduler = self.engine.scheduler
+        chosen, scheduler.guesses = scheduler.guesses, Pinned(num_guesses)
+        try:
+            return self.decode(num_requests, context, steps)
+        finally:
+            scheduler.guesses = chosen
 
     def prefill(self, num_tokens: int, repeats: int) -> StepTimes:
         """Steps that read one new prompt of `num_tokens`, which must fit in a step."""

@@ -58,11 +58,14 @@ class Line:
     def totals(self, shape: StepShape) -> StepTotals:
         return step_totals((PLAIN,), shape)
 
-    def seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
+    def seconds_of(
+        self, totals: StepTotals, num_logits: int | None = None, drafting_s: float = 0.0
+    ) -> float:
         keys = totals.attention[0].decode_keys + totals.attention[0].prefill_keys
         logits = totals.num_requests if num_logits is None else num_logits
         rows = totals.num_tokens
-        return self.weights_s + rows * self.row_s + keys * self.key_s + logits * self.logits_s
+        kernels_s = self.weights_s + rows * self.row_s + keys * self.key_s
+        return drafting_s + kernels_s + logits * self.logits_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.costing import device_key
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
+from ridgeline.kernels.tiles import own_products
 from ridgeline.measure import machine
 from ridgeline.measure.calibrate import (
     Answer,
@@ -82,6 +83,14 @@ def test_every_class_was_measured(answer: Answer) -> None:
     assert len(answer.fit.held_out) >= len(answer.fit.errors) > 3
     assert answer.fit.calibration.origin == "calibrated"
     assert step_errors(answer.fit) is None or step_errors(answer.fit) >= 0  # type: ignore[operator]
+
+
+def test_products_with_kernels_of_our_own_are_told(answer: Answer) -> None:
+    known = own_products("NVIDIA H200", "bfloat16")
+    assert {(6144, 4096), (4096, 14336)} <= set(known)
+    assert (384, 1152) not in known
+    assert own_products("NVIDIA H200", "float32") == own_products("another", "bfloat16") == ()
+    assert answer.fit.calibration.own_products == ()  # a CPU has one way for all of them
 
 
 def test_the_device_has_what_was_measured(answer: Answer) -> None:

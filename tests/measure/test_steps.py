@@ -9,7 +9,7 @@ import pytest
 from ridgeline.cost.precision import Precision
 from ridgeline.measure.host import host_seconds, line_through
 from ridgeline.measure.points import described, step_point
-from ridgeline.measure.steps import StepBench, random_engine, step_bench
+from ridgeline.measure.steps import GUESSES, StepBench, random_engine, step_bench
 from ridgeline.measure.stopwatch import ProcessorClock
 from tests.measure.small import SAMPLE
 
@@ -57,6 +57,27 @@ def test_one_thread_is_timed_by_its_own_clock(bench: StepBench) -> None:
     assert isinstance(bench.engine.clock, ProcessorClock)
 
 
+def test_checks_have_their_guesses_and_none_is_right() -> None:
+    options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
+    with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=GUESSES) as built:
+        bench = step_bench(built)
+        chosen = built.engine.scheduler.guesses
+        found = bench.check(3, 40, 2, steps=6)
+        assert [new for new, _ in found.shape] == [3, 3, 3]
+        assert all(40 <= before <= 60 for _, before in found.shape)  # one token a step
+        assert bench.engine.is_idle
+        assert bench.engine.scheduler.guesses is chosen
+        assert {new for new, _ in bench.decode(2, 30, steps=3).shape} <= {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_a_check_becomes_a_point_with_a_row_of_logits_for_each_guess() -> None:
+    point = step_point("check_step", SAMPLE, "bfloat16", ((3, 30), (3, 32)), 0.5, captured=True)
+    assert point.label == "tiny: check 2 x 31, 2 guesses"
+    by_name = {op.name: op for op in point.ops}
+    assert by_name["lm_head"].m == 6
+    assert by_name["check_attention"].n == 3
+
+
 def test_a_step_becomes_a_point_with_its_operators() -> None:
     shape = ((1, 19), (1, 29), (12, 0))
     point = step_point("mixed_step", SAMPLE, "bfloat16", shape, 0.5)
@@ -66,7 +87,8 @@ def test_a_step_becomes_a_point_with_its_operators() -> None:
     kinds = {op.kind for op in point.ops}
     assert {"matmul", "decode_attention", "prefill_attention", "sampling"} <= kinds
     assert Precision("bfloat16").short_dtype == "bf16"
-    assert described(((7, 3),)) == "prefill 7"
+    assert described(((40, 3),)) == "prefill 40"
+    assert described(((3, 30), (3, 32))) == "check 2 x 31, 2 guesses"
 
 
 def test_the_loop_without_a_device_costs_more_for_more_requests() -> None:

@@ -1,0 +1,217 @@
+"""What do checks of guesses cost, and steps by kernels that know their products?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from ridgeline.cost.constants import (
+    AttentionConstants,
+    Calibration,
+    HostConstants,
+    default_calibration,
+)
+from ridgeline.cost.drafters import drafter_of, guess_prices
+from ridgeline.cost.fit import Point, fit, predict
+from ridgeline.cost.hardware import find_device
+from ridgeline.cost.layout import ONE_DEVICE
+from ridgeline.cost.ops import layer_products, step_ops
+from ridgeline.cost.precision import PLAIN, Precision
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.roofline import OWN_TOKENS, combine, has_own_kernels, is_lone, step_cost
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.speculation import DraftSteps, GuessPrices
+from ridgeline.cost.totals import MOST_TOGETHER, step_totals
+from ridgeline.formats import AskedGuesses, read_speculate
+from ridgeline.step import StepShape
+from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_8B
+
+DEVICE = find_device("h200-sxm")
+HOST = HostConstants(captured_tokens=512, captured_prompt_tokens=2048, captured_t0=0.6, own_t0=0.3)
+OWN = tuple(sorted(layer_products(LLAMA_3_8B, ONE_DEVICE, PLAIN)))
+
+
+def constants(**changes: object) -> Calibration:
+    base = replace(default_calibration(DEVICE), host=HOST)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def pricer(calibration: Calibration | None = None) -> Pricer:
+    return Pricer(Setup(LLAMA_3_8B, DEVICE, calibration=calibration or constants()))
+
+
+def asked() -> AskedGuesses:
+    found = read_speculate("draft:any")
+    assert found is not None
+    return found
+
+
+def named(shape: StepShape) -> set[str]:
+    return {op.name for op in step_ops(LLAMA_3_8B, shape)}
+
+
+# ---------------------------------------------------------------------- attention of a check
+
+
+def test_a_few_tokens_behind_others_are_guesses() -> None:
+    assert step_totals((), ((5, 200), (1, 90))).is_check
+    assert not step_totals((), ((5, 0),)).is_check  # a prompt
+    assert not step_totals((), ((5, 200), (5, 0))).is_check
+    assert not step_totals((), ((18, 200),)).is_check
+    assert not step_totals((), ((1, 200),)).is_check
+    assert step_totals((), ((5, 0),)).has_prompts
+    assert not step_totals((), ((5, 200),)).has_prompts
+
+
+def test_as_many_as_the_kernels_of_decodes_take() -> None:
+    assert "check_attention" in named(((MOST_TOGETHER, 300),))
+    assert "prefill_attention" in named(((MOST_TOGETHER + 1, 300),))
+    assert "prefill_attention" in named(((4, 0),))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_a_check_lies_between_a_decode_and_a_chunk(rows: int) -> None:
+    def attention_s(new: int) -> float:
+        cost = step_cost(pricer().setup, ((new, 1000),) * rows)
+        return sum(one.expected_s for one in cost.ops if one.op.kind.endswith("_attention"))
+
+    prices = [attention_s(new) for new in range(1, MOST_TOGETHER + 2)]
+    assert prices == sorted(prices)
+    assert prices[1] < prices[0] + 0.2 * (prices[-1] - prices[0])
+
+
+@pytest.mark.parametrize("own", [(), OWN])
+@pytest.mark.parametrize("shape", [((4, 100),), ((3, 50), (1, 9)), ((9, 700),) * 3, ((2, 5),) * 9])
+def test_a_check_costs_the_same_both_ways(
+    shape: StepShape, own: tuple[tuple[int, int], ...]
+) -> None:
+    fast = pricer(constants(own_products=own))
+    slow = step_cost(fast.setup, shape, 7)
+    assert fast.seconds(shape, 7) == pytest.approx(slow.expected_s, rel=1e-9)
+
+
+# ---------------------------------------------------------------------- kernels of our own
+
+
+def test_kernels_of_our_own_take_norms_and_gates_along() -> None:
+    own = Setup(LLAMA_3_8B, DEVICE, calibration=constants(own_products=OWN))
+    assert has_own_kernels(own)
+    assert not has_own_kernels(replace(own, spec=LLAMA_3_1B))
+    assert not has_own_kernels(replace(own, precision=Precision("float32")))
+    small = {one.op.name: one for one in step_cost(own, ((1, 100),) * OWN_TOKENS).ops}
+    large = {one.op.name: one for one in step_cost(own, ((1, 100),) * (OWN_TOKENS + 1)).ops}
+    for name in ("norm", "activation"):
+        assert small[name].expected_s == small[name].ideal_s < 0.2 * large[name].expected_s
+    gained = large["qkv"].expected_s - small["qkv"].expected_s
+    t0_s = own.constants.matmul_for("bf16").t0_s
+    assert gained >= 32 * 0.3 * t0_s
+    prompt = step_cost(own, ((OWN_TOKENS, 0),))
+    assert any(one.op.name == "norm" and one.expected_s > one.ideal_s for one in prompt.ops)
+
+
+# ---------------------------------------------------------------------- the host
+
+
+def test_prompts_alone_wait_for_the_host() -> None:
+    host = HostConstants(1e-4, 1e-6, lone_s=1e-3, lone_request_s=1e-5)
+    assert combine(host, 0.002, 3, 0)[2] == pytest.approx(0.002)
+    assert combine(host, 0.002, 3, 0, is_lone=True) == pytest.approx((0.002, 0.00103, 0.00303))
+    old = replace(host, lone_s=0.0, lone_request_s=0.0)
+    assert combine(old, 1e-5, 3, 0, is_lone=True) == combine(old, 1e-5, 3, 0)
+    serial = replace(host, overlapped=False)
+    assert combine(serial, 0.002, 3, 0, is_lone=True) == combine(serial, 0.002, 3, 0)
+    assert is_lone(step_totals((), ((40, 0), (30, 9))))
+    assert not is_lone(step_totals((), ((40, 0), (1, 9))))
+    assert not is_lone(step_totals((), ((4, 9),)))
+
+
+def test_guesses_and_their_check_are_one_step_of_the_host() -> None:
+    idle = pricer(constants(host=replace(HOST, c0_s=1.0)))
+    drafts = DraftSteps(Pricer(replace(idle.setup, spec=LLAMA_3_1B)), begin=2)
+    prices = GuessPrices(idle, drafts)
+    assert drafts.seconds(2, 300, 4) < 0.1
+    assert prices.seconds(2, 300, 4) == pytest.approx(1.0)  # all hidden behind the host
+    assert prices.seconds(2, 300, 0) == pytest.approx(1.0)
+    busy = GuessPrices(pricer(), drafts)
+    total = busy.check_seconds(2, 300, 4) + drafts.seconds(2, 300, 4)
+    assert busy.seconds(2, 300, 4) == pytest.approx(total)
+
+
+def test_a_draft_model_catches_up_in_its_first_pass() -> None:
+    setup = Setup(LLAMA_3_8B, DEVICE, calibration=constants())
+    drafter = drafter_of(setup, asked(), LLAMA_3_1B)
+    draft = Pricer(replace(setup, spec=LLAMA_3_1B))
+    first = draft.device_seconds_of(draft.totals(((2, 399),)), 1)
+    later = draft.decode_seconds([400], 3)[1:]
+    assert drafter.seconds(1, 400, 3) == pytest.approx(first + sum(later))
+    assert drafter.seconds(1, 400, 0) == 0.0
+    whole = guess_prices(Pricer(setup), asked(), LLAMA_3_1B)
+    assert whole.seconds(1, 400, 3) > whole.check_seconds(1, 400, 3)
+
+
+# ---------------------------------------------------------------------- what is found of it
+
+
+STEPS: dict[str, list[StepShape]] = {
+    "decode_step": [((1, s),) * b for b in (1, 3, 8, 24, 64, 160) for s in (100, 900)],
+    "check_step": [((k, s),) * b for b in (1, 4, 24) for k in (2, 4, 7) for s in (200, 2000)],
+    "prefill_step": [((n, 0),) for n in (24, 200, 900, 1900)],
+    "mixed_step": [((n, 0), *((1, 500),) * b) for n in (200, 800) for b in (8, 64)],
+}
+ATTENTION: dict[str, list[StepShape]] = {
+    "decode_attention": [((1, s),) * b for b in (1, 8, 64) for s in (100, 1000, 8000)],
+    "prefill_attention": [((n, b),) for n in (64, 512, 4096) for b in (0, 4096)],
+}
+
+
+def whole_steps() -> list[Point]:
+    return [
+        Point(
+            what,
+            "bf16",
+            step_ops(LLAMA_3_1B, shape),
+            0.0,
+            len(shape),
+            f"{what} {number}",
+            captured=True,
+            own=what[:5] in ("decod", "check") and step_totals((), shape).num_tokens <= OWN_TOKENS,
+            is_lone=what in ("prefill_step", "mixed_step"),
+        )
+        for what, many in STEPS.items()
+        for number, shape in enumerate(many)
+    ]
+
+
+def single_operators() -> list[Point]:
+    found: list[Point] = []
+    for tokens in (1, 4, 16, 64, 256, 1024):
+        for op in step_ops(LLAMA_3_1B, ((1, 0),) * tokens):
+            if not op.kind.endswith("attention") and op.name != "final_norm":
+                one = (replace(op, count=1),)
+                found.append(Point(op.kind, "bf16", one, 0.0, label=f"{op.name} {tokens}"))
+    for what, many in ATTENTION.items():
+        for number, shape in enumerate(many):
+            (op,) = (op for op in step_ops(LLAMA_3_1B, shape) if op.kind == what)
+            one = (replace(op, count=1),)
+            found.append(Point(what, "bf16", one, 0.0, label=f"{what} {number}"))
+    return found
+
+
+def test_what_steps_show_of_checks_and_of_our_own_kernels_is_found() -> None:
+    host = replace(HOST, c0_s=3e-4, c1_s=1e-6, captured_t0=0.7, own_t0=0.2)
+    attention = AttentionConstants(0.9, 4e-6, 0.5, 0.25, 1.2e-5, check_way=0.3)
+    truth = constants(
+        host=replace(host, lone_s=9e-4, lone_request_s=2e-5), attention={"bf16": attention}
+    )
+    rng = Random(3)
+    print("seed 3")
+    seen = [
+        replace(point, seconds=predict(point, DEVICE, truth) * rng.uniform(0.99, 1.01))
+        for point in (*whole_steps(), *single_operators())
+    ]
+    found = fit(seen, DEVICE, HostConstants(1e-5, 1e-7)).calibration
+    assert found.host.own_t0 == pytest.approx(0.2, rel=0.3)
+    assert found.host.lone_s == pytest.approx(9e-4, rel=0.2)
+    assert found.attention_for("bf16").check_way == pytest.approx(0.3, rel=0.3)
