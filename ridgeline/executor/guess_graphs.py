@@ -204,10 +204,12 @@ class GuessGraphs:
     def add(
         self, rows_R: torch.Tensor, ids_R: torch.Tensor, is_sound_R: torch.Tensor
     ) -> torch.Tensor:
-        """The same for rows that got one token by another step; their answer."""
+        """The same for rows that got one token by another step, of which there may be more than a
+        captured step has; their answer."""
         if len(ids_R) > self.max_tokens:
-            raise InternalError(f"{len(ids_R)} rows where there is room for {self.max_tokens}")
-        answer = self._answer_of(len(ids_R), 1)
+            answer = ids_R.new_zeros(len(ids_R), BEFORE_IDS + 2)
+        else:
+            answer = self._answer_of(len(ids_R), 1)
         self._accept(ids_R, is_sound_R, rows_R, torch.zeros_like(rows_R), answer)
         return answer
 

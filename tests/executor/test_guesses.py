@@ -83,12 +83,12 @@ class Told:
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None: ...
 
 
-def guessing(method: DraftMethod, **changes: Any) -> LocalExecutor:
+def guessing(method: DraftMethod, *, max_checked_tokens: int = 64, **changes: Any) -> LocalExecutor:
     """What a `Told` says is known to the host alone, which a captured step does not ask."""
     return make_executor(
         decoder(),
         max_captured_rows=8,
-        drafting=Drafting(method, max_checked_tokens=64),
+        drafting=Drafting(method, max_checked_tokens),
         is_captured=not isinstance(method, Told),
         **changes,
     )
@@ -227,6 +227,25 @@ def test_prompts_join_while_the_host_does_not_know_how_long_rows_are() -> None:
         got = host.output(name)
         want = expected(name, i, 9 + 2 * i, 60)[: len(got)]
         assert got[: len(want)] == want, name
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_more_rows_than_a_captured_step_has(in_flight: int) -> None:
+    """They are answered without guesses; when some have left, the others go on with theirs."""
+    names = [f"row {i}" for i in range(11)]
+    kinds = dict.fromkeys(names, KINDS["greedy"])
+    executor = guessing(NGram(device().torch_device, 8, MOST), max_checked_tokens=8)
+    guesser = Guesser(executor)
+    host = guesser.host
+    for i, name in enumerate(names):
+        host.add(name, prompt(i, 5 + i), kinds[name])
+    host.run({name: 5 + i for i, name in enumerate(names)})
+    guesser.run(names, [0] * 4, in_flight, random.Random(3))
+    guesser.run(names[:2], [2] * 3, in_flight, random.Random(4))
+    for i, name in enumerate(names):
+        got = host.output(name)
+        assert len(got) >= 5
+        assert got == alone(decoder(), prompt(i, 5 + i), kinds[name], len(got)), name
 
 
 def test_log_probabilities_of_all_that_came_out() -> None:
