@@ -295,6 +295,8 @@ class FakeDevice:
             demand(table[copy.index] == copy.source, "a copy replaces its source", copy)
             demand(copy.source != NULL_BLOCK, "the null block is never copied", copy)
             self.memory[copy.target] = list(self.memory[copy.source])
+            if copy.source in self.spoiled_in:  # its copy is as wrong
+                self.spoiled_in[copy.target] = self.spoiled_in[copy.source]
             table[copy.index] = copy.target
             touched.add(copy.source)
         self.touched[plan.step_id] = touched

@@ -192,14 +192,20 @@ MUTANTS = (
     Mutant(
         "guesses are taken for usual decodes",
         SCHEDULER,
-        "is_plain = not self.num_drafts and not self.ledger.groups",
-        "is_plain = not self.ledger.groups",
+        "is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget",
+        "is_plain, budget = not self.ledger.groups, step.budget",
     ),
     Mutant(
         "beams are taken for usual decodes",
         SCHEDULER,
-        "is_plain = not self.num_drafts and not self.ledger.groups",
-        "is_plain = not self.num_drafts",
+        "is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget",
+        "is_plain, budget = not step.num_guesses, step.budget",
+    ),
+    Mutant(
+        "what was promised has no name when it is looked for",
+        BLOCKS,
+        "self.settle()\n        return self._cache.match(",
+        "return self._cache.match(",
     ),
     Mutant(
         "a parent writes where its fork reads",
