@@ -27,6 +27,9 @@ COPIED_TESTS = (
     "fake_device.py",
     "simulated_world.py",
     "test_engine.py",
+    "cost/__init__.py",
+    "cost/known_models.py",
+    "cost/random_setups.py",
     "extensions/__init__.py",
     "extensions/toy_policy.py",
 )
@@ -585,8 +588,8 @@ def plant(mutant: Mutant, scratch: Path) -> None:
     shutil.copy(ROOT / "tools" / "simulate_core.py", scratch / "tools")
     shutil.copy(ROOT / "pyproject.toml", scratch)
     shutil.copytree(ROOT / "tests" / "scheduler", scratch / "tests" / "scheduler")
-    (scratch / "tests" / "extensions").mkdir()
     for name in COPIED_TESTS:
+        (scratch / "tests" / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "tests" / name, scratch / "tests" / name)
     target = scratch / "ridgeline" / mutant.file
     text = target.read_text(encoding="utf-8")
