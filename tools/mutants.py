@@ -46,6 +46,11 @@ MACRO = "scheduler/macro.py"
 GROUP = "scheduler/beam_group.py"
 BEAM = "scheduler/beam.py"
 
+# Conditions of results that are taken in quickly, as they stand one below the other.
+LINE = "\n" + 16 * " "
+SAME_LIFE, HAS_OUTPUT = f"row.epoch == epoch{LINE}", f"and row.has_output{LINE}"
+USUAL, GUESSED = "and entry.num_tokens == 1", f"and entry.samples{LINE}and entry.num_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
@@ -237,8 +242,14 @@ MUTANTS = (
     Mutant(
         "usual results go on behind a stop token",
         RESULTS,
-        "if token_id not in row.stop_token_ids:",
-        "if True:",
+        "if token_id not in row.stop_token_ids:\n                    row.token_ids[end]",
+        "if True:\n                    row.token_ids[end]",
+    ),
+    Mutant(
+        "tokens without a guess go on behind a stop token",
+        RESULTS,
+        "if token_id not in row.stop_token_ids:\n                        row.token_ids[first]",
+        "if True:\n                        row.token_ids[first]",
     ),
     Mutant(
         "usual results pass over the end of an answer",
@@ -252,14 +263,26 @@ MUTANTS = (
     Mutant(
         "usual results count for the next life",
         RESULTS,
-        "row.epoch == epoch\n                and",
-        "",
+        SAME_LIFE + HAS_OUTPUT + USUAL,
+        HAS_OUTPUT.removeprefix("and ") + USUAL,
+    ),
+    Mutant(
+        "results of guesses count for the next life",
+        RESULTS,
+        SAME_LIFE + HAS_OUTPUT + GUESSED,
+        HAS_OUTPUT.removeprefix("and ") + GUESSED,
     ),
     Mutant(
         "first tokens are usual results",
         RESULTS,
-        "and row.has_output\n",
-        "\n",
+        HAS_OUTPUT + USUAL,
+        USUAL,
+    ),
+    Mutant(
+        "first tokens are results of guesses",
+        RESULTS,
+        HAS_OUTPUT + GUESSED,
+        GUESSED,
     ),
     Mutant(
         "a list of running requests changes under its reader",
