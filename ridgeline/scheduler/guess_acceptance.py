@@ -9,11 +9,13 @@ from ridgeline.formats import MAX_GUESSES
 MEMORY = 29 / 30  # of a row: about 30 guesses count
 SHARED_MEMORY = 0.995  # of all rows together: about 200
 PRIOR_WEIGHT = 20.0  # guesses that what is known of all rows counts for in one
+# The same of what is looked up, where a row copies or does not: others say little of it.
+LOOKED_UP_WEIGHT = 4.0
 BREAK = 0.4  # between what was right lately and before: then only the former counts
 LATELY = 7 / 8  # about 8 guesses
 FOUND_MEMORY = 15 / 16  # of a row's steps, after one kind each: about 16
 SHARED_FOUND = 0.995  # of all rows together: about 200
-FOUND_WEIGHT = 8.0  # steps that what is known of all rows counts for in one
+FOUND_WEIGHT = 3.0  # steps that what is known of all rows counts for in one
 HOPELESS = 0.04  # acceptance below which a row's guesses are not worth their blocks
 ENOUGH = 20.0  # guesses of a row that say so
 FEW = 24.0  # guesses at one position that are too few to tell it from the others
@@ -54,8 +56,9 @@ class RowAcceptance:
     def is_hopeless(self) -> bool:
         return self.looked > ENOUGH and self.right < HOPELESS * self.looked
 
-    def rate(self, prior: float) -> float:
-        return (self.right + PRIOR_WEIGHT * prior) / (self.looked + PRIOR_WEIGHT)
+    def rate(self, prior: float, weight: float = PRIOR_WEIGHT) -> float:
+        """`prior`, of all rows, counts for `weight` guesses."""
+        return (self.right + weight * prior) / (self.looked + weight)
 
     def add(self, looked: int, right: int) -> None:
         """So many were looked at, all of them right but perhaps the last."""

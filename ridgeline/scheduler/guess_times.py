@@ -170,7 +170,9 @@ class StepTimes:
         if not is_odd:
             ratio.value += max(LEARNED, 1 / (ratio.num_steps - 1)) * (value - before)
         elif ratio.num_odd > 2:
-            ratio.value, ratio.num_steps, ratio.num_odd = value, 2, 0
+            ratio.value, ratio.num_odd = value, 0
+            if not was_settled:  # else it stays so: the way back tells of the others as well
+                ratio.num_steps = 2
         else:
             return
         if not was_settled:  # how it settles says nothing of the others

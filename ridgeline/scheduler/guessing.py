@@ -16,7 +16,12 @@ from itertools import islice
 from ridgeline.errors import check
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.request import UNKNOWN_TOKEN, Request
-from ridgeline.scheduler.guess_acceptance import RowAcceptance, SharedAcceptance
+from ridgeline.scheduler.guess_acceptance import (
+    LOOKED_UP_WEIGHT,
+    PRIOR_WEIGHT,
+    RowAcceptance,
+    SharedAcceptance,
+)
 from ridgeline.scheduler.guess_times import GuessPrices, StepTimes, TimedStep, row_bucket
 
 # Few, as each is captured by itself for each size of a batch; what lies between loses a percent.
@@ -62,6 +67,7 @@ class GuessChooser:
         self.acceptance = SharedAcceptance(acceptance, most)
         self.max_checked_tokens = max_checked_tokens
         self._looks_ahead = looks_ahead
+        self._weight = LOOKED_UP_WEIGHT if looks_ahead else PRIOR_WEIGHT
         self._rows: dict[str, RowAcceptance] = {}
         self._hopeless: set[str] = set()
         self._chosen = 0
@@ -134,7 +140,8 @@ class GuessChooser:
     def acceptance_of(self, request_id: str) -> float:
         """Chance that the next guess of this row is right."""
         row = self._rows.get(request_id)
-        return self.acceptance.rate if row is None else row.rate(self.acceptance.rate)
+        prior = self.acceptance.rate
+        return prior if row is None else row.rate(prior, self._weight)
 
     def on_priced(self, step: TimedStep) -> None:
         """A step has run: if it only checked guesses, or only decoded, its time is learned."""
@@ -190,7 +197,7 @@ class GuessChooser:
             if row is not None and row.is_hopeless:
                 self._hopeless.add(request.request_id)
                 continue
-            level = round((prior if row is None else row.rate(prior)) * LEVELS)
+            level = round((prior if row is None else row.rate(prior, self._weight)) * LEVELS)
             found, there = 1.0, MAX_GUESSES
             if self._looks_ahead:
                 found, there = self._found(request, row)

@@ -194,6 +194,20 @@ def test_a_stall_and_a_first_step_that_is_captured_change_nothing() -> None:
     assert times.correction(4, 1) == pytest.approx(8.0, rel=0.01)
 
 
+def test_steps_that_were_slow_for_a_while_leave_no_trace_on_the_others() -> None:
+    """The host was busy; steps with a guess, which did not run meanwhile, are no slower for it."""
+    times = StepTimes(Line(), (0, 1))
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+    for k, seconds, count in ((1, 1.3, 10), (0, 1.0, 80), (0, 3.0, 6)):
+        for _ in range(count):
+            times.on_priced(Ran(world.plan(k), seconds))
+    assert times.correction(4, 1) == pytest.approx(3.9, rel=0.01)  # all are slower, it seems
+    for _ in range(80):
+        times.on_priced(Ran(world.plan(0), 1.0))
+    assert times.correction(4, 0) == pytest.approx(1.0, rel=0.01)
+    assert times.correction(4, 1) == pytest.approx(1.3, rel=0.05)
+
+
 def test_one_number_is_fixed_as_far_as_there_is_room() -> None:
     world = World(Line(), 4, lambda _: 0.0, seed=1)
     chooser = chooser_for(Line(), num_guesses=5, max_checked_tokens=24)
@@ -237,6 +251,23 @@ def test_what_was_not_found_is_not_expected() -> None:
         chooser.observe({"0": (8, 8)})
         chooser.plan(world.rows, 0.0)
     assert chooser.plan(world.rows, 0.0) == 8
+
+
+def test_who_copies_is_believed_soon_after_many_who_did_not() -> None:
+    """What is looked up is measured where nothing is checked, too: (1, right or not)."""
+    world = World(Line(draft_s=0.3), 1, lambda _: 1.0, seed=1)
+    (row,) = world.rows
+    row.token_ids.append(UNKNOWN_TOKEN)
+    row.draft_token_ids = (UNKNOWN_TOKEN,) * 8
+    chooser = chooser_for(world.prices, looks_ahead=True)
+    for step in range(400):
+        chooser.plan(world.rows, 0.0)
+        chooser.observe({f"other {step // 100}": (1, 0)})
+    assert chooser.plan(world.rows, 0.0) == 0
+    for _ in range(6):
+        chooser.observe({"0": (1, 1)})
+        chooser.plan(world.rows, 0.0)
+    assert chooser.plan(world.rows, 0.0) > 0
 
 
 def test_no_more_is_checked_than_is_known_to_be_there() -> None:
