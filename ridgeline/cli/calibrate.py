@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads", type=positive, metavar="N", help="of a CPU (default: all its cores)"
     )
-    group.add_argument("--quick", action="store_true", help="fewer points, under a minute")
+    group.add_argument("--quick", action="store_true", help="fewer points, about a minute")
     group.add_argument("--output", metavar="FILE", help="write the record here as well")
     group.add_argument("--json", action="store_true", help="print the record instead of tables")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress, no notes")

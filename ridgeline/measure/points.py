@@ -77,21 +77,23 @@ class Session:
 
     def _matmuls(self, bench: Bench) -> None:
         grid, stage = self.effort.grid, f"matrix products, {bench.dtype}"
+        samples = _with_operators(grid)
         with torch.inference_mode():
-            for done, sample in enumerate(_with_operators(grid)):
-                self.progress(stage, done, len(grid.samples))
+            for done, sample in enumerate(samples):
+                self.progress(stage, done, len(samples))
                 for series in matmul_series(bench, sample.spec, grid.tokens):
                     self._measure(self._quick_ones(series))
-        self.progress(stage, len(grid.samples), len(grid.samples))
+        self.progress(stage, len(samples), len(samples))
 
     def _streams(self, bench: Bench) -> None:
         grid, stage = self.effort.grid, f"elementwise passes, {bench.dtype}"
+        samples = _with_operators(grid)
         with torch.inference_mode():
-            for done, sample in enumerate(_with_operators(grid)):
-                self.progress(stage, done, len(grid.samples))
+            for done, sample in enumerate(samples):
+                self.progress(stage, done, len(samples))
                 for series in stream_series(bench, sample.spec, grid.tokens):
                     self._measure(self._quick_ones(series))
-        self.progress(stage, len(grid.samples), len(grid.samples))
+        self.progress(stage, len(samples), len(samples))
 
     def _attention(self, bench: Bench) -> None:
         grid, stage = self.effort.grid, f"attention, {bench.dtype}"
