@@ -70,8 +70,9 @@ def _add_norm(
     inside = e < size
     weight = tl.load(weight_ptr + e, inside, 0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
+        # Before the wait: the product behind it calls in its weights while the one before it runs.
         gdc_launch_dependents()
+        gdc_wait()
     places = residual_ptr + row * residual_stride + e
     wide = tl.load(places, inside, 0.0).to(tl.float32)
     if ADDS:
