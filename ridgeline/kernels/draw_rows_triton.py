@@ -20,6 +20,7 @@ from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.workspace import Workspace, make_workspace
 
 BLOCK = 4096
+GREEDY_BLOCK, GREEDY_SPAN = 1024, 8  # ids, blocks
 MAX_IDS = 1 << 24  # ids travel through the workspace as float32
 
 # The constants of `kernels.noise`, as signed numbers.
@@ -37,7 +38,8 @@ def draw_rows_triton(
     draws: Draws | None,
     *,
     workspace: Workspace | None = None,
-    block: int = BLOCK,
+    block: int | None = None,
+    span: int | None = None,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, size = logits_RV.shape
@@ -48,7 +50,9 @@ def draw_rows_triton(
     if rows == 0:
         return ids_R, is_sound_R
     pdl = launches_early(logits_RV.device) if pdl is None else pdl
-    chunks = triton.cdiv(size, block)
+    usual = (GREEDY_BLOCK, GREEDY_SPAN) if draws is None else (BLOCK, 1)
+    block, span = block or usual[0], span or usual[1]
+    chunks = triton.cdiv(size, block * span)
     room = workspace or make_workspace(logits_RV.device, 3 * rows * chunks, rows)
     room.check_room(3 * rows * chunks, rows)
     _draw_rows[(rows, chunks)](
@@ -65,10 +69,11 @@ def draw_rows_triton(
         logits_RV.stride(0),
         chunks,
         BLOCK=block,
+        SPAN=span,
         CHUNKS=triton.next_power_of_2(chunks),
         RANDOM=draws is not None,
         PDL=pdl,
-        num_warps=8,
+        num_warps=max(1, min(8, block // 256)),
         launch_pdl=pdl,
     )
     return ids_R, is_sound_R
@@ -113,6 +118,7 @@ def _draw_rows(
     stride,
     chunks,
     BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
     CHUNKS: tl.constexpr,
     RANDOM: tl.constexpr,
     PDL: tl.constexpr,
@@ -122,25 +128,42 @@ def _draw_rows(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    v = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside = v < size
-    logits = tl.load(logits_ptr + row * stride + v, inside, float("-inf")).to(tl.float32)
-    bad = tl.max((logits != logits).to(tl.int32), 0) > 0
-    logits = tl.where(logits == logits, logits, float("-inf"))
-    largest = tl.max(logits, 0)
-    level = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
-    score = logits - level
     temperature = 1.0
     if RANDOM:
+        v = chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = v < size
+        logits = tl.load(logits_ptr + row * stride + v, inside, float("-inf")).to(tl.float32)
+        bad = tl.max((logits != logits).to(tl.int32), 0) > 0
+        logits = tl.where(logits == logits, logits, float("-inf"))
+        largest = tl.max(logits, 0)
+        level = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
         temperature = tl.load(temperatures_ptr + row)
-        score = score / temperature
+        score = (logits - level) / temperature
         noisy = tl.load(noisy_ptr + row)
         if noisy != 0.0:
             key = tl.load(keys_ptr + row)
             position = tl.load(positions_ptr + row)
             score = score - minus_gumbel(key, position, v.to(tl.int64))
-    best = tl.max(score, 0)
-    token = tl.min(tl.where(inside & (score == best), v, 1 << 24), 0)
+        best = tl.max(score, 0)
+        token = tl.min(tl.where(inside & (score == best), v, 1 << 24), 0)
+    else:
+        # What each place of a block has found stays there, until all blocks have been seen.
+        first = chunk * SPAN * BLOCK + tl.arange(0, BLOCK)
+        found = tl.full((BLOCK,), float("-inf"), tl.float32)
+        found_at = first
+        has_bad = tl.zeros((BLOCK,), tl.int32)
+        for i in tl.static_range(SPAN):
+            v = first + i * BLOCK
+            logits = tl.load(logits_ptr + row * stride + v, v < size, float("-inf"))
+            logits = logits.to(tl.float32)
+            has_bad |= (logits != logits).to(tl.int32)
+            is_more = logits > found
+            found_at = tl.where(is_more, v, found_at)
+            found = tl.where(is_more, logits, found)
+        bad = tl.max(has_bad, 0) > 0
+        largest = tl.max(found, 0)
+        best = tl.where(tl.abs(largest) < float("inf"), 0.0, largest)
+        token = tl.min(tl.where(found == largest, found_at, 1 << 24), 0)
     places = partial_ptr + row * 3 * chunks
     tl.store(places + chunk, tl.where(bad, float("nan"), largest))
     tl.store(places + chunks + chunk, best)

@@ -42,6 +42,7 @@ def hard_rows(size: int) -> torch.Tensor:
     rows = noise(9, size)
     rows[1, [size // 3, size - 1]] = 50.0
     rows[2] = 0.0
+    rows[2, 0] = -0.0
     rows[3, size - 1] = torch.nan
     rows[4, size // 2] = torch.inf
     rows[5] = -torch.inf
@@ -51,15 +52,18 @@ def hard_rows(size: int) -> torch.Tensor:
     return rows
 
 
+@pytest.mark.parametrize("span", [1, 3])
 @pytest.mark.parametrize("with_workspace", [False, True])
 @pytest.mark.parametrize("size", [2, 31, 64, 65, 1000])
-def test_greedy_rows(size: int, with_workspace: bool) -> None:
+def test_greedy_rows(size: int, with_workspace: bool, span: int) -> None:
     wide = torch.full((9, size + 3), torch.nan, device=DEVICE)
     logits = wide[:, :size].copy_(hard_rows(size))
     positions = torch.zeros(9, dtype=torch.int64, device=DEVICE)
     space = poisoned() if with_workspace else None
     for _ in range(2):  # the second time on what the first has left
-        ids, is_sound = triton_of("draw_rows")(logits, positions, None, workspace=space, block=64)
+        ids, is_sound = triton_of("draw_rows")(
+            logits, positions, None, workspace=space, block=64, span=span
+        )
         assert is_sound.tolist() == [True, True, True, False, False, False, True, False, True]
         assert ids[1] == size // 3
         assert ids[2] == 0
