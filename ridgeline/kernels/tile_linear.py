@@ -217,12 +217,16 @@ def cut_of(
     tiles = -(-outputs // (tile.block_n * tile.cluster)) * x_tiles
     steps = -(-inputs * item // (blocks * BLOCK_BYTES))
     if tile.splits > 1:
-        alone = tile.splits in (2, 4) and tile.per_sm == 0 and tile.cluster == 1
-        check(alone, "a cluster along K is one of 2 or 4 blocks, for a tile", splits=tile.splits)
-        check(columns % (8 * tile.splits) == 0, "eights of rows of x for each of them")
+        alone = tile.splits in (2, 4, 8) and tile.per_sm == 0 and tile.cluster == 1
+        check(alone, "a cluster along K is one of 2, 4 or 8 blocks, for a tile", splits=tile.splits)
+        part = part_of(tile, columns)
+        parts = columns // part
+        whole = columns % part == part % 8 == 0 and parts in (1, 2, 4, 8)
+        check(whole, "eights of rows of x for each that finishes some", columns=columns)
         check(steps >= tile.splits, "a step of K for each of them", steps=steps)
         room = tile.stages * blocks * BLOCK_BYTES * (tile.block_n + columns)
-        check(room >= tile.block_n * columns * 4, "sums of a tile fit into the ring", ring=room)
+        needed = tile.block_n * part * tile.splits * 4
+        check(room >= needed, "sums of a tile fit into the ring", ring=room)
     shared = min(units * tile.per_sm // tile.cluster, tiles * steps)
     return Cut(
         columns=columns,
@@ -274,6 +278,11 @@ def columns_of(rows: int, block_m: int = 0) -> int:
     return next(columns for columns in COLUMNS if columns >= each)
 
 
+def part_of(tile: Tile, columns: int) -> int:
+    """Rows of x that one block of a cluster along K finishes: eight at least, and some none."""
+    return max(columns // tile.splits, 8)
+
+
 def threads(tile: Tile, columns: int) -> int:
     """Those that multiply, and two warps that load: a warpgroup where registers change hands."""
     sums = tile.block_n // BAND * 4 // tile.warps * columns // 2
@@ -284,7 +293,7 @@ def shared_bytes(tile: Tile, columns: int, blocks: int, *, gated: bool) -> int:
     """The ring, room where outputs are turned, two barriers a stage, and notes."""
     ring = tile.stages * blocks * BLOCK_BYTES * (tile.block_n + columns)
     outputs = BAND // 2 if gated else BAND
-    chunk = next(size for size in CHUNKS if columns // tile.splits % size == 0)
+    chunk = next(size for size in CHUNKS if part_of(tile, columns) % size == 0)
     staging = tile.warps // 4 * chunk * (outputs + PAD) * 4
     return ring + staging + tile.stages * 16 + 16
 

@@ -7,7 +7,13 @@ import torch
 
 from ridgeline.kernels.small_linear import small_linear_reference
 from ridgeline.kernels.stream_linear import Scales
-from ridgeline.kernels.tile_linear import can_tile, columns_of, tile_linear, tile_workspace
+from ridgeline.kernels.tile_linear import (
+    can_tile,
+    columns_of,
+    part_of,
+    tile_linear,
+    tile_workspace,
+)
 from ridgeline.kernels.tiles import Tile
 
 pytestmark = [
@@ -26,6 +32,7 @@ TILES = {
     "128, wide steps": Tile(128, 128, warps=8, stages=2, per_sm=1, block_m=192, wgmma=True),
     "128, pairs": Tile(128, 64, warps=8, stages=4, per_sm=1, cluster=2, wgmma=True),
     "64, in four": Tile(64, 64, warps=4, stages=5, splits=4, block_m=128, wgmma=True),
+    "64, in eight": Tile(64, 64, warps=4, stages=4, splits=8, block_m=64, wgmma=True),
     "128, in four": Tile(128, 64, warps=8, stages=4, splits=4, wgmma=True),
     "256": Tile(256, 64, warps=8, stages=3, per_sm=1, block_m=128, wgmma=True),
     "256, pairs": Tile(256, 64, warps=8, stages=3, cluster=2, block_m=96, wgmma=True),
@@ -70,7 +77,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_its_reference(name: str, rows: int, outputs: int, inputs: int, kind: str) -> None:
     tile, gated = TILES[name], "gated" in kind
-    if columns_of(rows, tile.block_m) % (8 * tile.splits):
+    if columns_of(rows, tile.block_m) % part_of(tile, columns_of(rows, tile.block_m)):
         pytest.skip("each of a cluster finishes eights of rows")
     x, w = spread(noise(rows, inputs, seed=1)), spread(noise(outputs, inputs, seed=2))
     w.mul_(inputs**-0.5)

@@ -24,6 +24,7 @@ from ridgeline.kernels.tile_linear import (
     PARTIALS,
     columns_of,
     cut_of,
+    part_of,
     shared_bytes,
     threads,
 )
@@ -154,7 +155,6 @@ def test_how_steps_are_shared() -> None:
         ({"block_k": 32}, "blocks"),
         ({"block_k": 96}, "blocks"),
         ({"cluster": 4}, "eights"),
-        ({"splits": 4}, "eights"),
         ({"splits": 3}, "cluster along K"),
         ({"splits": 2, "per_sm": 1}, "cluster along K"),
         ({"splits": 2, "cluster": 2}, "cluster along K"),
@@ -165,6 +165,20 @@ def test_tiles_that_cannot_be(wrong: dict[str, int], message: str) -> None:
     tile = Tile(**{"block_n": 128, "block_k": 64, "warps": 8, "wgmma": True} | wrong)  # type: ignore[arg-type]
     with pytest.raises(InternalError, match=message):
         cut_of(tile, 16, 1000, 512, item=2, units=H200)
+
+
+def test_blocks_along_k_finish_eights_of_rows() -> None:
+    def cut(rows: int, splits: int, stages: int = 8) -> Any:
+        tile = Tile(64, 64, splits, stages=stages, wgmma=True)
+        return cut_of(tile, rows, 1024, 3072, item=2, units=H200)
+
+    assert cut(256, 8).columns == 8 * part_of(Tile(64, 64, 8), 256) == 256
+    assert part_of(Tile(64, 64, 8), 32) == part_of(Tile(64, 64, 4), 16) == 8  # some finish none
+    assert cut(32, 8).programs == 16
+    with pytest.raises(InternalError, match="eights"):
+        cut(96, 8)
+    with pytest.raises(InternalError, match="fit into the ring"):
+        cut(16, 8, stages=1)
 
 
 def test_threads_and_memory_follow_the_tile() -> None:

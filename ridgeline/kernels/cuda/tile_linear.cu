@@ -43,7 +43,8 @@ typedef unsigned short u16;
 #define STAGE_BYTES (W_ROOM + BLOCKS * X_BYTES)
 #define BLOCK_NUMBERS (ELEMENT >= 2 ? 128 : 64)
 #define INTEGER (ELEMENT == 4)
-#define PART (COLUMNS / SPLITS)  // rows of x that a block of a cluster along K finishes
+#define PART (COLUMNS / SPLITS > 8 ? COLUMNS / SPLITS : 8)  // rows of x that a block finishes,
+#define FINISHERS (COLUMNS / PART)  // of so many blocks of a cluster along K
 #define CHUNK (PART % 32 == 0 ? 32 : PART % 16 == 0 ? 16 : 8)  // that leave together
 #define BAND_OUTPUTS (GATED ? 32 : 64)
 #define PITCH (BAND_OUTPUTS + 4)
@@ -286,14 +287,15 @@ struct Number {
 
 #if SPLITS > 1
 // Each block of the cluster sends to each other the sums of the columns that the other finishes,
-// into the rings, which are empty by now, and adds what it is sent, in the order of K.
+// into the rings, which are empty by now, and adds what it is sent, in the order of K. Where there
+// are more blocks than eights of rows of x, the last ones only send.
 template <typename Finish>
 __device__ __forceinline__ void finish_by_all(Sum (&sums)[BANDS][SUMS], int mine, u32 ring,
                                               int inside, int warpgroup, Finish finish) {
   const u32 own = ring + (warpgroup * SPLITS * BANDS * PART / 8 * 128 + inside) * 16;
   all_meet();
 #pragma unroll
-  for (int to = 0; to < SPLITS; ++to) {
+  for (int to = 0; to < FINISHERS; ++to) {
     if (to == mine) continue;
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -333,10 +335,18 @@ __device__ __forceinline__ void finish_by_all(Sum (&sums)[BANDS][SUMS], int mine
     finish(which);
   };
   add(Number<0>());
+#if FINISHERS > 1
   add(Number<1>());
-#if SPLITS > 2
+#endif
+#if FINISHERS > 2
   add(Number<2>());
   add(Number<3>());
+#endif
+#if FINISHERS > 4
+  add(Number<4>());
+  add(Number<5>());
+  add(Number<6>());
+  add(Number<7>());
 #endif
 }
 #endif
