@@ -12,6 +12,7 @@ from ridgeline.attention.backend import (
     CapturesDecodes,
     Pieces,
     Supports,
+    TakesWhole,
 )
 from ridgeline.errors import ConfigError
 from ridgeline.registry import load
@@ -25,6 +26,7 @@ __all__ = [
     "CapturesDecodes",
     "Pieces",
     "Supports",
+    "TakesWhole",
     "choose_backend",
 ]
 

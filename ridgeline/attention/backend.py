@@ -113,6 +113,16 @@ class CapturedBackend(CapturesDecodes, Protocol):
 
 
 @runtime_checkable
+class TakesWhole(CapturedBackend, Protocol):
+    """A backend that has a kernel for a captured step of one prompt with nothing before it, whose
+    `MixedLayout` says `is_whole` and has no work."""
+
+    def takes_whole(self, case: AttentionCase, num_tokens: int, window: int | None) -> bool:
+        """It has for a step of so many tokens, and it is the faster one."""
+        ...
+
+
+@runtime_checkable
 class TakesProduct(AttentionBackend, Protocol):
     """A backend that has one kernel for all that follows the product of q, k and v."""
 

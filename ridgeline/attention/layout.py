@@ -60,7 +60,7 @@ class MixedLayout:
 
     `decodes` are the requests with one new token; None: the step has none. `work`, one per KV
     group, is what the backend's `prefill_work` made of the others, filled up with zeros; None: all
-    are decodes.
+    are decodes, or `is_whole`: all tokens are those of one prompt with nothing before it.
     """
 
     decodes: DecodeLayout | None
@@ -69,6 +69,7 @@ class MixedLayout:
     slots_T: tuple[torch.Tensor, ...]  # int64, one per KV group
     num_tokens: int  # T
     block_size: int
+    is_whole: bool = False
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Requests with one new token, or a few of which some are guesses, are answered together by the decode
 kernel, the others together by the prefill kernel; but a long prompt with nothing before it by
-torch's kernel on what is gathered.
+torch's kernel on what is gathered, in a captured step too if it is alone there.
 With `is_invariant` the prefill kernel answers them all, always cut in the same way, so that what a
 token gets depends on its position, the query and the cache alone: tiles of keys begin at multiples
 of one size, their order is that of the keys, and a key that a row does not see changes no bit.
@@ -22,7 +22,13 @@ from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionCase, Pieces, Supports, softmax_scale
 from ridgeline.attention.dealt import Dealt
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
-from ridgeline.attention.sdpa import LONG_PIECE, SdpaAttention, SdpaPlan
+from ridgeline.attention.sdpa import (
+    LONG_PIECE,
+    SdpaAttention,
+    SdpaPlan,
+    attend_whole,
+    suits_cudnn,
+)
 from ridgeline.attention.streamed import StreamedDecodes
 from ridgeline.errors import InternalError, check
 from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode, schedule_for
@@ -40,6 +46,7 @@ from ridgeline.kvcache import LayerKV
 
 FEW_PIECES = 32  # prompts of a captured step, beside the tiles that all its tokens make
 MANY_PIECES = 512  # the same where decodes are pieces too
+LEAST_SHARED = 1  # query heads of a KV head, for which cuDNN is faster on a captured prompt
 
 if TYPE_CHECKING:
     from ridgeline.kernels.paged_decode_cuda import Front
@@ -86,12 +93,14 @@ class Prompts:
 @dataclass(slots=True)
 class PagedPlan:
     """`decodes`: requests with one new token, or with a few of which some are guesses. `prompts`:
-    those with several; `long`: those of them that torch answers. None: there are none."""
+    those with several; `long`: those of them that torch answers. None: there are none. `whole_T`:
+    the slots of the one prompt that a captured step is, which torch answers."""
 
     window: int | None
     decodes: DecodeBatch | None
     prompts: Prompts | None = None
     long: SdpaPlan | None = None
+    whole_T: torch.Tensor | None = None
 
 
 class PagedAttention:
@@ -133,12 +142,25 @@ class PagedAttention:
     def plan_mixed(self, layout: MixedLayout, group: int, window: int | None) -> PagedPlan:
         has_decodes = layout.decodes is not None
         check(not (self.is_invariant and has_decodes), "decodes are pieces of one token here")
+        if layout.is_whole:
+            return PagedPlan(window, None, whole_T=layout.slots_T[group])
         decodes = None if layout.decodes is None else _decodes(layout.decodes, group, window)
         prompts = None
         if layout.work is not None:
             tables = layout.tables_NM[group]
             prompts = Prompts(tables, self._cut(layout.num_tokens), work_WR=layout.work[group])
         return PagedPlan(window, decodes, prompts)
+
+    def takes_whole(self, case: AttentionCase, num_tokens: int, window: int | None) -> bool:
+        """Not where the one kernel that treats all tokens alike is asked for."""
+        sees_all = window is None or window >= num_tokens
+        return (
+            not self.is_invariant
+            and num_tokens >= LONG_PIECE
+            and case.group >= LEAST_SHARED
+            and sees_all
+            and suits_cudnn(case)
+        )
 
     def work_width(self, case: AttentionCase, num_tokens: int) -> int:
         if (config := _config(case, self._cut(num_tokens))) is None:
@@ -168,6 +190,8 @@ class PagedAttention:
     def attend(
         self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec
     ) -> torch.Tensor:
+        if plan.whole_T is not None:
+            return attend_whole(q_THD, layer_kv, plan.whole_T, spec)
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not read in place")
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)

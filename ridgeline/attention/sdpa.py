@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import Supports, softmax_scale
+from ridgeline.attention.backend import AttentionCase, Supports, softmax_scale
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.attention.slots import slots_of_range, slots_of_ranges
 from ridgeline.kvcache import LayerKV
@@ -140,7 +140,22 @@ class SdpaAttention:
             rows = slice(None) if tile.rows_T is None else tile.rows_T
             out_THD[rows] = _attend_short(q_THD[rows], layer_kv, tile, scale)
         for piece in plan.long:
-            _attend_long(q_THD, layer_kv, piece, plan, scale, out_THD)
+            _attend_long(q_THD, layer_kv, piece, plan, spec, out_THD)
+
+
+def suits_cudnn(case: AttentionCase) -> bool:
+    """cuDNN's kernel takes such heads on this device."""
+    size, is_cuda = case.spec.head_dim, case.device.type == "cuda"
+    is_served = is_cuda and case.dtype != torch.float32 and size <= 128 and size % 8 == 0
+    return is_served and torch.cuda.get_device_capability(case.device) >= CUDNN_CAPABILITY
+
+
+def attend_whole(
+    q_THD: torch.Tensor, layer_kv: LayerKV, slots_T: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    """Of one prompt with nothing before it, whose keys are at `slots_T`, by cuDNN: [T, H, D]. What
+    is behind the last token that counts must be finite, and may be anything else."""
+    return _by_cudnn(q_THD, layer_kv.gather(slots_T), softmax_scale(spec))
 
 
 def _visible(seq_len: int, num_new: int, window: int | None) -> int:
@@ -290,11 +305,11 @@ def _attend_long(
     layer_kv: LayerKV,
     piece: LongPiece,
     plan: SdpaPlan,
-    scale: float,
+    spec: AttentionSpec,
     out_THD: torch.Tensor,
 ) -> None:
-    kv_n2KD = layer_kv.gather(piece.slots)
-    if piece.padded and _suits_cudnn(q_THD):
+    kv_n2KD, scale = layer_kv.gather(piece.slots), softmax_scale(spec)
+    if piece.padded and suits_cudnn(AttentionCase(spec, q_THD.dtype, q_THD.device)):
         _attend_cudnn(q_THD, kv_n2KD, piece, scale, out_THD)
         return
     kv_n2KD = kv_n2KD[: piece.num_keys]
@@ -331,12 +346,6 @@ def _attend_long(
         )
 
 
-def _suits_cudnn(q_THD: torch.Tensor) -> bool:
-    size = q_THD.shape[2]
-    is_served = q_THD.dtype != torch.float32 and size <= 128 and size % 8 == 0
-    return is_served and torch.cuda.get_device_capability(q_THD.device) >= CUDNN_CAPABILITY
-
-
 def _attend_cudnn(
     q_THD: torch.Tensor,
     kv_n2KD: torch.Tensor,
@@ -344,12 +353,16 @@ def _attend_cudnn(
     scale: float,
     out_THD: torch.Tensor,
 ) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     num_new = piece.stop - piece.start
     q_QHD = q_THD[piece.start : piece.stop]
     if piece.padded > num_new:
         q_QHD = torch.cat((q_QHD, q_QHD[-1:].expand(piece.padded - num_new, -1, -1)))
+    out_THD[piece.start : piece.stop] = _by_cudnn(q_QHD, kv_n2KD, scale)[:num_new]
+
+
+def _by_cudnn(q_QHD: torch.Tensor, kv_n2KD: torch.Tensor, scale: float) -> torch.Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     k_1KnD, v_1KnD = kv_n2KD.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         out_1HQD = functional.scaled_dot_product_attention(
@@ -360,7 +373,7 @@ def _attend_cudnn(
             scale=scale,
             enable_gqa=True,
         )
-    out_THD[piece.start : piece.stop] = out_1HQD[0, :, :num_new].transpose(0, 1)
+    return out_1HQD[0].transpose(0, 1)
 
 
 def _behind_others(num_new: int, num_keys: int) -> torch.Tensor:

@@ -12,13 +12,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from ridgeline.attention import AttentionCase, CapturedBackend, Pieces
+from ridgeline.attention import AttentionCase, CapturedBackend, Pieces, TakesWhole
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout
 from ridgeline.devices import Device
 from ridgeline.errors import InternalError
@@ -52,6 +53,18 @@ class MixedStep:
     starts_B: Array
     num_new_B: Array
     seq_lens_B: Array
+
+
+class Work(Enum):
+    """What a step has beside decodes: nothing, pieces of prompts, or (without decodes) one prompt
+    with nothing before it."""
+
+    NONE = "none"
+    PIECES = "pieces"
+    WHOLE = "whole"
+
+
+Key = tuple[int, int, Work]  # bucket of tokens, room for decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,14 @@ class MixedGraphs:
         self._buffer = torch.zeros(size, dtype=torch.int64, device=decoder.device)
         shape = (most, decoder.spec.hidden_size)
         self._hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        self._graphs: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self._graphs: dict[Key, Callable[[], None]] = {}
+        backend, windows = decoder.backend, {group.window for group in kv.groups}
+        self._whole = {
+            bucket
+            for bucket in self.buckets
+            if isinstance(backend, TakesWhole)
+            and all(backend.takes_whole(self._case, bucket, window) for window in windows)
+        }
         self._captured_tables: torch.Tensor | None = None
         self.num_steps = 0
 
@@ -128,11 +148,14 @@ class MixedGraphs:
         if num_decodes > DECODE_BUCKETS[-1]:
             return None
         room = DECODE_BUCKETS[bisect_left(DECODE_BUCKETS, num_decodes)]
-        sent = self._fill(step, bucket, room, is_decode)
+        work = Work.NONE if num_decodes == len(is_decode) else Work.PIECES
+        if bucket in self._whole and _is_whole(step):
+            work = Work.WHOLE
+        sent = self._fill(step, bucket, room, is_decode, work)
         if sent is None:
             return None
         self._follow()
-        key = (bucket, room, num_decodes < len(is_decode))
+        key = (bucket, room, work)
         replay = self._graphs.get(key)
         if replay is None:
             replay = self._graphs[key] = self._capture(*key)
@@ -149,11 +172,13 @@ class MixedGraphs:
         """Capture the steps of this size with prompts and so many decodes before one is asked for.
         False: they are, or there are no such steps. Nothing may be in flight."""
         self._follow()
-        key = (bucket, room, True)
-        if key in self._graphs or (room and self._all_pieces):
+        if room and self._all_pieces:
             return False
-        self._graphs[key] = self._capture(*key)
-        return True
+        works = [Work.PIECES] if room or bucket not in self._whole else [Work.PIECES, Work.WHOLE]
+        missing = [key for work in works if (key := (bucket, room, work)) not in self._graphs]
+        for key in missing:
+            self._graphs[key] = self._capture(*key)
+        return bool(missing)
 
     def _follow(self) -> None:
         """Forget what was captured over tables that are not used any more."""
@@ -177,7 +202,9 @@ class MixedGraphs:
         sizes = [bucket, bucket, bucket, groups * bucket, room, *(-(-n // 2) for n in halves)]
         return _Layout(width, *accumulate(sizes))
 
-    def _fill(self, step: MixedStep, bucket: int, room: int, is_decode: Array) -> Array | None:
+    def _fill(
+        self, step: MixedStep, bucket: int, room: int, is_decode: Array, work: Work
+    ) -> Array | None:
         """None when the pieces need more records than there is room for."""
         at = self._layout(bucket, room)
         num = len(step.token_ids_T)
@@ -192,18 +219,18 @@ class MixedGraphs:
         if room:
             self._fill_decodes(sent, at, step, bucket, is_decode)
             which = ~is_decode
+        if work is not Work.PIECES:
+            return sent
         pieces = Pieces(
             step.rows_B[which], step.starts_B[which], step.num_new_B[which], step.seq_lens_B[which]
         )
-        if not len(pieces.rows):
-            return sent
-        work = sent[at.work :].view(np.int32)
+        all_records = sent[at.work :].view(np.int32)
         for index, group in enumerate(self._kv.groups):
             records = self._backend.prefill_work(pieces, bucket, group.window, self._case)
             if len(records) > at.width:
                 return None
             begin = index * at.width * RECORD
-            work[begin : begin + records.size] = records.ravel()
+            all_records[begin : begin + records.size] = records.ravel()
         return sent
 
     def _fill_decodes(
@@ -238,15 +265,15 @@ class MixedGraphs:
 
     # -------------------------------------------------------------------------- capture
 
-    def _capture(self, bucket: int, room: int, has_pieces: bool) -> Callable[[], None]:
+    def _capture(self, bucket: int, room: int, work: Work) -> Callable[[], None]:
         """On padding alone, so that nobody's cache is touched."""
         sent = self._views(bucket, room)
         self._buffer.zero_()
         sent.sources_T.fill_(KNOWN_TO_HOST)
         sent.query_start_D1.fill_(bucket)
-        return self._device.capture(partial(self._launch, sent, room, has_pieces))
+        return self._device.capture(partial(self._launch, sent, room, work))
 
-    def _launch(self, sent: _Sent, room: int, has_pieces: bool) -> None:
+    def _launch(self, sent: _Sent, room: int, work: Work) -> None:
         tables = tuple(self._tables.tables_gNM)
         slots, size = tuple(sent.slots_gT), self._kv.block_size
         decodes = None
@@ -254,11 +281,23 @@ class MixedGraphs:
             decodes = DecodeLayout(
                 sent.rows_D, tables, sent.seq_lens_D, sent.query_start_D1, slots, size
             )
-        work = tuple(sent.work_gWR) if has_pieces else None
-        layout = MixedLayout(decodes, work, tables, slots, len(sent.token_ids_T), size)
+        layout = MixedLayout(
+            decodes,
+            tuple(sent.work_gWR) if work is Work.PIECES else None,
+            tables,
+            slots,
+            len(sent.token_ids_T),
+            size,
+            is_whole=work is Work.WHOLE,
+        )
         known = sent.sources_T < 0
         last_ids_T = self._rows.last_ids_N.index_select(0, sent.sources_T.clamp(min=0))
         token_ids_T = sent.token_ids_T.where(known, last_ids_T)
         batch = ForwardBatch(token_ids_T, sent.positions_T, layout)
         hidden_TE = self._decoder.forward(batch, self._kv)
         self._hidden[: len(hidden_TE)].copy_(hidden_TE)
+
+
+def _is_whole(step: MixedStep) -> bool:
+    """It is one prompt from its first token on."""
+    return len(step.rows_B) == 1 and bool(step.num_new_B[0] == step.seq_lens_B[0])
