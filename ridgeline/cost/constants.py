@@ -36,7 +36,9 @@ class MatmulConstants:
     """Shares `e_c` of the peak and `e_m` of the bandwidth, `t0_s` per launch, `q` how sharply the
     slower of the two wins (inf: max), `k0` elements of filling per output tile, `q_b` weight of the
     pass that rounds inputs (formats that compute in fp8). `e_v` stands for `e_m` where there is one
-    row (None: the same kernel); `k_m` weights are read in vain for every column of the output."""
+    row (None: the same kernel); `k_m` weights are read in vain for every column of the output.
+    `k_s` seconds for each element of k: sums over k are chains, which nothing else shortens where
+    there is little to do (a GPU's multiprocessors are filled by other columns, or by none)."""
 
     e_c: float
     e_m: float
@@ -46,10 +48,12 @@ class MatmulConstants:
     q_b: float = 0.0
     e_v: float | None = None
     k_m: float = 0.0
+    k_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_shares("matmul", e_c=self.e_c, e_m=self.e_m, e_v=self.e_v or self.e_m)
-        _check_amounts("matmul", t0_s=self.t0_s, k0=self.k0, q_b=self.q_b, k_m=self.k_m)
+        amounts = {"t0_s": self.t0_s, "k0": self.k0, "q_b": self.q_b, "k_m": self.k_m}
+        _check_amounts("matmul", **amounts, k_s=self.k_s)
         if self.q < 1.0:
             raise ConfigError(f"matmul: q is {self.q:g}; it must be 1 (a sum) to inf (the larger)")
 
@@ -130,6 +134,10 @@ class HostConstants:
     few tokens by kernels that were made for its products (see `Calibration.own_products`). A step
     with prompts before which nothing runs waits `lone_s` + `lone_request_s` per request for the
     host, at its begin and its end.
+
+    `captured_s` is what the device does for a captured step beside the operators of the model: it
+    copies the step's numbers in and out, makes inputs of them, deals out attention's work and
+    keeps the tokens. Each pass that guesses makes its inputs and keeps its guesses in `pass_s`.
     """
 
     c0_s: float = 0.0
@@ -142,6 +150,8 @@ class HostConstants:
     own_t0: float = 0.35
     lone_s: float = 0.0
     lone_request_s: float = 0.0
+    captured_s: float = 0.0
+    pass_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ HELD_OUT_SHARE = 5  # one of so many points
 FEWEST_POINTS = 3  # of a class; with fewer its constants stay as assumed
 OPERATOR_WEIGHT = 0.15  # of an operator's residual beside a whole step's
 STEPS = ("decode_step", "check_step", "prefill_step", "mixed_step")
+# The device's part of captured steps. Where the host is slow no step of a small model shows it.
+ALONE = ("decode_device", "draft_device")
+WHOLE = (*STEPS, *ALONE)
+CHECKS = ("check_step", "draft_device")
 ATTENTION = ("decode_attention", "prefill_attention", "mixed_attention")
 
 Path = tuple[str, str, str]  # (field of Calibration, key of its table or "", constant)
@@ -45,6 +49,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "q": (1.0, 12.0),
     "k0": (0.1, 4000.0),
     "k_m": (0.1, 10000.0),
+    "k_s": (1e-11, 2e-8),
     "t0_s": (1e-7, 1e-2),
     "decode_e_c": (0.001, 1.0),
     "decode_e_m": (0.001, 1.0),
@@ -62,6 +67,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "own_t0": (0.01, 1.0),
     "lone_s": (1e-7, 1e-1),
     "lone_request_s": (1e-8, 1e-2),
+    "captured_s": (1e-6, 1e-3),  # at least as long as a copy
+    "pass_s": (1e-6, 1e-3),
     "check_way": (1e-3, 1.0),
 }
 START_MATMUL = MatmulConstants(0.7, 0.7, 4e-6, q=2.0, k0=50.0, e_v=0.8, k_m=50.0)
@@ -78,7 +85,9 @@ START_ATTENTION = AttentionConstants(
 )
 START_STREAM = StreamConstants(0.6, 5e-6)
 LONE_START_S = 3e-4
+BESIDE_START_S = 5e-6
 EDGE = 1.05
+CHAIN_START_S = 1e-9
 MATMUL = ("e_c", "e_m", "t0_s", "q", "k0", "e_v", "k_m")
 ATTENTION_CONSTANTS = {
     "decode_attention": ("decode_e_m", "decode_e_c", "decode_t0_s", "skew"),
@@ -92,8 +101,8 @@ class Point:
     """`ops` together took `seconds`. `num_requests`: the point is a whole step of so many
     requests, with the host's part; None: device work alone. `captured`: the step was one launch,
     and `own`: of kernels of our own, see `Calibration.own_products`. `is_lone`: it was measured
-    from its plan to its tokens, with nothing that ran before it. `dtype` as in
-    `Device.peak_flops`."""
+    from its plan to its tokens, with nothing that ran before it. `num_passes` that guess are among
+    the ops. `dtype` as in `Device.peak_flops`."""
 
     what: str
     dtype: str
@@ -104,6 +113,7 @@ class Point:
     captured: bool = False
     own: bool = False
     is_lone: bool = False
+    num_passes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +141,12 @@ def predict(point: Point, device: Device, calibration: Calibration) -> float:
     kernels = sum(
         op_cost(op, device, calibration, captured=captured, own=own).expected_s for op in point.ops
     )
-    if point.num_requests is None:
-        return kernels
-    launches = 0 if point.captured else sum(op.count for op in point.ops)
     host, requests = calibration.host, point.num_requests
+    if captured:
+        kernels += host.captured_s + host.pass_s * point.num_passes
+    if requests is None:
+        return kernels
+    launches = 0 if captured else sum(op.count for op in point.ops)
     return combine(host, kernels, requests, launches, is_lone=point.is_lone)[2]
 
 
@@ -150,11 +162,12 @@ def fit(points: Sequence[Point], device: Device, host: HostConstants) -> Fit:
     found = _start(points, device, host)
     for knobs, own in _classes(fitted, found):
         found = _turned(own, device, found, knobs)
+    found = _alike(found)  # before whole steps, which have those passes too
     found = _turned(fitted, device, found, _host_knobs(fitted, host))
     found = _together(fitted, device, found)
     errors = errors_by_class(held_out, device, found)
     found = replace(
-        _alike(found),
+        found,
         ranges=ranges(points),
         assumed_kinds=_assumed(points),
         held_out={name: error.median for name, error in errors.items()},
@@ -232,7 +245,7 @@ def _start(points: Sequence[Point], device: Device, host: HostConstants) -> Cali
         default_calibration(device),
         origin="calibrated",
         host=_host_start(points, host),
-        matmul=dict.fromkeys(dtypes, START_MATMUL),
+        matmul=dict.fromkeys(dtypes, _matmul_start(device)),
         attention=dict.fromkeys(dtypes, START_ATTENTION),
         elementwise=START_STREAM,
         sampling=START_STREAM,
@@ -240,9 +253,22 @@ def _start(points: Sequence[Point], device: Device, host: HostConstants) -> Cali
     )
 
 
+def _matmul_start(device: Device) -> MatmulConstants:
+    """Chains are seen on GPUs, where a product is one wave of blocks."""
+    return replace(START_MATMUL, k_s=CHAIN_START_S if device.kind == "gpu" else 0.0)
+
+
+def _chains(start: Calibration, dtype: str) -> tuple[str, ...]:
+    return ("k_s",) if start.matmul[dtype].k_s else ()
+
+
 def _host_start(points: Sequence[Point], host: HostConstants) -> HostConstants:
     """Where the search for the host begins. If it is hidden behind the device it is seen only
     where it is the longer of the two, so it begins with as much as the steps allow."""
+    if any(p.what in ALONE for p in points):
+        host = replace(host, captured_s=BESIDE_START_S)
+    if any(p.num_passes for p in points):
+        host = replace(host, pass_s=BESIDE_START_S)
     steps = [p for p in points if p.what in STEPS and p.num_requests]
     if not host.overlapped or not steps:
         return replace(host, c0_s=max(2 * host.c0_s, 1e-4), c1_s=max(host.c1_s, 1e-6))
@@ -277,7 +303,7 @@ def _classes(
     for dtype in start.matmul:
         mine = [point for point in points if point.dtype == dtype]
         yield (
-            [("matmul", dtype, name) for name in MATMUL],
+            [("matmul", dtype, name) for name in (*MATMUL, *_chains(start, dtype))],
             [point for point in mine if point.what == "matmul"],
         )
         for what, names in ATTENTION_CONSTANTS.items():
@@ -305,16 +331,28 @@ def _host_knobs(points: Sequence[Point], host: HostConstants) -> list[Path]:
     return knobs
 
 
+def _beside_knobs(points: Sequence[Point]) -> list[Path]:
+    """Of what a captured step does beside its operators. They are turned last: next to operators
+    that are still priced too dear there seems to be nothing beside them."""
+    knobs: list[Path] = []
+    if any(point.what in ALONE for point in points):
+        knobs.append(("host", "", "captured_s"))
+    if any(point.num_passes for point in points):
+        knobs.append(("host", "", "pass_s"))
+    return knobs
+
+
 def _together(points: Sequence[Point], device: Device, start: Calibration) -> Calibration:
     """Whole steps have the last word on what they are made of."""
-    steps = [point for point in points if point.what in STEPS]
+    steps = [point for point in points if point.what in WHOLE]
     if len(steps) < FEWEST_POINTS:
         return start
-    knobs = _host_knobs(steps, start.host)
-    for dtype in dict.fromkeys(point.dtype for point in steps if point.what == "check_step"):
-        knobs.append(("attention", dtype, "check_way"))
+    knobs = [*_host_knobs(steps, start.host), *_beside_knobs(steps)]
+    checked = dict.fromkeys(point.dtype for point in steps if point.what in CHECKS)
+    knobs += [("attention", dtype, "check_way") for dtype in checked]
     for dtype in dict.fromkeys(point.dtype for point in steps):
-        knobs += [("matmul", dtype, name) for name in ("e_c", "e_m", "t0_s", "e_v", "k_m")]
+        names = ("e_c", "e_m", "t0_s", "e_v", "k_m", *_chains(start, dtype))
+        knobs += [("matmul", dtype, name) for name in names]
         knobs += [
             ("attention", dtype, name)
             for names in ATTENTION_CONSTANTS.values()
@@ -331,11 +369,11 @@ def _turned(
     """The calibration whose `knobs` are where `points` are explained best. With whole steps among
     the points, single operators count less."""
     is_host = all(knob[0] == "host" for knob in knobs)
-    used = [p for p in points if p.what in STEPS] if is_host else list(points)
+    used = [p for p in points if p.what in WHOLE] if is_host else list(points)
     if len(used) < FEWEST_POINTS:
         return start
-    has_steps = any(point.what in STEPS for point in used)
-    weights = [OPERATOR_WEIGHT if has_steps and p.what not in STEPS else 1.0 for p in used]
+    has_steps = any(point.what in WHOLE for point in used)
+    weights = [OPERATOR_WEIGHT if has_steps and p.what not in WHOLE else 1.0 for p in used]
 
     def at(parameters: Sequence[float]) -> Calibration:
         values = {

@@ -150,15 +150,20 @@ class Pricer:
             is_lone=is_lone(totals),
         )[2]
 
-    def device_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
-        """The device's part of such a step."""
+    def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
+        """Of a pass that guesses: the device's part of such a step, in which the host has none."""
         host = self._constants.host
         captured = is_captured(host, totals)
-        kernels, launches = self._kernels(totals, num_logits, captured=captured)
+        kernels, launches = self._kernels(totals, num_logits, captured=captured, is_planned=False)
         return kernels if captured else max(kernels, launches * host.per_launch_s)
 
     def _kernels(
-        self, totals: StepTotals, num_logits: int | None, *, captured: bool
+        self,
+        totals: StepTotals,
+        num_logits: int | None,
+        *,
+        captured: bool,
+        is_planned: bool = True,
     ) -> tuple[float, int]:
         """Seconds and number of all kernels."""
         kernels, launches = self._fixed(
@@ -167,6 +172,7 @@ class Pricer:
             captured=captured,
             own=captured and self._has_own and is_small(totals),
         )
+        kernels += self._beside_s(captured=captured, is_planned=is_planned)
         mixed = totals.is_mixed
         for i, sums in enumerate(totals.attention):
             count = self._counts[i]
@@ -215,7 +221,7 @@ class Pricer:
             tuple(kind.window for kind in self.kinds),
             self._decode,
             self._counts,
-            fixed,
+            fixed + self._beside_s(captured=captured, is_planned=is_planned),
             host if is_planned else replace(host, c0_s=0.0, c1_s=0.0),
             0 if captured else launches,
         )
@@ -240,6 +246,13 @@ class Pricer:
         if by_rows is None:
             by_rows = self._rows[key] = self._row_seconds(*key)
         return by_tokens[0] + by_rows[0], by_tokens[1] + by_rows[1]
+
+    def _beside_s(self, *, captured: bool, is_planned: bool) -> float:
+        """What is no operator of the model, of a step or of a pass that guesses."""
+        host = self._constants.host
+        if not captured:
+            return 0.0
+        return host.captured_s if is_planned else host.pass_s
 
     def _token_seconds(self, num_tokens: int, captured: bool, own: bool) -> tuple[float, int]:
         if not num_tokens:

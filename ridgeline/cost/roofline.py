@@ -1,7 +1,7 @@
 """How long does an operator take, and which resource binds it?
 
   matmul    c = 2 m n (k + k0) / (e_c P),  b = (bytes + weights k_m / k) / (e_m BW), one row: e_v,
-            t = (c^q + b^q)^(1/q) + t0 + q_b 3 m k / BW
+            t = (c^q + b^q + (k_s k)^q)^(1/q) + t0 + q_b 3 m k / BW
   decode    t = max(flops f / (e_c P), (cache f + rest) / (e_m BW)) + t0,
             f = 1 + skew (longest / mean - 1)
   check     decode with f = 1, and of what prefill takes longer the share w (new tokens - 1)
@@ -10,7 +10,7 @@
   stream    t = bytes / (e_m BW) + t0                    (elementwise, embedding, sampling)
   message   see `communication`
   captured  t0 is less; by kernels of our own, of few rows, less still, and norms and gates are
-            parts of products
+            parts of products; once a step, what is no operator of the model
   step      device = max(sum of t, launches), host = c0 + c1 B; sum, or max when overlapped;
             prompts alone: and what of the host nothing can overlap with
 
@@ -78,9 +78,10 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
     captured = is_captured(constants.host, totals)
     own = captured and is_small(totals) and has_own_kernels(setup)
     costs = tuple(op_cost(op, device, constants, captured=captured, own=own) for op in ops)
+    beside_s = constants.host.captured_s if captured else 0.0
     device_s, host_s, expected_s = combine(
         constants.host,
-        sum(cost.expected_s for cost in costs),
+        sum(cost.expected_s for cost in costs) + beside_s,
         len(shape),
         0 if captured else sum(op.count for op in ops),
         is_lone=is_lone(totals),
@@ -90,7 +91,7 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
         host_s,
         sum(cost.ideal_s for cost in costs),
         expected_s,
-        _step_bound(costs, device_s, expected_s),
+        _step_bound(costs, device_s - beside_s, expected_s),
         sum(op.count * op.flops for op in ops),
         sum(op.count * op.bytes for op in ops),
         _worst({cost.origin for cost in costs}, constants.origin),
@@ -206,13 +207,13 @@ def _matmul_parts(
     rounding = c.q_b * 3 * op.m * op.k / device.bandwidth
     share = c.e_v if op.m == 1 and c.e_v is not None else c.e_m
     memory = (op.bytes + op.weight_bytes * c.k_m / op.k) / (share * device.bandwidth)
-    latency = launch * c.t0_s
-    total = power_sum(compute, memory, c.q) + latency + rounding
+    latency, chain = launch * c.t0_s, c.k_s * op.k
+    total = power_sum(power_sum(compute, memory, c.q), chain, c.q) + latency + rounding
     return {
         "total": total,
         "compute": compute,
         "memory": memory + rounding,
-        "latency": latency,
+        "latency": latency + chain,
     }
 
 
@@ -288,8 +289,9 @@ def _seconds_by_bound(costs: tuple[OpCost, ...]) -> dict[str, float]:
     return seconds
 
 
-def _step_bound(costs: tuple[OpCost, ...], device_s: float, expected_s: float) -> str:
-    """The resource that most of the step waits for; waiting for the host is latency."""
+def _step_bound(costs: tuple[OpCost, ...], operators_s: float, expected_s: float) -> str:
+    """The resource that most of the step waits for; what is no operator, as waiting for the host,
+    is latency."""
     seconds = _seconds_by_bound(costs)
-    seconds["latency"] += expected_s - device_s
+    seconds["latency"] += expected_s - operators_s
     return max(seconds, key=lambda name: seconds[name])

@@ -181,7 +181,7 @@ class DraftSteps:
         if self.begin == 1 or context < self.begin:
             return run.total(num_drafts)
         one = self.pricer.totals(((self.begin, context + 1 - self.begin),))
-        first_s = self.pricer.device_seconds_of(repeated(one, batch), batch)
+        first_s = self.pricer.pass_seconds_of(repeated(one, batch), batch)
         return first_s + run.total(num_drafts - 1, first=1)
 
 

@@ -143,7 +143,7 @@ def test_a_draft_model_catches_up_in_its_first_pass() -> None:
     setup = Setup(LLAMA_3_8B, DEVICE, calibration=constants())
     drafter = drafter_of(setup, asked(), LLAMA_3_1B)
     draft = Pricer(replace(setup, spec=LLAMA_3_1B))
-    first = draft.device_seconds_of(draft.totals(((2, 399),)), 1)
+    first = draft.pass_seconds_of(draft.totals(((2, 399),)), 1)
     later = draft.decode_seconds([400], 3)[1:]
     assert drafter.seconds(1, 400, 3) == pytest.approx(first + sum(later))
     assert drafter.seconds(1, 400, 0) == 0.0

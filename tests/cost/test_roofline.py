@@ -137,6 +137,17 @@ def test_power_sum(a: float, b: float) -> None:
     assert max(a, b) <= power_sum(a, b, 2.0) == power_sum(b, a, 2.0) <= a + b
 
 
+def test_small_products_wait_for_the_chain_over_k_and_large_ones_hide_it() -> None:
+    chained = with_matmul(q=3.0, k_s=1e-8)
+    small = replace(MATMUL, flops=2e3, m=1, n=100, read_bytes=1e3, write_bytes=0.0)
+    t0 = SHARES.matmul["bf16"].t0_s
+    assert seconds(small, chained) == pytest.approx(500 * 1e-8 + t0, rel=1e-2)
+    assert seconds(replace(small, k=1000), chained) == pytest.approx(1000 * 1e-8 + t0, rel=1e-2)
+    assert op_cost(small, ROUND, chained).bound == "latency"
+    large = replace(MATMUL, flops=1e11, read_bytes=1e8)
+    assert seconds(large, chained) == pytest.approx(seconds(large, with_matmul(q=3.0)), rel=1e-3)
+
+
 def test_launches_run_ahead_and_plans_are_hidden() -> None:
     """(device, host, step) of 10 ms of kernels, 2 ms of planning and 300 launches."""
     host = HostConstants(c0_s=1e-3, c1_s=1e-4, per_launch_s=1e-5, overlapped=True)
