@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ridgeline.measure.calibrate import Answer
 
 EXAMPLES = """Measures memory, matrix products, attention, elementwise passes, sampling, the
-host's own work and whole steps of a few random models; fits a few constants to each class; tests
-them on a fifth of the points that it kept out. Takes minutes (--quick: one), best on an idle
-machine. The record goes to the user's cache folder, where every command that asks for
-`--device this` finds it.
+host's own work and whole steps of a few random models, on a GPU by its own clock too; fits a few
+constants to each class; tests them on a fifth of the points that it kept out. Takes minutes
+(--quick: one), best on an idle machine. The record goes to the user's cache folder, where every
+command that asks for `--device this` finds it.
 
 examples:
   ridgeline calibrate                              the device that the engine would choose
@@ -140,6 +140,9 @@ def _show_device(answer: Answer, out: Console) -> None:
     table.add_row("one small operator, host side", f"{about['launch_s'] * 1e6:.3g} us")
     host = answer.fit.calibration.host
     table.add_row("step, host side", f"{host.c0_s * 1e6:.0f} us + {host.c1_s * 1e6:.1f} us/request")
+    if host.captured_s:
+        beside = f"{host.captured_s * 1e6:.3g} us, {host.pass_s * 1e6:.3g} us a guess of a model"
+        table.add_row("captured step, beside its operators", beside)
     out.print(table)
 
 

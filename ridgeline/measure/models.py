@@ -20,7 +20,9 @@ from ridgeline.architectures.spec import ModelSpec
 class Sample:
     """A model shape. `prefills` and `decodes` (requests, context) are the whole steps that are
     measured with it, `mixes` are (prompt tokens, requests that decode, their context), `checks`
-    (requests, context, guesses of each). Without `has_operators` it is for these alone."""
+    (requests, context, guesses of each). `drafts` are such steps in which the model's first layers
+    guess, timed on a device that has a clock of its own. Without `has_operators` it is for these
+    alone."""
 
     name: str
     config: Mapping[str, Any]
@@ -28,6 +30,7 @@ class Sample:
     decodes: tuple[tuple[int, int], ...]
     mixes: tuple[tuple[int, int, int], ...] = ()
     checks: tuple[tuple[int, int, int], ...] = ()
+    drafts: tuple[tuple[int, int, int], ...] = ()
     has_operators: bool = True
 
     @property
@@ -151,7 +154,8 @@ _QWEN_LIKE = config(1024, 28, 16, 8, 3072, 151936, family="qwen3", head_dim=128)
 _LLAMA_LIKE = config(4096, 16, 32, 8, 14336, 128256, tied=False)
 
 # Kernels were tuned for the two above, but not for these: such products are the library's. The
-# second has so little to do that its steps wait for the host.
+# second has so little to do that its steps wait for the host; what is once in each step or pass is
+# seen by it, and what is in each layer by the first.
 _SMALL = config(768, 8, 12, 4, 2048, 32000)
 _LEAST = config(256, 2, 4, 2, 768, 4096)
 _HOST_BOUND = Sample(
@@ -159,6 +163,7 @@ _HOST_BOUND = Sample(
     _LEAST,
     prefills=(24, 384),
     decodes=((1, 128), (4, 128), (16, 256), (64, 128), (160, 256)),
+    drafts=((1, 128, 1), (1, 256, 4), (1, 128, 8), (4, 128, 2), (16, 256, 3), (128, 128, 1)),
     has_operators=False,
 )
 
@@ -171,6 +176,7 @@ CUDA = Grid(
             decodes=((1, 256), (2, 4096), (8, 512), (32, 1024), (64, 256), (64, 3000), (160, 700)),
             mixes=((512, 16, 1024), (2048, 64, 512)),
             checks=((1, 256, 1), (1, 256, 4), (4, 1024, 3), (8, 512, 7), (32, 1024, 2)),
+            drafts=((1, 256, 1), (1, 256, 4), (3, 512, 3), (32, 1024, 2)),
         ),
         Sample(
             "8B, half of its layers",
@@ -185,6 +191,7 @@ CUDA = Grid(
             prefills=(24, 384, 1536),
             decodes=((1, 256), (3, 128), (8, 512), (24, 1024), (64, 256), (160, 700)),
             checks=((1, 256, 1), (1, 256, 2), (1, 512, 4), (1, 256, 7), (8, 512, 4), (32, 256, 2)),
+            drafts=((1, 256, 1), (1, 512, 2), (1, 256, 6), (1, 256, 8), (8, 512, 4), (64, 256, 3)),
         ),
         _HOST_BOUND,
     ),
@@ -224,6 +231,7 @@ CUDA_QUICK = Grid(
             prefills=(24, 384),
             decodes=((1, 256), (8, 512), (64, 256)),
             checks=((1, 256, 1), (1, 256, 4), (8, 512, 4)),
+            drafts=((1, 256, 2), (1, 256, 6), (64, 256, 3)),
         ),
         _HOST_BOUND,
     ),

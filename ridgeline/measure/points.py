@@ -8,21 +8,23 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import HostConstants
-from ridgeline.cost.fit import Point
+from ridgeline.cost.drafters import first_layers
+from ridgeline.cost.fit import ALONE, CHECKS, Point
 from ridgeline.cost.layout import ONE_DEVICE
-from ridgeline.cost.ops import layer_products, step_ops
+from ridgeline.cost.ops import Op, layer_products, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.roofline import is_captured, is_small
 from ridgeline.cost.totals import step_totals
 from ridgeline.costing import engine_host
 from ridgeline.devices import Device
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.measure.attention_cases import attention_cases, open_attention
 from ridgeline.measure.models import Grid, Sample
 from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
 from ridgeline.measure.steps import GUESSES, StepBench, StepTimes, random_engine, step_bench
-from ridgeline.measure.stopwatch import Stopwatch, typical
+from ridgeline.measure.stopwatch import Stopwatch, open_device_timer, typical
 from ridgeline.step import StepShape
 
 Progress = Callable[[str, int, int], None]  # (stage, done, of how many)
@@ -32,7 +34,9 @@ StepsOf = Callable[[Sample, StepBench], Wanted]
 ROUNDS = 2  # every point is measured in each, so that a disturbance does not hit one alone
 STEP_BUDGET_S = 0.4  # of one point of whole steps, per round
 MIN_STEPS, MAX_STEPS = 4, 24
-ALONE = ("prefill_step", "mixed_step")  # are timed from their plan to their tokens
+ALONE_STEPS = 8  # on the device alone, per round: nobody disturbs there
+DRAFT_LAYERS = 1  # of a model that guesses by its first layers
+LONE = ("prefill_step", "mixed_step")  # are timed from their plan to their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ class Session:
             for sample in self.effort.grid.samples:
                 self._steps(sample, dtype, _wanted)
                 self._forget()
-                if sample.checks:
-                    self._checks(sample, dtype)
+                for steps_of, guesses in self._guessed(sample):
+                    self._checks(sample, dtype, steps_of, guesses)
                     self._forget()
 
     # -- operators
@@ -126,10 +130,17 @@ class Session:
 
     # -- whole steps
 
-    def _checks(self, sample: Sample, dtype: str) -> None:
+    def _guessed(self, sample: Sample) -> Iterator[tuple[StepsOf, str]]:
+        """Steps of engines that guess, and who guesses there."""
+        if sample.checks:
+            yield _wanted_checks, GUESSES
+        if sample.drafts and open_device_timer(self.device.torch_device) is not None:
+            yield _wanted_drafts, f"early:{DRAFT_LAYERS}"
+
+    def _checks(self, sample: Sample, dtype: str, steps_of: StepsOf, guesses: str) -> None:
         try:
-            self._steps(sample, dtype, _wanted_checks, speculate=GUESSES)
-        except ConfigError as reason:  # no guesses on this hardware or in this dtype
+            self._steps(sample, dtype, steps_of, speculate=guesses)
+        except (ConfigError, EngineFault) as reason:  # what cannot guess here is left out
             self.progress(f"checks of guesses are not measured: {reason}", 0, 1)
 
     def _steps(self, sample: Sample, dtype: str, steps_of: StepsOf, **changes: object) -> None:
@@ -141,14 +152,17 @@ class Session:
             wanted = list(steps_of(sample, bench))
             found: list[list[StepTimes]] = [[] for _ in wanted]
             for turn in range(ROUNDS):
-                for done, (_, measure) in enumerate(wanted):
+                for done, (what, measure) in enumerate(wanted):
                     self.progress(stage, turn * len(wanted) + done, ROUNDS * len(wanted))
-                    found[done].append(measure(self._repeats(found[done])))
+                    found[done].append(measure(self._repeats(what, found[done])))
             self.progress(stage, 1, 1)
         for (what, _), times in zip(wanted, found, strict=True):
-            seconds = typical([s for each in times for s in each.seconds])
-            shape = times[-1].shape
-            self.points.append(self._step_point(what, sample, dtype, shape, seconds, host))
+            shape, seconds = times[-1].shape, [s for each in times for s in each.seconds]
+            if not seconds:
+                self.progress(f"the host is too slow for {what} of {described(shape)}", 0, 1)
+                continue
+            point = self._step_point(what, sample, dtype, shape, typical(seconds), host)
+            self.points.append(point)
 
     def _step_point(
         self,
@@ -164,9 +178,11 @@ class Session:
         products = layer_products(sample.spec, ONE_DEVICE, precision)
         own = captured and is_small(totals) and products <= set(self.own_products)
         point = step_point(what, sample, dtype, shape, seconds, captured)
-        return replace(point, own=own, is_lone=what in ALONE)
+        return replace(point, own=own, is_lone=what in LONE)
 
-    def _repeats(self, earlier: Sequence[StepTimes]) -> int:
+    def _repeats(self, what: str, earlier: Sequence[StepTimes]) -> int:
+        if what in ALONE:
+            return ALONE_STEPS
         if not earlier:
             return MIN_STEPS
         return max(1, min(MAX_STEPS, int(STEP_BUDGET_S / typical(earlier[0].seconds))))
@@ -182,6 +198,8 @@ def _wanted(sample: Sample, bench: StepBench) -> Wanted:
         yield "prefill_step", lambda n, tokens=tokens: bench.prefill(tokens, n)  # type: ignore[misc]
     for rows, context in sample.decodes:
         yield "decode_step", lambda n, r=rows, c=context: bench.decode(r, c, n)  # type: ignore[misc]
+        if rows <= bench.most_alone:
+            yield "decode_device", lambda n, r=rows, c=context: bench.alone(r, c, 0, n)  # type: ignore[misc]
     for tokens, rows, context in sample.mixes:
         yield (
             "mixed_step",
@@ -197,6 +215,15 @@ def _wanted_checks(sample: Sample, bench: StepBench) -> Wanted:
         )
 
 
+def _wanted_drafts(sample: Sample, bench: StepBench) -> Wanted:
+    for rows, context, guesses in sample.drafts:
+        if rows * (guesses + 1) <= bench.most_alone:
+            yield (
+                "draft_device",
+                lambda n, r=rows, c=context, k=guesses: bench.alone(r, c, k, n),  # type: ignore[misc]
+            )
+
+
 def _with_operators(grid: Grid) -> list[Sample]:
     return [sample for sample in grid.samples if sample.has_operators]
 
@@ -205,8 +232,9 @@ def engine_options(sample: Sample, device: Device, dtype: str, threads: int) -> 
     """An engine that takes the largest of the sample's steps at once."""
     rows = [rows for rows, _ in sample.decodes] + [rows for _, rows, _ in sample.mixes]
     loads = [rows * (c + 128) for rows, c in sample.decodes]
-    rows += [rows for rows, _, _ in sample.checks]
-    loads += [rows * (c + 128 + MAX_STEPS * k) for rows, c, k in sample.checks]
+    checks = (*sample.checks, *sample.drafts)
+    rows += [rows for rows, _, _ in checks]
+    loads += [rows * (c + 128 + MAX_STEPS * k) for rows, c, k in checks]
     loads += [tokens + rows * (c + 128) for tokens, rows, c in sample.mixes]
     loads += list(sample.prefills)
     longest = max([c for _, c in sample.decodes] + list(sample.prefills))
@@ -225,13 +253,27 @@ def engine_options(sample: Sample, device: Device, dtype: str, threads: int) -> 
 def step_point(
     what: str, sample: Sample, dtype: str, shape: StepShape, seconds: float, captured: bool = False
 ) -> Point:
-    """A whole step as a point to fit; every request of it gets a token, and each guess a row of
-    logits too."""
+    """A whole step as a point to fit, or what the device does of it; every request of it gets a
+    token, and each guess a row of logits too."""
     precision = Precision(dtype)
-    num_logits = sum(new for new, _ in shape) if what == "check_step" else None
+    num_logits = sum(new for new, _ in shape) if what in CHECKS else None
     ops = step_ops(sample.spec, shape, precision=precision, num_logits=num_logits)
+    passes = max(new for new, _ in shape) - 1 if what == "draft_device" else 0
+    if passes:
+        ops += guess_ops(first_layers(sample.spec, DRAFT_LAYERS), shape, passes, precision)
     label = f"{sample.name}: {described(shape)}"
-    return Point(what, precision.short_dtype, ops, seconds, len(shape), label, captured)
+    requests, short = None if what in ALONE else len(shape), precision.short_dtype
+    return Point(what, short, ops, seconds, requests, label, captured, num_passes=passes)
+
+
+def guess_ops(
+    spec: ModelSpec, shape: StepShape, num_passes: int, precision: Precision
+) -> tuple[Op, ...]:
+    """The operators of so many passes in which `spec` guesses, one token of each request after the
+    other: all as in the middle one, as little depends on the context."""
+    middle = tuple((1, before + num_passes // 2) for _, before in shape)
+    ops = step_ops(spec, middle, precision=precision)
+    return tuple(replace(op, count=op.count * num_passes) for op in ops)
 
 
 def described(shape: StepShape) -> str:

@@ -1,7 +1,8 @@
 """How long do whole steps take? The real engine and scheduler, contexts reached by a shortcut.
 
 A decode step is timed as the engine lives: from one collected step to the next, with as many in
-flight as it keeps. A step with a prompt in it is timed alone, from its plan to its tokens.
+flight as it keeps. A step with a prompt in it is timed alone, from its plan to its tokens. What a
+GPU does in a decode step is timed by its own clock too: of a small model the host takes longer.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from typing import Any
 
 from ridgeline.build import Built, build
 from ridgeline.config import EngineConfig
+from ridgeline.cost.constants import HostConstants
+from ridgeline.costing import engine_host
 from ridgeline.engine import Engine
-from ridgeline.errors import check
+from ridgeline.errors import EngineFault, check
 from ridgeline.measure.shortcut import ShortcutExecutor
-from ridgeline.measure.stopwatch import host_clock
+from ridgeline.measure.stopwatch import DeviceTimer, host_clock, open_device_timer
 from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.step import StepRecord, StepShape
 
 WARM_UP = 3  # steps of a series that are not counted
+MOST_LATE = 6  # steps of a series on the device alone that a host may send too late
 PROMPT_IDS = 1000  # different token ids in prompts
 GUESSES = "synthetic:0"  # of an engine that is to check guesses: they cost nothing, and are wrong
 
@@ -59,11 +63,14 @@ class Pinned:
 
 @dataclass(slots=True)
 class StepBench:
-    """Times steps of one engine. It must have been idle, and is idle again after each call."""
+    """Times steps of one engine. It must have been idle, and is idle again after each call.
+    `most_alone`: tokens of the largest decode step that `alone` can time; 0: none."""
 
     engine: Engine
     shortcut: ShortcutExecutor
     vocabulary: int
+    timer: DeviceTimer | None = None
+    most_alone: int = 0
     rng: Random = field(default_factory=lambda: Random(0))
     records: list[StepRecord] = field(default_factory=list)
     num_added: int = 0
@@ -81,10 +88,51 @@ class StepBench:
     def check(self, num_requests: int, context: int, num_guesses: int, steps: int) -> StepTimes:
         """Steps that check so many guesses of each, none of which is right, where `context` tokens
         are before them. The engine must guess (`GUESSES`)."""
-        scheduler = self.engine.scheduler
-        chosen, scheduler.guesses = scheduler.guesses, Pinned(num_guesses)
-        try:
+        with self._pinned(num_guesses):
             return self.decode(num_requests, context, steps)
+
+    def alone(self, num_requests: int, context: int, num_guesses: int, steps: int) -> StepTimes:
+        """What the device does for such steps, guessing too if the engine makes guesses in them.
+        Without any seconds where the host was never in time."""
+        check(self.timer is not None, "the device has a clock of its own")
+        with self._pinned(num_guesses):
+            self._reach(num_requests, context, (steps + MOST_LATE + WARM_UP) * (num_guesses + 1))
+            for _ in range(WARM_UP):
+                self._one_step()
+            self.records.clear()
+            seconds = self._timed(steps)
+            if not self.records:
+                raise EngineFault("no step came through while it was measured; see the log")
+            middle = self.records[len(self.records) // 2].plan.shape
+            self._end()
+        return StepTimes(middle, seconds)
+
+    def _timed(self, steps: int) -> tuple[float, ...]:
+        """Seconds of the next steps, one by one; fewer where the host is too late again and again,
+        as one that waits for the device would be with any pause."""
+        self.shortcut.timer = timer = self.timer
+        found: list[float] = []
+        num_late = 0
+        try:
+            while timer is not None and len(found) < steps and num_late < MOST_LATE:
+                self._one_step()
+                if (seconds := timer.take()) is None:
+                    num_late += 1
+                else:
+                    found.append(seconds)
+        finally:
+            self.shortcut.timer = None
+        return tuple(found)
+
+    @contextmanager
+    def _pinned(self, num_guesses: int) -> Iterator[None]:
+        """An engine that guesses makes so many for each request."""
+        scheduler = self.engine.scheduler
+        chosen = scheduler.guesses
+        if chosen is not None:
+            scheduler.guesses = Pinned(num_guesses)
+        try:
+            yield
         finally:
             scheduler.guesses = chosen
 
@@ -167,7 +215,11 @@ def step_bench(built: Built) -> StepBench:
     built.engine.clock = host_clock(built.device.torch_device, built.resolved.threads)
     shortcut = ShortcutExecutor(built.engine.executor)
     built.engine.executor = shortcut
-    bench = StepBench(built.engine, shortcut, built.spec.vocab_size)
+    timer = open_device_timer(built.device.torch_device)
+    most = engine_host(HostConstants(), built.resolved).captured_tokens
+    bench = StepBench(
+        built.engine, shortcut, built.spec.vocab_size, timer, 0 if timer is None else most
+    )
     built.engine.observers.append(bench)
     return bench
 

@@ -4,7 +4,8 @@ Calls get a number and use it to pick among several copies of their inputs, so t
 the last call's data in a cache. On a CPU each call is timed by itself, after other data have pushed
 it (its code too) out of the core's own caches, as weights do in a real step. On a GPU many calls
 stand between two events, behind a pause long enough for the host to have queued them all: the time
-is then the device's own, without gaps in which it waits for the host.
+is then the device's own, without gaps in which it waits for the host. `DeviceTimer` does the same
+with what a call sends off once, such as a whole step.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ridgeline.clock import Clock, WallClock
 
 Call = Callable[[int], object]
+T = TypeVar("T")
 
 LOW_SHARE = 0.25  # of repeats: others' work makes some slower, nothing makes one faster
 CORE_CACHE_BYTES = 4 << 20  # more than any core has for itself
 CYCLES_PER_S = 2.0e9  # of a GPU's clock, an upper estimate for the length of a pause
+FIRST_PAUSE_S = 2e-3  # in which a host is expected to send a whole step
+LONGEST_PAUSE_S = 32e-3
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -100,16 +104,93 @@ class CudaStopwatch:
 
     def _group(self, call: Call, size: int, pause_s: float) -> float:
         """Seconds of one of `size` calls that run back to back."""
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(int(pause_s * CYCLES_PER_S))  # type: ignore[no-untyped-call]
-        begin.record()
+        stream = CudaStream()
+        stream.pause(pause_s)
+        begin = stream.mark()
         for number in range(size):
             call(number)
-        end.record()
+        end = stream.mark()
         self.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / size
 
 
 def open_stopwatch(device: torch.device, threads: int) -> Stopwatch:
     return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch(threads)
+
+
+# ---------------------------------------------------------------------- what a step does there
+
+
+class Mark(Protocol):
+    """A place in what a device has to do, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """The device has come there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to `end`, once the device has been at both."""
+        ...
+
+
+class Stream(Protocol):
+    """What a device does one after the other."""
+
+    def pause(self, seconds: float) -> None:
+        """Keep it busy for about so long, and its caches as they are."""
+        ...
+
+    def mark(self) -> Mark: ...
+
+
+class CudaStream:
+    """The current stream of the current GPU."""
+
+    def pause(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Mark:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        mark: Mark = event
+        return mark
+
+
+class DeviceTimer:
+    """Times what a call sends to a stream, on the device alone: it begins when all has been sent.
+    If the host took longer than the pause there is no time, and the next pause is longer."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._pause_s = FIRST_PAUSE_S
+        self._sent: tuple[Mark, Mark] | None = None
+
+    def send(self, call: Callable[[], T]) -> T:
+        """What `call` returns, which must not wait for the device."""
+        self._stream.pause(self._pause_s)
+        begin = self._stream.mark()
+        answer = call()
+        end = self._stream.mark()
+        self._sent = begin, end
+        if begin.query():
+            self._sent = None
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return answer
+
+    def take(self) -> float | None:
+        """Seconds of what was sent last, waiting for it; None where the device was too early."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return None
+        begin, end = sent
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def open_device_timer(device: torch.device) -> DeviceTimer | None:
+    """None for a CPU: it does what it is told before the call returns."""
+    return DeviceTimer(CudaStream()) if device.type == "cuda" else None
