@@ -1,4 +1,4 @@
-r"""How much faster are answers with guesses, and are they ever slower? Two tables, one JSON each.
+r"""How much faster are answers with guesses, and are they ever slower? Tables, one JSON each.
 
     python -m bench.speculation tasks --speculate off,draft:demo:draft:2,draft:demo:draft,ngram \
         --tasks stories,lookup,copy --temperatures 0,0.8 --questions 8 --rounds 3 --out tasks.json
@@ -13,6 +13,9 @@ were. `same_answers` (greedy or seeded): how many are those of the first engine,
 16 bits the likeliest of tokens that are as good as equal may be another, in float32 it is not.
 
 `batches`: see `bench.speculation_batches`.
+`device`: see `bench.speculation_device`; what steps with guesses take on a GPU alone, and by price.
+
+    python -m bench.speculation device --record calibration.json --batches 1,8 --out device.json
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import ridgeline
 from bench.cpu.latest import device as cpu_name
 from bench.guess_counts import Counts
 from bench.speculation_batches import batches, options
+from bench.speculation_device import device
 from ridgeline import LLM, SamplingParams
 from ridgeline.evaluation.tasks import problems
 from ridgeline.evaluation.worlds import TASKS
@@ -217,6 +221,7 @@ def parser() -> argparse.ArgumentParser:
     tables = found.add_subparsers(required=True)
     add_tasks(tables.add_parser("tasks"))
     add_batches(tables.add_parser("batches"))
+    add_device(tables.add_parser("device"))
     return found
 
 
@@ -251,6 +256,18 @@ def add_batches(to: argparse.ArgumentParser) -> None:
     to.add_argument("--prompt-len", type=int, default=128)
     to.add_argument("--output-len", type=int, default=256)
     add_common(to, rounds=2, kv_bytes=None)
+
+
+def add_device(to: argparse.ArgumentParser) -> None:
+    to.set_defaults(rows=device)
+    to.add_argument("--model", default="demo:chat")
+    to.add_argument("--speculate", default="draft:demo:draft")
+    to.add_argument("--record", help="a calibration; else the one kept for this device, if any")
+    to.add_argument("--guesses", type=numbers, default=numbers("0,1,2,3,4,6,8"))
+    to.add_argument("--batches", type=numbers, default=[1])
+    to.add_argument("--prompt-len", type=int, default=256)
+    to.add_argument("--steps", type=int, default=8, help="of each row in a round")
+    add_common(to, rounds=2, kv_bytes=256 << 20)
 
 
 def add_common(to: argparse.ArgumentParser, *, rounds: int, kv_bytes: int | None) -> None:
