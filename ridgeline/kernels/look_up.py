@@ -42,7 +42,7 @@ class LookUpRoom:
 
 
 def make_look_up_room(device: torch.device, max_rows: int) -> LookUpRoom:
-    """For up to `max_rows` rows of a step; on a CPU there is nothing in it."""
+    """For up to `max_rows` rows of a launch; on a CPU there is nothing in it."""
     rows = max_rows if device.type == "cuda" else 0
     return LookUpRoom(
         torch.empty(rows * MOST_SPLITS, dtype=torch.int64, device=device),
@@ -61,7 +61,9 @@ def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRo
     if rows_B.is_cuda:
         from ridgeline.kernels.look_up_triton import look_up_triton
 
-        look_up_triton(rows_B, history, rule, room)
+        # Prompts that end in one step may be more rows than a captured step has.
+        for some_B in rows_B.split(len(room.arrivals_B)):
+            look_up_triton(some_B, history, rule, room)
     elif runs_native(rows_B):
         from ridgeline.kernels.cpu.look_up import look_up as native_look_up
 
