@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ridgeline.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -120,3 +122,31 @@ def without_guesses(resolved: ResolvedConfig) -> ResolvedConfig:
         num_guesses=None,
         max_checked_tokens=0,
     )
+
+
+def check_numbers(config: EngineConfig) -> None:
+    """What can be said of the numbers without a model or a device; ConfigError names the first that
+    is wrong."""
+    for name, low in (
+        ("max_model_len", 1),
+        ("num_blocks", 1),
+        ("kv_cache_memory_bytes", 1),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_num_mixed_tokens", 1),
+        ("threads", 1),
+        ("block_size", 1),
+    ):
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name} is {value}; it must be at least {low}")
+    if not 0 < config.memory_utilization <= 1:
+        raise ConfigError(
+            f"memory_utilization is {config.memory_utilization}; it must be in (0, 1]"
+        )
+    if config.max_in_flight not in (1, 2):
+        raise ConfigError(f"max_in_flight is {config.max_in_flight}; it must be 1 or 2")
+    if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
+        raise ConfigError("give num_blocks or kv_cache_memory_bytes, not both")
+    if config.warm_up not in ("auto", "off"):
+        raise ConfigError(f"unknown warm_up {config.warm_up!r}; choose auto or off")

@@ -16,7 +16,7 @@ from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored, unpacked_matrices
 from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.attention import INVARIANT
-from ridgeline.config import Decision, EngineConfig, ResolvedConfig
+from ridgeline.config import Decision, EngineConfig, ResolvedConfig, check_numbers
 from ridgeline.cost.chunk import SHARE, efficient_chunk
 from ridgeline.cost.draft_memory import DraftSetting
 from ridgeline.cost.memory import (
@@ -148,7 +148,7 @@ def _resolve(
 ) -> Resolved:
     """`resolve` for one configuration; its DoesNotFit names no changes. `no_guesses` says why there
     are none although they might have been decided on."""
-    _check_numbers(config)
+    _check_asked(config)
     decisions = _Decisions()
     kind = "cuda" if device.name.startswith("cuda") else "cpu"
     if config.device != device.name:
@@ -290,28 +290,8 @@ def longest_context(spec: ModelSpec) -> int:
     return longest
 
 
-def _check_numbers(config: EngineConfig) -> None:
-    for name, low in (
-        ("max_model_len", 1),
-        ("num_blocks", 1),
-        ("kv_cache_memory_bytes", 1),
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("max_num_mixed_tokens", 1),
-        ("threads", 1),
-        ("block_size", 1),
-    ):
-        value = getattr(config, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{name} is {value}; it must be at least {low}")
-    if not 0 < config.memory_utilization <= 1:
-        raise ConfigError(
-            f"memory_utilization is {config.memory_utilization}; it must be in (0, 1]"
-        )
-    if config.max_in_flight not in (1, 2):
-        raise ConfigError(f"max_in_flight is {config.max_in_flight}; it must be 1 or 2")
-    if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
-        raise ConfigError("give num_blocks or kv_cache_memory_bytes, not both")
+def _check_asked(config: EngineConfig) -> None:
+    check_numbers(config)
     if config.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"unknown policy {config.policy!r}; choose one of {known}")
@@ -323,8 +303,6 @@ def _check_numbers(config: EngineConfig) -> None:
         raise ConfigError(
             f"policy {config.policy} bounds steps by tpot_slo_ms; leave out max_num_mixed_tokens"
         )
-    if config.warm_up not in ("auto", "off"):
-        raise ConfigError(f"unknown warm_up {config.warm_up!r}; choose auto or off")
 
 
 def with_mixed_tokens(

@@ -62,7 +62,7 @@ def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRo
         from ridgeline.kernels.look_up_triton import look_up_triton
 
         # Prompts that end in one step may be more rows than a captured step has.
-        for some_B in rows_B.split(len(room.arrivals_B)):
+        for some_B in torch.split(rows_B, len(room.arrivals_B)):
             look_up_triton(some_B, history, rule, room)
     elif runs_native(rows_B):
         from ridgeline.kernels.cpu.look_up import look_up as native_look_up

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import uvicorn
 
 from ridgeline.clock import WallClock
+from ridgeline.config import check_numbers
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.log import say
 from ridgeline.server.app import make_app
@@ -40,9 +41,10 @@ logger = logging.getLogger(__name__)
 def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None) -> int:
     """Serve until told to stop; the exit code: 0 after a drain, 70 when the engine keeps dying.
 
-    `on_listening` gets the URL. Raises ConfigError when the server cannot start as asked: the
-    address, the keys, or (later) the model.
+    `on_listening` gets the URL. Raises ConfigError when the server cannot start as asked: a number,
+    the address, the keys, or (later) the model.
     """
+    check_numbers(config.engine)
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
     check_bind(
         config.host,

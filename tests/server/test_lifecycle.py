@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,15 @@ def test_a_taken_port(fake_model: Path, tmp_path: Path) -> None:
         )
         code, log = failed_start(config, tmp_path)
     assert (code, "choose another port" in log) == (2, True)
+
+
+def test_a_number_that_cannot_be(fake_model: Path, tmp_path: Path) -> None:
+    config = fake_config(fake_model)
+    code, log = failed_start(
+        replace(config, engine=replace(config.engine, max_num_seqs=0)), tmp_path
+    )
+    assert (code, "max_num_seqs is 0; it must be at least 1" in log) == (2, True)
+    assert "listening" not in log
 
 
 def test_the_network_without_a_key(fake_model: Path, tmp_path: Path) -> None:
