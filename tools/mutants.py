@@ -204,6 +204,48 @@ MUTANTS = (
         "is_plain, budget = not self.ledger.groups, step.budget",
     ),
     Mutant(
+        "guesses are checked where there is no block for them",
+        SCHEDULER,
+        "if end > row.num_roomy_tokens or num_draft >= step.budget:",
+        "if num_draft >= step.budget:",
+    ),
+    Mutant(
+        "guesses are checked beyond the budget",
+        SCHEDULER,
+        "if end > row.num_roomy_tokens or num_draft >= step.budget:",
+        "if end > row.num_roomy_tokens:",
+    ),
+    Mutant(
+        "checks of guesses do not count the budget",
+        SCHEDULER,
+        "step.budget -= num_draft + 1",
+        "pass",
+    ),
+    Mutant(
+        "checks of guesses are said to be decodes",
+        SCHEDULER,
+        "step.only_decodes &= not num_draft",
+        "pass",
+    ),
+    Mutant(
+        "checks of guesses pass over chunks of prompts",
+        SCHEDULER,
+        "if checks and len(tokens) == start + 1 and self._check_guesses(request, step):",
+        "if checks and self._check_guesses(request, step):",
+    ),
+    Mutant(
+        "results of guesses forget that a block is full",
+        RESULTS,
+        "if has_windows or done // size > row.num_published_blocks:",
+        "if has_windows:",
+    ),
+    Mutant(
+        "results of guesses forget what leaves a window",
+        RESULTS,
+        "if has_windows or done // size > row.num_published_blocks:",
+        "if done // size > row.num_published_blocks:",
+    ),
+    Mutant(
         "beams are taken for usual decodes",
         SCHEDULER,
         "is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget",

@@ -64,6 +64,7 @@ class ResultTaker:
         outputs: list[RequestOutput] = []
         sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.ledger.blocks
         size, edges, last_planned = blocks.block_size, blocks.edges, self.ledger.last_planned
+        has_windows = blocks.has_windows
         for flight in flights:
             entry, row, epoch = flight
             num_draft = entry.num_draft
@@ -85,22 +86,17 @@ class ResultTaker:
                             blocks.publish(row, last_planned)
                         outputs.append(RequestOutput(row.request_id, new))
                         continue
-                if first + num_new <= row.num_computable_tokens and row.stop_token_ids.isdisjoint(
-                    new
-                ):
+                done = row.num_done_tokens + num_new
+                if done < row.num_computable_tokens and row.stop_token_ids.isdisjoint(new):
                     row.token_ids[first : first + num_draft + 1] = new
                     row.num_computed_tokens -= num_draft + 1 - num_new
-                    row.num_done_tokens = first + num_new - 1
-                    row.draft_token_ids = drafts.get(row.request_id, ())
-                    blocks.publish(row, last_planned)
-                    num_right = num_new - 1
+                    row.num_done_tokens = done
+                    row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
+                    if has_windows or done // size > row.num_published_blocks:
+                        blocks.publish(row, last_planned)
+                    right, wrong = num_new - 1, num_draft - num_new + 1
                     outputs.append(
-                        RequestOutput(
-                            row.request_id,
-                            new,
-                            num_accepted=num_right,
-                            num_rejected=num_draft - num_right,
-                        )
+                        RequestOutput(row.request_id, new, None, (), (), 0, None, (), right, wrong)
                     )
                     continue
             if (output := self.take(flight, result)) is not None:

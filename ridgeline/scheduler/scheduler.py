@@ -232,8 +232,9 @@ class Scheduler:
         self.ledger.retire(plan.step_id)
         if self.guesses is not None:
             self.guesses.observe(result.checked)
+        num_changes = self.ledger.num_changes
         outputs = self._results.take_all(flights, result)
-        if self.guesses is not None:
+        if self.guesses is not None and self.ledger.num_changes != num_changes:
             for output in outputs:
                 if output.finish_reason is not None:
                     self.guesses.forget(output.request_id)
@@ -283,6 +284,7 @@ class Scheduler:
         chunks: list[Request] = []
         step.num_guesses = self._num_guesses(step.now)
         is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget
+        checks = step.num_guesses > 0 and not self.ledger.groups and not self._policy_limits_drafts
         scheduled, flights, no_blocks = step.scheduled, step.flights, self.blocks.no_blocks
         for _, _, request in self.running.in_order(step.now):
             if step.budget <= 0:
@@ -297,6 +299,8 @@ class Scheduler:
                 flights.append((entry, request, request.epoch))
                 step.budget -= 1
                 continue
+            if checks and len(tokens) == start + 1 and self._check_guesses(request, step):
+                continue
             if request.sampling.beam_width > 1:
                 chunks += self._continue_beams(request, step)
             elif len(request.token_ids) - request.num_computed_tokens > 1:
@@ -309,6 +313,25 @@ class Scheduler:
             if step.budget <= 0:
                 return
             self._continue(row, step)
+
+    def _check_guesses(self, row: Request, step: _Step) -> bool:
+        """What `_continue` does, for a decode whose guesses need no block, as most do not. False:
+        it does need one, or is in any other way special."""
+        num_draft = self._num_wanted(row, step) if row.has_drafts else 0
+        start = row.num_computed_tokens
+        end = start + num_draft + 1
+        if end > row.num_roomy_tokens or num_draft >= step.budget:
+            return False
+        no_blocks = self.blocks.no_blocks
+        entry = ScheduledRequest(row.request_id, start, num_draft + 1, no_blocks, True, num_draft)
+        row.num_computed_tokens = end
+        row.token_ids.extend([UNKNOWN_TOKEN] * (num_draft + 1))
+        row.has_drafts = True
+        step.only_decodes &= not num_draft
+        step.scheduled.append(entry)
+        step.flights.append((entry, row, row.epoch))
+        step.budget -= num_draft + 1
+        return True
 
     def _num_guesses(self, now: float) -> int:
         """Of each row of this step, at most. A step that reads prompts checks none: its rows wait
@@ -358,18 +381,23 @@ class Scheduler:
         room = min(step.budget, row.num_computable_tokens - row.num_computed_tokens)
         if self.ledger.groups and (group := self.ledger.group_of(row)) is not None:
             room = min(room, group.limit(row) - row.num_computed_tokens)
-        if pending != 1 or not row.has_drafts:
+        if pending != 1 or not row.has_drafts or not step.num_guesses:
             return min(pending, room), 0
-        known = self.finds_guesses and row.token_ids[-1] != UNKNOWN_TOKEN
-        most = len(row.draft_token_ids) if known else self.num_drafts
-        most = min(most, step.num_guesses)
+        most = self._num_wanted(row, step)
+        num_draft = max(0, min(most, room - 1))
+        return min(1 + num_draft, room), num_draft
+
+    def _num_wanted(self, row: Request, step: _Step) -> int:
+        """Guesses of this row that are worth a check, as far as there are any."""
+        most = step.num_guesses
+        if self.finds_guesses and row.token_ids[-1] != UNKNOWN_TOKEN:
+            most = min(most, len(row.draft_token_ids))
         if self.guesses is not None:
             most = self.guesses.limit(row, most)
         if self._policy_limits_drafts:
             wanted = self.policy.num_drafts(row, step.shape)
-            most = most if wanted is None else min(most, wanted)
-        num_draft = max(0, min(most, room - 1))
-        return min(1 + num_draft, room), num_draft
+            most = most if wanted is None else max(0, min(most, wanted))
+        return most
 
     def _compute(self, row: Request, num_tokens: int, num_draft: int, step: _Step) -> bool:
         """Find room and plan it. False: there is none this time."""

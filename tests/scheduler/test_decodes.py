@@ -1,13 +1,17 @@
-"""Steps of decodes take a shorter way: do they say and do what the long one would?"""
+"""Decodes and checks of guesses take a shorter way: do they say and do what the long one would?"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 
-from ridgeline.request import Request
-from ridgeline.step import Decodes, ScheduledRequest, StepPlan
+from ridgeline.request import Request, RequestOutput
+from ridgeline.scheduler.results import Flight, ResultTaker
+from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.step import Decodes, ScheduledRequest, StepPlan, StepResult
 from tests.fake_device import FakeFuture
 from tests.scheduler.rig import Rig, make_request
 from tests.simulated_world import World
@@ -43,6 +47,80 @@ def test_columns_say_what_the_rows_say(seed: int) -> None:
     world.engine.executor = Reader()
     world.run(120)
     assert seen
+
+
+class Choosy:
+    """Another number of guesses in each step, often none, and never any of some rows."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        return self._random.choice([0, 0, 1, 2, 9])
+
+    def limit(self, request: Request, k: int) -> int:
+        return 0 if request.order % 3 == 0 else k
+
+    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+def seen_with_guesses(seed: int) -> tuple[list[StepPlan], list[RequestOutput]]:
+    """What a world plans and delivers whose number of guesses changes from step to step."""
+    world = World(seed)
+    world.scheduler.guesses = Choosy(seed)
+    plans: list[StepPlan] = []
+    outputs: list[RequestOutput] = []
+    submit, tell = world.engine.executor.submit, world.on_output
+
+    class Reader:
+        num_blocks, block_size = world.device.num_blocks, world.device.block_size
+
+        def submit(self, plan: StepPlan) -> FakeFuture:
+            plans.append(plan)
+            assert plan.decodes == what_it_says(plan), f"seed {seed}"
+            return submit(plan)  # type: ignore[return-value]
+
+    def on_output(output: RequestOutput, now: float) -> None:
+        outputs.append(output)
+        tell(output, now)
+
+    world.engine.executor = Reader()
+    world.on_output = on_output  # type: ignore[method-assign]
+    world.run(150)
+    return plans, outputs
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_guesses_are_planned_and_taken_as_the_long_way(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, outputs = seen_with_guesses(seed)
+
+    def take_each(
+        taker: ResultTaker, flights: Sequence[Flight], result: StepResult
+    ) -> list[RequestOutput]:
+        return [output for flown in flights if (output := taker.take(flown, result)) is not None]
+
+    monkeypatch.setattr(Scheduler, "_check_guesses", lambda scheduler, row, step: False)
+    monkeypatch.setattr(ResultTaker, "_take_guessed", take_each)
+    long_plans, long_outputs = seen_with_guesses(seed)
+    assert plans == long_plans
+    assert outputs == long_outputs
+
+
+def test_worlds_guess_between_steps_that_do_not() -> None:
+    turns = guessing = 0
+    for seed in range(20):
+        before = False
+        for plan in seen_with_guesses(seed)[0]:
+            guesses = any(entry.num_draft for entry in plan.scheduled)
+            guessing += guesses
+            turns += before is not guesses
+            before = guesses
+    assert guessing > 100
+    assert turns > 100
 
 
 def test_a_copy_of_a_plan_is_asked_anew() -> None:
