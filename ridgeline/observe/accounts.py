@@ -114,6 +114,8 @@ class Accounts:
         error: str | None,
         now: float,
     ) -> None:
+        if self._steady is not None and self._steady.gives(plan, outputs):
+            return
         for output in outputs:
             account = self.live.get(output.request_id)
             if account is None:
@@ -190,15 +192,17 @@ class Accounts:
 
 @dataclass(slots=True)
 class _Steady:
-    """Steps in which the same requests, all of them, decode one token each: what is the same for
-    all is added up once for each step, and not once for each request and step."""
+    """Steps in which the same requests, all of them, decode one token each, or that and guesses:
+    what is the same for all is added up once for each step, and not once for each request and
+    step."""
 
     names: tuple[str, ...]
     accounts: list[Account]
     until: float
     decode_s: float = 0.0
     host_s: float = 0.0
-    num_steps: int = 0
+    num_collected: int = 0  # of one token each, not yet among those of their accounts
+    last: StepPlan | None = None
 
     @classmethod
     def of(cls, step: PricedStep, live: Mapping[str, Account]) -> _Steady | None:
@@ -206,10 +210,12 @@ class _Steady:
         accounts = []
         for entry in step.plan.scheduled:
             account = live.get(entry.request_id)
-            if account is None or account.until != step.ended or entry.num_draft:
+            if account is None or account.until != step.ended:
                 return None
-            end = entry.start + 1
-            if account.num_done != end or end < account.num_prompt_tokens:
+            end = entry.start + entry.num_tokens - entry.num_draft
+            if end < account.num_prompt_tokens:
+                return None
+            if account.num_preemptions and end < account.num_done:
                 return None
             accounts.append(account)
         names = tuple([entry.request_id for entry in step.plan.scheduled])
@@ -217,30 +223,43 @@ class _Steady:
 
     def takes(self, step: PricedStep) -> bool:
         """Add this step, if it is one more of the same kind."""
-        if step.prompts or step.plan.preempted or _single_rows(step.plan) != self.names:
+        if step.prompts or step.plan.preempted or _decoding_rows(step) != self.names:
             return False
         self.host_s += step.began - self.until
         self.decode_s += step.ended - step.began
         self.until = step.ended
-        self.num_steps += 1
+        self.last = step.plan
+        return True
+
+    def gives(self, plan: StepPlan, outputs: Sequence[RequestOutput]) -> bool:
+        """Count the outputs of the latest step, if it has one token for each and nobody ends."""
+        if plan is not self.last or plan.decodes is None or len(outputs) != len(self.names):
+            return False
+        for output in outputs:
+            if output.finish_reason is not None:
+                return False
+        self.num_collected += 1
         return True
 
     def settle(self) -> None:
-        if not self.num_steps:
+        if self.last is None:
             return
-        for account in self.accounts:
+        for account, entry in zip(self.accounts, self.last.scheduled, strict=True):
             account.parts.decode += self.decode_s
             account.parts.host += self.host_s
             account.until = self.until
-            account.num_done += self.num_steps
+            end = entry.start + entry.num_tokens - entry.num_draft
+            account.num_done = max(account.num_done, end)
+            account.num_output_tokens += self.num_collected
 
 
-def _single_rows(plan: StepPlan) -> tuple[str, ...] | None:
-    """The rows of a plan that gives each one token; None for any other."""
+def _decoding_rows(step: PricedStep) -> tuple[str, ...] | None:
+    """The rows of a step that gives each one token, or that and guesses; None for any other."""
+    plan = step.plan
     if plan.decodes is not None:
         return plan.decodes.row_ids
     rows = plan.scheduled
-    if sum([entry.num_tokens for entry in rows]) != len(rows):
+    if not step.checks and sum([entry.num_tokens for entry in rows]) != len(rows):
         return None
     return tuple([entry.request_id for entry in rows])
 

@@ -9,10 +9,11 @@ take over their price.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ridgeline.formats import MAX_GUESSES
-from ridgeline.step import ScheduledRequest, StepPlan, StepResult
+from ridgeline.step import StepPlan, StepResult
 
 ENOUGH_STEPS = 16  # without guesses, to say what such steps take over their price
 
@@ -63,24 +64,26 @@ class GuessTotals:
     def count_result(self, plan: StepPlan, result: StepResult, plain_s: float) -> None:
         """A step was taken in; without guesses it would have cost `plain_s`, and given one token
         to each row."""
+        get = result.token_ids.get
+        kinds = Counter([(e.num_draft, len(get(e.request_id, ()))) for e in plan.scheduled])
         num_rows = num_tokens = 0
-        for entry in plan.scheduled:
-            got = len(result.token_ids.get(entry.request_id, ()))
+        for (num_guesses, got), count in kinds.items():
             if got:
-                num_rows += 1
-                num_tokens += got
-                self._count_row(entry, got)
+                num_rows += count
+                num_tokens += count * got
+                self._count_rows(num_guesses, got, count)
         self.num_rows += num_rows
         self.num_tokens += num_tokens
         if num_rows:
             self.plain_s += plain_s * num_tokens / num_rows
 
-    def _count_row(self, entry: ScheduledRequest, got: int) -> None:
-        self.num_guesses += entry.num_draft
-        self.num_accepted += got - 1
-        for position in range(min(got, entry.num_draft, MAX_GUESSES)):
-            self.num_looked[position] += 1
-            self.num_right[position] += position < got - 1
+    def _count_rows(self, num_guesses: int, got: int, count: int) -> None:
+        """`count` rows with so many guesses got so many tokens each."""
+        self.num_guesses += count * num_guesses
+        self.num_accepted += count * (got - 1)
+        for position in range(min(got, num_guesses, MAX_GUESSES)):
+            self.num_looked[position] += count
+            self.num_right[position] += count * (position < got - 1)
 
 
 @dataclass(frozen=True, slots=True)

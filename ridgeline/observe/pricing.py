@@ -15,11 +15,11 @@ from typing import Protocol
 from ridgeline.errors import RequestFault
 from ridgeline.observe.guesses import GuessTotals
 from ridgeline.request import Request, RequestOutput, record
+from ridgeline.scheduler.policies.step_times import CheckSize, check_size
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "check", "prefill", "mixed")
 
-SAME_CONTEXT = 32  # tokens: reading so many more is a small part of any step
 MAX_CHECKS = 1024  # prices that are remembered
 
 
@@ -160,7 +160,7 @@ class Pricing:
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
         self._draft_price = draft_price
-        self._checks: dict[tuple[tuple[int, int], ...], _CheckPrice] = {}
+        self._checks: dict[CheckSize, _CheckPrice] = {}
         self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
         self._in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
@@ -218,9 +218,8 @@ class Pricing:
 
     def _priced_check(self, plan: StepPlan, num_logits: int, now: float) -> _InFlight:
         """Of a step in which each row computes its newest token and guesses. One costs what the
-        last one of these sizes did, as long as no context has grown much."""
-        rows = plan.scheduled
-        key = tuple([(entry.num_tokens, entry.start // SAME_CONTEXT) for entry in rows])
+        last one of this size did."""
+        key = check_size(plan)
         found = self._checks.get(key)
         if found is None:
             if len(self._checks) >= MAX_CHECKS:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ridgeline.clock import Clock
 from ridgeline.engine import Engine
-from ridgeline.observe.accounts import PARTS, Account, Accounts, Parts
+from ridgeline.observe.accounts import PARTS, Account, Accounts, Parts, _Steady
 from ridgeline.observe.event_log import Added, EventLog, read_event_log
 from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
 from ridgeline.request import Request, SamplingParams
@@ -81,6 +82,27 @@ def test_the_worlds_have_every_kind_of_time(tmp_path: Path) -> None:
         for account in accounts.finished:
             whole.add(account.parts)
     assert min(getattr(whole, name) for name in PARTS) > 0.0
+
+
+@pytest.mark.parametrize("in_submit", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_that_are_alike_are_put_down_as_each_by_itself(
+    seed: int, in_submit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of plain steps, and of such with guesses: those two in turns, too."""
+    _, quick = ticking_world(seed, tmp_path / "quick", in_submit=in_submit)
+    monkeypatch.setattr(_Steady, "of", lambda step, live: None)
+    _, each = ticking_world(seed, tmp_path / "each", in_submit=in_submit)
+    for one, other in zip(quick.finished, each.finished, strict=True):
+        assert one.num_output_tokens == other.num_output_tokens
+        assert (one.request_id, one.end) == (other.request_id, other.end)
+        assert (one.first_token, one.until) == (other.first_token, other.until)
+        if not one.num_preemptions:
+            assert asdict(one.parts) == pytest.approx(asdict(other.parts))
+            continue
+        # Where a lost answer ended is known but for guesses that were in flight.
+        for name in ("queue", "others_prefill", "host", "total"):
+            assert getattr(one.parts, name) == pytest.approx(getattr(other.parts, name))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -32,6 +32,20 @@ class DecodesPricer(Protocol):
     def decodes_seconds(self, contexts: tuple[int, ...]) -> float: ...
 
 
+CheckSize = tuple[int, int, int, int, int, int]
+
+
+def check_size(plan: StepPlan) -> CheckSize:
+    """What the price of a step of guesses follows from, nearly: rows, and those of them without a
+    guess; tokens of all and of the largest; the mean context and the longest. Row by row one would
+    hardly ever be like another: contexts of many rows grow out of step."""
+    rows = plan.scheduled
+    num_new, starts = [row.num_tokens for row in rows], [row.start for row in rows]
+    mean, longest = sum(starts) // len(rows), max(starts)
+    sizes = len(rows), num_new.count(1), sum(num_new), max(num_new)
+    return (*sizes, mean // SAME_CONTEXT, longest // SAME_CONTEXT)
+
+
 class LearnedPricer:
     """Prices corrected by this engine's own steps: seconds = scale * price + host_s.
 
@@ -45,7 +59,7 @@ class LearnedPricer:
         self.scale = 1.0
         self.host_s = 0.0
         self.num_steps = 0
-        self._prices: dict[tuple[tuple[int, int], ...], float] = {}  # of steps of guesses
+        self._prices: dict[CheckSize, float] = {}  # of steps of guesses
         # Decayed sums over steps of price p and time t: 1, p/t, 1/t, 1/p, 1/(p t)
         self._n = self._p_t = self._1_t = self._1_p = self._1_pt = 0.0
 
@@ -63,7 +77,7 @@ class LearnedPricer:
             return self._decodes(plan.decodes.starts)
         if not any(row.num_draft for row in plan.scheduled):
             return self.pricer.seconds(plan.shape)
-        key = tuple([(row.num_tokens, row.start // SAME_CONTEXT) for row in plan.scheduled])
+        key = check_size(plan)
         found = self._prices.get(key)
         if found is None:
             if len(self._prices) >= MAX_PRICES:

@@ -77,3 +77,52 @@ def test_first_steps_and_steps_without_time_teach_nothing() -> None:
     for _ in range(50):
         learned.on_priced(Ran(shape, 0.0))
     assert learned.seconds(shape) == PRICER.seconds(shape)
+
+
+class Counting:
+    """Counts how often it is asked."""
+
+    num_asked = 0
+
+    def seconds(self, shape: StepShape) -> float:
+        self.num_asked += 1
+        return PRICER.seconds(shape)
+
+
+def checks(contexts: list[int], num_guesses: int) -> StepPlan:
+    rows = [
+        ScheduledRequest(str(row), start, num_guesses + 1, (), samples=True, num_draft=num_guesses)
+        for row, start in enumerate(contexts)
+    ]
+    return StepPlan(1, tuple(rows))
+
+
+def test_checks_of_many_rows_are_priced_once_in_a_while() -> None:
+    """Although at each step one of them is at a round number."""
+    pricer = Counting()
+    learned = LearnedPricer(pricer)
+    for step in range(64):
+        learned.on_priced(Planned(checks([100 + 7 * row + step for row in range(64)], 2)))
+    assert learned.num_steps == 64
+    assert pricer.num_asked <= 6
+
+
+@pytest.mark.parametrize(
+    ("contexts", "num_guesses"),
+    [([100] * 7, 2), ([100] * 8, 3), ([1000] * 8, 2), ([100] * 7 + [500], 2)],
+)
+def test_checks_of_another_size_have_another_price(contexts: list[int], num_guesses: int) -> None:
+    pricer = Counting()
+    learned = LearnedPricer(pricer)
+    for plan in (checks([100] * 8, 2), checks(contexts, num_guesses)):
+        learned.on_priced(Planned(plan))
+    assert pricer.num_asked == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step with this plan."""
+
+    plan: StepPlan
+    seconds: float = 0.1
+    host_s: float = 0.0
