@@ -52,16 +52,18 @@ class Answers:
             answers = answers.tolist()
         token_ids, drafts, checked = result.token_ids, result.draft_token_ids, result.checked
         for name, limit, answer in zip(names, self.limits, answers, strict=True):
-            num, found, is_right = answer[:BEFORE_IDS]
+            num = answer[0]
             if not num:
                 continue
             token_ids[name] = tuple(answer[BEFORE_IDS : BEFORE_IDS + num])
             if not always:
                 drafts[name] = UNKNOWN[answer[-1]]
-            if num_counted := min(limit, found):
-                checked[name] = (min(num_counted, num), num - 1)
+            found = answer[1]
+            looked = limit if limit < found else found
+            if looked:
+                checked[name] = (looked if looked < num else num, num - 1)
             elif not always:
-                checked[name] = (1, is_right) if found else (0, 0)
+                checked[name] = (1, answer[2]) if found else (0, 0)
 
 
 @dataclass(slots=True)

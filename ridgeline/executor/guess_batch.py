@@ -92,28 +92,32 @@ class GuessBatchBuilder(BatchBuilder):
         """As `build`. Guesses that are left aside count as wrong ones."""
         if plan.decodes is not None and len(plan.decodes.starts) <= self._graphs.buckets[-1]:
             return self._plain_batch(plan, plan.decodes)
-        scheduled = plan.scheduled
+        scheduled, get, no_blocks = plan.scheduled, self._rows.get, None
         rows: list[Row] = []
         is_decode = len(scheduled) <= self._graphs.buckets[-1]
         extended: list[int] = []
-        num_guesses = 0
-        for place, entry in enumerate(scheduled):
-            row = self._rows.get(entry.request_id)
+        drafts: list[int] = []
+        for entry in scheduled:  # kept tight, as each step with guesses runs through it
+            row = get(entry.request_id)
             if row is None:
                 raise RowMissing(entry.request_id)
-            if any(entry.new_block_ids):
-                if row.slot not in self._rows.dirty:
-                    extended.append(place)
-                self._rows.append_blocks(row, entry.new_block_ids)
-            end = entry.start + entry.num_tokens
-            if entry.num_tokens <= entry.num_draft or end > row.num_slots:
+            blocks = entry.new_block_ids
+            if blocks is not no_blocks:
+                if any(blocks):
+                    if row.slot not in self._rows.dirty:
+                        extended.append(len(rows))
+                    self._rows.append_blocks(row, blocks)
+                else:
+                    no_blocks = blocks  # the same object for most rows
+            num_tokens, num_draft = entry.num_tokens, entry.num_draft
+            if num_tokens <= num_draft or entry.start + num_tokens > row.num_slots:
                 _refuse(entry, row)
-            if not entry.samples or entry.num_tokens - entry.num_draft != 1:
+            if num_tokens - num_draft != 1 or not entry.samples:
                 is_decode = False
-            num_guesses = max(num_guesses, entry.num_draft)
+            drafts.append(num_draft)
             rows.append(row)
         if is_decode:
-            return self._guess_batch(scheduled, rows, extended, num_guesses)
+            return self._guess_batch(scheduled, rows, extended, drafts)
         return self._other_batch(scheduled, rows)
 
     def _plain_batch(self, plan: StepPlan, decodes: Decodes) -> GuessBatch:
@@ -148,12 +152,12 @@ class GuessBatchBuilder(BatchBuilder):
         scheduled: Sequence[ScheduledRequest],
         rows: list[Row],
         extended: list[int],
-        num_guesses: int,
+        drafts: list[int],
     ) -> GuessBatch:
-        num = len(rows)
-        k = min(num_guesses, self._graphs.most_guesses(num))
+        num, wanted = len(rows), max(drafts)
+        k = min(wanted, self._graphs.most_guesses(num))
         kept = self._guess_rows_of(rows)
-        limits = [min(entry.num_draft, k) for entry in scheduled] if k else [0] * num
+        limits = drafts if k == wanted else [min(num_draft, k) for num_draft in drafts]
         if limits != kept.limits:
             kept.sent_XB[1, :num] = kept.limits = limits
         if extended or kept.has_blocks:
