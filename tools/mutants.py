@@ -206,14 +206,38 @@ MUTANTS = (
     Mutant(
         "guesses are checked where there is no block for them",
         SCHEDULER,
-        "if end > row.num_roomy_tokens or num_draft >= step.budget:",
-        "if num_draft >= step.budget:",
+        "if end > row.num_roomy_tokens:",
+        "if False:",
     ),
     Mutant(
         "guesses are checked beyond the budget",
         SCHEDULER,
-        "if end > row.num_roomy_tokens or num_draft >= step.budget:",
-        "if end > row.num_roomy_tokens:",
+        "if num_draft >= step.budget:",
+        "if False:",
+    ),
+    Mutant(
+        "one block is said to be room for any guesses",
+        BLOCKS,
+        "and end <= min(room + self.block_size, request.num_computable_tokens)",
+        "",
+    ),
+    Mutant(
+        "a block is opened behind one that is not its own",
+        BLOCKS,
+        "request.num_roomy_tokens == room >= request.num_computed_tokens",
+        "room >= request.num_computed_tokens",
+    ),
+    Mutant(
+        "takes a block that is not there",
+        BLOCKS,
+        "            and len(self._free) >= len(self.windows)\n",
+        "",
+    ),
+    Mutant(
+        "columns do not say which decodes are given blocks",
+        SCHEDULER,
+        "step.opened.append(len(step.scheduled))\n        entry",
+        "pass\n        entry",
     ),
     Mutant(
         "checks of guesses do not count the budget",
@@ -230,8 +254,20 @@ MUTANTS = (
     Mutant(
         "checks of guesses pass over chunks of prompts",
         SCHEDULER,
-        "if checks and len(tokens) == start + 1 and self._check_guesses(request, step):",
-        "if checks and self._check_guesses(request, step):",
+        "if is_usual and len(tokens) == start + 1 and self._decode(request, step):",
+        "if is_usual and self._decode(request, step):",
+    ),
+    Mutant(
+        "usual results stand where no guess was wrong",
+        RESULTS,
+        "end = row.num_done_tokens + 1  #",
+        "end = entry.start + 1  #",
+    ),
+    Mutant(
+        "guesses that a usual step has found are left aside",
+        RESULTS,
+        "if self._may_draft and (result.draft_token_ids or not only_decodes):",
+        "if self._may_draft and not only_decodes:",
     ),
     Mutant(
         "results of guesses forget that a block is full",

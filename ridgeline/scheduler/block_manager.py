@@ -300,6 +300,16 @@ class BlockManager:
             mine.extend(more)
         return new, copies
 
+    def can_extend_by_one(self, request: Request, end: int) -> bool:
+        """Does one more block in each of its tables, which are full, make room for its tokens up to
+        `end`, and are there as many?"""
+        room = len(request.block_ids[0]) * self.block_size
+        return (
+            request.num_roomy_tokens == room >= request.num_computed_tokens
+            and end <= min(room + self.block_size, request.num_computable_tokens)
+            and len(self._free) >= len(self.windows)
+        )
+
     def extend_by_one(self, request: Request) -> BlockTables:
         """One more block in each of its tables, which are full; as many must be free."""
         self._note_room(request, len(request.block_ids[0]) * self.block_size + 1)

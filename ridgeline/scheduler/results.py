@@ -19,13 +19,15 @@ class ResultTaker:
         self.num_late = 0  # of rows that had been closed
         self._may_draft = may_draft
 
-    def take_all(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
-        """What one step gave, in the order of its rows."""
+    def take_all(
+        self, flights: Sequence[Flight], result: StepResult, *, only_decodes: bool
+    ) -> list[RequestOutput]:
+        """What one step gave, in the order of its rows. `only_decodes`: nothing was a guess."""
         special = self.ledger.groups or result.faults or result.logprobs or result.prompt_logprobs
         if special or (result.draft_token_ids and not self._may_draft):
             take = self.take
             return [output for flown in flights if (output := take(flown, result)) is not None]
-        if self._may_draft:
+        if self._may_draft and (result.draft_token_ids or not only_decodes):
             return self._take_guessed(flights, result)
         return self._take_plain(flights, result)
 
@@ -37,7 +39,7 @@ class ResultTaker:
         size, edges = blocks.block_size, blocks.edges
         for flight in flights:
             entry, row, epoch = flight
-            end = entry.start + 1
+            end = row.num_done_tokens + 1  # with guesses in flight, before that of the plan
             if (
                 row.epoch == epoch
                 and row.has_output

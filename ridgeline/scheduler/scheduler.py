@@ -233,7 +233,8 @@ class Scheduler:
         if self.guesses is not None:
             self.guesses.observe(result.checked)
         num_changes = self.ledger.num_changes
-        outputs = self._results.take_all(flights, result)
+        only_decodes = plan.decodes is not None
+        outputs = self._results.take_all(flights, result, only_decodes=only_decodes)
         if self.guesses is not None and self.ledger.num_changes != num_changes:
             for output in outputs:
                 if output.finish_reason is not None:
@@ -284,7 +285,7 @@ class Scheduler:
         chunks: list[Request] = []
         step.num_guesses = self._num_guesses(step.now)
         is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget
-        checks = step.num_guesses > 0 and not self.ledger.groups and not self._policy_limits_drafts
+        is_usual = not self.ledger.groups and not (step.num_guesses and self._policy_limits_drafts)
         scheduled, flights, no_blocks = step.scheduled, step.flights, self.blocks.no_blocks
         for _, _, request in self.running.in_order(step.now):
             if step.budget <= 0:
@@ -299,7 +300,7 @@ class Scheduler:
                 flights.append((entry, request, request.epoch))
                 step.budget -= 1
                 continue
-            if checks and len(tokens) == start + 1 and self._check_guesses(request, step):
+            if is_usual and len(tokens) == start + 1 and self._decode(request, step):
                 continue
             if request.sampling.beam_width > 1:
                 chunks += self._continue_beams(request, step)
@@ -314,19 +315,27 @@ class Scheduler:
                 return
             self._continue(row, step)
 
-    def _check_guesses(self, row: Request, step: _Step) -> bool:
-        """What `_continue` does, for a decode whose guesses need no block, as most do not. False:
-        it does need one, or is in any other way special."""
-        num_draft = self._num_wanted(row, step) if row.has_drafts else 0
-        start = row.num_computed_tokens
+    def _decode(self, row: Request, step: _Step) -> bool:
+        """What `_continue` does, for a decode, with its guesses or without, that has room in its
+        last block or fills it. False: it is in any other way special."""
+        checks = step.num_guesses and row.has_drafts
+        num_draft = self._num_wanted(row, step) if checks else 0
+        start, blocks = row.num_computed_tokens, self.blocks
         end = start + num_draft + 1
-        if end > row.num_roomy_tokens or num_draft >= step.budget:
+        if num_draft >= step.budget:
             return False
-        no_blocks = self.blocks.no_blocks
-        entry = ScheduledRequest(row.request_id, start, num_draft + 1, no_blocks, True, num_draft)
+        new_block_ids = blocks.no_blocks
+        if end > row.num_roomy_tokens:
+            if not blocks.can_extend_by_one(row, end):
+                return False
+            new_block_ids = blocks.extend_by_one(row)
+            step.opened.append(len(step.scheduled))
+        entry = ScheduledRequest(
+            row.request_id, start, num_draft + 1, new_block_ids, True, num_draft
+        )
         row.num_computed_tokens = end
         row.token_ids.extend([UNKNOWN_TOKEN] * (num_draft + 1))
-        row.has_drafts = True
+        row.has_drafts = self.num_drafts > 0
         step.only_decodes &= not num_draft
         step.scheduled.append(entry)
         step.flights.append((entry, row, row.epoch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.results import Flight, ResultTaker
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import Decodes, ScheduledRequest, StepPlan, StepResult
+from ridgeline.step import Decodes, ScheduledRequest, StepFuture, StepPlan, StepResult
 from tests.fake_device import FakeFuture
 from tests.scheduler.rig import Rig, make_request
 from tests.simulated_world import World
@@ -66,10 +66,21 @@ class Choosy:
     def forget(self, request_id: str) -> None: ...
 
 
-def seen_with_guesses(seed: int) -> tuple[list[StepPlan], list[RequestOutput]]:
-    """What a world plans and delivers whose number of guesses changes from step to step."""
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """Says nothing of guesses to come, as a draft model does."""
+
+    future: FakeFuture
+
+    def result(self) -> StepResult:
+        return replace(self.future.result(), draft_token_ids={})
+
+
+def seen_with_guesses(seed: int, *, finds: bool) -> tuple[list[StepPlan], list[RequestOutput]]:
+    """What a world plans and delivers whose number of guesses changes from step to step. `finds`:
+    results say how many there are."""
     world = World(seed)
-    world.scheduler.guesses = Choosy(seed)
+    world.scheduler.guesses, world.scheduler.finds_guesses = Choosy(seed), finds
     plans: list[StepPlan] = []
     outputs: list[RequestOutput] = []
     submit, tell = world.engine.executor.submit, world.on_output
@@ -77,10 +88,11 @@ def seen_with_guesses(seed: int) -> tuple[list[StepPlan], list[RequestOutput]]:
     class Reader:
         num_blocks, block_size = world.device.num_blocks, world.device.block_size
 
-        def submit(self, plan: StepPlan) -> FakeFuture:
+        def submit(self, plan: StepPlan) -> StepFuture:
             plans.append(plan)
             assert plan.decodes == what_it_says(plan), f"seed {seed}"
-            return submit(plan)  # type: ignore[return-value]
+            future = submit(plan)
+            return future if finds else Silent(future)  # type: ignore[arg-type]
 
     def on_output(output: RequestOutput, now: float) -> None:
         outputs.append(output)
@@ -92,20 +104,21 @@ def seen_with_guesses(seed: int) -> tuple[list[StepPlan], list[RequestOutput]]:
     return plans, outputs
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("finds", [True, False], ids=["looked_up", "of_a_model"])
+@pytest.mark.parametrize("seed", range(40))
 def test_guesses_are_planned_and_taken_as_the_long_way(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, finds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans, outputs = seen_with_guesses(seed)
+    plans, outputs = seen_with_guesses(seed, finds=finds)
 
     def take_each(
-        taker: ResultTaker, flights: Sequence[Flight], result: StepResult
+        taker: ResultTaker, flights: Sequence[Flight], result: StepResult, *, only_decodes: bool
     ) -> list[RequestOutput]:
         return [output for flown in flights if (output := taker.take(flown, result)) is not None]
 
-    monkeypatch.setattr(Scheduler, "_check_guesses", lambda scheduler, row, step: False)
-    monkeypatch.setattr(ResultTaker, "_take_guessed", take_each)
-    long_plans, long_outputs = seen_with_guesses(seed)
+    monkeypatch.setattr(Scheduler, "_decode", lambda scheduler, row, step: False)
+    monkeypatch.setattr(ResultTaker, "take_all", take_each)
+    long_plans, long_outputs = seen_with_guesses(seed, finds=finds)
     assert plans == long_plans
     assert outputs == long_outputs
 
@@ -114,7 +127,7 @@ def test_worlds_guess_between_steps_that_do_not() -> None:
     turns = guessing = 0
     for seed in range(20):
         before = False
-        for plan in seen_with_guesses(seed)[0]:
+        for plan in seen_with_guesses(seed, finds=seed % 2 == 0)[0]:
             guesses = any(entry.num_draft for entry in plan.scheduled)
             guessing += guesses
             turns += before is not guesses
