@@ -93,6 +93,7 @@ def guess_chooser(
         max_checked_tokens=resolved.max_checked_tokens,
         num_guesses=resolved.num_guesses,
         looks_ahead=asked.line.looks_ahead,
+        has_cache=asked.line.has_cache,
     )
 
 

@@ -147,6 +147,7 @@ class DraftMethodLine:
     in draft:MODEL ("": nothing). `acceptance` is taken for the chance of a guess, if all before it
     were right, until some were checked. `looks_ahead`: guesses are looked up in a row's own tokens
     and cost no pass of a model, so that what was found is measured even while nothing is checked.
+    `has_cache`: it keeps keys and values of its own, which miss what it was not asked about.
     `is_served` is False for what only measures the engine: its tokens are no model's."""
 
     where: str
@@ -155,6 +156,7 @@ class DraftMethodLine:
     words: str
     looks_ahead: bool = False
     is_served: bool = True
+    has_cache: bool = False
 
 
 MODEL, LAYERS, RATE = "MODEL", "N", "RATE"  # kinds of arguments
@@ -176,7 +178,11 @@ DRAFT_METHODS: dict[str, DraftMethodLine] = {
         "what the model's own first layers say",
     ),
     "draft": DraftMethodLine(
-        "ridgeline.speculation.draft_model:DraftModel", MODEL, 0.7, "what a smaller model says"
+        "ridgeline.speculation.draft_model:DraftModel",
+        MODEL,
+        0.7,
+        "what a smaller model says",
+        has_cache=True,
     ),
     "synthetic": DraftMethodLine(
         "ridgeline.speculation.synthetic:Synthetic",

@@ -23,7 +23,9 @@ LEARNED = 1 / 8  # of the last step in what is known of its like
 FORGOTTEN_AFTER = 4096  # steps: then it is tried anew
 UNTRIED = 0.9  # of what is expected of steps that have not run yet
 OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it ran
-RESTED_AFTER = 32  # steps: then it is taken to have become slower or faster as those that run have
+SETTLED_AFTER = 32  # steps of its own: then it is known well
+# Steps: then it is taken to have become slower or faster as those that run have.
+RESTED_AFTER = 8
 
 
 class TimedStep(RunStep, Protocol):
@@ -151,12 +153,13 @@ class StepTimes:
 
     def _learn(self, bucket: int, num_guesses: int, value: float) -> None:
         """The first is left out: it may have been captured, or compiled for. One that is far from
-        the others counts only if the next ones are as far."""
+        the others counts only if the next ones are as far; if what is known well is far from what
+        it was, it is the machine that has become slower or faster, and all steps with it."""
         ratios = self._ratios.setdefault(bucket, {})
         ratio = ratios.get(num_guesses)
         if ratio is None:
             ratio = ratios[num_guesses] = _Ratio()
-        is_known, was_settled = self._counts(ratio), ratio.num_steps > RESTED_AFTER
+        is_known, was_settled = self._counts(ratio), ratio.num_steps > SETTLED_AFTER
         ratio.last = self.num_steps
         ratio.num_steps = ratio.num_steps + 1 if is_known or ratio.num_steps == 0 else 2
         if ratio.num_steps == 1:
@@ -165,12 +168,12 @@ class StepTimes:
             ratio.value, ratio.num_odd = value, 0
             return
         before = ratio.value
-        is_odd = not before / OUTLIER <= value <= before * OUTLIER
+        is_odd, has_jumped = not before / OUTLIER <= value <= before * OUTLIER, False
         ratio.num_odd = ratio.num_odd + 1 if is_odd else 0
         if not is_odd:
             ratio.value += max(LEARNED, 1 / (ratio.num_steps - 1)) * (value - before)
         elif ratio.num_odd > 2:
-            ratio.value, ratio.num_odd = value, 0
+            ratio.value, ratio.num_odd, has_jumped = value, 0, True
             if not was_settled:  # else it stays so: the way back tells of the others as well
                 ratio.num_steps = 2
         else:
@@ -179,7 +182,8 @@ class StepTimes:
             return
         change = ratio.value / before
         for other in ratios.values():
-            if self.num_steps - other.last > RESTED_AFTER:
+            has_rested = self.num_steps - other.last > RESTED_AFTER
+            if other is not ratio and (has_jumped or has_rested):
                 other.value *= change
 
     def _counts(self, ratio: _Ratio) -> bool:

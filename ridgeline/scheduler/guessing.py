@@ -37,6 +37,7 @@ EXPLORED_AFTER = 8
 LONGEST_BREAK = 4  # times as many, as long as none is
 LOW, SURPRISE = 0.6, 0.2  # acceptance, and more than that, after which one looks once more
 EXPLORING = 0.005  # share of the time that it may take
+CATCHING_UP = 3.0  # plain steps that many rows take in which a draft reads what it was not asked of
 FEW_ROWS = 8  # of which a new one is worth finding out about at once
 LEVELS = 64  # of acceptance, that are told apart
 MAX_ROWS = 8192  # that are remembered
@@ -46,7 +47,8 @@ OPTIMISTIC = 0.95  # acceptance with which guesses must pay for exploring to be 
 class GuessChooser:
     """One per engine. `acceptance` is expected of a guess before any was checked; `num_guesses`
     always checks so many, as far as `max_checked_tokens` (of a step, of all rows together) allows.
-    `looks_ahead`: what was found is measured in steps that check nothing too.
+    `looks_ahead`: what was found is measured in steps that check nothing too. `has_cache`: before
+    it guesses again, the draft has to read what came out of steps without a guess.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class GuessChooser:
         max_checked_tokens: int,
         num_guesses: int | None = None,
         looks_ahead: bool = False,
+        has_cache: bool = False,
     ) -> None:
         check(max_guesses >= 1 and 0 <= acceptance <= 1, "there is something to choose")
         self.fixed = num_guesses
@@ -66,7 +69,7 @@ class GuessChooser:
         self.times = StepTimes(prices, self.choices)
         self.acceptance = SharedAcceptance(acceptance, most)
         self.max_checked_tokens = max_checked_tokens
-        self._looks_ahead = looks_ahead
+        self._looks_ahead, self._has_cache = looks_ahead, has_cache
         self._weight = LOOKED_UP_WEIGHT if looks_ahead else PRIOR_WEIGHT
         self._rows: dict[str, RowAcceptance] = {}
         self._hopeless: set[str] = set()
@@ -175,6 +178,8 @@ class GuessChooser:
             self._holds += len(decoding) // ROWS_PER_STEP
         self._chosen_for = bucket
         loses = 1 - speeds.get(self.choices[1], 0.0) / speeds[0]  # a step with a guess, by this
+        if self._has_cache and len(decoding) > FEW_ROWS:
+            loses += CATCHING_UP
         self._shortest = max(EXPLORED_AFTER, round(loses / EXPLORING))
         self._break = max(self._break, self._shortest)
         if self._chosen:
