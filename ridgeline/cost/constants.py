@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from ridgeline.cost.hardware import DTYPES, Device
-from ridgeline.cost.totals import MOST_TOGETHER
 from ridgeline.errors import ConfigError
 
 Origin = Literal["ideal", "assumed", "calibrated", "extrapolated", "measured"]
 ORIGINS: tuple[Origin, ...] = ("ideal", "measured", "calibrated", "extrapolated", "assumed")
 UNPACKING = 0.8  # of e_c, where weights become the serving dtype before they are multiplied
+CHECK_TOKEN = 0.1  # as a later H200 calibration has it, for records with the form before it
 STANDS_IN = {  # whose constants serve for a dtype that has none
     "fp16": "bf16",
     "bf16": "fp16",
@@ -62,8 +62,8 @@ class MatmulConstants:
 class AttentionConstants:
     """`decode_e_c` and `decode_e_m`, `prefill_e_c` and `prefill_e_m`: shares of peak and bandwidth;
     `skew`: how much the longest request of a decode holds up the others (0: not, 1: fully).
-    Each further token of a request is `check_way` of the way from the price of a decode to that of
-    a prompt's chunk of these sizes, for a check of guesses. In a step that has both, prefill takes
+    In a check of guesses each further token of a request adds `check_token` of what a decode takes:
+    keys are read once for all, but compared with each. In a step that has both, prefill takes
     `mixed_prefill` times as long, decode `mixed_decode` times, and `mixed_overlap_s` are saved."""
 
     decode_e_m: float
@@ -76,7 +76,7 @@ class AttentionConstants:
     mixed_prefill: float = 1.0
     mixed_decode: float = 1.0
     mixed_overlap_s: float = 0.0
-    check_way: float = 1 / MOST_TOGETHER
+    check_token: float = 0.0
 
     def __post_init__(self) -> None:
         _check_shares(
@@ -92,14 +92,13 @@ class AttentionConstants:
             prefill_t0_s=self.prefill_t0_s,
             skew=self.skew,
             mixed_overlap_s=self.mixed_overlap_s,
-            check_way=self.check_way,
+            check_token=self.check_token,
         )
 
-    def check_s(self, decode_s: float, prefill_s: float, longest: int) -> float:
-        """Seconds of a check with so many new tokens of a request at most, where that takes so long
-        as a decode and as a chunk."""
-        way = min(1.0, self.check_way * (longest - 1))
-        return decode_s + way * max(0.0, prefill_s - decode_s)
+    def check_s(self, decode_s: float, longest: int) -> float:
+        """Seconds of a check with so many new tokens of a request at most, over keys that a decode
+        reads in so long."""
+        return decode_s * (1 + self.check_token * (longest - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +129,13 @@ class HostConstants:
     """`c0_s` + `c1_s` per request for each step, `per_launch_s` for each kernel of a step that is
     not one captured graph. `overlapped`: the next step is planned while one runs. Steps of up to
     `captured_tokens` decoded tokens are captured, and of up to `captured_prompt_tokens` tokens with
-    prompts among them; that leaves `captured_t0` of every kernel's t0, and `own_t0` in a step of a
-    few tokens by kernels that were made for its products (see `Calibration.own_products`). A step
-    with prompts before which nothing runs waits `lone_s` + `lone_request_s` per request for the
-    host, at its begin and its end.
+    prompts among them; that leaves `captured_t0` of every kernel's t0. Kernels that were made for a
+    model's products (see `Calibration.own_products`) leave `own_t0` in a step of a few tokens, and
+    of theirs `own_rows_t0` (None: `captured_t0`) in one of some more. `warm_t0` of the t0 of
+    products and decodes is left where what a captured step reads is still in the last cache (see
+    `manner`). A step with prompts before which nothing runs waits `lone_s` + `lone_request_s` per
+    request for the host, at its begin and its end, and takes `lone_least_s` at least: the host
+    works beside the device too.
 
     `captured_s` is what the device does for a captured step beside the operators of the model: it
     copies the step's numbers in and out, makes inputs of them, deals out attention's work and
@@ -148,8 +150,11 @@ class HostConstants:
     captured_prompt_tokens: int = 0
     captured_t0: float = 0.35
     own_t0: float = 0.35
+    own_rows_t0: float | None = None
+    warm_t0: float = 1.0
     lone_s: float = 0.0
     lone_request_s: float = 0.0
+    lone_least_s: float = 0.0
     captured_s: float = 0.0
     pass_s: float = 0.0
 
@@ -252,6 +257,14 @@ def _scaled(constants: MatmulConstants, share: float) -> MatmulConstants:
     return replace(constants, e_c=constants.e_c * share, q_b=0.0)
 
 
+def _attention(entry: Mapping[str, Any]) -> AttentionConstants:
+    """In older records checks are on the way from a decode to a chunk, by `check_way`."""
+    known = {name: value for name, value in entry.items() if name != "check_way"}
+    if "check_way" in entry:
+        known.setdefault("check_token", CHECK_TOKEN)
+    return AttentionConstants(**known)
+
+
 def _from_json(record: Mapping[str, Any]) -> Calibration:
     matmul = {
         name: MatmulConstants(**{**entry, "q": math.inf if entry["q"] is None else entry["q"]})
@@ -263,7 +276,7 @@ def _from_json(record: Mapping[str, Any]) -> Calibration:
     return Calibration(
         device_name=str(record["device_name"]),
         matmul=matmul,
-        attention={n: AttentionConstants(**entry) for n, entry in record["attention"].items()},
+        attention={n: _attention(entry) for n, entry in record["attention"].items()},
         elementwise=StreamConstants(**record["elementwise"]),
         sampling=StreamConstants(**record["sampling"]),
         messages=MessageConstants(**record["messages"]),

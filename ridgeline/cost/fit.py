@@ -26,6 +26,7 @@ from ridgeline.cost.constants import (
 )
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.least_squares import minimise
+from ridgeline.cost.manner import Manner, Own
 from ridgeline.cost.ops import COLLECTIVES, Op
 from ridgeline.cost.roofline import QUANTITIES, combine, op_cost
 
@@ -65,11 +66,14 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "per_launch_s": (1e-7, 1e-3),
     "captured_t0": (0.01, 1.0),
     "own_t0": (0.01, 1.0),
+    "own_rows_t0": (0.01, 1.0),
+    "warm_t0": (0.1, 1.0),
     "lone_s": (1e-7, 1e-1),
     "lone_request_s": (1e-8, 1e-2),
+    "lone_least_s": (1e-7, 1e-1),
     "captured_s": (1e-6, 1e-3),  # at least as long as a copy
     "pass_s": (1e-6, 1e-3),
-    "check_way": (1e-3, 1.0),
+    "check_token": (1e-3, 1.0),
 }
 START_MATMUL = MatmulConstants(0.7, 0.7, 4e-6, q=2.0, k0=50.0, e_v=0.8, k_m=50.0)
 START_ATTENTION = AttentionConstants(
@@ -82,13 +86,17 @@ START_ATTENTION = AttentionConstants(
     skew=0.05,
     mixed_prefill=1.05,
     mixed_decode=1.1,
+    check_token=0.1,
 )
 START_STREAM = StreamConstants(0.6, 5e-6)
 LONE_START_S = 3e-4
 BESIDE_START_S = 5e-6
 EDGE = 1.05
+WARM_START = 0.7
 CHAIN_START_S = 1e-9
 MATMUL = ("e_c", "e_m", "t0_s", "q", "k0", "e_v", "k_m")
+# Of these whole steps say nothing (their requests are as long as each other) or too little.
+ALONE_SHOWN = ("skew", "mixed_prefill", "mixed_decode")
 ATTENTION_CONSTANTS = {
     "decode_attention": ("decode_e_m", "decode_e_c", "decode_t0_s", "skew"),
     "prefill_attention": ("prefill_e_m", "prefill_e_c", "prefill_t0_s"),
@@ -99,10 +107,9 @@ ATTENTION_CONSTANTS = {
 @dataclass(frozen=True, slots=True)
 class Point:
     """`ops` together took `seconds`. `num_requests`: the point is a whole step of so many
-    requests, with the host's part; None: device work alone. `captured`: the step was one launch,
-    and `own`: of kernels of our own, see `Calibration.own_products`. `is_lone`: it was measured
-    from its plan to its tokens, with nothing that ran before it. `num_passes` that guess are among
-    the ops. `dtype` as in `Device.peak_flops`."""
+    requests, with the host's part; None: device work alone. `captured`, `own` and `warm` are those
+    of its `Manner`. `is_lone`: it was measured from its plan to its tokens, with nothing that ran
+    before it. `num_passes` that guess are among the ops. `dtype` as in `Device.peak_flops`."""
 
     what: str
     dtype: str
@@ -111,9 +118,14 @@ class Point:
     num_requests: int | None = None
     label: str = ""
     captured: bool = False
-    own: bool = False
+    own: Own = Own.NONE
     is_lone: bool = False
     num_passes: int = 0
+    warm: float = 0.0
+
+    @property
+    def manner(self) -> Manner:
+        return Manner(self.captured, self.own, self.warm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +149,8 @@ class Fit:
 
 def predict(point: Point, device: Device, calibration: Calibration) -> float:
     """Seconds that the model gives to a point."""
-    captured, own = point.captured, point.own
-    kernels = sum(
-        op_cost(op, device, calibration, captured=captured, own=own).expected_s for op in point.ops
-    )
+    captured, manner = point.captured, point.manner
+    kernels = sum(op_cost(op, device, calibration, manner).expected_s for op in point.ops)
     host, requests = calibration.host, point.num_requests
     if captured:
         kernels += host.captured_s + host.pass_s * point.num_passes
@@ -269,11 +279,18 @@ def _host_start(points: Sequence[Point], host: HostConstants) -> HostConstants:
         host = replace(host, captured_s=BESIDE_START_S)
     if any(p.num_passes for p in points):
         host = replace(host, pass_s=BESIDE_START_S)
+    if any(p.own is Own.ROWS for p in points):
+        host = replace(host, own_rows_t0=host.own_t0)
+    if any(p.warm for p in points):
+        host = replace(host, warm_t0=WARM_START)
     steps = [p for p in points if p.what in STEPS and p.num_requests]
     if not host.overlapped or not steps:
         return replace(host, c0_s=max(2 * host.c0_s, 1e-4), c1_s=max(host.c1_s, 1e-6))
     if any(p.is_lone for p in steps):
-        host = replace(host, lone_s=LONE_START_S, lone_request_s=LONE_START_S / 100)
+        least_s = min(p.seconds for p in steps if p.is_lone)
+        host = replace(
+            host, lone_s=LONE_START_S, lone_request_s=LONE_START_S / 100, lone_least_s=least_s
+        )
     if any(p.captured for p in steps):  # hidden nearly always, so what was seen of it is better
         launched = [p for p in steps if not p.captured] or steps
         return replace(
@@ -323,11 +340,16 @@ def _host_knobs(points: Sequence[Point], host: HostConstants) -> list[Path]:
     if host.overlapped:
         knobs.append(("host", "", "per_launch_s"))
         if any(point.is_lone for point in points):
-            knobs += [("host", "", "lone_s"), ("host", "", "lone_request_s")]
-    if any(point.captured and not point.own for point in points):
+            names = ("lone_s", "lone_request_s", "lone_least_s")
+            knobs += [("host", "", name) for name in names]
+    if any(point.captured and point.own is Own.NONE for point in points):
         knobs.append(("host", "", "captured_t0"))
-    if any(point.own for point in points):
+    if any(point.own is Own.FEW for point in points):
         knobs.append(("host", "", "own_t0"))
+    if any(point.own is Own.ROWS for point in points):
+        knobs.append(("host", "", "own_rows_t0"))
+    if any(point.warm for point in points):
+        knobs.append(("host", "", "warm_t0"))
     return knobs
 
 
@@ -349,7 +371,7 @@ def _together(points: Sequence[Point], device: Device, start: Calibration) -> Ca
         return start
     knobs = [*_host_knobs(steps, start.host), *_beside_knobs(steps)]
     checked = dict.fromkeys(point.dtype for point in steps if point.what in CHECKS)
-    knobs += [("attention", dtype, "check_way") for dtype in checked]
+    knobs += [("attention", dtype, "check_token") for dtype in checked]
     for dtype in dict.fromkeys(point.dtype for point in steps):
         names = ("e_c", "e_m", "t0_s", "e_v", "k_m", *_chains(start, dtype))
         knobs += [("matmul", dtype, name) for name in names]
@@ -357,7 +379,7 @@ def _together(points: Sequence[Point], device: Device, start: Calibration) -> Ca
             ("attention", dtype, name)
             for names in ATTENTION_CONSTANTS.values()
             for name in names
-            if not name.startswith("mixed")
+            if name not in ALONE_SHOWN
         ]
     products = [point for point in points if point.what in ("matmul", *ATTENTION)]
     return _turned([*steps, *products], device, start, knobs)
@@ -372,8 +394,7 @@ def _turned(
     used = [p for p in points if p.what in WHOLE] if is_host else list(points)
     if len(used) < FEWEST_POINTS:
         return start
-    has_steps = any(point.what in WHOLE for point in used)
-    weights = [OPERATOR_WEIGHT if has_steps and p.what not in WHOLE else 1.0 for p in used]
+    weights = _weights(used)
 
     def at(parameters: Sequence[float]) -> Calibration:
         values = {
@@ -390,6 +411,17 @@ def _turned(
         ]
 
     return at(minimise(residuals, [_inside(knob, _value(start, knob)) for knob in knobs]))
+
+
+def _weights(points: Sequence[Point]) -> list[float]:
+    """Whole steps decide. But where guesses were timed on the device alone, checks of guesses that
+    somebody told the engine count as operators do: their host works more than any other's, and the
+    device has some kernels that no other step has."""
+    classes = {point.what for point in points}
+    if not classes.intersection(WHOLE):
+        return [1.0] * len(points)
+    decide = set(WHOLE) - ({"check_step"} if "draft_device" in classes else set())
+    return [1.0 if point.what in decide else OPERATOR_WEIGHT for point in points]
 
 
 def _inside(knob: Path, value: float) -> float:

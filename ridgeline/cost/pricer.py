@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.cost.constants import AttentionConstants
 from ridgeline.cost.decode_run import DecodeLine, DecodeRun
+from ridgeline.cost.manner import LEVELS, Manner, Manners
 from ridgeline.cost.ops import (
     Op,
     attends_once,
@@ -25,10 +26,7 @@ from ridgeline.cost.ops import (
 from ridgeline.cost.roofline import (
     StepCost,
     combine,
-    has_own_kernels,
-    is_captured,
     is_lone,
-    is_small,
     op_cost,
     step_cost,
 )
@@ -69,11 +67,10 @@ class _PrefillLine:
 
 @dataclass(frozen=True, slots=True)
 class _CheckLine:
-    """Seconds of one layer's attention of a few new tokens of each request: between those of a
-    decode, max(per_flop f, per_key k + per_token m) + t0, and those of a chunk."""
+    """Seconds of one layer's attention of a few new tokens of each request: those of a decode,
+    max(per_flop f, per_key k + per_token m) + t0, and a share of it for each further token."""
 
     decode: DecodeLine
-    prefill: _PrefillLine
     per_flop_s: float
     constants: AttentionConstants
 
@@ -81,9 +78,7 @@ class _CheckLine:
         compute = sums.prefill_flops * self.per_flop_s
         memory = sums.prefill_keys * self.decode.memory_per_key_s
         memory += num_tokens * self.decode.memory_per_row_s
-        decode_s = max(compute, memory) + self.decode.t0_s
-        chunk_s = self.prefill.seconds(sums, num_tokens, is_mixed=False)
-        return self.constants.check_s(decode_s, chunk_s, longest)
+        return self.constants.check_s(max(compute, memory) + self.decode.t0_s, longest)
 
 
 class Pricer:
@@ -92,16 +87,18 @@ class Pricer:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._constants = setup.constants
+        self._manners = Manners(setup)
         self._layers = distinct_layers(setup.spec)
         counts = attention_kinds(setup.spec)
         self.kinds: tuple[AttentionSpec, ...] = tuple(counts)
         self._counts = tuple(counts.values())
-        self._decode = tuple(self._decode_line(kind) for kind in self.kinds)
         self._prefill = tuple(self._prefill_line(kind) for kind in self.kinds)
-        self._checks = tuple(map(self._check_line, self._decode, self._prefill))
-        self._has_own = has_own_kernels(setup)
-        self._tokens: dict[tuple[int, bool, bool], tuple[float, int]] = {}
-        self._rows: dict[tuple[int, bool, bool], tuple[float, int]] = {}
+        self._decode = {wait: self._decode_lines(wait) for wait in self._waits()}
+        self._checks = {
+            wait: tuple(map(self._check_line, lines)) for wait, lines in self._decode.items()
+        }
+        self._tokens: dict[tuple[int, Manner], tuple[float, int]] = {}
+        self._rows: dict[tuple[int, Manner], tuple[float, int]] = {}
         # The last shapes that were summed up; told apart by identity, as comparing takes longer.
         self._latest: tuple[tuple[object, StepTotals], ...] = ()
 
@@ -139,57 +136,59 @@ class Pricer:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
         per request), in which the device makes guesses for `drafting_s` before."""
         requests = totals.num_requests
-        host = self._constants.host
-        captured = is_captured(host, totals)
-        kernels, launches = self._kernels(totals, num_logits, captured=captured)
+        manner = self._manners.of(totals)
+        kernels, launches = self._kernels(totals, num_logits, manner)
         return combine(
-            host,
+            self._constants.host,
             kernels + drafting_s,
             requests,
-            0 if captured else launches,
+            0 if manner.captured else launches,
             is_lone=is_lone(totals),
         )[2]
 
     def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
         """Of a pass that guesses: the device's part of such a step, in which the host has none."""
-        host = self._constants.host
-        captured = is_captured(host, totals)
-        kernels, launches = self._kernels(totals, num_logits, captured=captured, is_planned=False)
-        return kernels if captured else max(kernels, launches * host.per_launch_s)
+        manner = self._manners.of(totals)
+        kernels, launches = self._kernels(totals, num_logits, manner, is_planned=False)
+        launch_s = 0.0 if manner.captured else launches * self._constants.host.per_launch_s
+        return max(kernels, launch_s)
 
     def _kernels(
         self,
         totals: StepTotals,
         num_logits: int | None,
+        manner: Manner,
         *,
-        captured: bool,
         is_planned: bool = True,
     ) -> tuple[float, int]:
         """Seconds and number of all kernels."""
         kernels, launches = self._fixed(
             totals.num_tokens,
             totals.num_requests if num_logits is None else num_logits,
-            captured=captured,
-            own=captured and self._has_own and is_small(totals),
+            manner,
         )
-        kernels += self._beside_s(captured=captured, is_planned=is_planned)
-        mixed = totals.is_mixed
+        kernels += self._beside_s(manner, is_planned=is_planned)
+        mixed, wait = totals.is_mixed, manner.wait(self._constants.host)
+        decode = self._decode[wait]
         for i, sums in enumerate(totals.attention):
             count = self._counts[i]
             if totals.num_decodes:
                 launches += count
-                kernels += count * self._decode[i].seconds(
+                kernels += count * decode[i].seconds(
                     totals.num_decodes, sums.decode_keys, sums.longest_decode, is_mixed=mixed
                 )
             if totals.num_prefill_tokens:
                 launches += count
-                kernels += count * self._several_seconds(i, sums, totals)
+                kernels += count * self._several_seconds(i, sums, totals, wait)
         return kernels, launches
 
-    def _several_seconds(self, i: int, sums: AttentionTotals, totals: StepTotals) -> float:
+    def _several_seconds(
+        self, i: int, sums: AttentionTotals, totals: StepTotals, wait: float
+    ) -> float:
         """Attention of the requests with several new tokens, in one layer of kind `i`."""
         if attends_once(self.kinds[i], totals):
-            return self._checks[i].seconds(sums, totals.num_prefill_tokens, totals.longest_chunk)
+            line = self._checks[wait][i]
+            return line.seconds(sums, totals.num_prefill_tokens, totals.longest_chunk)
         return self._prefill[i].seconds(sums, totals.num_prefill_tokens, is_mixed=totals.is_mixed)
 
     def cost(self, shape: StepShape, num_logits: int | None = None) -> StepCost:
@@ -206,24 +205,21 @@ class Pricer:
     def decode_run(
         self, contexts: Sequence[int], num_logits: int | None = None, *, is_planned: bool = True
     ) -> DecodeRun:
-        """The coming decode steps of requests with `contexts` computed tokens each. `is_planned`
-        False: the host has no part in them, as in passes that guess."""
+        """The coming decode steps of requests with `contexts` computed tokens each, all in the
+        manner of the first. `is_planned` False: the host has no part in them, as in passes that
+        guess."""
         rows, host = len(contexts), self._constants.host
-        totals = StepTotals(rows, rows, 0, 0, ())
-        captured = is_captured(host, totals)
-        own = captured and self._has_own and is_small(totals)
-        fixed, launches = self._fixed(
-            rows, rows if num_logits is None else num_logits, captured=captured, own=own
-        )
+        manner = self._manners.of(decode_totals(self.kinds, tuple(contexts)))
+        fixed, launches = self._fixed(rows, rows if num_logits is None else num_logits, manner)
         launches += sum(self._counts)
         return DecodeRun(
             contexts,
             tuple(kind.window for kind in self.kinds),
-            self._decode,
+            self._decode[manner.wait(host)],
             self._counts,
-            fixed + self._beside_s(captured=captured, is_planned=is_planned),
+            fixed + self._beside_s(manner, is_planned=is_planned),
             host if is_planned else replace(host, c0_s=0.0, c1_s=0.0),
-            0 if captured else launches,
+            0 if manner.captured else launches,
         )
 
     def decode_seconds(self, contexts: Sequence[int], num_steps: int) -> list[float]:
@@ -233,44 +229,52 @@ class Pricer:
 
     # -- what does not change from step to step
 
-    def _fixed(
-        self, num_tokens: int, num_rows: int, *, captured: bool, own: bool
-    ) -> tuple[float, int]:
+    def _fixed(self, num_tokens: int, num_rows: int, manner: Manner) -> tuple[float, int]:
         """Kernel seconds and launches of all but attention."""
-        key = (num_tokens, captured, own)
+        key = (num_tokens, manner)
         by_tokens = self._tokens.get(key)
         if by_tokens is None:
             by_tokens = self._tokens[key] = self._token_seconds(*key)
-        key = (num_rows, captured, own)
+        key = (num_rows, manner)
         by_rows = self._rows.get(key)
         if by_rows is None:
             by_rows = self._rows[key] = self._row_seconds(*key)
         return by_tokens[0] + by_rows[0], by_tokens[1] + by_rows[1]
 
-    def _beside_s(self, *, captured: bool, is_planned: bool) -> float:
+    def _beside_s(self, manner: Manner, *, is_planned: bool) -> float:
         """What is no operator of the model, of a step or of a pass that guesses."""
         host = self._constants.host
-        if not captured:
+        if not manner.captured:
             return 0.0
         return host.captured_s if is_planned else host.pass_s
 
-    def _token_seconds(self, num_tokens: int, captured: bool, own: bool) -> tuple[float, int]:
+    def _token_seconds(self, num_tokens: int, manner: Manner) -> tuple[float, int]:
         if not num_tokens:
             return 0.0, 0
         setup = self.setup
         spec, layout, precision = setup.spec, setup.layout, setup.precision
-        ops = tuple(token_ops(spec, num_tokens, layout, precision, self._layers))
-        return self._sum(ops, captured=captured, own=own)
+        return self._sum(
+            tuple(token_ops(spec, num_tokens, layout, precision, self._layers)), manner
+        )
 
-    def _row_seconds(self, num_rows: int, captured: bool, own: bool) -> tuple[float, int]:
+    def _row_seconds(self, num_rows: int, manner: Manner) -> tuple[float, int]:
         setup = self.setup
         ops = output_ops(setup.spec, num_rows, setup.layout, setup.precision)
-        return self._sum(ops, captured=captured, own=own)
+        return self._sum(ops, manner)
 
-    def _sum(self, ops: Sequence[Op], *, captured: bool, own: bool) -> tuple[float, int]:
+    def _sum(self, ops: Sequence[Op], manner: Manner) -> tuple[float, int]:
         device, constants = self.setup.device, self._constants
-        costs = (op_cost(op, device, constants, captured=captured, own=own) for op in ops)
+        costs = (op_cost(op, device, constants, manner) for op in ops)
         return sum(cost.expected_s for cost in costs), sum(op.count for op in ops)
+
+    def _waits(self) -> set[float]:
+        """All shares of a decode's t0 that there are; see `Manner.wait`."""
+        host = self._constants.host
+        return {Manner(warm=level / LEVELS).wait(host) for level in range(LEVELS + 1)}
+
+    def _decode_lines(self, wait: float) -> tuple[DecodeLine, ...]:
+        lines = map(self._decode_line, self.kinds)
+        return tuple(replace(line, t0_s=wait * line.t0_s) for line in lines)
 
     def _attention_constants(self) -> AttentionConstants:
         return self._constants.attention_for(self.setup.precision.short_dtype)
@@ -291,10 +295,10 @@ class Pricer:
             overlap_s=c.mixed_overlap_s,
         )
 
-    def _check_line(self, decode: DecodeLine, prefill: _PrefillLine) -> _CheckLine:
+    def _check_line(self, decode: DecodeLine) -> _CheckLine:
         setup, c = self.setup, self._attention_constants()
         peak = c.decode_e_c * setup.device.peak(setup.precision.short_dtype)
-        return _CheckLine(decode, prefill, 1.0 / setup.layout.tp / peak, c)
+        return _CheckLine(decode, 1.0 / setup.layout.tp / peak, c)
 
     def _prefill_line(self, kind: AttentionSpec) -> _PrefillLine:
         setup, c = self.setup, self._attention_constants()

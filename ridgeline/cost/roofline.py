@@ -4,13 +4,14 @@
             t = (c^q + b^q + (k_s k)^q)^(1/q) + t0 + q_b 3 m k / BW
   decode    t = max(flops f / (e_c P), (cache f + rest) / (e_m BW)) + t0,
             f = 1 + skew (longest / mean - 1)
-  check     decode with f = 1, and of what prefill takes longer the share w (new tokens - 1)
+  check     decode with f = 1, and w of it for each further token of a request
   prefill   t = flops / (e_c P) + bytes / (e_m BW) + t0
   mixed     prefill s_p t, decode s_d t - t_ov, never less than alone
   stream    t = bytes / (e_m BW) + t0                    (elementwise, embedding, sampling)
   message   see `communication`
-  captured  t0 is less; by kernels of our own, of few rows, less still, and norms and gates are
+  captured  t0 is less; by kernels of our own less still, and gates, of few rows norms too, are
             parts of products; once a step, what is no operator of the model
+  warm      weights stay in the last cache: t0 of products and of decodes is less
   step      device = max(sum of t, launches), host = c0 + c1 B; sum, or max when overlapped;
             prompts alone: and what of the host nothing can overlap with
 
@@ -26,14 +27,14 @@ from dataclasses import dataclass
 from ridgeline.cost.communication import message_s, wire
 from ridgeline.cost.constants import ORIGINS, Calibration, HostConstants, MatmulConstants, Origin
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.ops import COLLECTIVES, Op, layer_products, step_ops
+from ridgeline.cost.manner import SINGLE, Manner, Manners
+from ridgeline.cost.ops import COLLECTIVES, Op, step_ops
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import StepTotals, step_totals
+from ridgeline.cost.totals import StepTotals, attention_kinds, step_totals
 from ridgeline.step import StepShape
 
 BOUNDS = ("compute", "memory", "link", "latency")
-OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
-MERGED = ("norm", "activation")  # operators that are then parts of products
+WRITES_CACHE = "rope_and_cache"  # of few tokens by the kernel that attends, which waits for both
 QUANTITIES = ("m", "n", "k", "flops", "bytes", "sent_bytes")
 
 
@@ -74,16 +75,15 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
     """The cost of a step of (new tokens, context before them) per request."""
     constants, device = setup.constants, setup.device
     ops = step_ops(setup.spec, shape, setup.layout, setup.precision, num_logits)
-    totals = step_totals((), shape)
-    captured = is_captured(constants.host, totals)
-    own = captured and is_small(totals) and has_own_kernels(setup)
-    costs = tuple(op_cost(op, device, constants, captured=captured, own=own) for op in ops)
-    beside_s = constants.host.captured_s if captured else 0.0
+    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
+    manner = Manners(setup).of(totals)
+    costs = tuple(op_cost(op, device, constants, manner) for op in ops)
+    beside_s = constants.host.captured_s if manner.captured else 0.0
     device_s, host_s, expected_s = combine(
         constants.host,
         sum(cost.expected_s for cost in costs) + beside_s,
         len(shape),
-        0 if captured else sum(op.count for op in ops),
+        0 if manner.captured else sum(op.count for op in ops),
         is_lone=is_lone(totals),
     )
     return StepCost(
@@ -99,30 +99,9 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
     )
 
 
-def is_captured(host: HostConstants, totals: StepTotals) -> bool:
-    """Small enough for a graph: a step of decodes and checks of a few drafts, or a short one with
-    prompts."""
-    if totals.has_prompts:
-        return totals.num_tokens <= host.captured_prompt_tokens
-    return totals.num_tokens <= host.captured_tokens
-
-
 def is_lone(totals: StepTotals) -> bool:
     """Prompts and nothing else: no step before it is sure to run while it is prepared."""
     return totals.has_prompts and not totals.num_decodes
-
-
-def is_small(totals: StepTotals) -> bool:
-    """A decode or a check of so few tokens as kernels of our own take whole, if there are any."""
-    return not totals.has_prompts and totals.num_tokens <= OWN_TOKENS
-
-
-def has_own_kernels(setup: Setup) -> bool:
-    """The engine has kernels of its own for all products of the model's layers."""
-    known, precision = setup.constants.own_products, setup.precision
-    if not known or precision.weights != "plain" or precision.dtype_bytes != 2:
-        return False
-    return layer_products(setup.spec, setup.layout, precision) <= set(known)
 
 
 def combine(
@@ -140,8 +119,8 @@ def combine(
     launch_s = host.per_launch_s * num_launches
     if host.overlapped:
         waits_s = host.lone_s + host.lone_request_s * num_requests if is_lone else 0.0
-        host_s = max(plan_s, waits_s) + launch_s
-        return kernels_s, host_s, max(plan_s + launch_s, waits_s + max(kernels_s, launch_s))
+        host_s = max(plan_s, waits_s, host.lone_least_s if is_lone else 0.0) + launch_s
+        return kernels_s, host_s, max(host_s, waits_s + max(kernels_s, launch_s))
     device_s = max(kernels_s, launch_s)
     return device_s, plan_s + launch_s, plan_s + device_s
 
@@ -150,13 +129,10 @@ def op_cost(
     op: Op,
     device: Device,
     calibration: Calibration,
-    *,
-    captured: bool = False,
-    own: bool = False,
+    manner: Manner = SINGLE,
 ) -> OpCost:
-    """Ideal and expected seconds of all `op.count`, and what binds. `own`: in a captured step of
-    few tokens by kernels of our own."""
-    parts = _parts(op, device, calibration, captured=captured, own=own)
+    """Ideal and expected seconds of all `op.count`, and what binds."""
+    parts = _parts(op, device, calibration, manner)
     ideal = _ideal(op, device)
     expected = max(parts.pop("total"), ideal)
     return OpCost(
@@ -174,25 +150,24 @@ def _ideal(op: Op, device: Device) -> float:
     return max(op.flops / device.peak(op.dtype_on(device.kind)), op.bytes / device.bandwidth)
 
 
-def _parts(
-    op: Op, device: Device, calibration: Calibration, *, captured: bool, own: bool
-) -> dict[str, float]:
+def _parts(op: Op, device: Device, calibration: Calibration, manner: Manner) -> dict[str, float]:
     """Seconds of one: "total", and the share of each resource by itself."""
     host = calibration.host
-    launch = (host.own_t0 if own else host.captured_t0) if captured else 1.0
-    if own and op.name in MERGED:
+    wait = manner.wait(host)
+    if op.name in manner.own.value:
         return {"total": 0.0, "memory": op.bytes / device.bandwidth}
     if op.kind in COLLECTIVES:
         return _message_parts(op, device, calibration)
     if op.kind == "matmul":
         constants = calibration.matmul_for(op.dtype_on(device.kind), op.weights)
-        return _matmul_parts(op, device, constants, launch)
+        return _matmul_parts(op, device, constants, wait * manner.product_t0(host))
     if op.kind == "decode_attention":
-        return _decode_parts(op, device, calibration)
+        return _decode_parts(op, device, calibration, wait)
     if op.kind == "prefill_attention":
         return _prefill_parts(op, device, calibration)
     if op.kind == "check_attention":
-        return _check_parts(op, device, calibration)
+        return _check_parts(op, device, calibration, wait)
+    launch = manner.pass_t0(host) * (wait if op.name == WRITES_CACHE else 1.0)
     stream = calibration.stream_for(op.name, op.kind, op.dtype)
     memory, latency = op.bytes / (stream.e_m * device.bandwidth), launch * stream.t0_s
     return {"total": memory + latency, "memory": memory, "latency": latency}
@@ -225,15 +200,18 @@ def power_sum(a: float, b: float, q: float) -> float:
     return large * float((1.0 + (small / large) ** q) ** (1.0 / q))
 
 
-def _decode_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
+def _decode_parts(
+    op: Op, device: Device, calibration: Calibration, wait: float
+) -> dict[str, float]:
     c = calibration.attention_for(op.dtype)
+    t0_s = wait * c.decode_t0_s
     stretch = 1.0 + c.skew * (op.m * op.n / op.k - 1.0) if op.k else 1.0
     compute = op.flops * stretch / (c.decode_e_c * device.peak(op.dtype))
     rest = op.bytes - op.kv_bytes
     memory = (op.kv_bytes * stretch + rest) / (c.decode_e_m * device.bandwidth)
-    alone = max(compute, memory) + c.decode_t0_s
+    alone = max(compute, memory) + t0_s
     total = max(alone, c.mixed_decode * alone - c.mixed_overlap_s) if op.mixed else alone
-    return {"total": total, "compute": compute, "memory": memory, "latency": c.decode_t0_s}
+    return {"total": total, "compute": compute, "memory": memory, "latency": t0_s}
 
 
 def _prefill_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
@@ -245,14 +223,12 @@ def _prefill_parts(op: Op, device: Device, calibration: Calibration) -> dict[str
     return {"total": total, "compute": compute, "memory": memory, "latency": c.prefill_t0_s}
 
 
-def _check_parts(op: Op, device: Device, calibration: Calibration) -> dict[str, float]:
+def _check_parts(op: Op, device: Device, calibration: Calibration, wait: float) -> dict[str, float]:
     c = calibration.attention_for(op.dtype)
-    chunk = _prefill_parts(op, device, calibration)
+    t0_s = wait * c.decode_t0_s
     compute = op.flops / (c.decode_e_c * device.peak(op.dtype))
     memory = op.bytes / (c.decode_e_m * device.bandwidth)
-    decode_s = max(compute, memory) + c.decode_t0_s
-    total = c.check_s(decode_s, chunk["total"], op.n)
-    latency = min(total, c.check_s(c.decode_t0_s, chunk["latency"], op.n))
+    total, latency = c.check_s(max(compute, memory) + t0_s, op.n), c.check_s(t0_s, op.n)
     return {"total": total, "compute": compute, "memory": memory, "latency": latency}
 
 

@@ -124,6 +124,7 @@ def _session(
         threads,
         progress,
         _own_products(opened, dtypes),
+        last_cache_bytes(opened) if kind == "cuda" else 0,
     )
 
 

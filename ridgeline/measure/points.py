@@ -13,14 +13,14 @@ from ridgeline.cost.constants import HostConstants
 from ridgeline.cost.drafters import first_layers
 from ridgeline.cost.fit import ALONE, CHECKS, Point
 from ridgeline.cost.layout import ONE_DEVICE
+from ridgeline.cost.manner import Footprint, is_captured, own_of, still_there
 from ridgeline.cost.ops import Op, layer_products, step_ops
 from ridgeline.cost.precision import Precision
-from ridgeline.cost.roofline import is_captured, is_small
-from ridgeline.cost.totals import step_totals
+from ridgeline.cost.totals import attention_kinds, step_totals
 from ridgeline.costing import engine_host
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, EngineFault
-from ridgeline.measure.attention_cases import attention_cases, open_attention
+from ridgeline.measure.attention_cases import NUM_LAYERS, attention_cases, open_attention
 from ridgeline.measure.models import Grid, Sample
 from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
 from ridgeline.measure.steps import GUESSES, StepBench, StepTimes, random_engine, step_bench
@@ -59,6 +59,7 @@ class Session:
     threads: int
     progress: Progress
     own_products: tuple[tuple[int, int], ...] = ()  # see `Calibration`
+    cache_bytes: int = 0  # of the last cache, where kernels read again what is still there
     points: list[Point] = field(default_factory=list)
 
     def run(self) -> None:
@@ -109,6 +110,13 @@ class Session:
                 self._forget()
         self.progress(stage, len(grid.attention), len(grid.attention))
 
+    def _warm(self, case: Case) -> float:
+        """Of attention, whose caches take turns; all else is measured on what is in no cache."""
+        keys = (op.kv_bytes for op in case.ops if op.kind == "decode_attention")
+        if case.what != "decode_attention":
+            return 0.0
+        return still_there(NUM_LAYERS * sum(keys), self.cache_bytes)
+
     def _quick_ones(self, series: Sequence[Case]) -> list[Case]:
         """Cases in order of size, up to the first that takes too long for one call."""
         kept: list[Case] = []
@@ -124,7 +132,14 @@ class Session:
             for case, times in zip(cases, found, strict=True):
                 times += self.stopwatch.times(case.call, self.effort.operator_s / ROUNDS)
         self.points += [
-            Point(case.what, case.dtype, case.ops, typical(times), label=case.label)
+            Point(
+                case.what,
+                case.dtype,
+                case.ops,
+                typical(times),
+                label=case.label,
+                warm=self._warm(case),
+            )
             for case, times in zip(cases, found, strict=True)
         ]
 
@@ -173,12 +188,19 @@ class Session:
         seconds: float,
         host: HostConstants,
     ) -> Point:
-        totals, precision = step_totals((), shape), Precision(dtype)
+        precision, kinds = Precision(dtype), tuple(attention_kinds(sample.spec))
+        totals = step_totals(kinds, shape)
         captured = is_captured(host, totals)
         products = layer_products(sample.spec, ONE_DEVICE, precision)
-        own = captured and is_small(totals) and products <= set(self.own_products)
         point = step_point(what, sample, dtype, shape, seconds, captured)
-        return replace(point, own=own, is_lone=what in LONE)
+        point = replace(point, is_lone=what in LONE)
+        if not captured:
+            return point
+        return replace(
+            point,
+            own=own_of(totals, has_own=products <= set(self.own_products)),
+            warm=Footprint.of(sample.spec, precision).warm(totals, self.cache_bytes),
+        )
 
     def _repeats(self, what: str, earlier: Sequence[StepTimes]) -> int:
         if what in ALONE:

@@ -17,10 +17,11 @@ from ridgeline.cost.drafters import drafter_of, guess_prices
 from ridgeline.cost.fit import Point, fit, predict
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.layout import ONE_DEVICE
+from ridgeline.cost.manner import OWN_ROWS, OWN_TOKENS, has_own_kernels, own_of
 from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import PLAIN, Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.roofline import OWN_TOKENS, combine, has_own_kernels, is_lone, step_cost
+from ridgeline.cost.roofline import combine, is_lone, step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import DraftSteps, GuessPrices
 from ridgeline.cost.totals import MOST_TOGETHER, step_totals
@@ -65,6 +66,15 @@ def test_a_few_tokens_behind_others_are_guesses() -> None:
     assert not step_totals((), ((5, 200),)).has_prompts
 
 
+def test_records_of_the_form_before_are_read() -> None:
+    record = constants().to_json()
+    for entry in record["attention"].values():
+        del entry["check_token"]
+        entry["check_way"] = 0.5
+    found = Calibration.from_json(record)
+    assert 0 < found.attention_for("bf16").check_token < 0.2
+
+
 def test_as_many_as_the_kernels_of_decodes_take() -> None:
     assert "check_attention" in named(((MOST_TOGETHER, 300),))
     assert "prefill_attention" in named(((MOST_TOGETHER + 1, 300),))
@@ -72,14 +82,17 @@ def test_as_many_as_the_kernels_of_decodes_take() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40])
-def test_a_check_lies_between_a_decode_and_a_chunk(rows: int) -> None:
+def test_each_further_token_adds_a_share_of_a_decode(rows: int) -> None:
     def attention_s(new: int) -> float:
-        cost = step_cost(pricer().setup, ((new, 1000),) * rows)
+        cost = step_cost(pricer(known).setup, ((new, 1000),) * rows)
         return sum(one.expected_s for one in cost.ops if one.op.kind.endswith("_attention"))
 
-    prices = [attention_s(new) for new in range(1, MOST_TOGETHER + 2)]
-    assert prices == sorted(prices)
-    assert prices[1] < prices[0] + 0.2 * (prices[-1] - prices[0])
+    share = 0.1
+    attention = replace(constants().attention_for("bf16"), check_token=share)
+    known = constants(attention={"bf16": attention})
+    prices = [attention_s(new) for new in range(1, MOST_TOGETHER + 1)]
+    for further, price in enumerate(prices):
+        assert price == pytest.approx(prices[0] * (1 + share * further), rel=0.03)
 
 
 @pytest.mark.parametrize("own", [(), OWN])
@@ -100,15 +113,31 @@ def test_kernels_of_our_own_take_norms_and_gates_along() -> None:
     assert has_own_kernels(own)
     assert not has_own_kernels(replace(own, spec=LLAMA_3_1B))
     assert not has_own_kernels(replace(own, precision=Precision("float32")))
-    small = {one.op.name: one for one in step_cost(own, ((1, 100),) * OWN_TOKENS).ops}
-    large = {one.op.name: one for one in step_cost(own, ((1, 100),) * (OWN_TOKENS + 1)).ops}
-    for name in ("norm", "activation"):
-        assert small[name].expected_s == small[name].ideal_s < 0.2 * large[name].expected_s
-    gained = large["qkv"].expected_s - small["qkv"].expected_s
+    few, some, many = (
+        {one.op.name: one for one in step_cost(own, ((1, 100),) * rows).ops}
+        for rows in (OWN_TOKENS, OWN_ROWS, OWN_ROWS + 1)
+    )
+    assert few["norm"].expected_s == few["norm"].ideal_s < 0.2 * some["norm"].expected_s
+    assert some["activation"].expected_s == some["activation"].ideal_s
+    assert many["activation"].expected_s > 1.1 * many["activation"].ideal_s
     t0_s = own.constants.matmul_for("bf16").t0_s
-    assert gained >= 32 * 0.3 * t0_s
-    prompt = step_cost(own, ((OWN_TOKENS, 0),))
-    assert any(one.op.name == "norm" and one.expected_s > one.ideal_s for one in prompt.ops)
+    assert some["qkv"].expected_s - few["qkv"].expected_s >= 32 * 0.3 * t0_s
+    prompt = {one.op.name: one for one in step_cost(own, ((OWN_TOKENS, 0),)).ops}
+    assert prompt["qkv"].expected_s == few["qkv"].expected_s  # products do not know whose rows
+
+
+def test_products_of_more_rows_have_a_share_of_their_own() -> None:
+    known = constants(own_products=OWN)
+    setup = Setup(LLAMA_3_8B, DEVICE, calibration=known)
+    sooner = replace(known, host=replace(known.host, own_rows_t0=0.1))
+    shape = ((1, 100),) * OWN_ROWS
+    before, after = (
+        {one.op.name: one.expected_s for one in step_cost(replace(setup, calibration=c), shape).ops}
+        for c in (known, sooner)
+    )
+    gained = 32 * (known.host.captured_t0 - 0.1) * known.matmul_for("bf16").t0_s
+    assert before["qkv"] - after["qkv"] == pytest.approx(gained)
+    assert before["norm"] == after["norm"]
 
 
 # ---------------------------------------------------------------------- the host
@@ -118,6 +147,10 @@ def test_prompts_alone_wait_for_the_host() -> None:
     host = HostConstants(1e-4, 1e-6, lone_s=1e-3, lone_request_s=1e-5)
     assert combine(host, 0.002, 3, 0)[2] == pytest.approx(0.002)
     assert combine(host, 0.002, 3, 0, is_lone=True) == pytest.approx((0.002, 0.00103, 0.00303))
+    least = replace(host, lone_least_s=0.005)
+    assert combine(least, 0.002, 3, 0, is_lone=True)[2] == 0.005  # the device is done before
+    assert combine(least, 0.007, 3, 0, is_lone=True)[2] == pytest.approx(0.00803)
+    assert combine(least, 0.002, 3, 0)[2] == pytest.approx(0.002)
     old = replace(host, lone_s=0.0, lone_request_s=0.0)
     assert combine(old, 1e-5, 3, 0, is_lone=True) == combine(old, 1e-5, 3, 0)
     serial = replace(host, overlapped=False)
@@ -176,7 +209,7 @@ def whole_steps() -> list[Point]:
             len(shape),
             f"{what} {number}",
             captured=True,
-            own=what[:5] in ("decod", "check") and step_totals((), shape).num_tokens <= OWN_TOKENS,
+            own=own_of(step_totals((), shape), has_own=True),
             is_lone=what in ("prefill_step", "mixed_step"),
         )
         for what, many in STEPS.items()
@@ -200,10 +233,11 @@ def single_operators() -> list[Point]:
 
 
 def test_what_steps_show_of_checks_and_of_our_own_kernels_is_found() -> None:
-    host = replace(HOST, c0_s=3e-4, c1_s=1e-6, captured_t0=0.7, own_t0=0.2)
-    attention = AttentionConstants(0.9, 4e-6, 0.5, 0.25, 1.2e-5, check_way=0.3)
+    host = replace(HOST, c0_s=3e-4, c1_s=1e-6, captured_t0=0.7, own_t0=0.2, own_rows_t0=0.4)
+    attention = AttentionConstants(0.9, 4e-6, 0.5, 0.25, 1.2e-5, check_token=0.3)
     truth = constants(
-        host=replace(host, lone_s=9e-4, lone_request_s=2e-5), attention={"bf16": attention}
+        host=replace(host, lone_s=9e-4, lone_request_s=2e-5, lone_least_s=3e-3),
+        attention={"bf16": attention},
     )
     rng = Random(3)
     print("seed 3")
@@ -213,5 +247,7 @@ def test_what_steps_show_of_checks_and_of_our_own_kernels_is_found() -> None:
     ]
     found = fit(seen, DEVICE, HostConstants(1e-5, 1e-7)).calibration
     assert found.host.own_t0 == pytest.approx(0.2, rel=0.3)
+    assert found.host.own_rows_t0 == pytest.approx(0.4, rel=0.3)
+    assert found.host.lone_least_s == pytest.approx(3e-3, rel=0.05)
     assert found.host.lone_s == pytest.approx(9e-4, rel=0.2)
-    assert found.attention_for("bf16").check_way == pytest.approx(0.3, rel=0.3)
+    assert found.attention_for("bf16").check_token == pytest.approx(0.3, rel=0.3)

@@ -31,9 +31,9 @@ from ridgeline.cost.fit import (
 )
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.cost.least_squares import minimise, soft_l1
+from ridgeline.cost.manner import is_captured
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.precision import Precision
-from ridgeline.cost.roofline import is_captured
 from ridgeline.cost.totals import step_totals
 from ridgeline.step import StepShape
 

@@ -19,6 +19,7 @@ from ridgeline.cost.constants import (
 )
 from ridgeline.cost.hardware import Device, Link, catalogue
 from ridgeline.cost.layout import Layout
+from ridgeline.cost.manner import Manner
 from ridgeline.cost.ops import Op
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.roofline import BOUNDS, combine, op_cost, power_sum, step_cost
@@ -65,7 +66,7 @@ PREFILL = Op("x", "prefill_attention", 1, 1e10, 2e6, 0.0, m=100, n=1, k=100)
 
 
 def seconds(op: Op, calibration: Calibration = SHARES, *, captured: bool = False) -> float:
-    return op_cost(op, ROUND, calibration, captured=captured).expected_s
+    return op_cost(op, ROUND, calibration, Manner(captured)).expected_s
 
 
 def with_matmul(**changes: float) -> Calibration:
@@ -96,6 +97,25 @@ def test_a_product_is_the_slower_of_arithmetic_and_memory() -> None:
 def test_a_captured_kernel_starts_sooner() -> None:
     assert seconds(MATMUL) - seconds(MATMUL, captured=True) == pytest.approx(0.65 * 2e-6)
     assert seconds(DECODE) == seconds(DECODE, captured=True)
+
+
+def test_what_reads_from_the_last_cache_waits_less() -> None:
+    known = with_attention(check_token=0.1)
+    known = replace(known, host=replace(known.host, warm_t0=0.4))
+    check = replace(DECODE, kind="check_attention", n=3)
+    writes, norm = (Op(name, "elementwise", 1, 0, 4e5, 1e5) for name in ("rope_and_cache", "norm"))
+
+    def saved(op: Op, warm: float) -> float:
+        cold_s = op_cost(op, ROUND, known, Manner(True)).expected_s
+        return cold_s - op_cost(op, ROUND, known, Manner(True, warm=warm)).expected_s
+
+    t0_s = SHARES.host.captured_t0 * 2e-6
+    assert saved(MATMUL, 1.0) == pytest.approx(0.6 * t0_s)
+    assert saved(MATMUL, 0.5) == pytest.approx(0.3 * t0_s)
+    assert saved(DECODE, 1.0) == pytest.approx(0.6 * 1e-5)
+    assert saved(check, 1.0) == pytest.approx(0.6 * 1e-5 * 1.2)
+    assert saved(writes, 1.0) == pytest.approx(0.6 * SHARES.host.captured_t0 * 1e-6)
+    assert saved(norm, 1.0) == 0.0  # what it reads has just been written
 
 
 def test_decode_attention_reads_the_cache() -> None:

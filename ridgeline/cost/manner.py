@@ -1,0 +1,142 @@
+"""How does a step run: captured or not, by which kernels, over weights that are still in the cache?
+
+A step leaves in the last cache what it read last. If all that the next one reads is still there,
+kernels wait less for their first bytes. From half of the cache on parts are driven out, and of what
+is a quarter larger nothing is left when it is read again. On an H200 (50 MiB) steps of a model of
+24 MB take 150 us with one request (1 MB of keys and values) and 179 us with 32 (26 MB); where
+nothing is left, as many kernels of these sizes take some 200 us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ridgeline.architectures.counts import layer_kv_bytes
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.constants import HostConstants
+from ridgeline.cost.layout import ONE_DEVICE, Layout
+from ridgeline.cost.ops import layer_products, step_ops
+from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.totals import StepTotals, attention_kinds
+
+OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
+OWN_ROWS = 128  # that they take at all; of more, some products are the library's
+STAYS, GONE = 0.5, 1.25  # of the last cache
+LEVELS = 8  # of warmth, so that prices can be kept
+
+
+class Own(Enum):
+    """Which operators of a step are parts of products, by kernels made for these."""
+
+    NONE = ()
+    ROWS = ("activation",)
+    FEW = ("norm", "activation")
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """`captured`: all kernels of a step are launched at once; `own`: products by kernels of our
+    own; `warm`: so much of what is read is still in the last cache, 0 to 1."""
+
+    captured: bool = False
+    own: Own = Own.NONE
+    warm: float = 0.0
+
+    def product_t0(self, host: HostConstants) -> float:
+        """Share of a product's t0."""
+        if self.own is Own.ROWS and host.own_rows_t0 is not None:
+            return host.own_rows_t0
+        return self.pass_t0(host)
+
+    def pass_t0(self, host: HostConstants) -> float:
+        """The same of a pass over memory."""
+        if not self.captured:
+            return 1.0
+        return host.own_t0 if self.own is Own.FEW else host.captured_t0
+
+    def wait(self, host: HostConstants) -> float:
+        """Share of a t0 that is left where a kernel reads what may still be in the cache."""
+        return 1.0 - self.warm * (1.0 - host.warm_t0)
+
+
+SINGLE = Manner()  # an operator by itself, or of a step that launches each
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a step of a model reads on each device: all weights once, and of each kind of attention
+    so many bytes for a key."""
+
+    weight_bytes: float
+    key_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, precision: Precision, layout: Layout = ONE_DEVICE) -> Footprint:
+        ops = step_ops(spec, ((1, 1),), layout, precision)
+        kinds = attention_kinds(spec).items()
+        return cls(
+            sum(op.count * op.weight_bytes for op in ops),
+            tuple(
+                count * layer_kv_bytes(kind, precision.dtype_bytes, precision.kv, layout.tp)
+                for kind, count in kinds
+            ),
+        )
+
+    def warm(self, totals: StepTotals, cache_bytes: int) -> float:
+        """How much of it is still in such a cache; `totals` of all kinds of attention."""
+        if self.weight_bytes >= GONE * cache_bytes:
+            return 0.0
+        read = self.weight_bytes
+        for size, sums in zip(self.key_bytes, totals.attention, strict=True):
+            read += size * (sums.decode_keys + sums.prefill_keys)
+        return still_there(read, cache_bytes)
+
+
+def still_there(read_bytes: float, cache_bytes: int) -> float:
+    """How much of what is read again and again is in such a cache, in steps of 1 / LEVELS."""
+    if read_bytes >= GONE * cache_bytes:
+        return 0.0
+    share = (GONE - read_bytes / cache_bytes) / (GONE - STAYS)
+    return round(LEVELS * min(1.0, share)) / LEVELS
+
+
+def is_captured(host: HostConstants, totals: StepTotals) -> bool:
+    """Small enough for a graph: a step of decodes and checks of a few drafts, or a short one with
+    prompts."""
+    if totals.has_prompts:
+        return totals.num_tokens <= host.captured_prompt_tokens
+    return totals.num_tokens <= host.captured_tokens
+
+
+def own_of(totals: StepTotals, *, has_own: bool) -> Own:
+    """What kernels of our own, if there are any, do of a captured step. Whether its tokens are
+    those of prompts makes no difference to them."""
+    if not has_own or totals.num_tokens > OWN_ROWS:
+        return Own.NONE
+    return Own.FEW if totals.num_tokens <= OWN_TOKENS else Own.ROWS
+
+
+def has_own_kernels(setup: Setup) -> bool:
+    """The engine has kernels of its own for all products of the model's layers."""
+    known, precision = setup.constants.own_products, setup.precision
+    if not known or precision.weights != "plain" or precision.dtype_bytes != 2:
+        return False
+    return layer_products(setup.spec, setup.layout, precision) <= set(known)
+
+
+class Manners:
+    """How the steps of one setup run."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._host, self._cache_bytes = setup.constants.host, setup.device.l2_bytes
+        self._has_own = has_own_kernels(setup)
+        self._footprint = Footprint.of(setup.spec, setup.precision, setup.layout)
+
+    def of(self, totals: StepTotals) -> Manner:
+        """`totals` of all kinds of attention."""
+        if not is_captured(self._host, totals):
+            return SINGLE
+        own = own_of(totals, has_own=self._has_own)
+        return Manner(True, own, self._footprint.warm(totals, self._cache_bytes))

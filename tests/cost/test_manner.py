@@ -1,0 +1,82 @@
+"""How much of what a step reads is still in the last cache, and what do the prices make of it?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.constants import Calibration, HostConstants, default_calibration
+from ridgeline.cost.hardware import find_device
+from ridgeline.cost.manner import LEVELS, SINGLE, Footprint, Manners, Own, still_there
+from ridgeline.cost.ops import step_ops
+from ridgeline.cost.precision import PLAIN
+from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.setup import Setup
+from ridgeline.cost.totals import attention_kinds, step_totals
+from ridgeline.measure.models import config
+from ridgeline.step import StepShape
+from tests.cost.known_models import LLAMA_3_8B
+
+DEVICE = find_device("h200-sxm")
+SMALL = read_spec(config(384, 6, 6, 2, 1152, 4096))
+HOST = HostConstants(captured_tokens=512, captured_prompt_tokens=2048, warm_t0=0.5)
+
+
+def known(**changes: Any) -> Calibration:
+    return replace(default_calibration(DEVICE), host=replace(HOST, **changes))
+
+
+def warm_of(spec: ModelSpec, shape: StepShape) -> float:
+    setup = Setup(spec, DEVICE, calibration=known())
+    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
+    return Manners(setup).of(totals).warm
+
+
+def test_parts_of_what_does_not_fit_are_driven_out() -> None:
+    assert still_there(0.0, 100) == still_there(50.0, 100) == 1.0
+    assert still_there(125.0, 100) == still_there(1e9, 100) == still_there(0.0, 0) == 0.0
+    between = [still_there(float(read), 100) for read in range(50, 126)]
+    assert between == sorted(between, reverse=True)
+    assert {share * LEVELS % 1 for share in between} == {0.0}
+
+
+def test_a_step_reads_weights_keys_and_values() -> None:
+    shape = ((1, 999),) * 3
+    totals = step_totals(tuple(attention_kinds(SMALL)), shape)
+    found = Footprint.of(SMALL, PLAIN)
+    ops = step_ops(SMALL, shape)
+    assert found.weight_bytes == sum(op.count * op.weight_bytes for op in ops)
+    cached = sum(op.count * op.kv_bytes for op in ops if op.kind == "decode_attention")
+    assert [size * totals.attention[0].decode_keys for size in found.key_bytes] == [cached]
+
+
+def test_small_models_with_few_requests_are_warm() -> None:
+    assert warm_of(SMALL, ((1, 300),)) == 1.0
+    assert 0.0 < warm_of(SMALL, ((1, 300),) * 20) < 1.0
+    assert warm_of(SMALL, ((1, 300),) * 60) == 0.0
+    assert warm_of(SMALL, ((3, 300),)) == 1.0
+    assert warm_of(LLAMA_3_8B, ((1, 1),)) == 0.0
+
+
+def test_only_captured_steps_are() -> None:
+    setup = Setup(SMALL, DEVICE, calibration=known(captured_tokens=0))
+    totals = step_totals(tuple(attention_kinds(SMALL)), ((1, 300),))
+    assert Manners(setup).of(totals) is SINGLE
+    assert Manners(replace(setup, calibration=known())).of(totals).own is Own.NONE
+
+
+@pytest.mark.parametrize("rows", [1, 20, 60])
+@pytest.mark.parametrize("new", [1, 4])
+def test_prices_agree_however_warm_a_step_is(rows: int, new: int) -> None:
+    pricer = Pricer(Setup(SMALL, DEVICE, calibration=known()))
+    shape = ((new, 300),) * rows
+    assert pricer.seconds(shape) == pytest.approx(pricer.cost(shape).expected_s, rel=1e-9)
+    if new == 1:
+        assert pricer.decode_seconds([300] * rows, 1)[0] == pricer.seconds(shape)
+    cold = Pricer(Setup(SMALL, DEVICE, calibration=known(warm_t0=1.0)))
+    is_cold = warm_of(SMALL, shape) == 0.0
+    assert (pricer.seconds(shape) == cold.seconds(shape)) == is_cold
