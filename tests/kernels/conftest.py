@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.kernels import INTERPRETED
@@ -23,3 +24,29 @@ def _loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(autouse=True)
+def _products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores add up each number of a product in the same order, wherever it stands in a tile.
+    The library behind numpy does so on some CPUs only."""
+    if not INTERPRETED:
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        wide = [_numbers(interpreter, x).astype(d.data.dtype) for x in (a, b)]
+        product = np.einsum("...ik,...kj->...ij", *wide)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(builder, "create_dot", create_dot)
+
+
+def _numbers(interpreter: Any, handle: Any) -> Any:
+    """Those of 8 bits are kept as codes."""
+    dtype = handle.dtype
+    if dtype.primitive_bitwidth != 8 or not dtype.is_floating():
+        return handle.data
+    half = interpreter.tl.float16
+    return interpreter._convert_float(handle.data, dtype, half, None).view(np.float16)
