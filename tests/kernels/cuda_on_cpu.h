@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #define __device__
@@ -46,7 +47,8 @@ struct Copy { void* to; const char* from; int size; bool wanted; };
 
 struct Lane {
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(STACK_BYTES);
+  // Not filled: of 128 MB in each library only what a kernel touches is to become memory.
+  std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
   int meetings = 0;
@@ -312,7 +314,7 @@ inline void begin_warp() {
     lane.open.clear(), lane.groups.clear(), lane.meetings = 0;
     lane.at_barrier = lane.done = false;
     getcontext(&lane.context);
-    lane.context.uc_stack.ss_sp = lane.stack.data();
+    lane.context.uc_stack.ss_sp = lane.stack.get();
     lane.context.uc_stack.ss_size = STACK_BYTES;
     lane.context.uc_link = nullptr;
     makecontext(&lane.context, lane_main, 0);
