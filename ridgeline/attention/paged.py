@@ -46,7 +46,6 @@ from ridgeline.kvcache import LayerKV
 
 FEW_PIECES = 32  # prompts of a captured step, beside the tiles that all its tokens make
 MANY_PIECES = 512  # the same where decodes are pieces too
-LEAST_SHARED = 1  # query heads of a KV head, for which cuDNN is faster on a captured prompt
 
 if TYPE_CHECKING:
     from ridgeline.kernels.paged_decode_cuda import Front
@@ -154,13 +153,7 @@ class PagedAttention:
     def takes_whole(self, case: AttentionCase, num_tokens: int, window: int | None) -> bool:
         """Not where the one kernel that treats all tokens alike is asked for."""
         sees_all = window is None or window >= num_tokens
-        return (
-            not self.is_invariant
-            and num_tokens >= LONG_PIECE
-            and case.group >= LEAST_SHARED
-            and sees_all
-            and suits_cudnn(case)
-        )
+        return not self.is_invariant and num_tokens >= LONG_PIECE and sees_all and suits_cudnn(case)
 
     def work_width(self, case: AttentionCase, num_tokens: int) -> int:
         if (config := _config(case, self._cut(num_tokens))) is None:
