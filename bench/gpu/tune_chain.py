@@ -78,13 +78,13 @@ def choices(layer: Layer, rows: int) -> Iterator[tuple[Layer, Tile]]:
     kinds = [plain, layer] if layer.norm and rows <= NORM_ROWS else [plain]
     for kind in kinds:
         for tile in candidates(kind, rows):
-            for made in (tile, *_smaller(tile, rows, kind), *_eighths(tile, rows, kind)):
+            for made in (tile, *_smaller(tile), *_eighths(tile, rows, kind)):
                 if (made.stream or made.wgmma) and (kind.norm, made) not in seen:
                     seen.add((kind.norm, made))
                     yield kind, made
 
 
-def _smaller(tile: Tile, rows: int, layer: Layer) -> Iterator[Tile]:
+def _smaller(tile: Tile) -> Iterator[Tile]:
     """With a shorter ring, beside which the next kernel finds room."""
     if not tile.wgmma:
         return
