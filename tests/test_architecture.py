@@ -39,7 +39,7 @@ LEVELS = (
         "answer",
         "compression",
     },
-    {"llm", "server", "lab", "cli", "measure", "benchmark", "evaluation"},
+    {"llm", "server", "lab", "cli", "measure", "benchmark", "evaluation", "__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 PURE = frozenset().union(*LEVELS[:5])

@@ -27,6 +27,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_of(["--version"], capsys) == (0, f"ridgeline {__version__}\n", "")
 
 
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ridgeline", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"ridgeline {__version__}\n")
+
+
 @pytest.mark.parametrize("command", main.COMMANDS)
 def test_the_parser_loads_nothing_heavy(command: str) -> None:
     program = (
