@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ridgeline.formats import MAX_GUESSES
 
 MEMORY = 29 / 30  # of a row: about 30 guesses count
-SHARED_MEMORY = 0.995  # of all rows together: about 200
+SHARED_MEMORY = 0.995  # of all rows together: about 200 rows of steps
+STEPS_MEMORY = 15 / 16  # and at least about so many steps, however many rows each of them has
 PRIOR_WEIGHT = 20.0  # guesses that what is known of all rows counts for in one
 # The same of what is looked up, where a row copies or does not: others say little of it.
 LOOKED_UP_WEIGHT = 4.0
@@ -85,15 +87,26 @@ class SharedAcceptance:
         self.rate = prior
         self._found = FoundShare()
 
-    def add(self, looked: int, right: int, num_rows: int = 1) -> None:
-        """So many rows of which so many guesses were looked at, all right but perhaps the last."""
-        kept = SHARED_MEMORY**num_rows
-        self._looked = self._looked * kept + looked * num_rows
-        self._right = self._right * kept + right * num_rows
+    def add_step(self, results: Iterable[tuple[int, int, int]]) -> None:
+        """Of one step: so many guesses were looked at, all right but perhaps the last, of so many
+        rows each. In whatever order they come: what is known fades once for all of them."""
+        told = tuple(results)
+        num_rows = sum([count for _, _, count in told])
+        if not num_rows:
+            return
+        kept = max(SHARED_MEMORY**num_rows, STEPS_MEMORY)
+        self._looked *= kept
+        self._right *= kept
+        for seen in self._at:
+            seen[0] *= kept
+            seen[1] *= kept
+        for looked, right, count in told:
+            self._looked += looked * count
+            self._right += right * count
+            for position, seen in enumerate(self._at[:looked]):
+                seen[0] += count
+                seen[1] += count * (position < right)
         self.rate = self._right / self._looked
-        for position, seen in enumerate(self._at[:looked]):
-            seen[0] = seen[0] * kept + num_rows
-            seen[1] = seen[1] * kept + (num_rows if position < right else 0)
         self._num_added += 1
 
     def add_found(self, row: RowAcceptance, is_some: bool) -> None:

@@ -1,16 +1,24 @@
 """What does a step take that checks so many guesses of so many rows, as this engine has seen it?
 
 Prices of the cost model, corrected by the steps that have run, which are told apart by their rows
-and guesses. Where steps overlap, the time from one result to the next belongs to two of them: what
-the host did for the later one, and what the device did for the earlier one. Then it counts only
-where both are of one kind and nothing was waited for before them, as at the end of a request.
+and guesses. The speed of a host may double from one second to the next, and steps with so many
+guesses are seen only while they are chosen. So measured over priced seconds are the product of two
+numbers: the pace of the machine with so many rows, which every step tells and which is followed at
+once, and a ratio for each number of guesses, which is what a choice among them depends on and
+moves slowly.
+
+Where steps overlap, the time from one result to the next belongs to two of them: what the host did
+for the later one, and what the device did for the earlier one. Then it counts only where both are
+of one kind, the one before them too (behind others a draft has to catch up), and nothing was waited
+for before them, as at the end of a request. Steps in which many requests end at once never count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log
+from statistics import median
 from typing import Protocol
 
 from ridgeline.scheduler.policies.step_times import RunStep
@@ -19,13 +27,16 @@ EXACT_ROWS = 8  # up to which each number of rows is a bucket of its own
 CONTEXT_STEPS = 4.0  # buckets of contexts for each factor e
 BASE_CONTEXT = 64  # shorter ones cost the same
 CORRECTED_AFTER = 16  # steps, once what is known of them has been taken in
-LEARNED = 1 / 8  # of the last step in what is known of its like
+LEARNED = 1 / 8  # of the last step in the pace
+RATIO_LEARNED = 1 / 64  # of it in the ratio, once that has settled
 FORGOTTEN_AFTER = 4096  # steps: then it is tried anew
 UNTRIED = 0.9  # of what is expected of steps that have not run yet
 OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it ran
-SETTLED_AFTER = 32  # steps of its own: then it is known well
-# Steps: then it is taken to have become slower or faster as those that run have.
-RESTED_AFTER = 8
+STEADY = 16  # times as many rows as may come or go between two steps that count
+SETTLED_AFTER = 16  # steps of its own: then a ratio is known well
+# Steps of one kind in a row that are odd: no stalls. The second number is for what has settled.
+ODD_STEPS = 3, 6
+CLOSE = 2.0  # times another ratio or part of it: prices of two kinds are not further off than that
 
 
 class TimedStep(RunStep, Protocol):
@@ -53,15 +64,47 @@ def row_bucket(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class _Ratio:
-    """Measured over priced seconds."""
+    """Measured over priced seconds, over the pace. Of all steps, the last one of its kind, and the
+    last one that took as long as was expected."""
 
     value: float = 1.0
     num_steps: int = 0
     last: int = 0
-    num_odd: int = 0  # samples in a row that were far away
+    last_sound: int = 0
+
+    @property
+    def has_settled(self) -> bool:
+        return self.num_steps > SETTLED_AFTER
 
 
-Sample = tuple[int, int, float]  # bucket of rows, guesses, measured over priced seconds
+@dataclass(slots=True)
+class _Bucket:
+    """What is known of steps of so many rows, by their guesses. Of the last step that was learned
+    from: its guesses, and those of its kind in a row that were far from what was expected."""
+
+    pace: float = 1.0
+    ratios: dict[int, _Ratio] = field(default_factory=dict)
+    last_guesses: int = -1
+    odd: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One step; `value`: measured over priced seconds."""
+
+    bucket: int
+    num_guesses: int
+    num_rows: int
+    value: float
+
+    def is_like(self, other: _Sample | None) -> bool:
+        if other is None:
+            return False
+        return self.bucket == other.bucket and self.num_guesses == other.num_guesses
+
+    def is_steady(self, other: _Sample | None) -> bool:
+        """Not many have come or gone between the two."""
+        return other is None or abs(self.num_rows - other.num_rows) * STEADY <= self.num_rows
 
 
 @dataclass(slots=True)
@@ -73,9 +116,10 @@ class StepTimes:
     choices: tuple[int, ...]
     num_steps: int = 0
     _overlaps: bool = False  # steps of this engine do
-    _pending: Sample | None = None  # of the last step, until it is known what ran beside it
+    _pending: _Sample | None = None  # of the last step, until it is known what ran beside it
+    _last: _Sample | None = None  # the last step, if it only checked or decoded
     _priced: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
-    _ratios: dict[int, dict[int, _Ratio]] = field(default_factory=dict)
+    _buckets: dict[int, _Bucket] = field(default_factory=dict)
     # By rows and context: corrected prices, until which step they hold, and of how many ratios
     _corrected_ones: dict[tuple[int, int], tuple[dict[int, float], int, int]] = field(
         default_factory=dict
@@ -86,39 +130,22 @@ class StepTimes:
         has been learned."""
         key = (bucket, _context_bucket(context))
         found, until, num_known = self._corrected_ones.get(key, ({}, -1, 0))
-        ratios = self._ratios.get(bucket, {})
-        if self.num_steps < until and num_known == len(ratios):
+        seen = self._buckets.get(bucket) or _Bucket()
+        if self.num_steps < until and num_known == len(seen.ratios):
             return found
-        known = [k for k, r in ratios.items() if self._counts(r)]
+        known = {k: seen.pace * r.value for k, r in seen.ratios.items() if self._counts(r)}
         found = priced = self._prices_of(*key)
         if known:
-            found = {k: self._corrected(k, priced, ratios, known) for k in priced}
-        until = self.num_steps + CORRECTED_AFTER if len(known) == len(ratios) else 0
-        self._corrected_ones[key] = (found, until, len(ratios))
+            found = {k: _corrected(k, priced, known) for k in priced}
+        until = self.num_steps + CORRECTED_AFTER if len(known) == len(seen.ratios) else 0
+        self._corrected_ones[key] = (found, until, len(seen.ratios))
         return found
-
-    def _corrected(
-        self,
-        k: int,
-        priced: Mapping[int, float],
-        ratios: Mapping[int, _Ratio],
-        known: Sequence[int],
-    ) -> float:
-        """Steps that have not run yet are taken to differ from their price as the nearest that did,
-        by the same seconds or the same factor, whichever is better for them, and a little more, so
-        that they are tried where they may be the best; and steps without guesses, which all others
-        must beat, to be no dearer than their price."""
-        near = min(known, key=lambda other: abs(other - k))
-        ratio = ratios[near].value
-        if near == k:
-            return priced[k] * ratio
-        best = min(priced[k] * ratio, max(priced[k] / 2, priced[k] + priced[near] * (ratio - 1)))
-        return UNTRIED * (best if k else min(best, priced[0]))
 
     def correction(self, num_rows: int, num_guesses: int) -> float | None:
         """Measured over priced seconds of such steps; None where none has run."""
-        ratio = self._ratios.get(row_bucket(num_rows), {}).get(num_guesses)
-        return ratio.value if ratio is not None and ratio.num_steps else None
+        seen = self._buckets.get(row_bucket(num_rows)) or _Bucket()
+        ratio = seen.ratios.get(num_guesses)
+        return seen.pace * ratio.value if ratio is not None and ratio.num_steps else None
 
     def on_priced(self, step: TimedStep) -> None:
         """A step has run. If it only checked guesses, or only decoded, its time is learned: with
@@ -127,14 +154,20 @@ class StepTimes:
         is_beside = step.is_overlapped
         if is_beside and not self._overlaps:
             self._overlaps, self._pending = True, None
-        last, sample = self._pending, self._sample(step)
-        self._pending = sample if is_beside or not self._overlaps else None
-        if last is None:
-            return
-        if not self._overlaps or (is_beside and sample is not None and sample[:2] == last[:2]):
-            self._learn(*last)
+        pending, last, sample = self._pending, self._last, self._sample(step)
+        self._last, self._pending = sample, None
+        is_steady = sample is not None and sample.is_steady(last)
+        if not self._overlaps:
+            if is_steady:
+                self._pending = sample
+            if pending is not None:
+                self._learn(pending)
+        elif sample is not None and is_beside and is_steady and sample.is_like(last):
+            self._pending = sample
+            if pending is not None:
+                self._learn(pending)
 
-    def _sample(self, step: TimedStep) -> Sample | None:
+    def _sample(self, step: TimedStep) -> _Sample | None:
         decodes, rows = step.plan.decodes, step.plan.scheduled
         if decodes is not None:
             num_guesses, starts = 0, decodes.starts
@@ -149,42 +182,66 @@ class StepTimes:
         bucket = row_bucket(len(starts))
         priced = self._prices_of(bucket, _context_bucket(sum(starts) // len(starts)))
         price_s = priced.get(num_guesses, 0.0)
-        return (bucket, num_guesses, took_s / price_s) if took_s > 0 and price_s > 0 else None
+        if took_s <= 0 or price_s <= 0:
+            return None
+        return _Sample(bucket, num_guesses, len(starts), took_s / price_s)
 
-    def _learn(self, bucket: int, num_guesses: int, value: float) -> None:
+    def _learn(self, sample: _Sample) -> None:
         """The first is left out: it may have been captured, or compiled for. One that is far from
-        the others counts only if the next ones are as far; if what is known well is far from what
-        it was, it is the machine that has become slower or faster, and all steps with it."""
-        ratios = self._ratios.setdefault(bucket, {})
-        ratio = ratios.get(num_guesses)
+        what is expected counts only if the next ones of its kind are as far."""
+        num_guesses, value = sample.num_guesses, sample.value
+        seen = self._buckets.setdefault(sample.bucket, _Bucket())
+        ratio = seen.ratios.get(num_guesses)
         if ratio is None:
-            ratio = ratios[num_guesses] = _Ratio()
-        is_known, was_settled = self._counts(ratio), ratio.num_steps > SETTLED_AFTER
+            ratio = seen.ratios[num_guesses] = _Ratio()
+        is_known = self._counts(ratio)
+        if num_guesses != seen.last_guesses:
+            seen.last_guesses, seen.odd = num_guesses, []
         ratio.last = self.num_steps
         ratio.num_steps = ratio.num_steps + 1 if is_known or ratio.num_steps == 0 else 2
         if ratio.num_steps == 1:
             return
         if not is_known:
-            ratio.value, ratio.num_odd = value, 0
+            self._set(seen, num_guesses, value)
             return
-        before = ratio.value
-        is_odd, has_jumped = not before / OUTLIER <= value <= before * OUTLIER, False
-        ratio.num_odd = ratio.num_odd + 1 if is_odd else 0
-        if not is_odd:
-            ratio.value += max(LEARNED, 1 / (ratio.num_steps - 1)) * (value - before)
-        elif ratio.num_odd > 2:
-            ratio.value, ratio.num_odd, has_jumped = value, 0, True
-            if not was_settled:  # else it stays so: the way back tells of the others as well
-                ratio.num_steps = 2
-        else:
+        off = value / (seen.pace * ratio.value)
+        if not 1 / OUTLIER <= off <= OUTLIER:
+            seen.odd.append(value)
+            if len(seen.odd) >= ODD_STEPS[ratio.has_settled]:
+                self._jump(seen, num_guesses, median(seen.odd))
+                seen.odd = []
             return
-        if not was_settled:  # how it settles says nothing of the others
+        seen.odd, ratio.last_sound = [], self.num_steps
+        to_ratio = max(RATIO_LEARNED, 1 / (ratio.num_steps - 1))
+        if len(seen.ratios) == 1:  # nothing to tell it from
+            to_ratio = 0.0
+        ratio.value *= off**to_ratio
+        seen.pace *= off ** (LEARNED * (1 - to_ratio))
+
+    def _set(self, seen: _Bucket, num_guesses: int, value: float) -> None:
+        """All that is known of its kind is this."""
+        ratio, ratios = seen.ratios[num_guesses], seen.ratios
+        known = [k for k, r in ratios.items() if r is not ratio and self._counts(r)]
+        if not known:
+            ratio.value, seen.pace = 1.0, value
             return
-        change = ratio.value / before
-        for other in ratios.values():
-            has_rested = self.num_steps - other.last > RESTED_AFTER
-            if other is not ratio and (has_jumped or has_rested):
-                other.value *= change
+        near = ratios[min(known, key=lambda k: abs(k - num_guesses))].value
+        ratio.value = min(max(value / seen.pace, near / CLOSE), near * CLOSE)
+        seen.pace = value / ratio.value
+
+    def _jump(self, seen: _Bucket, num_guesses: int, value: float) -> None:
+        """Steps of this kind take another time than they did. Where that was known well, the pace
+        is another, and may have been so when others were seen that are not known well."""
+        ratio = seen.ratios[num_guesses]
+        if not ratio.has_settled:
+            ratio.num_steps = 2
+            self._set(seen, num_guesses, value)
+            return
+        change = value / (seen.pace * ratio.value)
+        seen.pace *= change
+        for other in seen.ratios.values():
+            if not other.has_settled and other.last > ratio.last_sound:
+                other.value /= change
 
     def _counts(self, ratio: _Ratio) -> bool:
         return ratio.num_steps > 1 and self.num_steps - ratio.last < FORGOTTEN_AFTER
@@ -203,3 +260,17 @@ class StepTimes:
 
 def _context_bucket(context: int) -> int:
     return 0 if context <= BASE_CONTEXT else round(log(context / BASE_CONTEXT) * CONTEXT_STEPS)
+
+
+def _corrected(k: int, priced: Mapping[int, float], known: Mapping[int, float]) -> float:
+    """By what is known of measured over priced seconds. Steps that have not run yet are taken to
+    differ from their price as the nearest that did, by the same seconds or the same factor,
+    whichever is better for them, and a little more, so that they are tried where they may be the
+    best; and steps without guesses, which all others must beat, to be no dearer than their price.
+    """
+    near = min(known, key=lambda other: abs(other - k))
+    ratio = known[near]
+    if near == k:
+        return priced[k] * ratio
+    best = min(priced[k] * ratio, max(priced[k] / 2, priced[k] + priced[near] * (ratio - 1)))
+    return UNTRIED * (best if k else min(best, priced[0]))

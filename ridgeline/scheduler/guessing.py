@@ -116,11 +116,12 @@ class GuessChooser:
         if not checked:
             return
         rows, num_rows = self._rows, len(checked)
-        num_good = 0
+        num_good, told = 0, []
         for (num_checked, num_right), count in _counted(checked).items():
             if num_checked > 0:
-                self.acceptance.add(num_right + (num_right < num_checked), num_right, count)
+                told.append((num_right + (num_right < num_checked), num_right, count))
                 num_good += count * (num_right > 0)
+        self.acceptance.add_step(told)
         stride = -(-num_rows // ROWS_PER_RESULT)  # the more there are, the less each one matters
         self._turn = (self._turn + 1) % stride
         for name, (num_checked, num_right) in islice(checked.items(), self._turn, None, stride):

@@ -278,7 +278,7 @@ def test_steps_that_were_slow_for_a_while_leave_no_trace_on_the_others() -> None
     """The host was busy; steps with a guess, which did not run meanwhile, are no slower for it."""
     times = StepTimes(Line(), (0, 1))
     world = World(Line(), 4, lambda _: 0.5, seed=1)
-    for k, seconds, count in ((1, 1.3, 10), (0, 1.0, 80), (0, 3.0, 6)):
+    for k, seconds, count in ((1, 1.3, 10), (0, 1.0, 80), (0, 3.0, 8)):
         for _ in range(count):
             times.on_priced(Ran(world.plan(k), seconds))
     assert times.correction(4, 1) == pytest.approx(3.9, rel=0.01)  # all are slower, it seems
@@ -286,6 +286,34 @@ def test_steps_that_were_slow_for_a_while_leave_no_trace_on_the_others() -> None
         times.on_priced(Ran(world.plan(0), 1.0))
     assert times.correction(4, 0) == pytest.approx(1.0, rel=0.01)
     assert times.correction(4, 1) == pytest.approx(1.3, rel=0.05)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_steps_in_which_many_end_say_nothing(is_overlapped: bool) -> None:
+    times = StepTimes(Line(), (0, 1))
+    price = Line().seconds(64, 1000, 1)
+    worlds = {n: World(Line(), n, lambda _: 0.5, seed=1) for n in (64, 58, 54, 50)}
+    for _ in range(20):
+        for _ in range(10):
+            times.on_priced(Ran(worlds[64].plan(1), 2 * price, is_overlapped=is_overlapped))
+        for num_rows in (58, 54, 50):
+            slow = Ran(worlds[num_rows].plan(1), 40 * price, is_overlapped=is_overlapped)
+            times.on_priced(slow)
+    assert times.correction(64, 1) == pytest.approx(2.0, rel=0.05)
+
+
+def test_what_is_new_is_not_far_from_the_nearest_that_is_known() -> None:
+    """The pace is known from steps that met something else: what is new must not make up for it."""
+    times = StepTimes(Line(), (0, 1, 2))
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+    prices = {k: Line().seconds(4, 1000, k) for k in (0, 1)}
+    for k, factor, count in ((0, 2.0, 40), (0, 30.0, 9), (1, 2.0, 12), (0, 2.0, 40)):
+        for _ in range(count):
+            times.on_priced(Ran(world.plan(k), factor * prices[k]))
+    assert times.correction(4, 0) == pytest.approx(2.0, rel=0.05)
+    found = times.correction(4, 1)
+    assert found is not None
+    assert 1.0 <= found <= 4.2
 
 
 def test_one_number_is_fixed_as_far_as_there_is_room() -> None:
@@ -397,9 +425,29 @@ def test_positions_that_are_seldom_right_shorten_the_guesses() -> None:
 def test_shared_acceptance_counts_what_was_looked_at() -> None:
     shared = SharedAcceptance(0.5, 4)
     for _ in range(2000):
-        shared.add(3, 2)
+        shared.add_step([(3, 2, 1)])
     assert shared.rate == pytest.approx(2 / 3, rel=0.01)
     assert shared.shape()[0] == pytest.approx(1.5, rel=0.02)
+
+
+def test_results_of_one_step_count_alike_in_any_order() -> None:
+    results = [(4, 4, 30), (1, 0, 10), (3, 2, 20)]
+    ways = []
+    for order in (results, results[::-1]):
+        shared = SharedAcceptance(0.5, 4)
+        for _ in range(3):
+            shared.add_step(order)
+        ways.append((shared.rate, *shared.shape()))
+    assert ways[0] == pytest.approx(ways[1])
+
+
+def test_one_odd_step_of_many_rows_is_not_all_that_is_known() -> None:
+    shared = SharedAcceptance(0.5, 4)
+    for _ in range(100):
+        shared.add_step([(4, 4, 200), (1, 0, 56)])
+    usual = shared.rate
+    shared.add_step([(1, 0, 256)])
+    assert shared.rate > 0.9 * usual
 
 
 def test_buckets_of_rows() -> None:
