@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.request import Request, RequestOutput
+from ridgeline.scheduler.guess_times import GuessPrices
 from ridgeline.step import StepPlan, StepResult
 
 
@@ -19,6 +20,8 @@ class Counts:
     guesses: int = 0  # that steps were planned with
     tried: list[int] = field(default_factory=list)  # by position: all before it were right
     right: list[int] = field(default_factory=list)
+    by_guesses: dict[int, int] = field(default_factory=dict)  # of those steps, by their guesses
+    context: int = 0  # tokens before them, all together
 
     def on_add(self, request: Request, now: float, fault: object) -> None: ...
 
@@ -45,6 +48,8 @@ class Counts:
             self.steps += 1
             self.tokens += len(ids)
             self.guesses += row.num_draft
+            self.by_guesses[row.num_draft] = self.by_guesses.get(row.num_draft, 0) + 1
+            self.context += row.start
             if row.num_draft:
                 there, right = result.checked.get(row.request_id, (row.num_draft, len(ids) - 1))
                 self._count(there, right)
@@ -67,6 +72,18 @@ class Counts:
             "tried": list(self.tried),
         }
 
+    def predicted_gain(self, prices: GuessPrices, batch: int) -> float | None:
+        """Times the speed without guesses, of steps of so many rows: these tokens and numbers of
+        guesses a step, at the prices of the cost model. None: there were no steps."""
+        if not self.steps:
+            return None
+        context = round(self.context / self.steps)
+        seconds = sum(
+            prices.seconds(batch, context, k) * steps for k, steps in self.by_guesses.items()
+        )
+        return prices.seconds(batch, context, 0) * self.tokens / seconds
+
     def restart(self) -> None:
         self.steps = self.tokens = self.guesses = 0
         self.tried, self.right = [], []
+        self.by_guesses, self.context = {}, 0

@@ -9,8 +9,10 @@ r"""How much faster are answers with guesses, and are they ever slower? Tables, 
 time; all engines live side by side and are asked in turns. Medians of the rounds; `decode_tok_s` is
 that of tokens behind the first of each answer. `tokens_per_step` are those of a step of a row that
 decodes, its own among them; `by_position` is how often guess 1, 2, .. was right where all before it
-were. `same_answers` (greedy or seeded): how many are those of the first engine, token for token; in
-16 bits the likeliest of tokens that are as good as equal may be another, in float32 it is not.
+were; `predicted_times_off` is what the cost model, with the prices of `--record`, says of the gain
+of such steps over steps without guesses. `same_answers` (greedy or seeded): how many are those of
+the first engine, token for token; in 16 bits the likeliest of tokens that are as good as equal may
+be another, in float32 it is not.
 
 `batches`: see `bench.speculation_batches`.
 `device`: see `bench.speculation_device`; what steps with guesses take on a GPU alone, and by price.
@@ -38,7 +40,7 @@ import torch
 import ridgeline
 from bench.cpu.latest import device as cpu_name
 from bench.guess_counts import Counts
-from bench.speculation_batches import batches, options
+from bench.speculation_batches import OFF, batches, options, prices_of
 from bench.speculation_device import device
 from ridgeline import LLM, SamplingParams
 from ridgeline.evaluation.tasks import problems
@@ -58,7 +60,7 @@ class Seat:
 
     speculate: str
     llm: LLM
-    counts: Counts
+    counts: Counts  # of this round
     rounds: dict[tuple[str, float], list[Row]] = field(default_factory=dict)
     answers: dict[tuple[str, float], list[list[int]]] = field(default_factory=dict)
 
@@ -101,6 +103,8 @@ def ask(seat: Seat, asked: Asked, key: tuple[str, float]) -> None:
         decode_s += metrics.finish_time - metrics.first_token_time
     row: Row = {"whole_tok_s": num / (time.perf_counter() - begin)}
     row["decode_tok_s"] = decoded / decode_s if decode_s else None
+    if seat.speculate != OFF:
+        row["predicted_times_off"] = seat.counts.predicted_gain(prices_of(seat.llm), 1)
     seat.rounds.setdefault(key, []).append(row | seat.counts.figures())
     seat.answers.setdefault(key, answers)
 
@@ -137,6 +141,8 @@ def rows_of(seats: Sequence[Seat], key: tuple[str, float], *, is_repeatable: boo
         row: Row = {"task": key[0], "temperature": key[1], "speculate": seat.speculate}
         row |= {"decode_tok_s": decode, "whole_tok_s": middle(rounds, "whole_tok_s")}
         row |= {"times_first": decode / first if decode and first else None}
+        if seat.speculate != OFF:
+            row["predicted_times_off"] = middle(rounds, "predicted_times_off")
         row |= {name: rounds[-1][name] for name in ("tokens_per_step", "guesses_per_step")}
         row |= {name: rounds[-1][name] for name in ("by_position", "tried")}
         if is_repeatable:
@@ -255,6 +261,7 @@ def add_batches(to: argparse.ArgumentParser) -> None:
     to.add_argument("--batches", type=numbers, default=numbers("1,2,4,8,16,32,64,128,256"))
     to.add_argument("--prompt-len", type=int, default=128)
     to.add_argument("--output-len", type=int, default=256)
+    to.add_argument("--least-s", type=float, default=0.25, help="of a round, without guesses")
     add_common(to, rounds=2, kv_bytes=None)
 
 
@@ -262,7 +269,6 @@ def add_device(to: argparse.ArgumentParser) -> None:
     to.set_defaults(rows=device)
     to.add_argument("--model", default="demo:chat")
     to.add_argument("--speculate", default="draft:demo:draft")
-    to.add_argument("--record", help="a calibration; else the one kept for this device, if any")
     to.add_argument("--guesses", type=numbers, default=numbers("0,1,2,3,4,6,8"))
     to.add_argument("--batches", type=numbers, default=[1])
     to.add_argument("--prompt-len", type=int, default=256)
@@ -271,6 +277,7 @@ def add_device(to: argparse.ArgumentParser) -> None:
 
 
 def add_common(to: argparse.ArgumentParser, *, rounds: int, kv_bytes: int | None) -> None:
+    to.add_argument("--record", help="a calibration; else the one kept for this device, if any")
     to.add_argument("--rounds", type=int, default=rounds)
     to.add_argument("--seed", type=int, default=0)
     to.add_argument("--out", required=True)

@@ -3,14 +3,19 @@
 Random weights, and guesses that are right so often by a coin: one engine for each rate, beside one
 that does not speculate ("off"). Or a model with its draft, asked for held-out problems of a task
 (`--speculate`, `--task`). The number of guesses is pinned from outside, and "auto" leaves it to the
-engine, which learns from the pinned runs too and is asked before them in each round. Tokens a
-second are those of the window in which all requests decode; few requests give longer answers, as
-few steps are given by luck.
+engine, which learns from the pinned runs too. Tokens a second are those of the window in which all
+requests decode; few requests of random tokens give longer answers, as few steps are given by luck.
+
+A host's speed may change twofold within a second. So a round has as many windows of each way as
+fill `--least-s` without guesses, all ways in turns and in another order each time; its speed is all
+tokens of its windows over all their seconds. Each number of guesses that the engine may choose is
+asked for once before that, as its steps are captured then.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +31,7 @@ from bench.guess_counts import Counts
 from ridgeline import LLM
 from ridgeline.evaluation.tasks import problems
 from ridgeline.request import Request
+from ridgeline.scheduler.guess_times import GuessPrices
 from ridgeline.scheduler.guessing import GuessChooser
 
 Row = dict[str, Any]
@@ -79,8 +85,24 @@ def pinned(llm: LLM, guesses: str) -> Iterator[None]:
         scheduler.guesses = chooser
 
 
-def window(engine: RidgelineEngine, random: Random, args: argparse.Namespace, batch: int) -> float:
-    """Tokens a second from the step by which each request has one to that by which one ends."""
+@dataclass(slots=True)
+class Speed:
+    """Of some windows."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: Speed) -> None:
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def window(engine: RidgelineEngine, random: Random, args: argparse.Namespace, batch: int) -> Speed:
+    """From the step by which each request has a token to that by which one ends."""
     # What comes behind the end of an answer to a problem is no text that anybody asks for.
     length = args.output_len * (1 if args.task else max(1, FEW // batch))
     prompts = [Prompt(ids, length) for ids in prompts_of(engine.llm, random, args, batch)]
@@ -88,6 +110,7 @@ def window(engine: RidgelineEngine, random: Random, args: argparse.Namespace, ba
     begin: tuple[float, int] | None = None
     end: tuple[float, int] | None = None
     core = engine.llm.engine
+    core.scheduler.blocks.clear_cache()  # or who was asked more often has more to throw away
     for prompt in prompts:
         core.add(engine.request(prompt, time.monotonic()))
     while not core.is_idle:
@@ -100,7 +123,7 @@ def window(engine: RidgelineEngine, random: Random, args: argparse.Namespace, ba
             end = now, total
     if begin is None or end is None or end[0] <= begin[0]:
         raise SystemExit(f"batch {batch}: no window in which all decode; ask for longer answers")
-    return (end[1] - begin[1]) / (end[0] - begin[0])
+    return Speed(end[1] - begin[1], end[0] - begin[0])
 
 
 def prompts_of(
@@ -122,40 +145,72 @@ def batches(args: argparse.Namespace) -> Iterator[Row]:
     with engine_of(args, OFF) as plain:
         for rate in ("",) if args.speculate else args.rates:
             with engine_of(args, args.speculate or f"synthetic:{rate}") as guessing:
-                counts = Counts()
-                guessing.llm.engine.journals.append(counts)
                 for batch in args.batches:
-                    yield from rows_of_batch(args, (plain, guessing), counts, random, batch, rate)
+                    yield from rows_of_batch(args, plain, guessing, random, batch, rate)
 
 
 def rows_of_batch(
     args: argparse.Namespace,
-    engines: tuple[RidgelineEngine, RidgelineEngine],
-    counts: Counts,
+    plain: RidgelineEngine,
+    guessing: RidgelineEngine,
     random: Random,
     batch: int,
     rate: str,
 ) -> Iterator[Row]:
-    plain, guessing = engines
-    order = sorted(args.guesses, key=lambda name: name != AUTO)
-    found: dict[str, list[float]] = {name: [] for name in (OFF, *order)}
-    about: dict[str, Row] = {OFF: {}}
-    for number in range(args.rounds + 1):
-        speeds = {OFF: window(plain, random, args, batch)}
-        for name in order:
-            counts.restart()
-            with pinned(guessing.llm, name):
-                speeds[name] = window(guessing, random, args, batch)
-            about[name] = counts.figures()
-        if number:  # in the first steps are captured
-            for name, speed in speeds.items():
-                found[name].append(speed)
-    base = statistics.median(found[OFF])
-    for name in (OFF, *args.guesses):
-        speed = statistics.median(found[name])
+    names = [OFF, *args.guesses]
+    counts = {name: Counts() for name in args.guesses}
+
+    def asked(name: str) -> Speed:
+        if name == OFF:
+            return window(plain, random, args, batch)
+        with pinned(guessing.llm, name), counting(guessing.llm, counts.get(name, Counts())):
+            return window(guessing, random, args, batch)
+
+    for k in choices_of(guessing.llm):
+        asked(str(k))
+    asked(OFF)
+    windows = max(1, math.ceil(args.least_s / asked(OFF).seconds))
+    rounds: dict[str, list[Speed]] = {name: [] for name in names}
+    for _ in range(args.rounds):
+        for name in names:
+            rounds[name].append(Speed())
+        for _ in range(windows):
+            for name in random.sample(names, len(names)):
+                rounds[name][-1].add(asked(name))
+    speeds = {name: [one.tokens_per_s for one in rounds[name]] for name in names}
+    base = statistics.median(speeds[OFF])
+    for name in names:
+        speed = statistics.median(speeds[name])
         row = {"batch": batch, "guesses": name, "tokens_per_s": speed}
-        row["speculate"] = args.speculate or f"synthetic:{rate}"
-        yield row | {"times_off": speed / base, "rounds": found[name]} | about[name]
+        row |= {"speculate": args.speculate or f"synthetic:{rate}", "windows": windows}
+        row |= {"times_off": speed / base, "rounds": speeds[name]}
+        if name in counts:
+            gain = counts[name].predicted_gain(prices_of(guessing.llm), batch)
+            row |= {"predicted_times_off": gain} | counts[name].figures()
+        yield row
+
+
+def choices_of(llm: LLM) -> tuple[int, ...]:
+    """Numbers of guesses that the engine may choose."""
+    chooser = llm.engine.scheduler.guesses
+    return chooser.choices if isinstance(chooser, GuessChooser) else ()
+
+
+def prices_of(llm: LLM) -> GuessPrices:
+    """What the cost model says of steps with guesses, before any has run."""
+    chooser = llm.engine.scheduler.guesses
+    if not isinstance(chooser, GuessChooser):
+        raise SystemExit("the engine does not guess")
+    return chooser.times.prices
+
+
+@contextmanager
+def counting(llm: LLM, counts: Counts) -> Iterator[None]:
+    llm.engine.journals.append(counts)
+    try:
+        yield
+    finally:
+        llm.engine.journals.pop()
 
 
 @contextmanager
@@ -172,5 +227,5 @@ def engine_of(args: argparse.Namespace, speculate: str) -> Iterator[RidgelineEng
 def options(args: argparse.Namespace) -> Row:
     names = ["device", "dtype", "threads", "max_model_len", "weight_format", "kv_cache_dtype"]
     names += ["kv_cache_memory_bytes", "load_format", "max_num_seqs", "warm_up"]
-    given = {name: getattr(args, name) for name in names}
+    given = {name: getattr(args, name) for name in names} | {"calibration": args.record}
     return {name: value for name, value in given.items() if value is not None}

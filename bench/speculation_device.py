@@ -29,9 +29,7 @@ Row = dict[str, Any]
 def device(args: argparse.Namespace) -> Iterator[Row]:
     """One row for each number of requests and guesses; first of an engine that never guesses."""
     for speculate in dict.fromkeys((OFF, args.speculate)):
-        config = EngineConfig(
-            model=args.model, speculate=speculate, calibration=args.record, **options(args)
-        )
+        config = EngineConfig(model=args.model, speculate=speculate, **options(args))
         built = build(config)
         try:
             yield from rows_of(built, step_bench(built), speculate, args)

@@ -1,0 +1,33 @@
+"""What the table of guesses says of a gain before it is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.guess_counts import Counts
+from ridgeline.step import ScheduledRequest, StepPlan, StepResult
+
+
+class Priced:
+    """A guess costs a quarter of a step without any, and each 1,000 tokens of context as much."""
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return 1.0 + num_drafts / 4 + context / 1000
+
+
+def collected(counts: Counts, k: int, num_new: int, start: int) -> None:
+    row = ScheduledRequest("a", start, k + 1, (), samples=True, num_draft=k)
+    result = StepResult({"a": tuple(range(num_new))}, checked={"a": (k, num_new - 1)})
+    counts.on_collect(StepPlan(1, (row,)), result, (), None, 0.0)
+
+
+def test_a_gain_is_predicted_of_the_steps_that_ran() -> None:
+    counts = Counts()
+    assert counts.predicted_gain(Priced(), 1) is None
+    for _ in range(3):
+        collected(counts, 4, 5, 1000)
+    collected(counts, 0, 1, 1000)
+    assert counts.predicted_gain(Priced(), 1) == pytest.approx(2.0 * 16 / (3 * 3.0 + 2.0))
+    counts.restart()
+    collected(counts, 0, 1, 0)
+    assert counts.predicted_gain(Priced(), 1) == pytest.approx(1.0)
