@@ -211,6 +211,7 @@ def counting(llm: LLM, counts: Counts) -> Iterator[None]:
         yield
     finally:
         llm.engine.journals.pop()
+        counts.take_in()
 
 
 @contextmanager
