@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.architectures.counts import weight_bytes
+from ridgeline.architectures.counts import linear_flops_per_token, weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored, unpacked_matrices
@@ -52,7 +52,10 @@ CORES = torch.get_num_threads()  # as torch found them, before any model changes
 MAX_NUM_SEQS = {"cuda": 256, "cpu": 64}
 MAX_CAPTURED_ROWS = 512
 MAX_RECORDED_ROWS = 64  # of a CPU: of larger steps the calls are a small part
-MAX_CAPTURED_TOKENS = 2048  # above, a GPU takes longer over the kernels than the host
+# A host may take a millisecond to send off the kernels of a layer, which a GPU computes with for so
+# many tokens, if the model is small. Longer steps of large ones are the work of the GPU.
+MAX_CAPTURED_TOKENS, LEAST_CAPTURED_TOKENS = 8192, 2048
+FLOPS_OF_A_LAUNCH = 5e11  # of a layer's matrices, in a millisecond
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 
 
@@ -183,7 +186,7 @@ def _resolve(
     working = working_of(context=max_model_len)
     captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
     has_graphs = captured > 0 and kind == "cuda"  # recorded steps of a CPU fit in its reserve
-    captured_tokens = min(MAX_CAPTURED_TOKENS, batched) if has_graphs else 0
+    captured_tokens = min(_captured_tokens(spec), batched) if has_graphs else 0
     decided = decide_guessing(
         config,
         spec,
@@ -460,6 +463,13 @@ def _captured_rows(
         decisions.note("captured steps", "none", "none", "enforce_eager was asked for")
         return 0
     return min(max_num_seqs, MAX_RECORDED_ROWS if kind == "cpu" else MAX_CAPTURED_ROWS)
+
+
+def _captured_tokens(spec: ModelSpec) -> int:
+    """Of the largest step with prompts that is captured."""
+    layer_flops = linear_flops_per_token(spec) / spec.num_layers
+    busy = int(FLOPS_OF_A_LAUNCH / layer_flops)
+    return min(max(busy, LEAST_CAPTURED_TOKENS), MAX_CAPTURED_TOKENS)
 
 
 def _records(config: EngineConfig, dtype: str) -> bool:

@@ -78,6 +78,23 @@ def test_an_80_gb_card_holds_the_8b_and_as_much_cache_as_is_left() -> None:
     )
 
 
+def test_longer_steps_are_captured_of_a_small_model() -> None:
+    """Where a host takes longer over the launches than the GPU over the work."""
+    small = LLAMA_8B | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    }  # fmt: skip
+    card = FakeDevice("cuda:0", 80 * GB)
+    for config, most in ((LLAMA_8B, 2048), (small, 8192)):
+        resolved, memory = done(config, card)
+        assert resolved.max_captured_tokens == most
+        rows = {row.what: row.predicted for row in memory}
+        _, shorter = done(config, card, max_num_batched_tokens=1024)
+        assert rows["graphs"] > {row.what: row.predicted for row in shorter}["graphs"]
+    resolved, _ = done(small, card, max_num_batched_tokens=1024)
+    assert resolved.max_captured_tokens == 1024
+
+
 def test_a_smaller_card_shortens_the_context_and_says_so() -> None:
     resolved, _ = done(LLAMA_8B, FakeDevice("cuda:0", 24 * GB), max_num_batched_tokens=512)
     assert resolved.max_model_len < 131072

@@ -34,7 +34,10 @@ from ridgeline.layers.decoder import Decoder
 TOKEN_BUCKETS = (
     *(8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512),
     *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(2560, 3072, 4096, 5120, 6144, 8192),  # of small models
 )
+# Of a prompt beside others, from its first token on: such ones are cuDNN's, outside captured steps.
+LONGEST_PIECE = 2048
 DECODE_BUCKETS = (0, 32, 256, 512)
 KNOWN_TO_HOST = -1
 
@@ -138,7 +141,7 @@ class MixedGraphs:
 
     def run(self, step: MixedStep) -> torch.Tensor | None:
         """Hidden states [T, E] of the step's tokens, overwritten by the next; None: this step is
-        too long, or in too many pieces."""
+        too long, or in too many pieces, or faster by itself."""
         num_tokens = len(step.token_ids_T)
         if num_tokens > self.buckets[-1]:
             return None
@@ -151,6 +154,8 @@ class MixedGraphs:
         work = Work.NONE if num_decodes == len(is_decode) else Work.PIECES
         if bucket in self._whole and _is_whole(step):
             work = Work.WHOLE
+        elif num_tokens > LONGEST_PIECE and _has_long(step):
+            return None
         sent = self._fill(step, bucket, room, is_decode, work)
         if sent is None:
             return None
@@ -301,3 +306,7 @@ class MixedGraphs:
 def _is_whole(step: MixedStep) -> bool:
     """It is one prompt from its first token on."""
     return len(step.rows_B) == 1 and bool(step.num_new_B[0] == step.seq_lens_B[0])
+
+
+def _has_long(step: MixedStep) -> bool:
+    return bool(((step.num_new_B > LONGEST_PIECE) & (step.num_new_B == step.seq_lens_B)).any())

@@ -13,7 +13,7 @@ from torch.nn import attention as torch_attention
 from ridgeline.architectures import read_spec
 from ridgeline.attention.layout import MixedLayout
 from ridgeline.attention.paged import PagedAttention
-from ridgeline.executor.mixed_graphs import MixedStep, _is_whole
+from ridgeline.executor.mixed_graphs import LONGEST_PIECE, MixedStep, _has_long, _is_whole
 from tests.tiny_model import tiny_config
 
 SPEC = read_spec(tiny_config()).layers[0].attention
@@ -70,3 +70,10 @@ def test_which_steps_are_one_whole_prompt() -> None:
     assert _is_whole(step([0], [12], [12]))  # or the first chunk of a longer one
     assert not _is_whole(step([0], [12], [20]))
     assert not _is_whole(step([0, 12], [12, 3], [12, 3]))
+
+
+def test_which_steps_have_a_long_new_prompt() -> None:
+    most = LONGEST_PIECE
+    assert _has_long(step([0, 1], [1, most + 1], [9, most + 1]))
+    assert not _has_long(step([0, 1], [1, most], [9, most]))
+    assert not _has_long(step([0, 1], [1, most + 1], [9, most + 2]))  # with tokens before it
