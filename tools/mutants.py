@@ -45,6 +45,8 @@ QUEUE = "scheduler/queue.py"
 MACRO = "scheduler/macro.py"
 GROUP = "scheduler/beam_group.py"
 BEAM = "scheduler/beam.py"
+GUESS_TIMES = "scheduler/guess_times.py"
+ACCEPTANCE = "scheduler/guess_acceptance.py"
 
 # Conditions of results that are taken in quickly, as they stand one below the other.
 LINE = "\n" + 16 * " "
@@ -675,6 +677,43 @@ MUTANTS = (
         ENGINE,
         "if len(self._in_flight) >= self.max_in_flight:\n            return None",
         "if len(self._in_flight) > self.max_in_flight:\n            return None",
+    ),
+    # ------------------------------------------------------------ how much is guessed
+    Mutant(
+        "guesses: learns from steps in which many end",
+        GUESS_TIMES,
+        "return other is None or abs(self.num_rows - other.num_rows) * STEADY <= self.num_rows",
+        "return True",
+    ),
+    Mutant(
+        "guesses: learns from the first check behind other steps",
+        GUESS_TIMES,
+        "is_beside and is_steady and sample.is_like(last)",
+        "is_beside and is_steady",
+    ),
+    Mutant(
+        "guesses: what is new while the machine is slow stays slow",
+        GUESS_TIMES,
+        "other.value /= change",
+        "pass",
+    ),
+    Mutant(
+        "guesses: what is new makes up for a pace that is wrong",
+        GUESS_TIMES,
+        "ratio.value = min(max(value / seen.pace, near / CLOSE), near * CLOSE)",
+        "ratio.value = value / seen.pace",
+    ),
+    Mutant(
+        "guesses: a stall is the new pace",
+        GUESS_TIMES,
+        "ODD_STEPS = 3, 6",
+        "ODD_STEPS = 1, 1",
+    ),
+    Mutant(
+        "guesses: one step of many rows is all that is known of them",
+        ACCEPTANCE,
+        "kept = max(SHARED_MEMORY**num_rows, STEPS_MEMORY)",
+        "kept = SHARED_MEMORY**num_rows",
     ),
 )
 

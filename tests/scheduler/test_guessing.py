@@ -293,12 +293,11 @@ def test_steps_in_which_many_end_say_nothing(is_overlapped: bool) -> None:
     times = StepTimes(Line(), (0, 1))
     price = Line().seconds(64, 1000, 1)
     worlds = {n: World(Line(), n, lambda _: 0.5, seed=1) for n in (64, 58, 54, 50)}
-    for _ in range(20):
-        for _ in range(10):
-            times.on_priced(Ran(worlds[64].plan(1), 2 * price, is_overlapped=is_overlapped))
-        for num_rows in (58, 54, 50):
-            slow = Ran(worlds[num_rows].plan(1), 40 * price, is_overlapped=is_overlapped)
-            times.on_priced(slow)
+    for _ in range(10):
+        times.on_priced(Ran(worlds[64].plan(1), 2 * price, is_overlapped=is_overlapped))
+    for num_rows in (58, 54, 50, 50):
+        slow = Ran(worlds[num_rows].plan(1), 40 * price, is_overlapped=is_overlapped)
+        times.on_priced(slow)
     assert times.correction(64, 1) == pytest.approx(2.0, rel=0.05)
 
 
@@ -307,13 +306,13 @@ def test_what_is_new_is_not_far_from_the_nearest_that_is_known() -> None:
     times = StepTimes(Line(), (0, 1, 2))
     world = World(Line(), 4, lambda _: 0.5, seed=1)
     prices = {k: Line().seconds(4, 1000, k) for k in (0, 1)}
-    for k, factor, count in ((0, 2.0, 40), (0, 30.0, 9), (1, 2.0, 12), (0, 2.0, 40)):
+    for k, factor, count in ((0, 2.0, 40), (0, 30.0, 9), (1, 2.0, 40), (0, 2.0, 40)):
         for _ in range(count):
             times.on_priced(Ran(world.plan(k), factor * prices[k]))
     assert times.correction(4, 0) == pytest.approx(2.0, rel=0.05)
     found = times.correction(4, 1)
     assert found is not None
-    assert 1.0 <= found <= 4.2
+    assert 0.95 <= found <= 4.2
 
 
 def test_one_number_is_fixed_as_far_as_there_is_room() -> None:
