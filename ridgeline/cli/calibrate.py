@@ -140,6 +140,9 @@ def _show_device(answer: Answer, out: Console) -> None:
     table.add_row("one small operator, host side", f"{about['launch_s'] * 1e6:.3g} us")
     host = answer.fit.calibration.host
     table.add_row("step, host side", f"{host.c0_s * 1e6:.0f} us + {host.c1_s * 1e6:.1f} us/request")
+    if host.check_request_s:
+        checked = f"{host.check_request_s * 1e6:.1f} us/request more"
+        table.add_row("step that checks guesses, host side", checked)
     if host.captured_s:
         beside = f"{host.captured_s * 1e6:.3g} us, {host.pass_s * 1e6:.3g} us a guess of a model"
         table.add_row("captured step, beside its operators", beside)

@@ -126,16 +126,17 @@ class MessageConstants:
 
 @dataclass(frozen=True, slots=True)
 class HostConstants:
-    """`c0_s` + `c1_s` per request for each step, `per_launch_s` for each kernel of a step that is
-    not one captured graph. `overlapped`: the next step is planned while one runs. Steps of up to
-    `captured_tokens` decoded tokens are captured, and of up to `captured_prompt_tokens` tokens with
-    prompts among them; that leaves `captured_t0` of every kernel's t0. Kernels that were made for a
-    model's products (see `Calibration.own_products`) leave `own_t0` in a step of a few tokens, and
-    of theirs `own_rows_t0` (None: `captured_t0`) in one of some more. `warm_t0` of the t0 of
-    products and decodes is left where what a captured step reads is still in the last cache (see
-    `manner`). A step with prompts before which nothing runs waits `lone_s` + `lone_request_s` per
-    request for the host, at its begin and its end, and takes `lone_least_s` at least: the host
-    works beside the device too.
+    """`c0_s` + `c1_s` per request for each step, `check_request_s` more per request whose guesses
+    are checked, `per_launch_s` for each kernel of a step that is not one captured graph.
+    `overlapped`: the next step is planned while one runs. Steps of up to `captured_tokens` decoded
+    tokens are captured, and of up to `captured_prompt_tokens` tokens with prompts among them; that
+    leaves `captured_t0` of every kernel's t0. Kernels that were made for a model's products (see
+    `Calibration.own_products`) leave `own_t0` in a step of a few tokens, and of theirs
+    `own_rows_t0` (None: `captured_t0`) in one of some more. `warm_t0` of the t0 of products and
+    decodes is left where what a captured step reads is still in the last cache (see `manner`). A
+    step with prompts before which nothing runs waits `lone_s` + `lone_request_s` per request for
+    the host, at its begin and its end, and takes `lone_least_s` at least: the host works beside the
+    device too.
 
     `captured_s` is what the device does for a captured step beside the operators of the model: it
     copies the step's numbers in and out, makes inputs of them, deals out attention's work and
@@ -157,6 +158,7 @@ class HostConstants:
     lone_least_s: float = 0.0
     captured_s: float = 0.0
     pass_s: float = 0.0
+    check_request_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,12 @@ from ridgeline.cost.roofline import QUANTITIES, combine, op_cost
 HELD_OUT_SHARE = 5  # one of so many points
 FEWEST_POINTS = 3  # of a class; with fewer its constants stay as assumed
 OPERATOR_WEIGHT = 0.15  # of an operator's residual beside a whole step's
-STEPS = ("decode_step", "check_step", "prefill_step", "mixed_step")
+CHECK = "check_step"
+STEPS = ("decode_step", CHECK, "prefill_step", "mixed_step")
 # The device's part of captured steps. Where the host is slow no step of a small model shows it.
 ALONE = ("decode_device", "draft_device")
 WHOLE = (*STEPS, *ALONE)
-CHECKS = ("check_step", "draft_device")
+CHECKS = (CHECK, "draft_device")
 ATTENTION = ("decode_attention", "prefill_attention", "mixed_attention")
 
 Path = tuple[str, str, str]  # (field of Calibration, key of its table or "", constant)
@@ -74,6 +75,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "captured_s": (1e-6, 1e-3),  # at least as long as a copy
     "pass_s": (1e-6, 1e-3),
     "check_token": (1e-3, 1.0),
+    "check_request_s": (1e-8, 1e-3),
 }
 START_MATMUL = MatmulConstants(0.7, 0.7, 4e-6, q=2.0, k0=50.0, e_v=0.8, k_m=50.0)
 START_ATTENTION = AttentionConstants(
@@ -91,6 +93,7 @@ START_ATTENTION = AttentionConstants(
 START_STREAM = StreamConstants(0.6, 5e-6)
 LONE_START_S = 3e-4
 BESIDE_START_S = 5e-6
+CHECK_START_S = 5e-6
 EDGE = 1.05
 WARM_START = 0.7
 CHAIN_START_S = 1e-9
@@ -157,7 +160,10 @@ def predict(point: Point, device: Device, calibration: Calibration) -> float:
     if requests is None:
         return kernels
     launches = 0 if captured else sum(op.count for op in point.ops)
-    return combine(host, kernels, requests, launches, is_lone=point.is_lone)[2]
+    num_checked = requests if point.what == CHECK else 0
+    return combine(
+        host, kernels, requests, launches, is_lone=point.is_lone, num_checked=num_checked
+    )[2]
 
 
 def relative_error(point: Point, device: Device, calibration: Calibration) -> float:
@@ -279,6 +285,8 @@ def _host_start(points: Sequence[Point], host: HostConstants) -> HostConstants:
         host = replace(host, captured_s=BESIDE_START_S)
     if any(p.num_passes for p in points):
         host = replace(host, pass_s=BESIDE_START_S)
+    if any(p.what == CHECK for p in points):
+        host = replace(host, check_request_s=CHECK_START_S)
     if any(p.own is Own.ROWS for p in points):
         host = replace(host, own_rows_t0=host.own_t0)
     if any(p.warm for p in points):
@@ -342,6 +350,8 @@ def _host_knobs(points: Sequence[Point], host: HostConstants) -> list[Path]:
         if any(point.is_lone for point in points):
             names = ("lone_s", "lone_request_s", "lone_least_s")
             knobs += [("host", "", name) for name in names]
+    if any(point.what == CHECK for point in points):
+        knobs.append(("host", "", "check_request_s"))
     if any(point.captured and point.own is Own.NONE for point in points):
         knobs.append(("host", "", "captured_t0"))
     if any(point.own is Own.FEW for point in points):

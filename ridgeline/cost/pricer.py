@@ -144,6 +144,7 @@ class Pricer:
             requests,
             0 if manner.captured else launches,
             is_lone=is_lone(totals),
+            num_checked=totals.num_checked,
         )[2]
 
     def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:

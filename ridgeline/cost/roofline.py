@@ -85,6 +85,7 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
         len(shape),
         0 if manner.captured else sum(op.count for op in ops),
         is_lone=is_lone(totals),
+        num_checked=totals.num_checked,
     )
     return StepCost(
         costs,
@@ -111,11 +112,12 @@ def combine(
     num_launches: int,
     *,
     is_lone: bool = False,
+    num_checked: int = 0,
 ) -> tuple[float, float, float]:
     """(device, host, step) seconds: launches run ahead of kernels, and the host's plan of the next
     step beside both when it is overlapped (on the same thread as the launches). `is_lone`: of
-    prompts alone, that find the device idle."""
-    plan_s = host.c0_s + host.c1_s * num_requests
+    prompts alone, that find the device idle. `num_checked` of the requests have guesses."""
+    plan_s = host.c0_s + host.c1_s * num_requests + host.check_request_s * num_checked
     launch_s = host.per_launch_s * num_launches
     if host.overlapped:
         waits_s = host.lone_s + host.lone_request_s * num_requests if is_lone else 0.0

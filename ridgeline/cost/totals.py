@@ -65,6 +65,11 @@ class StepTotals:
         return self.num_chunks > 0 and not self.is_check
 
     @property
+    def num_checked(self) -> int:
+        """Requests whose guesses are checked."""
+        return self.num_chunks if self.is_check else 0
+
+    @property
     def is_mixed(self) -> bool:
         return 0 < self.num_decodes < self.num_requests and not self.is_check
 

@@ -79,7 +79,7 @@ TRUTH = replace(
     },
     host=HostConstants(
         4e-4, 2e-6, 7e-6, captured_tokens=512, captured_prompt_tokens=2048,
-        captured_t0=0.8, captured_s=1.4e-5, pass_s=5e-6, warm_t0=0.6,
+        captured_t0=0.8, captured_s=1.4e-5, pass_s=5e-6, warm_t0=0.6, check_request_s=3e-6,
     ),
 )  # fmt: skip
 
@@ -132,6 +132,11 @@ def steps() -> Iterator[Point]:
             ops, label = guessed(spec, rows, context, k), f"{number}: {rows} {context}, {k}"
             what = Point("draft_device", "bf16", ops, 0.0, None, label, captured=True, num_passes=k)
             yield replace(what, warm=warm(spec, ((k + 1, context),) * rows))
+        for rows, context, k in ((1, 200, 1), (16, 300, 1), (64, 200, 2), (128, 200, 1)):
+            shape, label = ((k + 1, context),) * rows, f"{number}: {rows} {context}, {k}"
+            ops = step_ops(spec, shape, num_logits=rows * (k + 1))
+            what = Point("check_step", "bf16", ops, 0.0, rows, label, captured=True)
+            yield replace(what, warm=warm(spec, shape))
 
 
 def measured(rng: Random) -> list[Point]:
@@ -172,6 +177,7 @@ def test_what_the_device_does_is_found_behind_a_slow_host(seed: int) -> None:
     assert host.warm_t0 == pytest.approx(0.6, rel=0.15)
     assert host.c0_s == pytest.approx(4e-4, rel=0.1)
     assert host.c1_s == pytest.approx(2e-6, rel=0.4)
+    assert host.check_request_s == pytest.approx(3e-6, rel=0.3)
     for what in ALONE:
         assert found.errors[f"{what} bf16"].median < 0.04
     blind = fit([p for p in seen if p.what not in ALONE], DEVICE, SEEN)

@@ -24,6 +24,8 @@ from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import (
     Choice,
     DraftSteps,
+    Free,
+    GuessPrices,
     IndependentAcceptance,
     Lookup,
     MeasuredAcceptance,
@@ -261,3 +263,19 @@ def test_a_head_that_drafts_for_a_70b(context: int, batch: int, speedup: float) 
         priced(LLAMA_3_70B, 8), DraftSteps(priced(head_spec(LLAMA_3_70B), 8)), curve
     )
     assert whole.best(batch, context).speedup == pytest.approx(speedup, rel=0.12)
+
+
+def test_the_host_works_more_where_guesses_are_checked() -> None:
+    device = find_device("h200-sxm")
+    host = HostConstants(1e-4, 1e-6, captured_tokens=512, check_request_s=4e-6)
+    calibration = replace(default_calibration(device), host=host)
+    pricer = Pricer(Setup(LLAMA_3_1B, device, calibration=calibration))
+    plain, checked = (pricer.cost(((new, 100),) * 128, 128 * new) for new in (1, 2))
+    assert plain.host_s == pytest.approx(1e-4 + 128e-6)
+    assert checked.host_s == pytest.approx(1e-4 + 5 * 128e-6)
+    prices = GuessPrices(pricer, Free())
+    assert prices.seconds(128, 100, 1) == pytest.approx(checked.expected_s)
+    light = replace(calibration, host=replace(host, check_request_s=0.0))
+    prompts = ((40, 0),) * 128  # they have no guesses
+    without = Pricer(Setup(LLAMA_3_1B, device, calibration=light)).cost(prompts, 128)
+    assert pricer.cost(prompts, 128).host_s == without.host_s
