@@ -55,7 +55,7 @@ MAX_RECORDED_ROWS = 64  # of a CPU: of larger steps the calls are a small part
 # A host may take a millisecond to send off the kernels of a layer, which a GPU computes with for so
 # many tokens, if the model is small. Longer steps of large ones are the work of the GPU.
 MAX_CAPTURED_TOKENS, LEAST_CAPTURED_TOKENS = 8192, 2048
-FLOPS_OF_A_LAUNCH = 5e11  # of a layer's matrices, in a millisecond
+FLOPS_BEHIND_LAUNCHES = 5e11  # of the matrices of a layer, in that millisecond
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 
 
@@ -468,7 +468,7 @@ def _captured_rows(
 def _captured_tokens(spec: ModelSpec) -> int:
     """Of the largest step with prompts that is captured."""
     layer_flops = linear_flops_per_token(spec) / spec.num_layers
-    busy = int(FLOPS_OF_A_LAUNCH / layer_flops)
+    busy = int(FLOPS_BEHIND_LAUNCHES / layer_flops)
     return min(max(busy, LEAST_CAPTURED_TOKENS), MAX_CAPTURED_TOKENS)
 
 

@@ -96,37 +96,39 @@ def test_guesses_of_a_small_model(in_flight: int, right: float) -> None:
     assert ran.tokens_per_s >= 0.98 * off, (ran, off, "seeds 7 and 8")
 
 
+def checking(k: int) -> StepPlan:
+    """A step that checks so many guesses of one row."""
+    return StepPlan(1, (ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k),))
+
+
+def have_run(
+    times: StepTimes, plan: StepPlan, factor: float, num: int, *, is_overlapped: bool = False
+) -> None:
+    """So many of these steps took `factor` times what any step is priced at."""
+    price = Flat().seconds(1, 100, 0)
+    for _ in range(num):
+        times.on_priced(Ran(plan, price * factor, is_overlapped=is_overlapped))
+
+
 def test_two_steps_that_overlap_say_what_one_takes_only_if_they_are_alike() -> None:
     times = StepTimes(Flat(), (0, 1, 2))
-
-    def plan(k: int) -> StepPlan:
-        return StepPlan(1, (ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k),))
-
-    price = Flat().seconds(1, 100, 0)
     for k in (0, 2, 0, 2, 0, 2):
-        times.on_priced(Ran(plan(k), price * 3, is_overlapped=True))
+        have_run(times, checking(k), 3.0, 1, is_overlapped=True)
     assert times.correction(1, 0) is None
     for k, factor in ((2, 9.0), (2, 7.0), (2, 4.0), (2, 4.0), (2, 4.0), (2, 4.0), (0, 9.0)):
-        times.on_priced(Ran(plan(k), price * factor, is_overlapped=True))
+        have_run(times, checking(k), factor, 1, is_overlapped=True)
     assert times.correction(1, 2) == pytest.approx(4.0)
-    times.on_priced(Ran(plan(0), price * 9, is_overlapped=False))  # it waited for a result
-    times.on_priced(Ran(plan(0), price * 2, is_overlapped=True))
+    have_run(times, checking(0), 9.0, 1, is_overlapped=False)  # it waited for a result
+    have_run(times, checking(0), 2.0, 1, is_overlapped=True)
     assert times.correction(1, 0) is None
 
 
 def test_what_has_not_run_lately_has_become_slower_as_what_has() -> None:
     times = StepTimes(Flat(), (0, 1))
-    price = Flat().seconds(1, 100, 0)
-
-    def ran(k: int, factor: float, num: int) -> None:
-        entry = ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k)
-        for _ in range(num):
-            times.on_priced(Ran(StepPlan(1, (entry,)), price * factor))
-
-    ran(0, 2.0, 8)
-    ran(1, 3.0, 60)
+    have_run(times, checking(0), 2.0, 8)
+    have_run(times, checking(1), 3.0, 60)
     assert times.correction(1, 0) == pytest.approx(2.0)
-    ran(1, 6.0, 60)  # the machine has others to serve
+    have_run(times, checking(1), 6.0, 60)  # the machine has others to serve
     assert times.correction(1, 1) == pytest.approx(6.0, rel=0.02)
     assert times.correction(1, 0) == pytest.approx(4.0, rel=0.02)
 
@@ -135,37 +137,20 @@ def test_the_first_check_behind_other_steps_says_nothing() -> None:
     """Where steps overlap: a draft reads prompts in it, or what came out of steps without it."""
     times = StepTimes(Flat(), (0, 2))
     prompt = ScheduledRequest("p", 0, 40, (), samples=True)
-    price = Flat().seconds(1, 100, 0)
-
-    def ran(plan: StepPlan, factor: float, num: int = 1) -> None:
-        for _ in range(num):
-            times.on_priced(Ran(plan, price * factor, is_overlapped=True))
-
-    check, plain = (
-        StepPlan(1, (ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k),))
-        for k in (2, 0)
-    )
     for _ in range(8):
-        for before in (StepPlan(1, (prompt,)), plain):
-            ran(before, 3.0)
-            ran(check, 60.0)
-            ran(check, 4.0, 3)
+        for before in (StepPlan(1, (prompt,)), checking(0)):
+            have_run(times, before, 3.0, 1, is_overlapped=True)
+            have_run(times, checking(2), 60.0, 1, is_overlapped=True)
+            have_run(times, checking(2), 4.0, 3, is_overlapped=True)
     assert times.correction(1, 2) == pytest.approx(4.0)
 
 
 def test_what_is_new_while_the_machine_is_slow_is_no_slower_than_the_others() -> None:
     times = StepTimes(Flat(), (0, 1, 2))
-    price = Flat().seconds(1, 100, 0)
-
-    def ran(k: int, factor: float, num: int) -> None:
-        entry = ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k)
-        for _ in range(num):
-            times.on_priced(Ran(StepPlan(1, (entry,)), price * factor))
-
-    ran(0, 2.0, 40)
-    ran(1, 6.0, 6)  # three times what such steps take else
-    ran(0, 6.0, 40)
+    have_run(times, checking(0), 2.0, 40)
+    have_run(times, checking(1), 6.0, 6)  # three times what such steps take else
+    have_run(times, checking(0), 6.0, 40)
     assert times.correction(1, 1) == pytest.approx(6.0, rel=0.02)
-    ran(0, 2.0, 40)
+    have_run(times, checking(0), 2.0, 40)
     assert times.correction(1, 0) == pytest.approx(2.0, rel=0.02)
     assert times.correction(1, 1) == pytest.approx(2.0, rel=0.02)
