@@ -122,6 +122,7 @@ class DecodeGraphs:
         self.num_steps = 0
         self._graphs: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._captured_tables: torch.Tensor | None = None
+        self._seen: dict[tuple[int, int], tuple[torch.Tensor, Drawn]] = {}
 
     # --------------------------------------------------------------------------- a step
 
@@ -146,12 +147,19 @@ class DecodeGraphs:
             self._controls.take(wanted)
         elif wanted is not None and wanted is not self._drawn_for:
             self._take_draws(wanted)
-        self._transfer.send_into(step.sent_XB, self._sent[: step.sent_XB.size])
+        sent, drawn = self._seen.get((bucket, step.num_rows)) or self._see(bucket, step.num_rows)
+        self._transfer.send_into(step.sent_XB, sent)
         replay()
         self.num_steps += 1
-        num = step.num_rows
+        return drawn
+
+    def _see(self, bucket: int, num: int) -> tuple[torch.Tensor, Drawn]:
+        """Where a step of `num` rows has its input, and leaves what."""
         positions_R = self._inputs.next_positions_B[:num]
-        return Drawn(self._token_ids[:num], self._logits[:num], positions_R)
+        drawn = Drawn(self._token_ids[:num], self._logits[:num], positions_R)
+        seen = self._sent[: (2 + len(self._kv.groups)) * bucket], drawn
+        self._seen[bucket, num] = seen
+        return seen
 
     def _follow(self, sampling: Sampling) -> None:
         """Forget what was captured over memory that is not used any more."""

@@ -105,6 +105,8 @@ class Pending:
             result.logprobs.update(self._sampled(self.logprobs, result))
         if self.prompt is not None:
             self._add_prompt(self.prompt, result)
+        if self.mark is not None:
+            self.mark.release()  # all of it is read
         return result
 
     def _sampled(

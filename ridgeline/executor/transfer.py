@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from ridgeline.errors import EngineFault
+from ridgeline.kernels.copies import MOST_BYTES, Copies
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
+MOST_KINDS = 256  # of buffers that are kept: sizes and dtypes
 _ALIGNMENT = 16  # bytes; the largest element that a view of the packed buffer may have
 
 
 class Transfer(Protocol):
     """`send` puts arrays on the device in stream order. `fetch` gives a host tensor whose numbers
-    are there once the mark made after it `is reached`; with `is_kept` false it may be written to as
-    soon as the call has returned."""
+    are there once the mark made after it is reached, and until that is released; with `is_kept`
+    false the tensor may be written to as soon as the call has returned."""
 
     def send(self, array: Array) -> torch.Tensor: ...
 
@@ -34,6 +40,10 @@ class Transfer(Protocol):
 class Mark(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it before the mark."""
+        ...
+
+    def release(self) -> None:
+        """Nobody reads any more what was fetched before this mark, and after the one before."""
         ...
 
 
@@ -56,12 +66,73 @@ class HostTransfer:
         return None
 
 
-class CudaTransfer:
-    """Through pinned memory. torch's pinned allocator keeps a buffer until the copy that reads it
-    has run, so each transfer takes a fresh one and nothing is ever waited for."""
+class DriverCalls(Protocol):
+    """What `kernels.copies.Copies` does in the current stream, by addresses."""
 
-    def __init__(self, device: torch.device) -> None:
+    def send(self, target: int, pinned: int, num_bytes: int) -> None: ...
+
+    def fetch(self, pinned: int, source: int, num_bytes: int) -> None: ...
+
+    def make_event(self) -> Event: ...
+
+    def set_event(self, event: Event) -> None: ...
+
+    def wait(self, event: Event) -> None: ...
+
+    def drop_event(self, event: Event) -> None: ...
+
+
+Event = Any  # a handle of the driver
+_Key = tuple[torch.dtype, torch.Size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Host memory that the device reads or writes, as one copy has it."""
+
+    key: _Key
+    tensor: torch.Tensor
+    array: Array
+    address: int
+
+
+class CudaMark:
+    """A place in the stream, and the buffers of the copies before it."""
+
+    __slots__ = ("_buffers", "_event", "_owner")
+
+    def __init__(self, owner: CudaTransfer, event: Event, buffers: list[_Buffer]) -> None:
+        self._owner, self._event, self._buffers = owner, event, buffers
+
+    def synchronize(self) -> None:
+        if self._event is not None:
+            self._owner.calls.wait(self._event)
+
+    def release(self) -> None:
+        if self._event is not None:
+            self._owner.take_back(self._event, self._buffers)
+            self._event, self._buffers = None, []
+
+    def __del__(self) -> None:
+        """Nobody has waited for this step: its copies may be under way."""
+        if self._event is not None:
+            with suppress(EngineFault):
+                self.synchronize()
+                self._owner.calls.drop_event(self._event)
+
+
+class CudaTransfer:
+    """Through pinned memory, without waiting. Few numbers, as each step has them, go by the
+    driver's own calls through buffers of ours, which are used again once the mark behind them is
+    released. All else is left to torch, whose allocator keeps a buffer until its copy has run."""
+
+    def __init__(self, device: torch.device, calls: DriverCalls | None = None) -> None:
         self._device = device
+        self.calls = Copies(device) if calls is None else calls
+        self._pins = device.type == "cuda"
+        self._used: list[_Buffer] = []  # since the last mark
+        self._free: dict[_Key, list[_Buffer]] = {}
+        self._events: list[Event] = []
 
     def send(self, array: Array) -> torch.Tensor:
         return self.send_all([array])[0]
@@ -72,7 +143,7 @@ class CudaTransfer:
         for array in arrays:
             starts.append(size)
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
         buffer = pinned.numpy()
         for array, start in zip(arrays, starts, strict=True):
             room = buffer[start : start + array.nbytes].view(array.dtype)
@@ -84,17 +155,50 @@ class CudaTransfer:
         ]
 
     def send_into(self, array: Array, target: torch.Tensor) -> None:
-        pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-        np.copyto(pinned.numpy().reshape(array.shape), array)
-        target.copy_(pinned, non_blocking=True)
+        if not self._goes_by_driver(target):
+            pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=self._pins)
+            np.copyto(pinned.numpy().reshape(array.shape), array)
+            target.copy_(pinned, non_blocking=True)
+            return
+        buffer = self._take((target.dtype, target.shape))
+        np.copyto(buffer.array.reshape(array.shape), array)
+        self.calls.send(target.data_ptr(), buffer.address, buffer.array.nbytes)
 
     def fetch(self, tensor: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
+        if not self._goes_by_driver(tensor):
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)
+            return pinned.copy_(tensor, non_blocking=True)
+        buffer = self._take((tensor.dtype, tensor.shape))
+        self.calls.fetch(buffer.address, tensor.data_ptr(), tensor.nbytes)
+        return buffer.tensor
 
     def mark(self) -> Mark | None:
-        event: Mark = torch.cuda.current_stream(self._device).record_event()
-        return event
+        event = self._events.pop() if self._events else self.calls.make_event()
+        self.calls.set_event(event)
+        used, self._used = self._used, []
+        return CudaMark(self, event, used)
+
+    def take_back(self, event: Event, buffers: list[_Buffer]) -> None:
+        """The device is done with them, and so is the host."""
+        self._events.append(event)
+        if len(self._free) > MOST_KINDS:
+            self._free.clear()
+        for buffer in buffers:
+            self._free.setdefault(buffer.key, []).append(buffer)
+
+    def _goes_by_driver(self, tensor: torch.Tensor) -> bool:
+        is_plain = tensor.dtype in _TORCH_DTYPES.values() and tensor.is_contiguous()
+        return is_plain and 0 < tensor.nbytes <= MOST_BYTES
+
+    def _take(self, key: _Key) -> _Buffer:
+        free = self._free.get(key)
+        if free:
+            buffer = free.pop()
+        else:
+            tensor = torch.empty(key[1], dtype=key[0], pin_memory=self._pins)
+            buffer = _Buffer(key, tensor, tensor.numpy(), tensor.data_ptr())
+        self._used.append(buffer)
+        return buffer
 
 
 _TORCH_DTYPES = {

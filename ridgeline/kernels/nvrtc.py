@@ -98,14 +98,14 @@ class Kernel:
         config = _Config(*grid, block, 1, 1, shared_bytes, stream, attributes, count)
         held = [_value(arg) for arg in args]
         places = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
-        code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, places, None)
-        _check_driver(code, f"launching {self.name}")
+        code = cuda_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, places, None)
+        check_driver(code, f"launching {self.name}")
 
 
 def available() -> bool:
     """NVRTC and the driver are there."""
     try:
-        _nvrtc(), _driver()
+        _nvrtc(), cuda_driver()
     except EngineFault:
         return False
     return True
@@ -124,8 +124,9 @@ def kernel(
 def allow_shared(found: Kernel, num_bytes: int) -> None:
     """Lets the kernel ask for so many bytes of shared memory at launch."""
     if num_bytes > STATIC_SHARED_BYTES:
-        code = _driver().cuFuncSetAttribute(found.function, DYNAMIC_SHARED, ctypes.c_int(num_bytes))
-        _check_driver(code, f"{num_bytes} bytes of shared memory for {found.name}")
+        asked = ctypes.c_int(num_bytes)
+        code = cuda_driver().cuFuncSetAttribute(found.function, DYNAMIC_SHARED, asked)
+        check_driver(code, f"{num_bytes} bytes of shared memory for {found.name}")
 
 
 @lru_cache(maxsize=8192)
@@ -145,7 +146,7 @@ def tensor_map(
     room = (ctypes.c_uint64 * (16 + MAP_ALIGNMENT // 8))()
     made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % MAP_ALIGNMENT)
     rank = len(sizes)
-    code = _driver().cuTensorMapEncodeTiled(
+    code = cuda_driver().cuTensorMapEncodeTiled(
         ctypes.byref(made),
         MAP_TYPES[dtype if dtype in MAP_TYPES else dtype.itemsize],
         rank,
@@ -159,7 +160,7 @@ def tensor_map(
         PROMOTE_128B,
         0,
     )
-    _check_driver(code, f"a tensor map of {sizes} with strides {strides}, box {box}")
+    check_driver(code, f"a tensor map of {sizes} with strides {strides}, box {box}")
     return made
 
 
@@ -171,13 +172,13 @@ def _kernel(
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
     code = machine_code(source_file, defines, architecture)
-    driver = _driver()
+    driver = cuda_driver()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # the device has a context from here on
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check_driver(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
+        check_driver(driver.cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
         found = driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-        _check_driver(found, f"finding {name}")
+        check_driver(found, f"finding {name}")
     return Kernel(name, device, function)
 
 
@@ -255,10 +256,11 @@ def _value(arg: Arg) -> Any:
     return ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, torch.Tensor) else arg
 
 
-def _check_driver(code: int, doing: str) -> None:
+def check_driver(code: int, doing: str) -> None:
+    """EngineFault for what the driver did not do, in its words."""
     if code:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
+        cuda_driver().cuGetErrorString(code, ctypes.byref(text))
         said = text.value.decode() if text.value else "unknown"
         raise EngineFault(f"{doing}: CUDA error {code}, {said}")
 
@@ -271,7 +273,8 @@ def _version() -> tuple[int, int]:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def cuda_driver() -> ctypes.CDLL:
+    """EngineFault where there is none."""
     return _library(["libcuda.so.1", "libcuda.so", "nvcuda.dll"], "the CUDA driver")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -119,3 +120,42 @@ def test_results_are_ours_although_more_work_follows() -> None:
         assert mark is not None
         mark.synchronize()
         assert torch.equal(tensor, torch.arange(1000) + i)
+
+
+def test_results_come_to_any_thread_and_in_any_stream() -> None:
+    transfer = CudaTransfer(torch.device("cuda", 0))
+    source = torch.arange(5000, device="cuda").view(50, 100)
+    there = torch.zeros(100, dtype=torch.int64, device="cuda")
+    found: list[bool] = []
+
+    def work(stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            for row in range(50):
+                transfer.send_into(np.arange(100) + row, there)
+                fetched = transfer.fetch(source[row]), transfer.fetch(there), transfer.mark()
+                assert fetched[2] is not None
+                fetched[2].synchronize()
+                found.append(fetched[0].tolist() == list(range(100 * row, 100 * row + 100)))
+                found.append(fetched[1].tolist() == list(range(row, row + 100)))
+                fetched[2].release()
+
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for stream in (torch.cuda.default_stream(), other):
+        thread = Thread(target=work, args=(stream,))
+        thread.start()
+        thread.join()
+    assert len(found) == 200
+    assert all(found)
+
+
+def test_bytes_that_are_no_whole_words() -> None:
+    transfer = CudaTransfer(torch.device("cuda", 0))
+    source = torch.arange(4097, dtype=torch.int32, device="cuda")
+    for num in (1, 2, 3, 7, 255, 257, 4097):
+        for first in (0, 1):  # the second is at no multiple of a word
+            fetched, mark = transfer.fetch(source[first:num]), transfer.mark()
+            assert mark is not None
+            mark.synchronize()
+            assert fetched.tolist() == list(range(first, num))
+            mark.release()
