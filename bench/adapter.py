@@ -7,6 +7,7 @@ tokens) per engine step.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 from ridgeline import LLM, SamplingParams
 from ridgeline.answer import Answer, check_prompt, resolve_sampling
 from ridgeline.request import Request
+from ridgeline.startup import keep_what_is_there
 
 
 @dataclass
@@ -34,6 +36,7 @@ class RidgelineEngine:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.llm = LLM(model, **options)
+        keep_what_is_there()  # as the commands do
         self._count = 0
 
     def run(self, requests: Sequence[Any]) -> RunResult:
@@ -91,3 +94,4 @@ class RidgelineEngine:
 
     def close(self) -> None:
         self.llm.close()
+        gc.unfreeze()  # or what is kept would be kept for good

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.cli.engine_flags import add_engine_flags, engine_options
 from ridgeline.devices import wake_driver
 from ridgeline.imports import import_engine
-from ridgeline.startup import StartUp, say_phases, total_s
+from ridgeline.startup import StartUp, keep_what_is_there, say_phases, total_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +56,7 @@ def open_llm(args: argparse.Namespace, **more: Any) -> Iterator[LLM]:
         from ridgeline.llm import LLM
 
         llm = LLM(args.model, progress=progress, startup=startup, **options)
+    keep_what_is_there()
     with llm:
         note(args, _start_line(llm))
         say_phases(llm.built.startup)

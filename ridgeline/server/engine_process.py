@@ -43,7 +43,7 @@ from ridgeline.server.wire import (
     frame_length,
     read_command,
 )
-from ridgeline.startup import Started, StartUp, say_phases
+from ridgeline.startup import Started, StartUp, keep_what_is_there, say_phases
 
 MAX_WAITING_COMMANDS = 4096
 PROGRESS_PERIOD_S = 0.2
@@ -174,6 +174,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     try:
         startup = StartUp.of_process("Python")
         served = _build(wire, start, builder, startup)
+        keep_what_is_there()
         _report(served)
         phases = startup.report()
         say_phases(phases)
