@@ -694,7 +694,7 @@ MUTANTS = (
     Mutant(
         "guesses: what is new while the machine is slow stays slow",
         GUESS_TIMES,
-        "other.value /= change",
+        "before.value /= change ** (moves * other)",
         "pass",
     ),
     Mutant(
@@ -706,8 +706,26 @@ MUTANTS = (
     Mutant(
         "guesses: a stall is the new pace",
         GUESS_TIMES,
-        "ODD_STEPS = 3, 6",
-        "ODD_STEPS = 1, 1",
+        "if 1 / OUTLIER <= off <= OUTLIER:",
+        "if off > 0:",
+    ),
+    Mutant(
+        "guesses: what is known well follows each swing",
+        GUESS_TIMES,
+        "limit = CLOSE if max(mine, other) > LITTLE_KNOWN else LIMIT",
+        "limit = CLOSE",
+    ),
+    Mutant(
+        "guesses: many comparisons are worth no more than one",
+        GUESS_TIMES,
+        "return max(LEAST_LEARNED, 1 / (self.num_compared + 1))",
+        "return 1.0",
+    ),
+    Mutant(
+        "guesses: what was tried once is never tried again",
+        GUESS_TIMES,
+        "holds = min(NEVER_AFTER, FORGOTTEN_AFTER * self.num_compared)",
+        "holds = NEVER_AFTER * 1000",
     ),
     Mutant(
         "guesses: one step of many rows is all that is known of them",

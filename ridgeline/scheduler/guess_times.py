@@ -4,8 +4,10 @@ Prices of the cost model, corrected by the steps that have run, which are told a
 and guesses. The speed of a host may double from one second to the next, and steps with so many
 guesses are seen only while they are chosen. So measured over priced seconds are the product of two
 numbers: the pace of the machine with so many rows, which every step tells and which is followed at
-once, and a ratio for each number of guesses, which is what a choice among them depends on and
-moves slowly.
+once, and a ratio for each number of guesses, which is what a choice among them depends on. Ratios
+are learned where one number follows another: the pace is about the same just before and after. What
+it swings by meanwhile is as often too much as too little, so the more such places there were, the
+less each one moves.
 
 Where steps overlap, the time from one result to the next belongs to two of them: what the host did
 for the later one, and what the device did for the earlier one. Then it counts only where both are
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log
-from statistics import median
+from statistics import median, median_low
 from typing import Protocol
 
 from ridgeline.scheduler.policies.step_times import RunStep
@@ -28,14 +30,17 @@ CONTEXT_STEPS = 4.0  # buckets of contexts for each factor e
 BASE_CONTEXT = 64  # shorter ones cost the same
 CORRECTED_AFTER = 16  # steps, once what is known of them has been taken in
 LEARNED = 1 / 8  # of the last step in the pace
-RATIO_LEARNED = 1 / 64  # of it in the ratio, once that has settled
-FORGOTTEN_AFTER = 4096  # steps: then it is tried anew
+BEGINNING = 4  # steps of a kind, behind another, that are compared with what was expected
+FEWEST = 2  # of them, where no more come
+LEAST_LEARNED = 1 / 16  # of each comparison in a ratio, however many there were
+LITTLE_KNOWN = 1 / 4  # weight of the next comparison above which one is so; where neither is,
+LIMIT = 1.25  # times more or less at most is due to ratios: all else is a swing of the pace
+FORGOTTEN_AFTER = 1024  # steps for each comparison, then it is tried anew; no more than
+NEVER_AFTER = 4096
 UNTRIED = 0.9  # of what is expected of steps that have not run yet
 OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it ran
+ODD_STEPS = 4  # of one kind in a row that are odd: no stalls
 STEADY = 16  # times as many rows as may come or go between two steps that count
-SETTLED_AFTER = 16  # steps of its own: then a ratio is known well
-# Steps of one kind in a row that are odd: no stalls. The second number is for what has settled.
-ODD_STEPS = 3, 6
 CLOSE = 2.0  # times another ratio or part of it: prices of two kinds are not further off than that
 
 
@@ -64,27 +69,35 @@ def row_bucket(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class _Ratio:
-    """Measured over priced seconds, over the pace. Of all steps, the last one of its kind, and the
-    last one that took as long as was expected."""
+    """Measured over priced seconds, over the pace. How often that was compared, and of all steps
+    the last one of its kind."""
 
     value: float = 1.0
-    num_steps: int = 0
+    num_compared: int = 0
     last: int = 0
-    last_sound: int = 0
+
+    def is_known(self, num_steps: int) -> bool:
+        """Lately enough, when so many steps have run."""
+        holds = min(NEVER_AFTER, FORGOTTEN_AFTER * self.num_compared)
+        return num_steps - self.last < holds
 
     @property
-    def has_settled(self) -> bool:
-        return self.num_steps > SETTLED_AFTER
+    def weight(self) -> float:
+        """Of the next comparison."""
+        return max(LEAST_LEARNED, 1 / (self.num_compared + 1))
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is known of steps of so many rows, by their guesses. Of the last step that was learned
-    from: its guesses, and those of its kind in a row that were far from what was expected."""
+    """What is known of steps of so many rows, by their guesses. `beginning`: the first steps of a
+    kind behind those of kind `before`, until they are compared; `odd`: the last ones in a row that
+    were far from what was expected."""
 
     pace: float = 1.0
     ratios: dict[int, _Ratio] = field(default_factory=dict)
-    last_guesses: int = -1
+    kind: int = -1  # guesses of the last step that was learned from
+    before: int = -1
+    beginning: list[float] | None = None
     odd: list[float] = field(default_factory=list)
 
 
@@ -133,7 +146,7 @@ class StepTimes:
         seen = self._buckets.get(bucket) or _Bucket()
         if self.num_steps < until and num_known == len(seen.ratios):
             return found
-        known = {k: seen.pace * r.value for k, r in seen.ratios.items() if self._counts(r)}
+        known = {k: seen.pace * r.value for k, r in self._known(seen).items()}
         found = priced = self._prices_of(*key)
         if known:
             found = {k: _corrected(k, priced, known) for k in priced}
@@ -145,7 +158,7 @@ class StepTimes:
         """Measured over priced seconds of such steps; None where none has run."""
         seen = self._buckets.get(row_bucket(num_rows)) or _Bucket()
         ratio = seen.ratios.get(num_guesses)
-        return seen.pace * ratio.value if ratio is not None and ratio.num_steps else None
+        return seen.pace * ratio.value if ratio is not None and ratio.num_compared else None
 
     def on_priced(self, step: TimedStep) -> None:
         """A step has run. If it only checked guesses, or only decoded, its time is learned: with
@@ -187,64 +200,65 @@ class StepTimes:
         return _Sample(bucket, num_guesses, len(starts), took_s / price_s)
 
     def _learn(self, sample: _Sample) -> None:
-        """The first is left out: it may have been captured, or compiled for. One that is far from
-        what is expected counts only if the next ones of its kind are as far."""
+        """The first of all is left out: it may have been captured, or compiled for."""
         num_guesses, value = sample.num_guesses, sample.value
         seen = self._buckets.setdefault(sample.bucket, _Bucket())
         ratio = seen.ratios.get(num_guesses)
         if ratio is None:
-            ratio = seen.ratios[num_guesses] = _Ratio()
-        is_known = self._counts(ratio)
-        if num_guesses != seen.last_guesses:
-            seen.last_guesses, seen.odd = num_guesses, []
-        ratio.last = self.num_steps
-        ratio.num_steps = ratio.num_steps + 1 if is_known or ratio.num_steps == 0 else 2
-        if ratio.num_steps == 1:
+            seen.ratios[num_guesses] = _Ratio(last=self.num_steps)
             return
-        if not is_known:
-            self._set(seen, num_guesses, value)
+        is_known = ratio.is_known(self.num_steps)
+        ratio.last = self.num_steps
+        if num_guesses != seen.kind:
+            self._begin(seen, num_guesses)
+        elif not is_known and seen.beginning is None:
+            seen.before, seen.beginning = -1, []
+        if seen.beginning is not None:
+            seen.beginning.append(value)
+            if len(seen.beginning) >= (BEGINNING if is_known else FEWEST):
+                self._compare(seen, is_known=is_known)
             return
         off = value / (seen.pace * ratio.value)
-        if not 1 / OUTLIER <= off <= OUTLIER:
-            seen.odd.append(value)
-            if len(seen.odd) >= ODD_STEPS[ratio.has_settled]:
-                self._jump(seen, num_guesses, median(seen.odd))
-                seen.odd = []
+        if 1 / OUTLIER <= off <= OUTLIER:
+            seen.odd = []
+            seen.pace *= off**LEARNED
             return
-        seen.odd, ratio.last_sound = [], self.num_steps
-        to_ratio = max(RATIO_LEARNED, 1 / (ratio.num_steps - 1))
-        if len(seen.ratios) == 1:  # nothing to tell it from
-            to_ratio = 0.0
-        ratio.value *= off**to_ratio
-        seen.pace *= off ** (LEARNED * (1 - to_ratio))
+        seen.odd.append(value)
+        if len(seen.odd) >= ODD_STEPS:
+            seen.pace, seen.odd = median(seen.odd) / ratio.value, []
 
-    def _set(self, seen: _Bucket, num_guesses: int, value: float) -> None:
-        """All that is known of its kind is this."""
-        ratio, ratios = seen.ratios[num_guesses], seen.ratios
-        known = [k for k, r in ratios.items() if r is not ratio and self._counts(r)]
-        if not known:
-            ratio.value, seen.pace = 1.0, value
-            return
-        near = ratios[min(known, key=lambda k: abs(k - num_guesses))].value
-        ratio.value = min(max(value / seen.pace, near / CLOSE), near * CLOSE)
+    def _begin(self, seen: _Bucket, num_guesses: int) -> None:
+        """Steps of another kind than the last one."""
+        if seen.beginning is not None and len(seen.beginning) >= FEWEST:
+            self._compare(seen, is_known=True)
+        seen.before, seen.kind, seen.beginning, seen.odd = seen.kind, num_guesses, [], []
+
+    def _compare(self, seen: _Bucket, *, is_known: bool) -> None:
+        """The pace is as steps of the kind before have left it: what these took more or less is
+        due to both ratios, the more to one the less is known of it, and to the pace."""
+        value, ratio = median_low(seen.beginning or ()), seen.ratios[seen.kind]
+        before = seen.ratios.get(seen.before)
+        known = self._known(seen)
+        seen.beginning = None
+        if not is_known:
+            known.pop(seen.kind, None)
+            ratio.num_compared, ratio.value = 1, 1.0
+            if known:
+                near = known[min(known, key=lambda k: abs(k - seen.kind))].value
+                ratio.value = min(max(value / seen.pace, near / CLOSE), near * CLOSE)
+        elif before is not None and seen.before in known:
+            mine, other = ratio.weight, before.weight
+            limit = CLOSE if max(mine, other) > LITTLE_KNOWN else LIMIT
+            change = min(max(value / (seen.pace * ratio.value), 1 / limit), limit)
+            moves = min(1.0, mine + other) / (mine + other)
+            ratio.value *= change ** (moves * mine)
+            before.value /= change ** (moves * other)
+            ratio.num_compared += 1
+            before.num_compared += 1
         seen.pace = value / ratio.value
 
-    def _jump(self, seen: _Bucket, num_guesses: int, value: float) -> None:
-        """Steps of this kind take another time than they did. Where that was known well, the pace
-        is another, and may have been so when others were seen that are not known well."""
-        ratio = seen.ratios[num_guesses]
-        if not ratio.has_settled:
-            ratio.num_steps = 2
-            self._set(seen, num_guesses, value)
-            return
-        change = value / (seen.pace * ratio.value)
-        seen.pace *= change
-        for other in seen.ratios.values():
-            if not other.has_settled and other.last > ratio.last_sound:
-                other.value /= change
-
-    def _counts(self, ratio: _Ratio) -> bool:
-        return ratio.num_steps > 1 and self.num_steps - ratio.last < FORGOTTEN_AFTER
+    def _known(self, seen: _Bucket) -> dict[int, _Ratio]:
+        return {k: r for k, r in seen.ratios.items() if r.is_known(self.num_steps)}
 
     def _prices_of(self, bucket: int, context: int) -> dict[int, float]:
         key = (bucket, context)

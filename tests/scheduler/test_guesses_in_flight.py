@@ -6,9 +6,11 @@ The price of a step is wrong on purpose: it knows of no host, and each guess com
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from ridgeline.scheduler.guess_times import StepTimes
+from ridgeline.scheduler.guess_times import StepTimes, row_bucket
 from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.step import ScheduledRequest, StepPlan
 from tests.scheduler.hosted import MICRO, AlwaysPlanned, Flat, Machine, Text, run
@@ -154,3 +156,32 @@ def test_what_is_new_while_the_machine_is_slow_is_no_slower_than_the_others() ->
     have_run(times, checking(0), 2.0, 40)
     assert times.correction(1, 0) == pytest.approx(2.0, rel=0.02)
     assert times.correction(1, 1) == pytest.approx(2.0, rel=0.02)
+
+
+def test_what_is_known_well_does_not_follow_a_machine_that_swings() -> None:
+    """Its pace is another each time another number of guesses follows, up to twofold."""
+    times, rng = StepTimes(Flat(), (0, 1, 2)), Random(5)
+    cost = {0: 1.0, 1: 1.5, 2: 1.8}
+    kinds = [0, 1, 2] * 40
+    rng.shuffle(kinds)
+    for k in kinds:
+        have_run(times, checking(k), cost[k] * rng.choice((1.0, 2.0)), 12)
+    have_run(times, checking(0), 1.0, 40)
+    found = {
+        k: times.seconds(row_bucket(1), 100)[k] / times.prices.seconds(1, 100, k) for k in cost
+    }
+    assert found[0] == pytest.approx(1.0, rel=0.02)
+    assert found[1] == pytest.approx(1.5, rel=0.12), found
+    assert found[2] == pytest.approx(1.8, rel=0.12), found
+
+
+def test_one_that_was_tried_in_a_bad_moment_is_tried_again() -> None:
+    """Two thousand steps later it has a price again as if it had never run: it was compared twice,
+    as it came and as it went."""
+    times = StepTimes(Flat(), (0, 1))
+    have_run(times, checking(0), 1.0, 40)
+    have_run(times, checking(1), 1.9, 4)
+    price = Flat().seconds(1, 100, 1)
+    assert times.seconds(row_bucket(1), 100)[1] == pytest.approx(1.9 * price, rel=0.02)
+    have_run(times, checking(0), 1.0, 2100)
+    assert times.seconds(row_bucket(1), 100)[1] < price

@@ -291,14 +291,14 @@ def test_steps_that_were_slow_for_a_while_leave_no_trace_on_the_others() -> None
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_steps_in_which_many_end_say_nothing(is_overlapped: bool) -> None:
     times = StepTimes(Line(), (0, 1))
-    price = Line().seconds(64, 1000, 1)
-    worlds = {n: World(Line(), n, lambda _: 0.5, seed=1) for n in (64, 58, 54, 50)}
+    price = Line().seconds(256, 1000, 1)
+    worlds = {n: World(Line(), n, lambda _: 0.5, seed=1) for n in (256, 240, 224, 208, 194)}
     for _ in range(10):
-        times.on_priced(Ran(worlds[64].plan(1), 2 * price, is_overlapped=is_overlapped))
-    for num_rows in (58, 54, 50, 50):
+        times.on_priced(Ran(worlds[256].plan(1), 2 * price, is_overlapped=is_overlapped))
+    for num_rows in (240, 224, 208, 194, 194):
         slow = Ran(worlds[num_rows].plan(1), 40 * price, is_overlapped=is_overlapped)
         times.on_priced(slow)
-    assert times.correction(64, 1) == pytest.approx(2.0, rel=0.05)
+    assert times.correction(256, 1) == pytest.approx(2.0, rel=0.05)
 
 
 def test_what_is_new_is_not_far_from_the_nearest_that_is_known() -> None:
