@@ -10,11 +10,14 @@ from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.guess_times import GuessPrices
 from ridgeline.step import StepPlan, StepResult
 
+ONE_IN = 7  # of the steps of several rows is counted
+
 
 @dataclass(slots=True)
 class Counts:
-    """A journal of an engine: what became of the guesses of rows that decode. While the engine runs
-    it only keeps the steps: to count takes a twentieth of one of 256 rows."""
+    """A journal of an engine: what became of the guesses of rows that decode. To count takes a
+    twentieth of a step of 256 rows, so of steps of several a part is counted. None is kept until
+    the clock has stopped: that sets Python's search for garbage off, which takes longer."""
 
     steps: int = 0
     tokens: int = 0
@@ -23,7 +26,6 @@ class Counts:
     right: list[int] = field(default_factory=list)
     by_guesses: dict[int, int] = field(default_factory=dict)  # of those steps, by their guesses
     context: int = 0  # tokens before them, all together
-    kept: list[tuple[StepPlan, StepResult]] = field(default_factory=list)  # not counted yet
 
     def on_add(self, request: Request, now: float, fault: object) -> None: ...
 
@@ -41,14 +43,8 @@ class Counts:
         error: str | None,
         now: float,
     ) -> None:
-        if result is not None:
-            self.kept.append((plan, result))
-
-    def take_in(self) -> None:
-        """Count what was kept."""
-        for plan, result in self.kept:
+        if result is not None and (len(plan.scheduled) == 1 or plan.step_id % ONE_IN == 0):
             self._add(plan, result)
-        self.kept.clear()
 
     def _add(self, plan: StepPlan, result: StepResult) -> None:
         for row in plan.scheduled:
@@ -74,7 +70,6 @@ class Counts:
 
     def figures(self) -> dict[str, Any]:
         """What is known of the steps since the start."""
-        self.take_in()
         pairs = list(zip(self.right, self.tried, strict=True))
         return {
             "tokens_per_step": self.tokens / self.steps if self.steps else None,
@@ -86,7 +81,6 @@ class Counts:
     def predicted_gain(self, prices: GuessPrices, batch: int) -> float | None:
         """Times the speed without guesses, of steps of so many rows: these tokens and numbers of
         guesses a step, at the prices of the cost model. None: there were no steps."""
-        self.take_in()
         if not self.steps:
             return None
         context = round(self.context / self.steps)
@@ -99,4 +93,3 @@ class Counts:
         self.steps = self.tokens = self.guesses = 0
         self.tried, self.right = [], []
         self.by_guesses, self.context = {}, 0
-        self.kept.clear()

@@ -45,6 +45,7 @@ from bench.speculation_device import device
 from ridgeline import LLM, SamplingParams
 from ridgeline.evaluation.tasks import problems
 from ridgeline.evaluation.worlds import TASKS
+from ridgeline.startup import keep_what_is_there
 
 Row = dict[str, Any]
 LONGEST = {"stories": 200, "copy": 96, "lookup": 32}  # tokens of an answer
@@ -118,6 +119,7 @@ def tasks(args: argparse.Namespace) -> Iterator[Row]:
             counts = Counts()
             llm.engine.journals.append(counts)
             seats.append(Seat(speculate, llm, counts))
+        keep_what_is_there()  # as the commands do
         keys = [(task, float(t)) for task in args.tasks for t in args.temperatures]
         for seat in seats:  # steps are captured when they are first met
             for key in keys:

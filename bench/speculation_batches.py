@@ -8,8 +8,10 @@ requests decode; few requests of random tokens give longer answers, as few steps
 
 A host's speed may change twofold within a second. So a round has as many windows of each way as
 fill `--least-s` without guesses, all ways in turns and in another order each time; its speed is all
-tokens of its windows over all their seconds. Each number of guesses that the engine may choose is
-asked for once before that, as its steps are captured then.
+tokens of its windows over all their seconds, and `times_off` is the middle one of its rounds, each
+over the same round without guesses. Each number of guesses that the engine may choose is asked for
+once before that, alone and behind others, as its steps are captured then and a draft's kernels
+compiled.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from ridgeline.scheduler.guess_times import GuessPrices
 from ridgeline.scheduler.guessing import GuessChooser
 
 Row = dict[str, Any]
-OFF, AUTO = "off", "auto"
+OFF, AUTO, IN_TURNS = "off", "auto", "in turns"
+TURN = 5  # steps
 FEW = 8  # requests
 FIRST_TOKEN_ID = 3  # of random prompts; those before it may end an answer
 
@@ -48,16 +51,20 @@ class Prompt:
 
 
 class Pinned:
-    """In the place of an engine's chooser: so many guesses, as far as they fit into a step."""
+    """In the place of an engine's chooser: so many guesses, as far as they fit into a step. With
+    several numbers each has some steps, one behind the other."""
 
-    def __init__(self, chooser: GuessChooser, num_guesses: int) -> None:
+    def __init__(self, chooser: GuessChooser, *num_guesses: int) -> None:
         self._chooser, self._num_guesses = chooser, num_guesses
+        self._num_steps = 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         if not decoding:
             return 0
+        self._num_steps += 1
+        wanted = self._num_guesses[self._num_steps // TURN % len(self._num_guesses)]
         most = self._chooser.max_checked_tokens // len(decoding) - 1
-        fitting = [k for k in self._chooser.choices if k <= min(most, self._num_guesses)]
+        fitting = [k for k in self._chooser.choices if k <= min(most, wanted)]
         return max(fitting, default=0)
 
     def limit(self, request: Request, k: int) -> int:
@@ -72,12 +79,15 @@ class Pinned:
 
 @contextmanager
 def pinned(llm: LLM, guesses: str) -> Iterator[None]:
-    """The engine guesses so many tokens for each row; "auto": as many as it likes."""
+    """The engine guesses so many tokens for each row; "auto": as many as it likes; "in turns": each
+    number that it may choose."""
     scheduler = llm.engine.scheduler
     chooser = scheduler.guesses
     if not isinstance(chooser, GuessChooser):
         raise SystemExit("the engine does not choose how much to guess")
-    if guesses != AUTO:
+    if guesses == IN_TURNS:
+        scheduler.guesses = Pinned(chooser, 0, *chooser.choices)
+    elif guesses != AUTO:
         scheduler.guesses = Pinned(chooser, int(guesses))
     try:
         yield
@@ -166,9 +176,8 @@ def rows_of_batch(
         with pinned(guessing.llm, name), counting(guessing.llm, counts.get(name, Counts())):
             return window(guessing, random, args, batch)
 
-    for k in choices_of(guessing.llm):
-        asked(str(k))
-    asked(OFF)
+    for name in (*map(str, choices_of(guessing.llm)), IN_TURNS, AUTO, OFF):
+        asked(name)
     windows = max(1, math.ceil(args.least_s / asked(OFF).seconds))
     rounds: dict[str, list[Speed]] = {name: [] for name in names}
     for _ in range(args.rounds):
@@ -178,12 +187,12 @@ def rows_of_batch(
             for name in random.sample(names, len(names)):
                 rounds[name][-1].add(asked(name))
     speeds = {name: [one.tokens_per_s for one in rounds[name]] for name in names}
-    base = statistics.median(speeds[OFF])
     for name in names:
         speed = statistics.median(speeds[name])
         row = {"batch": batch, "guesses": name, "tokens_per_s": speed}
         row |= {"speculate": args.speculate or f"synthetic:{rate}", "windows": windows}
-        row |= {"times_off": speed / base, "rounds": speeds[name]}
+        paired = [mine / base for mine, base in zip(speeds[name], speeds[OFF], strict=True)]
+        row |= {"times_off": statistics.median(paired), "rounds": speeds[name]}
         if name in counts:
             gain = counts[name].predicted_gain(prices_of(guessing.llm), batch)
             row |= {"predicted_times_off": gain} | counts[name].figures()
@@ -211,7 +220,6 @@ def counting(llm: LLM, counts: Counts) -> Iterator[None]:
         yield
     finally:
         llm.engine.journals.pop()
-        counts.take_in()
 
 
 @contextmanager
