@@ -15,7 +15,7 @@ from ridgeline.build import Built, Progress, build
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
-from ridgeline.request import SamplingParams, TokenLogprobs
+from ridgeline.request import RequestOutput, SamplingParams, TokenLogprobs, joined
 from ridgeline.startup import StartUp
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ridgeline.observe.evidence import Observatory
     from ridgeline.resolve import MemoryRow
     from ridgeline.text.tokenizer import Tokenizer
+
+MOST_WAITING = 16  # outputs of a request: text is made of so many at once in a third of the time
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -98,18 +100,37 @@ class GenerationResult:
 
 @dataclass(slots=True)
 class _Live:
-    """A question that the engine is working on."""
+    """A question that the engine is working on. `waits`: nobody looks at pieces of its answer, and
+    no text may end it, so outputs wait in `outputs`, by request, until there are some."""
 
     answer: Answer
     prompt: str | None
     metrics: RequestMetrics
-    deltas: list[ChoiceDelta] = field(default_factory=list)
+    waits: bool = False
+    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+    deltas: list[ChoiceDelta] = field(default_factory=list)  # for who looks at them
+
+    def take(self, output: RequestOutput) -> bool:
+        """Whether the answer has it, and all that came before it."""
+        if not self.waits:
+            self.deltas += self.answer.push(output)
+            return True
+        waiting = self.outputs.setdefault(output.request_id, [])
+        waiting.append(output)
+        if output.finish_reason is None and len(waiting) < MOST_WAITING:
+            return False
+        self.answer.push(joined(waiting))
+        waiting.clear()
+        return True
 
     def result(self) -> GenerationResult:
         asked = self.answer.sampling.prompt_logprobs is not None
         prompt_logprobs = (None, *self.answer.prompt_logprobs) if asked else None
         self.metrics.num_output_tokens = self.answer.num_output_tokens
         self.metrics.num_preemptions = sum(r.num_preemptions for r in self.answer.requests)
+        self.metrics.num_cached_tokens = self.answer.num_cached_tokens
+        self.metrics.num_accepted_tokens = self.answer.num_accepted_tokens
+        self.metrics.num_rejected_tokens = self.answer.num_rejected_tokens
         return GenerationResult(
             self.prompt,
             self.answer.prompt_token_ids,
@@ -215,6 +236,8 @@ class LLM:
         many = _as_prompts(prompts)
         chosen = self._one_each(sampling, len(many))
         lives = [self._prepare(p, s) for p, s in zip(many, chosen, strict=True)]
+        for live in lives:
+            live.waits = not live.answer.sampling.stop
         show = len(many) > 8 and sys.stderr.isatty() if progress is None else progress
         self._submit(lives)
         try:
@@ -352,30 +375,35 @@ class LLM:
         while not self._live and not self.engine.is_idle:
             self.engine.step()
 
-    def _step(self) -> None:
-        """One engine step, its outputs handed to the questions they belong to."""
-        for output in self.engine.step():
+    def _step(self) -> int:
+        """One engine step, its outputs handed to the questions they belong to; how many of those
+        have ended."""
+        outputs = self.engine.step()
+        if not outputs:
+            return 0
+        now, num_ended = self.engine.clock.now(), 0
+        for output in outputs:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
-            now = self.engine.clock.now()
-            live.deltas += live.answer.push(output)
             if live.metrics.first_token_time is None and output.new_token_ids:
                 live.metrics.first_token_time = now
-            live.metrics.num_cached_tokens = live.answer.num_cached_tokens
-            live.metrics.num_accepted_tokens = live.answer.num_accepted_tokens
-            live.metrics.num_rejected_tokens = live.answer.num_rejected_tokens
+            if not live.take(output):
+                continue
             for request_id in live.answer.take_aborts():
                 self.engine.abort(request_id)
             if live.answer.is_finished and live.metrics.finish_time is None:
                 live.metrics.finish_time = now
+                num_ended += 1
                 for request in live.answer.requests:
                     self._live.pop(request.request_id, None)
+        return num_ended
 
     def _run_all(self, lives: Sequence[_Live], *, show: bool) -> None:
         if not show:
             while not all(live.answer.is_finished for live in lives):
-                self._step()
+                while not self._step():  # to look at all of them takes as long as a step
+                    pass
             return
         from rich.progress import (
             BarColumn,

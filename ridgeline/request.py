@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
@@ -296,3 +296,22 @@ class RequestOutput:
     beams: tuple[tuple[tuple[int, ...], float, tuple[TokenLogprobs, ...]], ...] = ()
     num_accepted: int = 0
     num_rejected: int = 0
+
+
+def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """One in the place of several of one request, in their order; at least one."""
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    return RequestOutput(
+        last.request_id,
+        tuple([token_id for output in outputs for token_id in output.new_token_ids]),
+        last.finish_reason,
+        tuple([entry for output in outputs for entry in output.logprobs]),
+        tuple([entry for output in outputs for entry in output.prompt_logprobs]),
+        max([output.num_cached_tokens for output in outputs]),
+        last.error,
+        last.beams,
+        sum([output.num_accepted for output in outputs]),
+        sum([output.num_rejected for output in outputs]),
+    )

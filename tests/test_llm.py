@@ -165,6 +165,34 @@ def test_a_closed_stream_frees_everything(llm: LLM) -> None:
     assert llm.engine.is_idle
 
 
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 40])
+def test_answers_that_nobody_watches_are_those_of_a_stream(llm: LLM, num_tokens: int) -> None:
+    """Their outputs wait until there are some."""
+    sampling = SamplingParams(
+        max_tokens=num_tokens, n=2, seed=3, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
+    pieces = list(llm.stream("abcab", sampling))
+    (result,) = llm.generate(["abcab"], sampling)
+    for index, choice in enumerate(result.outputs):
+        mine = [piece for piece in pieces if piece.index == index]
+        assert choice.text == "".join(piece.text for piece in mine)
+        assert list(choice.token_ids) == [i for piece in mine for i in piece.token_ids]
+        assert choice.logprobs == tuple(entry for piece in mine for entry in piece.logprobs)
+        assert choice.finish_reason == mine[-1].finish_reason == "length"
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == len(llm.encode("abcab"))
+    assert result.metrics.num_output_tokens == 2 * num_tokens
+
+
+def test_a_stop_string_ends_an_answer_at_once(llm: LLM) -> None:
+    """It is looked for in each step: an answer with one must not wait for more outputs."""
+    text = llm.generate(["abc"], greedy(max_tokens=40))[0].text
+    (ended,) = llm.generate(["abc"], greedy(max_tokens=40, stop=[text[4:7]]))
+    assert ended.finish_reason == "stop"
+    assert ended.text == text[: text.index(text[4:7])]
+    assert ended.metrics.num_output_tokens < 16
+
+
 def test_two_streams_at_once(llm: LLM) -> None:
     wanted = [r.text for r in llm.generate(["one", "two"], greedy(max_tokens=20))]
     first, second = (

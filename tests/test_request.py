@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from ridgeline.errors import RequestFault
-from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
+from ridgeline.request import (
+    UNKNOWN_TOKEN,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    joined,
+)
 
 BAD: dict[str, tuple[object, ...]] = {
     "max_tokens": (0, -1, 1.5, True, "3", 1 << 40),
@@ -109,3 +117,24 @@ def test_how_far_a_request_has_got() -> None:
     assert request.prompt_token_ids == (1, 2, 3)
     with pytest.raises(RequestFault, match="max_tokens"):
         _ = Request("b", (1,), SamplingParams(max_tokens=None), 0.0).max_num_tokens
+
+
+def test_outputs_that_are_joined_say_what_each_said() -> None:
+    def entry(token_id: int) -> TokenLogprobs:
+        return TokenLogprobs(token_id, -1.0, 1, ())
+
+    first = RequestOutput("a", (1,), None, (entry(1),), (entry(7),), 16, num_accepted=2)
+    second = RequestOutput("a", (2, 3), None, (entry(2), entry(3)), num_accepted=1, num_rejected=4)
+    last = RequestOutput("a", (), FinishReason.ERROR, error="why")
+    assert joined([last]) is last
+    assert joined([first, second, last]) == RequestOutput(
+        "a",
+        (1, 2, 3),
+        FinishReason.ERROR,
+        (entry(1), entry(2), entry(3)),
+        (entry(7),),
+        16,
+        "why",
+        num_accepted=3,
+        num_rejected=4,
+    )
