@@ -101,6 +101,8 @@ class Pricer:
         self._rows: dict[tuple[int, Manner], tuple[float, int]] = {}
         # The last shapes that were summed up; told apart by identity, as comparing takes longer.
         self._latest: tuple[tuple[object, StepTotals], ...] = ()
+        # The last prices: of which sums, rows of logits and seconds of guessing.
+        self._priced: tuple[tuple[StepTotals, int, float, float], ...] = ()
 
     # -- one step
 
@@ -135,17 +137,22 @@ class Pricer:
     ) -> float:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
         per request), in which the device makes guesses for `drafting_s` before."""
-        requests = totals.num_requests
+        num_logits = totals.num_requests if num_logits is None else num_logits
+        for known, logits, drafting, seconds in self._priced:
+            if known is totals and logits == num_logits and drafting == drafting_s:
+                return seconds
         manner = self._manners.of(totals)
         kernels, launches = self._kernels(totals, num_logits, manner)
-        return combine(
+        seconds = combine(
             self._constants.host,
             kernels + drafting_s,
-            requests,
+            totals.num_requests,
             0 if manner.captured else launches,
             is_lone=is_lone(totals),
             num_checked=totals.num_checked,
         )[2]
+        self._priced = ((totals, num_logits, drafting_s, seconds), *self._priced[: NUM_LATEST - 1])
+        return seconds
 
     def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
         """Of a pass that guesses: the device's part of such a step, in which the host has none."""
