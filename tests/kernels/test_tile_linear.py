@@ -69,7 +69,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
-    monkeypatch.setattr(nvrtc, "_driver", lambda: made)
+    monkeypatch.setattr(nvrtc, "cuda_driver", lambda: made)
     nvrtc.tensor_map.cache_clear()
     yield made
     nvrtc.tensor_map.cache_clear()
