@@ -261,7 +261,7 @@ def add_batches(to: argparse.ArgumentParser) -> None:
     to.add_argument("--load-format", default="random", choices=("random", "auto"))
     to.add_argument("--guesses", type=words, default=words("0,1,2,3,4,6,8,auto"))
     to.add_argument("--batches", type=numbers, default=numbers("1,2,4,8,16,32,64,128,256"))
-    to.add_argument("--prompt-len", type=int, default=128)
+    to.add_argument("--prompt-len", type=int, default=96, help="at least; at most twice as long")
     to.add_argument("--output-len", type=int, default=256)
     to.add_argument("--least-s", type=float, default=0.25, help="of a round, without guesses")
     add_common(to, rounds=2, kv_bytes=None)

@@ -139,7 +139,8 @@ def window(engine: RidgelineEngine, random: Random, args: argparse.Namespace, ba
 def prompts_of(
     llm: LLM, random: Random, args: argparse.Namespace, batch: int
 ) -> Iterator[list[int]]:
-    """Random tokens, or problems that nobody was asked before."""
+    """Random tokens, of lengths that differ, as coins depend on where a token stands; or problems
+    that nobody was asked before."""
     vocab = llm.spec.vocab_size
     asked = iter(problems(args.task, batch, random.randrange(1 << 30)) if args.task else ())
     for _ in range(batch):
@@ -147,7 +148,8 @@ def prompts_of(
             messages = [{"role": m.role, "content": m.content} for m in next(asked).messages]
             yield llm.encode_chat(messages)
         else:
-            yield [random.randrange(FIRST_TOKEN_ID, vocab) for _ in range(args.prompt_len)]
+            length = args.prompt_len + random.randrange(args.prompt_len)
+            yield [random.randrange(FIRST_TOKEN_ID, vocab) for _ in range(length)]
 
 
 def batches(args: argparse.Namespace) -> Iterator[Row]:
