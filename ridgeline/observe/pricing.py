@@ -15,12 +15,10 @@ from typing import Protocol
 from ridgeline.errors import RequestFault
 from ridgeline.observe.guesses import GuessTotals
 from ridgeline.request import Request, RequestOutput, record
-from ridgeline.scheduler.policies.step_times import CheckSize, check_size
+from ridgeline.scheduler.policies.step_times import CheckPrices, alike
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "check", "prefill", "mixed")
-
-MAX_CHECKS = 1024  # prices that are remembered
 
 
 @record
@@ -131,15 +129,6 @@ class _InFlight:
     checks: bool = False  # guesses, and reads no prompts
 
 
-@record
-class _CheckPrice:
-    """`plain_s`: of one token for each of the rows instead."""
-
-    price: StepPrice
-    drafting_s: float
-    plain_s: float
-
-
 class Pricing:
     """Prices every step as it is planned and measures it when it is over; one of the engine's
     journals. `graph_sizes` are the batch sizes that captured graphs exist for, if any;
@@ -160,7 +149,9 @@ class Pricing:
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
         self._draft_price = draft_price
-        self._checks: dict[CheckSize, _CheckPrice] = {}
+        self._checks = CheckPrices(self._check_price)
+        # The last price of a check, and the numbers that it is made of.
+        self._check: tuple[tuple[float, ...], StepPrice] | None = None
         self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
         self._in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
@@ -217,43 +208,40 @@ class Pricing:
         return _InFlight(plan, num_logits, now, price, prompts, alone_s, drafting_s, False)
 
     def _priced_check(self, plan: StepPlan, num_logits: int, now: float) -> _InFlight:
-        """Of a step in which each row computes its newest token and guesses. One costs what the
-        last one of this size did."""
-        key = check_size(plan)
-        found = self._checks.get(key)
-        if found is None:
-            if len(self._checks) >= MAX_CHECKS:
-                self._checks.clear()
-            found = self._checks[key] = self._check_price(plan, num_logits)
-        self._plain_s[plan.step_id] = found.plain_s
-        return _InFlight(
-            plan,
-            num_logits,
-            now,
-            found.price,
-            (),
-            found.price.expected_s,
-            found.drafting_s,
-            True,
-        )
+        """Of a step in which each row computes its newest token and guesses."""
+        found = self._checks.of(plan.scheduled)
+        if self._check is None or self._check[0] is not found:
+            self._check = found, StepPrice(*found[:-2])
+        price, (drafting_s, plain_s) = self._check[1], found[-2:]
+        self._plain_s[plan.step_id] = plain_s
+        expected_s = price.expected_s
+        return _InFlight(plan, num_logits, now, price, (), expected_s, drafting_s, True)
 
-    def _check_price(self, plan: StepPlan, num_logits: int) -> _CheckPrice:
-        rows = plan.scheduled
-        price = self._price(plan.shape, num_logits)
+    def _check_price(self, rows: Sequence[ScheduledRequest], context: int) -> tuple[float, ...]:
+        """The numbers of a price, seconds of making the guesses, and those of one token for each of
+        these rows instead, all behind so many tokens."""
+        num_logits = sum([entry.num_draft + 1 for entry in rows])
+        price = self._price(alike(rows, context), num_logits)
         drafting_s = 0.0
         if self._draft_price is not None:
             guesses = [entry.num_draft for entry in rows if entry.num_draft]
-            context = sum([entry.start for entry in rows]) // len(rows)
             drafting_s = self._draft_price(len(guesses), context, max(guesses))
-            price = replace(price, expected_s=price.expected_s + drafting_s)
-        return _CheckPrice(price, drafting_s, self._plain_price(rows))
+        return (
+            price.expected_s + drafting_s,
+            price.ideal_s,
+            price.flops,
+            price.bytes,
+            price.own_flops,
+            price.own_bytes,
+            drafting_s,
+            self._plain_price(len(rows), context),
+        )
 
-    def _plain_price(self, rows: Sequence[ScheduledRequest]) -> float:
+    def _plain_price(self, num_rows: int, context: int) -> float:
         """Of one token for each of these rows."""
-        contexts = tuple([entry.start for entry in rows])
         if self._decodes_price is not None:
-            return self._decodes_price(contexts).expected_s
-        return self._price(tuple([(1, context) for context in contexts]), len(rows)).expected_s
+            return self._decodes_price((context,) * num_rows).expected_s
+        return self._price(((1, context),) * num_rows, num_rows).expected_s
 
     def _without_prompts(self, rows: Sequence[ScheduledRequest], num_rest: int) -> float:
         contexts = tuple([entry.start for entry in rows if entry.num_tokens == 1])
