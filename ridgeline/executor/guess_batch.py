@@ -163,7 +163,7 @@ class GuessBatchBuilder(BatchBuilder):
         if extended or kept.has_blocks:
             self._enter_blocks(kept, scheduled, extended)
         slack = self._max_guesses if self.num_unsure else 0
-        missed = self._missed(scheduled, rows, slack, k) if self._needs_tokens else None
+        missed = self._missed(scheduled, rows, slack, limits) if self._needs_tokens else None
         least = _NOT_ASKED
         if kept.kept.batch.banned_until is not None:
             least = np.array([entry.start + 1 - slack for entry in scheduled], np.int64)
@@ -224,17 +224,22 @@ class GuessBatchBuilder(BatchBuilder):
             kept.num_plain = 0
 
     def _missed(
-        self, scheduled: Sequence[ScheduledRequest], rows: list[Row], slack: int, num_guesses: int
+        self, scheduled: Sequence[ScheduledRequest], rows: list[Row], slack: int, limits: list[int]
     ) -> ForwardBatch | None:
-        """Tokens up to the last but one, which the guesses begin with. Where the host knows only
-        how long a row may be, some behind its end are among them: nobody looks at those before
-        they are computed once more."""
-        if not num_guesses:
+        """Tokens up to the last but one, which the guesses begin with, of rows that have guesses;
+        the others go on missing them. Where the host knows only how long a row may be, some behind
+        its end are among them: nobody looks at those before they are computed once more."""
+        if not any(limits):
             for row in rows:
                 row.num_missed += 1
             return None
         self._count_missed()
         late = [place for place, row in enumerate(rows) if row.num_missed]
+        if not late:
+            return None
+        for place in late:
+            rows[place].num_missed += not limits[place]
+        late = [place for place in late if limits[place]]
         if not late:
             return None
         missed = np.array([rows[place].num_missed for place in late], np.int64)

@@ -37,6 +37,7 @@ EXPLORED_AFTER = 8
 LONGEST_BREAK = 4  # times as many, as long as none is
 LOW, SURPRISE = 0.6, 0.2  # acceptance, and more than that, after which one looks once more
 EXPLORING = 0.005  # share of the time that it may take
+EXPLORED_ROWS = 16  # whose guesses tell enough of all: a draft has to catch up with each
 CATCHING_UP = 3.0  # plain steps that many rows take in which a draft reads what it was not asked of
 FEW_ROWS = 8  # of which a new one is worth finding out about at once
 LEVELS = 64  # of acceptance, that are told apart
@@ -81,6 +82,7 @@ class GuessChooser:
         self._turn = 0
         # What was expected to be right in a step whose guesses would not pay, as far as is known.
         self._explores: float | None = None
+        self._asked: frozenset[str] | None = None  # rows that have guesses; None: all
         self._may_pay = True
         self._seconds: Mapping[int, float] = {}  # of steps like the last, by number of guesses
 
@@ -94,6 +96,7 @@ class GuessChooser:
         if self._looks_ahead and num_rows <= FEW_ROWS and _has_nothing(decoding):
             return 0
         most = self.max_checked_tokens // num_rows - 1
+        self._asked = None
         if self.fixed is not None:
             return self._fitting(most)
         bucket = row_bucket(num_rows)
@@ -103,12 +106,14 @@ class GuessChooser:
         if bucket != self._chosen_for or self._holds <= 0 or is_old:
             self._renew(decoding, bucket, most)
         if self._chosen == 0 and not self._looks_ahead and most >= 1:
-            return self._explored()
+            return self._explored(decoding)
         self._unseen = 0
         return min(self._chosen, self._fitting(most))
 
     def limit(self, request: Request, k: int) -> int:
-        """Guesses of this row, at most k: none where next to none was right."""
+        """Guesses of this row, at most k: none where next to none was right, or others tell."""
+        if self._asked is not None and request.request_id not in self._asked:
+            return 0
         return 0 if request.request_id in self._hopeless else k
 
     def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
@@ -223,13 +228,15 @@ class GuessChooser:
             return 1.0, num_guesses
         return self.acceptance.found(row, num_guesses > 0), MAX_GUESSES
 
-    def _explored(self) -> int:
+    def _explored(self, decoding: Sequence[Request]) -> int:
         """Nothing tells whether guesses have become better but a guess, once in a while."""
         self._unseen += 1
         if self._unseen < self._break or not self._may_pay:
             return 0
         self._unseen, self._holds, self._explores = 0, 0, self.acceptance.rate
         self._break = min(2 * self._break, LONGEST_BREAK * self._shortest)
+        if self._has_cache and len(decoding) > EXPLORED_ROWS:
+            self._asked = frozenset([row.request_id for row in decoding[:EXPLORED_ROWS]])
         return 1
 
 

@@ -18,7 +18,12 @@ from ridgeline.cost.speculation import GuessPrices
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.guess_acceptance import SharedAcceptance
 from ridgeline.scheduler.guess_times import StepTimes, row_bucket
-from ridgeline.scheduler.guessing import CHOICES, EXPLORED_AFTER, GuessChooser
+from ridgeline.scheduler.guessing import (
+    CHOICES,
+    EXPLORED_AFTER,
+    EXPLORED_ROWS,
+    GuessChooser,
+)
 from ridgeline.step import ScheduledRequest, StepPlan
 from tests.scheduler.drafted import AT_HAND, DRAFTED, MAX_TOKENS
 
@@ -462,3 +467,22 @@ def test_steps_with_prompts_say_nothing() -> None:
     for _ in range(4):
         times.on_priced(Ran(StepPlan(1, (prompt, guess)), 5.0))
     assert times.correction(2, 1) is None
+
+
+def test_looking_once_more_asks_a_few_of_many_rows() -> None:
+    """A draft has to catch up with each; all have guesses again once they pay."""
+    world = World(Line(per_token=0.05), 64, lambda _: 0.1, seed=1)
+    chooser = chooser_for(world.prices, has_cache=True, max_checked_tokens=512)
+    asked = []
+    for number in range(4000):
+        k = chooser.plan(world.rows, 0.0)
+        limits = [chooser.limit(row, k) for row in world.rows]
+        if k and number > 400:
+            asked.append(sum(limits))
+        checked = world.step(number, k)
+        if k:
+            rows = [row.request_id for row, limit in zip(world.rows, limits, strict=True) if limit]
+            chooser.observe({name: checked[name] for name in rows})
+        chooser.on_priced(Ran(world.plan(k), world.last_s))
+    assert asked
+    assert set(asked) == {EXPLORED_ROWS}
