@@ -114,6 +114,9 @@ class LogprobRows:
     rows_L: torch.Tensor
 
 
+_NOT_DRAWN = ~(Needs.RANDOM | Needs.BANS | Needs.LOGPROBS)  # asked for in each step
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The rows of one step that sample. `needs` is everything that any of them asks for."""
@@ -130,7 +133,7 @@ class SamplingBatch:
     def is_drawn_at(self, positions: Array) -> bool:
         """Each row takes its largest logit or draws at a temperature: one kernel's work.
         `positions` are host numbers, one per row; the lowest they may be where that is open."""
-        if self.needs & ~(Needs.RANDOM | Needs.BANS | Needs.LOGPROBS):
+        if self.needs & _NOT_DRAWN:
             return False
         return not self.bans_at(positions)
 
