@@ -46,6 +46,7 @@ MACRO = "scheduler/macro.py"
 GROUP = "scheduler/beam_group.py"
 BEAM = "scheduler/beam.py"
 GUESS_TIMES = "scheduler/guess_times.py"
+GUESSING = "scheduler/guessing.py"
 ACCEPTANCE = "scheduler/guess_acceptance.py"
 
 # Conditions of results that are taken in quickly, as they stand one below the other.
@@ -726,6 +727,24 @@ MUTANTS = (
         GUESS_TIMES,
         "holds = min(NEVER_AFTER, FORGOTTEN_AFTER * self.num_compared)",
         "holds = NEVER_AFTER * 1000",
+    ),
+    Mutant(
+        "guesses: to look once more, every row is asked",
+        GUESSING,
+        "self._asked = frozenset([row.request_id for row in decoding[:EXPLORED_ROWS]])",
+        "self._asked = None",
+    ),
+    Mutant(
+        "guesses: a check behind nothing is priced as the short end of a line",
+        "scheduler/policies/step_times.py",
+        "low = 1 if size[-1] == SHORTEST else high // 2",
+        "low = 0 if size[-1] == SHORTEST else high // 2",
+    ),
+    Mutant(
+        "guesses: a check costs as much behind any context",
+        "scheduler/policies/step_times.py",
+        "return tuple([a + share * (b - a) for a, b in zip(*line, strict=True)])",
+        "return line[0]",
     ),
     Mutant(
         "guesses: one step of many rows is all that is known of them",

@@ -117,8 +117,9 @@ class GuessChooser:
         return 0 if request.request_id in self._hopeless else k
 
     def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        """Of the rows of one step: (guesses there were, right ones before the first miss)."""
-        if not checked:
+        """Of the rows of one step: (guesses there were, right ones before the first miss). Nothing
+        is learned where nothing is chosen."""
+        if not checked or self.fixed is not None:
             return
         rows, num_rows = self._rows, len(checked)
         num_good, told = 0, []
@@ -154,7 +155,8 @@ class GuessChooser:
 
     def on_priced(self, step: TimedStep) -> None:
         """A step has run: if it only checked guesses, or only decoded, its time is learned."""
-        self.times.on_priced(step)
+        if self.fixed is None:
+            self.times.on_priced(step)
 
     # ------------------------------------------------------------------ choosing
 
