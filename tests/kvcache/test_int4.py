@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ridgeline import LLM
+from ridgeline import LLM, SamplingParams
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.paged_kv import decode_4, encode_4, hadamard
@@ -72,7 +72,8 @@ def test_other_heads_are_gathered(tmp_path: Path) -> None:
     folder = str(make_tiny_model(tmp_path, head_dim=24))
     options = {"device": "cpu", "num_blocks": 40, "block_size": 4, "kv_cache_dtype": "int4"}
     with LLM(folder, **options) as llm:  # type: ignore[arg-type]
-        assert len(llm.generate([[3, 14, 15]])[0].token_ids) > 0
+        greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        assert len(llm.generate([[3, 14, 15]], greedy)[0].token_ids) == 4
     with pytest.raises(ConfigError, match="native does not read heads of 24 in KV format int4"):
         LLM(folder, attention_backend="native", **options)  # type: ignore[arg-type]
 
