@@ -736,13 +736,13 @@ MUTANTS = (
     ),
     Mutant(
         "guesses: a check behind nothing is priced as the short end of a line",
-        "scheduler/policies/step_times.py",
+        "scheduler/policies/check_prices.py",
         "low = 1 if size[-1] == SHORTEST else high // 2",
         "low = 0 if size[-1] == SHORTEST else high // 2",
     ),
     Mutant(
         "guesses: a check costs as much behind any context",
-        "scheduler/policies/step_times.py",
+        "scheduler/policies/check_prices.py",
         "return tuple([a + share * (b - a) for a, b in zip(*line, strict=True)])",
         "return line[0]",
     ),

@@ -234,17 +234,17 @@ class GuessBatchBuilder(BatchBuilder):
                 row.num_missed += 1
             return None
         self._count_missed()
-        late = [place for place, row in enumerate(rows) if row.num_missed]
+        late, num_missed = [], []
+        for place, row in enumerate(rows):
+            if row.num_missed and limits[place]:
+                late.append(place)
+                num_missed.append(row.num_missed)
+                row.num_missed = 0
+            elif row.num_missed:
+                row.num_missed += 1  # what this step computes is behind the gap
         if not late:
             return None
-        for place in late:
-            rows[place].num_missed += not limits[place]
-        late = [place for place in late if limits[place]]
-        if not late:
-            return None
-        missed = np.array([rows[place].num_missed for place in late], np.int64)
-        for place in late:
-            rows[place].num_missed = 0
+        missed = np.array(num_missed, np.int64)
         ends = np.array([scheduled[place].start - 1 for place in late], np.int64)
         begins = np.maximum(ends - missed - slack, 0)
         is_there = ends > begins

@@ -14,6 +14,7 @@ from ridgeline.errors import EngineFault
 from ridgeline.kernels.copies import MOST_BYTES, Copies
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Event = Any  # a handle of the driver
 
 MOST_KINDS = 256  # of buffers that are kept: sizes and dtypes
 _ALIGNMENT = 16  # bytes; the largest element that a view of the packed buffer may have
@@ -82,7 +83,6 @@ class DriverCalls(Protocol):
     def drop_event(self, event: Event) -> None: ...
 
 
-Event = Any  # a handle of the driver
 _Key = tuple[torch.dtype, torch.Size]
 
 

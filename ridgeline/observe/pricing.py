@@ -15,7 +15,7 @@ from typing import Protocol
 from ridgeline.errors import RequestFault
 from ridgeline.observe.guesses import GuessTotals
 from ridgeline.request import Request, RequestOutput, record
-from ridgeline.scheduler.policies.step_times import CheckPrices, alike
+from ridgeline.scheduler.policies.check_prices import CheckPrices, alike
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "check", "prefill", "mixed")
@@ -210,12 +210,12 @@ class Pricing:
     def _priced_check(self, plan: StepPlan, num_logits: int, now: float) -> _InFlight:
         """Of a step in which each row computes its newest token and guesses."""
         found = self._checks.of(plan.scheduled)
+        *numbers, drafting_s, plain_s = found
         if self._check is None or self._check[0] is not found:
-            self._check = found, StepPrice(*found[:-2])
-        price, (drafting_s, plain_s) = self._check[1], found[-2:]
+            self._check = found, StepPrice(*numbers)
+        price = self._check[1]
         self._plain_s[plan.step_id] = plain_s
-        expected_s = price.expected_s
-        return _InFlight(plan, num_logits, now, price, (), expected_s, drafting_s, True)
+        return _InFlight(plan, num_logits, now, price, (), price.expected_s, drafting_s, True)
 
     def _check_price(self, rows: Sequence[ScheduledRequest], context: int) -> tuple[float, ...]:
         """The numbers of a price, seconds of making the guesses, and those of one token for each of

@@ -7,15 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ridgeline.cost.pricer import Pricer
-from ridgeline.scheduler.policies.step_times import (
-    LEAST_STEPS,
-    CheckPrices,
-    LearnedPricer,
-    alike,
-)
+from ridgeline.scheduler.policies.step_times import LEAST_STEPS, LearnedPricer
 from ridgeline.step import ScheduledRequest, StepPlan, StepShape
-from tests.cost.random_setups import random_setup
+from tests.scheduler.policies.checks import checks
 from tests.scheduler.policies.virtual_time import Linear
 
 PRICER = Linear()
@@ -96,14 +90,6 @@ class Counting:
         return PRICER.seconds(shape)
 
 
-def checks(contexts: list[int], num_guesses: int) -> StepPlan:
-    rows = [
-        ScheduledRequest(str(row), start, num_guesses + 1, (), samples=True, num_draft=num_guesses)
-        for row, start in enumerate(contexts)
-    ]
-    return StepPlan(1, tuple(rows))
-
-
 def test_checks_of_many_rows_are_priced_once_in_a_while() -> None:
     """Although at each step one of them is at a round number."""
     pricer = Counting()
@@ -133,17 +119,3 @@ class Planned:
     plan: StepPlan
     seconds: float = 0.1
     host_s: float = 0.0
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_price_on_a_line_is_nearly_that_of_the_step(seed: int) -> None:
-    """Of models of all kinds, with windows too; contexts of a step lie around their mean."""
-    rng = random.Random(seed)
-    pricer = Pricer(random_setup(rng))
-    prices = CheckPrices(lambda rows, context: (pricer.seconds(alike(rows, context)),))
-    for _ in range(40):
-        mean, num_rows = rng.choice((30, 90, 300, 1100, 4500)), rng.randint(1, 64)
-        contexts = [max(1, round(mean * rng.uniform(0.7, 1.3))) for _ in range(num_rows)]
-        plan = checks(contexts, rng.randint(1, 7))
-        (found,) = prices.of(plan.scheduled)
-        assert found == pytest.approx(pricer.seconds(plan.shape), rel=0.06), (seed, contexts)
