@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 
-from ridgeline.architectures.counts import linear_flops_per_token, weight_bytes
+from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import is_stored, unpacked_matrices
 from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.attention import INVARIANT
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig, check_numbers
+from ridgeline.cost.captured import (
+    MAX_CHECKED_TOKENS,
+    MAX_ROWS,
+    RECORDED_KV,
+    can_capture,
+    most_prompt_tokens,
+)
 from ridgeline.cost.chunk import SHARE, efficient_chunk
 from ridgeline.cost.draft_memory import DraftSetting
 from ridgeline.cost.memory import (
@@ -35,7 +42,6 @@ from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
 from ridgeline.resolve_draft import (
-    MAX_CHECKED_TOKENS,
     Guessing,
     ReadSpec,
     decide_guessing,
@@ -50,12 +56,6 @@ CPU_CACHE_BYTES = 4 << 30  # what the KV cache takes on a CPU when nothing was a
 WEIGHT_BYTES_PER_THREAD = 16 << 20
 CORES = torch.get_num_threads()  # as torch found them, before any model changes the number
 MAX_NUM_SEQS = {"cuda": 256, "cpu": 64}
-MAX_CAPTURED_ROWS = 512
-MAX_RECORDED_ROWS = 64  # of a CPU: of larger steps the calls are a small part
-# A host may take a millisecond to send off the kernels of a layer, which a GPU computes with for so
-# many tokens, if the model is small. Longer steps of large ones are the work of the GPU.
-MAX_CAPTURED_TOKENS, LEAST_CAPTURED_TOKENS = 8192, 2048
-FLOPS_BEHIND_LAUNCHES = 5e11  # of the matrices of a layer, in that millisecond
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 
 
@@ -186,7 +186,7 @@ def _resolve(
     working = working_of(context=max_model_len)
     captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
     has_graphs = captured > 0 and kind == "cuda"  # recorded steps of a CPU fit in its reserve
-    captured_tokens = min(_captured_tokens(spec), batched) if has_graphs else 0
+    captured_tokens = min(most_prompt_tokens(spec), batched) if has_graphs else 0
     decided = decide_guessing(
         config,
         spec,
@@ -198,7 +198,9 @@ def _resolve(
     if no_guesses is not None or config.speculate != "off":
         asked = config.speculate if no_guesses is None else "auto"
         decisions.note("speculate", asked, guessing.words, no_guesses or guessing.because)
-    checked = max(captured, MAX_CHECKED_TOKENS[kind]) if guessing.asked is not None else 0
+    checked = 0
+    if guessing.asked is not None:
+        checked = max(captured, MAX_CHECKED_TOKENS[device_kind(kind)])
     in_flight = _in_flight(config, kind, guessing, decisions)
     graphs = graph_items(
         spec, max(captured, checked) * has_graphs, captured_tokens, DTYPE_BYTES[dtype]
@@ -451,31 +453,23 @@ def _captured_rows(
     max_num_seqs: int,
     decisions: _Decisions,
 ) -> int:
-    """Requests of the largest decode step that is captured. One with experts is not: the host
-    must know which of them the step needs."""
+    """Requests of the largest decode step that is captured."""
     if config.attention_backend not in ("auto", "native" if kind == "cpu" else "triton"):
         return 0
     if kind == "cpu" and not _records(config, dtype):
         return 0
-    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
+    if not can_capture(spec):
         return 0
     if config.enforce_eager:
         decisions.note("captured steps", "none", "none", "enforce_eager was asked for")
         return 0
-    return min(max_num_seqs, MAX_RECORDED_ROWS if kind == "cpu" else MAX_CAPTURED_ROWS)
-
-
-def _captured_tokens(spec: ModelSpec) -> int:
-    """Of the largest step with prompts that is captured."""
-    layer_flops = linear_flops_per_token(spec) / spec.num_layers
-    busy = int(FLOPS_BEHIND_LAUNCHES / layer_flops)
-    return min(max(busy, LEAST_CAPTURED_TOKENS), MAX_CAPTURED_TOKENS)
+    return min(max_num_seqs, MAX_ROWS[device_kind(kind)])
 
 
 def _records(config: EngineConfig, dtype: str) -> bool:
     """All of a decode step on a CPU is done by native kernels, so that it can be recorded. In
     float32 torch does a part of it: worth it only for guesses that were asked for."""
-    has_kernels = config.kv_cache_dtype in ("auto", "int8") and library() is not None
+    has_kernels = config.kv_cache_dtype in RECORDED_KV and library() is not None
     guesses = config.speculate not in ("auto", "off")
     return has_kernels and (dtype == "bfloat16" or (dtype == "float32" and guesses))
 

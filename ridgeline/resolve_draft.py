@@ -29,8 +29,6 @@ from ridgeline.formats import LAYERS, MODEL, STORED, AskedGuesses, read_speculat
 # At most, where they are as many as pay. On a CPU a step of up to 7 tokens in bfloat16 says bit for
 # bit what each of them alone does, so that no answer depends on how many are guessed.
 AUTO_GUESSES = {"cuda": 8, "cpu": 6}
-# Tokens of a step that checks guesses: more take as long per token as prompts do, and gain nothing.
-MAX_CHECKED_TOKENS = {"cuda": 512, "cpu": 64}
 KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
 
 ReadSpec = Callable[[str], ModelSpec]  # of a model by name, as MODEL of the command line

@@ -11,6 +11,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.cli.inspect import find_folder
 from ridgeline.cli.machine_flags import THIS
+from ridgeline.cost.captured import as_served
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device, find_device, load_device_file
 from ridgeline.cost.layout import Layout
@@ -36,7 +37,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
     own = own_format(spec, device)
     weights = args.weights or (STORED if is_stored(spec) else own)
     precision = Precision.named(weights, args.kv, dtype=own)
-    return Setup(spec, device, Layout(args.tp, args.pp, args.ep), precision, calibration)
+    constants = as_served(calibration, spec, device, precision)
+    return Setup(spec, device, Layout(args.tp, args.pp, args.ep), precision, constants)
 
 
 def own_format(spec: ModelSpec, device: Device) -> str:

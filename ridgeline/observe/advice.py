@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
+from ridgeline.cost.captured import MAX_ROWS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import IndependentAcceptance, Lookup, Speculation
@@ -22,7 +23,6 @@ from ridgeline.step import StepShape
 
 LEAST_GAIN = 1.01  # smaller ones are noise
 ASSUMED_ACCEPTANCE = DRAFT_METHODS["ngram"].acceptance  # until it has been measured
-CAPTURED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Advisor:
         host = constants.host
         if self.setup.device.kind != "gpu" or host.captured_tokens or not host.per_launch_s:
             return
-        host = replace(host, captured_tokens=CAPTURED_TOKENS)
+        host = replace(host, captured_tokens=MAX_ROWS["gpu"])
         setup = replace(self.setup, calibration=replace(constants, host=host))
         because = "a step would be one launch instead of one per operator"
         yield Change("captured graphs", self._gain(setup), "leave out --enforce-eager", because)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ridgeline.architectures.spec import DenseSpec, ModelSpec
+from ridgeline.cost.captured import as_served
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.precision import PLAIN, Precision
@@ -78,7 +79,8 @@ class Hardware:
 
     def setup(self, spec: ModelSpec) -> Setup:
         """Raises ConfigError where the model cannot be spread like that."""
-        return Setup(spec, self.device, self.layout, self.precision, self.offer.calibration)
+        constants = as_served(self.offer.calibration, spec, self.device, self.precision)
+        return Setup(spec, self.device, self.layout, self.precision, constants)
 
 
 @dataclass(frozen=True, slots=True)

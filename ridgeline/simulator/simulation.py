@@ -16,6 +16,7 @@ from math import inf
 from typing import Protocol
 
 from ridgeline.clock import VirtualClock
+from ridgeline.cost.captured import MAX_CHECKED_TOKENS
 from ridgeline.cost.pricer import Setup
 from ridgeline.cost.speculation import Free, GuessPrices, Target
 from ridgeline.errors import ConfigError
@@ -37,7 +38,6 @@ from ridgeline.step import Journal, StepPricer
 
 __all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
 
-MAX_CHECKED_TOKENS = 512  # of a step, as the engine has it on a GPU
 JournalOf = Callable[[int, Scheduler], Journal]  # of a replica, by its number
 
 
@@ -279,5 +279,5 @@ def _chooser(speculation: Speculation | None, pricer: StepPricer) -> GuessChoose
         GuessPrices(pricer, speculation.drafter or Free()),
         acceptance=DRAFT_METHODS["draft"].acceptance,
         max_guesses=speculation.num_drafts,
-        max_checked_tokens=MAX_CHECKED_TOKENS,
+        max_checked_tokens=MAX_CHECKED_TOKENS["gpu"],
     )

@@ -13,7 +13,7 @@ import pytest
 
 from ridgeline.architectures import read_spec
 from ridgeline.cli.machine import open_device
-from ridgeline.cost.constants import default_calibration
+from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import device_to_json, find_device
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
@@ -159,6 +159,17 @@ def test_a_calibration_replaces_what_is_assumed(bare: Path, tmp_path: Path, cli:
         "held_out_error": {"matmul": 0.05},
     }
     assert found["tpot_ms"] > base["tpot_ms"]
+
+
+def test_a_record_knows_what_a_launch_costs_and_not_how_many_there_are(
+    bare: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """It is of no engine: nothing is captured in it."""
+    slow = HostConstants(per_launch_s=1e-3)
+    record = write_calibration(tmp_path / "record.json", e_m=0.8, host=slow)
+    base = predict(cli, bare, "--device", "h100-sxm")
+    found = predict(cli, bare, "--device", "h100-sxm", "--calibration", record)
+    assert found["tpot_ms"] == pytest.approx(base["tpot_ms"], rel=0.1)
 
 
 def test_a_record_of_the_cache_folder_is_found_by_its_name(bare: Path, cli: Cli) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ridgeline.cli.main import parse
 from ridgeline.cli.serve import serve_config
+from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.errors import ConfigError
 from ridgeline.planner.candidates import Grid, Hardware, hardware_of, layouts
@@ -89,6 +90,22 @@ def test_the_rate_decides_the_number_of_replicas_and_none_is_too_full() -> None:
         counts.append(winner.replicas)
     assert counts[0] < counts[1] < counts[2]
     assert counts[2] == pytest.approx(10 * counts[1], rel=0.3)
+
+
+def test_a_measured_device_needs_as_many_as_an_assumed_one_of_its_speed() -> None:
+    """Although its record is of no engine, so that nothing is captured in it."""
+    known, dollars = device("h100-sxm", 2.0)
+    assumed = default_calibration(known)
+    slow = HostConstants(per_launch_s=1e-3)
+    measured = replace(assumed, origin="calibrated", host=slow)
+    asked = question((known, dollars), rate=40.0)
+    base = plan(asked, lambda: random.Random(0), GRID).winner
+    offers = (offer(known, dollars, measured),)
+    found = plan(replace(asked, offers=offers), lambda: random.Random(0), GRID).winner
+    assert base is not None
+    assert found is not None
+    assert found.replicas == base.replicas
+    assert found.estimate.pace.tpot_s == pytest.approx(base.estimate.pace.tpot_s, rel=0.1)
 
 
 def test_shorter_promises_need_more() -> None:

@@ -1,0 +1,54 @@
+"""Which steps does an engine capture, so that all their kernels are launched at once?
+
+`ridgeline.resolve` decides that for an engine. Whoever prices steps of an engine that does not run
+supposes one with its defaults (`as_served`): a calibration says what a launch costs, and not how
+many there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeline.architectures.counts import linear_flops_per_token
+from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.cost.constants import Calibration
+from ridgeline.cost.hardware import Device
+from ridgeline.cost.precision import Precision
+
+MAX_ROWS = {"gpu": 512, "cpu": 64}  # of decodes; of a CPU's larger steps the calls are a small part
+# Tokens of a step that checks guesses: more take as long per token as prompts do, and gain nothing.
+MAX_CHECKED_TOKENS = {"gpu": 512, "cpu": 64}
+# A host may take a millisecond to send off the kernels of a layer, which a GPU computes with for so
+# many tokens, if the model is small. Longer steps of large ones are the work of the GPU.
+MAX_TOKENS, LEAST_TOKENS = 8192, 2048
+FLOPS_BEHIND_LAUNCHES = 5e11  # of the matrices of a layer, in that millisecond
+RECORDED_KV = ("auto", "int8")  # for which all of a decode step on a CPU is done by native kernels
+
+
+def can_capture(spec: ModelSpec) -> bool:
+    """Not where there are experts: the host must know which of them the step needs."""
+    return not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
+
+
+def most_prompt_tokens(spec: ModelSpec) -> int:
+    """Of the largest step with prompts that a GPU's engine captures."""
+    layer_flops = linear_flops_per_token(spec) / spec.num_layers
+    busy = int(FLOPS_BEHIND_LAUNCHES / layer_flops)
+    return min(max(busy, LEAST_TOKENS), MAX_TOKENS)
+
+
+def as_served(
+    calibration: Calibration | None, spec: ModelSpec, device: Device, precision: Precision
+) -> Calibration | None:
+    """The calibration with the captured steps of an engine that serves this model with its
+    defaults; None, which stands for assumed constants, stays so."""
+    if calibration is None:
+        return None
+    rows = tokens = 0
+    if can_capture(spec):
+        if device.kind != "cpu":
+            rows, tokens = MAX_ROWS["gpu"], most_prompt_tokens(spec)
+        elif precision.dtype == "bfloat16" and precision.kv in RECORDED_KV:
+            rows = MAX_ROWS["cpu"]
+    host = replace(calibration.host, captured_tokens=rows, captured_prompt_tokens=tokens)
+    return replace(calibration, host=host)
