@@ -23,7 +23,9 @@ class WeightFormatLine:
     look up rows; its rows are filled up with zeros to a multiple of its `row_step`. `compute` is
     the dtype of the products, as hardware catalogues call it, where the inputs are rounded too;
     None: the weights become the serving dtype first. `cpu_compute`: the same of the kernels of
-    CPUs, None where they do as all do."""
+    CPUs, None where they do as all do. `is_fused`: where a GPU has tuned kernels for a model's
+    products, those of this format take norms, gates and sums in as well. `chain`: of the time that
+    a sum over k takes by itself, so much is left, as a load brings more weights."""
 
     where: str
     fast_on: tuple[str, ...] = ("all",)
@@ -36,6 +38,8 @@ class WeightFormatLine:
     row_step: int = 1
     cpu_compute: str | None = None
     group_rows: int = 1
+    is_fused: bool = False
+    chain: float = 1.0
 
     def bits_per_weight(self, dtype_bytes: int) -> float:
         """Bits of one weight and its part of the groups' scales, served in a dtype of
@@ -66,7 +70,13 @@ class KVFormatLine:
         return -(-width * bits // 8) + self.head_bytes
 
 
-def _int4(where: str, group: int, scale_bytes: int, vocabulary: str = "int8") -> WeightFormatLine:
+# Decodes of an 8B shape on an H200 say so; 4 bits take as long to unpack as they save in loads.
+CHAIN_OF_BYTES = 0.5
+
+
+def _int4(
+    where: str, group: int, scale_bytes: int, vocabulary: str = "int8", *, is_fused: bool = False
+) -> WeightFormatLine:
     return WeightFormatLine(
         f"ridgeline.quantization.int4:{where}",
         ("cpu", "hopper"),
@@ -76,12 +86,13 @@ def _int4(where: str, group: int, scale_bytes: int, vocabulary: str = "int8") ->
         vocabulary=vocabulary,
         row_step=16,
         cpu_compute="int8",
+        is_fused=is_fused,
     )
 
 
 STORED = "stored"  # of a checkpoint that somebody has quantized: as it is
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
-    "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights"),
+    "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights", is_fused=True),
     # Bits and scales are those of each matrix in the checkpoint: `architectures.stored_counts`.
     STORED: WeightFormatLine("ridgeline.quantization.stored:StoredWeights", ("cpu", "hopper")),
     "fp8": WeightFormatLine(
@@ -91,6 +102,8 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         compute="fp8",
         row_bytes=4,
         vocabulary="int8",
+        is_fused=True,
+        chain=CHAIN_OF_BYTES,
     ),
     "fp8-tensor": WeightFormatLine(
         "ridgeline.quantization.fp8_tensor:Fp8TensorWeights",
@@ -116,6 +129,8 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         vocabulary="int8",
         row_step=16,
         cpu_compute="int8",
+        is_fused=True,
+        chain=CHAIN_OF_BYTES,
     ),
     "int8-outliers": WeightFormatLine(
         "ridgeline.quantization.int8_outliers:Int8OutlierWeights",
@@ -125,7 +140,7 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         vocabulary="int8",
         cpu_compute="int8",
     ),
-    "int4": _int4("Int4Weights", 128, 2),
+    "int4": _int4("Int4Weights", 128, 2, is_fused=True),
     "int4-all": _int4("Int4AllWeights", 128, 2, vocabulary="int4-g32"),
     "int4-g64": _int4("Int4G64Weights", 64, 2),
     "int4-g32": _int4("Int4G32Weights", 32, 2),

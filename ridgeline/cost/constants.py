@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from ridgeline.cost.hardware import DTYPES, Device
 from ridgeline.errors import ConfigError
+from ridgeline.formats import weight_line
 
 Origin = Literal["ideal", "assumed", "calibrated", "extrapolated", "measured"]
 ORIGINS: tuple[Origin, ...] = ("ideal", "measured", "calibrated", "extrapolated", "assumed")
@@ -171,9 +172,9 @@ class Calibration:
     a figure is extrapolated. `assumed_kinds` were not measured. `held_out` maps "kind" or any name
     to the median relative error on points that the fit has not seen. `streams` has the passes over
     memory that were measured apart, by name of the operator and dtype ("activation bf16").
-    `own_products`: [n, k] of products with plain weights that the engine has kernels of its own for
-    on this device: these norm, gate and add on their way where there are few rows, and begin before
-    the kernel before them has ended.
+    `own_products`: [n, k] of products that the engine has kernels of its own for on this device, of
+    plain weights and of the formats that `ridgeline.formats` calls fused: these norm, gate and add
+    on their way where there are few rows, and begin before the kernel before them has ended.
     """
 
     device_name: str
@@ -204,6 +205,7 @@ class Calibration:
             if weights != "plain" and f"{dtype}-{name}" in self.matmul:
                 return self.matmul[f"{dtype}-{name}"]
         found = _lookup(self.matmul, dtype, self.device_name)
+        found = replace(found, k_s=found.k_s * weight_line(weights).chain)
         is_unpacked = weights != "plain" and not weights.startswith(dtype)
         return _scaled(found, UNPACKING) if is_unpacked else found
 

@@ -119,9 +119,10 @@ def own_of(totals: StepTotals, *, has_own: bool) -> Own:
 
 
 def has_own_kernels(setup: Setup) -> bool:
-    """The engine has kernels of its own for all products of the model's layers."""
+    """The engine has kernels of its own for all products of the model's layers. Sizes that were
+    tuned for plain weights were tuned for the formats whose kernels fuse as much."""
     known, precision = setup.constants.own_products, setup.precision
-    if not known or precision.weights != "plain" or precision.dtype_bytes != 2:
+    if not known or not precision.weight_line.is_fused or precision.dtype_bytes != 2:
         return False
     return layer_products(setup.spec, setup.layout, precision) <= set(known)
 
