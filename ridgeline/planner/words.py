@@ -104,7 +104,7 @@ def _count_reason(winner: Deployment) -> Reason:
 def _format_reason(plan: Plan, winner: Deployment) -> Reason:
     weights, kv = winner.estimate.hardware.precision.names
     gigabytes = winner.estimate.memory.weight_bytes / 1e9
-    because = f"{gigabytes:.1f} GB of weights; plans keep the numbers of the checkpoint"
+    because = f"{gigabytes:.3g} GB of weights; plans keep the numbers of the checkpoint"
     if plan.unserved is not None and plan.unserved.cost < winner.cost:
         because += f"; {plan.unserved.estimate.hardware.words} would be cheaper"
     return Reason("formats", f"{weights} weights, {kv} KV cache", because)
