@@ -14,8 +14,8 @@ from ridgeline.build import build
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.errors import ConfigError
 from ridgeline.resolve import resolve
+from tests.captures import captures
 from tests.conftest import TEST_DEVICE
-from tests.speculation.scene import captures
 from tests.tiny_model import make_tiny_model
 
 pytestmark = captures

@@ -8,6 +8,7 @@ import pytest
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.request import Request
+from tests.captures import captures
 
 PROMPT = "one two three four five six seven eight one two three four five six seven eight one two"
 
@@ -25,6 +26,7 @@ def ask(speculate: str) -> tuple[int, int, int, tuple[int, ...]]:
     return *told, tuple(result.token_ids)
 
 
+@captures
 def test_accepted_and_rejected_guesses_of_an_answer() -> None:
     plain, guessed = ask("off"), ask("draft:demo:draft:3")
     assert plain[:2] == (0, 0)
@@ -60,6 +62,7 @@ class Scripted:
     def forget(self, request_id: str) -> None: ...
 
 
+@captures
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_draft_catches_up_with_rows_that_had_no_guesses_for_a_while(in_flight: int) -> None:
     """It is the model itself, so all is right as long as it has read all there is. Between steps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ridgeline import LLM, SamplingParams
@@ -36,15 +38,11 @@ def prompts(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 128, 40])
 def test_the_same_tokens_and_the_beginning_computed_once(max_num_batched_tokens: int) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    with LLM("demo:draft", device=TEST_DEVICE, prefix_caching=False, num_blocks=400) as alone:
+    some: dict[str, Any] = {"device": TEST_DEVICE, "dtype": "float32", "num_blocks": 400}
+    with LLM("demo:draft", prefix_caching=False, **some) as alone:
         asked = prompts(alone)
         wanted = [alone.generate(prompt, sampling)[0].token_ids for prompt in asked]
-    with LLM(
-        "demo:draft",
-        device=TEST_DEVICE,
-        num_blocks=400,
-        max_num_batched_tokens=max_num_batched_tokens,
-    ) as llm:
+    with LLM("demo:draft", max_num_batched_tokens=max_num_batched_tokens, **some) as llm:
         count = Count()
         llm.engine.observers.append(count)
         results = llm.generate(asked, sampling)

@@ -21,6 +21,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.evaluation.tasks import problems
 from ridgeline.kernels.cpu import native
 from ridgeline.llm import GenerationResult
+from tests.captures import captures
 from tests.conftest import TEST_DEVICE
 
 TASKS = ("stories", "lookup", "copy", "json", "chat")
@@ -103,6 +104,7 @@ def check_greedy(speculate: str, num: int, max_tokens: int) -> None:
         assert counted.num_right > num / 4
 
 
+@captures
 @pytest.mark.parametrize("speculate", METHODS)
 def test_greedy_answers_are_the_same(speculate: str) -> None:
     check_greedy(speculate, 20, 40)
@@ -134,12 +136,14 @@ def test_in_bfloat16_on_a_cpu_no_token_differs(speculate: str) -> None:
         assert bfloat16_answers(speculate) == bfloat16_answers("off")
 
 
+@captures
 @pytest.mark.slow
 @pytest.mark.parametrize("speculate", METHODS)
 def test_a_thousand_greedy_answers_are_the_same(speculate: str) -> None:
     check_greedy(speculate, 1000, 48)
 
 
+@captures
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["babyllama-char105", "babyllama-char105-partner"])
 def test_the_pair_says_the_same_to_a_thousand_beginnings(shared: Path, name: str) -> None:
@@ -161,6 +165,7 @@ def test_the_pair_says_the_same_to_a_thousand_beginnings(shared: Path, name: str
     assert ties <= 10
 
 
+@captures
 @pytest.mark.parametrize("speculate", ["ngram:4", "draft:demo:draft:3"])
 def test_a_seed_gives_the_same_tokens(speculate: str) -> None:
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40)
@@ -170,6 +175,7 @@ def test_a_seed_gives_the_same_tokens(speculate: str) -> None:
     assert same >= 9  # one may part where two noisy scores are as good as equal
 
 
+@captures
 def test_several_answers_penalties_and_stops() -> None:
     many = [
         SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=30),
@@ -192,6 +198,7 @@ def test_several_answers_penalties_and_stops() -> None:
     assert [r.logprob for r in ours] == pytest.approx([r.logprob for r in theirs], abs=1e-3)
 
 
+@captures
 def test_the_pair_accepts_what_was_expected(shared: Path) -> None:
     """The reference began to guess behind the prompt's last token and here behind the first token
     of the answer, so that its steps lie otherwise: two guesses more or less of a run."""
@@ -217,6 +224,7 @@ def test_the_pair_accepts_what_was_expected(shared: Path) -> None:
         llm.close()
 
 
+@captures
 @pytest.mark.parametrize(
     ("speculate", "words"),
     [

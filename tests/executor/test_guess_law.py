@@ -33,6 +33,7 @@ from ridgeline.speculation.draft_model import open_draft_model
 from ridgeline.speculation.early_layers import EarlyLayers
 from ridgeline.speculation.suffix import Suffix
 from ridgeline.step import StepResult
+from tests.captures import captures
 from tests.executor.rig import device, make_decoder, make_executor, make_scorer
 from tests.sampling.test_distributions import expected
 from tests.speculation.table_models import p_value
@@ -154,16 +155,19 @@ def check_law(name: str, method: str | None, num: int, num_guesses: int = MOST) 
     assert p > LEAST_P
 
 
+@captures
 @pytest.mark.parametrize("method", ["draft", "early", "suffix"])
 @pytest.mark.parametrize("name", ["temperature 1", "penalties"])
 def test_three_tokens_have_the_odds_of_plain_sampling(name: str, method: str) -> None:
     check_law(name, method, 2048)
 
 
+@captures
 def test_so_have_those_of_plain_sampling() -> None:
     check_law("temperature 1", None, 2048)
 
 
+@captures
 @pytest.mark.slow
 @pytest.mark.parametrize("num_guesses", [1, 2, 3])
 @pytest.mark.parametrize("method", ["draft", "early", "suffix"])
@@ -172,6 +176,7 @@ def test_the_same_with_any_parameters(name: str, method: str, num_guesses: int) 
     check_law(name, method, 12288, num_guesses)
 
 
+@captures
 def test_guesses_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def keeps(
         logits_TV: torch.Tensor,
@@ -192,6 +197,7 @@ def test_guesses_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatc
     assert p < LEAST_P / 10
 
 
+@captures
 def test_a_token_that_does_not_follow_the_last_guess_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ from ridgeline.request import UNKNOWN_TOKEN, SamplingParams
 from ridgeline.speculation.contract import DraftMethod, GuessStep
 from ridgeline.speculation.ngram import NGram
 from ridgeline.step import ScheduledRequest, StepFuture, StepPlan
+from tests.captures import captures
 from tests.executor.rig import VOCAB, Host, alone, device, make_decoder, make_executor
 
 MOST = 4
@@ -166,6 +167,7 @@ def truths(names: list[str], num: int) -> Callable[[list[int]], list[int]]:
     return says
 
 
+@captures
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("names", [["greedy"], ["greedy", "seeded"], list(KINDS)])
@@ -185,6 +187,7 @@ def test_same_tokens_as_without_guesses(names: list[str], wrong: float, in_fligh
         assert guesser.num_checked > 0
 
 
+@captures
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_looked_up(in_flight: int) -> None:
     names = list(KINDS)
@@ -197,6 +200,7 @@ def test_looked_up(in_flight: int) -> None:
         assert got[: len(want)] == want, name
 
 
+@captures
 def test_prompts_join_while_the_host_does_not_know_how_long_rows_are() -> None:
     names = list(KINDS)
     method = Told(truths(names, 60), 0.2, seed=1)
@@ -229,6 +233,7 @@ def test_prompts_join_while_the_host_does_not_know_how_long_rows_are() -> None:
         assert got[: len(want)] == want, name
 
 
+@captures
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_more_rows_than_a_captured_step_has(in_flight: int) -> None:
     """They are answered without guesses; when some have left, the others go on with theirs."""
@@ -248,6 +253,7 @@ def test_more_rows_than_a_captured_step_has(in_flight: int) -> None:
         assert got == alone(decoder(), prompt(i, 5 + i), kinds[name], len(got)), name
 
 
+@captures
 def test_log_probabilities_of_all_that_came_out() -> None:
     sampling = SamplingParams(temperature=0.0, logprobs=2, max_tokens=60)
     truth = alone(decoder(), prompt(1, 8), sampling, 20)
@@ -272,6 +278,7 @@ def test_log_probabilities_of_all_that_came_out() -> None:
         assert [t for t, _ in record.top] == [t for t, _ in want.top]
 
 
+@captures
 def test_a_row_without_finite_logits_fails_alone() -> None:
     names = ["greedy", "seeded"]
     executor = guessing(Told(truths(names, 60), 0.0, seed=0))

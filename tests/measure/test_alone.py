@@ -23,6 +23,7 @@ from ridgeline.measure.points import Effort, Session, step_point
 from ridgeline.measure.steps import StepBench, random_engine, step_bench
 from ridgeline.measure.stopwatch import DeviceTimer, open_stopwatch
 from ridgeline.step import StepFuture, StepPlan
+from tests.captures import captures
 from tests.measure.small import SAMPLE, SMALL, quiet
 from tests.measure.timeline import Timeline
 
@@ -89,6 +90,7 @@ def test_late_steps_are_done_again_and_given_up_in_the_end() -> None:
         assert bench.engine.is_idle
 
 
+@captures
 @pytest.mark.parametrize("num_guesses", [0, 2, 3])
 def test_guesses_and_their_check_are_timed_together(guessing: Built, num_guesses: int) -> None:
     bench = step_bench(guessing)
@@ -143,6 +145,7 @@ def session_points(
     return session.points
 
 
+@captures
 def test_a_session_has_points_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found = session_points(monkeypatch, host_s=1e-5)
     assert [point.what for point in found] == ["decode_step", "decode_device"] * 2 + [

@@ -11,6 +11,7 @@ from ridgeline.measure.host import host_seconds, line_through
 from ridgeline.measure.points import described, step_point
 from ridgeline.measure.steps import GUESSES, StepBench, random_engine, step_bench
 from ridgeline.measure.stopwatch import ProcessorClock
+from tests.captures import captures
 from tests.measure.small import SAMPLE
 
 
@@ -57,6 +58,7 @@ def test_one_thread_is_timed_by_its_own_clock(bench: StepBench) -> None:
     assert isinstance(bench.engine.clock, ProcessorClock)
 
 
+@captures
 def test_checks_have_their_guesses_and_none_is_right() -> None:
     options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
     with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=GUESSES) as built:

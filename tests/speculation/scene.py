@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 
 from ridgeline.architectures import expected_tensors, read_spec
@@ -16,7 +15,6 @@ from ridgeline.attention import choose_backend
 from ridgeline.attention.layout import AttentionLayout, ForwardBatch
 from ridgeline.devices import open_device
 from ridgeline.distributed.placement import Placement
-from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.recorder import Arena, Replay, record
 from ridgeline.kernels.draw_rows import Draws, draw_rows
 from ridgeline.kernels.history import History, make_history
@@ -33,9 +31,6 @@ MAX_MODEL_LEN = 64
 NUM_ROWS = 8
 BLOCK_SIZE = 4
 VOCAB = 97
-captures = pytest.mark.skipif(
-    TEST_DEVICE == "cpu" and native.library() is None, reason="no native CPU kernels here"
-)
 
 
 def make_decoder(

@@ -13,6 +13,7 @@ from ridgeline.errors import ConfigError, InternalError
 from ridgeline.kernels.cpu.recorder import Arena, record
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.speculation.draft_model import DraftModel, open_draft_model
+from tests.captures import captures
 from tests.conftest import TEST_DEVICE
 from tests.speculation.scene import (
     BLOCK_SIZE,
@@ -21,7 +22,6 @@ from tests.speculation.scene import (
     Scene,
     alone,
     captured,
-    captures,
     make_cache,
     make_decoder,
     of_row,

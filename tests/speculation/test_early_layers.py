@@ -11,12 +11,12 @@ from ridgeline.errors import ConfigError
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.layers.decoder import Decoder
 from ridgeline.speculation.early_layers import EarlyLayers
+from tests.captures import captures
 from tests.speculation.scene import (
     VOCAB,
     Scene,
     alone,
     captured,
-    captures,
     make_cache,
     make_decoder,
     of_row,

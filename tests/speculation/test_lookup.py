@@ -9,7 +9,6 @@ import torch
 
 from ridgeline.devices import open_device
 from ridgeline.errors import InternalError
-from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.recorder import Arena, Replay, record
 from ridgeline.kernels.guesses import (
     accept,
@@ -23,13 +22,11 @@ from ridgeline.kernels.step_inputs import make_step_inputs
 from ridgeline.speculation.contract import DraftMethod, GuessStep
 from ridgeline.speculation.ngram import NGram
 from ridgeline.speculation.suffix import Suffix
+from tests.captures import captures
 from tests.conftest import TEST_DEVICE
 
 DEVICE = torch.device(TEST_DEVICE)
 GUESSES, SIZE = 4, 4
-needs_library = pytest.mark.skipif(
-    TEST_DEVICE == "cpu" and native.library() is None, reason="no native CPU kernels here"
-)
 
 
 def step_for(history: History, rows: list[int], limits: list[int]) -> GuessStep:
@@ -132,7 +129,7 @@ def test_a_text_that_repeats_itself_takes_few_steps(index: int) -> None:
     assert loop(method, text, history, launch) < 60
 
 
-@needs_library
+@captures
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_recorded_step_is_replayed_on_what_is_there_then(index: int) -> None:
     """All kernels of a step, recorded on padding and replayed twice on a row."""
