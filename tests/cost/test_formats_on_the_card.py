@@ -49,3 +49,24 @@ def test_an_8b_shape(calibration: Calibration, weights: str, name: str, furthest
         measured_s = row["batch"] / row["median"]["decode_tok_s"]
         expected_s = pricer.seconds(((1, 256),) * row["batch"])
         assert expected_s == pytest.approx(measured_s, rel=furthest), row["batch"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [
+        ("plain", "2026-11-21-tiles-llama31-8b.json"),
+        ("fp8", "2026-11-21-formats-fp8.json"),
+    ],
+)
+def test_prompts_of_an_8b_shape(calibration: Calibration, weights: str, name: str) -> None:
+    """Who multiplies 8 bits comes less near to the peak."""
+    precision = Precision("bfloat16", weights)
+    constants = as_served(calibration, LLAMA_3_8B, H200, precision)
+    pricer = Pricer(Setup(LLAMA_3_8B, H200, precision=precision, calibration=constants))
+    rows = json.loads((RESULTS / name).read_text())["rows"]
+    prompts = [row for row in rows if row["workload"] == "prefill"]
+    assert prompts
+    for row in prompts:
+        measured_s = row["median"]["ttft_ms"] / 1e3
+        expected_s = pricer.seconds(((row["prompt_len"], 0),))
+        assert expected_s == pytest.approx(measured_s, rel=0.12), row["prompt_len"]
