@@ -22,13 +22,11 @@ from ridgeline.cost.draft_memory import (
     early_layers,
     looking_up,
 )
+from ridgeline.cost.memory import device_kind
 from ridgeline.errors import ConfigError
 from ridgeline.executor.rows import FIRST_ROWS
-from ridgeline.formats import LAYERS, MODEL, STORED, AskedGuesses, read_speculate
+from ridgeline.formats import AUTO_GUESSES, LAYERS, MODEL, STORED, AskedGuesses, read_speculate
 
-# At most, where they are as many as pay. On a CPU a step of up to 7 tokens in bfloat16 says bit for
-# bit what each of them alone does, so that no answer depends on how many are guessed.
-AUTO_GUESSES = {"cuda": 8, "cpu": 6}
 KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
 
 ReadSpec = Callable[[str], ModelSpec]  # of a model by name, as MODEL of the command line
@@ -54,7 +52,9 @@ class Guessing:
     @property
     def max_guesses(self) -> int:
         """Of one request in one step."""
-        return 0 if self.asked is None else self.asked.num_guesses or AUTO_GUESSES[self.kind]
+        if self.asked is None:
+            return 0
+        return self.asked.num_guesses or AUTO_GUESSES[device_kind(self.kind)]
 
     @property
     def num_guesses(self) -> int | None:

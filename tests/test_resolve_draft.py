@@ -12,10 +12,11 @@ from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
 from ridgeline.errors import ConfigError, DoesNotFit
+from ridgeline.formats import AUTO_GUESSES
 from ridgeline.kernels.cpu.native import library
 from ridgeline.loader import read_config
 from ridgeline.resolve import MemoryRow, resolve
-from ridgeline.resolve_draft import AUTO_GUESSES, known_draft
+from ridgeline.resolve_draft import known_draft
 from tests.test_resolve import GB, LLAMA_8B, FakeDevice
 from tests.tiny_model import tiny_config
 
@@ -69,7 +70,7 @@ def chat() -> dict[str, Any]:
 def test_the_bundled_model_is_guessed_for_by_its_draft() -> None:
     resolved, memory = done(chat(), path=str(CHAT), dtype="bfloat16")
     assert (resolved.draft_method, resolved.draft_argument) == ("draft", "demo:draft")
-    assert (resolved.max_guesses, resolved.num_guesses) == (AUTO_GUESSES["cuda"], None)
+    assert (resolved.max_guesses, resolved.num_guesses) == (AUTO_GUESSES["gpu"], None)
     assert resolved.max_checked_tokens >= resolved.max_captured_rows
     assert decision(resolved, "speculate").got == "draft:demo:draft, up to 8 guesses"
     assert {"draft weights", "draft cache", "draft logits", "token rows"} <= set(memory)

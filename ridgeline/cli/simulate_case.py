@@ -10,14 +10,17 @@ from random import Random
 from ridgeline import registry
 from ridgeline.cli.machine import make_setup, price_band, read_model
 from ridgeline.cli.session import note, stage
+from ridgeline.cost.captured import MAX_CHECKED_TOKENS
 from ridgeline.cost.chunk import efficient_chunk
 from ridgeline.cost.layout import Layout
+from ridgeline.cost.memory import device_kind
 from ridgeline.cost.money import Band
 from ridgeline.cost.pace import Load, Pace, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import DraftSteps
 from ridgeline.errors import ConfigError
+from ridgeline.formats import AUTO_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.scheduler.policies import POLICIES
 from ridgeline.simulator.executor import Speculation
@@ -153,22 +156,26 @@ def _price(args: argparse.Namespace, setup: Setup) -> Band | None:
     return None if band is None else band.map(lambda price: price * setup.layout.all_devices)
 
 
-MOST_CHOSEN = 8  # guesses of a step, where their number follows from what they gain
-
-
 def _speculation(args: argparse.Namespace, setup: Setup) -> Speculation | None:
     if args.speculate is None:
         if args.draft is not None:
             raise ConfigError("--draft needs --speculate K:ACCEPTANCE")
         return None
     num_drafts, acceptance = args.speculate
-    most, drafter = num_drafts or MOST_CHOSEN, None
+    kind = device_kind(setup.device.kind)
+    most, drafter = num_drafts or AUTO_GUESSES[kind], None
     if args.draft is not None:
         draft = read_model(args.draft)
         drafter = DraftSteps(
             Pricer(Setup(draft, setup.device, Layout(), setup.precision, setup.calibration))
         )
-    return Speculation(most, (acceptance,) * most, drafter=drafter, is_chosen=num_drafts is None)
+    return Speculation(
+        most,
+        (acceptance,) * most,
+        drafter=drafter,
+        is_chosen=num_drafts is None,
+        max_checked_tokens=MAX_CHECKED_TOKENS[kind],
+    )
 
 
 # ---------------------------------------------------------------------- traffic

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ridgeline.cost.captured import MAX_CHECKED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.formats import read_speculate
 from ridgeline.observe.event_log import Aborted, Added, Collected, EngineHeader, EventLog, Planned
@@ -220,6 +221,7 @@ def _speculation(log: EventLog) -> Speculation | None:
         _chances(looked, right),
         drafter=engine_drafter(header, read_setup(header.setup)) if asked is not None else None,
         is_chosen=asked is not None and asked.num_guesses is None,
+        max_checked_tokens=MAX_CHECKED_TOKENS["cpu" if header.computes_in_submit else "gpu"],
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from ridgeline.clock import VirtualClock
+from ridgeline.cost.captured import MAX_CHECKED_TOKENS
 from ridgeline.cost.speculation import Drafter, Target
 from ridgeline.errors import ConfigError
 from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
@@ -61,7 +62,7 @@ class Speculation:
     `accepted[i]` is the chance that guess i is right when all before it were. `draft_seconds` is
     the time of making `num_drafts` guesses for the rows of a step, added to the step's own;
     `drafter` is that of the guesses that a step checks. `is_chosen`: a step checks as many as pay,
-    at most `num_drafts`.
+    at most `num_drafts` of a row, and of all rows together what makes `max_checked_tokens`.
     """
 
     num_drafts: int
@@ -69,6 +70,7 @@ class Speculation:
     draft_seconds: Callable[[StepShape], float] | None = None
     drafter: Drafter | None = None
     is_chosen: bool = False
+    max_checked_tokens: int = MAX_CHECKED_TOKENS["gpu"]
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1 or len(self.accepted) < self.num_drafts:

@@ -16,7 +16,6 @@ from math import inf
 from typing import Protocol
 
 from ridgeline.clock import VirtualClock
-from ridgeline.cost.captured import MAX_CHECKED_TOKENS
 from ridgeline.cost.pricer import Setup
 from ridgeline.cost.speculation import Free, GuessPrices, Target
 from ridgeline.errors import ConfigError
@@ -279,5 +278,5 @@ def _chooser(speculation: Speculation | None, pricer: StepPricer) -> GuessChoose
         GuessPrices(pricer, speculation.drafter or Free()),
         acceptance=DRAFT_METHODS["draft"].acceptance,
         max_guesses=speculation.num_drafts,
-        max_checked_tokens=MAX_CHECKED_TOKENS["gpu"],
+        max_checked_tokens=speculation.max_checked_tokens,
     )

@@ -187,6 +187,17 @@ def test_the_scheduler_checks_as_many_guesses_as_pay(num_rows: int, chance: floa
     assert speed(None) >= 0.98 * speed(0)
 
 
+@pytest.mark.parametrize(("most", "steps"), [(64, 80), (512, 18)])
+def test_no_step_checks_more_tokens_than_the_engine_would(most: int, steps: int) -> None:
+    """Of 32 rows with 160 tokens to come: one guess of each, or eight where these are allowed."""
+    asked = Speculation(
+        8, (1.0,) * 8, drafter=DRAFTED.drafter, is_chosen=True, max_checked_tokens=most
+    )
+    work = tuple(Arrival(0.0, 200, 160, id=str(i)) for i in range(32))
+    report = run(work, Machine(PLAIN, 40_000), max_num_seqs=32, speculation=asked)
+    assert report.num_steps == pytest.approx(steps, rel=0.3)
+
+
 def test_what_needs_chance_asks_for_it() -> None:
     work = all_at_once([(5, 5)])
     for options in (Options(router=LeastLoaded()), Options(speculation=Speculation.even(1, 0.5))):
