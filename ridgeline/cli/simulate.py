@@ -117,8 +117,18 @@ def _add_traffic(group: Any) -> None:
 
 
 def _add_engine(group: Any) -> None:
-    group.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
-    group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N")
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="requests at once (default: the engine's, 256 on a GPU and 64 on a CPU)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of a step (default: the engine's, 8192 on a GPU and 2048 on a CPU)",
+    )
     group.add_argument(
         "--max-num-mixed-tokens",
         type=int,

@@ -19,6 +19,7 @@ from ridgeline.cost.pace import Load, Pace, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import DraftSteps
+from ridgeline.cost.steady import seats, token_budget
 from ridgeline.errors import ConfigError
 from ridgeline.formats import AUTO_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
@@ -148,7 +149,12 @@ def _mixed_tokens(args: argparse.Namespace, setup: Setup, *, is_bounded: bool) -
     unbounded = is_bounded or args.no_chunked_prefill or args.batching == "static"
     if unbounded or setup.device.kind == "cpu":
         return None
-    return efficient_chunk(Pricer(setup), args.max_num_batched_tokens)
+    return efficient_chunk(Pricer(setup), _step_tokens(args, setup))
+
+
+def _step_tokens(args: argparse.Namespace, setup: Setup) -> int:
+    asked = args.max_num_batched_tokens
+    return token_budget(setup) if asked is None else int(asked)
 
 
 def _price(args: argparse.Namespace, setup: Setup) -> Band | None:
@@ -228,12 +234,13 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
         paging=not args.no_paging,
         prefix_caching=not args.no_prefix_cache,
         max_in_flight=args.max_in_flight,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=seats(setup) if args.max_num_seqs is None else args.max_num_seqs,
+        max_num_batched_tokens=_step_tokens(args, setup),
         max_num_mixed_tokens=_mixed_tokens(args, setup, is_bounded=needs_promise),
         max_model_len=args.max_model_len or min(limit, longest),
         block_size=args.block_size,
         num_blocks=args.num_blocks,
         memory_utilization=args.memory_utilization,
         speculation=_speculation(args, setup),
+        computes_in_submit=setup.device.kind == "cpu",
     )
