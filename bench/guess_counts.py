@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.observe.guesses import rows_taken
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.guess_times import GuessPrices
 from ridgeline.step import StepPlan, StepResult
@@ -44,29 +45,28 @@ class Counts:
         now: float,
     ) -> None:
         if result is not None and (len(plan.scheduled) == 1 or plan.step_id % ONE_IN == 0):
-            self._add(plan, result)
+            self._add(plan, result, outputs)
 
-    def _add(self, plan: StepPlan, result: StepResult) -> None:
-        for row in plan.scheduled:
-            ids = result.token_ids.get(row.request_id, ())
-            if not ids or not row.samples or row.num_tokens - row.num_draft != 1:
+    def _add(self, plan: StepPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:
+        for row, got in rows_taken(plan, result, outputs):
+            if row.num_tokens - row.num_draft != 1:
                 continue
             self.steps += 1
-            self.tokens += len(ids)
+            self.tokens += got.num_taken
             self.guesses += row.num_draft
             self.by_guesses[row.num_draft] = self.by_guesses.get(row.num_draft, 0) + 1
             self.context += row.start
             if row.num_draft:
-                there, right = result.checked.get(row.request_id, (row.num_draft, len(ids) - 1))
-                self._count(there, right)
+                there, _ = result.checked.get(row.request_id, (row.num_draft, 0))
+                self._count(min(there, got.num_looked), got.num_right)
 
-    def _count(self, there: int, right: int) -> None:
-        while len(self.tried) < there:
+    def _count(self, num_looked: int, num_right: int) -> None:
+        while len(self.tried) < num_looked:
             self.tried.append(0)
             self.right.append(0)
-        for place in range(min(there, right + 1)):
+        for place in range(num_looked):
             self.tried[place] += 1
-            self.right[place] += place < right
+            self.right[place] += place < num_right
 
     def figures(self) -> dict[str, Any]:
         """What is known of the steps since the start."""

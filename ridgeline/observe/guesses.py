@@ -10,10 +10,13 @@ take over their price.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ridgeline.formats import MAX_GUESSES
-from ridgeline.step import StepPlan, StepResult
+from ridgeline.request import RequestOutput
+from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 
 ENOUGH_STEPS = 16  # without guesses, to say what such steps take over their price
 
@@ -61,29 +64,65 @@ class GuessTotals:
         if expected_s > 0:
             self.drafting_s += seconds * drafting_s / expected_s
 
-    def count_result(self, plan: StepPlan, result: StepResult, plain_s: float) -> None:
+    def count_result(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        outputs: Sequence[RequestOutput],
+        plain_s: float,
+    ) -> int:
         """A step was taken in; without guesses it would have cost `plain_s`, and given one token
-        to each row."""
-        get = result.token_ids.get
-        kinds = Counter([(e.num_draft, len(get(e.request_id, ()))) for e in plan.scheduled])
+        to each row. How many rows got any: not those that had ended while it was under way."""
         num_rows = num_tokens = 0
-        for (num_guesses, got), count in kinds.items():
-            if got:
-                num_rows += count
-                num_tokens += count * got
-                self._count_rows(num_guesses, got, count)
+        kinds = Counter([kind for _, kind in rows_taken(plan, result, outputs)])
+        for kind, count in kinds.items():
+            num_rows += count
+            num_tokens += count * kind.num_taken
+            self._count_rows(kind, count)
         self.num_rows += num_rows
         self.num_tokens += num_tokens
         if num_rows:
             self.plain_s += plain_s * num_tokens / num_rows
+        return num_rows
 
-    def _count_rows(self, num_guesses: int, got: int, count: int) -> None:
-        """`count` rows with so many guesses got so many tokens each."""
-        self.num_guesses += count * num_guesses
-        self.num_accepted += count * (got - 1)
-        for position in range(min(got, num_guesses, MAX_GUESSES)):
+    def _count_rows(self, kind: Taken, count: int) -> None:
+        self.num_guesses += count * kind.num_guesses
+        self.num_accepted += count * kind.num_right
+        for position in range(min(kind.num_looked, MAX_GUESSES)):
             self.num_looked[position] += count
-            self.num_right[position] += count * (position < got - 1)
+            self.num_right[position] += count * (position < kind.num_right)
+
+
+class Taken(NamedTuple):
+    """A row of a step with guesses: `num_sampled` tokens came out, `num_taken` of them up to where
+    the answer ends."""
+
+    num_guesses: int
+    num_sampled: int
+    num_taken: int
+
+    @property
+    def num_right(self) -> int:
+        """Guesses of the answer."""
+        return min(self.num_sampled - 1, self.num_taken)
+
+    @property
+    def num_looked(self) -> int:
+        """The same and the first wrong one, if the answer goes so far."""
+        return min(self.num_guesses, self.num_taken)
+
+
+def rows_taken(
+    plan: StepPlan, result: StepResult, outputs: Sequence[RequestOutput]
+) -> Iterator[tuple[ScheduledRequest, Taken]]:
+    """Each row that got tokens. One that ended while the step was under way gets none, whatever
+    came out."""
+    sampled = result.token_ids
+    num_taken = {output.request_id: len(output.new_token_ids) for output in outputs}
+    for row in plan.scheduled:
+        name = row.request_id
+        if (num := num_taken.get(name)) and name in sampled:  # of beams the best ones are told
+            yield row, Taken(row.num_draft, len(sampled[name]), num)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ class Pricing:
         # The last price of a check, and the numbers that it is made of.
         self._check: tuple[tuple[float, ...], StepPrice] | None = None
         self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
+        self._ran: dict[int, PricedStep] = {}  # of these, what they took
         self._in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
         self._in_flight: deque[_InFlight] = deque()
@@ -264,12 +265,22 @@ class Pricing:
     ) -> None:
         if not self._in_submit:
             self._over(plan.step_id, now, has_failed=error is not None)
-        plain_s = self._plain_s.pop(plan.step_id, None)
-        if plain_s is not None and result is not None:
-            self.totals.guesses.count_result(plan, result, plain_s)
+        if plan.step_id in self._plain_s:
+            self._count_check(plan, result, outputs)
         for output in outputs:
             if output.finish_reason is not None:
                 self._live.discard(output.request_id)
+
+    def _count_check(
+        self, plan: StepPlan, result: StepResult | None, outputs: Sequence[RequestOutput]
+    ) -> None:
+        """Unless nobody was left to whom it gave a token."""
+        plain_s, ran = self._plain_s.pop(plan.step_id), self._ran.pop(plan.step_id, None)
+        if ran is None or result is None:
+            return
+        guesses = self.totals.guesses
+        if guesses.count_result(plan, result, outputs, plain_s):
+            guesses.count_step(ran.seconds, ran.price.expected_s, ran.drafting_s)
 
     def _over(self, step_id: int, ended: float, *, has_failed: bool = False) -> None:
         """The oldest step in flight has run; one that failed says nothing of its price."""
@@ -310,7 +321,7 @@ class Pricing:
         totals.num_rows += num_rows
         totals.num_padded_rows += self._padding(num_rows) if not step.prompts else 0
         if step.checks:
-            totals.guesses.count_step(step.seconds, price.expected_s, step.drafting_s)
+            self._ran[step.plan.step_id] = step
         kind = "check" if step.checks else _regime(len(step.prompts), num_rows)
         regime = totals.regimes[kind]
         regime.num_steps += 1

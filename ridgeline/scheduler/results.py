@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ridgeline.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from ridgeline.scheduler.ledger import Ledger
@@ -181,6 +181,23 @@ class ResultTaker:
         for each in self.ledger.rows(request):
             self.ledger.blocks.forget(each)
         return self.ledger.end_with_error(request, reason)
+
+
+def checked_of_the_living(
+    checked: Mapping[str, tuple[int, int]], outputs: Sequence[RequestOutput]
+) -> dict[str, tuple[int, int]]:
+    """`StepResult.checked` of those that `outputs` are for, up to where they end: what a model says
+    behind its last token, in the same step or in one that was under way, is not what it is guessed
+    to say."""
+    living = {}
+    for output in outputs:
+        name = output.request_id
+        if name in checked:
+            living[name] = checked[name]
+            right = output.num_accepted
+            if right and right == len(output.new_token_ids):  # it ends with a guess
+                living[name] = right, right
+    return living
 
 
 def _append(

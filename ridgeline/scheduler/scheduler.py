@@ -16,7 +16,7 @@ from ridgeline.scheduler.ledger import Ledger
 from ridgeline.scheduler.policies.base import Overloaded, Policy, Refuse
 from ridgeline.scheduler.prefix_cache import Prefix
 from ridgeline.scheduler.queue import MAX_BYPASSES
-from ridgeline.scheduler.results import Flight, ResultTaker
+from ridgeline.scheduler.results import Flight, ResultTaker, checked_of_the_living
 from ridgeline.step import (
     BlockCopy,
     BlockTables,
@@ -143,6 +143,7 @@ class Scheduler:
         self._results = ResultTaker(self.ledger, may_draft=num_drafts > 0)
         self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
         self._num_added = 0
+        self._planned_at_end = 0  # the last step that was, when a request ended
         self._all_decode_at = -1  # change of the set of running requests
         self._no_room: tuple[Request, int, int] | None = None  # who, at what change, free blocks
 
@@ -230,16 +231,34 @@ class Scheduler:
         for row_id in result.faults:
             self.blocks.break_promises(row_id)
         self.ledger.retire(plan.step_id)
-        if self.guesses is not None:
-            self.guesses.observe(result.checked)
         num_changes = self.ledger.num_changes
         only_decodes = plan.decodes is not None
         outputs = self._results.take_all(flights, result, only_decodes=only_decodes)
-        if self.guesses is not None and self.ledger.num_changes != num_changes:
-            for output in outputs:
-                if output.finish_reason is not None:
-                    self.guesses.forget(output.request_id)
+        if self.guesses is not None:
+            self._tell_guesses(self.guesses, plan, result, outputs, num_changes)
         return outputs
+
+    def _tell_guesses(
+        self,
+        guesses: GuessPlanner,
+        plan: StepPlan,
+        result: StepResult,
+        outputs: list[RequestOutput],
+        num_changes: int,
+    ) -> None:
+        """What became of the guesses of a step, and who ended with it, when there were so many
+        changes before it was taken in."""
+        ended = []
+        if self.ledger.num_changes != num_changes:
+            ended = [o.request_id for o in outputs if o.finish_reason is not None]
+        if ended or plan.step_id <= self._planned_at_end:
+            guesses.observe(checked_of_the_living(result.checked, outputs))
+        else:
+            guesses.observe(result.checked)
+        if ended:
+            self._planned_at_end = self.ledger.last_planned
+            for request_id in ended:
+                guesses.forget(request_id)
 
     def finish(self, request_id: str) -> bool:
         """End a request, in whatever state it is. False for an unknown id."""
@@ -247,6 +266,7 @@ class Scheduler:
             return False
         if self.guesses is not None:
             self.guesses.forget(request_id)
+            self._planned_at_end = self.ledger.last_planned
         self.ledger.end(request)
         return True
 

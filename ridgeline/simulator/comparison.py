@@ -10,6 +10,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.formats import read_speculate
 from ridgeline.observe.event_log import Aborted, Added, Collected, EngineHeader, EventLog, Planned
 from ridgeline.observe.evidence import engine_drafter
+from ridgeline.observe.guesses import rows_taken
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, SamplingParams
 from ridgeline.simulator.executor import Answer, Speculation
@@ -209,12 +210,11 @@ def _speculation(log: EventLog) -> Speculation | None:
     drafts = {e.plan.step_id: e.plan for e in log.events if isinstance(e, Planned)}
     for event in log.events:
         if isinstance(event, Collected) and event.result is not None:
-            for entry in drafts[event.step_id].scheduled:
-                got = len(event.result.token_ids.get(entry.request_id, ()))
-                if entry.num_draft and got:
-                    for position in range(min(got, entry.num_draft)):
-                        looked[position] += 1  # those behind a wrong one were not tried
-                        right[position] += position < got - 1
+            plan = drafts[event.step_id]
+            for _, row in rows_taken(plan, event.result, event.outputs):
+                for position in range(row.num_looked):  # those behind a wrong one were not tried
+                    looked[position] += 1
+                    right[position] += position < row.num_right
     asked = read_speculate(header.speculate)
     return Speculation(
         header.num_drafts,

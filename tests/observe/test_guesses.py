@@ -7,6 +7,7 @@ import pytest
 from ridgeline.observe.guesses import ENOUGH_STEPS, GuessTotals, guess_report
 from ridgeline.observe.pricing import Pricing, StepPrice
 from ridgeline.observe.readout import guesses_between, snapshot
+from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 DRAFT_S = 0.25  # for each guess
@@ -33,7 +34,12 @@ def run(pricing: Pricing, step: StepPlan, got: StepResult | None, seconds: float
     begun = pricing.last_ended
     pricing.on_plan(step, begun)
     error = None if got is not None else "it failed"
-    pricing.on_collect(step, got, (), error, begun + seconds)
+    outputs = [] if got is None else outputs_of(got)
+    pricing.on_collect(step, got, outputs, error, begun + seconds)
+
+
+def outputs_of(got: StepResult) -> list[RequestOutput]:
+    return [RequestOutput(name, ids) for name, ids in got.token_ids.items()]
 
 
 def test_steps_with_guesses_are_priced_with_their_drafting() -> None:
@@ -97,9 +103,35 @@ def test_what_failed_or_read_prompts_is_left_out() -> None:
     assert pricing.totals.regimes["mixed"].num_steps == 1
 
 
+def test_what_came_behind_the_end_of_an_answer_is_no_part_of_it() -> None:
+    """Row 0 ends with its second guess, row 1 has ended before; of row 2 the first was wrong."""
+    pricing = Pricing(price, draft_price=lambda rows, context, k: DRAFT_S * k)
+    step, got = plan(1, 3, 3, 3), result(4, 3, 1)
+    outputs = [
+        RequestOutput("0", (5, 5), FinishReason.STOP, num_accepted=2, num_rejected=1),
+        RequestOutput("2", (5,)),
+    ]
+    pricing.on_plan(step, 0.0)
+    pricing.on_collect(step, got, outputs, None, 1.0)
+    totals = pricing.totals.guesses
+    assert (totals.num_steps, totals.num_rows, totals.num_tokens) == (1, 2, 3)
+    assert (totals.num_guesses, totals.num_accepted) == (6, 2)
+    assert (totals.num_looked[:4], totals.num_right[:4]) == ([2, 1, 0, 0], [1, 1, 0, 0])
+
+
+def test_a_step_that_nobody_was_left_for_does_not_count() -> None:
+    pricing = Pricing(price)
+    step = plan(1, 3)
+    pricing.on_plan(step, 0.0)
+    pricing.on_collect(step, result(2), [], None, 1.0)
+    assert pricing.totals.guesses == GuessTotals()
+    assert pricing.totals.regimes["check"].num_steps == 1
+
+
 def test_a_row_whose_logits_went_wrong_gives_nothing() -> None:
     totals = GuessTotals()
     totals.count_step(1.0, 1.0, 0.0)
-    totals.count_result(plan(1, 2, 2), StepResult({"0": (1, 2)}), plain_s=1.0)
+    got = StepResult({"0": (1, 2)})
+    assert totals.count_result(plan(1, 2, 2), got, outputs_of(got), plain_s=1.0) == 1
     assert (totals.num_rows, totals.num_tokens, totals.plain_s) == (1, 2, 2.0)
     assert guess_report(GuessTotals(), 0, 0.0, 0.0) is None

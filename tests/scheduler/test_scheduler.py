@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from ridgeline.errors import InternalError
 from ridgeline.request import (
     UNKNOWN_TOKEN,
     FinishReason,
+    Request,
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
@@ -111,6 +114,71 @@ def test_tokens_behind_a_stop_token_are_cut() -> None:
     (output,) = rig.retire(a=(6, 7, 8))
     assert output == RequestOutput("a", (6, 7), FinishReason.STOP, num_accepted=2, num_rejected=1)
     assert rig.blocks.num_free_blocks == 40
+
+
+class Told:
+    """A GuessPlanner that always wants three, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, tuple[int, int]]] = []
+
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        return 3
+
+    def limit(self, request: Request, k: int) -> int:
+        return k
+
+    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+        self.seen.append(dict(checked))
+
+    def forget(self, request_id: str) -> None: ...
+
+
+def end_of_an_answer(rig: Rig, last: tuple[int, ...], right: int) -> None:
+    """ "a" ends with the tokens of a step, while another is under way, and "b" goes on."""
+    stops = SamplingParams(max_tokens=20, stop_token_ids={7})
+    rig.add(make_request("a", sampling=stops), make_request("b", 4, 20))
+    for _ in range(2):
+        rig.plan()
+    rig.retire(5)
+    tokens = {"a": last, "b": (6, 6)}
+    checked = {"a": (3 if right == 3 else right + 1, right), "b": (2, 1)}
+    rig.plan()
+    rig.scheduler.update(rig.plans.pop(0), StepResult(tokens, checked=checked))
+    rig.plan()
+    late = StepResult({"a": (1,), "b": (6, 6)}, checked={"a": (1, 0), "b": (2, 1)})
+    rig.scheduler.update(rig.plans.pop(0), late)
+    rig.scheduler.update(rig.plans.pop(0), StepResult({"b": (6, 6)}, checked={"b": (2, 1)}))
+
+
+@pytest.mark.parametrize(
+    ("last", "right", "heard"),
+    [
+        ((6, 7, 8, 9), 3, (2, 2)),  # a guess was the stop token, and right; what came behind is not
+        ((6, 7, 8), 2, (2, 2)),
+        ((6, 7), 1, (2, 1)),  # it was no guess
+        ((7,), 0, (1, 0)),
+    ],
+)
+def test_guesses_behind_the_end_of_an_answer_say_nothing(
+    last: tuple[int, ...], right: int, heard: tuple[int, int]
+) -> None:
+    told = Told()
+    end_of_an_answer(Rig(num_drafts=3, num_blocks=80, guesses=told), last, right)
+    assert told.seen == [{}, {"a": heard, "b": (2, 1)}, {"b": (2, 1)}, {"b": (2, 1)}]
+
+
+def test_nor_do_those_of_a_request_that_was_given_up() -> None:
+    told = Told()
+    rig = Rig(num_drafts=3, num_blocks=80, guesses=told)
+    rig.add(make_request("a", 4, 20), make_request("b", 4, 20))
+    for _ in range(2):
+        rig.plan()
+    rig.retire(5)
+    rig.scheduler.finish("a")
+    both = StepResult({"a": (6,), "b": (6, 6)}, checked={"a": (1, 0), "b": (2, 1)})
+    rig.scheduler.update(rig.plans.pop(0), both)
+    assert told.seen == [{}, {"b": (2, 1)}]
 
 
 def test_seats_are_limited_and_a_beam_search_takes_its_width() -> None:
