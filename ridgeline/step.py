@@ -91,7 +91,7 @@ class Decodes:
     opened: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepPlan:
     """`decodes` is there where the planner knows it, and then no row is new, no block is copied
     and nothing is a guess. It is never more than `scheduled` says."""
@@ -124,7 +124,7 @@ class StepPlan:
         return tuple([(s.num_tokens, s.start) for s in self.scheduled])
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepResult:
     """`token_ids`: accepted guesses, then one sampled token, per request that samples.
 

@@ -20,6 +20,7 @@ from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import StepTotals, attention_kinds
+from ridgeline.request import record
 
 OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
 OWN_ROWS = 128  # that they take at all; of more, some products are the library's
@@ -35,7 +36,7 @@ class Own(Enum):
     FEW = ("norm", "activation")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Manner:
     """`captured`: all kernels of a step are launched at once; `own`: products by kernels of our
     own; `warm`: so much of what is read is still in the last cache, 0 to 1."""

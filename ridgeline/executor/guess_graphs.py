@@ -40,6 +40,7 @@ from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
+from ridgeline.request import record
 from ridgeline.speculation.contract import DraftMethod, GuessStep
 from ridgeline.speculation.synthetic import Synthetic, synthetic_ids
 
@@ -67,7 +68,7 @@ class RowDraws:
     by_odds_R: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GuessedStep:
     """What the host says of a step: `sent_XB` has each row's place among N, how many of its guesses
     count, and for each group its new block or -1 and where in the table that goes."""
@@ -77,7 +78,7 @@ class GuessedStep:
     sent_XB: Array
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Checked:
     """All of it is overwritten by the next step. `answer_RY` as the host wants it; None after a
     step that ended at the logits."""

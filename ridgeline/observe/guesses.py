@@ -74,8 +74,9 @@ class GuessTotals:
         """A step was taken in; without guesses it would have cost `plain_s`, and given one token
         to each row. How many rows got any: not those that had ended while it was under way."""
         num_rows = num_tokens = 0
-        kinds = Counter([kind for _, kind in rows_taken(plan, result, outputs)])
-        for kind, count in kinds.items():
+        kinds = [kind for _, kind in rows_taken(plan, result, outputs)]
+        counts = Counter(kinds) if len(kinds) > 1 else dict.fromkeys(kinds, 1)
+        for kind, count in counts.items():
             num_rows += count
             num_tokens += count * kind.num_taken
             self._count_rows(kind, count)

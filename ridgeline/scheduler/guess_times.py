@@ -23,6 +23,7 @@ from math import log
 from statistics import median, median_low
 from typing import Protocol
 
+from ridgeline.request import record
 from ridgeline.scheduler.policies.step_times import RunStep
 
 EXACT_ROWS = 8  # up to which each number of rows is a bucket of its own
@@ -101,7 +102,7 @@ class _Bucket:
     odd: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Sample:
     """One step; `value`: measured over priced seconds."""
 
