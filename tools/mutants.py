@@ -735,6 +735,24 @@ MUTANTS = (
         "self._asked = None",
     ),
     Mutant(
+        "guesses: a step that ran on behind an answer's end says how good they are",
+        SCHEDULER,
+        "if ended or plan.step_id <= self._planned_at_end:",
+        "if ended:",
+    ),
+    Mutant(
+        "guesses: so do those behind the stop token",
+        RESULTS,
+        "if right and right == len(output.new_token_ids):",
+        "if not right and right == len(output.new_token_ids):",
+    ),
+    Mutant(
+        "guesses: so does one that was given up",
+        SCHEDULER,
+        f"forget(request_id){LINE[:13]}self._planned_at_end = self.ledger.last_planned",
+        "forget(request_id)",
+    ),
+    Mutant(
         "guesses: a check behind nothing is priced as the short end of a line",
         "scheduler/policies/check_prices.py",
         "low = 1 if size[-1] == SHORTEST else high // 2",
