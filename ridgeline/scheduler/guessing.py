@@ -166,8 +166,7 @@ class GuessChooser:
         return self.choices[found] if found >= 0 else 0
 
     def _new_row(self, name: str) -> RowAcceptance:
-        """Some may have ended with a step in flight, whose result comes late: these are not named
-        again."""
+        """Who ends is forgotten, and not named again; of too many the oldest goes all the same."""
         if len(self._rows) >= MAX_ROWS:
             del self._rows[next(iter(self._rows))]
         row = self._rows[name] = RowAcceptance()
