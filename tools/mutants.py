@@ -743,14 +743,14 @@ MUTANTS = (
     Mutant(
         "guesses: so do those behind the stop token",
         RESULTS,
-        "if right and right == len(output.new_token_ids):",
-        "if not right and right == len(output.new_token_ids):",
+        "num_taken = len(output.new_token_ids)",
+        "num_taken = num_checked + 1",
     ),
     Mutant(
         "guesses: so does one that was given up",
         SCHEDULER,
-        f"forget(request_id){LINE[:13]}self._planned_at_end = self.ledger.last_planned",
-        "forget(request_id)",
+        "self._forget(request_id)\n        self.ledger.end(request)",
+        "self.ledger.end(request)",
     ),
     Mutant(
         "guesses: a check behind nothing is priced as the short end of a line",

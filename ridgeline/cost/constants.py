@@ -21,8 +21,8 @@ from ridgeline.formats import weight_line
 Origin = Literal["ideal", "assumed", "calibrated", "extrapolated", "measured"]
 ORIGINS: tuple[Origin, ...] = ("ideal", "measured", "calibrated", "extrapolated", "assumed")
 UNPACKING = 0.8  # of e_c, where weights become the serving dtype before they are multiplied
-FLOATS_OF_BYTES = ("fp8", "fp4")
-BYTES_OF_WORDS = 0.77  # of their e_c, where it was measured in 16 bits; as NVIDIA's are assumed
+NARROW_FLOATS = ("fp8", "fp4")
+NARROW_SHARE = 0.77  # of the e_c that was measured in 16 bits; as NVIDIA's are assumed
 CHECK_TOKEN = 0.1  # as a later H200 calibration has it, for records with the form before it
 STANDS_IN = {  # whose constants serve for a dtype that has none
     "fp16": "bf16",
@@ -207,8 +207,8 @@ class Calibration:
             if weights != "plain" and f"{dtype}-{name}" in self.matmul:
                 return self.matmul[f"{dtype}-{name}"]
         found = _lookup(self.matmul, dtype, self.device_name)
-        if dtype in FLOATS_OF_BYTES and not self.matmul.keys() & {dtype, STANDS_IN[dtype]}:
-            found = _scaled(found, BYTES_OF_WORDS)
+        if dtype in NARROW_FLOATS and not self.matmul.keys() & {dtype, STANDS_IN[dtype]}:
+            found = _scaled(found, NARROW_SHARE)
         found = replace(found, k_s=found.k_s * weight_line(weights).chain)
         is_unpacked = weights != "plain" and not weights.startswith(dtype)
         return _scaled(found, UNPACKING) if is_unpacked else found

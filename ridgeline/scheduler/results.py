@@ -193,10 +193,9 @@ def checked_of_the_living(
     for output in outputs:
         name = output.request_id
         if name in checked:
-            living[name] = checked[name]
-            right = output.num_accepted
-            if right and right == len(output.new_token_ids):  # it ends with a guess
-                living[name] = right, right
+            num_checked, num_right = checked[name]
+            num_taken = len(output.new_token_ids)
+            living[name] = min(num_checked, num_taken), min(num_right, num_taken)
     return living
 
 

@@ -235,38 +235,28 @@ class Scheduler:
         only_decodes = plan.decodes is not None
         outputs = self._results.take_all(flights, result, only_decodes=only_decodes)
         if self.guesses is not None:
-            self._tell_guesses(self.guesses, plan, result, outputs, num_changes)
+            ended = []
+            if self.ledger.num_changes != num_changes:
+                ended = [o.request_id for o in outputs if o.finish_reason is not None]
+            checked: Mapping[str, tuple[int, int]] = result.checked
+            if ended or plan.step_id <= self._planned_at_end:
+                checked = checked_of_the_living(checked, outputs)
+            self.guesses.observe(checked)
+            for request_id in ended:
+                self._forget(request_id)
         return outputs
 
-    def _tell_guesses(
-        self,
-        guesses: GuessPlanner,
-        plan: StepPlan,
-        result: StepResult,
-        outputs: list[RequestOutput],
-        num_changes: int,
-    ) -> None:
-        """What became of the guesses of a step, and who ended with it, when there were so many
-        changes before it was taken in."""
-        ended = []
-        if self.ledger.num_changes != num_changes:
-            ended = [o.request_id for o in outputs if o.finish_reason is not None]
-        if ended or plan.step_id <= self._planned_at_end:
-            guesses.observe(checked_of_the_living(result.checked, outputs))
-        else:
-            guesses.observe(result.checked)
-        if ended:
+    def _forget(self, request_id: str) -> None:
+        """It has ended: steps that are under way may still have guesses for it."""
+        if self.guesses is not None:
+            self.guesses.forget(request_id)
             self._planned_at_end = self.ledger.last_planned
-            for request_id in ended:
-                guesses.forget(request_id)
 
     def finish(self, request_id: str) -> bool:
         """End a request, in whatever state it is. False for an unknown id."""
         if (request := self.requests.get(request_id)) is None:
             return False
-        if self.guesses is not None:
-            self.guesses.forget(request_id)
-            self._planned_at_end = self.ledger.last_planned
+        self._forget(request_id)
         self.ledger.end(request)
         return True
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ridgeline.cost.constants import (
-    BYTES_OF_WORDS,
+    NARROW_SHARE,
     UNPACKING,
     AttentionConstants,
     Calibration,
@@ -77,7 +77,7 @@ def test_which_constants_serve_for_which_dtype() -> None:
     assert table.matmul_for("bf16", "int8") == table.matmul_for("bf16", "int8-outliers") == own
     assert table.matmul_for("bf16", "int4").e_c == 0.5 * UNPACKING
     fp8 = table.matmul_for("fp8", "fp8")  # nothing is unpacked, but a peak is harder to reach
-    assert fp8 == replace(plain, e_c=0.5 * BYTES_OF_WORDS)
+    assert fp8 == replace(plain, e_c=0.5 * NARROW_SHARE)
     measured = replace(table, matmul=dict(table.matmul) | {"fp8": own})
     assert measured.matmul_for("fp8", "fp8") == measured.matmul_for("fp4") == own
     with pytest.raises(ConfigError, match="x has no constants for bf16"):
