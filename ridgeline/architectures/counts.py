@@ -247,10 +247,20 @@ def flops_per_token(spec: ModelSpec, context: int) -> int:
     )
 
 
+def behind_last_attention_flops(spec: ModelSpec) -> int:
+    """Operations of one token behind the attention of the last layer, up to the output matrix. They
+    are for its own logits alone, as no layer attends any more."""
+    last = spec.layers[-1]
+    matrices = attention_matrices(last.attention, spec.hidden_size)
+    kept = sum(matrix.num_weights for matrix in matrices if matrix.role != "o")
+    return 2 * (_layer_weights(spec, last) - kept)
+
+
 def step_flops(spec: ModelSpec, shape: Iterable[tuple[int, int]], num_logits: int) -> int:
     """Operations of a step over (new tokens, context before them) per request."""
-    return num_logits * logits_flops(spec) + sum(
-        new * linear_flops_per_token(spec) + attention_flops(spec, new, before)
+    behind = behind_last_attention_flops(spec)
+    return num_logits * (behind + logits_flops(spec)) + sum(
+        new * (linear_flops_per_token(spec) - behind) + attention_flops(spec, new, before)
         for new, before in shape
     )
 

@@ -74,8 +74,13 @@ class MixedLayout:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """What the decoder gets for one step."""
+    """What the decoder gets for one step.
+
+    `wanted_R` are the tokens whose hidden states are asked for; None: all in order. What the last
+    layer does behind its attention is done for them alone.
+    """
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64
     layout: AttentionLayout | DecodeLayout | MixedLayout
+    wanted_R: torch.Tensor | None = None  # int64

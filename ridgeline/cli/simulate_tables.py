@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.architectures.counts import (
+    behind_last_attention_flops,
     layer_attention_flops,
     linear_flops_per_token,
     logits_flops,
@@ -69,7 +70,8 @@ def grows(case: Case, outcome: Outcome) -> bool:
 def flop_share(case: Case, outcome: Outcome) -> float:
     """What the answers needed of arithmetic, over what the devices could have done meanwhile."""
     setup, seconds = case.setup, outcome.summary.duration_s
-    linear, logits = linear_flops_per_token(setup.spec), logits_flops(setup.spec)
+    linear, behind = linear_flops_per_token(setup.spec), behind_last_attention_flops(setup.spec)
+    logits = logits_flops(setup.spec)
     kinds = attention_kinds(setup.spec).items()
 
     def attention(new: int, before: int) -> int:
@@ -79,7 +81,7 @@ def flop_share(case: Case, outcome: Outcome) -> float:
     for r in outcome.requests:
         if r.is_finished:
             new, middle = r.num_input - r.num_cached, max(r.num_input + r.num_output // 2, 1) - 1
-            needed += new * linear + attention(new, r.num_cached) + logits
+            needed += new * (linear - behind) + attention(new, r.num_cached) + behind + logits
             needed += (r.num_output - 1) * (linear + attention(1, middle) + logits)
     peak = setup.device.peak(setup.precision.compute_dtype) * case.num_devices
     return needed / (peak * seconds) if seconds else 0.0

@@ -12,7 +12,7 @@ with work: X (1 - (1 - k/X)^M), if tokens choose at random.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.counts import (
@@ -122,11 +122,21 @@ def step_ops(
     if not totals.num_tokens:
         return ()
     rows = totals.num_requests if num_logits is None else num_logits
-    return (
+    ops = (
         *token_ops(spec, totals.num_tokens, layout, precision),
         *attention_ops(kinds, totals, layout, precision),
         *output_ops(spec, rows, layout, precision),
     )
+    return _merged(ops)
+
+
+def _merged(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """Equal operators as one: where all tokens need logits the last layer is like the others."""
+    counts: dict[Op, int] = {}
+    for op in ops:
+        one = replace(op, count=1)
+        counts[one] = counts.get(one, 0) + op.count
+    return tuple(replace(op, count=count) for op, count in counts.items())
 
 
 # ------------------------------------------------------------------------ by number of tokens
@@ -139,22 +149,28 @@ def token_ops(
     precision: Precision,
     layers: Mapping[LayerSpec, int] | None = None,
 ) -> Iterator[Op]:
-    """Everything whose cost depends on the number of tokens alone. `layers` are those of
+    """Everything whose cost depends on the number of tokens alone: all but attention, and what the
+    last layer does behind its attention (see `output_ops`). `layers` are those of
     `distinct_layers`, for who asks often."""
     build = _Builder(spec, num_tokens, layout, precision)
+    last = spec.layers[-1]
     yield build.embedding()
     for layer, count in (layers or distinct_layers(spec)).items():
         build = replace(build, layer=layer)
-        yield from build.attention_projections(layer.attention, count)
-        yield from build.feed_forward(layer.feed_forward, count)
-        yield from build.norms(layer, count)
-    yield from build.messages()
+        yield from build.before_attention(layer, count)
+        if later := count - (layer == last):
+            yield from build.behind_attention(layer, later)
+    yield from build.messages(spec.layers[:-1], is_first=True)
 
 
 def layer_products(spec: ModelSpec, layout: Layout, precision: Precision) -> set[tuple[int, int]]:
     """[n, k] of the products of all layers."""
-    ops = token_ops(spec, 1, layout, precision)
-    return {(op.n, op.k) for op in ops if op.kind == "matmul"}
+    found: set[tuple[int, int]] = set()
+    for layer in distinct_layers(spec):
+        build = _Builder(spec, 1, layout, precision, layer)
+        ops = (*build.before_attention(layer, 1), *build.behind_attention(layer, 1))
+        found.update((op.n, op.k) for op in ops if op.kind == "matmul")
+    return found
 
 
 def distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
@@ -252,11 +268,25 @@ class _Builder:
             m=self.num_tokens,
         )
 
-    def norms(self, layer: LayerSpec, count: int) -> Iterator[Op]:
-        width = 2 * self.spec.hidden_size  # the residual and what is added to it
-        yield self.elementwise("norm", count * (4 if layer.output_norms else 2), width, width)
+    def before_attention(self, layer: LayerSpec, count: int) -> Iterator[Op]:
+        """What it needs of every token: queries, keys and values."""
+        yield self._norms(count)
+        yield from self._projections(layer.attention, count)
 
-    def attention_projections(self, attention: AttentionSpec, count: int) -> Iterator[Op]:
+    def behind_attention(self, layer: LayerSpec, count: int) -> Iterator[Op]:
+        """What becomes of its results."""
+        attention, tp = layer.attention, self.layout.tp
+        size = attention.head_dim if attention.latent is None else attention.latent.v_head_dim
+        width = attention.num_heads // tp * size
+        yield self.matmul("attention_out", count, self.spec.hidden_size, width)
+        yield from self._feed_forward(layer.feed_forward, count)
+        yield self._norms(count * (3 if layer.output_norms else 1))
+
+    def _norms(self, count: int) -> Op:
+        width = 2 * self.spec.hidden_size  # the residual and what is added to it
+        return self.elementwise("norm", count, width, width)
+
+    def _projections(self, attention: AttentionSpec, count: int) -> Iterator[Op]:
         if attention.latent is not None:
             yield from self._latent_projections(attention, count)
             return
@@ -267,7 +297,6 @@ class _Builder:
         yield self.matmul("qkv", count, total, width)
         turned = (heads + kv_heads) * attention.head_dim * (2 if attention.qk_norm else 1)
         yield self._rotate_and_write(attention, count, turned)
-        yield self.matmul("attention_out", count, width, heads * attention.head_dim)
 
     def _rotate_and_write(self, attention: AttentionSpec, count: int, turned: int) -> Op:
         """Rotation (and head norms) in place; new keys and values go to the cache."""
@@ -310,9 +339,8 @@ class _Builder:
         yield self.elementwise("latent_norm", count, down, down)
         turned = (heads + 1) * latent.qk_rope_head_dim
         yield self._rotate_and_write(attention, count, turned)
-        yield self.matmul("attention_out", count, width, heads * latent.v_head_dim)
 
-    def feed_forward(self, inner: DenseSpec | ExpertsSpec, count: int) -> Iterator[Op]:
+    def _feed_forward(self, inner: DenseSpec | ExpertsSpec, count: int) -> Iterator[Op]:
         if isinstance(inner, DenseSpec):
             yield from self._gated("", count, inner.intermediate_size // self.layout.tp)
             return
@@ -343,19 +371,21 @@ class _Builder:
 
     # -- messages
 
-    def messages(self) -> Iterator[Op]:
-        tp, pp, layers = self.layout.tp, self.layout.pp, self.spec.num_layers
+    def messages(self, layers: Sequence[LayerSpec], *, is_first: bool) -> Iterator[Op]:
+        """Of these layers; `is_first`: and of what leads to all layers."""
+        tp, pp = self.layout.tp, self.layout.pp
         size = float(self.num_tokens * self.spec.hidden_size * self.precision.dtype_bytes)
         if tp > 1:  # after the embedding, every attention and every feed-forward
-            yield self._message("all_reduce", 1 + 2 * layers, 2 * (tp - 1) / tp * size, tp)
-        for inner, count in self._expert_layers().items():
+            count = 2 * len(layers) + is_first
+            yield self._message("all_reduce", count, 2 * (tp - 1) / tp * size, tp)
+        for inner, count in self._expert_layers(layers).items():
             yield from self._exchange(inner, count, size)
-        if pp > 1:
+        if pp > 1 and is_first:
             yield self._message("point_to_point", pp - 1, size, 2)
 
-    def _expert_layers(self) -> dict[ExpertsSpec, int]:
+    def _expert_layers(self, layers: Sequence[LayerSpec]) -> dict[ExpertsSpec, int]:
         found: dict[ExpertsSpec, int] = {}
-        for layer in self.spec.layers:
+        for layer in layers:
             if isinstance(layer.feed_forward, ExpertsSpec) and self.layout.ep > 1:
                 found[layer.feed_forward] = found.get(layer.feed_forward, 0) + 1
         return found
@@ -491,11 +521,12 @@ def _query_and_output_bytes(
 def output_ops(
     spec: ModelSpec, num_rows: int, layout: Layout, precision: Precision
 ) -> Sequence[Op]:
-    """Final norm, output matrix, the gather of its parts and sampling, of `num_rows` rows."""
+    """What is done for `num_rows` rows that need logits alone: all behind the last attention, final
+    norm, output matrix, the gather of its parts, sampling."""
     if not num_rows:
         return ()
-    tp = layout.tp
-    build = _Builder(spec, num_rows, layout, precision)
+    tp, last = layout.tp, spec.layers[-1]
+    build = _Builder(spec, num_rows, layout, precision, last)
     head = _Builder(spec, num_rows, layout, precision.vocabulary)
     logits = float(num_rows * spec.vocab_size * LOGIT_BYTES)
     gather = build._message("all_gather", 1, (tp - 1) / tp * logits, tp, "gather_logits")
@@ -503,6 +534,8 @@ def output_ops(
     read = float(num_rows * spec.vocab_size * precision.dtype_bytes)
     sampling = Op("sampling", "sampling", 1, 0, read, 0, dtype=dtype, m=num_rows)
     return (
+        *build.behind_attention(last, 1),
+        *build.messages([last], is_first=False),
         build.elementwise("final_norm", 1, spec.hidden_size, spec.hidden_size),
         head.matmul("lm_head", 1, -(-spec.vocab_size // tp), spec.hidden_size),
         *([gather] if tp > 1 else []),

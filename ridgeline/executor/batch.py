@@ -49,8 +49,9 @@ class SamplingRows:
 
 @dataclass(slots=True)
 class SamplingStep:
-    """The rows that sample in this step. `places_R` are their rows of the hidden state, None
-    when that is every row in order. `positions_R` is where the new tokens will stand."""
+    """The rows that sample in this step. `places_R` are their rows of the hidden states that the
+    step computes, None when that is every row in order. `positions_R` is where the new tokens will
+    stand."""
 
     kept: SamplingRows
     places_R: torch.Tensor | None
@@ -61,13 +62,14 @@ class SamplingStep:
 @dataclass(slots=True)
 class StepBatch:
     """`rows` per scheduled request, in the plan's order. `has_prompts`: not only decodes; then
-    `sampling` is left to `BatchBuilder.sampling`."""
+    `sampling` is left to `BatchBuilder.sampling`, of the entries `due`."""
 
     forward: ForwardBatch | MixedStep
     rows: list[Row]
     scheduled: Sequence[ScheduledRequest]
     sampling: SamplingStep | None
     has_prompts: bool
+    due: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -239,25 +241,39 @@ class BatchBuilder:
     def _mixed_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
         starts = np.array([entry.start for entry in scheduled], np.int64)
         lens = np.array([entry.num_tokens for entry in scheduled], np.int64)
-        mixed = self._mixed_step(rows, starts, lens, *self._known_tokens(scheduled, rows))
-        return StepBatch(mixed, rows, scheduled, None, has_prompts=True)
+        known = self._known_tokens(scheduled, rows)
+        due = [place for place, entry in enumerate(scheduled) if entry.samples]
+        wanted_R = None
+        if len(due) < len(known[0]) and not any(map(wants_prompt, scheduled, rows)):
+            wanted_R = lens.cumsum()[due] - 1
+        mixed = self._mixed_step(rows, starts, lens, *known, wanted_R)
+        return StepBatch(mixed, rows, scheduled, None, has_prompts=True, due=due)
 
     def sampling(self, step: StepBatch) -> SamplingStep | None:
         """What the rows that sample need; None: there are none. Best asked for with the forward
         pass on its way, as a prompt's first kernel need not wait for it."""
         if isinstance(mixed := step.forward, ForwardBatch):
             return step.sampling
-        due = [place for place, entry in enumerate(step.scheduled) if entry.samples]
-        if not due:
+        if not (due := step.due):
             return None
         next_positions = mixed.seq_lens_B[due]
-        places = mixed.starts_B[due] + mixed.num_new_B[due] - 1
-        places_R, next_R = self._transfer.send_all([places, next_positions])
+        places_R = None
+        if mixed.wanted_R is None:
+            places = mixed.starts_B[due] + mixed.num_new_B[due] - 1
+            places_R, next_R = self._transfer.send_all([places, next_positions])
+        else:
+            next_R = self._transfer.send(next_positions)
         kept = self._sampling_of([step.rows[place] for place in due])
         return SamplingStep(kept, places_R, next_R, next_positions)
 
     def _mixed_step(
-        self, rows: list[Row], starts: Array, lens: Array, token_ids: Array, sources: Array
+        self,
+        rows: list[Row],
+        starts: Array,
+        lens: Array,
+        token_ids: Array,
+        sources: Array,
+        wanted_R: Array | None = None,
     ) -> MixedStep:
         """`lens` tokens of each row, from position `starts` on."""
         query_start = lens.cumsum() - lens
@@ -269,7 +285,8 @@ class BatchBuilder:
             self._cache_slots(table[row_of_T, blocks], offsets) for table in self._rows.tables_NM
         ]
         ends = starts + lens
-        return MixedStep(token_ids, sources, positions, cache_slots, slots, query_start, lens, ends)
+        about = slots, query_start, lens, ends, wanted_R
+        return MixedStep(token_ids, sources, positions, cache_slots, *about)
 
     def send(self, step: MixedStep) -> ForwardBatch:
         """On the device, as it is."""
@@ -288,6 +305,7 @@ class BatchBuilder:
                 unknown,
                 query_start,
                 decode_lens,
+                step.wanted_R if step.wanted_R is not None else unknown[0],
                 *step.slots_T,
                 *tables,
             ]
@@ -299,13 +317,14 @@ class BatchBuilder:
             step.num_new_B.tolist(),
             ends.tolist(),
             query_start.tolist(),
-            tuple(sent[5 + num_groups :]),
-            tuple(sent[5 : 5 + num_groups]),
+            tuple(sent[6 + num_groups :]),
+            tuple(sent[6 : 6 + num_groups]),
             self._block_size,
             query_start_B1=sent[3],
             decode_lens_B=sent[4],
         )
-        return ForwardBatch(token_ids_T, sent[1], layout)
+        wanted_R = None if step.wanted_R is None else sent[5]
+        return ForwardBatch(token_ids_T, sent[1], layout, wanted_R)
 
     def _known_tokens(
         self, scheduled: Sequence[ScheduledRequest], rows: list[Row]
@@ -352,6 +371,11 @@ class BatchBuilder:
             self._vocab_size,
         )
         return kept
+
+
+def wants_prompt(entry: ScheduledRequest, row: Row) -> bool:
+    """Log-probabilities of tokens of its prompt come out of this step."""
+    return row.top_prompt_logprobs is not None and entry.start < row.num_prompt_tokens - 1
 
 
 def _refuse(entry: ScheduledRequest, row: Row) -> None:

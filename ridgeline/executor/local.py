@@ -222,7 +222,8 @@ class LocalExecutor:
         return self._pending(plan, sampling.kept.request_ids, answer, prompt)
 
     def _forward(self, step: ForwardBatch | MixedStep) -> torch.Tensor:
-        """Hidden states of the step's tokens, [T, E]; the next step may overwrite them."""
+        """Hidden states of the step's tokens, [T, E], or of those that are wanted; the next step
+        may overwrite them."""
         if isinstance(step, ForwardBatch):
             return self._decoder.forward(step, self._kv)
         if self._guesser is not None:

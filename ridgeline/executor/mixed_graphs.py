@@ -2,9 +2,10 @@
 
 As a decode step does (see decode_graphs), but from tokens to hidden states only: how many rows
 sample differs from step to step. Captured once for each bucket of tokens and of decodes among them;
-or of tokens alone, where decodes are pieces of one token (`all_pieces`).
-Letters: T tokens of a bucket, D decodes there is room for, W work records, E hidden, N rows there
-is room for, g KV groups.
+or of tokens alone, where decodes are pieces of one token (`all_pieces`). Behind the last attention
+it computes the tokens whose states are wanted, for which there is room of a few sizes.
+Letters: T tokens of a bucket, D decodes there is room for, R tokens whose states are wanted, W work
+records, E hidden, N rows there is room for, g KV groups.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ TOKEN_BUCKETS = (
 # Of a prompt beside others, from its first token on: such ones are cuDNN's, outside captured steps.
 LONGEST_PIECE = 2048
 DECODE_BUCKETS = (0, 32, 256, 512)
+# Of tokens whose states are wanted. As many decodes as there is room for, and some prompts' ends.
+WANTED_BUCKETS = (16, 64, 256, 512)
 KNOWN_TO_HOST = -1
 
 
@@ -46,7 +49,7 @@ KNOWN_TO_HOST = -1
 class MixedStep:
     """What the host knows of a step: arrays over its T tokens (int64), over its B requests, and
     the same slots for each KV group. `sources_T` is the row whose last token this one is, where
-    only the device knows it, else -1."""
+    only the device knows it, else -1. `wanted_R`: as in ForwardBatch."""
 
     token_ids_T: Array
     sources_T: Array
@@ -56,6 +59,7 @@ class MixedStep:
     starts_B: Array
     num_new_B: Array
     seq_lens_B: Array
+    wanted_R: Array | None = None
 
 
 class Work(Enum):
@@ -67,7 +71,16 @@ class Work(Enum):
     WHOLE = "whole"
 
 
-Key = tuple[int, int, Work]  # bucket of tokens, room for decodes
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a captured step has room for: tokens, decodes among them, tokens that are wanted."""
+
+    tokens: int
+    decodes: int
+    wanted: int
+
+
+Key = tuple[_Size, Work]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,7 @@ class _Layout:
     sources: int
     positions: int
     slots: int
+    wanted: int
     rows: int
     seq_lens: int
     query_start: int
@@ -94,6 +108,7 @@ class _Sent:
     sources_T: torch.Tensor
     positions_T: torch.Tensor
     slots_gT: torch.Tensor
+    wanted_R: torch.Tensor
     rows_D: torch.Tensor
     seq_lens_D: torch.Tensor
     query_start_D1: torch.Tensor
@@ -122,9 +137,9 @@ class MixedGraphs:
         self.buckets = [b for b in TOKEN_BUCKETS if b <= max_tokens] or [max_tokens]
         spec = decoder.layers[0].attention.spec
         self._case = AttentionCase(spec, decoder.dtype, decoder.device)
-        self._layouts: dict[tuple[int, int], _Layout] = {}
+        self._layouts: dict[_Size, _Layout] = {}
         most = self.buckets[-1]
-        size = self._layout(most, DECODE_BUCKETS[-1]).end
+        size = self._layout(_Size(most, DECODE_BUCKETS[-1], most)).end
         self._buffer = torch.zeros(size, dtype=torch.int64, device=decoder.device)
         shape = (most, decoder.spec.hidden_size)
         self._hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
@@ -140,8 +155,9 @@ class MixedGraphs:
         self.num_steps = 0
 
     def run(self, step: MixedStep) -> torch.Tensor | None:
-        """Hidden states [T, E] of the step's tokens, overwritten by the next; None: this step is
-        too long, or in too many pieces, or faster by itself."""
+        """Hidden states of the step's tokens, [T, E], or of those that are wanted, [R, E];
+        overwritten by the next. None: this step is too long, or in too many pieces, or faster by
+        itself."""
         num_tokens = len(step.token_ids_T)
         if num_tokens > self.buckets[-1]:
             return None
@@ -156,18 +172,20 @@ class MixedGraphs:
             work = Work.WHOLE
         elif num_tokens > LONGEST_PIECE and _has_long(step):
             return None
-        sent = self._fill(step, bucket, room, is_decode, work)
+        num_wanted = num_tokens if step.wanted_R is None else len(step.wanted_R)
+        size = _Size(bucket, room, _room_of_wanted(bucket, max(room, num_wanted)))
+        sent = self._fill(step, size, is_decode, work)
         if sent is None:
             return None
         self._follow()
-        key = (bucket, room, work)
+        key = (size, work)
         replay = self._graphs.get(key)
         if replay is None:
             replay = self._graphs[key] = self._capture(*key)
         self._transfer.send_into(sent, self._buffer[: sent.size])
         replay()
         self.num_steps += 1
-        return self._hidden[:num_tokens]
+        return self._hidden[:num_wanted]
 
     def bucket_of(self, num_tokens: int) -> int:
         """The smallest that has room for them, else the largest there is."""
@@ -180,7 +198,8 @@ class MixedGraphs:
         if room and self._all_pieces:
             return False
         works = [Work.PIECES] if room or bucket not in self._whole else [Work.PIECES, Work.WHOLE]
-        missing = [key for work in works if (key := (bucket, room, work)) not in self._graphs]
+        size = _Size(bucket, room, _room_of_wanted(bucket, room))
+        missing = [key for work in works if (key := (size, work)) not in self._graphs]
         for key in missing:
             self._graphs[key] = self._capture(*key)
         return bool(missing)
@@ -194,34 +213,34 @@ class MixedGraphs:
 
     # ---------------------------------------------------------------------- what is sent
 
-    def _layout(self, bucket: int, room: int) -> _Layout:
-        """Of a step of these sizes; made once."""
-        if (made := self._layouts.get((bucket, room))) is None:
-            made = self._layouts[bucket, room] = self._make_layout(bucket, room)
+    def _layout(self, size: _Size) -> _Layout:
+        """Of a step of this size; made once."""
+        if (made := self._layouts.get(size)) is None:
+            made = self._layouts[size] = self._make_layout(size)
         return made
 
-    def _make_layout(self, bucket: int, room: int) -> _Layout:
-        groups = len(self._kv.groups)
+    def _make_layout(self, size: _Size) -> _Layout:
+        groups, bucket, room = len(self._kv.groups), size.tokens, size.decodes
         width = self._backend.work_width(self._case, bucket)
+        wholes = [bucket, bucket, bucket, groups * bucket, size.wanted, room]
         halves = [room, room + 1, groups * width * RECORD]
-        sizes = [bucket, bucket, bucket, groups * bucket, room, *(-(-n // 2) for n in halves)]
-        return _Layout(width, *accumulate(sizes))
+        return _Layout(width, *accumulate([*wholes, *(-(-n // 2) for n in halves)]))
 
-    def _fill(
-        self, step: MixedStep, bucket: int, room: int, is_decode: Array, work: Work
-    ) -> Array | None:
+    def _fill(self, step: MixedStep, size: _Size, is_decode: Array, work: Work) -> Array | None:
         """None when the pieces need more records than there is room for."""
-        at = self._layout(bucket, room)
+        at, bucket = self._layout(size), size.tokens
         num = len(step.token_ids_T)
         sent = np.zeros(at.end, np.int64)
         sent[:num] = step.token_ids_T
         sent[at.sources : at.sources + num] = step.sources_T
         sent[at.sources + num : at.positions] = KNOWN_TO_HOST
         sent[at.positions : at.positions + num] = step.positions_T
-        for slots_T, begin in zip(step.slots_T, range(at.slots, at.rows, bucket), strict=True):
+        for slots_T, begin in zip(step.slots_T, range(at.slots, at.wanted, bucket), strict=True):
             sent[begin : begin + num] = slots_T
+        wanted = np.arange(num) if step.wanted_R is None else step.wanted_R
+        sent[at.wanted : at.wanted + len(wanted)] = wanted
         which: Array | slice = slice(None)
-        if room:
+        if size.decodes:
             self._fill_decodes(sent, at, step, bucket, is_decode)
             which = ~is_decode
         if work is not Work.PIECES:
@@ -253,15 +272,16 @@ class MixedGraphs:
         lens[:num] = step.seq_lens_B[is_decode]
         start[:num], start[num:] = step.starts_B[is_decode], bucket
 
-    def _views(self, bucket: int, room: int) -> _Sent:
-        at, buffer = self._layout(bucket, room), self._buffer
-        groups = len(self._kv.groups)
+    def _views(self, size: _Size) -> _Sent:
+        at, buffer = self._layout(size), self._buffer
+        groups, bucket, room = len(self._kv.groups), size.tokens, size.decodes
         work = buffer[at.work : at.end].view(torch.int32)[: groups * at.width * RECORD]
         return _Sent(
             buffer[: at.sources],
             buffer[at.sources : at.positions],
             buffer[at.positions : at.slots],
-            buffer[at.slots : at.rows].view(groups, bucket),
+            buffer[at.slots : at.wanted].view(groups, bucket),
+            buffer[at.wanted : at.rows],
             buffer[at.rows : at.seq_lens],
             buffer[at.seq_lens : at.query_start].view(torch.int32)[:room],
             buffer[at.query_start : at.work].view(torch.int32)[: room + 1],
@@ -270,13 +290,13 @@ class MixedGraphs:
 
     # -------------------------------------------------------------------------- capture
 
-    def _capture(self, bucket: int, room: int, work: Work) -> Callable[[], None]:
+    def _capture(self, size: _Size, work: Work) -> Callable[[], None]:
         """On padding alone, so that nobody's cache is touched."""
-        sent = self._views(bucket, room)
+        sent = self._views(size)
         self._buffer.zero_()
         sent.sources_T.fill_(KNOWN_TO_HOST)
-        sent.query_start_D1.fill_(bucket)
-        return self._device.capture(partial(self._launch, sent, room, work))
+        sent.query_start_D1.fill_(size.tokens)
+        return self._device.capture(partial(self._launch, sent, size.decodes, work))
 
     def _launch(self, sent: _Sent, room: int, work: Work) -> None:
         tables = tuple(self._tables.tables_gNM)
@@ -298,9 +318,15 @@ class MixedGraphs:
         known = sent.sources_T < 0
         last_ids_T = self._rows.last_ids_N.index_select(0, sent.sources_T.clamp(min=0))
         token_ids_T = sent.token_ids_T.where(known, last_ids_T)
-        batch = ForwardBatch(token_ids_T, sent.positions_T, layout)
-        hidden_TE = self._decoder.forward(batch, self._kv)
-        self._hidden[: len(hidden_TE)].copy_(hidden_TE)
+        batch = ForwardBatch(token_ids_T, sent.positions_T, layout, sent.wanted_R)
+        hidden_RE = self._decoder.forward(batch, self._kv)
+        self._hidden[: len(hidden_RE)].copy_(hidden_RE)
+
+
+def _room_of_wanted(bucket: int, num: int) -> int:
+    """For `num` tokens of a step of `bucket`: few of them, or all."""
+    index = bisect_left(WANTED_BUCKETS, num)
+    return min(WANTED_BUCKETS[index], bucket) if index < len(WANTED_BUCKETS) else bucket
 
 
 def _is_whole(step: MixedStep) -> bool:

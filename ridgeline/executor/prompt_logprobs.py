@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.executor.batch import StepBatch
+from ridgeline.executor.batch import StepBatch, wants_prompt
 from ridgeline.executor.rows import Row
 from ridgeline.executor.transfer import Transfer
 from ridgeline.layers.decoder import Decoder
@@ -55,7 +55,7 @@ def prompt_logprobs(
     found = PromptLogprobs({}, {})
     first = 0
     for entry, row in zip(step.scheduled, step.rows, strict=True):
-        if row.top_prompt_logprobs is not None and entry.start < row.num_prompt_tokens - 1:
+        if wants_prompt(entry, row):
             try:
                 chunks = _chunks(entry, row, first, hidden_TE, decoder, transfer, max_rows)
                 found.chunks[row.request_id] = list(chunks)

@@ -1,6 +1,7 @@
 """Queries, keys and values, their rotation, the cache, and the way back.
 
-Letters: T tokens, E hidden, H query heads, K KV heads, D head size (numbers of this rank).
+Letters: T tokens, R of them, E hidden, H query heads, K KV heads, D head size (numbers of this
+rank), C packed width.
 """
 
 from __future__ import annotations
@@ -92,11 +93,23 @@ class Attention:
         self.kv_size = kv_heads.length * head_dim
 
     def __call__(
-        self, hidden: Hidden, norm: RMSNorm, step: AttentionStep, layer_kv: LayerKV
+        self,
+        hidden: Hidden,
+        norm: RMSNorm,
+        step: AttentionStep,
+        layer_kv: LayerKV,
+        wanted_R: torch.Tensor | None = None,
     ) -> None:
-        """Adds attention of the normed states; writes new keys and values to the cache."""
+        """Adds attention of the normed states; writes new keys and values to the cache. With
+        `wanted_R` only these tokens are left afterwards."""
         out_THD = self._attend(self.qkv.of_normed(hidden, norm), step, layer_kv)
-        self.out.add_to(hidden, out_THD.reshape(len(out_THD), self.q_size))
+        out_TC = out_THD.reshape(len(out_THD), self.q_size)
+        if wanted_R is not None:
+            hidden.keep(wanted_R)
+            if not len(wanted_R):
+                return
+            out_TC = out_TC.index_select(0, wanted_R)
+        self.out.add_to(hidden, out_TC)
 
     def _attend(self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV) -> torch.Tensor:
         backend = self._of_product

@@ -1,12 +1,13 @@
 """How do token ids become logits? The one loop that every model family shares.
 
-Letters: T packed tokens, R rows that need logits, E hidden, V vocabulary.
+Letters: T packed tokens, R tokens that need logits, E hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -52,10 +53,17 @@ class DecoderLayer:
         self.input_norm = input_norm
         self.post_norm = post_norm
 
-    def __call__(self, hidden: Hidden, step: AttentionStep, layer_kv: LayerKV) -> None:
-        """Adds to `hidden` what the layer adds."""
-        self.attention(hidden, self.input_norm, step, layer_kv)
-        self.feed_forward(hidden, self.post_norm)
+    def __call__(
+        self,
+        hidden: Hidden,
+        step: AttentionStep,
+        layer_kv: LayerKV,
+        wanted_R: torch.Tensor | None = None,
+    ) -> None:
+        """Adds to `hidden` what the layer adds; with `wanted_R` these tokens alone are left."""
+        self.attention(hidden, self.input_norm, step, layer_kv, wanted_R)
+        if len(hidden.sum_TE):
+            self.feed_forward(hidden, self.post_norm)
 
 
 class Decoder:
@@ -255,7 +263,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
-        """Hidden states of the step's tokens before the final norm, [T, E]; fills the cache."""
+        """Hidden states of the step's tokens before the final norm, [T, E], or of those that the
+        batch wants, [R, E]; fills the cache."""
         return self._forward(batch, kv).whole()
 
     @torch.inference_mode()
@@ -279,7 +288,8 @@ class Decoder:
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, kv: KVCache) -> None:
         """Fills the cache, and no more. As `forward_logits` it can be captured."""
-        self._forward(batch, kv)
+        nothing_R = batch.token_ids_T[:0]
+        self._forward(replace(batch, wanted_R=nothing_R), kv)
 
     @torch.inference_mode()
     def forward_tapped(
@@ -293,6 +303,7 @@ class Decoder:
                 if wanted == index:
                     out_nTE[place].copy_(hidden.whole())
 
+        check(batch.wanted_R is None, "taps are of all tokens")
         hidden = self._forward(batch, kv, before=tap)
         tap(len(self.layers), hidden)
         return hidden.whole()
@@ -314,11 +325,14 @@ class Decoder:
             self.rotation_of_layer,
             num_layers,
         )
-        for index, layer in enumerate(self.layers[:num_layers]):
+        layers = self.layers[:num_layers]
+        for index, layer in enumerate(layers):
             if before is not None:
                 before(index, hidden)
             layer_kv = kv.layers[index]
-            layer(hidden, steps[layer_kv.group, self.rotation_of_layer[index]], layer_kv)
+            step = steps[layer_kv.group, self.rotation_of_layer[index]]
+            is_last = index == len(layers) - 1
+            layer(hidden, step, layer_kv, batch.wanted_R if is_last else None)
         return hidden
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """The hidden states between the parts of a decoder, and what is still to be added to them.
 
 A part leaves what it adds as `pending_TE`, so that the sum and the norm in front of the next part
-are one kernel; or a product adds it in place, where it can. Letters: T tokens, E hidden.
+are one kernel; or a product adds it in place, where it can. Letters: T tokens, R of them, E hidden.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ class Hidden:
         if self.pending_TE is not None:
             some.pending_TE = self.pending_TE[num_new - 1 :: num_new]
         return some
+
+    def keep(self, wanted_R: torch.Tensor) -> None:
+        """These tokens alone, from here on."""
+        if not len(wanted_R):  # no kernel for nothing
+            self.sum_TE, self.pending_TE = self.sum_TE[:0], None
+            return
+        self.sum_TE = self.sum_TE.index_select(0, wanted_R)
+        if self.pending_TE is not None:
+            self.pending_TE = self.pending_TE.index_select(0, wanted_R)
 
     def whole(self) -> torch.Tensor:
         """[T, E], nothing pending any more."""

@@ -70,13 +70,17 @@ class SampleAssembler:
             return Delta()
         token_ids = self._without_stop_token(output)
         texts: list[str] = []
-        for count, token_id in enumerate(token_ids, 1):
-            self.token_ids.append(token_id)
-            shown = self._show(token_id)
-            texts.append(shown.text)
-            if shown.stop is not None:
-                self.finish_reason, self.stop_reason = FinishReason.STOP.value, shown.stop
-                return self._delta(texts, token_ids[:count], output)
+        if self._stops.is_empty:
+            self.token_ids += token_ids
+            texts.append(self._detokenizer.feed_all(token_ids) if self._detokenizer else "")
+        else:
+            for count, token_id in enumerate(token_ids, 1):
+                self.token_ids.append(token_id)
+                shown = self._show(token_id)
+                texts.append(shown.text)
+                if shown.stop is not None:
+                    self.finish_reason, self.stop_reason = FinishReason.STOP.value, shown.stop
+                    return self._delta(texts, token_ids[:count], output)
         if output.finish_reason is not None:
             self._finish(output, texts)
         return self._delta(texts, token_ids, output)

@@ -1,4 +1,4 @@
-"""How do token ids become text while they come in, one by one?
+"""How do token ids become text while they come in, one by one or some at a time?
 
 The pieces handed out, joined, are exactly what decoding everything at once gives, as
 `Tokenizer.decode` is this same machine. Work per token is constant, at most three bytes are held
@@ -19,6 +19,10 @@ CONTEXT_TOKENS = 4  # a character has at most four bytes, and a token of the pro
 class Detokenizer(Protocol):
     def feed(self, token_id: int) -> str:
         """The text that is certain now; empty while a character is incomplete."""
+        ...
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """The same of several tokens, together."""
         ...
 
     def flush(self) -> str:
@@ -50,6 +54,15 @@ class ByteDetokenizer:
         if token_id in self._hidden_ids:
             return ""
         raw = self._first(token_id) if self._at_start else self._pieces.bytes_of(token_id)
+        return self._decoded(raw)
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        hidden, bytes_of = self._hidden_ids, self._pieces.bytes_of
+        if self._at_start:
+            return "".join(map(self.feed, token_ids))
+        return self._decoded(b"".join([bytes_of(i) for i in token_ids if i not in hidden]))
+
+    def _decoded(self, raw: bytes) -> str:
         text = self._decoder.decode(raw)
         return self._stripped(text) if self._strip and text else text
 
@@ -100,6 +113,9 @@ class WindowDetokenizer:
         both = self._decode([*self._last, token_id])
         self._last = [token_id]
         return both[len(before) :]
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.feed, token_ids))
 
     def flush(self) -> str:
         return ""

@@ -49,6 +49,11 @@ class StopFinder:
         self._patterns = [_Pattern(text) for text in dict.fromkeys(stops) if text]
         self._held = ""
 
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to find."""
+        return not self._patterns
+
     def feed(self, text: str) -> Shown:
         """What can be shown after `text`. Nothing may be fed once a stop string was found."""
         if not self._patterns or not text:

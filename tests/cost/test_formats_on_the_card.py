@@ -54,8 +54,8 @@ def test_an_8b_shape(calibration: Calibration, weights: str, name: str, furthest
 @pytest.mark.parametrize(
     ("weights", "name"),
     [
-        ("plain", "2026-11-21-tiles-llama31-8b.json"),
-        ("fp8", "2026-11-21-formats-fp8.json"),
+        ("plain", "2026-11-22-wanted-llama31-8b.json"),
+        ("fp8", "2026-11-22-wanted-llama31-8b-fp8.json"),
     ],
 )
 def test_prompts_of_an_8b_shape(calibration: Calibration, weights: str, name: str) -> None:

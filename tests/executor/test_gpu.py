@@ -41,7 +41,8 @@ class Silent:
         self.rows_VV = torch.randn(VOCAB, VOCAB, device="cuda")
 
     def forward(self, batch: Any, kv: KVCache) -> torch.Tensor:
-        return self.rows_VV.index_select(0, batch.token_ids_T)
+        wanted_R, ids_T = batch.wanted_R, batch.token_ids_T
+        return self.rows_VV.index_select(0, ids_T if wanted_R is None else ids_T[wanted_R])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float()

@@ -31,6 +31,16 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool) -> list[st
     return [*map(detokenizer.feed, ids), detokenizer.flush()]
 
 
+def in_parts(rng: random.Random, tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool) -> str:
+    """Some at a time, none now and then."""
+    detokenizer, text, rest = tokenizer.detokenizer(skip_special_tokens=skip), "", list(ids)
+    while rest:
+        num = rng.randint(0, 5)
+        text += detokenizer.feed_all(rest[:num])
+        del rest[:num]
+    return text + detokenizer.flush()
+
+
 def expected(tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool, byte_level: bool) -> str:
     """The text by another road: all bytes at once."""
     shown = [i for i in ids if not (skip and tokenizer.is_special(i))]
@@ -69,6 +79,7 @@ def check_random_ids(name: str, cases: int) -> None:
         ids, skip = random_ids(rng, name), rng.random() < 0.5
         whole = tokenizer.decode(ids, skip_special_tokens=skip)
         assert "".join(streamed(tokenizer, ids, skip=skip)) == whole
+        assert in_parts(rng, tokenizer, ids, skip=skip) == whole, ids
         assert whole == expected(tokenizer, ids, skip=skip, byte_level=name in BYTE_LEVEL), ids
         broken += "\ufffd" in whole
     assert broken > cases // 10
@@ -211,6 +222,7 @@ def test_other_decoders_give_the_package_s_own_text(decoder: object, vocab: list
         ids = [rng.randrange(len(vocab)) for _ in range(rng.randint(0, 8))]
         theirs = tokenizer._backend.decode(ids, skip_special_tokens=False)
         assert tokenizer.decode(ids) == theirs, ids
+        assert in_parts(rng, tokenizer, ids, skip=True) == theirs, ids
 
 
 def test_which_decoders_are_understood() -> None:
