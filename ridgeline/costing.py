@@ -94,6 +94,7 @@ def guess_chooser(
         num_guesses=resolved.num_guesses,
         looks_ahead=asked.line.looks_ahead,
         has_cache=asked.line.has_cache,
+        is_measured=pricer.setup.constants.origin == "calibrated",
     )
 
 

@@ -208,6 +208,9 @@ DRAFT_METHODS: dict[str, DraftMethodLine] = {
     ),
 }
 MAX_GUESSES = 16  # of one row in one step
+# Of steps that check some. Few, as each is captured by itself for each size of a batch; what lies
+# between loses a percent.
+STEP_GUESSES = (1, 2, 3, 4, 6, 8, 12, MAX_GUESSES)
 # At most, where they are as many as pay. On a CPU a step of up to 7 tokens in bfloat16 says bit for
 # bit what each of them alone does, so that no answer depends on how many are guessed.
 AUTO_GUESSES = {"gpu": 8, "cpu": 6}

@@ -767,8 +767,32 @@ MUTANTS = (
     Mutant(
         "guesses: one step of many rows is all that is known of them",
         ACCEPTANCE,
-        "kept = max(SHARED_MEMORY**num_rows, STEPS_MEMORY)",
-        "kept = SHARED_MEMORY**num_rows",
+        "kept = max(self._memory**num_rows, self._steps_memory)",
+        "kept = self._memory**num_rows",
+    ),
+    Mutant(
+        "guesses: how the last answers ended is how all guesses are",
+        ACCEPTANCE,
+        "STEPS_MEMORY = 127 / 128",
+        "STEPS_MEMORY = 15 / 16",
+    ),
+    Mutant(
+        "guesses: what is looked up is remembered as long as what is guessed",
+        ACCEPTANCE,
+        "LOOKED_UP_MEMORY if is_looked_up",
+        "SHARED_MEMORY if is_looked_up",
+    ),
+    Mutant(
+        "guesses: measured prices of checks are not believed",
+        GUESS_TIMES,
+        "** BELIEVED for k in checks}",
+        "for k in checks}",
+    ),
+    Mutant(
+        "guesses: measured prices say how much longer a check takes than a plain step",
+        GUESS_TIMES,
+        "checks = [k for k in known if k]",
+        "checks = list(known)",
     ),
 )
 

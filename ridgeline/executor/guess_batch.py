@@ -155,9 +155,9 @@ class GuessBatchBuilder(BatchBuilder):
         drafts: list[int],
     ) -> GuessBatch:
         num, wanted = len(rows), max(drafts)
-        k = min(wanted, self._graphs.most_guesses(num))
+        k = self._graphs.captured_for(num, wanted)
         kept = self._guess_rows_of(rows)
-        limits = drafts if k == wanted else [min(num_draft, k) for num_draft in drafts]
+        limits = drafts if k >= wanted else [min(num_draft, k) for num_draft in drafts]
         if limits != kept.limits:
             kept.sent_XB[1, :num] = kept.limits = limits
         if extended or kept.has_blocks:

@@ -12,7 +12,7 @@ table row, g KV groups, V vocabulary, Y numbers of a row's answer.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -26,6 +26,7 @@ from ridgeline.executor.decode_graphs import BUCKETS
 from ridgeline.executor.device_tables import DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
+from ridgeline.formats import STEP_GUESSES
 from ridgeline.kernels.checked_rows import GuessOdds, checked_rows
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.guesses import (
@@ -146,6 +147,15 @@ class GuessGraphs:
         """That a captured step of so many rows has room for."""
         bucket = self.buckets[bisect_right(self.buckets, max(0, num_rows - 1))]
         return min(self._method.max_guesses, self.max_tokens // bucket - 1)
+
+    def captured_for(self, num_rows: int, wanted: int) -> int:
+        """How many guesses a step of so many rows checks, where its rows have up to `wanted`. At
+        the ends of answers that is any number, and to capture another one takes as long on a GPU
+        as hundreds of steps: the next larger one of those that are usual."""
+        most = self.most_guesses(num_rows)
+        if wanted and self._decoder.device.type != "cpu":
+            wanted = STEP_GUESSES[bisect_left(STEP_GUESSES, wanted)]
+        return min(wanted, most)
 
     def prepare(self, bucket: int, num_guesses: int, check: Check) -> bool:
         """Capture the steps of this size before one is asked for. False: they are. Nothing may be

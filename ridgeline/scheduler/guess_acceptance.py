@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 from ridgeline.formats import MAX_GUESSES
 
 MEMORY = 29 / 30  # of a row: about 30 guesses count
-SHARED_MEMORY = 0.995  # of all rows together: about 200 rows of steps
-STEPS_MEMORY = 15 / 16  # and at least about so many steps, however many rows each of them has
+# Of all rows together: about a thousand rows of steps, and at least about 128 steps however many
+# rows each has. Less would be the last answers alone: of rows that begin together, how answers end
+# when the next ones begin.
+SHARED_MEMORY = 0.999
+STEPS_MEMORY = 127 / 128
+# The same of what is looked up, where the next one may copy as none has before: 200 rows, 16 steps.
+LOOKED_UP_MEMORY = 0.995
+LOOKED_UP_STEPS = 15 / 16
 PRIOR_WEIGHT = 20.0  # guesses that what is known of all rows counts for in one
 # The same of what is looked up, where a row copies or does not: others say little of it.
 LOOKED_UP_WEIGHT = 4.0
@@ -79,7 +85,9 @@ class RowAcceptance:
 class SharedAcceptance:
     """Of all rows together: how often a guess is right, and at which positions more or less."""
 
-    def __init__(self, prior: float, max_guesses: int) -> None:
+    def __init__(self, prior: float, max_guesses: int, *, is_looked_up: bool = False) -> None:
+        self._memory = LOOKED_UP_MEMORY if is_looked_up else SHARED_MEMORY
+        self._steps_memory = LOOKED_UP_STEPS if is_looked_up else STEPS_MEMORY
         self._looked, self._right = PRIOR_WEIGHT, PRIOR_WEIGHT * prior
         self._at = [[0.0, 0.0] for _ in range(max_guesses)]  # looked at and right, by position
         self._num_added = 0
@@ -94,7 +102,7 @@ class SharedAcceptance:
         num_rows = sum([count for _, _, count in told])
         if not num_rows:
             return
-        kept = max(SHARED_MEMORY**num_rows, STEPS_MEMORY)
+        kept = max(self._memory**num_rows, self._steps_memory)
         self._looked *= kept
         self._right *= kept
         for seen in self._at:

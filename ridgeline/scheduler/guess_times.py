@@ -17,9 +17,9 @@ for before them, as at the end of a request. Steps in which many requests end at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log
+from math import exp, log
 from statistics import median, median_low
 from typing import Protocol
 
@@ -42,6 +42,9 @@ UNTRIED = 0.9  # of what is expected of steps that have not run yet
 OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it ran
 ODD_STEPS = 4  # of one kind in a row that are odd: no stalls
 STEADY = 16  # times as many rows as may come or go between two steps that count
+# Of what ratios of steps that check guesses differ by, as a power, where prices were measured on
+# such a device: then both tell about as well which of two takes how much longer.
+BELIEVED = 1 / 2
 CLOSE = 2.0  # times another ratio or part of it: prices of two kinds are not further off than that
 
 
@@ -128,6 +131,7 @@ class StepTimes:
 
     prices: GuessPrices
     choices: tuple[int, ...]
+    is_measured: bool = False  # prices are those of such a device
     num_steps: int = 0
     _overlaps: bool = False  # steps of this engine do
     _pending: _Sample | None = None  # of the last step, until it is known what ran beside it
@@ -147,13 +151,22 @@ class StepTimes:
         seen = self._buckets.get(bucket) or _Bucket()
         if self.num_steps < until and num_known == len(seen.ratios):
             return found
-        known = {k: seen.pace * r.value for k, r in self._known(seen).items()}
+        known = self._corrections(seen)
         found = priced = self._prices_of(*key)
         if known:
             found = {k: _corrected(k, priced, known) for k in priced}
         until = self.num_steps + CORRECTED_AFTER if len(known) == len(seen.ratios) else 0
         self._corrected_ones[key] = (found, until, len(seen.ratios))
         return found
+
+    def _corrections(self, seen: _Bucket) -> dict[int, float]:
+        """Measured over priced seconds, as far as it is believed, by the number of guesses."""
+        known = {k: ratio.value for k, ratio in self._known(seen).items()}
+        checks = [k for k in known if k]
+        if self.is_measured and checks:
+            middle = known[seen.kind] if seen.kind in checks else _mean([known[k] for k in checks])
+            known |= {k: middle * (known[k] / middle) ** BELIEVED for k in checks}
+        return {k: seen.pace * ratio for k, ratio in known.items()}
 
     def correction(self, num_rows: int, num_guesses: int) -> float | None:
         """Measured over priced seconds of such steps; None where none has run."""
@@ -271,6 +284,11 @@ class StepTimes:
             found.setdefault(0, prices.seconds(bucket, length, 0))
             self._priced[key] = found
         return found
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    """Of factors."""
+    return exp(sum(map(log, ratios)) / len(ratios))
 
 
 def _context_bucket(context: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from ridgeline.errors import check
-from ridgeline.formats import MAX_GUESSES
+from ridgeline.formats import MAX_GUESSES, STEP_GUESSES
 from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.scheduler.guess_acceptance import (
     LOOKED_UP_WEIGHT,
@@ -24,8 +24,7 @@ from ridgeline.scheduler.guess_acceptance import (
 )
 from ridgeline.scheduler.guess_times import GuessPrices, StepTimes, TimedStep, row_bucket
 
-# Few, as each is captured by itself for each size of a batch; what lies between loses a percent.
-CHOICES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+CHOICES = (0, *STEP_GUESSES)
 MARGIN = 1.02  # what guesses have to gain: prices are no better than this
 STAYS = 1.01  # what another number has to gain over the one in use
 SURE = 0.98  # of no guess more is expected
@@ -49,7 +48,8 @@ class GuessChooser:
     """One per engine. `acceptance` is expected of a guess before any was checked; `num_guesses`
     always checks so many, as far as `max_checked_tokens` (of a step, of all rows together) allows.
     `looks_ahead`: what was found is measured in steps that check nothing too. `has_cache`: before
-    it guesses again, the draft has to read what came out of steps without a guess.
+    it guesses again, the draft has to read what came out of steps without a guess. `is_measured`:
+    prices are those of such a device, not assumed.
     """
 
     def __init__(
@@ -62,13 +62,14 @@ class GuessChooser:
         num_guesses: int | None = None,
         looks_ahead: bool = False,
         has_cache: bool = False,
+        is_measured: bool = False,
     ) -> None:
         check(max_guesses >= 1 and 0 <= acceptance <= 1, "there is something to choose")
         self.fixed = num_guesses
         most = num_guesses or max_guesses
         self.choices = tuple(sorted({k for k in CHOICES if k < most} | {most}))
-        self.times = StepTimes(prices, self.choices)
-        self.acceptance = SharedAcceptance(acceptance, most)
+        self.times = StepTimes(prices, self.choices, is_measured=is_measured)
+        self.acceptance = SharedAcceptance(acceptance, most, is_looked_up=looks_ahead)
         self.max_checked_tokens = max_checked_tokens
         self._looks_ahead, self._has_cache = looks_ahead, has_cache
         self._weight = LOOKED_UP_WEIGHT if looks_ahead else PRIOR_WEIGHT

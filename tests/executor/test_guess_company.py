@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
+from ridgeline.executor.guess_graphs import GuessGraphs
 from ridgeline.executor.guesser import Drafting
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
@@ -150,6 +153,41 @@ def test_random_company_of_each_method(method: Method, in_flight: int) -> None:
     assert coin.num_checked > 20
     if method is drafted:
         assert coin.num_right > 0.5 * coin.num_checked
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("method", [told, looked_up, drafted, early])
+def test_steps_may_have_room_for_more_guesses_than_any_row_has(
+    method: Method, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def largest(graphs: GuessGraphs, num_rows: int, wanted: int) -> int:
+        return graphs.most_guesses(num_rows) if wanted else 0
+
+    monkeypatch.setattr(GuessGraphs, "captured_for", largest)
+    engine, _, coin = make_engine(captured_decoder(), method, num_blocks=100, in_flight=in_flight)
+    assert serve(engine, requests(), random.Random(SEED)) == expected(captured_decoder())
+    assert coin.num_checked > 20
+
+
+@pytest.mark.parametrize(
+    ("device_type", "wanted", "captured"),
+    [
+        ("cuda", 0, 0),
+        ("cuda", 1, 1),
+        ("cuda", 5, 6),
+        ("cuda", 7, 8),
+        ("cuda", 9, 10),
+        ("cpu", 7, 7),
+    ],
+)
+def test_a_gpu_s_steps_are_captured_for_few_numbers_of_guesses(
+    device_type: str, wanted: int, captured: int
+) -> None:
+    graphs = SimpleNamespace(
+        most_guesses=lambda num_rows: 10,
+        _decoder=SimpleNamespace(device=torch.device(device_type)),
+    )
+    assert GuessGraphs.captured_for(graphs, 3, wanted) == captured  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

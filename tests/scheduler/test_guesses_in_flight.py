@@ -135,6 +135,26 @@ def test_what_has_not_run_lately_has_become_slower_as_what_has() -> None:
     assert times.correction(1, 0) == pytest.approx(4.0, rel=0.02)
 
 
+@pytest.mark.parametrize("last", [2, 0], ids=["while it runs", "later"])
+def test_measured_prices_of_checks_are_believed_as_much_as_what_they_took(last: int) -> None:
+    """By their ratio: all steps take four times their price, those with two guesses one part less
+    of it. Steps without guesses are another thing: they take what they took."""
+    assumed, measured = (
+        StepTimes(Flat(), (0, 1, 2), is_measured=is_measured) for is_measured in (False, True)
+    )
+    price, taken = Flat().seconds(1, 100, 0), {0: 4.0, 1: 4.0, 2: 4 * 0.81}
+    for times in (assumed, measured):
+        for k in (0, 1, 2, 1, 0, 2, last):
+            have_run(times, checking(k), taken[k], 60)
+    found = {k: s / price for k, s in assumed.seconds(row_bucket(1), 100).items()}
+    assert found == pytest.approx(taken, rel=0.02)
+    found = {k: s / price for k, s in measured.seconds(row_bucket(1), 100).items()}
+    assert found[0] == pytest.approx(taken[0], rel=0.02)
+    assert found[2] / found[1] == pytest.approx(0.9, rel=0.02)
+    if last == 2:
+        assert found[2] == pytest.approx(taken[2], rel=0.02)
+
+
 def test_the_first_check_behind_other_steps_says_nothing() -> None:
     """Where steps overlap: a draft reads prompts in it, or what came out of steps without it."""
     times = StepTimes(Flat(), (0, 2))

@@ -454,6 +454,18 @@ def test_one_odd_step_of_many_rows_is_not_all_that_is_known() -> None:
     assert shared.rate > 0.9 * usual
 
 
+@pytest.mark.parametrize("num_rows", [8, 64])
+def test_how_answers_end_is_not_how_the_next_ones_begin(num_rows: int) -> None:
+    """Rows that begin together: what is expected when they begin is near the mean of all."""
+    shared = SharedAcceptance(0.5, 4)
+    for _ in range(40):
+        for misses in (8, 2):  # first halves, and second ones
+            for _ in range(16):
+                missed = num_rows * misses // 16
+                shared.add_step([(4, 3, missed), (4, 4, num_rows - missed)])
+    assert shared.rate == pytest.approx(1 - (8 + 2) / 32 / 4, abs=0.012)
+
+
 def test_buckets_of_rows() -> None:
     assert [row_bucket(n) for n in (1, 7, 8, 9, 12, 13, 17, 24, 25, 33, 200, 256)] == [
         *(1, 7, 8, 12, 12, 16, 24, 24, 32, 48, 256, 256)
