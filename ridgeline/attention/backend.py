@@ -144,6 +144,17 @@ class TakesProduct(AttentionBackend, Protocol):
         ...
 
 
+@runtime_checkable
+class AttendsLast(AttentionBackend, Protocol):
+    """A backend that can answer a step's last token alone, where nobody asks for the others."""
+
+    def attend_last(
+        self, q_1HD: torch.Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec
+    ) -> torch.Tensor | None:
+        """Of the one request of the step, [1, H, D]. None: not with this plan."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
     """What the kernels are compiled for; `spec` has this rank's numbers of heads."""

@@ -73,14 +73,20 @@ class MixedLayout:
 
 
 @dataclass(slots=True)
-class ForwardBatch:
-    """What the decoder gets for one step.
+class Wanted:
+    """The tokens of a step whose hidden states are asked for. `is_last`: the step is one request's,
+    and this is its last token."""
 
-    `wanted_R` are the tokens whose hidden states are asked for; None: all in order. What the last
-    layer does behind its attention is done for them alone.
-    """
+    rows_R: torch.Tensor  # int64
+    is_last: bool = False
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """What the decoder gets for one step. What the last layer does behind its attention is done for
+    the tokens that are `wanted` alone; None: all in order."""
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64
     layout: AttentionLayout | DecodeLayout | MixedLayout
-    wanted_R: torch.Tensor | None = None  # int64
+    wanted: Wanted | None = None

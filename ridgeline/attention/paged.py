@@ -101,6 +101,10 @@ class PagedPlan:
     long: SdpaPlan | None = None
     whole_T: torch.Tensor | None = None
 
+    @property
+    def is_long_alone(self) -> bool:
+        return self.long is not None and self.decodes is None and self.prompts is None
+
 
 class PagedAttention:
     """Layers that share a plan run one after the other."""
@@ -187,6 +191,10 @@ class PagedAttention:
             return attend_whole(q_THD, layer_kv, plan.whole_T, spec)
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not read in place")
+        if plan.long is not None and plan.is_long_alone:
+            lone_THD = self._torch.attend_lone(q_THD, layer_kv, plan.long, spec)
+            if lone_THD is not None:
+                return lone_THD
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         scale, device = softmax_scale(spec), q_THD.device
         if plan.decodes is not None:
@@ -205,6 +213,13 @@ class PagedAttention:
         if plan.long is not None:
             self._torch.attend_rows(q_THD, layer_kv, plan.long, spec, out_THD)
         return out_THD
+
+    def attend_last(
+        self, q_1HD: torch.Tensor, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec
+    ) -> torch.Tensor | None:
+        if plan.long is None or not plan.is_long_alone:
+            return None
+        return self._torch.attend_last(q_1HD, layer_kv, plan.long, spec)
 
     def takes_product(
         self, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec, dtype: torch.dtype

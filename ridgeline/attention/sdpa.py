@@ -126,6 +126,29 @@ class SdpaAttention:
         self.attend_rows(q_THD, layer_kv, plan, spec, out_THD)
         return out_THD
 
+    def attend_last(
+        self, q_1HD: torch.Tensor, layer_kv: LayerKV, plan: SdpaPlan, spec: AttentionSpec
+    ) -> torch.Tensor | None:
+        if plan.short or len(plan.long) != 1:
+            return None
+        (piece,) = plan.long
+        length = piece.num_keys if plan.window is None else min(piece.num_keys, plan.window)
+        slots = piece.slots[piece.num_keys - length : piece.num_keys]
+        alone = ShortTile(None, 1, 1, length, slots, None)
+        return _attend_short(q_1HD, layer_kv, alone, softmax_scale(spec))
+
+    def attend_lone(
+        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: SdpaPlan, spec: AttentionSpec
+    ) -> torch.Tensor | None:
+        """Of a step that is one prompt, by cuDNN, whose result `attend_rows` copies. None: it is
+        not, or not for cuDNN."""
+        if plan.short or len(plan.long) != 1 or not plan.long[0].padded:
+            return None
+        if not suits_cudnn(AttentionCase(spec, q_THD.dtype, q_THD.device)):
+            return None
+        (piece,) = plan.long
+        return _attend_cudnn(q_THD, layer_kv.gather(piece.slots), piece, softmax_scale(spec))
+
     def attend_rows(
         self,
         q_THD: torch.Tensor,
@@ -310,7 +333,7 @@ def _attend_long(
 ) -> None:
     kv_n2KD, scale = layer_kv.gather(piece.slots), softmax_scale(spec)
     if piece.padded and suits_cudnn(AttentionCase(spec, q_THD.dtype, q_THD.device)):
-        _attend_cudnn(q_THD, kv_n2KD, piece, scale, out_THD)
+        out_THD[piece.start : piece.stop] = _attend_cudnn(q_THD, kv_n2KD, piece, scale)
         return
     kv_n2KD = kv_n2KD[: piece.num_keys]
     num_kv_heads, head_dim = kv_n2KD.shape[2], kv_n2KD.shape[3]
@@ -347,17 +370,14 @@ def _attend_long(
 
 
 def _attend_cudnn(
-    q_THD: torch.Tensor,
-    kv_n2KD: torch.Tensor,
-    piece: LongPiece,
-    scale: float,
-    out_THD: torch.Tensor,
-) -> None:
+    q_THD: torch.Tensor, kv_n2KD: torch.Tensor, piece: LongPiece, scale: float
+) -> torch.Tensor:
+    """[Q, H, D]"""
     num_new = piece.stop - piece.start
     q_QHD = q_THD[piece.start : piece.stop]
     if piece.padded > num_new:
         q_QHD = torch.cat((q_QHD, q_QHD[-1:].expand(piece.padded - num_new, -1, -1)))
-    out_THD[piece.start : piece.stop] = _by_cudnn(q_QHD, kv_n2KD, scale)[:num_new]
+    return _by_cudnn(q_QHD, kv_n2KD, scale)[:num_new]
 
 
 def _by_cudnn(q_QHD: torch.Tensor, kv_n2KD: torch.Tensor, scale: float) -> torch.Tensor:

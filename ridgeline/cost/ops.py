@@ -7,7 +7,9 @@ all pipeline stages are listed, because a token passes them all.
 Formulas: a matrix product of [M, k] and [k, n] takes 2 M n k operations and moves its weights, its
 input and its output once; decode attention reads every visible key and value once; causal prefill
 attention computes the visible pairs and reads each visible key once per chunk. Expected experts
-with work: X (1 - (1 - k/X)^M), if tokens choose at random.
+with work: X (1 - (1 - k/X)^M), if tokens choose at random. Behind the last layer's attention only
+rows that need logits are computed; its attention is counted whole, although a backend may leave
+out what nobody needs of it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ridgeline.attention.layout import AttentionLayout, ForwardBatch
+from ridgeline.attention.layout import AttentionLayout, ForwardBatch, Wanted
 from ridgeline.errors import check
 from ridgeline.executor.decode_graphs import CapturedStep
 from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST, MixedStep
@@ -323,8 +323,10 @@ class BatchBuilder:
             query_start_B1=sent[3],
             decode_lens_B=sent[4],
         )
-        wanted_R = None if step.wanted_R is None else sent[5]
-        return ForwardBatch(token_ids_T, sent[1], layout, wanted_R)
+        wanted = None
+        if step.wanted_R is not None:
+            wanted = Wanted(sent[5], is_last=len(step.wanted_R) == len(starts) == 1)
+        return ForwardBatch(token_ids_T, sent[1], layout, wanted)
 
     def _known_tokens(
         self, scheduled: Sequence[ScheduledRequest], rows: list[Row]

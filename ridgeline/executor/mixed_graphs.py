@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ridgeline.attention import AttentionCase, CapturedBackend, Pieces, TakesWhole
-from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout
+from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout, Wanted
 from ridgeline.devices import Device
 from ridgeline.errors import InternalError
 from ridgeline.executor.device_tables import DeviceTables
@@ -49,7 +49,8 @@ KNOWN_TO_HOST = -1
 class MixedStep:
     """What the host knows of a step: arrays over its T tokens (int64), over its B requests, and
     the same slots for each KV group. `sources_T` is the row whose last token this one is, where
-    only the device knows it, else -1. `wanted_R`: as in ForwardBatch."""
+    only the device knows it, else -1. `wanted_R` are the tokens whose hidden states are asked for;
+    None: all."""
 
     token_ids_T: Array
     sources_T: Array
@@ -318,7 +319,7 @@ class MixedGraphs:
         known = sent.sources_T < 0
         last_ids_T = self._rows.last_ids_N.index_select(0, sent.sources_T.clamp(min=0))
         token_ids_T = sent.token_ids_T.where(known, last_ids_T)
-        batch = ForwardBatch(token_ids_T, sent.positions_T, layout, sent.wanted_R)
+        batch = ForwardBatch(token_ids_T, sent.positions_T, layout, Wanted(sent.wanted_R))
         hidden_RE = self._decoder.forward(batch, self._kv)
         self._hidden[: len(hidden_RE)].copy_(hidden_RE)
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import AttentionBackend, TakesProduct
+from ridgeline.attention.backend import AttendsLast, AttentionBackend, TakesProduct
+from ridgeline.attention.layout import Wanted
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
@@ -69,6 +70,7 @@ class Attention:
         self.spec = replace(spec, num_heads=q_heads.length, num_kv_heads=kv_heads.length)
         self.backend = backend
         self._of_product = backend if isinstance(backend, TakesProduct) else None
+        self._of_last = backend if isinstance(backend, AttendsLast) else None
         head_dim = spec.head_dim
         bias = "_bias" if spec.qkv_bias else None
         shards = {"q": q_heads, "k": kv_heads, "v": kv_heads}
@@ -98,20 +100,25 @@ class Attention:
         norm: RMSNorm,
         step: AttentionStep,
         layer_kv: LayerKV,
-        wanted_R: torch.Tensor | None = None,
+        wanted: Wanted | None = None,
     ) -> None:
-        """Adds attention of the normed states; writes new keys and values to the cache. With
-        `wanted_R` only these tokens are left afterwards."""
-        out_THD = self._attend(self.qkv.of_normed(hidden, norm), step, layer_kv)
+        """Adds attention of the normed states; writes new keys and values to the cache. Only the
+        tokens that are `wanted` are left afterwards."""
+        is_last = wanted is not None and wanted.is_last
+        out_THD = self._attend(self.qkv.of_normed(hidden, norm), step, layer_kv, is_last=is_last)
         out_TC = out_THD.reshape(len(out_THD), self.q_size)
-        if wanted_R is not None:
-            hidden.keep(wanted_R)
-            if not len(wanted_R):
+        if wanted is not None:
+            hidden.keep(wanted.rows_R)
+            if not len(wanted.rows_R):
                 return
-            out_TC = out_TC.index_select(0, wanted_R)
+            is_alone = is_last and len(out_TC) == 1
+            out_TC = out_TC if is_alone else out_TC.index_select(0, wanted.rows_R)
         self.out.add_to(hidden, out_TC)
 
-    def _attend(self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV) -> torch.Tensor:
+    def _attend(
+        self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV, *, is_last: bool = False
+    ) -> torch.Tensor:
+        """[T, H, D]; `is_last`: perhaps of the last token alone."""
         backend = self._of_product
         if step.turned_T1D is None:
             if backend is not None and backend.takes_product(
@@ -123,6 +130,10 @@ class Attention:
         else:
             q_THD = self._turn(qkv_TC, *step.turned_T1D)
             layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
+        if is_last and self._of_last is not None:
+            out_1HD = self._of_last.attend_last(q_THD[-1:], layer_kv, step.plan, self.spec)
+            if out_1HD is not None:
+                return out_1HD
         return self.backend.attend(q_THD, layer_kv, step.plan, self.spec)
 
     def _turn_and_write(

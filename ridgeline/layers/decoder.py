@@ -17,7 +17,7 @@ from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.architectures.stored_config import tensors_read
 from ridgeline.attention.backend import AttentionBackend
-from ridgeline.attention.layout import ForwardBatch
+from ridgeline.attention.layout import ForwardBatch, Wanted
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache, LayerKV
@@ -58,10 +58,10 @@ class DecoderLayer:
         hidden: Hidden,
         step: AttentionStep,
         layer_kv: LayerKV,
-        wanted_R: torch.Tensor | None = None,
+        wanted: Wanted | None = None,
     ) -> None:
-        """Adds to `hidden` what the layer adds; with `wanted_R` these tokens alone are left."""
-        self.attention(hidden, self.input_norm, step, layer_kv, wanted_R)
+        """Adds to `hidden` what the layer adds; the tokens that are `wanted` alone are left."""
+        self.attention(hidden, self.input_norm, step, layer_kv, wanted)
         if len(hidden.sum_TE):
             self.feed_forward(hidden, self.post_norm)
 
@@ -288,8 +288,7 @@ class Decoder:
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, kv: KVCache) -> None:
         """Fills the cache, and no more. As `forward_logits` it can be captured."""
-        nothing_R = batch.token_ids_T[:0]
-        self._forward(replace(batch, wanted_R=nothing_R), kv)
+        self._forward(replace(batch, wanted=Wanted(batch.token_ids_T[:0])), kv)
 
     @torch.inference_mode()
     def forward_tapped(
@@ -303,7 +302,7 @@ class Decoder:
                 if wanted == index:
                     out_nTE[place].copy_(hidden.whole())
 
-        check(batch.wanted_R is None, "taps are of all tokens")
+        check(batch.wanted is None, "taps are of all tokens")
         hidden = self._forward(batch, kv, before=tap)
         tap(len(self.layers), hidden)
         return hidden.whole()
@@ -332,7 +331,7 @@ class Decoder:
             layer_kv = kv.layers[index]
             step = steps[layer_kv.group, self.rotation_of_layer[index]]
             is_last = index == len(layers) - 1
-            layer(hidden, step, layer_kv, batch.wanted_R if is_last else None)
+            layer(hidden, step, layer_kv, batch.wanted if is_last else None)
         return hidden
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,8 +11,10 @@ import torch
 from torch.nn import attention as torch_attention
 
 from ridgeline.architectures import read_spec
+from ridgeline.attention import sdpa
 from ridgeline.attention.layout import MixedLayout
-from ridgeline.attention.paged import PagedAttention
+from ridgeline.attention.paged import PagedAttention, PagedPlan
+from ridgeline.attention.sdpa import LongPiece, SdpaPlan
 from ridgeline.executor.mixed_graphs import LONGEST_PIECE, MixedStep, _has_long, _is_whole
 from tests.tiny_model import tiny_config
 
@@ -77,3 +79,33 @@ def test_which_steps_have_a_long_new_prompt() -> None:
     assert _has_long(step([0, 1], [1, most + 1], [9, most + 1]))
     assert not _has_long(step([0, 1], [1, most], [9, most]))
     assert not _has_long(step([0, 1], [1, most + 1], [9, most + 2]))  # with tokens before it
+
+
+@pytest.mark.parametrize("num_new", [9, 16])
+def test_a_long_prompt_alone_is_answered_without_a_copy(
+    num_new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled up or not; its last token by itself; and as it was beside others."""
+    monkeypatch.setattr(torch_attention, "sdpa_kernel", lambda _: nullcontext())
+    monkeypatch.setattr(sdpa, "suits_cudnn", lambda case: True)
+    store: Any = Store()
+    store.views = ()
+    shape = (num_new, SPEC.num_heads, SPEC.head_dim)
+    q = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    order = torch.randperm(NUM_SLOTS - 1, generator=torch.Generator().manual_seed(2)) + 1
+    slots = order[:num_new]
+    filled = torch.cat((slots, slots[-1:].expand(16 - num_new)))
+    piece = LongPiece(0, num_new, filled, num_new, plain=True, padded=16)
+    plan = PagedPlan(None, None, None, SdpaPlan(None, (), (piece,), None))
+    backend, want = PagedAttention(), plainly(q, store.kv[slots])
+    got = backend.attend(q, store, plan, SPEC)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    last = backend.attend_last(q[-1:], store, plan, SPEC)
+    assert last is not None
+    torch.testing.assert_close(last, want[-1:], rtol=1e-4, atol=1e-4)
+    copied = torch.full_like(q, torch.nan)
+    assert plan.long is not None
+    backend._torch.attend_rows(q, store, plan.long, SPEC, copied)
+    assert torch.equal(copied, got)
+    beside = PagedPlan(None, cast("Any", "decodes"), None, plan.long)
+    assert backend.attend_last(q[-1:], store, beside, SPEC) is None

@@ -41,8 +41,8 @@ class Silent:
         self.rows_VV = torch.randn(VOCAB, VOCAB, device="cuda")
 
     def forward(self, batch: Any, kv: KVCache) -> torch.Tensor:
-        wanted_R, ids_T = batch.wanted_R, batch.token_ids_T
-        return self.rows_VV.index_select(0, ids_T if wanted_R is None else ids_T[wanted_R])
+        wanted, ids_T = batch.wanted, batch.token_ids_T
+        return self.rows_VV.index_select(0, ids_T if wanted is None else ids_T[wanted.rows_R])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float()

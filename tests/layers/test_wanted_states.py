@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from ridgeline.architectures import read_spec
+from ridgeline.attention.layout import Wanted
+from ridgeline.attention.sdpa import SdpaAttention
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.norm import RMSNorm
@@ -28,8 +31,9 @@ PROMPTS = {"a": 1, "b": 23, "c": 6}  # tokens 0, 1 .. 23, 24 .. 29
 WANTED = {"ends": [0, 23, 29], "one": [23], "any order": [29, 3, 4, 0], "none": []}
 
 
-def drivers(name: str, num: int) -> Iterator[Driver]:
-    decoder = build_decoder(read_spec(CONFIGS[name], max_model_len=128), max_model_len=128)
+def drivers(name: str, num: int, backend: str = "auto") -> Iterator[Driver]:
+    spec = read_spec(CONFIGS[name], max_model_len=128)
+    decoder = build_decoder(spec, max_model_len=128, backend=backend)
     decoder.randomize(7)
     for _ in range(num):
         driver = Driver(decoder, poison=False)
@@ -50,7 +54,7 @@ def test_wanted_states_are_those_of_a_whole_step(name: str, wanted: str) -> None
     ours, whole = drivers(name, 2)
     batch = ours.batch(prompts())
     places = torch.tensor(WANTED[wanted], dtype=torch.int64, device=ours.decoder.device)
-    got = ours.decoder.forward(replace(batch, wanted_R=places), ours.kv)
+    got = ours.decoder.forward(replace(batch, wanted=Wanted(places)), ours.kv)
     want = whole.decoder.forward(whole.batch(prompts()), whole.kv)
     assert got.shape == (len(places), want.shape[1])
     torch.testing.assert_close(got, want[places], rtol=1e-4, atol=1e-5)
@@ -80,7 +84,7 @@ def test_the_last_layer_works_for_wanted_tokens_alone(
         count_rows(layer.feed_forward, seen, monkeypatch)
     batch = driver.batch(prompts())
     if wanted is not None:
-        batch.wanted_R = torch.tensor(wanted, dtype=torch.int64, device=decoder.device)
+        batch.wanted = Wanted(torch.tensor(wanted, dtype=torch.int64, device=decoder.device))
     decoder.forward(batch, driver.kv)
     assert seen == [30] * (len(decoder.layers) - 1) + [rows] * (rows > 0)
 
@@ -100,8 +104,53 @@ def test_of_early_layers_it_is_the_last_of_those() -> None:
     ours, whole = drivers("llama", 2)
     decoder: Decoder = ours.decoder
     places = torch.tensor([29, 0], device=decoder.device)
-    batch = replace(ours.batch(prompts()), wanted_R=places)
+    batch = replace(ours.batch(prompts()), wanted=Wanted(places))
     out = torch.empty(30, VOCAB, device=decoder.device)
     got = decoder.forward_logits(batch, ours.kv, out[:2], num_layers=2)
     want = decoder.forward_logits(whole.batch(prompts()), whole.kv, out.clone(), num_layers=2)
     torch.testing.assert_close(got, want[places], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [0, 11])
+@pytest.mark.parametrize("num_new", [1, 8, 9, 40])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_the_last_token_of_one_prompt_alone(
+    backend: str, name: str, num_new: int, before: int
+) -> None:
+    """Also behind others of it, and where it sees a window of them."""
+    rng = random.Random(num_new)
+    ours, whole = drivers(name, 2, backend)
+    ids = [rng.randrange(3, VOCAB) for _ in range(before + num_new)]
+    if before:
+        for driver in (ours, whole):
+            driver.step({"a": ids[:before]})
+    batch = ours.batch({"a": ids[before:]})
+    place = torch.tensor([num_new - 1], device=ours.decoder.device)
+    batch.wanted = Wanted(place, is_last=True)
+    got = ours.decoder.forward(batch, ours.kv)
+    want = whole.decoder.forward(whole.batch({"a": ids[before:]}), whole.kv)
+    torch.testing.assert_close(got, want[-1:], rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(ours.kv.stores, whole.kv.stores, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_attention_of_the_last_layer_is_asked_for_the_last_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (driver,) = drivers("llama", 1, "sdpa")
+    seen, attend = list[int](), SdpaAttention.attend_last
+
+    def counted(self: SdpaAttention, q_1HD: torch.Tensor, *about: Any) -> torch.Tensor | None:
+        out = attend(self, q_1HD, *about)
+        assert out is not None
+        seen.append(len(out))
+        return out
+
+    monkeypatch.setattr(SdpaAttention, "attend_last", counted)
+    for num_new, wanted in ((20, Wanted(torch.tensor([19]), is_last=True)), (20, None)):
+        batch = driver.batch({f"a{wanted is None}": list(range(3, 3 + num_new))})
+        batch.wanted = wanted
+        driver.decoder.forward(batch, driver.kv)
+    assert seen == [1]
