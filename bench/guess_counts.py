@@ -57,8 +57,7 @@ class Counts:
             self.by_guesses[row.num_draft] = self.by_guesses.get(row.num_draft, 0) + 1
             self.context += row.start
             if row.num_draft:
-                there, _ = result.checked.get(row.request_id, (row.num_draft, 0))
-                self._count(min(there, got.num_looked), got.num_right)
+                self._count(got.num_looked, got.num_right)
 
     def _count(self, num_looked: int, num_right: int) -> None:
         while len(self.tried) < num_looked:

@@ -95,10 +95,12 @@ class GuessTotals:
 
 
 class Taken(NamedTuple):
-    """A row of a step with guesses: `num_sampled` tokens came out, `num_taken` of them up to where
-    the answer ends."""
+    """A row of a step with guesses: so many were planned, of which `num_there` were looked at (a
+    look-up may have found fewer, or none); `num_sampled` tokens came out, `num_taken` of them up to
+    where the answer ends."""
 
     num_guesses: int
+    num_there: int
     num_sampled: int
     num_taken: int
 
@@ -110,7 +112,7 @@ class Taken(NamedTuple):
     @property
     def num_looked(self) -> int:
         """The same and the first wrong one, if the answer goes so far."""
-        return min(self.num_guesses, self.num_taken)
+        return min(self.num_there, self.num_taken)
 
 
 def rows_taken(
@@ -118,12 +120,13 @@ def rows_taken(
 ) -> Iterator[tuple[ScheduledRequest, Taken]]:
     """Each row that got tokens. One that ended while the step was under way gets none, whatever
     came out."""
-    sampled = result.token_ids
+    sampled, checked = result.token_ids, result.checked
     num_taken = {output.request_id: len(output.new_token_ids) for output in outputs}
     for row in plan.scheduled:
         name = row.request_id
         if (num := num_taken.get(name)) and name in sampled:  # of beams the best ones are told
-            yield row, Taken(row.num_draft, len(sampled[name]), num)
+            num_there = checked[name][0] if row.num_draft and name in checked else row.num_draft
+            yield row, Taken(row.num_draft, num_there, len(sampled[name]), num)
 
 
 @dataclass(frozen=True, slots=True)

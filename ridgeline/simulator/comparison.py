@@ -212,7 +212,8 @@ def _speculation(log: EventLog) -> Speculation | None:
         if isinstance(event, Collected) and event.result is not None:
             plan = drafts[event.step_id]
             for _, row in rows_taken(plan, event.result, event.outputs):
-                for position in range(row.num_looked):  # those behind a wrong one were not tried
+                # Those behind a wrong one were not tried; one that was not there gave as little.
+                for position in range(min(row.num_guesses, row.num_taken)):
                     looked[position] += 1
                     right[position] += position < row.num_right
     asked = read_speculate(header.speculate)

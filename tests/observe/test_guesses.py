@@ -81,6 +81,19 @@ def test_the_gain_is_over_plain_steps_that_have_run_here() -> None:
     assert "measured speed" in words
 
 
+def test_what_a_look_up_has_not_found_was_not_wrong() -> None:
+    """Of three rows with four guesses planned: nothing was there, two that were right, and three of
+    which the second was wrong."""
+    pricing = Pricing(price)
+    got = result(1, 3, 2)
+    got.checked.update({"0": (0, 0), "1": (2, 2), "2": (2, 1)})
+    run(pricing, plan(1, 4, 4, 4), got, seconds=1.0)
+    totals = pricing.totals.guesses
+    assert totals.num_looked[:4] == [2, 2, 0, 0]
+    assert totals.num_right[:4] == [2, 1, 0, 0]
+    assert (totals.num_guesses, totals.num_accepted, totals.num_tokens) == (12, 3, 6)
+
+
 def test_between_two_snapshots() -> None:
     pricing = Pricing(price)
     run(pricing, plan(1, 2), result(3), seconds=1.0)
