@@ -102,8 +102,9 @@ class PagedPlan:
     whole_T: torch.Tensor | None = None
 
     @property
-    def is_long_alone(self) -> bool:
-        return self.long is not None and self.decodes is None and self.prompts is None
+    def torch_alone(self) -> SdpaPlan | None:
+        """`long`, if there is nothing beside it."""
+        return self.long if self.decodes is None and self.prompts is None else None
 
 
 class PagedAttention:
@@ -191,8 +192,8 @@ class PagedAttention:
             return attend_whole(q_THD, layer_kv, plan.whole_T, spec)
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not read in place")
-        if plan.long is not None and plan.is_long_alone:
-            lone_THD = self._torch.attend_lone(q_THD, layer_kv, plan.long, spec)
+        if (alone := plan.torch_alone) is not None:
+            lone_THD = self._torch.attend_lone(q_THD, layer_kv, alone, spec)
             if lone_THD is not None:
                 return lone_THD
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -217,9 +218,9 @@ class PagedAttention:
     def attend_last(
         self, q_1HD: torch.Tensor, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec
     ) -> torch.Tensor | None:
-        if plan.long is None or not plan.is_long_alone:
+        if (alone := plan.torch_alone) is None:
             return None
-        return self._torch.attend_last(q_1HD, layer_kv, plan.long, spec)
+        return self._torch.attend_last(q_1HD, layer_kv, alone, spec)
 
     def takes_product(
         self, layer_kv: LayerKV, plan: PagedPlan, spec: AttentionSpec, dtype: torch.dtype

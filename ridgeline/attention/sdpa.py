@@ -83,6 +83,11 @@ class SdpaPlan:
     long: tuple[LongPiece, ...]
     band: Bias | None
 
+    @property
+    def lone(self) -> LongPiece | None:
+        """All that there is, if it is one piece."""
+        return self.long[0] if len(self.long) == 1 and not self.short else None
+
 
 class SdpaAttention:
     name = "sdpa"
@@ -129,9 +134,8 @@ class SdpaAttention:
     def attend_last(
         self, q_1HD: torch.Tensor, layer_kv: LayerKV, plan: SdpaPlan, spec: AttentionSpec
     ) -> torch.Tensor | None:
-        if plan.short or len(plan.long) != 1:
+        if (piece := plan.lone) is None:
             return None
-        (piece,) = plan.long
         length = piece.num_keys if plan.window is None else min(piece.num_keys, plan.window)
         slots = piece.slots[piece.num_keys - length : piece.num_keys]
         alone = ShortTile(None, 1, 1, length, slots, None)
@@ -142,11 +146,9 @@ class SdpaAttention:
     ) -> torch.Tensor | None:
         """Of a step that is one prompt, by cuDNN, whose result `attend_rows` copies. None: it is
         not, or not for cuDNN."""
-        if plan.short or len(plan.long) != 1 or not plan.long[0].padded:
+        piece, case = plan.lone, AttentionCase(spec, q_THD.dtype, q_THD.device)
+        if piece is None or not piece.padded or not suits_cudnn(case):
             return None
-        if not suits_cudnn(AttentionCase(spec, q_THD.dtype, q_THD.device)):
-            return None
-        (piece,) = plan.long
         return _attend_cudnn(q_THD, layer_kv.gather(piece.slots), piece, softmax_scale(spec))
 
     def attend_rows(
