@@ -225,7 +225,8 @@ def build(
     if log is not None:
         engine.journals.append(Recorder(log.write, header, secrets.token_bytes(32)))
     watch = observatory(header, Meter(pricer))
-    watch.pricing.followers.append(learned)
+    if scheduler.policy.needs_promise:
+        watch.pricing.followers.append(learned)
     if chooser is not None:
         watch.pricing.followers.append(chooser)
     engine.journals += watch.journals

@@ -130,10 +130,11 @@ class _InFlight:
 
 
 class Pricing:
-    """Prices every step as it is planned and measures it when it is over; one of the engine's
-    journals. `graph_sizes` are the batch sizes that captured graphs exist for, if any;
-    `decodes_price` is a quicker way to what `price` says of a step that only decodes, `draft_price`
-    is what making guesses takes before they are checked."""
+    """Prices every step that is planned and measures it when it is over; one of the engine's
+    journals. Where the device computes beside the host, a step is priced once it is sent off, so
+    that nobody waits for that. `graph_sizes` are the batch sizes that captured graphs exist for, if
+    any; `decodes_price` is a quicker way to what `price` says of a step that only decodes,
+    `draft_price` is what making guesses takes before they are checked."""
 
     def __init__(
         self,
@@ -154,8 +155,9 @@ class Pricing:
         self._check: tuple[tuple[float, ...], StepPrice] | None = None
         self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
         self._ran: dict[int, PricedStep] = {}  # of these, what they took
-        self._in_submit = computes_in_submit
+        self.computes_in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
+        self._planned: deque[tuple[StepPlan, float]] = deque()  # not priced yet
         self._in_flight: deque[_InFlight] = deque()
         self._live: set[str] = set()
         self._busy_since = 0.0  # since when there has been work, without a break
@@ -163,6 +165,7 @@ class Pricing:
     @property
     def running(self) -> Running | None:
         """What the device is at, as far as the host can know."""
+        self._price_planned()
         if not self._in_flight:
             return None
         step = self._in_flight[0]
@@ -180,17 +183,20 @@ class Pricing:
         self._live.discard(request_id)
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
-        if not plan.scheduled:
-            return
-        if plan.decodes is not None and self._decodes_price is not None:
-            price = self._decodes_price(plan.decodes.starts)
-            num_rows, alone_s = len(plan.scheduled), price.expected_s
-            self._in_flight.append(_InFlight(plan, num_rows, now, price, (), alone_s))
-            return
-        self._in_flight.append(self._priced(plan, now))
+        if plan.scheduled:
+            self._planned.append((plan, now))
+        if self.computes_in_submit:
+            self._price_planned()
+
+    def _price_planned(self) -> None:
+        while self._planned:
+            self._in_flight.append(self._priced(*self._planned.popleft()))
 
     def _priced(self, plan: StepPlan, now: float) -> _InFlight:
         rows = plan.scheduled
+        if plan.decodes is not None and self._decodes_price is not None:
+            price = self._decodes_price(plan.decodes.starts)
+            return _InFlight(plan, len(rows), now, price, (), price.expected_s)
         num_logits = sum([entry.num_draft + 1 for entry in rows if entry.samples])
         has_guesses = any(entry.num_draft for entry in rows)
         if has_guesses and num_logits == sum([entry.num_tokens for entry in rows]):
@@ -252,7 +258,8 @@ class Pricing:
         return self._price(rest, len(rest)).expected_s
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
-        if self._in_submit:
+        self._price_planned()
+        if self.computes_in_submit:
             self._over(plan.step_id, now)
 
     def on_collect(
@@ -263,7 +270,8 @@ class Pricing:
         error: str | None,
         now: float,
     ) -> None:
-        if not self._in_submit:
+        self._price_planned()
+        if not self.computes_in_submit:
             self._over(plan.step_id, now, has_failed=error is not None)
         if plan.step_id in self._plain_s:
             self._count_check(plan, result, outputs)

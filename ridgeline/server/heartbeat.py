@@ -50,7 +50,9 @@ class Heartbeat:
         """The step in flight goes on."""
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
-        self._write()
+        """Steps that go on beside the host are priced when they are sent off, and not before."""
+        if self._pricing.computes_in_submit:
+            self._write()
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
         self._write()

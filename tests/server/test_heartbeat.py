@@ -69,6 +69,8 @@ def test_a_page_that_is_being_written_is_not_believed(page: int) -> None:
     pricing, heartbeat, reader = pair(page, in_submit=False)
     for journal in (pricing, heartbeat):
         journal.on_plan(plan(1, 8), 10.0)
+        journal.on_submitted(plan(1, 8), 10.1)
+    assert reader.read() is not None
     odd = SEQUENCE.unpack_from(heartbeat._page, 0)[0] + 1
     SEQUENCE.pack_into(heartbeat._page, 0, odd)
     assert reader.read() is None
