@@ -95,8 +95,7 @@ def resolve_sampling(
                     code="invalid_token_id",
                 )
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-    resolved = replace(sampling, max_tokens=max_tokens, seed=seed)
-    return resolved.with_end_tokens(end_token_ids)
+    return sampling.resolved(max_tokens, seed, end_token_ids)
 
 
 def _pairs(sampling: SamplingParams) -> list[tuple[int, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from typing import NoReturn, TypeVar, dataclass_transform
@@ -191,11 +191,17 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def with_end_tokens(self, end_token_ids: Iterable[int]) -> SamplingParams:
-        """The same with the model's own end tokens among `stop_token_ids`, unless ignored."""
-        if self.ignore_eos:
-            return self
-        return replace(self, stop_token_ids=frozenset(self.stop_token_ids) | set(end_token_ids))
+    def resolved(self, max_tokens: int, seed: int, end_token_ids: Iterable[int]) -> SamplingParams:
+        """The same with what was open: numbers that are right, and, unless ignored, the model's own
+        end tokens among `stop_token_ids`. Nothing is checked once more: prompts wait for this."""
+        made, put = object.__new__(SamplingParams), object.__setattr__
+        for name in self.__slots__:
+            put(made, name, getattr(self, name))
+        put(made, "max_tokens", max_tokens)
+        put(made, "seed", seed)
+        if not self.ignore_eos:
+            put(made, "stop_token_ids", frozenset(self.stop_token_ids).union(end_token_ids))
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -102,9 +102,16 @@ def test_combinations_that_contradict_are_refused() -> None:
 
 def test_end_tokens_join_the_stop_tokens_unless_ignored() -> None:
     sampling = SamplingParams(stop_token_ids=[5])
-    assert sampling.with_end_tokens([2]).stop_token_ids == frozenset({2, 5})
+    assert sampling.resolved(9, 0, [2]).stop_token_ids == frozenset({2, 5})
     ignoring = SamplingParams(stop_token_ids=[5], ignore_eos=True)
-    assert ignoring.with_end_tokens([2]) is ignoring
+    assert ignoring.resolved(9, 0, [2]).stop_token_ids == frozenset({5})
+
+
+def test_what_is_resolved_equals_what_was_asked_but_for_what_was_open() -> None:
+    sampling = SamplingParams(temperature=0.5, stop=["a"], logit_bias={7: 1.0}, n=2, min_p=0.1)
+    resolved = sampling.resolved(9, 4, ())
+    assert resolved == replace(sampling, max_tokens=9, seed=4)
+    assert (sampling.max_tokens, sampling.seed) == (16, None)
 
 
 def test_how_far_a_request_has_got() -> None:

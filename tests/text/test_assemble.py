@@ -44,7 +44,7 @@ def output(ids: tuple[int, ...], reason: FinishReason | None = None) -> RequestO
 
 
 def assembler(**options: Any) -> SampleAssembler:
-    sampling = SamplingParams(**({"max_tokens": 1000} | options)).with_end_tokens([EOS])
+    sampling = SamplingParams(**options).resolved(1000, 0, [EOS])
     return SampleAssembler(TOKENIZER, sampling, (1,), end_token_ids=[EOS])
 
 
@@ -143,7 +143,7 @@ def test_the_first_min_tokens_are_not_searched() -> None:
 
 
 def test_without_a_tokenizer_there_are_ids_only() -> None:
-    sampling = SamplingParams(max_tokens=9).with_end_tokens([EOS])
+    sampling = SamplingParams().resolved(9, 0, [EOS])
     sample = SampleAssembler(None, sampling, (1,), end_token_ids=[EOS])
     assert sample.push(output((5, 6))) == Delta("", (5, 6), output((5, 6)).logprobs)
     assert sample.push(output((7, EOS), FinishReason.STOP)).token_ids == (7,)
