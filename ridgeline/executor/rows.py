@@ -109,8 +109,8 @@ class Rows:
             prompt, output = known_ids[:num_prompt], known_ids[num_prompt:]
             row.sampling.counts_slot = self.counts.open(prompt, output)
         if self.history is not None:
-            ids = self._transfer.send(known_ids.astype(np.int32))
-            self.history.tokens_NL[row.slot, : len(known_ids)].copy_(ids)
+            ids = known_ids.astype(np.int32)
+            self._transfer.send_into(ids, self.history.tokens_NL[row.slot, : len(ids)])
             self.history.lens_N[row.slot] = len(known_ids)
             self.history.found_N[row.slot] = 0
 

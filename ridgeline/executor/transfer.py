@@ -17,6 +17,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Event = Any  # a handle of the driver
 
 MOST_KINDS = 256  # of buffers that are kept: sizes and dtypes
+MOST_SENT = 1 << 20  # bytes of one copy through a buffer that is kept
+MOST_UNMARKED = 64  # buffers in use, with no mark behind them yet: who never sets one gets no more
 _ALIGNMENT = 16  # bytes; the largest element that a view of the packed buffer may have
 
 
@@ -143,29 +145,37 @@ class CudaTransfer:
         for array in arrays:
             starts.append(size)
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
-        buffer = pinned.numpy()
+        kept = self._take_some(torch.uint8, size)
+        if kept is None:
+            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
+            buffer = pinned.numpy()
+        else:
+            buffer = kept.array
         for array, start in zip(arrays, starts, strict=True):
             room = buffer[start : start + array.nbytes].view(array.dtype)
             np.copyto(room.reshape(array.shape), array)
-        there = pinned.to(self._device, non_blocking=True)
+        if kept is None:
+            there = pinned.to(self._device, non_blocking=True)
+        else:
+            there = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self.calls.send(there.data_ptr(), kept.address, size)
         return [
             there[start : start + array.nbytes].view(_torch_dtype(array)).view(array.shape)
             for array, start in zip(arrays, starts, strict=True)
         ]
 
     def send_into(self, array: Array, target: torch.Tensor) -> None:
-        if not self._goes_by_driver(target):
+        kept = self._take_some(target.dtype, array.size) if _is_plain(target) else None
+        if kept is None:
             pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=self._pins)
             np.copyto(pinned.numpy().reshape(array.shape), array)
             target.copy_(pinned, non_blocking=True)
             return
-        buffer = self._take((target.dtype, target.shape))
-        np.copyto(buffer.array.reshape(array.shape), array)
-        self.calls.send(target.data_ptr(), buffer.address, buffer.array.nbytes)
+        np.copyto(kept.array[: array.size].reshape(array.shape), array)
+        self.calls.send(target.data_ptr(), kept.address, array.nbytes)
 
     def fetch(self, tensor: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor:
-        if not self._goes_by_driver(tensor):
+        if not _is_plain(tensor) or not 0 < tensor.nbytes <= MOST_BYTES:
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)
             return pinned.copy_(tensor, non_blocking=True)
         buffer = self._take((tensor.dtype, tensor.shape))
@@ -186,9 +196,11 @@ class CudaTransfer:
         for buffer in buffers:
             self._free.setdefault(buffer.key, []).append(buffer)
 
-    def _goes_by_driver(self, tensor: torch.Tensor) -> bool:
-        is_plain = tensor.dtype in _TORCH_DTYPES.values() and tensor.is_contiguous()
-        return is_plain and 0 < tensor.nbytes <= MOST_BYTES
+    def _take_some(self, dtype: torch.dtype, num: int) -> _Buffer | None:
+        """With room for so many numbers: a power of two of them, so that there are few kinds."""
+        if not 0 < num * dtype.itemsize <= MOST_SENT or len(self._used) >= MOST_UNMARKED:
+            return None
+        return self._take((dtype, torch.Size((1 << (num - 1).bit_length(),))))
 
     def _take(self, key: _Key) -> _Buffer:
         free = self._free.get(key)
@@ -201,11 +213,17 @@ class CudaTransfer:
         return buffer
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """The driver can copy it as it is."""
+    return tensor.is_contiguous() and tensor.dtype in _PLAIN
+
+
 _TORCH_DTYPES = {
     "int64": torch.int64,
     "int32": torch.int32,
     "float32": torch.float32,
 }
+_PLAIN = frozenset(_TORCH_DTYPES.values())
 
 
 def _torch_dtype(array: Array) -> torch.dtype:

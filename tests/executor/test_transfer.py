@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ridgeline.executor.transfer import MOST_KINDS, CudaTransfer
+from ridgeline.executor.transfer import (
+    MOST_KINDS,
+    MOST_SENT,
+    MOST_UNMARKED,
+    Array,
+    CudaTransfer,
+)
 from ridgeline.kernels.copies import MOST_BYTES
 
 CPU = torch.device("cpu")
@@ -102,15 +108,59 @@ def test_what_nobody_waits_for_is_over_before_its_memory_goes() -> None:
 def test_many_numbers_and_odd_ones_are_left_to_torch() -> None:
     queue = Queue()
     transfer = CudaTransfer(CPU, queue)
-    many = torch.zeros(MOST_BYTES // 8 + 1, dtype=torch.int64)
+    many = torch.zeros(MOST_SENT // 8 + 1, dtype=torch.int64)
     transfer.send_into(np.arange(len(many)), many)
     assert torch.equal(many, torch.arange(len(many)))
-    assert torch.equal(transfer.fetch(many), many)
+    assert transfer.send(np.arange(len(many)))[-1] == len(many) - 1
+    some = torch.arange(MOST_BYTES // 8 + 1)
+    assert torch.equal(transfer.fetch(some), some)
+    assert transfer.send(some[:0].numpy()).shape == (0,)
     odd = torch.arange(12.0).view(3, 4)
     assert torch.equal(transfer.fetch(odd.t()), odd.t())
     assert transfer.fetch(odd.bfloat16()).dtype == torch.bfloat16
     assert transfer.fetch(odd[:0]).shape == (0, 4)
     assert not queue.asked
+
+
+def test_what_is_sent_together_comes_apart_and_waits_for_its_turn() -> None:
+    queue = Queue()
+    transfer = CudaTransfer(CPU, queue)
+    arrays: list[Array] = [
+        np.arange(6).reshape(2, 3),
+        np.array([0.5], np.float32),
+        np.arange(5, dtype=np.int32),
+    ]
+    first = transfer.send_all(arrays)
+    for array in arrays:
+        array += 1  # it has been taken
+    second = transfer.send_all(arrays)
+    mark = transfer.mark()
+    assert mark is not None
+    mark.synchronize()
+    assert [x.tolist() for x in first] == [[[0, 1, 2], [3, 4, 5]], [0.5], [0, 1, 2, 3, 4]]
+    assert [x.tolist() for x in second] == [[[1, 2, 3], [4, 5, 6]], [1.5], [1, 2, 3, 4, 5]]
+    assert len(queue.asked) == 2
+
+
+def test_sizes_of_what_is_sent_share_few_buffers() -> None:
+    transfer = CudaTransfer(CPU, Queue())
+    for num in range(1, 1000):
+        there = transfer.send(np.arange(num))
+        mark = transfer.mark()
+        assert mark is not None
+        mark.synchronize()
+        mark.release()
+        assert len(there) == num
+    assert len(transfer._free) <= 14
+
+
+def test_who_never_sets_a_mark_does_not_pile_up_memory() -> None:
+    queue = Queue()
+    transfer = CudaTransfer(CPU, queue)
+    for num in range(3 * MOST_UNMARKED):
+        there = transfer.send(np.full(3, num))
+    assert there.tolist() == [num] * 3  # by torch, which keeps what it needs
+    assert len(transfer._used) == len(queue.asked) == MOST_UNMARKED
 
 
 def test_as_many_kinds_of_buffers_as_there_are_do_not_add_up() -> None:
