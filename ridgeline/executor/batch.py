@@ -18,7 +18,7 @@ from ridgeline.executor.decode_graphs import CapturedStep
 from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST, MixedStep
 from ridgeline.executor.rows import PADDING_ROW, Row, Rows
 from ridgeline.executor.transfer import Array, Transfer
-from ridgeline.sampling.batch import SamplingBatch, build_batch
+from ridgeline.sampling.batch import HostDraws, SamplingBatch, build_batch, host_draws
 from ridgeline.sampling.controls import RowControls, row_controls
 from ridgeline.sampling.row import Needs
 from ridgeline.step import ScheduledRequest
@@ -37,6 +37,14 @@ class SamplingRows:
     counts_slots_C: torch.Tensor | None
     vocab_size: int
     _controls: RowControls | None = None
+    _draws: HostDraws | None = None
+
+    @property
+    def draws(self) -> HostDraws | None:
+        """For captured steps: how rows are drawn at their temperatures; None: all are greedy."""
+        if self._draws is None and self.batch.filters is not None:
+            self._draws = host_draws([row.sampling for row in self.rows])
+        return self._draws
 
     @property
     def controls(self) -> RowControls:
@@ -116,6 +124,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._transfer = transfer
+        self._offsets = np.arange(block_size)  # in a block
         self._sampling: SamplingRows | None = None
         self._decode: _Decode | None = None
 
@@ -239,6 +248,8 @@ class BatchBuilder:
     # ------------------------------------------------------------------- prompts among them
 
     def _mixed_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
+        if len(rows) == 1:
+            return self._lone_batch(scheduled, rows)
         starts = np.array([entry.start for entry in scheduled], np.int64)
         lens = np.array([entry.num_tokens for entry in scheduled], np.int64)
         known = self._known_tokens(scheduled, rows)
@@ -247,6 +258,26 @@ class BatchBuilder:
         if len(due) < len(known[0]) and not any(map(wants_prompt, scheduled, rows)):
             wanted_R = lens.cumsum()[due] - 1
         mixed = self._mixed_step(rows, starts, lens, *known, wanted_R)
+        return StepBatch(mixed, rows, scheduled, None, has_prompts=True, due=due)
+
+    def _lone_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
+        """The same of one row, in few calls: a prompt alone waits for them."""
+        entry, row, size = scheduled[0], rows[0], self._block_size
+        start, num = entry.start, entry.num_tokens
+        end, first, last = start + num, start // size, (start + num - 1) // size + 1
+        begin = start - first * size
+        slots = []
+        for table in self._rows.tables_NM:
+            places = table[row.slot, first:last, None] * np.int64(size) + self._offsets
+            slots.append(places.reshape(-1)[begin : begin + num])
+        known = self._known_tokens(scheduled, rows)
+        wanted_R = None
+        if entry.samples and num > 1 and not wants_prompt(entry, row):
+            wanted_R = np.array([num - 1], np.int64)
+        row_1, start_1, num_1, end_1 = np.array([[row.slot], [0], [num], [end]], np.int64)
+        positions = np.arange(start, end)
+        mixed = MixedStep(*known, positions, slots, row_1, start_1, num_1, end_1, wanted_R)
+        due = [0] if entry.samples else []
         return StepBatch(mixed, rows, scheduled, None, has_prompts=True, due=due)
 
     def sampling(self, step: StepBatch) -> SamplingStep | None:

@@ -22,10 +22,11 @@ from ridgeline.attention import CapturesDecodes
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.executor.device_controls import DeviceControls
+from ridgeline.executor.device_draws import DeviceDraws
 from ridgeline.executor.device_tables import DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
-from ridgeline.kernels.draw_rows import Draws, draw_rows
+from ridgeline.kernels.draw_rows import draw_rows
 from ridgeline.kernels.step_inputs import (
     StepInputs,
     make_step_inputs,
@@ -36,6 +37,7 @@ from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.feed_forward import FeedForward
+from ridgeline.sampling.batch import HostDraws
 from ridgeline.sampling.controls import RowControls
 
 # A row of padding costs little as long as weights are what takes the time.
@@ -63,7 +65,7 @@ class Sampling(Enum):
     CONTROLLED = "controlled"
 
 
-Wanted = Draws | RowControls | None  # None: all rows are greedy
+Wanted = HostDraws | RowControls | None  # None: all rows are greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,8 @@ class DecodeGraphs:
         vocab_size = decoder.spec.vocab_size
         self._logits = torch.empty(most, vocab_size, dtype=decoder.dtype, device=where)
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=where)
-        self._draws = Draws(
-            torch.zeros(most, dtype=torch.int64, device=where),
-            torch.ones(most, device=where),
-            torch.zeros(most, device=where),
-        )
-        self._drawn_for: Draws | None = None
+        self._draws = DeviceDraws([most], transfer, where)
+        self._drawn_for: HostDraws | None = None
         self._controls = DeviceControls(vocab_size, most, rows.counts, transfer)
         self._workspace = make_workspace(where, 3 * most * (vocab_size // 4096 + 1), most)
         # On a CPU that is torch's work, which cannot be recorded.
@@ -146,7 +144,9 @@ class DecodeGraphs:
         if isinstance(wanted, RowControls):
             self._controls.take(wanted)
         elif wanted is not None and wanted is not self._drawn_for:
-            self._take_draws(wanted)
+            self._draws.put(0, wanted)
+            self._draws.send()
+            self._drawn_for = wanted
         sent, drawn = self._seen.get((bucket, step.num_rows)) or self._see(bucket, step.num_rows)
         self._transfer.send_into(step.sent_XB, sent)
         replay()
@@ -169,13 +169,6 @@ class DecodeGraphs:
             self._graphs.clear()
         if sampling is Sampling.CONTROLLED and self._controls.follow():
             self._graphs = {at: run for at, run in self._graphs.items() if at[1] is not sampling}
-
-    def _take_draws(self, draws: Draws) -> None:
-        num = len(draws.keys_R)
-        self._draws.keys_R[:num].copy_(draws.keys_R)
-        self._draws.temperatures_R[:num].copy_(draws.temperatures_R)
-        self._draws.noisy_R[:num].copy_(draws.noisy_R)
-        self._drawn_for = draws
 
     # -------------------------------------------------------------------------- capture
 
@@ -213,15 +206,14 @@ class DecodeGraphs:
             return self._controls.draw(logits_BV, positions_B)
         draws = None
         if sampling is Sampling.TEMPERATURES:
-            num, d = len(positions_B), self._draws
-            draws = Draws(d.keys_R[:num], d.temperatures_R[:num], d.noisy_R[:num])
+            draws = self._draws.parts[0].first(len(positions_B))
         return draw_rows(logits_BV, positions_B, draws, workspace=self._workspace)
 
 
 def _sampling(wanted: Wanted) -> Sampling:
     if wanted is None:
         return Sampling.GREEDY
-    return Sampling.TEMPERATURES if isinstance(wanted, Draws) else Sampling.CONTROLLED
+    return Sampling.TEMPERATURES if isinstance(wanted, HostDraws) else Sampling.CONTROLLED
 
 
 def _first(inputs: StepInputs, num: int) -> StepInputs:

@@ -21,9 +21,9 @@ from ridgeline.executor.guess_graphs import GuessedStep, GuessGraphs, RowDraws
 from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST
 from ridgeline.executor.rows import PADDING_ROW, Row, Rows
 from ridgeline.executor.transfer import Array, Transfer
-from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.history import History
 from ridgeline.kernels.noise import guess_keys
+from ridgeline.sampling.batch import host_draws
 from ridgeline.speculation.verify import RunRows, build_run, is_checked_by_odds
 from ridgeline.step import Decodes, ScheduledRequest, StepPlan
 
@@ -36,7 +36,6 @@ class GuessRows:
     far as it changes: it is copied as a step is sent."""
 
     kept: SamplingRows
-    draws: RowDraws
     has_odds: bool  # some rows are checked by the odds of their guesses
     sent_XB: Array
     limits: list[int]  # that stand in it
@@ -44,6 +43,17 @@ class GuessRows:
     num_plain: int = 0  # steps without guesses that are not yet in the rows' `num_missed`
     run: RunRows | None = None
     num_guesses: int = -1  # of `run`
+    _draws: RowDraws | None = None
+
+    @property
+    def draws(self) -> RowDraws:
+        """For captured steps that not all rows are greedy in; made when it is first asked for."""
+        if self._draws is None:
+            rows = [row.sampling for row in self.kept.rows]
+            places, by_odds_R = host_draws(rows), np.array([is_checked_by_odds(r) for r in rows])
+            guesses = replace(places, keys_R=guess_keys(places.keys_R, ~by_odds_R))
+            self._draws = RowDraws(places, guesses, by_odds_R)
+        return self._draws
 
     def run_of(self, num_guesses: int, vocab_size: int, transfer: Transfer) -> RunRows:
         """The rows as torch samples them, with so many guesses each."""
@@ -192,24 +202,12 @@ class GuessBatchBuilder(BatchBuilder):
             return kept
         self._count_missed()
         sampling = self._sampling_of(rows)
-        send = self._transfer.send
-        by_odds = np.array([is_checked_by_odds(row.sampling) for row in rows])
-        by_odds_R = send(by_odds.astype(np.int64)).bool()
-        filters = sampling.batch.filters
-        if filters is not None:
-            places = filters.draws
-            guesses = Draws(
-                guess_keys(places.keys_R, ~by_odds_R), places.temperatures_R, places.noisy_R
-            )
-        else:
-            zeros = send(np.zeros(len(rows), np.float32))
-            places = guesses = Draws(send(np.zeros(len(rows), np.int64)), zeros + 1, zeros)
-        draws = RowDraws(places, guesses, by_odds_R)
+        has_odds = any(is_checked_by_odds(row.sampling) for row in rows)
         num, num_groups = len(rows), len(self._rows.tables_NM)
         bucket = self._graphs.buckets[bisect_left(self._graphs.buckets, num)]
         sent = np.full((2 + 2 * num_groups, bucket), -1, np.int64)
         sent[0, :num], sent[0, num:], sent[1] = [row.slot for row in rows], PADDING_ROW, 0
-        kept = GuessRows(sampling, draws, bool(by_odds.any()), sent, [0] * num)
+        kept = GuessRows(sampling, has_odds, sent, [0] * num)
         self._guess_rows = kept
         return kept
 

@@ -23,12 +23,12 @@ from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.errors import InternalError
 from ridgeline.executor.decode_graphs import BUCKETS
+from ridgeline.executor.device_draws import DeviceDraws
 from ridgeline.executor.device_tables import DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.formats import STEP_GUESSES
 from ridgeline.kernels.checked_rows import GuessOdds, checked_rows
-from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.guesses import (
     accept,
     enter_blocks,
@@ -42,6 +42,7 @@ from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import record
+from ridgeline.sampling.batch import HostDraws
 from ridgeline.speculation.contract import DraftMethod, GuessStep
 from ridgeline.speculation.synthetic import Synthetic, synthetic_ids
 
@@ -64,9 +65,9 @@ class RowDraws:
     """How each row of a step is drawn at its places, and its guesses by a model: the same but for
     their keys. `by_odds_R` (bool) are rows whose guesses are checked by their odds."""
 
-    places_R: Draws
-    guesses_R: Draws
-    by_odds_R: torch.Tensor
+    places_R: HostDraws
+    guesses_R: HostDraws
+    by_odds_R: Array
 
 
 @record
@@ -130,9 +131,8 @@ class GuessGraphs:
         self._logits = torch.empty(most, vocab_size, dtype=decoder.dtype, device=where)
         width = most * (BEFORE_IDS + 2) + most
         self._answer = torch.zeros(width, dtype=torch.int64, device=where)
-        self._places = _draws(most, where)
-        self._guesses = _draws(self.buckets[-1], where)
-        self._by_odds = torch.zeros(self.buckets[-1], dtype=torch.bool, device=where)
+        rows_most = self.buckets[-1]
+        self._draws = DeviceDraws([most, rows_most], transfer, where, num_flags=rows_most)
         self._drawn_for: tuple[RowDraws, int] | None = None
         self._workspace = make_workspace(where, 3 * most * (vocab_size // 4096 + 1), most)
         self.has_odds = not (method.looks_ahead or isinstance(method, Synthetic))
@@ -245,12 +245,10 @@ class GuessGraphs:
         """Rows behind those are padding, however they are drawn."""
         if wanted is None or self._drawn_for == (wanted, num_new):
             return
-        num = len(wanted.by_odds_R)
-        for mine, row in zip(_tensors(self._places), _tensors(wanted.places_R), strict=True):
-            mine[: num * num_new].view(num, num_new).copy_(row[:, None].expand(num, num_new))
-        for mine, row in zip(_tensors(self._guesses), _tensors(wanted.guesses_R), strict=True):
-            mine[:num].copy_(row)
-        self._by_odds[:num].copy_(wanted.by_odds_R)
+        self._draws.put(0, wanted.places_R, num_new)
+        self._draws.put(1, wanted.guesses_R)
+        self._draws.put_flags(wanted.by_odds_R)
+        self._draws.send()
         self._drawn_for = wanted, num_new
 
     def _answer_of(self, num_rows: int, num_new: int) -> torch.Tensor:
@@ -274,7 +272,7 @@ class GuessGraphs:
         size, tables_gNM = self._kv.block_size, self._tables.tables_gNM
         draws = None
         if check is not Check.GREEDY:
-            draws = Draws(*(x[:num] for x in _tensors(self._guesses)))
+            draws = self._draws.parts[1].first(num)
         enter_blocks(rows_B, sent_XB[2:], tables_gNM)
         step = GuessStep(rows_B, limits_B, self._history, tables_gNM, size, draws)
         guess_logits = self._method.guess(step, k) if k else None
@@ -306,10 +304,10 @@ class GuessGraphs:
         draws = odds = None
         num, positions_T = len(rows_B), inputs.next_positions_B
         if check is not Check.GREEDY:
-            draws = Draws(*(x[: len(logits_TV)] for x in _tensors(self._places)))
+            draws = self._draws.parts[0].first(len(logits_TV))
         if check is Check.ODDS and guess_logits_BkV is not None:
             guesses_Bk = inputs.token_ids_B.view(num, -1)[:, 1:]
-            odds = GuessOdds(guesses_Bk, guess_logits_BkV, self._by_odds[:num])
+            odds = GuessOdds(guesses_Bk, guess_logits_BkV, self._draws.flags_B[:num])
         ids_T, is_sound_T = checked_rows(
             logits_TV, positions_T, draws, odds, workspace=self._workspace
         )
@@ -335,15 +333,3 @@ class GuessGraphs:
             step = GuessStep(rows_B, limits_B, history, tables, size, None)
             self._method.look_ahead(step)
             tell_found(rows_B, history, answer_BY[:, -1])
-
-
-def _draws(num: int, where: torch.device) -> Draws:
-    return Draws(
-        torch.zeros(num, dtype=torch.int64, device=where),
-        torch.ones(num, device=where),
-        torch.zeros(num, device=where),
-    )
-
-
-def _tensors(draws: Draws) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return draws.keys_R, draws.temperatures_R, draws.noisy_R

@@ -89,14 +89,14 @@ class Guesser:
         rows, num_guesses = batch.rows, batch.step.num_guesses
         sampling = rows.kept.batch
         is_drawn = sampling.is_drawn_at(batch.least_positions)
-        check, draws = Check.LOGITS, rows.draws
+        check = Check.LOGITS
         if is_drawn and sampling.filters is None:
             checked = self.graphs.run(batch.step, None, Check.GREEDY)
         else:
             needs_odds = num_guesses > 0 and rows.has_odds and self.graphs.has_odds
             if is_drawn:
                 check = Check.ODDS if needs_odds else Check.TEMPERATURES
-            checked = self.graphs.run(batch.step, draws, check)
+            checked = self.graphs.run(batch.step, rows.draws, check)
         answer_RY = checked.answer_RY
         if answer_RY is None:
             ids_T, is_sound_T = self._drawn(batch, checked)

@@ -240,8 +240,7 @@ class LocalExecutor:
             raise InternalError("a captured step without graphs")
         kept = batch.kept
         if kept.batch.is_drawn_at(batch.host_positions):
-            filters = kept.batch.filters
-            drawn = graphs.run(batch.step, None if filters is None else filters.draws)
+            drawn = graphs.run(batch.step, kept.draws)
         elif graphs.samples_controlled and not kept.controls.is_too_long:
             drawn = graphs.run(batch.step, kept.controls)
         else:

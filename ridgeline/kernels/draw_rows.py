@@ -22,6 +22,9 @@ class Draws:
     temperatures_R: torch.Tensor
     noisy_R: torch.Tensor
 
+    def first(self, num: int) -> Draws:
+        return Draws(self.keys_R[:num], self.temperatures_R[:num], self.noisy_R[:num])
+
 
 def draw_rows(
     logits_RV: torch.Tensor,

@@ -11,8 +11,12 @@ Letters: R rows that sample, V vocabulary.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+
+Keys = TypeVar("Keys", torch.Tensor, np.ndarray[Any, np.dtype[Any]])
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -80,14 +84,15 @@ def _minus_uniforms(
     return high.float().add_(0.5).mul_(-_TWO_POW_MINUS_32).clamp_(min=-_BELOW_ONE)
 
 
-def guess_keys(keys_R: torch.Tensor, is_seeded_R: torch.Tensor) -> torch.Tensor:
+def guess_keys(keys_R: Keys, is_seeded_R: Keys) -> Keys:
     """The keys (int64) that a draft draws its guesses with.
 
     A seeded row's guesses (`is_seeded_R`, bool) are compared with the token that its own noise
     draws, so they are drawn with the same noise, which makes them agree more often. The other
     rows' are checked by their odds, which is right only if nothing else knows their noise.
     """
-    return torch.where(is_seeded_R, keys_R, keys_R ^ _GUESSES)
+    guesses_R: Keys = keys_R ^ (~is_seeded_R * _GUESSES)
+    return guesses_R
 
 
 def coins(keys_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:

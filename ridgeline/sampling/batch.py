@@ -180,6 +180,22 @@ def _filters(rows: Sequence[SamplingRow], needs: Needs, vocab_size: int, upload:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostDraws:
+    """`Draws` as the host has them."""
+
+    keys_R: Array
+    temperatures_R: Array
+    noisy_R: Array
+
+
+def host_draws(rows: Sequence[SamplingRow]) -> HostDraws:
+    """Of rows that are greedy or drawn at a temperature, and nothing else."""
+    floats_R4 = np.array([_filter_floats(row) for row in rows], np.float32)
+    keys_R = np.array([row.key for row in rows], np.int64)
+    return HostDraws(keys_R, floats_R4[:, 0], floats_R4[:, 1])
+
+
 def _columns(rows: Sequence[Sequence[float]], width: int, dtype: type[np.generic]) -> Array:
     """[width, len(rows)], contiguous, from rows of `width` numbers."""
     return np.ascontiguousarray(np.array(rows, dtype).reshape(-1, width).T)
