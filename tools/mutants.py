@@ -767,8 +767,8 @@ MUTANTS = (
     Mutant(
         "guesses: one step of many rows is all that is known of them",
         ACCEPTANCE,
-        "kept = max(self._memory**num_rows, self._steps_memory)",
-        "kept = self._memory**num_rows",
+        "self._weight /= max(self._memory**num_rows, self._steps_memory)",
+        "self._weight /= self._memory**num_rows",
     ),
     Mutant(
         "guesses: how the last answers ended is how all guesses are",

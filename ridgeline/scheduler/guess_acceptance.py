@@ -27,6 +27,7 @@ FOUND_WEIGHT = 3.0  # steps that what is known of all rows counts for in one
 HOPELESS = 0.04  # acceptance below which a row's guesses are not worth their blocks
 ENOUGH = 20.0  # guesses of a row that say so
 FEW = 24.0  # guesses at one position that are too few to tell it from the others
+HEAVY = 1e100  # weight of a guess from which on sums are made lighter
 # Of what was known, by the number of guesses that are added to it: of all and of the latest.
 _KEPT = tuple((MEMORY**looked, LATELY**looked) for looked in range(MAX_GUESSES + 2))
 
@@ -88,6 +89,8 @@ class SharedAcceptance:
     def __init__(self, prior: float, max_guesses: int, *, is_looked_up: bool = False) -> None:
         self._memory = LOOKED_UP_MEMORY if is_looked_up else SHARED_MEMORY
         self._steps_memory = LOOKED_UP_STEPS if is_looked_up else STEPS_MEMORY
+        # Sums in which older guesses count less: not these fade, but what is added weighs more.
+        self._weight = 1.0  # of the newest guess
         self._looked, self._right = PRIOR_WEIGHT, PRIOR_WEIGHT * prior
         self._at = [[0.0, 0.0] for _ in range(max_guesses)]  # looked at and right, by position
         self._num_added = 0
@@ -102,20 +105,26 @@ class SharedAcceptance:
         num_rows = sum([count for _, _, count in told])
         if not num_rows:
             return
-        kept = max(self._memory**num_rows, self._steps_memory)
-        self._looked *= kept
-        self._right *= kept
-        for seen in self._at:
-            seen[0] *= kept
-            seen[1] *= kept
+        self._weight /= max(self._memory**num_rows, self._steps_memory)
+        if self._weight > HEAVY:
+            self._lighten()
         for looked, right, count in told:
-            self._looked += looked * count
-            self._right += right * count
+            weight = count * self._weight
+            self._looked += looked * weight
+            self._right += right * weight
             for position, seen in enumerate(self._at[:looked]):
-                seen[0] += count
-                seen[1] += count * (position < right)
+                seen[0] += weight
+                if position < right:
+                    seen[1] += weight
         self.rate = self._right / self._looked
         self._num_added += 1
+
+    def _lighten(self) -> None:
+        """All sums in the weight of the newest guess."""
+        weight, self._weight = self._weight, 1.0
+        self._looked /= weight
+        self._right /= weight
+        self._at = [[looked / weight, right / weight] for looked, right in self._at]
 
     def add_found(self, row: RowAcceptance, is_some: bool) -> None:
         """One step of a row: was there something to look at?"""
@@ -134,13 +143,14 @@ class SharedAcceptance:
         too few were seen, as at the position before."""
         if self._num_added:
             self._num_added = 0
-            self._shape, last = [], 1.0
+            self._shape, last, few = [], 1.0, FEW * self._weight
             for looked, right in self._at:
-                if looked >= FEW and self.rate > 0:
+                if looked >= few and self.rate > 0:
                     last = right / looked / self.rate
                 self._shape.append(last)
         return self._shape
 
     def by_position(self) -> tuple[float | None, ...]:
         """The chance of a guess that is reached, by position; None where too few were seen."""
-        return tuple(right / looked if looked >= FEW else None for looked, right in self._at)
+        few = FEW * self._weight
+        return tuple(right / looked if looked >= few else None for looked, right in self._at)

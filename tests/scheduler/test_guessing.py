@@ -426,6 +426,18 @@ def test_positions_that_are_seldom_right_shorten_the_guesses() -> None:
     assert by_position[7] is None
 
 
+def test_a_long_life_leaves_what_is_known_as_it_is() -> None:
+    """Sums that grow instead of fading, a hundred thousand steps of them."""
+    shared = SharedAcceptance(0.5, 2)
+    for _ in range(50_000):
+        shared.add_step([(2, 1, 1)])
+        shared.add_step([(1, 0, 3)])
+    assert shared.rate == pytest.approx(1 / 5, abs=0.01)
+    assert shared.shape() == pytest.approx([1 / 4 / shared.rate, 0.0], abs=0.05)
+    first, second = shared.by_position()
+    assert (first, second) == (pytest.approx(1 / 4, abs=0.01), 0.0)
+
+
 def test_shared_acceptance_counts_what_was_looked_at() -> None:
     shared = SharedAcceptance(0.5, 4)
     for _ in range(2000):
