@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.cost.speculation import GuessPrices
 from ridgeline.observe.guesses import rows_taken
 from ridgeline.request import Request, RequestOutput
-from ridgeline.scheduler.guess_times import GuessPrices
 from ridgeline.step import StepPlan, StepResult
 
 ONE_IN = 7  # of the steps of several rows is counted
@@ -82,11 +82,12 @@ class Counts:
         guesses a step, at the prices of the cost model. None: there were no steps."""
         if not self.steps:
             return None
-        context = round(self.context / self.steps)
+        context, tokens = round(self.context / self.steps), self.tokens / self.steps
         seconds = sum(
-            prices.seconds(batch, context, k) * steps for k, steps in self.by_guesses.items()
+            prices.seconds(batch, context, k, tokens) * steps
+            for k, steps in self.by_guesses.items()
         )
-        return prices.seconds(batch, context, 0) * self.tokens / seconds
+        return prices.plain_seconds(batch, context) * self.tokens / seconds
 
     def restart(self) -> None:
         self.steps = self.tokens = self.guesses = 0

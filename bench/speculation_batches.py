@@ -31,9 +31,9 @@ import torch
 from bench.adapter import RidgelineEngine
 from bench.guess_counts import Counts
 from ridgeline import LLM
+from ridgeline.cost.speculation import GuessPrices
 from ridgeline.evaluation.tasks import problems
 from ridgeline.request import Request
-from ridgeline.scheduler.guess_times import GuessPrices
 from ridgeline.scheduler.guessing import GuessChooser
 
 Row = dict[str, Any]
@@ -210,9 +210,10 @@ def choices_of(llm: LLM) -> tuple[int, ...]:
 def prices_of(llm: LLM) -> GuessPrices:
     """What the cost model says of steps with guesses, before any has run."""
     chooser = llm.engine.scheduler.guesses
-    if not isinstance(chooser, GuessChooser):
+    prices = chooser.times.prices if isinstance(chooser, GuessChooser) else None
+    if not isinstance(prices, GuessPrices):
         raise SystemExit("the engine does not guess")
-    return chooser.times.prices
+    return prices
 
 
 @contextmanager

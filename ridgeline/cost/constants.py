@@ -141,6 +141,9 @@ class HostConstants:
     the host, at its begin and its end, and takes `lone_least_s` at least: the host works beside the
     device too.
 
+    A step for which a number of guesses is chosen takes the host `choice_s` more, and every token
+    of a row behind its first `token_s`.
+
     `captured_s` is what the device does for a captured step beside the operators of the model: it
     copies the step's numbers in and out, makes inputs of them, deals out attention's work and
     keeps the tokens. Each pass that guesses makes its inputs and keeps its guesses in `pass_s`.
@@ -162,6 +165,8 @@ class HostConstants:
     captured_s: float = 0.0
     pass_s: float = 0.0
     check_request_s: float = 0.0
+    choice_s: float = 0.0
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,13 @@ CAUGHT_UP = 2  # tokens in a draft model's first pass: it has not seen its own l
 def guess_prices(target: Pricer, asked: AskedGuesses, draft: ModelSpec | None) -> GuessPrices:
     """Of steps of the engine that `target` prices. `draft` is the model that guesses, if one
     does; ConfigError where it is lacking."""
-    return GuessPrices(target, drafter_of(target.setup, asked, draft))
+    host = target.setup.constants.host
+    return GuessPrices(
+        target,
+        drafter_of(target.setup, asked, draft),
+        choice_s=host.choice_s if asked.num_guesses is None else 0.0,
+        token_s=host.token_s,
+    )
 
 
 def drafter_of(setup: Setup, asked: AskedGuesses, draft: ModelSpec | None) -> Drafter:

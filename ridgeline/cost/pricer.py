@@ -102,7 +102,7 @@ class Pricer:
         # The last shapes that were summed up; told apart by identity, as comparing takes longer.
         self._latest: tuple[tuple[object, StepTotals], ...] = ()
         # The last prices: of which sums, rows of logits and seconds of guessing.
-        self._priced: tuple[tuple[StepTotals, int, float, float], ...] = ()
+        self._priced: tuple[tuple[StepTotals, int, tuple[float, float], float], ...] = ()
 
     # -- one step
 
@@ -133,13 +133,19 @@ class Pricer:
         return totals
 
     def seconds_of(
-        self, totals: StepTotals, num_logits: int | None = None, drafting_s: float = 0.0
+        self,
+        totals: StepTotals,
+        num_logits: int | None = None,
+        drafting_s: float = 0.0,
+        host_s: float = 0.0,
     ) -> float:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
-        per request), in which the device makes guesses for `drafting_s` before."""
+        per request), in which the device makes guesses for `drafting_s` before and the host works
+        for `host_s` more than for other such steps."""
         num_logits = totals.num_requests if num_logits is None else num_logits
-        for known, logits, drafting, seconds in self._priced:
-            if known is totals and logits == num_logits and drafting == drafting_s:
+        more = drafting_s, host_s
+        for known, logits, others, seconds in self._priced:
+            if known is totals and logits == num_logits and others == more:
                 return seconds
         manner = self._manners.of(totals)
         kernels, launches = self._kernels(totals, num_logits, manner)
@@ -150,8 +156,9 @@ class Pricer:
             0 if manner.captured else launches,
             is_lone=is_lone(totals),
             num_checked=totals.num_checked,
+            more_s=host_s,
         )[2]
-        self._priced = ((totals, num_logits, drafting_s, seconds), *self._priced[: NUM_LATEST - 1])
+        self._priced = ((totals, num_logits, more, seconds), *self._priced[: NUM_LATEST - 1])
         return seconds
 
     def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:

@@ -113,11 +113,13 @@ def combine(
     *,
     is_lone: bool = False,
     num_checked: int = 0,
+    more_s: float = 0.0,
 ) -> tuple[float, float, float]:
     """(device, host, step) seconds: launches run ahead of kernels, and the host's plan of the next
     step beside both when it is overlapped (on the same thread as the launches). `is_lone`: of
-    prompts alone, that find the device idle. `num_checked` of the requests have guesses."""
-    plan_s = host.c0_s + host.c1_s * num_requests + host.check_request_s * num_checked
+    prompts alone, that find the device idle. `num_checked` of the requests have guesses. `more_s`
+    is what the host does beside what it does for all such steps."""
+    plan_s = host.c0_s + host.c1_s * num_requests + host.check_request_s * num_checked + more_s
     launch_s = host.per_launch_s * num_launches
     if host.overlapped:
         waits_s = host.lone_s + host.lone_request_s * num_requests if is_lone else 0.0

@@ -152,7 +152,11 @@ class Target(Protocol):
     def totals(self, shape: StepShape) -> StepTotals: ...
 
     def seconds_of(
-        self, totals: StepTotals, num_logits: int | None = None, drafting_s: float = 0.0
+        self,
+        totals: StepTotals,
+        num_logits: int | None = None,
+        drafting_s: float = 0.0,
+        host_s: float = 0.0,
     ) -> float: ...
 
 
@@ -211,29 +215,43 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class GuessPrices:
-    """What steps with guesses take; `overhead_s` is what one costs beside drafting and checking."""
+    """What steps with guesses take; `overhead_s` is what one costs beside drafting and checking,
+    `choice_s` what the host does to choose their number, `token_s` for each token that comes out
+    of a row behind its first."""
 
     target: Target
     drafter: Drafter
     overhead_s: float = 0.0
+    choice_s: float = 0.0
+    token_s: float = 0.0
 
-    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+    def seconds(
+        self, batch: int, context: int, num_drafts: int, tokens: float | None = None
+    ) -> float:
         """Drafting and checking so many guesses for each of `batch` requests of `context` tokens;
-        without guesses, a decode step."""
+        without guesses, a decode step. `tokens` come out of each request; where that is open, the
+        host's work for them is left out."""
         _check_drafts(num_drafts)
+        host_s = self.choice_s + self.token_s * batch * ((tokens or 1) - 1)
         if num_drafts == 0:
-            return self._step_seconds(batch, context, 0, 0.0)
+            return self._step_seconds(batch, context, 0, 0.0, host_s)
         drafting_s = self.drafter.seconds(batch, context, num_drafts)
-        return self._step_seconds(batch, context, num_drafts, drafting_s) + self.overhead_s
+        return self._step_seconds(batch, context, num_drafts, drafting_s, host_s) + self.overhead_s
+
+    def plain_seconds(self, batch: int, context: int) -> float:
+        """A decode step of an engine that never guesses."""
+        return self._step_seconds(batch, context, 0, 0.0, 0.0)
 
     def check_seconds(self, batch: int, context: int, num_drafts: int) -> float:
         """Without the drafting."""
-        return self._step_seconds(batch, context, num_drafts, 0.0)
+        return self._step_seconds(batch, context, num_drafts, 0.0, 0.0)
 
-    def _step_seconds(self, batch: int, context: int, num_drafts: int, drafting_s: float) -> float:
+    def _step_seconds(
+        self, batch: int, context: int, num_drafts: int, drafting_s: float, host_s: float
+    ) -> float:
         rows = num_drafts + 1
         totals = repeated(self.target.totals(((rows, context),)), batch)
-        return self.target.seconds_of(totals, rows * batch, drafting_s)
+        return self.target.seconds_of(totals, rows * batch, drafting_s, host_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.tiles import own_products
 from ridgeline.measure.bandwidth import Bandwidth, measure_bandwidth
-from ridgeline.measure.host import host_seconds, line_through
+from ridgeline.measure.host import guess_seconds, host_seconds, line_through
 from ridgeline.measure.machine import figures, last_cache_bytes
 from ridgeline.measure.models import Grid, grid_for
 from ridgeline.measure.points import Effort, Progress, Session
@@ -73,6 +73,7 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
         bandwidth = _better(first, measure_bandwidth(there))
         launch_s = launch_seconds(there)
         hosts = _hosts(grid.hosts, progress)
+        choice_s, token_s = guess_seconds()
     finally:
         torch.set_num_threads(before)
     place = environment(there)
@@ -86,7 +87,8 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
     progress("fitting", 0, 1)
     c0_s, c1_s = line_through(hosts)
     is_cuda = there.type == "cuda"
-    found = fit(session.points, device, HostConstants(c0_s, c1_s, overlapped=is_cuda))
+    host = HostConstants(c0_s, c1_s, overlapped=is_cuda, choice_s=choice_s, token_s=token_s)
+    found = fit(session.points, device, host)
     progress("fitting", 1, 1)
     known = replace(found.calibration, own_products=session.own_products)
     found = replace(found, calibration=known)

@@ -9,15 +9,20 @@ from itertools import pairwise
 
 from ridgeline.clock import WallClock
 from ridgeline.engine import Engine
+from ridgeline.formats import MAX_GUESSES
 from ridgeline.measure.stopwatch import typical
-from ridgeline.request import Request, SamplingParams
+from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 NUM_STEPS = 60
+NUM_GUESSES = 4  # of a step whose host is timed
+ROUNDS = 9  # of what is told from a difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,75 @@ class StubExecutor:
         )
 
 
+class GuessingStub(StubExecutor):
+    """One that looks guesses up: there are always some, and `num_out` tokens come out."""
+
+    def __init__(self, num_blocks: int, num_out: int) -> None:
+        super().__init__(num_blocks)
+        self.num_out = num_out
+
+    def submit(self, plan: StepPlan) -> _Done:
+        result = StepResult({})
+        for entry in plan.scheduled:
+            if entry.samples:
+                name, num = entry.request_id, min(self.num_out, entry.num_draft + 1)
+                result.token_ids[name] = (1,) * num
+                result.draft_token_ids[name] = (UNKNOWN_TOKEN,) * NUM_GUESSES
+                result.checked[name] = (min(num, entry.num_draft), num - 1)
+        return _Done(result)
+
+
+class _Prices:
+    """Of steps in which guesses cost next to nothing."""
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return 1e-3 * (1 + 0.01 * num_drafts)
+
+
+def guess_seconds() -> tuple[float, float]:
+    """Seconds of the host, more than for a step with a given number of guesses of which one token
+    comes out: for choosing the number, and for each further token. Of one request, as what a step
+    does for each is small beside the rest of it; differences of medians of rounds in turns."""
+    kinds = ((NUM_GUESSES, 1), (NUM_GUESSES, NUM_GUESSES + 1), (None, NUM_GUESSES + 1))
+    found: list[list[float]] = [[] for _ in kinds]
+    for _ in range(ROUNDS):
+        for times, (num_guesses, num_out) in zip(found, kinds, strict=True):
+            times.append(_timed(_guessing_engine(num_guesses, num_out)))
+    one_s, all_s, chosen_s = map(typical, found)
+    return max(0.0, chosen_s - all_s), max(0.0, (all_s - one_s) / NUM_GUESSES)
+
+
+def _guessing_engine(num_guesses: int | None, num_out: int) -> Engine:
+    """With one request in the middle of its answer; `num_guesses` None: they are chosen."""
+    chooser = GuessChooser(
+        _Prices(),
+        acceptance=0.9,
+        max_guesses=NUM_GUESSES,
+        max_checked_tokens=MAX_GUESSES + 1,
+        num_guesses=num_guesses,
+        looks_ahead=True,
+    )
+    context = 2 * BLOCK_SIZE
+    num_tokens = (2 * NUM_STEPS + 2) * (NUM_GUESSES + 1)
+    blocks = -(-(context + num_tokens + MAX_GUESSES) // BLOCK_SIZE)
+    scheduler = Scheduler(
+        BlockManager(blocks, BLOCK_SIZE, windows=(None,), prefix_caching=True, key=b"calibration"),
+        FCFS(),
+        max_num_batched_tokens=8192,
+        max_num_seqs=1,
+        num_drafts=NUM_GUESSES,
+        guesses=chooser,
+    )
+    engine = Engine(scheduler, GuessingStub(blocks, num_out), WallClock(), max_in_flight=2)
+    pricing = Pricing(lambda shape, num_logits: StepPrice(1e-3, 1e-3, 1.0, 1.0))
+    pricing.followers.append(chooser)
+    engine.journals.append(pricing)
+    engine.add(_request(0, context, num_tokens))
+    for _ in range(NUM_STEPS):
+        engine.step()
+    return engine
+
+
 def host_seconds(num_requests: int, context: int = 512) -> float:
     """Seconds of one decode step of the engine without its device."""
     blocks = -(-(context + 2 * NUM_STEPS + 128) // BLOCK_SIZE) * num_requests
@@ -62,8 +136,8 @@ def host_seconds(num_requests: int, context: int = 512) -> float:
     return _timed(engine)
 
 
-def _request(number: int, context: int) -> Request:
-    sampling = SamplingParams(max_tokens=2 * NUM_STEPS, temperature=0.0, ignore_eos=True, seed=0)
+def _request(number: int, context: int, num_tokens: int = 2 * NUM_STEPS) -> Request:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
     prompt = tuple((number * 31 + i) % 997 for i in range(context))
     return Request(f"host-{number}", prompt, sampling, 0.0)
 

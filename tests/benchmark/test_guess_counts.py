@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from bench.guess_counts import Counts
+from ridgeline.cost.speculation import Free, GuessPrices
 from ridgeline.request import RequestOutput
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
+from tests.cost.test_speculation import Line
 
-
-class Priced:
-    """A guess costs a quarter of a step without any, and each 1,000 tokens of context as much."""
-
-    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
-        return 1.0 + num_drafts / 4 + context / 1000
+LINE = Line(weights_s=0.75, row_s=0.25, key_s=1e-4)
+AT_HAND = GuessPrices(LINE, Free())
 
 
 def collected(counts: Counts, k: int, num_new: int, start: int) -> None:
@@ -36,11 +34,23 @@ def test_steps_that_ran_on_behind_the_end_are_not_of_the_answer() -> None:
 
 def test_a_gain_is_predicted_of_the_steps_that_ran() -> None:
     counts = Counts()
-    assert counts.predicted_gain(Priced(), 1) is None
+    assert counts.predicted_gain(AT_HAND, 1) is None
     for _ in range(3):
         collected(counts, 4, 5, 1000)
     collected(counts, 0, 1, 1000)
-    assert counts.predicted_gain(Priced(), 1) == pytest.approx(2.0 * 16 / (3 * 3.0 + 2.0))
+    plain_s, check_s = (AT_HAND.seconds(1, 1000, k) for k in (0, 4))
+    expected = plain_s * 16 / (3 * check_s + plain_s)
+    assert counts.predicted_gain(AT_HAND, 1) == pytest.approx(expected)
     counts.restart()
     collected(counts, 0, 1, 0)
-    assert counts.predicted_gain(Priced(), 1) == pytest.approx(1.0)
+    assert counts.predicted_gain(AT_HAND, 1) == pytest.approx(1.0)
+
+
+def test_a_gain_is_that_over_an_engine_whose_host_neither_chooses_nor_gets_several_tokens() -> None:
+    counts = Counts()
+    for num_new in (3, 5):
+        collected(counts, 4, num_new, 0)
+    prices = GuessPrices(LINE, Free(), choice_s=8.0, token_s=1.0)
+    assert counts.predicted_gain(prices, 1) == pytest.approx(
+        prices.plain_seconds(1, 0) * 4 / (8 + 3)
+    )

@@ -61,13 +61,17 @@ class Line:
         return step_totals((PLAIN,), shape)
 
     def seconds_of(
-        self, totals: StepTotals, num_logits: int | None = None, drafting_s: float = 0.0
+        self,
+        totals: StepTotals,
+        num_logits: int | None = None,
+        drafting_s: float = 0.0,
+        host_s: float = 0.0,
     ) -> float:
         keys = totals.attention[0].decode_keys + totals.attention[0].prefill_keys
         logits = totals.num_requests if num_logits is None else num_logits
         rows = totals.num_tokens
         kernels_s = self.weights_s + rows * self.row_s + keys * self.key_s
-        return drafting_s + kernels_s + logits * self.logits_s
+        return max(host_s, drafting_s + kernels_s + logits * self.logits_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +283,11 @@ def test_the_host_works_more_where_guesses_are_checked() -> None:
     prompts = ((40, 0),) * 128  # they have no guesses
     without = Pricer(Setup(LLAMA_3_1B, device, calibration=light)).cost(prompts, 128)
     assert pricer.cost(prompts, 128).host_s == without.host_s
+
+
+def test_what_the_host_does_for_guesses_counts_where_it_is_the_longer_part() -> None:
+    prices = GuessPrices(Line(1.0), Free(), choice_s=0.9, token_s=0.1)
+    assert prices.seconds(1, 64, 4) == prices.plain_seconds(1, 64) == 1.0
+    assert prices.seconds(1, 64, 4, tokens=4.0) == pytest.approx(0.9 + 0.3)
+    assert prices.seconds(2, 64, 4, tokens=4.0) == pytest.approx(0.9 + 0.6)
+    assert prices.seconds(1, 64, 4, tokens=1.0) == prices.check_seconds(1, 64, 4) == 1.0
