@@ -70,9 +70,10 @@ def is_packed(name: str) -> bool:
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_operations_of_a_decode_equal_the_spec(name: str, backend: str) -> None:
-    """One new token after 30: nothing is padded, so every product is counted exactly."""
+    """One new token after 30: nothing is padded, so every product is counted exactly. On a CPU, as
+    the counter knows torch's products, and not kernels of ours."""
     spec = read_spec(CONFIGS[name])
-    decoder = build_decoder(spec, max_model_len=64, backend=backend)
+    decoder = build_decoder(spec, max_model_len=64, backend=backend, device="cpu")
     decoder.randomize(0)
     driver = Driver(decoder)
     driver.step({"a": list(range(30))})

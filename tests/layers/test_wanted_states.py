@@ -149,7 +149,8 @@ def test_attention_of_the_last_layer_is_asked_for_the_last_token(
         return out
 
     monkeypatch.setattr(SdpaAttention, "attend_last", counted)
-    for num_new, wanted in ((20, Wanted(torch.tensor([19]), is_last=True)), (20, None)):
+    place = torch.tensor([19], device=driver.decoder.device)
+    for num_new, wanted in ((20, Wanted(place, is_last=True)), (20, None)):
         batch = driver.batch({f"a{wanted is None}": list(range(3, 3 + num_new))})
         batch.wanted = wanted
         driver.decoder.forward(batch, driver.kv)
