@@ -11,14 +11,12 @@ from ridgeline.observe.guesses import rows_taken
 from ridgeline.request import Request, RequestOutput
 from ridgeline.step import StepPlan, StepResult
 
-ONE_IN = 7  # of the steps of several rows is counted
-
 
 @dataclass(slots=True)
 class Counts:
     """A journal of an engine: what became of the guesses of rows that decode. To count takes a
-    twentieth of a step of 256 rows, so of steps of several a part is counted. None is kept until
-    the clock has stopped: that sets Python's search for garbage off, which takes longer."""
+    third of the host's time for a step of 256 rows, so steps of many rows are not to be counted
+    while a clock runs."""
 
     steps: int = 0
     tokens: int = 0
@@ -44,7 +42,7 @@ class Counts:
         error: str | None,
         now: float,
     ) -> None:
-        if result is not None and (len(plan.scheduled) == 1 or plan.step_id % ONE_IN == 0):
+        if result is not None:
             self._add(plan, result, outputs)
 
     def _add(self, plan: StepPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:

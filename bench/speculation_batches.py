@@ -11,7 +11,7 @@ fill `--least-s` without guesses, all ways in turns and in another order each ti
 tokens of its windows over all their seconds, and `times_off` is the middle one of its rounds, each
 over the same round without guesses. Each number of guesses that the engine may choose is asked for
 once before that, alone and behind others, as its steps are captured then and a draft's kernels
-compiled.
+compiled. What became of guesses is counted in one more window of each way, behind the rounds.
 """
 
 from __future__ import annotations
@@ -175,8 +175,12 @@ def rows_of_batch(
     def asked(name: str) -> Speed:
         if name == OFF:
             return window(plain, random, args, batch)
-        with pinned(guessing.llm, name), counting(guessing.llm, counts.get(name, Counts())):
+        with pinned(guessing.llm, name):
             return window(guessing, random, args, batch)
+
+    def counted(name: str) -> None:
+        with counting(guessing.llm, counts[name]):
+            asked(name)
 
     for name in (*map(str, choices_of(guessing.llm)), IN_TURNS, AUTO, OFF):
         asked(name)
@@ -188,6 +192,8 @@ def rows_of_batch(
         for _ in range(windows):
             for name in random.sample(names, len(names)):
                 rounds[name][-1].add(asked(name))
+    for name in args.guesses:
+        counted(name)
     speeds = {name: [one.tokens_per_s for one in rounds[name]] for name in names}
     for name in names:
         speed = statistics.median(speeds[name])
