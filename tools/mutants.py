@@ -771,6 +771,18 @@ MUTANTS = (
         "self._weight /= self._memory**num_rows",
     ),
     Mutant(
+        "guesses: sums that are made lighter leave those of right ones as they are",
+        ACCEPTANCE,
+        "self._right /= weight",
+        "self._right /= 1",
+    ),
+    Mutant(
+        "guesses: a guess weighs as much as one of long ago",
+        ACCEPTANCE,
+        "weight = count * self._weight",
+        "weight = count",
+    ),
+    Mutant(
         "guesses: how the last answers ended is how all guesses are",
         ACCEPTANCE,
         "STEPS_MEMORY = 127 / 128",

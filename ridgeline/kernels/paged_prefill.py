@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,7 @@ RECORD = 10
 MOST_PROGRAMS = 132  # that keys are dealt out to: the multiprocessors of an H100 or H200
 LEAST_KEYS = 512  # of a part, where a tile's keys are dealt out
 SMALL_ROWS = 64  # of the longest piece, up to which tiles have 64 rows
+NUM_LONE = 256  # lengths of pieces alone in their step whose items are remembered
 REFERENCE_ROWS = 256  # queries that the reference answers at once
 
 Integers = npt.NDArray[np.int64]
@@ -168,6 +171,30 @@ def piece_items(
 ) -> npt.NDArray[np.int32]:
     """As `work_items`, of pieces by the first four numbers of a record: row of the block table,
     first row of q, new tokens, tokens with all before them."""
+    if pieces_4P.shape[1] != 1:
+        return _items(pieces_4P, num_heads, num_kv_heads, window, config, num_programs)
+    row, start, num_new, length = pieces_4P[:, 0].tolist()
+    key = num_new, length, num_heads, num_kv_heads, window, config, num_programs
+    items = _items_of_one(*key).copy()
+    items[:, 0], items[:, 1] = row, start
+    return items
+
+
+@lru_cache(maxsize=NUM_LONE)
+def _items_of_one(num_new: int, length: int, *about: Any) -> npt.NDArray[np.int32]:
+    """Of a piece at row 0 of both. A prompt alone waits for this, and its chunks are often as long
+    as those of others."""
+    return _items(np.array([[0], [0], [num_new], [length]], np.int64), *about)
+
+
+def _items(
+    pieces_4P: Integers,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    config: Config | None,
+    num_programs: int,
+) -> npt.NDArray[np.int32]:
     check(num_heads % num_kv_heads == 0, "query heads are a multiple of KV heads")
     check(num_programs <= MOST_PROGRAMS, "keys are dealt out to few", programs=num_programs)
     _, _, new_P, length_P = pieces_4P

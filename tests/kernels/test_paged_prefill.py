@@ -300,3 +300,20 @@ def test_large_on_a_gpu(large: dict[str, Any], num_programs: int) -> None:
     for _ in range(10):  # whoever arrives last, the result is the same
         again = step.run(config, num_programs=num_programs)
         assert torch.equal(again[:-1], first[:-1])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_piece_alone_has_the_same_items_wherever_it_lies(window: int | None) -> None:
+    def items(row: int, start: int) -> Any:
+        piece = np.array([[row], [start], [70], [100]])
+        return piece_items(
+            piece, num_heads=4, num_kv_heads=2, window=window, config=SMALL, num_programs=32
+        )
+
+    first = items(0, 0)
+    assert first[:, 2:4].tolist() == [[70, 100]] * len(first)
+    there = items(7, 3)
+    assert there[:, :2].tolist() == [[7, 3]] * len(there)
+    assert np.array_equal(there[:, 2:], first[:, 2:])
+    there[:] = -1  # whoever has them may write to them
+    assert np.array_equal(items(0, 0), first)
