@@ -310,7 +310,7 @@ def test_a_piece_alone_has_the_same_items_wherever_it_lies(window: int | None) -
             piece, num_heads=4, num_kv_heads=2, window=window, config=SMALL, num_programs=32
         )
 
-    first = items(0, 0)
+    first = items(0, 0).copy()
     assert first[:, 2:4].tolist() == [[70, 100]] * len(first)
     there = items(7, 3)
     assert there[:, :2].tolist() == [[7, 3]] * len(there)
