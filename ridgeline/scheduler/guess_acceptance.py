@@ -27,7 +27,7 @@ FOUND_WEIGHT = 3.0  # steps that what is known of all rows counts for in one
 HOPELESS = 0.04  # acceptance below which a row's guesses are not worth their blocks
 ENOUGH = 20.0  # guesses of a row that say so
 FEW = 24.0  # guesses at one position that are too few to tell it from the others
-HEAVY = 1e100  # weight of a guess from which on sums are made lighter
+HEAVY = 1e30  # weight of a guess from which on sums are made lighter
 # Of what was known, by the number of guesses that are added to it: of all and of the latest.
 _KEPT = tuple((MEMORY**looked, LATELY**looked) for looked in range(MAX_GUESSES + 2))
 
