@@ -228,11 +228,12 @@ class GuessPrices:
     def seconds(
         self, batch: int, context: int, num_drafts: int, tokens: float | None = None
     ) -> float:
-        """Drafting and checking so many guesses for each of `batch` requests of `context` tokens;
-        without guesses, a decode step. `tokens` come out of each request; where that is open, the
-        host's work for them is left out."""
+        """Choosing, drafting and checking so many guesses for each of `batch` requests of `context`
+        tokens; for 0, choosing and a decode step. `tokens` come out of each request; where that is
+        open, the host's work for more than one is left out."""
         _check_drafts(num_drafts)
-        host_s = self.choice_s + self.token_s * batch * ((tokens or 1) - 1)
+        num_more = 0.0 if tokens is None else tokens - 1
+        host_s = self.choice_s + self.token_s * batch * num_more
         if num_drafts == 0:
             return self._step_seconds(batch, context, 0, 0.0, host_s)
         drafting_s = self.drafter.seconds(batch, context, num_drafts)

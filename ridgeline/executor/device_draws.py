@@ -19,8 +19,8 @@ WORD = 8  # bytes
 
 
 class DeviceDraws:
-    """`parts` have room for so many rows each, `flags_B` (bool) for `num_flags`. What is put in
-    with `put` and `put_flags` is there once it was `sent`; rows behind it keep what they had."""
+    """`parts` have room for so many rows each, `flags_B` (bool) for `num_flags`. What `put` and
+    `put_flags` were given is there once `send` was called; rows behind it keep what they had."""
 
     def __init__(
         self, sizes: Sequence[int], transfer: Transfer, device: torch.device, num_flags: int = 0
