@@ -72,6 +72,7 @@ class Config:
     warps: int = MOST_WARPS
     whole_steps: int = 0
     slack: int = 3
+    uneven: int = 16
 
 
 def choose_config(
@@ -244,6 +245,7 @@ def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
         MAX_NEW=schedule.num_new,
         WHOLE=schedule.config.whole_steps,
         SLACK=schedule.config.slack,
+        UNEVEN=schedule.config.uneven,
         UNREAD=schedule.num_new if schedule.is_fused else 0,
         num_warps=4,
     )

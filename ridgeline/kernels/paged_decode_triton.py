@@ -244,6 +244,19 @@ def sound_values(v_UD, known_U):
 
 
 @triton.jit
+def _own_piece(all_B, share, longest, num_programs, WHOLE: tl.constexpr, UNEVEN: tl.constexpr):
+    """Tiles of a piece with which no program has two requests; 0: there is none."""
+    piece = share * 0
+    for i in tl.static_range(UNEVEN // 4 + 1):
+        tried = (share + UNEVEN - 4 * i) // 4 * 4
+        fits = tl.sum((all_B + tried - 1) // tried, 0) <= num_programs
+        piece = tl.where(fits, tried, piece)
+    num_requests = tl.sum((all_B > 0).to(tl.int32), 0)
+    is_short = (longest <= WHOLE) & (num_requests <= num_programs)
+    return tl.where(is_short, WHOLE, piece)
+
+
+@triton.jit
 def schedule_kernel(
     seq_lens,
     query_start,
@@ -258,13 +271,17 @@ def schedule_kernel(
     MAX_NEW: tl.constexpr,
     WHOLE: tl.constexpr = 0,
     SLACK: tl.constexpr = 0,
+    UNEVEN: tl.constexpr = 0,
     UNREAD: tl.constexpr = 0,
 ):
     """Where the range of tiles of each program begins; every program adds up all the lengths.
 
-    Cuts cost a merge. Where requests are about as long as the longest, and that has no more than
-    WHOLE tiles, a program gets at least as many as it. Where they are just as long, it gets up to
-    SLACK tiles more if that leaves all whole. The last UNREAD tokens are in no tile."""
+    Cuts cost a merge, and a range with the end of one request and the begin of the next two of
+    them. Where there are programs enough, each request has its own: one, if none has more than
+    WHOLE tiles, else as many as take equal pieces, of up to UNEVEN tiles more than if all were
+    shared evenly. Else, where all are about as long as the longest, and that has no more
+    than WHOLE, a program gets at least as many tiles as it. Where they are just as long, it gets up
+    to SLACK tiles more if that leaves all whole. The last UNREAD tokens are in no tile."""
     program = tl.program_id(0)
     request_B = tl.arange(0, BLOCK_B)
     known_B = request_B < num_requests
@@ -289,12 +306,26 @@ def schedule_kernel(
     before_B = end_B <= first
     request = tl.sum(before_B.to(tl.int32), 0)
     inside = first - tl.sum(tl.where(before_B, all_B, 0), 0)
+    count = tl.minimum(share, tl.maximum(everything - first, 0))
+    if WHOLE > 0:
+        piece = _own_piece(all_B, share, longest, num_programs, WHOLE, UNEVEN)
+        pieces_B = (all_B + piece - 1) // tl.maximum(piece, 1)
+        end_B = tl.cumsum(pieces_B, 0)
+        before_B = end_B <= program
+        number = program - tl.sum(tl.where(before_B, pieces_B, 0), 0)
+        own = tl.sum(before_B.to(tl.int32), 0)
+        left = tl.sum(tl.where(request_B == own, all_B, 0), 0) - number * piece
+        is_own = piece > 0
+        request = tl.where(is_own, own, request)
+        inside = tl.where(is_own, number * piece, inside)
+        count = tl.where(is_own, tl.minimum(piece, tl.maximum(left, 0)), count)
+        share = tl.where(is_own, piece, share)
     tiles = tl.maximum(tl.sum(tl.where(request_B == request, tiles_B, 0), 0), 1)
     record = records + program * RECORD
     tl.store(record, request)
     tl.store(record + 1, inside // tiles)
     tl.store(record + 2, inside % tiles)
-    tl.store(record + 3, tl.minimum(share, tl.maximum(everything - first, 0)))
+    tl.store(record + 3, count)
     tl.store(record + 4, share)
 
 

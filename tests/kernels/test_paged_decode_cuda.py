@@ -150,8 +150,11 @@ def test_heads_of_several_ctas() -> None:
         ([257] * 9, RANGES, [16] * 9 + [0]),  # a step more leaves no request cut
         ([257] * 4 + [200], RANGES, [8] * 9 + [5]),
         ([2049] * 4, RANGES, [52] * 9 + [44]),  # whole ones would take 76 more
-        ([257, 240, 0], WHOLE, [16, 16] + [0] * 8),  # and a step that writes zeros
-        ([257, 20], WHOLE, [8, 8, 2] + [0] * 7),  # not alike
+        ([257, 240, 0], WHOLE, [16, 15, 1] + [0] * 7),  # the last one writes zeros
+        ([257, 20], WHOLE, [16, 2] + [0] * 8),  # however different they are
+        ([257, 240] * 6, WHOLE, [19] * 9 + [15]),  # more than programs
+        ([529, 20], WHOLE, [33, 2] + [0] * 8),
+        ([545, 20], WHOLE, [8] * 4 + [2, 2] + [0] * 4),  # nobody ends where another begins
         ([1025], WHOLE, [8] * 8 + [0] * 2),  # too long to be whole
     ],
 )
