@@ -36,6 +36,7 @@ import torch
 from bench.adapter import RidgelineEngine
 from bench.gpu.tune_linear import (
     LAYERS,
+    MODELS,
     NORM_ROWS,
     TOO_LARGE,
     Bench,
@@ -289,7 +290,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="CONFIG_DIR")
-    parser.add_argument("--model", required=True, help="whose layers: 8B or 0.6B")
+    parser.add_argument("--model", required=True, choices=MODELS, help="whose layers")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", default="32,128,256")
     parser.add_argument("--context", type=int, default=256)
@@ -310,7 +311,12 @@ def main() -> int:
     right, told = right_ones(trials, args.jobs)
     print(f"{time.monotonic() - began:.0f} s: {len(right)} of {len(trials)} are right", flush=True)
     engine = RidgelineEngine(
-        args.config, load_format="random", dtype="bfloat16", max_model_len=2048, warm_up="off"
+        args.config,
+        load_format="random",
+        dtype="bfloat16",
+        max_model_len=2048,
+        warm_up="off",
+        speculate="off",
     )
     table, old = tiles._table(), dict(tiles._table())
     device = torch.cuda.get_device_name()

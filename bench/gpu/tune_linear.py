@@ -146,7 +146,19 @@ LAYERS = (
     Layer("0.6B", "gate_up", 6144, 1024, gated=True, norm=True),
     Layer("0.6B", "down", 1024, 3072, residual=True),
     Layer("0.6B", "lm_head", 151936, 1024, norm=True),
+    # The bundled model for chats, and the one that guesses for it.
+    Layer("demo", "qkv", 640, 384, norm=True),
+    Layer("demo", "o", 384, 384, residual=True),
+    Layer("demo", "gate_up", 2304, 384, gated=True, norm=True),
+    Layer("demo", "down", 384, 1152, residual=True),
+    Layer("demo", "lm_head", 4096, 384, norm=True),
+    Layer("draft", "qkv", 320, 192, norm=True),
+    Layer("draft", "o", 192, 192, residual=True),
+    Layer("draft", "gate_up", 768, 192, gated=True, norm=True),
+    Layer("draft", "down", 192, 384, residual=True),
+    Layer("draft", "lm_head", 4096, 192, norm=True),
 )
+MODELS = tuple(dict.fromkeys(layer.model for layer in LAYERS))
 DRY_LAYERS = (Layer("dry", "o", 24, 32, residual=True), Layer("dry", "up", 16, 32, gated=True))
 
 
@@ -1167,7 +1179,7 @@ def row_of(trial: Trial, what: str, **more: Any) -> Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", choices=("8B", "0.6B"))
+    parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--rows")
     parser.add_argument("--budget-s", type=float, default=200.0)
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
