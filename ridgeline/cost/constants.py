@@ -142,7 +142,8 @@ class HostConstants:
     device too.
 
     A step for which a number of guesses is chosen takes the host `choice_s` more, and every token
-    of a row behind its first `token_s`.
+    of a row behind its first `token_s`. An answer alone takes `begin_s` longer than as many steps
+    of a long run: behind a prompt the host's caches are cold, and at its end there is more to do.
 
     `captured_s` is what the device does for a captured step beside the operators of the model: it
     copies the step's numbers in and out, makes inputs of them, deals out attention's work and
@@ -167,6 +168,7 @@ class HostConstants:
     check_request_s: float = 0.0
     choice_s: float = 0.0
     token_s: float = 0.0
+    begin_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ def guess_prices(target: Pricer, asked: AskedGuesses, draft: ModelSpec | None) -
         drafter_of(target.setup, asked, draft),
         choice_s=host.choice_s if asked.num_guesses is None else 0.0,
         token_s=host.token_s,
+        begin_s=host.begin_s,
     )
 
 

@@ -217,13 +217,15 @@ class Lookup:
 class GuessPrices:
     """What steps with guesses take; `overhead_s` is what one costs beside drafting and checking,
     `choice_s` what the host does to choose their number, `token_s` for each token that comes out
-    of a row behind its first."""
+    of a row behind its first. An answer alone takes `begin_s` more than its steps, with guesses or
+    without."""
 
     target: Target
     drafter: Drafter
     overhead_s: float = 0.0
     choice_s: float = 0.0
     token_s: float = 0.0
+    begin_s: float = 0.0
 
     def seconds(
         self, batch: int, context: int, num_drafts: int, tokens: float | None = None

@@ -87,7 +87,14 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
     progress("fitting", 0, 1)
     c0_s, c1_s = line_through(hosts)
     is_cuda = there.type == "cuda"
-    host = HostConstants(c0_s, c1_s, overlapped=is_cuda, choice_s=choice_s, token_s=token_s)
+    host = HostConstants(
+        c0_s,
+        c1_s,
+        overlapped=is_cuda,
+        choice_s=choice_s,
+        token_s=token_s,
+        begin_s=session.begin_s,
+    )
     found = fit(session.points, device, host)
     progress("fitting", 1, 1)
     known = replace(found.calibration, own_products=session.own_products)

@@ -21,8 +21,8 @@ class Sample:
     """A model shape. `prefills` and `decodes` (requests, context) are the whole steps that are
     measured with it, `mixes` are (prompt tokens, requests that decode, their context), `checks`
     (requests, context, guesses of each). `drafts` are such steps in which the model's first layers
-    guess, timed on a device that has a clock of its own. Without `has_operators` it is for these
-    alone."""
+    guess, timed on a device that has a clock of its own. `answers` (number, tokens of the
+    prompt) are timed whole, one after the other. Without `has_operators` it is for these alone."""
 
     name: str
     config: Mapping[str, Any]
@@ -31,6 +31,7 @@ class Sample:
     mixes: tuple[tuple[int, int, int], ...] = ()
     checks: tuple[tuple[int, int, int], ...] = ()
     drafts: tuple[tuple[int, int, int], ...] = ()
+    answers: tuple[int, int] = (0, 0)
     has_operators: bool = True
 
     @property
@@ -165,6 +166,7 @@ _HOST_BOUND = Sample(
     decodes=((1, 128), (4, 128), (16, 256), (64, 128), (160, 256)),
     checks=((1, 128, 1), (4, 128, 2), (16, 256, 1), (64, 128, 2), (128, 128, 1)),
     drafts=((1, 128, 1), (1, 256, 4), (1, 128, 8), (4, 128, 2), (16, 256, 3), (128, 128, 1)),
+    answers=(24, 48),
     has_operators=False,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 
@@ -23,7 +24,14 @@ from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.measure.attention_cases import NUM_LAYERS, attention_cases, open_attention
 from ridgeline.measure.models import Grid, Sample
 from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
-from ridgeline.measure.steps import GUESSES, StepBench, StepTimes, random_engine, step_bench
+from ridgeline.measure.steps import (
+    GUESSES,
+    WARM_UP,
+    StepBench,
+    StepTimes,
+    random_engine,
+    step_bench,
+)
 from ridgeline.measure.stopwatch import Stopwatch, open_device_timer, typical
 from ridgeline.step import StepShape
 
@@ -61,6 +69,11 @@ class Session:
     own_products: tuple[tuple[int, int], ...] = ()  # see `Calibration`
     cache_bytes: int = 0  # of the last cache, where kernels read again what is still there
     points: list[Point] = field(default_factory=list)
+    answers_s: list[float] = field(default_factory=list)  # see `HostConstants.begin_s`
+
+    @property
+    def begin_s(self) -> float:
+        return max(0.0, median(self.answers_s)) if self.answers_s else 0.0
 
     def run(self) -> None:
         """All classes of operators, then whole steps."""
@@ -77,6 +90,8 @@ class Session:
                 for steps_of, guesses in self._guessed(sample):
                     self._checks(sample, dtype, steps_of, guesses)
                     self._forget()
+                if sample.answers[0]:
+                    self._answers(sample, dtype)
 
     # -- operators
 
@@ -178,6 +193,15 @@ class Session:
                 continue
             point = self._step_point(what, sample, dtype, shape, typical(seconds), host)
             self.points.append(point)
+
+    def _answers(self, sample: Sample, dtype: str) -> None:
+        num_answers, context = sample.answers
+        options = engine_options(sample, self.device, dtype, self.threads)
+        with random_engine(sample.config, **options) as built:
+            bench = step_bench(built)
+            bench.answers(context, WARM_UP)  # what is captured when it is first met is there then
+            self.answers_s += bench.answers(context, num_answers)
+        self._forget()
 
     def _step_point(
         self,

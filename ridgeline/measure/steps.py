@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 from ridgeline.build import Built, build
@@ -29,6 +30,8 @@ from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.step import StepRecord, StepShape
 
 WARM_UP = 3  # steps of a series that are not counted
+ANSWER_TOKENS = 40  # of an answer whose begin and end are told from its middle:
+FIRST_STEPS, LAST_STEPS = 10, 3  # of it; in these the host's caches become warm, and it ends
 MOST_LATE = 6  # steps of a series on the device alone that a host may send too late
 PROMPT_IDS = 1000  # different token ids in prompts
 GUESSES = "synthetic:0"  # of an engine that is to check guesses: they cost nothing, and are wrong
@@ -106,6 +109,19 @@ class StepBench:
             middle = self.records[len(self.records) // 2].plan.shape
             self._end()
         return StepTimes(middle, seconds)
+
+    def answers(self, context: int, num_answers: int) -> tuple[float, ...]:
+        """Seconds that answers alone, one after the other, take more than as many steps like those
+        in the middle of each, from the first token to the last; behind prompts of `context`
+        tokens, which are computed anew."""
+        found = []
+        for _ in range(num_answers):
+            self._add(context, ANSWER_TOKENS)
+            while not self.engine.is_idle:
+                self.engine.step()
+            found.append(beside_steps([one.collected_at for one in self.records]))
+            self._end()
+        return tuple(found)
 
     def _timed(self, steps: int) -> tuple[float, ...]:
         """Seconds of the next steps, one by one; fewer where the host is too late again and again,
@@ -208,6 +224,14 @@ class StepBench:
 
     def on_output(self, output: RequestOutput, now: float) -> None:
         """The records say it all."""
+
+
+def beside_steps(times: Sequence[float]) -> float:
+    """What the first and the last steps of an answer took more than those between. `times` of its
+    tokens, one each."""
+    gaps = [later - before for before, later in pairwise(times)]
+    odd = gaps[:FIRST_STEPS] + gaps[-LAST_STEPS:]
+    return sum(odd) - len(odd) * median(gaps[FIRST_STEPS:-LAST_STEPS])
 
 
 def step_bench(built: Built) -> StepBench:

@@ -6,7 +6,7 @@ import pytest
 
 from bench.guess_counts import Counts
 from ridgeline.cost.speculation import Free, GuessPrices
-from ridgeline.request import RequestOutput
+from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 from tests.cost.test_speculation import Line
 
@@ -14,10 +14,12 @@ LINE = Line(weights_s=0.75, row_s=0.25, key_s=1e-4)
 AT_HAND = GuessPrices(LINE, Free())
 
 
-def collected(counts: Counts, k: int, num_new: int, start: int) -> None:
+def collected(
+    counts: Counts, k: int, num_new: int, start: int, reason: FinishReason | None = None
+) -> None:
     row = ScheduledRequest("a", start, k + 1, (), samples=True, num_draft=k)
     result = StepResult({"a": tuple(range(num_new))}, checked={"a": (k, num_new - 1)})
-    output = RequestOutput("a", result.token_ids["a"])
+    output = RequestOutput("a", result.token_ids["a"], reason)
     counts.on_collect(StepPlan(1, (row,)), result, [output], None, 0.0)
 
 
@@ -54,3 +56,19 @@ def test_a_gain_is_that_over_an_engine_whose_host_neither_chooses_nor_gets_sever
     assert counts.predicted_gain(prices, 1) == pytest.approx(
         prices.plain_seconds(1, 0) * 4 / (8 + 3)
     )
+
+
+def test_what_answers_take_beside_their_steps_is_in_a_gain_of_one_row() -> None:
+    counts = Counts()
+    for reason in (None, FinishReason.LENGTH, None, FinishReason.STOP):
+        collected(counts, 4, 5, 0, reason)
+    prices = GuessPrices(LINE, Free(), begin_s=3.0)
+    plain_s, check_s = prices.plain_seconds(1, 0), prices.seconds(1, 0, 4)
+    expected = (20 * plain_s + 6) / (4 * check_s + 6)
+    assert counts.predicted_gain(prices, 1) == pytest.approx(expected)
+    assert counts.predicted_gain(prices, 2) == pytest.approx(
+        20 * prices.plain_seconds(2, 0) / (4 * prices.seconds(2, 0, 4))
+    )
+    counts.restart()
+    collected(counts, 4, 5, 0)
+    assert counts.predicted_gain(prices, 1) == pytest.approx(5 * plain_s / check_s)

@@ -13,6 +13,7 @@ SAMPLE = Sample(
     prefills=(9, 13, 17, 24, 33),
     decodes=((1, 20), (2, 40), (3, 30), (4, 10), (2, 15)),
     mixes=((12, 2, 30), (10, 1, 20), (20, 3, 9)),
+    answers=(2, 20),
 )
 SMALL = Grid(
     samples=(SAMPLE,),

@@ -29,7 +29,14 @@ from tests.measure.timeline import Timeline
 
 KERNELS, DEVICE_S = 10, 4e-6
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200, "max_num_seqs": 8}
-DRAFTED = replace(SAMPLE, prefills=(), decodes=((1, 20), (3, 30)), mixes=(), drafts=((2, 25, 2),))
+DRAFTED = replace(
+    SAMPLE,
+    prefills=(),
+    decodes=((1, 20), (3, 30)),
+    mixes=(),
+    drafts=((2, 25, 2),),
+    answers=(0, 0),
+)
 
 
 class Sending:

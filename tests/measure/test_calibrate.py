@@ -30,6 +30,7 @@ from ridgeline.measure.calibrate import (
 )
 from ridgeline.measure.here import this_device, this_key
 from ridgeline.measure.machine import figures, last_cache_bytes
+from ridgeline.measure.steps import StepBench
 from ridgeline.measure.unseen import Unseen, look, median_error
 from ridgeline.records import (
     find_calibration,
@@ -61,6 +62,7 @@ def answer() -> Answer:
     stages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
+        patch.setattr(StepBench, "answers", lambda bench, context, num: (9e-4, 2e-4, -1e-4))
         found = calibrate_on(
             open_device("cpu"), SMALL, question, lambda stage, done, total: stages.append(stage)
         )
@@ -83,6 +85,10 @@ def test_every_class_was_measured(answer: Answer) -> None:
     assert len(answer.fit.held_out) >= len(answer.fit.errors) > 3
     assert answer.fit.calibration.origin == "calibrated"
     assert step_errors(answer.fit) is None or step_errors(answer.fit) >= 0  # type: ignore[operator]
+
+
+def test_the_begin_of_answers_is_the_hosts(answer: Answer) -> None:
+    assert answer.fit.calibration.host.begin_s == 2e-4
 
 
 def test_products_with_kernels_of_our_own_are_told(answer: Answer) -> None:

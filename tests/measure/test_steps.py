@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 
 from ridgeline.cost.precision import Precision
 from ridgeline.measure.host import host_seconds, line_through
 from ridgeline.measure.points import described, step_point
-from ridgeline.measure.steps import GUESSES, StepBench, random_engine, step_bench
+from ridgeline.measure.steps import (
+    ANSWER_TOKENS,
+    GUESSES,
+    StepBench,
+    beside_steps,
+    random_engine,
+    step_bench,
+)
 from ridgeline.measure.stopwatch import ProcessorClock
+from ridgeline.step import StepRecord
 from tests.captures import captures
 from tests.measure.small import SAMPLE
 
@@ -52,6 +62,30 @@ def test_a_mixed_step_has_both(bench: StepBench) -> None:
 def test_no_prompt_is_served_from_the_prefix_cache(bench: StepBench) -> None:
     first, second = bench.prefill(64, repeats=2), bench.prefill(64, repeats=2)
     assert first.shape == second.shape == ((64, 0),)
+
+
+def test_answers_are_whole_and_alone(bench: StepBench) -> None:
+    plans: list[int] = []
+    tell = bench.on_step
+
+    def count(record: StepRecord) -> None:
+        plans.append(len(record.plan.scheduled))
+        tell(record)
+
+    bench.engine.observers[-1] = SimpleNamespace(on_step=count, on_output=bench.on_output)
+    found = bench.answers(20, 3)
+    bench.engine.observers[-1] = bench
+    assert len(found) == 3
+    assert plans == [1] * (3 * ANSWER_TOKENS)
+    assert bench.engine.is_idle
+
+
+def test_begin_and_end_of_an_answer_are_told_from_its_middle() -> None:
+    gaps = [2.0] * (ANSWER_TOKENS - 1)
+    assert beside_steps(list(accumulate(gaps, initial=5.0))) == 0
+    gaps[0], gaps[3], gaps[-1] = 7.0, 3.0, 4.0
+    gaps[20] = 50.0  # something else, in the middle
+    assert beside_steps(list(accumulate(gaps, initial=5.0))) == 5 + 1 + 2
 
 
 def test_one_thread_is_timed_by_its_own_clock(bench: StepBench) -> None:
