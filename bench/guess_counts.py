@@ -93,13 +93,13 @@ class Counts:
         if not self.steps:
             return None
         context, tokens = round(self.context / self.steps), self.tokens / self.steps
+        answers = self.answers if batch == 1 else 0
         seconds = sum(
-            prices.seconds(batch, context, k, tokens) * steps
+            prices.seconds(batch, context, k, tokens, answers / self.steps) * steps
             for k, steps in self.by_guesses.items()
         )
-        beside_s = prices.begin_s * self.answers if batch == 1 else 0.0
-        plain_s = prices.plain_seconds(batch, context) * self.tokens
-        return (plain_s + beside_s) / (seconds + beside_s)
+        plain_s = prices.plain_seconds(batch, context, answers / self.tokens)
+        return plain_s * self.tokens / seconds
 
     def restart(self) -> None:
         self._kept.clear()

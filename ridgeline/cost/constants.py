@@ -142,8 +142,8 @@ class HostConstants:
     device too.
 
     A step for which a number of guesses is chosen takes the host `choice_s` more, and every token
-    of a row behind its first `token_s`. An answer alone takes `begin_s` longer than as many steps
-    of a long run: behind a prompt the host's caches are cold, and at its end there is more to do.
+    of a row behind its first `token_s`. An answer alone takes it `begin_s` longer than as many
+    steps of a long run: behind a prompt its caches are cold, and at the end there is more to do.
 
     `captured_s` is what the device does for a captured step beside the operators of the model: it
     copies the step's numbers in and out, makes inputs of them, deals out attention's work and

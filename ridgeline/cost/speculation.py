@@ -217,8 +217,7 @@ class Lookup:
 class GuessPrices:
     """What steps with guesses take; `overhead_s` is what one costs beside drafting and checking,
     `choice_s` what the host does to choose their number, `token_s` for each token that comes out
-    of a row behind its first. An answer alone takes `begin_s` more than its steps, with guesses or
-    without."""
+    of a row behind its first, and `begin_s` for an answer alone beside its steps."""
 
     target: Target
     drafter: Drafter
@@ -228,22 +227,28 @@ class GuessPrices:
     begin_s: float = 0.0
 
     def seconds(
-        self, batch: int, context: int, num_drafts: int, tokens: float | None = None
+        self,
+        batch: int,
+        context: int,
+        num_drafts: int,
+        tokens: float | None = None,
+        begins: float = 0.0,
     ) -> float:
         """Choosing, drafting and checking so many guesses for each of `batch` requests of `context`
         tokens; for 0, choosing and a decode step. `tokens` come out of each request; where that is
-        open, the host's work for more than one is left out."""
+        open, the host's work for more than one is left out. `begins`: so many answers alone begin
+        in a step, on average."""
         _check_drafts(num_drafts)
         num_more = 0.0 if tokens is None else tokens - 1
-        host_s = self.choice_s + self.token_s * batch * num_more
+        host_s = self.choice_s + self.token_s * batch * num_more + self.begin_s * begins
         if num_drafts == 0:
             return self._step_seconds(batch, context, 0, 0.0, host_s)
         drafting_s = self.drafter.seconds(batch, context, num_drafts)
         return self._step_seconds(batch, context, num_drafts, drafting_s, host_s) + self.overhead_s
 
-    def plain_seconds(self, batch: int, context: int) -> float:
+    def plain_seconds(self, batch: int, context: int, begins: float = 0.0) -> float:
         """A decode step of an engine that never guesses."""
-        return self._step_seconds(batch, context, 0, 0.0, 0.0)
+        return self._step_seconds(batch, context, 0, 0.0, self.begin_s * begins)
 
     def check_seconds(self, batch: int, context: int, num_drafts: int) -> float:
         """Without the drafting."""

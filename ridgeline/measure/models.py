@@ -155,9 +155,19 @@ _QWEN_LIKE = config(1024, 28, 16, 8, 3072, 151936, family="qwen3", head_dim=128)
 _LLAMA_LIKE = config(4096, 16, 32, 8, 14336, 128256, tied=False)
 
 # Kernels were tuned for the two above, but not for these: such products are the library's. The
-# second has so little to do that its steps wait for the host; what is once in each step or pass is
-# seen by it, and what is in each layer by the first.
+# last has so little to do that its steps wait for the host; what is once in each step or pass is
+# seen by it, and what is in each layer by the others. Of the second all is still in the last cache
+# when it is read again.
 _SMALL = config(768, 8, 12, 4, 2048, 32000)
+_CACHED = Sample(
+    "in the cache",
+    config(320, 6, 5, 1, 1024, 4096),
+    prefills=(24,),
+    decodes=((1, 256), (8, 256), (32, 256)),
+    checks=((1, 256, 4), (8, 256, 2), (32, 256, 4)),
+    drafts=((1, 256, 3), (8, 256, 4), (32, 256, 2)),
+    has_operators=False,
+)
 _LEAST = config(256, 2, 4, 2, 768, 4096)
 _HOST_BOUND = Sample(
     "the least",
@@ -196,6 +206,7 @@ CUDA = Grid(
             checks=((1, 256, 1), (1, 256, 2), (1, 512, 4), (1, 256, 7), (8, 512, 4), (32, 256, 2)),
             drafts=((1, 256, 1), (1, 512, 2), (1, 256, 6), (1, 256, 8), (8, 512, 4), (64, 256, 3)),
         ),
+        _CACHED,
         _HOST_BOUND,
     ),
     tokens=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192),

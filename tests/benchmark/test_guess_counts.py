@@ -58,14 +58,16 @@ def test_a_gain_is_that_over_an_engine_whose_host_neither_chooses_nor_gets_sever
     )
 
 
-def test_what_answers_take_beside_their_steps_is_in_a_gain_of_one_row() -> None:
+def test_what_the_host_does_for_answers_beside_their_steps_is_in_a_gain_of_one_row() -> None:
     counts = Counts()
     for reason in (None, FinishReason.LENGTH, None, FinishReason.STOP):
         collected(counts, 4, 5, 0, reason)
-    prices = GuessPrices(LINE, Free(), begin_s=3.0)
+    prices = GuessPrices(LINE, Free(), begin_s=30.0)  # the longer part, of each step a share
+    assert counts.predicted_gain(prices, 1) == pytest.approx(1.0)
+    prices = GuessPrices(LINE, Free(), begin_s=12.0)
     plain_s, check_s = prices.plain_seconds(1, 0), prices.seconds(1, 0, 4)
-    expected = (20 * plain_s + 6) / (4 * check_s + 6)
-    assert counts.predicted_gain(prices, 1) == pytest.approx(expected)
+    assert plain_s * 20 < 2 * 12 < check_s * 4 * 20
+    assert counts.predicted_gain(prices, 1) == pytest.approx(max(plain_s * 20, 24) / 24)
     assert counts.predicted_gain(prices, 2) == pytest.approx(
         20 * prices.plain_seconds(2, 0) / (4 * prices.seconds(2, 0, 4))
     )
