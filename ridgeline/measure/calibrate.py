@@ -91,7 +91,7 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
         c0_s,
         c1_s,
         overlapped=is_cuda,
-        choice_s=choice_s,
+        choice_s=choice_s if session.choice_s is None else session.choice_s,
         token_s=token_s,
         begin_s=session.begin_s,
     )

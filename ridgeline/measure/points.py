@@ -26,6 +26,7 @@ from ridgeline.measure.models import Grid, Sample
 from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
 from ridgeline.measure.steps import (
     GUESSES,
+    RIGHT_GUESSES,
     WARM_UP,
     StepBench,
     StepTimes,
@@ -43,6 +44,7 @@ ROUNDS = 2  # every point is measured in each, so that a disturbance does not hi
 STEP_BUDGET_S = 0.4  # of one point of whole steps, per round
 MIN_STEPS, MAX_STEPS = 4, 24
 ALONE_STEPS = 8  # on the device alone, per round: nobody disturbs there
+CHOICES, CHOICE_ROUNDS = 32, 9  # steps with a chosen number of guesses, and how often
 DRAFT_LAYERS = 1  # of a model that guesses by its first layers
 LONE = ("prefill_step", "mixed_step")  # are timed from their plan to their tokens
 
@@ -70,10 +72,16 @@ class Session:
     cache_bytes: int = 0  # of the last cache, where kernels read again what is still there
     points: list[Point] = field(default_factory=list)
     answers_s: list[float] = field(default_factory=list)  # see `HostConstants.begin_s`
+    choices_s: list[float] = field(default_factory=list)  # and `choice_s`
 
     @property
     def begin_s(self) -> float:
         return max(0.0, median(self.answers_s)) if self.answers_s else 0.0
+
+    @property
+    def choice_s(self) -> float | None:
+        """None: not measured where a device is at work beside."""
+        return max(0.0, median(self.choices_s)) if self.choices_s else None
 
     def run(self) -> None:
         """All classes of operators, then whole steps."""
@@ -92,6 +100,7 @@ class Session:
                     self._forget()
                 if sample.answers[0]:
                     self._answers(sample, dtype)
+                    self._choices(sample, dtype)
 
     # -- operators
 
@@ -201,6 +210,23 @@ class Session:
             bench = step_bench(built)
             bench.answers(context, WARM_UP)  # what is captured when it is first met is there then
             self.answers_s += bench.answers(context, num_answers)
+        self._forget()
+
+    def _choices(self, sample: Sample, dtype: str) -> None:
+        """Between other work of the host and of the driver a choice takes longer than in a loop of
+        the engine alone."""
+        if self.device.torch_device.type != "cuda":
+            return
+        options = engine_options(sample, self.device, dtype, self.threads)
+        try:
+            with random_engine(sample.config, **options, speculate=RIGHT_GUESSES) as built:
+                bench, context = step_bench(built), sample.answers[1]
+                bench.choosing(context, CHOICES)  # captures, and learns what steps take
+                for _ in range(CHOICE_ROUNDS):
+                    chosen_s, given_s = bench.choosing(context, CHOICES)
+                    self.choices_s.append(chosen_s - given_s)
+        except (ConfigError, EngineFault) as reason:  # what cannot guess here is left out
+            self.progress(f"the choice of guesses is not measured: {reason}", 0, 1)
         self._forget()
 
     def _step_point(

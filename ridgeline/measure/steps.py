@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 from ridgeline.build import Built, build
@@ -24,6 +24,7 @@ from ridgeline.cost.constants import HostConstants
 from ridgeline.costing import engine_host
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, check
+from ridgeline.formats import MAX_GUESSES
 from ridgeline.measure.shortcut import ShortcutExecutor
 from ridgeline.measure.stopwatch import DeviceTimer, host_clock, open_device_timer
 from ridgeline.request import Request, RequestOutput, SamplingParams
@@ -35,6 +36,7 @@ FIRST_STEPS, LAST_STEPS = 10, 3  # of it; in these the host's caches become warm
 MOST_LATE = 6  # steps of a series on the device alone that a host may send too late
 PROMPT_IDS = 1000  # different token ids in prompts
 GUESSES = "synthetic:0"  # of an engine that is to check guesses: they cost nothing, and are wrong
+RIGHT_GUESSES = "synthetic:0.9"  # of one that is to choose their number
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,25 @@ class StepBench:
         are before them. The engine must guess (`GUESSES`)."""
         with self._pinned(num_guesses):
             return self.decode(num_requests, context, steps)
+
+    def choosing(self, context: int, steps: int) -> tuple[float, float]:
+        """Mean seconds of steps that check guesses of one request, whose number is chosen, and of
+        others that check as many. The engine must guess, `RIGHT_GUESSES` for one, and its steps
+        must take the host longer than the device."""
+        chosen_s, most = self._mean_of_checks(context, steps)
+        with self._pinned(most):
+            given_s, _ = self._mean_of_checks(context, steps)
+        return chosen_s, given_s
+
+    def _mean_of_checks(self, context: int, steps: int) -> tuple[float, int]:
+        """And how many guesses most of them check."""
+        self._reach(1, context, (steps + 2 * WARM_UP) * (MAX_GUESSES + 1))
+        for _ in range(WARM_UP + steps + 1):
+            self.engine.step()
+        times = [record.collected_at for record in self.records[WARM_UP - 1 :]]
+        numbers = [max(new for new, _ in record.plan.shape) - 1 for record in self.records]
+        self._end()
+        return (times[-1] - times[0]) / (len(times) - 1), mode(numbers)
 
     def alone(self, num_requests: int, context: int, num_guesses: int, steps: int) -> StepTimes:
         """What the device does for such steps, guessing too if the engine makes guesses in them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -176,6 +177,26 @@ def test_guesses_that_fail_do_not_take_the_rest_with_them(monkeypatch: pytest.Mo
     found = session_points(monkeypatch, host_s=1e-5, is_broken=True, said=said)
     assert [point.what for point in found] == ["decode_step", "decode_device"] * 2
     assert any(stage.startswith("checks of guesses are not measured") for stage in said)
+
+
+@captures
+def test_a_choice_is_told_from_what_it_takes_beside_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU that says it is none."""
+    cpu = open_device("cpu")
+    watch = open_stopwatch(cpu.torch_device, 1)
+    session = Session(cpu, watch, Effort(SMALL, ("float32",), 0.001), 1 << 20, 1, quiet)
+    session._choices(SAMPLE, "float32")
+    assert session.choice_s is None
+    times = iter([(9.0, 9.0), (5.0, 3.0), (4.0, 5.0), (3.5, 3.0)])  # the first one is a rehearsal
+    monkeypatch.setattr(points, "CHOICE_ROUNDS", 3)
+    monkeypatch.setattr(StepBench, "choosing", lambda bench, context, steps: next(times))
+    other = SimpleNamespace(name="cpu", torch_device=SimpleNamespace(type="cuda"))
+    session.device = other  # type: ignore[assignment]
+    monkeypatch.setattr(Session, "_forget", lambda session: None)
+    session._choices(SAMPLE, "float32")
+    assert session.choice_s == 0.5
 
 
 def test_a_cpu_has_none_of_them() -> None:

@@ -14,12 +14,14 @@ from ridgeline.measure.points import described, step_point
 from ridgeline.measure.steps import (
     ANSWER_TOKENS,
     GUESSES,
+    RIGHT_GUESSES,
     StepBench,
     beside_steps,
     random_engine,
     step_bench,
 )
 from ridgeline.measure.stopwatch import ProcessorClock
+from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.step import StepRecord
 from tests.captures import captures
 from tests.measure.small import SAMPLE
@@ -104,6 +106,22 @@ def test_checks_have_their_guesses_and_none_is_right() -> None:
         assert bench.engine.is_idle
         assert bench.engine.scheduler.guesses is chosen
         assert {new for new, _ in bench.decode(2, 30, steps=3).shape} <= {1, 2, 3, 4, 5, 6, 7}
+
+
+@captures
+def test_a_choice_is_timed_beside_as_many_guesses_that_nobody_chose() -> None:
+    options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
+    with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=RIGHT_GUESSES) as built:
+        bench = step_bench(built)
+        chosen = built.engine.scheduler.guesses
+        assert isinstance(chosen, GuessChooser)
+        assert min(bench.choosing(20, 12)) > 0
+        num_steps = chosen.times.num_steps
+        assert num_steps > 0
+        bench.choosing(20, 12)
+        assert num_steps < chosen.times.num_steps
+        assert bench.engine.scheduler.guesses is chosen
+        assert bench.engine.is_idle
 
 
 def test_a_check_becomes_a_point_with_a_row_of_logits_for_each_guess() -> None:
