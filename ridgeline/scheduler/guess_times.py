@@ -95,7 +95,7 @@ class _Ratio:
 class _Bucket:
     """What is known of steps of so many rows, by their guesses. `beginning`: the first steps of a
     kind behind those of kind `before`, until they are compared; `odd`: the last ones in a row that
-    were far from what was expected."""
+    were far from what was expected; `num_changes` of ratios there have been."""
 
     pace: float = 1.0
     ratios: dict[int, _Ratio] = field(default_factory=dict)
@@ -103,6 +103,7 @@ class _Bucket:
     before: int = -1
     beginning: list[float] | None = None
     odd: list[float] = field(default_factory=list)
+    num_changes: int = 0
 
 
 @record
@@ -138,7 +139,7 @@ class StepTimes:
     _last: _Sample | None = None  # the last step, if it only checked or decoded
     _priced: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
     _buckets: dict[int, _Bucket] = field(default_factory=dict)
-    # By rows and context: corrected prices, until which step they hold, and of how many ratios
+    # By rows and context: corrected prices, until which step they hold, and of which ratios
     _corrected_ones: dict[tuple[int, int], tuple[dict[int, float], int, int]] = field(
         default_factory=dict
     )
@@ -147,16 +148,15 @@ class StepTimes:
         """Of steps of so many rows, by the number of guesses. The same object while nothing much
         has been learned."""
         key = (bucket, _context_bucket(context))
-        found, until, num_known = self._corrected_ones.get(key, ({}, -1, 0))
+        found, until, num_changes = self._corrected_ones.get(key, ({}, -1, 0))
         seen = self._buckets.get(bucket) or _Bucket()
-        if self.num_steps < until and num_known == len(seen.ratios):
+        if self.num_steps < until and num_changes == seen.num_changes:
             return found
         known = self._corrections(seen)
         found = priced = self._prices_of(*key)
         if known:
             found = {k: _corrected(k, priced, known) for k in priced}
-        until = self.num_steps + CORRECTED_AFTER if len(known) == len(seen.ratios) else 0
-        self._corrected_ones[key] = (found, until, len(seen.ratios))
+        self._corrected_ones[key] = found, self.num_steps + CORRECTED_AFTER, seen.num_changes
         return found
 
     def _corrections(self, seen: _Bucket) -> dict[int, float]:
@@ -254,6 +254,7 @@ class StepTimes:
         before = seen.ratios.get(seen.before)
         known = self._known(seen)
         seen.beginning = None
+        seen.num_changes += 1
         if not is_known:
             known.pop(seen.kind, None)
             ratio.num_compared, ratio.value = 1, 1.0
