@@ -20,7 +20,7 @@ from ridgeline.devices import open_device
 from ridgeline.errors import EngineFault
 from ridgeline.measure import points, steps
 from ridgeline.measure.models import CUDA, CUDA_QUICK
-from ridgeline.measure.points import Effort, Session, step_point
+from ridgeline.measure.points import Effort, Session, StepPoints, faster, step_point
 from ridgeline.measure.steps import StepBench, random_engine, step_bench
 from ridgeline.measure.stopwatch import DeviceTimer, open_stopwatch
 from ridgeline.step import StepFuture, StepPlan
@@ -179,6 +179,25 @@ def test_guesses_that_fail_do_not_take_the_rest_with_them(monkeypatch: pytest.Mo
     assert any(stage.startswith("checks of guesses are not measured") for stage in said)
 
 
+def test_of_two_measurements_the_one_is_kept_that_nobody_disturbed() -> None:
+    def points(**seconds: float) -> StepPoints:
+        return {
+            int(name[1:]): Point("decode_step", "f32", (), value) for name, value in seconds.items()
+        }
+
+    found = faster(points(_0=2.0, _1=3.0, _3=4.0), points(_0=1.0, _1=5.0, _2=6.0))
+    assert {number: point.seconds for number, point in found.items()} == {0: 1, 1: 3, 2: 6, 3: 4}
+    assert list(found) == [0, 1, 2, 3]
+    assert faster({}, points(_0=1.0)) == points(_0=1.0)
+
+
+@captures
+def test_small_models_are_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    session_points(monkeypatch, host_s=1e-5, said=said)
+    assert sum(stage.endswith(", again") for stage in said) > 0
+
+
 @captures
 def test_a_choice_is_told_from_what_it_takes_beside_a_device(
     monkeypatch: pytest.MonkeyPatch,
@@ -193,7 +212,7 @@ def test_a_choice_is_told_from_what_it_takes_beside_a_device(
     monkeypatch.setattr(points, "CHOICE_ROUNDS", 3)
     monkeypatch.setattr(StepBench, "choosing", lambda bench, context, steps: next(times))
     other = SimpleNamespace(name="cpu", torch_device=SimpleNamespace(type="cuda"))
-    session.device = other  # type: ignore[assignment]
+    session.device = other
     monkeypatch.setattr(Session, "_forget", lambda session: None)
     session._choices(SAMPLE, "float32")
     assert session.choice_s == 0.5
