@@ -806,6 +806,18 @@ MUTANTS = (
         "checks = [k for k in known if k]",
         "checks = list(known)",
     ),
+    Mutant(
+        "guesses: a ratio that has changed is not heard of at once",
+        GUESS_TIMES,
+        "        seen.num_changes += 1",
+        "        pass",
+    ),
+    Mutant(
+        "guesses: a pace that has changed is never heard of",
+        GUESS_TIMES,
+        "found, self.num_steps + CORRECTED_AFTER, seen.num_changes",
+        "found, self.num_steps + (1 << 40), seen.num_changes",
+    ),
 )
 
 NO_BUG = Mutant("nothing", ENGINE, "class Engine:", "class Engine:")

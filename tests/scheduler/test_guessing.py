@@ -17,7 +17,7 @@ import pytest
 from ridgeline.cost.speculation import GuessPrices
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.guess_acceptance import SharedAcceptance
-from ridgeline.scheduler.guess_times import StepTimes, row_bucket
+from ridgeline.scheduler.guess_times import CORRECTED_AFTER, StepTimes, row_bucket
 from ridgeline.scheduler.guessing import (
     CHOICES,
     EXPLORED_AFTER,
@@ -318,6 +318,28 @@ def test_what_is_new_is_not_far_from_the_nearest_that_is_known() -> None:
     found = times.correction(4, 1)
     assert found is not None
     assert 0.95 <= found <= 4.2
+
+
+def test_corrected_prices_hold_until_a_ratio_changes() -> None:
+    times = StepTimes(Line(), (0, 1, 2))
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+
+    def run(k: int, seconds: float, count: int) -> None:
+        for _ in range(count):
+            times.on_priced(Ran(world.plan(k), seconds))
+
+    run(0, 1.0, 20)
+    run(1, 2.0, 1)  # too few to tell
+    first = times.seconds(4, 1000)
+    run(0, 1.0, 2)
+    assert times.seconds(4, 1000) is first
+    run(1, 2.0, 4)
+    second = times.seconds(4, 1000)
+    assert second[1] > 1.5 * first[1]
+    run(1, 2.0, CORRECTED_AFTER - 1)
+    assert times.seconds(4, 1000) is second
+    run(1, 2.2, 1)
+    assert times.seconds(4, 1000) is not second
 
 
 def test_one_number_is_fixed_as_far_as_there_is_room() -> None:
