@@ -62,8 +62,9 @@ class Config:
     """What tuning may change: steps on their way per warp, CTAs of 8 warps on a multiprocessor (or
     as many more as have fewer warps), and how many steps a program has at least if there are
     enough. `split`: the warps of a CTA, `warps` of them, share one KV head. Requests of up to
-    `whole_steps` are not cut then; batches of one length are not cut where that costs a program no
-    more than `slack` steps."""
+    `whole_steps` are not cut then, and of longer ones no two meet in a program, if there are enough
+    programs for pieces of up to `uneven` steps more than even shares. Batches of one length are not
+    cut where that costs a program no more than `slack` steps."""
 
     stages: int = 3
     programs_per_sm: int = 1
