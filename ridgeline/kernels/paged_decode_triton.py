@@ -248,7 +248,7 @@ def _own_piece(all_B, share, longest, num_programs, WHOLE: tl.constexpr, UNEVEN:
     """Tiles of a piece with which no program has two requests; 0: there is none."""
     piece = share * 0
     for i in tl.static_range(UNEVEN // 4 + 1):
-        tried = (share + UNEVEN - 4 * i) // 4 * 4
+        tried = tl.maximum((share + UNEVEN - 4 * i) // 4 * 4, share)
         fits = tl.sum((all_B + tried - 1) // tried, 0) <= num_programs
         piece = tl.where(fits, tried, piece)
     num_requests = tl.sum((all_B > 0).to(tl.int32), 0)

@@ -49,15 +49,39 @@ RANGES = Config(2, 1, 2)  # of many requests: a warp for each KV head
 SPLIT = Config(2, 1, 1, split=True, warps=4)
 WHOLE = Config(1, 2, 8, split=True, whole_steps=33)
 
+PIECES = Config(1, 2, 2, split=True, whole_steps=3, uneven=4)  # few are short enough to be whole
+
 SPLIT8 = Config(2, 1, 1, split=True)
 
 run = partial(check_case, device=CPU)
 
 
-@pytest.mark.parametrize("config", [RANGES, SPLIT, WHOLE], ids=["ranges", "split", "whole"])
+@pytest.mark.parametrize(
+    "config", [RANGES, SPLIT, WHOLE, PIECES], ids=["ranges", "split", "whole", "pieces"]
+)
 def test_ranges_of_steps(config: Config) -> None:
-    for num_programs in (1, 5, 40):
+    for num_programs in (1, 5, 12, 40):
         run(LENGTHS, Shape(head_dim=128), config=config, num_programs=num_programs)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_each_request_has_programs_of_its_own(new: int) -> None:
+    """Its pieces, all but the last of them as long, follow one another, and are merged."""
+    lengths, pieces = [700, 20, 0, 1300, 560, 33], []
+    case = DecodeCase(lengths, Shape(kv_heads=1, group=3, new=new), CPU)
+    schedule = case.schedule(replace(PIECES, uneven=16), num_programs=20)
+    out, store = case.run(schedule)
+    case.agree(schedule, out, store)
+    for request, _, tile, count, size, *_ in schedule.records.tolist():
+        if count:
+            pieces.append((request, tile, count))
+            assert tile % size == 0
+    assert pieces == sorted(pieces)
+    for request, length in enumerate(lengths):
+        own = [count for name, _, count in pieces if name == request]
+        assert sum(own) == max(1, -(-(length - new) // 16))
+        assert all(count == own[0] for count in own[:-1])
+    assert 6 + 5 < len(pieces) <= 20
 
 
 @pytest.mark.parametrize("config", [RANGES, SPLIT], ids=["ranges", "split"])
@@ -179,11 +203,12 @@ NEW = [5, 9, 0, 17, 20, 21, 37, 52, 100]
         (Shape(kv_heads=1, group=4, new=5, kv="fp8"), SPLIT8),
         (Shape(kv_heads=1, group=4, new=3, kv="int8", window=40), SPLIT),
         (Shape(kv_heads=1, group=2, new=5, kv="int4"), SPLIT8),
+        (Shape(kv_heads=1, group=3, new=4), PIECES),
     ],
     ids=str,
 )
 def test_several_new_tokens(shape: Shape, config: Config) -> None:
-    for num_programs in (2, 11):
+    for num_programs in (2, 11, 30):
         lengths = [length for length in NEW if length >= shape.new or not length]
         run(lengths, shape, config=config, num_programs=num_programs)
 
