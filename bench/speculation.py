@@ -10,9 +10,9 @@ time; all engines live side by side and are asked in turns. Medians of the round
 that of tokens behind the first of each answer. `tokens_per_step` are those of a step of a row that
 decodes, its own among them; `by_position` is how often guess 1, 2, .. was right where all before it
 were; `predicted_times_off` is what the cost model, with the prices of `--record`, says of the gain
-of such steps over steps without guesses. `same_answers` (greedy or seeded): how many are those of
-the first engine, token for token; in 16 bits the likeliest of tokens that are as good as equal may
-be another, in float32 it is not.
+of such steps over steps without guesses, an answer's begin included. `same_answers` (greedy or
+seeded): how many are those of the first engine, token for token; in 16 bits the likeliest of tokens
+that are as good as equal may be another, in float32 it is not.
 
 `batches`: see `bench.speculation_batches`.
 `device`: see `bench.speculation_device`; what steps with guesses take on a GPU alone, and by price.

@@ -279,9 +279,9 @@ def schedule_kernel(
     Cuts cost a merge, and a range with the end of one request and the begin of the next two of
     them. Where there are programs enough, each request has its own: one, if none has more than
     WHOLE tiles, else as many as take equal pieces, of up to UNEVEN tiles more than if all were
-    shared evenly. Else, where all are about as long as the longest, and that has no more
-    than WHOLE, a program gets at least as many tiles as it. Where they are just as long, it gets up
-    to SLACK tiles more if that leaves all whole. The last UNREAD tokens are in no tile."""
+    shared evenly. Else, where all are about as long as the longest, and that has no more than
+    WHOLE, a program gets at least as many tiles as it. Where they are just as long, it gets up to
+    SLACK tiles more if that leaves all whole. The last UNREAD tokens are in no tile."""
     program = tl.program_id(0)
     request_B = tl.arange(0, BLOCK_B)
     known_B = request_B < num_requests

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -174,17 +173,27 @@ def piece_items(
     if pieces_4P.shape[1] != 1:
         return _items(pieces_4P, num_heads, num_kv_heads, window, config, num_programs)
     row, start, num_new, length = pieces_4P[:, 0].tolist()
-    key = num_new, length, num_heads, num_kv_heads, window, config, num_programs
-    items = _items_of_one(*key).copy()
+    items = _items_of_one(
+        num_new, length, num_heads, num_kv_heads, window, config, num_programs
+    ).copy()
     items[:, 0], items[:, 1] = row, start
     return items
 
 
 @lru_cache(maxsize=NUM_LONE)
-def _items_of_one(num_new: int, length: int, *about: Any) -> npt.NDArray[np.int32]:
+def _items_of_one(
+    num_new: int,
+    length: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    config: Config | None,
+    num_programs: int,
+) -> npt.NDArray[np.int32]:
     """Of a piece at row 0 of both. A prompt alone waits for this, and its chunks are often as long
     as those of others."""
-    return _items(np.array([[0], [0], [num_new], [length]], np.int64), *about)
+    piece_41 = np.array([[0], [0], [num_new], [length]], np.int64)
+    return _items(piece_41, num_heads, num_kv_heads, window, config, num_programs)
 
 
 def _items(

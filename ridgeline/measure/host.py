@@ -75,7 +75,8 @@ class _Prices:
 def guess_seconds() -> tuple[float, float]:
     """Seconds of the host, more than for a step with a given number of guesses of which one token
     comes out: for choosing the number, and for each further token. Of one request, as what a step
-    does for each is small beside the rest of it; differences of medians of rounds in turns."""
+    does for each is small beside the rest of it; differences of medians of rounds in turns. Beside
+    a device at work a choice takes longer: there `StepBench.choosing` tells."""
     kinds = ((NUM_GUESSES, 1), (NUM_GUESSES, NUM_GUESSES + 1), (None, NUM_GUESSES + 1))
     found: list[list[float]] = [[] for _ in kinds]
     for _ in range(ROUNDS):

@@ -94,14 +94,13 @@ class Session:
             self._forget()
         for dtype in self.effort.dtypes:
             samples = self.effort.grid.samples
-            # Of small ones the host is the longer part. Whoever disturbs it may be gone some
-            # seconds later, when all others have been measured.
+            # Steps of small models wait for the host. Whoever disturbs it may be gone some seconds
+            # later, when all others have been measured.
             small = [sample for sample in samples if not sample.has_operators]
             found: dict[tuple[str, str], StepPoints] = {}
-            for sample in samples:
-                self._all_steps(sample, dtype, 0, found)
-            for sample in small:
-                self._all_steps(sample, dtype, 1, found)
+            for turn, some in enumerate((samples, small)):
+                for sample in some:
+                    self._all_steps(sample, dtype, turn, found)
             self.points += [point for points in found.values() for point in points.values()]
 
     def _all_steps(
