@@ -87,7 +87,7 @@ def choose_config(
     products before and after. Two steps on their way keep the memory busy where it is; few heads
     are a CTA each, and one of 8 warps where there are fewer than half the multiprocessors. Of fewer
     bits twice as many steps are on their way (contexts of 1,024 and 8,192): more gain nothing. Each
-    new token wants a warp."""
+    new token wants a warp, as far as there are some."""
     heads, times = max_requests * num_kv_heads, 1 if numbers == PLAIN else 2
     if heads <= FEW_HEADS or (num_new > 4 and heads <= MOST_SPLIT_HEADS):
         return Config(2 * times, 1, 8, split=True, whole_steps=WHOLE_STEPS)
@@ -186,7 +186,7 @@ def make_schedule(
     queries = group * num_new
     check(num_heads == group * num_kv_heads, "query heads are a multiple of KV heads")
     check(head_dim in HEAD_DIMS and 1 <= group <= LARGEST_GROUP, "heads that the kernel takes")
-    several = config.split and is_fused and num_new <= config.warps and queries <= MOST_QUERIES
+    several = config.split and is_fused and queries <= MOST_QUERIES
     check(num_new == 1 or several, "new tokens that the kernel takes", num_new=num_new)
     if config.split:
         warps, groups, resident = config.warps, num_kv_heads, config.programs_per_sm
@@ -476,8 +476,8 @@ def _why_not_so_many(group: int, num_new: int, kv_heads: int) -> str | None:
     """`kv_heads` of all requests."""
     if num_new == 1:
         return None
-    if num_new > MOST_WARPS or group * num_new > MOST_QUERIES:
-        return f"{num_new} new tokens of {group} heads: {MOST_WARPS}, and {MOST_QUERIES} queries"
+    if group * num_new > MOST_QUERIES:
+        return f"{num_new} new tokens of {group} heads: {MOST_QUERIES} queries"
     if kv_heads > MOST_SPLIT_HEADS:
         return f"several new tokens of {kv_heads} KV heads: {MOST_SPLIT_HEADS}"
     return None

@@ -204,6 +204,13 @@ NEW = [5, 9, 0, 17, 20, 21, 37, 52, 100]
         (Shape(kv_heads=1, group=4, new=3, kv="int8", window=40), SPLIT),
         (Shape(kv_heads=1, group=2, new=5, kv="int4"), SPLIT8),
         (Shape(kv_heads=1, group=3, new=4), PIECES),
+        (Shape(kv_heads=1, group=3, new=9), SPLIT8),
+        (Shape(kv_heads=1, group=3, new=9, norms=False), PIECES),
+        (Shape(kv_heads=1, group=2, new=9, head_dim=128, window=4), SPLIT),
+        (Shape(kv_heads=1, group=1, new=17, window=20), SPLIT),
+        (Shape(kv_heads=1, group=2, new=9, kv="fp8"), SPLIT8),
+        (Shape(kv_heads=1, group=2, new=13, kv="int8", window=40), SPLIT),
+        (Shape(kv_heads=1, group=1, new=9, kv="int4"), SPLIT8),
     ],
     ids=str,
 )
@@ -213,32 +220,33 @@ def test_several_new_tokens(shape: Shape, config: Config) -> None:
         run(lengths, shape, config=config, num_programs=num_programs)
 
 
+@pytest.mark.parametrize("new", [4, 6])
 @pytest.mark.parametrize("kv", ["auto", "fp8", "int8", "int4"])
-def test_a_new_token_that_is_no_number_reaches_nobody_before_it(kv: str) -> None:
+def test_a_new_token_that_is_no_number_reaches_nobody_before_it(kv: str, new: int) -> None:
     """As of guesses without a block: those behind the second token, of which one is NaN, share a
     slot of the null block, and positions go on past the end of the table."""
-    case = DecodeCase([40, 18, 70], Shape(kv_heads=1, new=4, kv=kv), CPU, 3)
+    case = DecodeCase([40, 18, 70], Shape(kv_heads=1, new=new, kv=kv), CPU, 3)
     want, _ = case.expected()
-    lost = torch.arange(12).view(3, 4)[:, 2:].flatten()
+    lost = torch.arange(3 * new).view(3, new)[:, 2:].flatten()
     case.slots[lost] = 7
     case.qkv[lost[::2]] = torch.nan
     case.table_L2D = case.table_L2D[:68].contiguous()
     out, _ = case.run(case.schedule(SPLIT, 3))
     got, limit = out.float(), 4e-2 if kv == "int4" else NORM_ERROR[torch.bfloat16]
-    kept = torch.arange(12).view(3, 4)[:, :2].flatten()
+    kept = torch.arange(3 * new).view(3, new)[:, :2].flatten()
     error = (got[kept] - want[kept]).norm(dim=2)
     assert (error <= limit * want[kept].norm(dim=2)).all(), error
     assert got[lost].isnan().all()
 
 
 def test_several_new_tokens_take_what_there_is() -> None:
-    """More of them than warps, or many requests, are for another kernel."""
+    """More queries than a warp has room for, or many requests, are for another kernel."""
     assert choose_config(128, 8, 32, num_new=5).warps == 8
     assert choose_config(128, 8, 32, num_new=4).warps == 4
     case = DecodeCase([5, 9], Shape(new=5), CPU)
-    for config in (SPLIT, RANGES):
-        with pytest.raises(InternalError, match="new tokens that the kernel takes"):
-            case.schedule(config, num_programs=1)
+    case.schedule(SPLIT, num_programs=1)
+    with pytest.raises(InternalError, match="new tokens that the kernel takes"):
+        case.schedule(RANGES, num_programs=1)
     with pytest.raises(InternalError, match="new tokens that the kernel takes"):
         DecodeCase([5], Shape(new=5, group=8), CPU).schedule(SPLIT8, num_programs=1)
 

@@ -27,11 +27,12 @@
 //
 // NEW tokens of each request, more than one only if SPLIT and FUSED: queries of a KV head are those
 // of the first new token, then of the second, and so on. Of the new tokens each is a warp's, for
-// whose queries the sums begin with it; queries of tokens before it do not see it, NaN or not.
+// whose queries the sums begin with it; queries of tokens before it do not see it, NaN or not. Of
+// more than there are warps, some have two and more, one after the other.
 //
 // Compiled with: HEAD_DIM 64 or 128; GROUP query heads of a KV head, up to 16, and times NEW up to
-// 32; NEW, up to WARPS; KV_HEADS; WARPS of a CTA, which divides KV_HEADS if not SPLIT; BLOCK_SIZE, a
-// multiple of 16; STAGES of the ring;
+// 32; NEW; KV_HEADS; WARPS of a CTA, which divides KV_HEADS if not SPLIT; BLOCK_SIZE, a multiple of
+// 16; STAGES of the ring;
 // RESIDENT CTAs of a multiprocessor; WINDOW, 0: none; SPLIT, NAMED_ROWS, FUSED, NORM, DEPENDENT
 // (programmatic launch), BFLOAT16 (or float16) 0 or 1; BITS of a number of the cache and SCALED:
 // 16 0 as queries are, 8 0 e4m3, 8 1 codes with a scale, 4 1 codes with a scale and a low.
@@ -903,10 +904,12 @@ struct Answer {
   }
 
 #if FUSED
-  // The new token first. `value`: its own, of this KV head; `number`: of the request's new ones.
+  // New tokens first. `value`: its own, of this KV head; `number`: of the request's new ones. One of
+  // several of a warp is added to those before it, as keys of the cache are.
   __device__ __forceinline__ void begin_with(const NewToken& fresh, const u16* value, int number,
                                              int lane, float scale_log2) {
     const int g = lane / 4, t = lane % 4;
+    constexpr bool ALONE = NEW <= WARPS;
 #if BITS == 16
     uint4 v[HALVES];
 #pragma unroll
@@ -916,13 +919,24 @@ struct Answer {
     for (int n = 0; n < COLUMNS; ++n) {
       const float its = fresh.score(q[n], scale_log2);
       bool sees[2];
+      float fade[2], weight[2];
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int behind = (8 * n + 2 * t + odd) / GROUP - number;
         sees[odd] = NEW == 1 || (behind >= 0 && (WINDOW == 0 || behind < WINDOW));
         const float score = __shfl_sync(ALL, its, 4 * (2 * t + odd));
-        best[n][odd] = sees[odd] ? score : -INFINITE;
-        total[n][odd] = g == 0 && sees[odd] ? 1.0f : 0.0f;
+        const float most = sees[odd] ? score : -INFINITE;
+        if (ALONE) {
+          best[n][odd] = most;
+          total[n][odd] = g == 0 && sees[odd] ? 1.0f : 0.0f;
+        } else if (sees[odd]) {
+          const float before = best[n][odd];
+          best[n][odd] = fmaxf(before, most);
+          const float level = level_of(best[n][odd]);
+          fade[odd] = power_of_two(before - level);
+          weight[odd] = power_of_two(most - level);
+          total[n][odd] = total[n][odd] * fade[odd] + (g == 0 ? weight[odd] : 0.0f);
+        }
       }
 #pragma unroll
       for (int h = 0; h < HALVES; ++h)
@@ -935,8 +949,14 @@ struct Answer {
           const float x = fresh.v[h][i];
 #endif
           const int r = HALVES == 2 ? i : i / 2, at = HALVES == 2 ? 2 * h : i % 2 * 2;
-          sum[r][n][at] = sees[0] ? x : 0.0f;
-          sum[r][n][at + 1] = sees[1] ? x : 0.0f;
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            float& its_sum = sum[r][n][at + odd];
+            if (ALONE)
+              its_sum = sees[odd] ? x : 0.0f;
+            else if (sees[odd])
+              its_sum = its_sum * fade[odd] + x * weight[odd];
+          }
         }
     }
   }
@@ -1428,7 +1448,7 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
     const int own = read_last > own_first ? ceil_div(read_last - own_first, WARPS) : 0;
     const int* table = tables + (i64)row * table_stride;
     const bool has_new = FUSED && last == extent.stop && length > 0 && asked;
-    const int own_new = WARPS - 1 - warp;  // the last warps have the fewest steps
+    int own_new = WARPS - 1 - warp;  // the last warps have the fewest steps
 
     int block = 0;  // lane i: of own step i, then 32 + i, ...
     auto copy = [&](int i) {
@@ -1489,13 +1509,16 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
       }
 #endif
       answer.prepare(lane, scale_log2);
-      if (has_new && own_new < NEW) {
+      while (has_new && own_new < NEW) {
         const u16* key = q + (i64)(token + own_new) * q_row +
                          (KV_HEADS * GROUP + kv_head) * HEAD_DIM;
         if (NEW > 1) turn.load(rotation(own_new), t);
         NewToken fresh;
         fresh.take(key, turn, k_weight, eps, cache, new_slot, lane);
         answer.begin_with(fresh, key + KV_HEADS * HEAD_DIM, own_new, lane, scale_log2);
+        own_new += WARPS;
+        if (NEW <= WARPS) break;
+        if (own_new < NEW) new_slot = slots[token + own_new];
       }
     }
 #else
