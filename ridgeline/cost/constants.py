@@ -184,6 +184,7 @@ class Calibration:
     `own_products`: [n, k] of products that the engine has kernels of its own for on this device, of
     plain weights and of the formats that `ridgeline.formats` calls fused: these norm, gate and add
     on their way where there are few rows, and begin before the kernel before them has ended.
+    `own_least`: it cuts others by a rule if n and k are this at least (0: it has none).
     """
 
     device_name: str
@@ -201,6 +202,7 @@ class Calibration:
     date: str = ""
     streams: Mapping[str, StreamConstants] = field(default_factory=dict, hash=False)
     own_products: tuple[tuple[int, int], ...] = ()
+    own_least: int = 0
 
     def stream_for(self, name: str, kind: str, dtype: str) -> StreamConstants:
         """The constants of the pass `name` in `dtype`, of its own if it was measured apart."""
@@ -304,6 +306,7 @@ def _from_json(record: Mapping[str, Any]) -> Calibration:
         date=str(record.get("date", "")),
         streams={n: StreamConstants(**entry) for n, entry in record.get("streams", {}).items()},
         own_products=tuple((int(n), int(k)) for n, k in record.get("own_products", ())),
+        own_least=int(record.get("own_least", 0)),
     )
 
 

@@ -9,6 +9,8 @@ nothing is left, as many kernels of these sizes take some 200 us.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,8 +26,11 @@ from ridgeline.request import record
 
 OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
 OWN_ROWS = 128  # that they take at all; of more, some products are the library's
+UNTUNED_ROWS = 64  # that kernels take which were not tuned for the sizes
 STAYS, GONE = 0.5, 1.25  # of the last cache
 LEVELS = 8  # of warmth, so that prices can be kept
+
+Sizes = tuple[int, int]  # n and k of a product
 
 
 class Own(Enum):
@@ -111,21 +116,33 @@ def is_captured(host: HostConstants, totals: StepTotals) -> bool:
     return totals.num_tokens <= host.captured_tokens
 
 
-def own_of(totals: StepTotals, *, has_own: bool) -> Own:
-    """What kernels of our own, if there are any, do of a captured step. Whether its tokens are
-    those of prompts makes no difference to them."""
-    if not has_own or totals.num_tokens > OWN_ROWS:
+def own_of(totals: StepTotals, most_tokens: int) -> Own:
+    """What kernels of our own do of a captured step, if they take so many tokens at most. Whether
+    these are of prompts makes no difference to them."""
+    if totals.num_tokens > most_tokens:
         return Own.NONE
     return Own.FEW if totals.num_tokens <= OWN_TOKENS else Own.ROWS
 
 
-def has_own_kernels(setup: Setup) -> bool:
-    """The engine has kernels of its own for all products of the model's layers. Sizes that were
-    tuned for plain weights were tuned for the formats whose kernels fuse as much."""
-    known, precision = setup.constants.own_products, setup.precision
-    if not known or not precision.weight_line.is_fused or precision.dtype_bytes != 2:
-        return False
-    return layer_products(setup.spec, setup.layout, precision) <= set(known)
+def most_own_tokens(setup: Setup) -> int:
+    """Of a step all of whose layers' products are done by kernels of the engine's own; 0: none.
+    Sizes that were tuned for plain weights were tuned for the formats whose kernels fuse as
+    much."""
+    constants, precision = setup.constants, setup.precision
+    if not precision.weight_line.is_fused or precision.dtype_bytes != 2:
+        return 0
+    products = layer_products(setup.spec, setup.layout, precision)
+    return most_tokens_of(products, constants.own_products, constants.own_least)
+
+
+def most_tokens_of(products: AbstractSet[Sizes], tuned: Sequence[Sizes], least: int) -> int:
+    """The same for products [n, k]; `tuned` and `least` as in `Calibration`."""
+    if not tuned and not least:
+        return 0
+    others = products - set(tuned)
+    if not others:
+        return OWN_ROWS
+    return UNTUNED_ROWS if least and min(map(min, others)) >= least else 0
 
 
 class Manners:
@@ -133,12 +150,12 @@ class Manners:
 
     def __init__(self, setup: Setup) -> None:
         self._host, self._cache_bytes = setup.constants.host, setup.device.l2_bytes
-        self._has_own = has_own_kernels(setup)
+        self._most_own = most_own_tokens(setup)
         self._footprint = Footprint.of(setup.spec, setup.precision, setup.layout)
 
     def of(self, totals: StepTotals) -> Manner:
         """`totals` of all kinds of attention."""
         if not is_captured(self._host, totals):
             return SINGLE
-        own = own_of(totals, has_own=self._has_own)
+        own = own_of(totals, self._most_own)
         return Manner(True, own, self._footprint.warm(totals, self._cache_bytes))

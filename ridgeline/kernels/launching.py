@@ -19,3 +19,9 @@ def launches_early(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= CAPABLE
+
+
+@lru_cache(maxsize=16)
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Of this generation alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == CAPABLE

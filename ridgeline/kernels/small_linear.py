@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import check
+from ridgeline.kernels.launching import has_warpgroup_products
 from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, kind_of
+from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
 from ridgeline.kernels.workspace import Workspace, shared_workspace
 
 
@@ -52,7 +53,8 @@ class Unfused:
 
 
 def fits_small(x_MK: torch.Tensor, weight_NK: torch.Tensor, fusion: Fusion) -> bool:
-    """Is one kernel for all of it known to be the fastest here?"""
+    """Is one kernel for all of it known, or for sizes that nobody tuned believed, to be the fastest
+    here?"""
     if fusion.of_gated or fusion.sum_TI is not None:
         return False
     has_norm, has_residual = fusion.norm is not None, fusion.residual_TO is not None
@@ -73,10 +75,10 @@ def small_linear(
 ) -> torch.Tensor:
     """y = rms_norm(x) @ W.T + bias; if gated silu(y's first half) * its second; + residual.
 
-    Where the table of tiles has an entry for the shape, all of it is one kernel that adds in
-    float32 and rounds once, to the dtype of `out_MO` (that of x unless given); else the library
-    and the kernels it needs beside it. `out_MO` may be `residual_MO`. The same input gives the
-    same bits every time."""
+    Where the table of tiles has an entry for the shape, or a rule for what is not in it, all of it
+    is one kernel that adds in float32 and rounds once, to the dtype of `out_MO` (that of x unless
+    given); else the library and the kernels it needs beside it. `out_MO` may be `residual_MO`. The
+    same input gives the same bits every time."""
     tile = _tile(x_MK, weight_NK, norm is not None, gated, residual_MO is not None)
     if tile is not None:
         return linear_by_tile(
@@ -170,7 +172,12 @@ def _tile(
     kind = kind_of(norm=norm, gated=gated, residual=residual)
     dtype = str(x_MK.dtype).removeprefix("torch.")
     (outputs, inputs), rows = weight_NK.shape, bucket(x_MK.shape[0])
-    tile = find_tile(Place(_device_name(x_MK.device), dtype, outputs, inputs, rows, kind))
+    place = Place(_device_name(x_MK.device), dtype, outputs, inputs, rows, kind)
+    tile = find_tile(place)
+    if not is_measured(place) and not (norm and residual) and has_warpgroup_products(x_MK.device):
+        from ridgeline.kernels.guessed_tiles import guess_tile
+
+        tile = guess_tile(rows, outputs, inputs, norm=norm, gated=gated)
     if tile is not None and tile.stream:
         from ridgeline.kernels.stream_linear import can_stream
 

@@ -18,6 +18,9 @@ from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
+from ridgeline.kernels import nvrtc
+from ridgeline.kernels.guessed_tiles import LEAST
+from ridgeline.kernels.launching import has_warpgroup_products
 from ridgeline.kernels.tiles import own_products
 from ridgeline.measure.bandwidth import Bandwidth, measure_bandwidth
 from ridgeline.measure.host import guess_seconds, host_seconds, line_through
@@ -97,7 +100,9 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
     )
     found = fit(session.points, device, host)
     progress("fitting", 1, 1)
-    known = replace(found.calibration, own_products=session.own_products)
+    known = replace(
+        found.calibration, own_products=session.own_products, own_least=session.own_least
+    )
     found = replace(found, calibration=known)
     found = _dated(found, place.packages | {"ridgeline": place.ridgeline}, place.date)
     about = {
@@ -133,6 +138,7 @@ def _session(
         threads,
         progress,
         _own_products(opened, dtypes),
+        LEAST if has_warpgroup_products(opened.torch_device) and nvrtc.available() else 0,
         last_cache_bytes(opened) if kind == "cuda" else 0,
     )
 

@@ -14,7 +14,7 @@ from ridgeline.cost.constants import HostConstants
 from ridgeline.cost.drafters import first_layers
 from ridgeline.cost.fit import ALONE, CHECKS, Point
 from ridgeline.cost.layout import ONE_DEVICE
-from ridgeline.cost.manner import Footprint, is_captured, own_of, still_there
+from ridgeline.cost.manner import Footprint, is_captured, most_tokens_of, own_of, still_there
 from ridgeline.cost.ops import Op, layer_products, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.totals import attention_kinds, step_totals
@@ -70,6 +70,7 @@ class Session:
     threads: int
     progress: Progress
     own_products: tuple[tuple[int, int], ...] = ()  # see `Calibration`
+    own_least: int = 0  # and there
     cache_bytes: int = 0  # of the last cache, where kernels read again what is still there
     points: list[Point] = field(default_factory=list)
     answers_s: list[float] = field(default_factory=list)  # see `HostConstants.begin_s`
@@ -273,7 +274,7 @@ class Session:
             return point
         return replace(
             point,
-            own=own_of(totals, has_own=products <= set(self.own_products)),
+            own=own_of(totals, most_tokens_of(products, self.own_products, self.own_least)),
             warm=Footprint.of(sample.spec, precision).warm(totals, self.cache_bytes),
         )
 

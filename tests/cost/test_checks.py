@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
+from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import (
     AttentionConstants,
     Calibration,
@@ -17,7 +19,7 @@ from ridgeline.cost.drafters import drafter_of, guess_prices
 from ridgeline.cost.fit import Point, fit, predict
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.layout import ONE_DEVICE
-from ridgeline.cost.manner import OWN_ROWS, OWN_TOKENS, has_own_kernels, own_of
+from ridgeline.cost.manner import OWN_ROWS, OWN_TOKENS, UNTUNED_ROWS, most_own_tokens, own_of
 from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import PLAIN, Precision
 from ridgeline.cost.pricer import Pricer
@@ -110,9 +112,9 @@ def test_a_check_costs_the_same_both_ways(
 
 def test_kernels_of_our_own_take_norms_and_gates_along() -> None:
     own = Setup(LLAMA_3_8B, DEVICE, calibration=constants(own_products=OWN))
-    assert has_own_kernels(own)
-    assert not has_own_kernels(replace(own, spec=LLAMA_3_1B))
-    assert not has_own_kernels(replace(own, precision=Precision("float32")))
+    assert most_own_tokens(own) == OWN_ROWS
+    assert most_own_tokens(replace(own, spec=LLAMA_3_1B)) == 0
+    assert most_own_tokens(replace(own, precision=Precision("float32"))) == 0
     few, some, many = (
         {one.op.name: one for one in step_cost(own, ((1, 100),) * rows).ops}
         for rows in (OWN_TOKENS, OWN_ROWS, OWN_ROWS + 1)
@@ -124,6 +126,23 @@ def test_kernels_of_our_own_take_norms_and_gates_along() -> None:
     assert some["qkv"].expected_s - few["qkv"].expected_s >= 32 * 0.3 * t0_s
     prompt = {one.op.name: one for one in step_cost(own, ((OWN_TOKENS, 0),)).ops}
     assert prompt["qkv"].expected_s == few["qkv"].expected_s  # products do not know whose rows
+
+
+def test_sizes_that_were_not_tuned_are_cut_by_a_rule() -> None:
+    def of(spec: ModelSpec, **own: Any) -> int:
+        return most_own_tokens(Setup(spec, DEVICE, calibration=constants(**own)))
+
+    assert of(LLAMA_3_1B, own_least=1024) == of(LLAMA_3_1B, own_products=OWN, own_least=1024)
+    assert of(LLAMA_3_1B, own_least=1024) == UNTUNED_ROWS
+    assert of(LLAMA_3_1B, own_least=2049) == 0  # as its hidden states have 2,048 numbers
+    assert of(LLAMA_3_8B, own_products=OWN, own_least=1024) == OWN_ROWS
+    setup = Setup(LLAMA_3_1B, DEVICE, calibration=constants(own_least=1024))
+    some, many = (
+        {one.op.name: one for one in step_cost(setup, ((1, 100),) * rows).ops}
+        for rows in (UNTUNED_ROWS, UNTUNED_ROWS + 1)
+    )
+    assert some["activation"].expected_s == some["activation"].ideal_s
+    assert many["activation"].expected_s > 1.1 * many["activation"].ideal_s
 
 
 def test_products_of_more_rows_have_a_share_of_their_own() -> None:
@@ -209,7 +228,7 @@ def whole_steps() -> list[Point]:
             len(shape),
             f"{what} {number}",
             captured=True,
-            own=own_of(step_totals((), shape), has_own=True),
+            own=own_of(step_totals((), shape), OWN_ROWS),
             is_lone=what in ("prefill_step", "mixed_step"),
         )
         for what, many in STEPS.items()

@@ -97,6 +97,7 @@ def test_products_with_kernels_of_our_own_are_told(answer: Answer) -> None:
     assert (384, 1152) not in known
     assert own_products("NVIDIA H200", "float32") == own_products("another", "bfloat16") == ()
     assert answer.fit.calibration.own_products == ()  # a CPU has one way for all of them
+    assert answer.fit.calibration.own_least == 0
 
 
 def test_the_device_has_what_was_measured(answer: Answer) -> None:
