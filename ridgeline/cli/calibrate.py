@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 EXAMPLES = """Measures memory, matrix products, attention, elementwise passes, sampling, the
 host's own work and whole steps of a few random models, on a GPU by its own clock too; fits a few
 constants to each class; tests them on a fifth of the points that it kept out. Takes minutes
-(--quick: one), best on an idle machine. The record goes to the user's cache folder, where every
-command that asks for `--device this` finds it.
+(--quick: one or two), best on an idle machine. The record goes to the user's cache folder, where
+every command that asks for `--device this` finds it.
 
 examples:
   ridgeline calibrate                              the device that the engine would choose
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads", type=positive, metavar="N", help="of a CPU (default: all its cores)"
     )
-    group.add_argument("--quick", action="store_true", help="fewer points, about a minute")
+    group.add_argument("--quick", action="store_true", help="fewer points, a minute or two")
     group.add_argument("--output", metavar="FILE", help="write the record here as well")
     group.add_argument("--json", action="store_true", help="print the record instead of tables")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress, no notes")

@@ -59,6 +59,7 @@ class Grid:
     mixes: tuple[tuple[int, int, int], ...]
     hosts: tuple[int, ...]
     max_call_s: float
+    looks: int = 2  # at steps of small models
 
 
 def config(
@@ -257,6 +258,7 @@ CUDA_QUICK = Grid(
     mixes=((512, 16, 1024), (1024, 64, 512)),
     hosts=(1, 64),
     max_call_s=0.1,
+    looks=1,
 )
 
 

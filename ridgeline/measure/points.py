@@ -99,7 +99,7 @@ class Session:
             # later, when all others have been measured.
             small = [sample for sample in samples if not sample.has_operators]
             found: dict[tuple[str, str], StepPoints] = {}
-            for turn, some in enumerate((samples, small)):
+            for turn, some in enumerate((samples, *[small] * (self.effort.grid.looks - 1))):
                 for sample in some:
                     self._all_steps(sample, dtype, turn, found)
             self.points += [point for points in found.values() for point in points.values()]
