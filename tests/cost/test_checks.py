@@ -19,7 +19,14 @@ from ridgeline.cost.drafters import drafter_of, guess_prices
 from ridgeline.cost.fit import Point, fit, predict
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.layout import ONE_DEVICE
-from ridgeline.cost.manner import OWN_ROWS, OWN_TOKENS, UNTUNED_ROWS, most_own_tokens, own_of
+from ridgeline.cost.manner import (
+    OWN_ROWS,
+    OWN_TOKENS,
+    UNTUNED_ROWS,
+    most_own_tokens,
+    most_tokens_of,
+    own_of,
+)
 from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import PLAIN, Precision
 from ridgeline.cost.pricer import Pricer
@@ -136,6 +143,8 @@ def test_sizes_that_were_not_tuned_are_cut_by_a_rule() -> None:
     assert of(LLAMA_3_1B, own_least=1024) == UNTUNED_ROWS
     assert of(LLAMA_3_1B, own_least=2049) == 0  # as its hidden states have 2,048 numbers
     assert of(LLAMA_3_8B, own_products=OWN, own_least=1024) == OWN_ROWS
+    assert most_tokens_of({(512, 4096), (4096, 4096)}, OWN, 1024) == 0
+    assert most_tokens_of({(512, 4096), (4096, 4096)}, [(512, 4096)], 1024) == UNTUNED_ROWS
     setup = Setup(LLAMA_3_1B, DEVICE, calibration=constants(own_least=1024))
     some, many = (
         {one.op.name: one for one in step_cost(setup, ((1, 100),) * rows).ops}

@@ -90,15 +90,17 @@ def test_the_table_is_asked_first(monkeypatch: pytest.MonkeyPatch, capable: bool
     monkeypatch.setattr(ours, "has_warpgroup_products", lambda device: capable)
     monkeypatch.setattr("ridgeline.kernels.stream_linear.can_stream", lambda x, weight: True)
 
-    def found(rows: int, outputs: int, inputs: int, *, norm: bool, residual: bool) -> Tile | None:
+    def found(rows: int, outputs: int, inputs: int, **beside: bool) -> Tile | None:
         x: Any = OnCard(rows, inputs)
         weight: Any = OnCard(outputs, inputs)
-        return ours._tile(x, weight, norm, False, residual)
+        asked = (beside.get(name, False) for name in ("norm", "gated", "residual"))
+        return ours._tile(x, weight, *asked)
 
-    tuned = Place("NVIDIA H200", "bfloat16", 6144, 4096, bucket(32), "norm")
+    tuned = Place("NVIDIA H200", "bfloat16", 6144, 1024, bucket(16), "norm+gated")
     assert is_measured(tuned)
-    assert found(32, 6144, 4096, norm=True, residual=False) is None
-    assert found(5, 6144, 4096, norm=True, residual=False) == find_tile(replace(tuned, rows=8))
-    guessed = found(5, 6144, 2560, norm=True, residual=False)
+    assert guess_tile(16, 6144, 1024, norm=True, gated=True) == STREAM
+    assert found(16, 6144, 1024, norm=True, gated=True) is None
+    assert found(5, 6144, 1024, norm=True, gated=True) == find_tile(replace(tuned, rows=8))
+    guessed = found(5, 6144, 2560, norm=True)
     assert guessed == (STREAM if capable else None)
     assert found(5, 2560, 2560, norm=True, residual=True) is None  # nobody asks for this
