@@ -193,8 +193,9 @@ def test_a_plan_has_as_many_new_tokens_as_the_layout() -> None:
     [
         (16, 8, 16, None),
         (8, 2, 32, None),
-        (8, 9, 1, "9 new tokens of 1 heads: 8, and 32 queries"),
-        (64, 5, 1, "5 new tokens of 8 heads: 8, and 32 queries"),
+        (8, 32, 1, None),
+        (8, 33, 1, "33 new tokens of 1 heads: 32 queries"),
+        (64, 5, 1, "5 new tokens of 8 heads: 32 queries"),
         (32, 5, 33, "several new tokens of 264 KV heads: 256"),
     ],
 )
