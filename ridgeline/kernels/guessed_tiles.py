@@ -10,9 +10,9 @@ Letters: M rows, K inputs, N rows of W.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
+from ridgeline.kernels.stream_linear import ROOM_BYTES
 from ridgeline.kernels.tile_linear import columns_of, shared_bytes
 from ridgeline.kernels.tiles import Tile
 
@@ -26,9 +26,8 @@ SHORT = 4096  # K of which two programs have enough to do
 FEW_OUTPUTS = 1024  # so few tiles that four programs share one
 ONE_WAVE = 132  # programs that have a multiprocessor for themselves
 TWO_WAVES = 2 * ONE_WAVE
-ROOM_BYTES = 227 << 10
-HALF_BYTES = ROOM_BYTES // 2 - (2 << 10)
-MOST_STAGES = 16
+HALF_BYTES = ROOM_BYTES // 2 - (2 << 10)  # two programs on a multiprocessor
+LEAST_STAGES, MOST_STAGES = 3, 16
 SHARED_STAGES = 6  # deeper ones, beside another program, gain nothing
 
 STREAM = Tile(32, STEP, warps=8, stages=3, stream=True)
@@ -61,12 +60,10 @@ def _tiled(rows: int, outputs: int, inputs: int, *, gated: bool) -> Tile | None:
 
 
 def _deepest(tile: Tile, rows: int, room: int, most: int, *, gated: bool) -> Tile | None:
-    return next((t for t in _by_depth(tile, most) if _bytes(t, rows, gated) <= room), None)
-
-
-def _by_depth(tile: Tile, most: int) -> Iterator[Tile]:
-    return (replace(tile, stages=stages) for stages in range(most, 2, -1))
-
-
-def _bytes(tile: Tile, rows: int, gated: bool) -> int:
-    return shared_bytes(tile, columns_of(rows, tile.block_m), 1, gated=gated)
+    """With as many stages as `room` has bytes for."""
+    columns = columns_of(rows)
+    for stages in range(most, LEAST_STAGES - 1, -1):
+        made = replace(tile, stages=stages)
+        if shared_bytes(made, columns, 1, gated=gated) <= room:
+            return made
+    return None
