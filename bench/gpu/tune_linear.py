@@ -146,7 +146,7 @@ LAYERS = (
     Layer("0.6B", "gate_up", 6144, 1024, gated=True, norm=True),
     Layer("0.6B", "down", 1024, 3072, residual=True),
     Layer("0.6B", "lm_head", 151936, 1024, norm=True),
-    # Of Qwen3-4B, Llama-3.2-1B and Qwen2.5-7B, to see what a rule has to say.
+    # Of Qwen3-4B and Llama-3.2-1B: what a rule for all other sizes was made from.
     Layer("4B", "qkv", 6144, 2560, norm=True),
     Layer("4B", "o", 2560, 4096, residual=True),
     Layer("4B", "gate_up", 19456, 2560, gated=True, norm=True),
@@ -155,10 +155,6 @@ LAYERS = (
     Layer("1B", "o", 2048, 2048, residual=True),
     Layer("1B", "gate_up", 16384, 2048, gated=True, norm=True),
     Layer("1B", "down", 2048, 8192, residual=True),
-    Layer("7B", "qkv", 4608, 3584, norm=True),
-    Layer("7B", "o", 3584, 3584, residual=True),
-    Layer("7B", "gate_up", 37888, 3584, gated=True, norm=True),
-    Layer("7B", "down", 3584, 18944, residual=True),
     # The bundled model for chats, and the one that guesses for it.
     Layer("demo", "qkv", 640, 384, norm=True),
     Layer("demo", "o", 384, 384, residual=True),

@@ -125,19 +125,19 @@ def own_of(totals: StepTotals, most_tokens: int) -> Own:
 
 
 def most_own_tokens(setup: Setup) -> int:
-    """Of a step all of whose layers' products are done by kernels of the engine's own; 0: none.
-    Sizes that were tuned for plain weights were tuned for the formats whose kernels fuse as
-    much."""
+    """Of a step all of whose layers' products are done by kernels of the engine's own; 0: none."""
     constants, precision = setup.constants, setup.precision
-    if not precision.weight_line.is_fused or precision.dtype_bytes != 2:
-        return 0
     products = layer_products(setup.spec, setup.layout, precision)
-    return most_tokens_of(products, constants.own_products, constants.own_least)
+    return most_tokens_of(products, precision, constants.own_products, constants.own_least)
 
 
-def most_tokens_of(products: AbstractSet[Sizes], tuned: Sequence[Sizes], least: int) -> int:
-    """The same for products [n, k]; `tuned` and `least` as in `Calibration`."""
-    if not tuned and not least:
+def most_tokens_of(
+    products: AbstractSet[Sizes], precision: Precision, tuned: Sequence[Sizes], least: int
+) -> int:
+    """The same for products [n, k]; `tuned` and `least` as in `Calibration`. What holds for plain
+    weights of 16 bits holds for the formats whose kernels fuse as much."""
+    has_some = bool(tuned or least)
+    if not (has_some and precision.weight_line.is_fused and precision.dtype_bytes == 2):
         return 0
     others = products - set(tuned)
     if not others:

@@ -155,10 +155,11 @@ CPU_QUICK = Grid(
 _QWEN_LIKE = config(1024, 28, 16, 8, 3072, 151936, family="qwen3", head_dim=128)
 _LLAMA_LIKE = config(4096, 16, 32, 8, 14336, 128256, tied=False)
 
-# Kernels were tuned for the two above, but not for these: such products are the library's. The
-# last has so little to do that its steps wait for the host; what is once in each step or pass is
-# seen by it, and what is in each layer by the others. Of the second all is still in the last cache
-# when it is read again.
+# Kernels were tuned for the two above, but not for these, which are also too small for the rule
+# that cuts what was not tuned (`kernels.guessed_tiles`): such products are the library's. The last
+# has so little to do that its steps wait for the host; what is once in each step or pass is seen by
+# it, and what is in each layer by the others. Of the second all is still in the last cache when it
+# is read again.
 _SMALL = config(768, 8, 12, 4, 2048, 32000)
 _CACHED = Sample(
     "in the cache",

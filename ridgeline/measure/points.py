@@ -272,9 +272,10 @@ class Session:
         point = replace(point, is_lone=what in LONE)
         if not captured:
             return point
+        most = most_tokens_of(products, precision, self.own_products, self.own_least)
         return replace(
             point,
-            own=own_of(totals, most_tokens_of(products, self.own_products, self.own_least)),
+            own=own_of(totals, most),
             warm=Footprint.of(sample.spec, precision).warm(totals, self.cache_bytes),
         )
 

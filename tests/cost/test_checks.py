@@ -143,8 +143,10 @@ def test_sizes_that_were_not_tuned_are_cut_by_a_rule() -> None:
     assert of(LLAMA_3_1B, own_least=1024) == UNTUNED_ROWS
     assert of(LLAMA_3_1B, own_least=2049) == 0  # as its hidden states have 2,048 numbers
     assert of(LLAMA_3_8B, own_products=OWN, own_least=1024) == OWN_ROWS
-    assert most_tokens_of({(512, 4096), (4096, 4096)}, OWN, 1024) == 0
-    assert most_tokens_of({(512, 4096), (4096, 4096)}, [(512, 4096)], 1024) == UNTUNED_ROWS
+    narrow, bits16 = {(512, 4096), (4096, 4096)}, Precision("bfloat16")
+    assert most_tokens_of(narrow, bits16, OWN, 1024) == 0
+    assert most_tokens_of(narrow, bits16, [(512, 4096)], 1024) == UNTUNED_ROWS
+    assert most_tokens_of(narrow, Precision("float32"), [(512, 4096)], 1024) == 0
     setup = Setup(LLAMA_3_1B, DEVICE, calibration=constants(own_least=1024))
     some, many = (
         {one.op.name: one for one in step_cost(setup, ((1, 100),) * rows).ops}
