@@ -98,12 +98,15 @@ simulate-core: setup
 bench: setup
 	@exec $(BIN)/ridgeline bench $${MODEL:+"$$MODEL"} $(ARGS)
 
+LATER = --begin "$(OUT)/first" --first-shard 10500 --rate 0.3
+train = $(BIN)/python -m tools.train_demo.train --what $(1) --out "$(2)" --steps $(3) --reuse 1 $(4) \
+  --shards "$(OUT)/shards" --log-every 100 $(BOOKS:%=--book %) $(ARGS)
 train-demo: setup
 	@test -n "$(OUT)" || { echo "name a folder: make train-demo OUT=folder BOOKS='a.txt b.txt'" >&2; exit 2; }
-	$(BIN)/python -m tools.train_demo.train --what pair --out "$(OUT)" --steps 10500 --reuse 1 \
-	  --log-every 100 $(BOOKS:%=--book %) $(ARGS)
-	$(BIN)/python -m tools.train_demo.train --what moe --out "$(OUT)" --steps 3200 --reuse 1 \
-	  --log-every 100 $(BOOKS:%=--book %) $(ARGS)
+	$(call train,pair,$(OUT)/first,10500)
+	$(call train,moe,$(OUT)/first,3200)
+	$(call train,pair,$(OUT),2000,$(LATER))
+	$(call train,moe,$(OUT),800,$(LATER))
 
 wheel: setup
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .

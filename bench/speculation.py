@@ -48,7 +48,7 @@ from ridgeline.evaluation.worlds import TASKS
 from ridgeline.startup import keep_what_is_there
 
 Row = dict[str, Any]
-LONGEST = {"stories": 200, "copy": 96, "lookup": 32}  # tokens of an answer
+LONGEST = {"stories": 200, "copy": 96, "lookup": 32, "records": 96}  # tokens of an answer
 OTHERS_LONGEST = 96
 
 

@@ -18,7 +18,7 @@ from ridgeline.evaluation.run import PERPLEXITY, all_tasks
 from tests.cli.conftest import Cli
 
 RANDOM = ("--load-format", "random", "--num-blocks", "200", "-q", "--num", 2)
-EXACT = ("arithmetic", "lookup", "copy", "sort", "json")
+EXACT = ("arithmetic", "lookup", "records", "copy", "sort", "json")
 
 
 def evaluated(cli: Cli, folder: Path, *argv: object) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_texts_of_ones_own(cli: Cli, model: Path, tmp_path: Path) -> None:
         (("--group-size", -1), "--group-size is -1; give 0"),
         (("--damping", 0), "--damping is 0.0; it lies above 0"),
         (
-            ("--group-size", 0, "--window", 64, "--num-held-out", 1),
+            ("--group-size", 0, "--window", 32, "--num-held-out", 1),
             "--num-held-out is 1; so little",
         ),
         (("--window", 1024), "--window is 1024; this model's context is 512"),

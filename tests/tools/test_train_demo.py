@@ -62,6 +62,7 @@ def arguments(made: Path, out: str, what: str = "pair", **changed: Any) -> argpa
     given = {
         "what": what, "out": made / out, "shards": made / "shards", "steps": STEPS, "reuse": 1,
         "seed": 1, "workers": 0, "book": [], "stop_after": None, "log_every": 2,
+        "begin": None, "first_shard": 0, "rate": 1.0,
     }  # fmt: skip
     (made / out).mkdir(exist_ok=True)
     if not (made / out / "tokenizer").exists():
@@ -88,6 +89,37 @@ def test_stopping_after_every_step_changes_nothing(made: Path) -> None:
     log = [json.loads(line) for line in lines]
     assert [record["step"] for record in log] == [2, 4]
     assert log[-1]["chat_exact"].keys() == {"arithmetic"}
+
+
+@pytest.mark.parametrize("what", ["pair", "moe"])
+def test_a_training_goes_on_from_exported_weights(made: Path, what: str) -> None:
+    """Steps so small that nothing moves export what was begun with; others do not."""
+    names = train.NAMES[what]
+    train.run(arguments(made, "first", what))
+    begin = {"begin": made / "first", "first_shard": 1, "steps": 2}
+    train.run(arguments(made, "still", what, rate=1e-9, **begin))
+    train.run(arguments(made, "moved", what, rate=0.3, **begin))
+    for name in names:
+        first, still, moved = (weights(made / out / name) for out in ("first", "still", "moved"))
+        assert first.keys() == still.keys() == moved.keys()
+        assert all(torch.equal(first[key], still[key]) for key in first)
+        assert not all(torch.equal(first[key], moved[key]) for key in first)
+        texts = [(made / out / name / "tokenizer.json").read_text() for out in ("first", "still")]
+        assert texts[0] == texts[1]
+    rates = [
+        json.loads((made / out / f"log-{what}.jsonl").read_text().splitlines()[0])["rate"]
+        for out in ("first", "moved")
+    ]
+    assert rates[1] == pytest.approx(0.3 * rates[0])
+
+
+def test_steps_take_their_shards_from_the_first_one_on(made: Path) -> None:
+    for first, steps in ((0, 4), (2, 2)):
+        found = list(train.batches(made / "shards", 0, steps, 1, [], first))
+        assert [step for step, _ in found] == list(range(steps))
+        for step, shard in found:
+            want = np.load(shards.shard_path(made / "shards", first + step))
+            assert np.array_equal(shard.numpy(), want)
 
 
 @pytest.mark.parametrize("what", ["pair", "moe"])
@@ -124,11 +156,23 @@ def test_a_shard_depends_on_its_number_and_seed_alone(made: Path) -> None:
     assert 0 < learned.sum() < learned.size
 
 
-def test_no_held_out_problem_is_trained_on() -> None:
+def test_later_shards_have_the_later_lessons(made: Path) -> None:
+    trained = Tokenizer.from_file(str(made / "tokenizer" / "tokenizer.json"))
+    asked = []
+    for numbers in (range(8), range(shards.LATER_FROM, shards.LATER_FROM + 8)):
+        found = [shards.make_shard(number, 1, trained, []) for number in numbers]
+        ids = np.concatenate([shard.flatten() for shard in found]) & (shards.LEARN - 1)
+        text = trained.decode(ids.tolist())
+        asked.append("serial number" in text or "wrote down" in text)
+    assert asked == [False, True]
+
+
+@pytest.mark.parametrize("lessons", [worlds.FIRST_LESSONS, worlds.LATER_LESSONS])
+def test_no_held_out_problem_is_trained_on(lessons: tuple[str, ...]) -> None:
     """Questions of the test split never occur among those for training."""
     rng = random.Random(5)
     print("seed 5")
-    trained = {m.content for _ in range(3000) for m in worlds.training_conversation(rng)}
+    trained = {m.content for _ in range(3000) for m in worlds.training_conversation(rng, lessons)}
     for task in worlds.TASKS:
         if task in ("chat", "stories"):
             continue

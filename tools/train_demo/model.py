@@ -5,7 +5,7 @@ Letters: B sequences, T tokens, E hidden, H heads, K KV heads, D head size, X ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -166,6 +166,13 @@ class Decoder(nn.Module):
         """Parameters under the names that Transformers gives them."""
         for name, parameter in self.named_parameters():
             yield "model." + _public(name), parameter.detach()
+
+    @torch.no_grad()
+    def begin_with(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the parameters by the names of `tensors()`. Raises KeyError for one that is
+        missing."""
+        for name, parameter in self.tensors():
+            parameter.copy_(tensors[name])
 
 
 def _writes_back(name: str) -> bool:

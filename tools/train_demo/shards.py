@@ -1,5 +1,6 @@
 """Where do training tokens come from? Worker processes that write numbered shards, each a function
-of (seed, number) alone, so the data is the same however many workers there are.
+of (seed, number) alone, so the data is the same however many workers there are. From number
+`LATER_FROM` on they hold the later lessons, with tasks that the first did not have.
 
 A shard is [sequences, length + 1] of uint16; the highest bit marks tokens to learn from (answers
 and stories; not questions full of random numbers).
@@ -11,7 +12,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ LEARN = 1 << 15
 STORY_SHARE = 0.12  # of documents that are plain stories
 BOOK_SHARE = 0.03  # ... that are pieces of the books given
 BOOK_PIECE = 1200  # characters
+LATER_FROM = 10_500  # the first shard of the later lessons
 PATIENCE = 180.0  # seconds without the next shard (a second's work) before the run ends
 
 
@@ -33,10 +35,11 @@ def make_shard(
     number: int, seed: int, tokenizer: Tokenizer, books: list[str]
 ) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
     rng = random.Random(f"{seed}/{number}")
+    lessons = worlds.FIRST_LESSONS if number < LATER_FROM else worlds.LATER_LESSONS
     need = SEQUENCES * (LENGTH + 1)
     found: list[int] = []
     while len(found) < need:
-        batch = [_pieces(rng, books) for _ in range(256)]
+        batch = [_pieces(rng, books, lessons) for _ in range(256)]
         texts = [text for pieces in batch for _, text, _ in pieces]
         encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         for pieces in batch:
@@ -50,7 +53,9 @@ def make_shard(
     return np.array(found[:need], np.uint16).reshape(SEQUENCES, LENGTH + 1)
 
 
-def _pieces(rng: random.Random, books: list[str]) -> list[tuple[str | None, str, bool]]:
+def _pieces(
+    rng: random.Random, books: list[str], lessons: Sequence[str]
+) -> list[tuple[str | None, str, bool]]:
     """(role, text, learn) of one document."""
     kind = rng.random()
     if kind < BOOK_SHARE and books:
@@ -59,7 +64,8 @@ def _pieces(rng: random.Random, books: list[str]) -> list[tuple[str | None, str,
         return [(None, book[start : start + BOOK_PIECE], True)]
     if kind < BOOK_SHARE + STORY_SHARE:
         return [(None, worlds.document(rng, "train"), True)]
-    return [(m.role, m.content, m.role == "assistant") for m in worlds.training_conversation(rng)]
+    conversation = worlds.training_conversation(rng, lessons)
+    return [(m.role, m.content, m.role == "assistant") for m in conversation]
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -88,13 +94,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--worker", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--shards", type=int, required=True)
+    parser.add_argument("--first", type=int, default=0, help="number of the first shard")
+    parser.add_argument("--shards", type=int, required=True, help="how many")
     parser.add_argument("--book", type=Path, action="append", default=[])
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_file(str(args.tokenizer))
     books = [path.read_text() for path in args.book]
-    for number in range(args.worker, args.shards, args.workers):
+    for number in range(args.first + args.worker, args.first + args.shards, args.workers):
         path = shard_path(args.folder, number)
         if path.exists():
             continue

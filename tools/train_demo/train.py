@@ -1,12 +1,18 @@
-"""Train the models in the box from nothing but a seed.
+r"""Train the models in the box from nothing but a seed.
 
-    python -m tools.train_demo.train --what pair --out DIR --steps 10500 --reuse 1
-    python -m tools.train_demo.train --what moe  --out DIR --steps 3200 --reuse 1
+    python -m tools.train_demo.train --what pair --out FIRST --steps 10500 --reuse 1
+    python -m tools.train_demo.train --what moe  --out FIRST --steps 3200 --reuse 1
+    python -m tools.train_demo.train --what pair --out DIR --steps 2000 --reuse 1 \
+        --begin FIRST --first-shard 10500 --rate 0.3
+    python -m tools.train_demo.train --what moe --out DIR --steps 800 --reuse 1 \
+        --begin FIRST --first-shard 10500 --rate 0.3
 
 `pair` trains the chat model and, from its logits on the same batches, the draft (KL distillation);
-`moe` trains the expert model on the same data. Data is made by worker processes while the GPU
-trains. With --stop-after a run saves everything (optimizer state included, as safetensors) and
-ends; the same command goes on from there. Logs are JSON lines in DIR/log-WHAT.jsonl.
+`moe` trains the expert model on the same data. The later two go on from what the first two have
+exported, with lessons that were not among the first and a smaller rate. Data is made by worker
+processes while the GPU trains. With --stop-after a run saves everything (optimizer state included,
+as safetensors) and ends; the same command goes on from there. Logs are JSON lines in
+DIR/log-WHAT.jsonl.
 
 With one version of torch on one kind of device the same seed gives the same weights bit for bit,
 wherever a run is stopped and continued.
@@ -19,6 +25,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -43,11 +50,12 @@ from tools.train_demo.tokenizer import (
     train_tokenizer,
 )
 
+NAMES = {"pair": ("chat", "draft"), "moe": ("moe",)}
 PEAK_RATE = {"chat": 2e-3, "draft": 4e-3, "moe": 4e-3}
 WARMUP = 200
 DECAY_SHARE = 0.45  # the last part of the steps, in which the rate falls to zero
 BALANCE = 0.01
-CHECK_TASKS = ("arithmetic", "lookup", "copy", "sort", "json")
+CHECK_TASKS = ("arithmetic", "lookup", "records", "copy", "sort", "json")
 CHECK_PROBLEMS = 128
 MAX_SHARD_BYTES = 12 << 20  # of exported weights
 
@@ -55,15 +63,29 @@ MAX_SHARD_BYTES = 12 << 20  # of exported weights
 class Trained:
     """One model with its optimizer and learning rate."""
 
-    def __init__(self, name: str, steps: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        device: torch.device,
+        rate: float = 1.0,
+        begin: Path | None = None,
+    ) -> None:
+        """`rate` times the usual one; `begin`: a folder whose weights are gone on from."""
         self.name = name
         self.steps = steps
         self.decoder = models.Decoder(models.SHAPES[name]).to(device)
+        if begin is not None:
+            tensors: dict[str, torch.Tensor] = {}
+            for file in sorted((begin / name).glob("*.safetensors")):
+                tensors |= load_file(str(file))
+            self.decoder.begin_with(tensors)
+        self.peak_rate = rate * PEAK_RATE[name]
         matrices = [p for p in self.decoder.parameters() if p.dim() > 1]
         vectors = [p for p in self.decoder.parameters() if p.dim() < 2]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            lr=PEAK_RATE[name],
+            lr=self.peak_rate,
             betas=(0.9, 0.95),
             fused=device.type == "cuda",
         )
@@ -82,7 +104,7 @@ class Trained:
         """Clip, step and clear; the rate that was used."""
         torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), 1.0)
         left = (self.steps - step) / max(1, int(DECAY_SHARE * self.steps))
-        rate = PEAK_RATE[self.name] * min(1.0, (step + 1) / WARMUP, max(left, 0.0))
+        rate = self.peak_rate * min(1.0, (step + 1) / WARMUP, max(left, 0.0))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -145,10 +167,11 @@ Workers = list[subprocess.Popen[bytes]]
 
 
 def batches(
-    folder: Path, first: int, last: int, reuse: int, workers: Workers
+    folder: Path, first: int, last: int, reuse: int, workers: Workers, first_shard: int = 0
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(step, [sequences, length + 1]) of steps first .. last; each shard is used `reuse` times,
-    the second time 64 shards later. Ends the run when a worker has failed."""
+    """(step, [sequences, length + 1]) of steps first .. last; step 0 has shard `first_shard`, each
+    shard is used `reuse` times, the second time 64 shards later. Ends the run when a worker has
+    failed."""
 
     def check() -> None:
         if any(worker.poll() for worker in workers):
@@ -156,7 +179,7 @@ def batches(
 
     for step in range(first, last):
         group, place = divmod(step, 64 * reuse)
-        shard = wait_for(folder, group * 64 + place % 64, check)
+        shard = wait_for(folder, first_shard + group * 64 + place % 64, check)
         yield step, torch.from_numpy(shard.astype("int32"))
 
 
@@ -239,6 +262,7 @@ def start_workers(args: argparse.Namespace, tokenizer: Path) -> Workers:
     shards = math.ceil(args.steps / args.reuse / 64) * 64
     base = [sys.executable, "-m", "tools.train_demo.shards", "--folder", str(args.shards)]
     base += ["--tokenizer", str(tokenizer), "--seed", str(args.seed), "--shards", str(shards)]
+    base += ["--first", str(args.first_shard)]
     for book in args.book:
         base += ["--book", str(book)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -252,7 +276,12 @@ def start_workers(args: argparse.Namespace, tokenizer: Path) -> Workers:
 
 def get_tokenizer(args: argparse.Namespace) -> Tokenizer:
     path = args.out / "tokenizer"
-    if not (path / "tokenizer.json").exists():
+    if args.begin is not None:
+        names = ("tokenizer.json", "tokenizer_config.json")
+        path.mkdir(exist_ok=True)
+        for name in names:
+            shutil.copyfile(args.begin / NAMES[args.what][0] / name, path / name)
+    elif not (path / "tokenizer.json").exists():
         books = [book.read_text() for book in args.book]
         save_tokenizer(train_tokenizer(args.seed, books), path)
     return Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -274,8 +303,8 @@ def run(args: argparse.Namespace) -> bool:
     args.shards.mkdir(parents=True, exist_ok=True)
     tokenizer = get_tokenizer(args)
     workers = start_workers(args, args.out / "tokenizer" / "tokenizer.json") if args.workers else []
-    names = ("chat", "draft") if args.what == "pair" else ("moe",)
-    parts = {name: Trained(name, args.steps, device) for name in names}
+    names = NAMES[args.what]
+    parts = {name: Trained(name, args.steps, device, args.rate, args.begin) for name in names}
     done = 0
     note = args.out / f"checkpoint-{args.what}.json"
     if note.exists():
@@ -308,7 +337,9 @@ def _train(
 ) -> int:
     start, log = time.monotonic(), (args.out / f"log-{args.what}.jsonl").open("a")
     marked, marked_at = done, start
-    for step, shard in batches(args.shards, done, args.steps, args.reuse, workers):
+    for step, shard in batches(
+        args.shards, done, args.steps, args.reuse, workers, args.first_shard
+    ):
         raw = shard.to(device, non_blocking=True).long()
         ids, learn = raw & (LEARN - 1), raw >= LEARN
         with torch.autocast(device.type, torch.bfloat16):
@@ -341,11 +372,14 @@ def _train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--what", choices=("pair", "moe"), default="pair")
+    parser.add_argument("--what", choices=NAMES, default="pair")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shards", type=Path, help="folder of the data (default OUT/shards)")
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--reuse", type=int, default=2, help="times that each shard is used")
+    parser.add_argument("--begin", type=Path, help="folder of a training to go on from")
+    parser.add_argument("--first-shard", type=int, default=0, help="the data of the first step")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the usual learning rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--book", type=Path, action="append", default=[])

@@ -5,7 +5,7 @@ Everything is drawn from the `rng` passed in, so the same seed gives the same te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ridgeline.errors import ConfigError
 from ridgeline.evaluation.worlds.conversations import chat
@@ -13,13 +13,15 @@ from ridgeline.evaluation.worlds.fields import json_object
 from ridgeline.evaluation.worlds.lists import copy, sort
 from ridgeline.evaluation.worlds.passages import lookup, lookups
 from ridgeline.evaluation.worlds.problem import Message, Problem, Rng, Split
+from ridgeline.evaluation.worlds.records import records, several_records
 from ridgeline.evaluation.worlds.scoring import score
 from ridgeline.evaluation.worlds.sums import arithmetic
 from ridgeline.evaluation.worlds.telling import document, stories
 
 __all__ = [
+    "FIRST_LESSONS",
+    "LATER_LESSONS",
     "TASKS",
-    "TRAINING_WEIGHTS",
     "Message",
     "Problem",
     "Rng",
@@ -33,22 +35,24 @@ __all__ = [
 TASKS: Mapping[str, Callable[[Rng, Split], Problem]] = {
     "arithmetic": arithmetic,
     "lookup": lookup,
+    "records": records,
     "copy": copy,
     "sort": sort,
     "json": json_object,
     "stories": stories,
     "chat": chat,
 }
-TRAINING_WEIGHTS: Mapping[str, int] = {  # per cent
-    "arithmetic": 22,
-    "lookup": 24,
-    "copy": 8,
-    "sort": 16,
-    "json": 6,
-    "stories": 12,
-    "chat": 12,
-}
-WEIGHTED = tuple(task for task, weight in TRAINING_WEIGHTS.items() for _ in range(weight))
+
+
+def lessons(**weights: int) -> tuple[str, ...]:
+    """Task names, each as often as its weight in per cent says, to be drawn from."""
+    return tuple(task for task, weight in weights.items() for _ in range(weight))
+
+
+FIRST_LESSONS = lessons(arithmetic=22, lookup=24, copy=8, sort=16, json=6, stories=12, chat=12)
+LATER_LESSONS = lessons(
+    arithmetic=18, lookup=20, records=14, copy=6, sort=14, json=4, stories=14, chat=10
+)
 SEVERAL = 0.3  # how many conversations have more than one problem
 MAX_CHARACTERS = 4800  # of a conversation that goes on, so that it stays below 2,048 tokens
 SYSTEM = (
@@ -66,24 +70,27 @@ def problem(task: str, rng: Rng, split: Split) -> Problem:
     return TASKS[task](rng, split)
 
 
-def training_conversation(rng: Rng) -> tuple[Message, ...]:
-    """Training problems with their answers: mostly one, at times several of different tasks."""
+def training_conversation(rng: Rng, lessons: Sequence[str] = FIRST_LESSONS) -> tuple[Message, ...]:
+    """Training problems with their answers, of tasks drawn from `lessons`: mostly one, at times
+    several of different tasks."""
     wanted = rng.randrange(2, 5) if rng.random() < SEVERAL else 1
     messages = [Message("system", rng.choice(SYSTEM))] if rng.random() < 0.08 else []
     used: set[str] = set()
     while wanted > 0:
-        task = rng.choice(WEIGHTED)
+        task = rng.choice(lessons)
         if task in used:
             continue
         used.add(task)
         wanted -= 1
         if task == "lookup":
             added = list(lookups(rng, "train"))
+        elif task == "records":
+            added = list(several_records(rng, "train"))
         else:
             added = answered(problem(task, rng, "train"))
         if num_characters(messages) + num_characters(added) <= MAX_CHARACTERS or not messages:
             messages += added
-    return tuple(messages) if messages[1:] else training_conversation(rng)
+    return tuple(messages) if messages[1:] else training_conversation(rng, lessons)
 
 
 def answered(made: Problem) -> list[Message]:

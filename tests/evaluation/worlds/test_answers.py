@@ -171,3 +171,66 @@ def test_lookup_has_short_and_long_passages() -> None:
     assert lengths[0] < 150
     assert lengths[-1] > 3_500
     assert lengths[len(lengths) // 2] < 1_200
+
+
+# ---------------------------------------------------------------------- records
+
+# Written for this test, from what the texts look like: what stands of a subject, and who asks.
+STANDS = {
+    "list": (
+        r"The list of (\w+): (.+?)\.",
+        r"On the list of (\w+) stands (.+?)\.",
+        r"(\w+) wrote down (.+?)\.",
+    ),
+    "box": (
+        r"In the (\w+ \w+): (.+?)\.",
+        r"The (\w+ \w+) holds (.+?)\.",
+        r"The (\w+ \w+) has room for (.+?)\.",
+    ),
+    "serial": (
+        r"The serial number of the (\w+ \w+) is (\S+?)\.",
+        r"The (\w+ \w+) has the serial number (\S+?)\.",
+    ),
+    "speech": (r'(\w+) (?:said|called): "(.+?)"', r'"([^"]+?)" said (\w+)\.'),
+}
+ASKED_FOR = {
+    "list": r"(?:is on the list of|did) (\w+)(?: write down)?\?",
+    "box": r"(?:is in|does) the (\w+ \w+?)(?: hold)?\?",
+    "serial": r"serial number of the (\w+ \w+)[?.]$",
+    "speech": r"(?:did|the words of) (\w+)(?: say)?\?",
+}
+
+
+def records_of(text: str, kind: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pattern in STANDS[kind]:
+        for first, second in re.findall(pattern, text):
+            swapped = pattern.startswith('"')
+            found[second if swapped else first] = first if swapped else second
+    return found
+
+
+def kind_asked(question: str) -> str:
+    if "serial number" in question:
+        return "serial"
+    if re.search(r" say\?|words of", question):
+        return "speech"
+    return "list" if re.search(r"list of|write down", question) else "box"
+
+
+def test_records_are_answered_word_for_word() -> None:
+    kinds = set()
+    for text, answer in drawn("records"):
+        lines = [line for line in text.split("\n") if line.endswith("?") or "Tell me" in line]
+        (question,) = {line.removeprefix("Question: ") for line in lines}
+        kind = kind_asked(question)
+        (subject,) = re.findall(ASKED_FOR[kind], question)
+        assert records_of(text, kind)[subject] == answer, text
+        kinds.add(kind)
+    assert kinds == set(STANDS)
+
+
+def test_records_are_longer_than_a_word() -> None:
+    lengths = sorted(len(answer) for _, answer in drawn("records"))
+    assert lengths[0] >= 14
+    assert lengths[len(lengths) // 2] > 40

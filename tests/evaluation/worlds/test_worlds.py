@@ -14,7 +14,11 @@ from ridgeline.evaluation.worlds.problem import TEST_EVERY, draw, split_of
 
 TASKS = tuple(worlds.TASKS)
 DRAWS = 10_000
-FEWER_TEST_DRAWS = {"stories": 2_500, "lookup": 1_000}  # those that take long; all when slow
+FEWER_TEST_DRAWS = {
+    "stories": 2_500,
+    "lookup": 1_000,
+    "records": 1_000,
+}  # those that take long; all when slow
 SPLITS: tuple[worlds.Split, ...] = ("train", "test")
 MAX_CHARACTERS = 5_500
 
@@ -61,8 +65,9 @@ def test_none_of_many_is_the_beginning_of_a_training_conversation() -> None:
 def check_conversations(num_tests: int, num_conversations: int) -> None:
     test = {p.messages for task in TASKS for p in problems(task, num_tests, 5, "test")}
     rng = random.Random(6)
-    for _ in range(num_conversations):
-        conversation = worlds.training_conversation(rng)
+    for number in range(num_conversations):
+        lessons = (worlds.FIRST_LESSONS, worlds.LATER_LESSONS)[number % 2]
+        conversation = worlds.training_conversation(rng, lessons)
         spoken = [m for m in conversation if m.role != "system"]
         for end in range(1, len(spoken), 2):
             assert tuple(spoken[:end]) not in test
@@ -123,8 +128,15 @@ def test_drawing_what_cannot_be_had_ends() -> None:
 
 
 def test_training_conversations_alternate_and_repeat() -> None:
-    drawn = [worlds.training_conversation(random.Random(seed)) for seed in range(500)]
-    assert drawn == [worlds.training_conversation(random.Random(seed)) for seed in range(500)]
+    def draw() -> list[tuple[worlds.Message, ...]]:
+        found = []
+        for seed in range(500):
+            lessons = (worlds.FIRST_LESSONS, worlds.LATER_LESSONS)[seed % 2]
+            found.append(worlds.training_conversation(random.Random(seed), lessons))
+        return found
+
+    drawn = draw()
+    assert drawn == draw()
     lengths = set()
     for conversation in drawn:
         roles = [m.role for m in conversation if m.role != "system"]
@@ -134,9 +146,10 @@ def test_training_conversations_alternate_and_repeat() -> None:
     assert {2, 4, 6} <= lengths
 
 
-def test_training_has_every_task_in_its_share() -> None:
-    assert worlds.TRAINING_WEIGHTS.keys() == worlds.TASKS.keys()
-    assert sum(worlds.TRAINING_WEIGHTS.values()) == 100
+def test_lessons_have_every_task_the_first_all_but_records() -> None:
+    assert set(worlds.LATER_LESSONS) == worlds.TASKS.keys()
+    assert set(worlds.FIRST_LESSONS) == worlds.TASKS.keys() - {"records"}
+    assert len(worlds.FIRST_LESSONS) == len(worlds.LATER_LESSONS) == 100
 
 
 def test_json_answers_are_one_line_of_json() -> None:
