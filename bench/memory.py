@@ -345,7 +345,8 @@ def _on_cpu(config: EngineConfig, drive: Drive) -> Measured:
         with record_function(name):
             work()
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    kinds = [ProfilerActivity.CPU]
+    with profile(activities=kinds, profile_memory=True, acc_events=True) as record:
         built = build(config)
         drive(built, run)
     mapped = mapped_bytes(built)

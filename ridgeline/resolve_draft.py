@@ -26,6 +26,7 @@ from ridgeline.cost.memory import device_kind
 from ridgeline.errors import ConfigError
 from ridgeline.executor.rows import FIRST_ROWS
 from ridgeline.formats import AUTO_GUESSES, LAYERS, MODEL, STORED, AskedGuesses, read_speculate
+from ridgeline.kernels.cpu.native import library, why_no_library
 
 KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
 
@@ -135,6 +136,8 @@ def why_no_guesses(
         return "guesses need captured steps, which models with experts have not"
     if config.enforce_eager:
         return "guesses need captured steps, which enforce_eager rules out; leave it out"
+    if kind == "cpu" and library() is None:
+        return f"guesses need the native kernels on a CPU, and they are missing: {why_no_library()}"
     if kind == "cpu" and dtype != "bfloat16":
         return (
             f"guesses are made in bfloat16 on a CPU, and where they are asked for in float32, not "

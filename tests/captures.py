@@ -11,3 +11,6 @@ from tests.conftest import TEST_DEVICE
 captures = pytest.mark.skipif(
     TEST_DEVICE == "cpu" and native.library() is None, reason="no native CPU kernels here"
 )
+records = pytest.mark.skipif(  # of tests that ask for a CPU whatever they are run on
+    native.library() is None, reason="no native CPU kernels here"
+)

@@ -8,7 +8,7 @@ import pytest
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.request import Request
-from tests.captures import captures
+from tests.captures import captures, records
 
 PROMPT = "one two three four five six seven eight one two three four five six seven eight one two"
 
@@ -62,7 +62,7 @@ class Scripted:
     def forget(self, request_id: str) -> None: ...
 
 
-@captures
+@records
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_draft_catches_up_with_rows_that_had_no_guesses_for_a_while(in_flight: int) -> None:
     """It is the model itself, so all is right as long as it has read all there is. Between steps

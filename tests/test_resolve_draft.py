@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ridgeline import demo
+from ridgeline import demo, resolve_draft
+from ridgeline import resolve as resolve_module
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
@@ -137,6 +138,20 @@ def test_what_is_asked_for(
 def test_what_cannot_be_had_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         done(LLAMA_8B, **options)
+
+
+def test_without_native_kernels_a_cpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (resolve_module, resolve_draft):
+        monkeypatch.setattr(module, "library", lambda: None)
+    cpu = FakeDevice("cpu", 64 * GB)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(
+            ConfigError, match=r"native kernels .* missing: .*, or use speculate off"
+        ):
+            done(tiny_config(), cpu, speculate="ngram", dtype=dtype)
+    resolved, _ = done(chat(), cpu, path=str(CHAT), dtype="bfloat16")
+    assert resolved.draft_method is None
+    assert "native kernels" in decision(resolved, "speculate").because
 
 
 @pytest.mark.skipif(library() is None, reason="needs the native library")

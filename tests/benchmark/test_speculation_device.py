@@ -13,7 +13,7 @@ from ridgeline.build import build
 from ridgeline.config import EngineConfig
 from ridgeline.measure import steps
 from ridgeline.measure.stopwatch import DeviceTimer
-from tests.captures import captures
+from tests.captures import records
 from tests.measure.small import SAMPLE
 from tests.measure.timeline import Timeline
 
@@ -28,7 +28,7 @@ def asked(folder: Path, *more: str) -> list[dict[str, Any]]:
     return list(args.rows(args))
 
 
-@captures
+@records
 def test_each_number_of_guesses_has_a_row_of_both_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +48,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
         asked(tmp_path)
 
 
-@captures
+@records
 def test_guesses_are_priced_with_their_check(tmp_path: Path) -> None:
     SAMPLE.write(tmp_path)
     config = EngineConfig(

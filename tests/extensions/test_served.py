@@ -19,7 +19,7 @@ from ridgeline.formats import DRAFT_METHODS, KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.policies import POLICIES
 from ridgeline.step import StepRecord
-from tests.captures import captures
+from tests.captures import records
 from tests.extensions import toy_draft, toy_kv_format, toy_weight_format
 from tests.tiny_model import make_tiny_model
 
@@ -121,7 +121,7 @@ class Guesses:
         self.num_rejected += output.num_rejected
 
 
-@captures
+@records
 def test_a_draft_method_from_outside_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from ridgeline.measure.points import Effort, Session, StepPoints, faster, step_p
 from ridgeline.measure.steps import StepBench, random_engine, step_bench
 from ridgeline.measure.stopwatch import DeviceTimer, open_stopwatch
 from ridgeline.step import StepFuture, StepPlan
-from tests.captures import captures
+from tests.captures import records
 from tests.measure.small import SAMPLE, SMALL, quiet
 from tests.measure.timeline import Timeline
 
@@ -98,7 +98,7 @@ def test_late_steps_are_done_again_and_given_up_in_the_end() -> None:
         assert bench.engine.is_idle
 
 
-@captures
+@records
 @pytest.mark.parametrize("num_guesses", [0, 2, 3])
 def test_guesses_and_their_check_are_timed_together(guessing: Built, num_guesses: int) -> None:
     bench = step_bench(guessing)
@@ -156,7 +156,7 @@ def session_points(
     return session.points
 
 
-@captures
+@records
 def test_a_session_has_points_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found = session_points(monkeypatch, host_s=1e-5)
     assert [point.what for point in found] == ["decode_step", "decode_device"] * 2 + [
@@ -194,7 +194,7 @@ def test_of_two_measurements_the_one_is_kept_that_nobody_disturbed() -> None:
     assert faster({}, points(_0=1.0)) == points(_0=1.0)
 
 
-@captures
+@records
 def test_small_models_are_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     session_points(monkeypatch, host_s=1e-5, said=said)
@@ -205,7 +205,7 @@ def test_small_models_are_measured_twice(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(stage.endswith(", again") for stage in said)
 
 
-@captures
+@records
 def test_a_choice_is_told_from_what_it_takes_beside_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

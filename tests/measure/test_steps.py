@@ -23,7 +23,7 @@ from ridgeline.measure.steps import (
 from ridgeline.measure.stopwatch import ProcessorClock
 from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.step import StepRecord
-from tests.captures import captures
+from tests.captures import records
 from tests.measure.small import SAMPLE
 
 
@@ -94,7 +94,7 @@ def test_one_thread_is_timed_by_its_own_clock(bench: StepBench) -> None:
     assert isinstance(bench.engine.clock, ProcessorClock)
 
 
-@captures
+@records
 def test_checks_have_their_guesses_and_none_is_right() -> None:
     options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
     with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=GUESSES) as built:
@@ -108,7 +108,7 @@ def test_checks_have_their_guesses_and_none_is_right() -> None:
         assert {new for new, _ in bench.decode(2, 30, steps=3).shape} <= {1, 2, 3, 4, 5, 6, 7}
 
 
-@captures
+@records
 def test_a_choice_is_timed_beside_as_many_guesses_that_nobody_chose() -> None:
     options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
     with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=RIGHT_GUESSES) as built:

@@ -68,6 +68,11 @@ def library() -> ctypes.CDLL | None:
     return None if found is None or found.isa_level() == 0 else found
 
 
+def why_no_library() -> str:
+    """Why `library` is None."""
+    return _loaded()[1] or f"{VARIABLE} is none"
+
+
 def level() -> str:
     """The instructions in use: one of LEVELS; "none" without the library."""
     found = _loaded()[0]
