@@ -22,6 +22,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.errors import ConfigError
 from ridgeline.formats import RATE, AskedGuesses
+from ridgeline.kernels.cpu.native import level
 from ridgeline.log import say
 from ridgeline.observe.event_log import EngineHeader, header_of
 from ridgeline.observe.setup_record import setup_record
@@ -30,7 +31,13 @@ from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.scheduler import Scheduler
 
 # Of hardware that nobody has measured and no data sheet is known for; said to be assumed.
-CORE_FLOPS = 40e9  # float32 of one CPU core with wide vectors
+CORE_FLOPS = {  # of one CPU core, float32 and bfloat16, by the instructions of its kernels
+    "none": (40e9, 40e9),
+    "avx2": (60e9, 60e9),
+    "avx512": (100e9, 100e9),
+    "bf16": (100e9, 300e9),
+    "amx": (100e9, 1000e9),
+}
 CPU_BANDWIDTH = 20e9
 GPU_FLOPS, GPU_BANDWIDTH = 100e12, 1e12
 
@@ -199,12 +206,14 @@ def match(description: str, devices: Iterable[Device]) -> Device | None:
 def unknown_device(description: str, resolved: ResolvedConfig, memory_bytes: int) -> Device:
     """Round figures, so that what is far from them can be seen at least."""
     is_cpu = resolved.device == "cpu"
-    flops = CORE_FLOPS * resolved.threads if is_cpu else GPU_FLOPS
+    float32 = bfloat16 = GPU_FLOPS
+    if is_cpu:
+        float32, bfloat16 = (resolved.threads * flops for flops in CORE_FLOPS[level()])
     return Device(
         name="cpu" if is_cpu else "gpu",
         label=f"{description} (assumed figures)",
         kind="cpu" if is_cpu else "gpu",
-        peak_flops=MappingProxyType({"fp32": flops, "bf16": flops}),
+        peak_flops=MappingProxyType({"fp32": float32, "bf16": bfloat16}),
         memory_bytes=memory_bytes,
         bandwidth=CPU_BANDWIDTH if is_cpu else GPU_BANDWIDTH,
         l2_bytes=0,
