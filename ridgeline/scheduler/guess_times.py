@@ -38,7 +38,8 @@ LITTLE_KNOWN = 1 / 4  # weight of the next comparison above which one is so; whe
 LIMIT = 1.25  # times more or less at most is due to ratios: all else is a swing of the pace
 FORGOTTEN_AFTER = 1024  # steps for each comparison, then it is tried anew; no more than
 NEVER_AFTER = 4096
-UNTRIED = 0.9  # of what is expected of steps that have not run yet
+DOUBTED_AFTER = 64  # steps, and twice as many for each comparison there was
+UNTRIED = 0.9  # of what is expected of steps that have not run yet, or whose ratio is in doubt
 OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it ran
 ODD_STEPS = 4  # of one kind in a row that are odd: no stalls
 STEADY = 16  # times as many rows as may come or go between two steps that count
@@ -84,6 +85,10 @@ class _Ratio:
         """Lately enough, when so many steps have run."""
         holds = min(NEVER_AFTER, FORGOTTEN_AFTER * self.num_compared)
         return num_steps - self.last < holds
+
+    def is_doubted(self, num_steps: int) -> bool:
+        """Compared so seldom, and so long ago, that it may have been a swing of the pace."""
+        return num_steps - self.last >= DOUBTED_AFTER << self.num_compared
 
     @property
     def weight(self) -> float:
@@ -160,12 +165,18 @@ class StepTimes:
         return found
 
     def _corrections(self, seen: _Bucket) -> dict[int, float]:
-        """Measured over priced seconds, as far as it is believed, by the number of guesses."""
-        known = {k: ratio.value for k, ratio in self._known(seen).items()}
+        """Measured over priced seconds, as far as it is believed, by the number of guesses. While
+        some are checked, other numbers that are in doubt are taken to be a little cheaper, so that
+        those which may be the best are compared again."""
+        ratios = self._known(seen)
+        known = {k: ratio.value for k, ratio in ratios.items()}
         checks = [k for k in known if k]
         if self.is_measured and checks:
             middle = known[seen.kind] if seen.kind in checks else _mean([known[k] for k in checks])
             known |= {k: middle * (known[k] / middle) ** BELIEVED for k in checks}
+        if seen.kind > 0:
+            doubted = [k for k in checks if ratios[k].is_doubted(self.num_steps)]
+            known |= {k: UNTRIED * known[k] for k in doubted}
         return {k: seen.pace * ratio for k, ratio in known.items()}
 
     def correction(self, num_rows: int, num_guesses: int) -> float | None:

@@ -78,6 +78,7 @@ class GuessChooser:
         self._chosen = 0
         self._chosen_for = -1  # bucket of the number of rows
         self._holds = 0  # steps
+        self._there: list[int] = []  # guesses of each row, where they are known beforehand
         self._shortest = self._break = EXPLORED_AFTER
         self._unseen = 0  # steps without a guess
         self._turn = 0
@@ -102,8 +103,7 @@ class GuessChooser:
             return self._fitting(most)
         bucket = row_bucket(num_rows)
         self._holds -= 1
-        # What is there to check is new in each step, where that is known.
-        is_old = self._looks_ahead and num_rows <= FEW_ROWS and _is_known(decoding[0])
+        is_old = self._looks_ahead and num_rows <= FEW_ROWS and self._has_changed(decoding)
         if bucket != self._chosen_for or self._holds <= 0 or is_old:
             self._renew(decoding, bucket, most)
         if self._chosen == 0 and not self._looks_ahead and most >= 1:
@@ -192,6 +192,13 @@ class GuessChooser:
         self._break = max(self._break, self._shortest)
         if self._chosen:
             self._break = self._shortest
+
+    def _has_changed(self, decoding: Sequence[Request]) -> bool:
+        """Is there known to be more or less to check than when that was known the last time?"""
+        if not _is_known(decoding[0]):
+            return False
+        before, self._there = self._there, [len(row.draft_token_ids) for row in decoding]
+        return before != self._there
 
     def _look_at(self, seconds: Mapping[int, float], most: int) -> None:
         """Could guesses pay at these prices?"""

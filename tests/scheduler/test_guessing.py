@@ -17,7 +17,13 @@ import pytest
 from ridgeline.cost.speculation import GuessPrices
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.guess_acceptance import SharedAcceptance
-from ridgeline.scheduler.guess_times import CORRECTED_AFTER, StepTimes, row_bucket
+from ridgeline.scheduler.guess_times import (
+    CORRECTED_AFTER,
+    DOUBTED_AFTER,
+    UNTRIED,
+    StepTimes,
+    row_bucket,
+)
 from ridgeline.scheduler.guessing import (
     CHOICES,
     EXPLORED_AFTER,
@@ -342,6 +348,48 @@ def test_corrected_prices_hold_until_a_ratio_changes() -> None:
     assert times.seconds(4, 1000) is not second
 
 
+def test_what_was_compared_once_and_long_ago_is_compared_again() -> None:
+    """Two guesses were tried in a bad moment and look dearer by a fifth than they are: taken for
+    a little cheaper later on, they would be tried once more; four times later the next time, as
+    each time is compared with what runs before it and behind it."""
+    times = StepTimes(Line(), (0, 1, 2))
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+    prices = {k: Line().seconds(4, 1000, k) for k in (0, 1, 2)}
+
+    def run(k: int, factor: float, count: int) -> None:
+        for _ in range(count):
+            times.on_priced(Ran(world.plan(k), factor * prices[k]))
+
+    def expected() -> float:
+        return times.seconds(4, 1000)[2] / prices[2]
+
+    run(1, 1.0, 20)
+    run(2, 1.2, 4)
+    run(1, 1.0, 4 * DOUBTED_AFTER - CORRECTED_AFTER)
+    assert expected() == pytest.approx(1.2, rel=0.01)
+    run(1, 1.0, 2 * CORRECTED_AFTER)
+    assert expected() == pytest.approx(UNTRIED * 1.2, rel=0.01)
+    assert times.correction(4, 2) == pytest.approx(1.2, rel=0.01)  # it is only a doubt
+    assert times.seconds(4, 1000)[1] == pytest.approx(prices[1], rel=0.01)
+    run(2, 1.0, 5)
+    run(1, 1.0, 16 * DOUBTED_AFTER - CORRECTED_AFTER)
+    once = expected()
+    assert once < 1.12
+    run(1, 1.0, 2 * CORRECTED_AFTER)
+    assert expected() == pytest.approx(UNTRIED * once, rel=0.03)
+
+
+def test_where_nothing_is_checked_there_is_no_doubt() -> None:
+    """Whether to check at all is found out by a guess once in a while, not by a whole step."""
+    times = StepTimes(Line(), (0, 1, 2))
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+    prices = {k: Line().seconds(4, 1000, k) for k in (0, 1, 2)}
+    for k, factor, count in ((0, 1.0, 20), (1, 1.2, 4), (0, 1.0, 9 * DOUBTED_AFTER)):
+        for _ in range(count):
+            times.on_priced(Ran(world.plan(k), factor * prices[k]))
+    assert times.seconds(4, 1000)[1] / prices[1] == pytest.approx(1.2, rel=0.02)
+
+
 def test_one_number_is_fixed_as_far_as_there_is_room() -> None:
     world = World(Line(), 4, lambda _: 0.0, seed=1)
     chooser = chooser_for(Line(), num_guesses=5, max_checked_tokens=24)
@@ -416,6 +464,29 @@ def test_no_more_is_checked_than_is_known_to_be_there() -> None:
     assert chooser.plan(world.rows, 0.0) == 0
     world.rows[0].draft_token_ids = (7,) * 8
     assert chooser.plan(world.rows, 0.0) == 8
+
+
+def test_as_much_to_check_as_before_is_no_reason_to_choose_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(Line(draft_s=0.1), 1, lambda _: 1.0, seed=1)
+    chooser = chooser_for(world.prices, looks_ahead=True)
+    seconds, asked = StepTimes.seconds, [0]
+
+    def counted(times: StepTimes, bucket: int, context: int) -> dict[int, float]:
+        asked[0] += 1
+        return seconds(times, bucket, context)
+
+    monkeypatch.setattr(StepTimes, "seconds", counted)
+    chosen = {}
+    for found in ([8] * 9, [8, 5] * 4):
+        asked[0] = 0
+        for there in found:
+            world.rows[0].draft_token_ids = (7,) * there
+            chosen[there] = chooser.plan(world.rows, 0.0)
+            chooser.observe({"0": (there, there)})
+        assert (asked[0] <= 3) == (len(set(found)) == 1), found
+    assert chosen == {8: 8, 5: 6}  # four and their check are hardly cheaper
 
 
 def test_without_a_guess_nothing_is_known_so_one_is_made_now_and_then() -> None:
