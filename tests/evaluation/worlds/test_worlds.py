@@ -11,6 +11,7 @@ import pytest
 from ridgeline.errors import ConfigError, InternalError
 from ridgeline.evaluation import worlds
 from ridgeline.evaluation.worlds.problem import TEST_EVERY, draw, split_of
+from ridgeline.evaluation.worlds.records import content, drawn
 
 TASKS = tuple(worlds.TASKS)
 DRAWS = 10_000
@@ -144,6 +145,14 @@ def test_training_conversations_alternate_and_repeat() -> None:
         assert sum(len(m.content) for m in conversation) <= MAX_CHARACTERS
         lengths.add(len(roles))
     assert {2, 4, 6} <= lengths
+
+
+def test_records_in_another_order_are_the_same_content() -> None:
+    """So none of the test is one of training told in another order."""
+    facts = drawn(random.Random(3))
+    assert len(facts) > 1
+    assert content(facts) == content(facts[::-1])
+    assert content(facts) != content(facts[:-1])
 
 
 def test_lessons_have_every_task_the_first_all_but_records() -> None:
