@@ -38,7 +38,7 @@ CORE_FLOPS = {  # of one CPU core, float32 and bfloat16, by the instructions of 
     "bf16": (100e9, 300e9),
     "amx": (100e9, 1000e9),
 }
-CPU_BANDWIDTH = 40e9  # of memory of today, which a thread or two read as fast
+CPU_BANDWIDTH = 40e9  # what a thread or two read of today's memory
 GPU_FLOPS, GPU_BANDWIDTH = 100e12, 1e12
 
 PRODUCT = re.compile(r"[a-z]\d|\d{4}")  # h100, l4, mi300x, 4090; not a memory size
