@@ -53,6 +53,11 @@ FIRST_LESSONS = lessons(arithmetic=22, lookup=24, copy=8, sort=16, json=6, stori
 LATER_LESSONS = lessons(
     arithmetic=18, lookup=20, records=14, copy=6, sort=14, json=4, stories=14, chat=10
 )
+# For training: about one text of these more than one question is asked.
+SEVERAL_QUESTIONS: Mapping[str, Callable[[Rng, Split], tuple[Message, ...]]] = {
+    "lookup": lookups,
+    "records": several_records,
+}
 SEVERAL = 0.3  # how many conversations have more than one problem
 MAX_CHARACTERS = 4800  # of a conversation that goes on, so that it stays below 2,048 tokens
 SYSTEM = (
@@ -82,12 +87,8 @@ def training_conversation(rng: Rng, lessons: Sequence[str] = FIRST_LESSONS) -> t
             continue
         used.add(task)
         wanted -= 1
-        if task == "lookup":
-            added = list(lookups(rng, "train"))
-        elif task == "records":
-            added = list(several_records(rng, "train"))
-        else:
-            added = answered(problem(task, rng, "train"))
+        several = SEVERAL_QUESTIONS.get(task)
+        added = list(several(rng, "train")) if several else answered(problem(task, rng, "train"))
         if num_characters(messages) + num_characters(added) <= MAX_CHARACTERS or not messages:
             messages += added
     return tuple(messages) if messages[1:] else training_conversation(rng, lessons)

@@ -150,17 +150,32 @@ def lookups(rng: Rng, split: Split) -> tuple[Message, ...]:
     """A passage and several questions about it, all answered: for training, where one question
     about a long passage would teach little."""
     facts = draw(lambda: drawn_facts(rng, MAX_TOKENS), content, split)
-    question, answer = question_about(rng, facts)
-    messages = [Message("user", laid_out(rng, facts, question)), Message("assistant", answer)]
-    for _ in range(rng.randrange(min(MAX_QUESTIONS, 2 + len(facts)))):
-        again, answer = question_about(rng, facts)
-        asked_again = rng.choice(AGAIN).format(question=again)
-        messages += [Message("user", asked_again), Message("assistant", answer)]
+    return conversation(
+        rng,
+        ask=lambda: question_about(rng, facts),
+        lay_out=lambda question: laid_out(rng, facts, question),
+        num_more=lambda: rng.randrange(min(MAX_QUESTIONS, 2 + len(facts))),
+    )
+
+
+def conversation(
+    rng: Rng,
+    ask: Callable[[], tuple[str, str]],
+    lay_out: Callable[[str], str],
+    num_more: Callable[[], int],
+) -> tuple[Message, ...]:
+    """Questions with their answers, the first one beside its text."""
+    question, answer = ask()
+    messages = [Message("user", lay_out(question)), Message("assistant", answer)]
+    for _ in range(num_more()):
+        question, answer = ask()
+        again = rng.choice(AGAIN).format(question=question)
+        messages += [Message("user", again), Message("assistant", answer)]
     return tuple(messages)
 
 
-def content(facts: Sequence[Fact]) -> str:
-    return "lookup " + " ".join(sorted([f"{f.kind} {f.subject} {f.value};" for f in facts]))
+def content(facts: Sequence[Fact], task: str = "lookup") -> str:
+    return f"{task} " + " ".join(sorted([f"{f.kind} {f.subject} {f.value};" for f in facts]))
 
 
 def drawn_facts(rng: Rng, max_tokens: int) -> list[Fact]:

@@ -85,17 +85,16 @@ def records(rng: Rng, split: Split) -> Problem:
 def several_records(rng: Rng, split: Split) -> tuple[Message, ...]:
     """A text and several questions about it, all answered: for training."""
     facts = draw(lambda: drawn(rng), content, split)
-    question, answer = question_about(rng, facts)
-    messages = [Message("user", laid_out(rng, facts, question)), Message("assistant", answer)]
-    for _ in range(rng.choice(QUESTIONS) - 1):
-        question, answer = question_about(rng, facts)
-        again = rng.choice(passages.AGAIN).format(question=question)
-        messages += [Message("user", again), Message("assistant", answer)]
-    return tuple(messages)
+    return passages.conversation(
+        rng,
+        ask=lambda: question_about(rng, facts),
+        lay_out=lambda question: laid_out(rng, facts, question),
+        num_more=lambda: rng.choice(QUESTIONS) - 1,
+    )
 
 
 def content(facts: Sequence[Fact]) -> str:
-    return "records " + " ".join(sorted([f"{f.kind} {f.subject} {f.value};" for f in facts]))
+    return passages.content(facts, "records")
 
 
 def drawn(rng: Rng) -> list[Fact]:
