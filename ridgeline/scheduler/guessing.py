@@ -41,6 +41,7 @@ CATCHING_UP = 3.0  # plain steps that many rows take in which a draft reads what
 FEW_ROWS = 8  # of which a new one is worth finding out about at once
 LEVELS = 64  # of acceptance, that are told apart
 MAX_ROWS = 8192  # that are remembered
+MOST_UNREAD = 64  # steps whose results are kept until somebody chooses
 OPTIMISTIC = 0.95  # acceptance with which guesses must pay for exploring to be of use
 
 
@@ -68,8 +69,8 @@ class GuessChooser:
         self.fixed = num_guesses
         most = num_guesses or max_guesses
         self.choices = tuple(sorted({k for k in CHOICES if k < most} | {most}))
-        self.times = StepTimes(prices, self.choices, is_measured=is_measured)
-        self.acceptance = SharedAcceptance(acceptance, most, is_looked_up=looks_ahead)
+        self._times = StepTimes(prices, self.choices, is_measured=is_measured)
+        self._acceptance = SharedAcceptance(acceptance, most, is_looked_up=looks_ahead)
         self.max_checked_tokens = max_checked_tokens
         self._looks_ahead, self._has_cache = looks_ahead, has_cache
         self._weight = LOOKED_UP_WEIGHT if looks_ahead else PRIOR_WEIGHT
@@ -87,6 +88,22 @@ class GuessChooser:
         self._asked: frozenset[str] | None = None  # rows that have guesses; None: all
         self._may_pay = True
         self._seconds: Mapping[int, float] = {}  # of steps like the last, by number of guesses
+        # What is not learned from yet. To learn from some steps at once takes less than from each
+        # as it ends, when the host's caches are cold for it.
+        self._results: list[Mapping[str, tuple[int, int]]] = []
+        self._ran: list[TimedStep] = []
+
+    @property
+    def times(self) -> StepTimes:
+        """What steps take, as far as they have run."""
+        self._take_in()
+        return self._times
+
+    @property
+    def acceptance(self) -> SharedAcceptance:
+        """How many guesses of all rows are right."""
+        self._take_in()
+        return self._acceptance
 
     # ------------------------------------------------------------------ for the scheduler
 
@@ -120,15 +137,31 @@ class GuessChooser:
     def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
         """Of the rows of one step: (guesses there were, right ones before the first miss). Nothing
         is learned where nothing is chosen."""
-        if not checked or self.fixed is not None:
-            return
+        if checked and self.fixed is None:
+            self._results.append(checked)
+            if len(self._results) >= MOST_UNREAD:
+                self._take_in()
+
+    def _take_in(self) -> None:
+        """Learn from the steps that have run since the last time."""
+        if self._results:
+            results, self._results = self._results, []
+            for checked in results:
+                self._learn(checked)
+        if self._ran:
+            ran, self._ran = self._ran, []
+            for step in ran:
+                self._times.on_priced(step)
+
+    def _learn(self, checked: Mapping[str, tuple[int, int]]) -> None:
+        """Of one step."""
         rows, num_rows = self._rows, len(checked)
         num_good, told = 0, []
         for (num_checked, num_right), count in _counted(checked).items():
             if num_checked > 0:
                 told.append((num_right + (num_right < num_checked), num_right, count))
                 num_good += count * (num_right > 0)
-        self.acceptance.add_step(told)
+        self._acceptance.add_step(told)
         stride = -(-num_rows // ROWS_PER_RESULT)  # the more there are, the less each one matters
         self._turn = (self._turn + 1) % stride
         for name, (num_checked, num_right) in islice(checked.items(), self._turn, None, stride):
@@ -136,7 +169,7 @@ class GuessChooser:
             if num_checked > 0:
                 row.add(num_right + (num_right < num_checked), num_right)
             if self._looks_ahead:
-                self.acceptance.add_found(row, num_checked > 0)
+                self._acceptance.add_found(row, num_checked > 0)
         expected = self._explores
         if expected is not None and expected < LOW and num_good > (expected + SURPRISE) * num_rows:
             self._break, self._unseen = self._shortest, self._shortest  # and once more
@@ -144,20 +177,23 @@ class GuessChooser:
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
+        self._take_in()
         self._rows.pop(request_id, None)
         if 0 <= self._chosen_for <= FEW_ROWS:
             self._break = self._shortest
 
     def acceptance_of(self, request_id: str) -> float:
         """Chance that the next guess of this row is right."""
-        row = self._rows.get(request_id)
         prior = self.acceptance.rate
+        row = self._rows.get(request_id)
         return prior if row is None else row.rate(prior, self._weight)
 
     def on_priced(self, step: TimedStep) -> None:
         """A step has run: if it only checked guesses, or only decoded, its time is learned."""
         if self.fixed is None:
-            self.times.on_priced(step)
+            self._ran.append(step)
+            if len(self._ran) >= MOST_UNREAD:
+                self._take_in()
 
     # ------------------------------------------------------------------ choosing
 
@@ -174,7 +210,8 @@ class GuessChooser:
         return row
 
     def _renew(self, decoding: Sequence[Request], bucket: int, most: int) -> None:
-        seconds = self.times.seconds(bucket, _mean_context(decoding))
+        self._take_in()
+        seconds = self._times.seconds(bucket, _mean_context(decoding))
         if seconds is not self._seconds:
             self._look_at(seconds, most)
         tokens = self._tokens(decoding)
@@ -209,7 +246,7 @@ class GuessChooser:
 
     def _tokens(self, decoding: Sequence[Request]) -> list[float]:
         """Expected of all rows together, by the number of guesses, divided by the rows."""
-        prior, num_rows = self.acceptance.rate, len(decoding)
+        prior, num_rows = self._acceptance.rate, len(decoding)
         counts: dict[tuple[int, int], float] = {}  # of rows with guesses, by acceptance and number
         self._hopeless.clear()
         for request in decoding:
@@ -224,7 +261,7 @@ class GuessChooser:
             counts[level, there] = counts.get((level, there), 0.0) + found
         total = [1.0] * (self.choices[-1] + 1)
         for (level, there), count in counts.items():
-            expected = _tokens(level / LEVELS, self.acceptance.shape())
+            expected = _tokens(level / LEVELS, self._acceptance.shape())
             for k in range(1, len(total)):
                 total[k] += (expected[min(k, there)] - 1) * count / num_rows
         return total
@@ -235,14 +272,15 @@ class GuessChooser:
         num_guesses = len(request.draft_token_ids)
         if _is_known(request):
             return 1.0, num_guesses
-        return self.acceptance.found(row, num_guesses > 0), MAX_GUESSES
+        return self._acceptance.found(row, num_guesses > 0), MAX_GUESSES
 
     def _explored(self, decoding: Sequence[Request]) -> int:
         """Nothing tells whether guesses have become better but a guess, once in a while."""
+        self._take_in()
         self._unseen += 1
         if self._unseen < self._break or not self._may_pay:
             return 0
-        self._unseen, self._holds, self._explores = 0, 0, self.acceptance.rate
+        self._unseen, self._holds, self._explores = 0, 0, self._acceptance.rate
         self._break = min(2 * self._break, LONGEST_BREAK * self._shortest)
         if self._has_cache and len(decoding) > EXPLORED_ROWS:
             self._asked = frozenset([row.request_id for row in decoding[:EXPLORED_ROWS]])

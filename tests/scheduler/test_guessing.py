@@ -28,6 +28,7 @@ from ridgeline.scheduler.guessing import (
     CHOICES,
     EXPLORED_AFTER,
     EXPLORED_ROWS,
+    MOST_UNREAD,
     GuessChooser,
 )
 from ridgeline.step import ScheduledRequest, StepPlan
@@ -602,3 +603,44 @@ def test_looking_once_more_asks_a_few_of_many_rows() -> None:
         chooser.on_priced(Ran(world.plan(k), world.last_s))
     assert asked
     assert set(asked) == {EXPLORED_ROWS}
+
+
+def test_results_are_learned_from_when_somebody_chooses_or_asks() -> None:
+    """Nothing a step brought is lost by that, and no more of it is kept than some steps'."""
+    chooser = chooser_for(Line(draft_s=0.05))
+    for _ in range(3):
+        chooser.observe({"0": (4, 4)})
+    assert not chooser._rows
+    assert chooser.acceptance_of("0") > chooser.acceptance.rate > 0.6
+    assert list(chooser._rows) == ["0"]
+    chooser.observe({"0": (4, 4), "1": (4, 0)})
+    chooser.forget("0")
+    assert list(chooser._rows) == ["1"], "who has ended must not come back"
+    assert chooser.acceptance_of("1") < chooser.acceptance.rate
+    for _ in range(MOST_UNREAD):
+        chooser.observe({"2": (4, 4)})
+    assert list(chooser._rows) == ["1", "2"]
+
+
+def test_times_of_steps_are_learned_when_somebody_chooses_or_asks() -> None:
+    world = World(Line(draft_s=0.05), 1, lambda _: 1.0, seed=3)
+    chooser = chooser_for(world.prices)
+    world.run(30, chooser)
+    assert chooser._times.num_steps < 30, "the last ones wait"
+    assert chooser.times.num_steps == 30
+    alone = chooser_for(world.prices)
+    for _ in range(MOST_UNREAD):
+        alone.on_priced(Ran(world.plan(4), 1.2))
+    assert alone._times.num_steps == MOST_UNREAD, "no more are kept"
+
+
+def test_a_surprise_of_a_step_in_flight_is_followed_at_once() -> None:
+    """What one guess now and then was for is learned before the next number is chosen."""
+    world = World(Line(draft_s=0.05), 1, lambda _: 0.0, seed=1)
+    chooser = chooser_for(world.prices)
+    world.run(200, chooser)
+    while not chooser.plan(world.rows, 0.0):
+        pass
+    assert chooser.plan(world.rows, 0.0) == 0, "its result is not there yet"
+    chooser.observe({"0": (1, 1)})
+    assert chooser.plan(world.rows, 0.0) > 0
