@@ -40,7 +40,7 @@ HELP = {
     "max_in_flight": "2 plans the next step while one runs, 1 waits for each step's result",
     "enforce_eager": "launch the kernels of a decode step one by one, not as a captured CUDA graph",
     "warm_up": "auto captures the steps that can be foreseen before the first request, on a GPU: "
-    "seconds, at most 30 where kernels must be compiled; off leaves it to whoever is first",
+    "seconds, at most 90 where kernels must be compiled; off leaves it to whoever is first",
     "deterministic": "the same tokens whatever else is served: no kernel is chosen or cut by what "
     "else is in a step; slower, CUDA only",
     "speculate": "guess the next tokens and check all of them in one step: the same answers, "

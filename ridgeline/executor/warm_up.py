@@ -25,9 +25,10 @@ from ridgeline.log import say
 from ridgeline.request import SamplingParams
 from ridgeline.step import NULL_BLOCK, NewRequest, ScheduledRequest, StepPlan
 
-# Before the first request; a server does what is left while nothing runs. With kernels on the disk
-# all of an 8B model takes 3 s on an H200, without them 20 to 40.
-WARM_UP_S = 30.0
+# Before the first request; a server does what is left while nothing runs, and where that is never
+# so a step that compiles its kernels takes a second while all others wait. With kernels on the disk
+# all of an 8B model takes 3 s on an H200, without them 20 to 40, once on a machine.
+WARM_UP_S = 90.0
 ROW = "warm-up"
 FEW_ROWS = 8
 NUMBERS_OF_GUESSES = 4, 2, 1, 3, 6, 8  # the most useful first, where nobody knows
