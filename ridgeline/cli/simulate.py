@@ -134,7 +134,8 @@ def _add_engine(group: Any) -> None:
         type=int,
         metavar="N",
         help="most tokens of a step in which prompts join answers that go on (default: on a GPU as "
-        "few as are read at nine tenths of the full rate)",
+        "few as are read at nine tenths of the full rate; an engine takes the nearest size that it "
+        "captures, and says at its start which that is)",
     )
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="longer requests are left out"
