@@ -36,6 +36,7 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "triton": "ridgeline.attention.paged:PagedAttention",
     "native": "ridgeline.attention.native:NativeAttention",
     "flashinfer": "ridgeline.attention.flashinfer:FlashInferAttention",
+    "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }
 # What `auto` tries, best first: our own kernels read blocks in place and can be captured; torch's
 # fused ones beat the tiled reference on every device and shape that both serve.

@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 
 
 def backend_of(name: str) -> AttentionBackend:
-    if name == "flashinfer":
-        pytest.skip("tests/gpu/test_flashinfer.py: it serves few shapes, on a GPU that has it")
+    if name in ("flashinfer", "flash_attention"):
+        pytest.skip("tests/gpu/test_installed_backends.py: few shapes, on a GPU that has it")
     if name == "native" and (COMPILED or native.library() is None):
         pytest.skip("native kernels need their library, and a CPU")
     backend: AttentionBackend = load(ATTENTION_BACKENDS, name, "attention backend")()
@@ -121,9 +121,10 @@ def test_auto_takes_the_first_that_serves_the_model() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "reason"),
     [
-        ("flash", torch.float32, "unknown attention backend 'flash'; choose one of flashinfer"),
+        ("flash", torch.float32, "unknown attention backend 'flash'; choose one of flash_attent"),
         ("sdpa", torch.float64, "sdpa does not serve torch.float64"),
         ("flashinfer", torch.bfloat16, "flashinfer runs on cuda, not on cpu; use auto"),
+        ("flash_attention", torch.bfloat16, "flash_attention runs on cuda, not on cpu; use auto"),
         ("auto", torch.float64, "no attention backend serves torch.float64 on cpu"),
     ],
 )
