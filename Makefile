@@ -67,11 +67,15 @@ run: setup
 eval: setup
 	@exec $(BIN)/ridgeline eval $${MODEL:+"$$MODEL"} $(ARGS)
 
+# Processes, each with one compute thread; a module's tests share its fixtures. 0: this one alone.
+TEST_JOBS ?= 2
+IN_PROCESSES := -n $(TEST_JOBS) --dist loadscope
+
 test: setup
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not multi_gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not multi_gpu" $(IN_PROCESSES) $(ARGS)
 
 test-full: setup
-	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" $(IN_PROCESSES) $(ARGS)
 
 # Rooms that know no device: `make test` is theirs. The others share the GPU (tests/gpu/sharing.py).
 SAME_ANYWHERE := architectures cost evaluation/worlds kernels/cpu observe planner router scheduler \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -43,6 +44,15 @@ def shared() -> Path:
     if folder is None:
         pytest.skip("needs the shared models and texts (set RIDGELINE_SHARED)")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging() -> Iterator[None]:
+    """The commands set up the logger of the package, which other tests listen to."""
+    logger = logging.getLogger("ridgeline")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,10 +1,9 @@
-"""Models for the commands, and a logger that each command may set up anew."""
+"""Models for the commands, and how to run one."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,6 @@ from ridgeline.cli.main import main
 from tests.tiny_model import tiny_config, write_tokenizer
 
 Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def keep_logging() -> Iterator[None]:
-    """The commands set up the logger of the package, which other tests listen to."""
-    logger = logging.getLogger("ridgeline")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
 
 
 @pytest.fixture(scope="session")
