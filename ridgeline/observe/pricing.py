@@ -19,6 +19,7 @@ from ridgeline.scheduler.policies.check_prices import CheckPrices, alike
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "check", "prefill", "mixed")
+MOST_UNCOUNTED = 64  # checks that are kept until somebody asks
 
 
 @record
@@ -129,6 +130,10 @@ class _InFlight:
     checks: bool = False  # guesses, and reads no prompts
 
 
+# A check that has run, what came out of it, for whom, and its price without guesses.
+_Checked = tuple[PricedStep, StepResult, Sequence[RequestOutput], float]
+
+
 class Pricing:
     """Prices every step that is planned and measures it when it is over; one of the engine's
     journals. Where the device computes beside the host, a step is priced once it is sent off, so
@@ -145,7 +150,7 @@ class Pricing:
         decodes_price: DecodesPrice | None = None,
         draft_price: DraftPrice | None = None,
     ) -> None:
-        self.totals = Totals()
+        self._totals = Totals()
         self.followers: list[Follower] = []
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
@@ -155,12 +160,21 @@ class Pricing:
         self._check: tuple[tuple[float, ...], StepPrice] | None = None
         self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
         self._ran: dict[int, PricedStep] = {}  # of these, what they took
+        # Checks that are not counted yet. To count some at once takes less than each as it ends,
+        # when the host's caches are cold for it.
+        self._checked: list[_Checked] = []
         self.computes_in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
         self._planned: deque[tuple[StepPlan, float]] = deque()  # not priced yet
         self._in_flight: deque[_InFlight] = deque()
         self._live: set[str] = set()
         self._busy_since = 0.0  # since when there has been work, without a break
+
+    @property
+    def totals(self) -> Totals:
+        """Of all steps that have run."""
+        self._count_checks()
+        return self._totals
 
     @property
     def running(self) -> Running | None:
@@ -274,21 +288,22 @@ class Pricing:
         if not self.computes_in_submit:
             self._over(plan.step_id, now, has_failed=error is not None)
         if plan.step_id in self._plain_s:
-            self._count_check(plan, result, outputs)
+            plain_s, ran = self._plain_s.pop(plan.step_id), self._ran.pop(plan.step_id, None)
+            if ran is not None and result is not None:
+                self._checked.append((ran, result, outputs, plain_s))
+                if len(self._checked) >= MOST_UNCOUNTED:
+                    self._count_checks()
         for output in outputs:
             if output.finish_reason is not None:
                 self._live.discard(output.request_id)
 
-    def _count_check(
-        self, plan: StepPlan, result: StepResult | None, outputs: Sequence[RequestOutput]
-    ) -> None:
-        """Unless nobody was left to whom it gave a token."""
-        plain_s, ran = self._plain_s.pop(plan.step_id), self._ran.pop(plan.step_id, None)
-        if ran is None or result is None:
-            return
-        guesses = self.totals.guesses
-        if guesses.count_result(plan, result, outputs, plain_s):
-            guesses.count_step(ran.seconds, ran.price.expected_s, ran.drafting_s)
+    def _count_checks(self) -> None:
+        """But those that gave nobody a token who was left."""
+        checked, self._checked = self._checked, []
+        guesses = self._totals.guesses
+        for ran, result, outputs, plain_s in checked:
+            if guesses.count_result(ran.plan, result, outputs, plain_s):
+                guesses.count_step(ran.seconds, ran.price.expected_s, ran.drafting_s)
 
     def _over(self, step_id: int, ended: float, *, has_failed: bool = False) -> None:
         """The oldest step in flight has run; one that failed says nothing of its price."""
@@ -318,7 +333,7 @@ class Pricing:
             follower.on_priced(done)
 
     def _count(self, step: PricedStep) -> None:
-        totals, price, num_rows = self.totals, step.price, len(step.plan.scheduled)
+        totals, price, num_rows = self._totals, step.price, len(step.plan.scheduled)
         totals.num_steps += 1
         totals.measured_s += step.seconds
         totals.expected_s += price.expected_s
