@@ -148,6 +148,7 @@ class HostConstants:
     `captured_s` is what the device does for a captured step beside the operators of the model: it
     copies the step's numbers in and out, makes inputs of them, deals out attention's work and
     keeps the tokens. Each pass that guesses makes its inputs and keeps its guesses in `pass_s`.
+    Where guesses are looked up, that is done at the end of each step, in `look_s`.
     """
 
     c0_s: float = 0.0
@@ -165,6 +166,7 @@ class HostConstants:
     lone_least_s: float = 0.0
     captured_s: float = 0.0
     pass_s: float = 0.0
+    look_s: float = 0.0
     check_request_s: float = 0.0
     choice_s: float = 0.0
     token_s: float = 0.0

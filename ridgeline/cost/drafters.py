@@ -8,7 +8,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import Drafter, DraftSteps, Free, GuessPrices
+from ridgeline.cost.speculation import Drafter, DraftSteps, Free, GuessPrices, LookAhead
 from ridgeline.errors import ConfigError
 from ridgeline.formats import LAYERS, MODEL, AskedGuesses
 
@@ -42,6 +42,8 @@ def drafter_of(setup: Setup, asked: AskedGuesses, draft: ModelSpec | None) -> Dr
         return DraftSteps(
             Pricer(replace(setup, spec=first_layers(setup.spec, int(asked.argument))))
         )
+    if asked.line.looks_ahead:
+        return LookAhead(setup.constants.host.look_s)
     return Free()
 
 

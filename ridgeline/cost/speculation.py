@@ -165,7 +165,8 @@ class Drafter(Protocol):
 
     def seconds(self, batch: int, context: int, num_drafts: int) -> float:
         """Time to guess `num_drafts` tokens for each of `batch` requests of `context` tokens, of
-        the device: the host plans guesses and their check as one step."""
+        the device: the host plans guesses and their check as one step. For 0 what a step takes
+        longer all the same."""
         ...
 
 
@@ -196,8 +197,19 @@ def head_spec(target: ModelSpec) -> ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Guesses are looked up on the device at the end of every step, for the next one; also where
+    none is checked."""
+
+    seconds_per_step: float
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return self.seconds_per_step
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
-    """The guesses are at hand: looked up at the end of the step before, checked or not."""
+    """The guesses are at hand."""
 
     def seconds(self, batch: int, context: int, num_drafts: int) -> float:
         return 0.0
@@ -235,16 +247,15 @@ class GuessPrices:
         begins: float = 0.0,
     ) -> float:
         """Choosing, drafting and checking so many guesses for each of `batch` requests of `context`
-        tokens; for 0, choosing and a decode step. `tokens` come out of each request; where that is
-        open, the host's work for more than one is left out. `begins`: so many answers alone begin
-        in a step, on average."""
+        tokens; for 0, choosing and a decode step of an engine that guesses. `tokens` come out of
+        each request; where that is open, the host's work for more than one is left out. `begins`:
+        so many answers alone begin in a step, on average."""
         _check_drafts(num_drafts)
         num_more = 0.0 if tokens is None else tokens - 1
         host_s = self.choice_s + self.token_s * batch * num_more + self.begin_s * begins
-        if num_drafts == 0:
-            return self._step_seconds(batch, context, 0, 0.0, host_s)
         drafting_s = self.drafter.seconds(batch, context, num_drafts)
-        return self._step_seconds(batch, context, num_drafts, drafting_s, host_s) + self.overhead_s
+        step_s = self._step_seconds(batch, context, num_drafts, drafting_s, host_s)
+        return step_s + self.overhead_s if num_drafts else step_s
 
     def plain_seconds(self, batch: int, context: int, begins: float = 0.0) -> float:
         """A decode step of an engine that never guesses."""

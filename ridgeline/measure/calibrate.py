@@ -97,6 +97,7 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
         choice_s=choice_s if session.choice_s is None else session.choice_s,
         token_s=token_s,
         begin_s=session.begin_s,
+        look_s=session.look_s,
     )
     found = fit(session.points, device, host)
     progress("fitting", 1, 1)

@@ -26,6 +26,7 @@ from ridgeline.measure.models import Grid, Sample
 from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
 from ridgeline.measure.steps import (
     GUESSES,
+    LOOK_UPS,
     RIGHT_GUESSES,
     WARM_UP,
     StepBench,
@@ -46,6 +47,7 @@ STEP_BUDGET_S = 0.4  # of one point of whole steps, per round
 MIN_STEPS, MAX_STEPS = 4, 24
 ALONE_STEPS = 8  # on the device alone, per round: nobody disturbs there
 CHOICES, CHOICE_ROUNDS = 32, 9  # steps with a chosen number of guesses, and how often
+LOOKS = 24  # steps that look guesses up
 DRAFT_LAYERS = 1  # of a model that guesses by its first layers
 LONE = ("prefill_step", "mixed_step")  # are timed from their plan to their tokens
 
@@ -75,6 +77,7 @@ class Session:
     points: list[Point] = field(default_factory=list)
     answers_s: list[float] = field(default_factory=list)  # see `HostConstants.begin_s`
     choices_s: list[float] = field(default_factory=list)  # and `choice_s`
+    looks_s: list[float] = field(default_factory=list)  # and `look_s`
 
     @property
     def begin_s(self) -> float:
@@ -84,6 +87,10 @@ class Session:
     def choice_s(self) -> float | None:
         """None: not measured where a device is at work beside."""
         return max(0.0, median(self.choices_s)) if self.choices_s else None
+
+    @property
+    def look_s(self) -> float:
+        return max(0.0, median(self.looks_s)) if self.looks_s else 0.0
 
     def run(self) -> None:
         """All classes of operators, then whole steps."""
@@ -117,6 +124,7 @@ class Session:
         if sample.answers[0]:
             self._answers(sample, dtype)
             self._choices(sample, dtype)
+            self._look_ups(sample, dtype)
 
     # -- operators
 
@@ -254,6 +262,26 @@ class Session:
         except (ConfigError, EngineFault) as reason:  # what cannot guess here is left out
             self.progress(f"the choice of guesses is not measured: {reason}", 0, 1)
         self._forget()
+
+    def _look_ups(self, sample: Sample, dtype: str) -> None:
+        """What the device does longer where guesses are looked up, though none is checked."""
+        if open_device_timer(self.device.torch_device) is None:
+            return
+        found = []
+        options = engine_options(sample, self.device, dtype, self.threads)
+        try:
+            for guesses in ("off", LOOK_UPS):
+                with random_engine(sample.config, **options, speculate=guesses) as built:
+                    bench, context = step_bench(built), sample.answers[1]
+                    bench.alone(1, context, 0, WARM_UP)
+                    found.append(bench.alone(1, context, 0, LOOKS).seconds)
+                self._forget()
+        except (ConfigError, EngineFault) as reason:
+            self.progress(f"look-ups of guesses are not measured: {reason}", 0, 1)
+            return
+        if all(found):  # the host was in time
+            plain_s, looking_s = map(typical, found)
+            self.looks_s.append(looking_s - plain_s)
 
     def _step_point(
         self,

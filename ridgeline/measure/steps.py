@@ -37,6 +37,7 @@ MOST_LATE = 6  # steps of a series on the device alone that a host may send too 
 PROMPT_IDS = 1000  # different token ids in prompts
 GUESSES = "synthetic:0"  # of an engine that is to check guesses: they cost nothing, and are wrong
 RIGHT_GUESSES = "synthetic:0.9"  # of one that is to choose their number
+LOOK_UPS = "ngram"  # of one that looks guesses up
 
 
 @dataclass(frozen=True, slots=True)

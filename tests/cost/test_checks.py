@@ -214,6 +214,17 @@ def test_a_draft_model_catches_up_in_its_first_pass() -> None:
     assert whole.seconds(1, 400, 3) > whole.check_seconds(1, 400, 3)
 
 
+def test_who_looks_guesses_up_does_so_in_every_step() -> None:
+    looked_up = pricer(constants(host=replace(HOST, look_s=1e-3)))
+    prices = guess_prices(looked_up, AskedGuesses("ngram", "", None), None)
+    for k in (0, 4):
+        longer_s = prices.seconds(1, 400, k) - prices.check_seconds(1, 400, k)
+        assert longer_s == pytest.approx(1e-3), k
+    assert prices.plain_seconds(1, 400) == prices.check_seconds(1, 400, 0)
+    others = guess_prices(looked_up, asked(), LLAMA_3_1B)
+    assert others.seconds(1, 400, 0) == others.check_seconds(1, 400, 0)
+
+
 # ---------------------------------------------------------------------- what is found of it
 
 

@@ -27,6 +27,7 @@ from ridgeline.cost.speculation import (
     Free,
     GuessPrices,
     IndependentAcceptance,
+    LookAhead,
     Lookup,
     MeasuredAcceptance,
     Speculation,
@@ -283,6 +284,14 @@ def test_the_host_works_more_where_guesses_are_checked() -> None:
     prompts = ((40, 0),) * 128  # they have no guesses
     without = Pricer(Setup(LLAMA_3_1B, device, calibration=light)).cost(prompts, 128)
     assert pricer.cost(prompts, 128).host_s == without.host_s
+
+
+def test_looking_guesses_up_takes_as_long_where_none_is_checked() -> None:
+    prices = GuessPrices(Line(1.0), LookAhead(0.25))
+    assert prices.plain_seconds(1, 64) == 1.0
+    assert prices.seconds(1, 64, 0) == 1.25
+    assert prices.seconds(1, 64, 4) == 1.25
+    assert prices.check_seconds(1, 64, 4) == 1.0
 
 
 def test_what_the_host_does_for_guesses_counts_where_it_is_the_longer_part() -> None:

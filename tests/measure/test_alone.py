@@ -21,7 +21,7 @@ from ridgeline.errors import EngineFault
 from ridgeline.measure import points, steps
 from ridgeline.measure.models import CUDA, CUDA_QUICK
 from ridgeline.measure.points import Effort, Session, StepPoints, faster, step_point
-from ridgeline.measure.steps import StepBench, random_engine, step_bench
+from ridgeline.measure.steps import StepBench, StepTimes, random_engine, step_bench
 from ridgeline.measure.stopwatch import DeviceTimer, open_stopwatch
 from ridgeline.step import StepFuture, StepPlan
 from tests.captures import records
@@ -223,6 +223,34 @@ def test_a_choice_is_told_from_what_it_takes_beside_a_device(
     monkeypatch.setattr(Session, "_forget", lambda session: None)
     session._choices(SAMPLE, "float32")
     assert session.choice_s == 0.5
+
+
+@records
+def test_look_ups_are_told_from_what_the_device_does_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = open_device("cpu")
+    watch = open_stopwatch(cpu.torch_device, 1)
+    session = Session(cpu, watch, Effort(SMALL, ("float32",), 0.001), 1 << 20, 1, quiet)
+    session._look_ups(SAMPLE, "float32")
+    assert session.looks_s == [], "a CPU has no clock of its own"
+    monkeypatch.setattr(points, "open_device_timer", lambda device: DeviceTimer(Timeline()))
+    took: dict[str, tuple[float, ...]] = {"off": (5.0,) * 3, "ngram": (7.0,) * 3}
+    asked: list[str] = []
+
+    def alone(bench: StepBench, rows: int, context: int, guesses: int, steps: int) -> StepTimes:
+        assert (rows, guesses) == (1, 0)
+        method = "off" if bench.engine.scheduler.guesses is None else "ngram"
+        asked.append(method)
+        return StepTimes(((1, context),), took[method])
+
+    monkeypatch.setattr(StepBench, "alone", alone)
+    session._look_ups(SAMPLE, "float32")
+    assert asked == ["off", "off", "ngram", "ngram"], "the first of each is a rehearsal"
+    assert session.look_s == 2.0
+    took["ngram"] = ()  # a host that was too late
+    session._look_ups(SAMPLE, "float32")
+    assert session.looks_s == [2.0]
 
 
 def test_a_cpu_has_none_of_them() -> None:
