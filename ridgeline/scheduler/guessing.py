@@ -29,7 +29,13 @@ MARGIN = 1.02  # what guesses have to gain: prices are no better than this
 STAYS = 1.01  # what another number has to gain over the one in use
 SURE = 0.98  # of no guess more is expected
 RENEWED_AFTER = 4  # steps that a choice holds, at least
-ROWS_PER_STEP = 8  # and one step more for each so many rows: choosing takes as long
+ROWS_PER_STEP = 8  # and one more for each so many rows, with which choosing takes as long
+CHOOSING_S = 100e-6  # of the host, about, with cold caches
+CHOOSING = 0.02  # share of the time that it may take while one choice follows another like it
+LONGEST_HELD = 32  # steps
+BEGINS_AFTER = 2  # steps of few rows in which something was right, where nothing was before: a copy
+ENDS_AFTER = 6  # steps in which nothing is any more; fewer are how the next answer begins
+SETTLED_AFTER = 16  # steps since then, of few rows: what they bring has been learned
 ROWS_PER_RESULT = 32  # whose own acceptance is brought up to date by one step
 # Steps without a guess, at least, where only checking tells how many would be right.
 EXPLORED_AFTER = 8
@@ -79,7 +85,11 @@ class GuessChooser:
         self._chosen = 0
         self._chosen_for = -1  # bucket of the number of rows
         self._holds = 0  # steps
-        self._there: list[int] = []  # guesses of each row, where they are known beforehand
+        self._is_right = False  # something, in steps of few rows as a rule
+        self._num_others = 0  # the last ones, in which that was not so
+        self._num_alike = 0  # since that changed
+        # The choices that hold, by the guesses of each row, where these are known beforehand.
+        self._held: dict[tuple[int, ...] | None, int] = {}
         self._shortest = self._break = EXPLORED_AFTER
         self._unseen = 0  # steps without a guess
         self._turn = 0
@@ -91,6 +101,7 @@ class GuessChooser:
         # What is not learned from yet. To learn from some steps at once takes less than from each
         # as it ends, when the host's caches are cold for it.
         self._results: list[Mapping[str, tuple[int, int]]] = []
+        self._ended: list[str] = []  # of which there may be results among them
         self._ran: list[TimedStep] = []
 
     @property
@@ -119,10 +130,16 @@ class GuessChooser:
         if self.fixed is not None:
             return self._fitting(most)
         bucket = row_bucket(num_rows)
+        there = None
+        if self._looks_ahead and num_rows <= FEW_ROWS and _is_known(decoding[0]):
+            there = tuple([len(row.draft_token_ids) for row in decoding])
         self._holds -= 1
-        is_old = self._looks_ahead and num_rows <= FEW_ROWS and self._has_changed(decoding)
-        if bucket != self._chosen_for or self._holds <= 0 or is_old:
-            self._renew(decoding, bucket, most)
+        if bucket != self._chosen_for or self._holds <= 0:
+            self._renew(decoding, bucket, most, there)
+        elif there in self._held:
+            self._chosen = self._held[there]
+        else:
+            self._held[there] = self._chosen = self._best(decoding, bucket, most, self._chosen)
         if self._chosen == 0 and not self._looks_ahead and most >= 1:
             return self._explored(decoding)
         self._unseen = 0
@@ -139,8 +156,18 @@ class GuessChooser:
         is learned where nothing is chosen."""
         if checked and self.fixed is None:
             self._results.append(checked)
+            if len(checked) <= FEW_ROWS:
+                self._compare(any(num_right for _, num_right in checked.values()))
             if len(self._results) >= MOST_UNREAD:
                 self._take_in()
+
+    def _compare(self, is_right: bool) -> None:
+        """With the steps before: has a copy begun, or ended? Then it is time to choose."""
+        self._num_alike += 1
+        self._num_others = 0 if is_right == self._is_right else self._num_others + 1
+        if self._num_others >= (ENDS_AFTER if self._is_right else BEGINS_AFTER):
+            self._is_right, self._num_others, self._num_alike = is_right, 0, 0
+            self._holds = min(self._holds, RENEWED_AFTER)
 
     def _take_in(self) -> None:
         """Learn from the steps that have run since the last time."""
@@ -148,6 +175,10 @@ class GuessChooser:
             results, self._results = self._results, []
             for checked in results:
                 self._learn(checked)
+        if self._ended:
+            for request_id in self._ended:
+                self._rows.pop(request_id, None)
+            self._ended.clear()
         if self._ran:
             ran, self._ran = self._ran, []
             for step in ran:
@@ -177,14 +208,15 @@ class GuessChooser:
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        self._take_in()
-        self._rows.pop(request_id, None)
+        self._ended.append(request_id)
+        if len(self._ended) >= MOST_UNREAD:
+            self._take_in()
         if 0 <= self._chosen_for <= FEW_ROWS:
             self._break = self._shortest
 
     def acceptance_of(self, request_id: str) -> float:
         """Chance that the next guess of this row is right."""
-        prior = self.acceptance.rate
+        prior = self.acceptance.rate  # when all is taken in
         row = self._rows.get(request_id)
         return prior if row is None else row.rate(prior, self._weight)
 
@@ -209,33 +241,42 @@ class GuessChooser:
         row = self._rows[name] = RowAcceptance()
         return row
 
-    def _renew(self, decoding: Sequence[Request], bucket: int, most: int) -> None:
+    def _renew(
+        self,
+        decoding: Sequence[Request],
+        bucket: int,
+        most: int,
+        there: tuple[int, ...] | None,
+    ) -> None:
+        """Choose anew, and for some steps."""
+        is_like = bucket == self._chosen_for
+        before = self._held.get(there, self._chosen) if is_like else 0
+        self._chosen = self._best(decoding, bucket, most, before)
+        self._held = {there: self._chosen}
+        self._holds = RENEWED_AFTER
+        if self._chosen == before and is_like:
+            self._holds += len(decoding) // ROWS_PER_STEP
+            if len(decoding) > FEW_ROWS or self._num_alike >= SETTLED_AFTER:
+                pays_after = int(CHOOSING_S / (CHOOSING * self._seconds[self._chosen]))
+                self._holds = max(self._holds, min(pays_after, LONGEST_HELD))
+        self._chosen_for = bucket
+        if self._chosen:
+            self._break = self._shortest
+
+    def _best(self, decoding: Sequence[Request], bucket: int, most: int, before: int) -> int:
+        """By all that is known now; `before` where nothing else gains much."""
         self._take_in()
         seconds = self._times.seconds(bucket, _mean_context(decoding))
         if seconds is not self._seconds:
             self._look_at(seconds, most)
         tokens = self._tokens(decoding)
         speeds = {k: tokens[k] / seconds[k] for k in self.choices if k <= most or not k}
-        before = self._chosen if bucket == self._chosen_for else 0
-        self._chosen = _best(speeds, before)
-        self._holds = RENEWED_AFTER
-        if self._chosen == before and bucket == self._chosen_for:
-            self._holds += len(decoding) // ROWS_PER_STEP
-        self._chosen_for = bucket
         loses = 1 - speeds.get(self.choices[1], 0.0) / speeds[0]  # a step with a guess, by this
         if self._has_cache and len(decoding) > FEW_ROWS:
             loses += CATCHING_UP
         self._shortest = max(EXPLORED_AFTER, round(loses / EXPLORING))
         self._break = max(self._break, self._shortest)
-        if self._chosen:
-            self._break = self._shortest
-
-    def _has_changed(self, decoding: Sequence[Request]) -> bool:
-        """Is there known to be more or less to check than when that was known the last time?"""
-        if not _is_known(decoding[0]):
-            return False
-        before, self._there = self._there, [len(row.draft_token_ids) for row in decoding]
-        return before != self._there
+        return _best(speeds, before)
 
     def _look_at(self, seconds: Mapping[int, float], most: int) -> None:
         """Could guesses pay at these prices?"""

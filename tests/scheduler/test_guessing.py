@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -29,6 +29,7 @@ from ridgeline.scheduler.guessing import (
     EXPLORED_AFTER,
     EXPLORED_ROWS,
     MOST_UNREAD,
+    RENEWED_AFTER,
     GuessChooser,
 )
 from ridgeline.step import ScheduledRequest, StepPlan
@@ -68,7 +69,7 @@ class Ran:
 class World:
     """Rows that decode for ever. `factor`: measured over priced seconds, by number of guesses."""
 
-    prices: GuessPrices | Line | TooCheap
+    prices: GuessPrices | Line | TooCheap | Short
     num_rows: int
     chance: Chance
     seed: int
@@ -147,7 +148,7 @@ class World:
 
 
 def chooser_for(
-    prices: GuessPrices | Line | TooCheap, **changed: int | float | bool
+    prices: GuessPrices | Line | TooCheap | Short, **changed: int | float | bool
 ) -> GuessChooser:
     asked: dict[str, int | float | bool] = {
         "acceptance": 0.7,
@@ -490,6 +491,97 @@ def test_as_much_to_check_as_before_is_no_reason_to_choose_again(
     assert chosen == {8: 8, 5: 6}  # four and their check are hardly cheaper
 
 
+@dataclass(frozen=True, slots=True)
+class Short:
+    """Steps of the bundled model on a GPU: as long as choosing takes the host, about."""
+
+    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
+        return 150e-6 + 10e-6 * num_drafts
+
+
+def choices_made(chooser: GuessChooser, rows: list[Request], results: list[int]) -> list[int]:
+    """In which of the steps, that had eight guesses and so many right ones, a number was chosen."""
+    made, best = [], chooser._best
+
+    def counted(decoding: Sequence[Request], bucket: int, most: int, before: int) -> int:
+        made.append(step)
+        return best(decoding, bucket, most, before)
+
+    chooser._best = counted  # type: ignore[method-assign]
+    for step, right in enumerate(results):  # noqa: B007, `counted` reads it
+        chooser.plan(rows, 0.0)
+        chooser.observe(dict.fromkeys([row.request_id for row in rows], (8, right)))
+    return made
+
+
+def test_a_choice_that_stays_holds_longer_where_choosing_takes_long() -> None:
+    (row,) = World(Short(), 1, lambda _: 1.0, seed=1).rows
+    row.token_ids.append(UNKNOWN_TOKEN)  # two steps are under way
+    row.draft_token_ids = (UNKNOWN_TOKEN,) * 8
+    for prices, most in ((Short(), 20), (Line(draft_s=0.01), 64)):
+        chooser = chooser_for(prices, looks_ahead=True)
+        made = choices_made(chooser, [row], [8] * 256)
+        assert most // 2 < len(made) <= most, made
+        assert chooser.plan([row], 0.0) == 8
+
+
+@pytest.mark.parametrize(("others", "is_chosen"), [(5, False), (6, True), (20, True)])
+def test_a_copy_that_has_ended_is_a_reason_to_choose(others: int, is_chosen: bool) -> None:
+    """Not the few steps in which nothing is right as answers begin."""
+    (row,) = World(Short(), 1, lambda _: 1.0, seed=1).rows
+    row.token_ids.append(UNKNOWN_TOKEN)
+    row.draft_token_ids = (UNKNOWN_TOKEN,) * 8
+    chooser = chooser_for(Short(), looks_ahead=True)
+    begin = 1 + choices_made(chooser, [row], [8] * 100)[-1]
+    chooser = chooser_for(Short(), looks_ahead=True)
+    made = choices_made(chooser, [row], [8] * begin + [0] * others)
+    made += [begin + others + step for step in choices_made(chooser, [row], [8] * 8)]
+    soon = [step for step in made if begin < step <= begin + others + RENEWED_AFTER]
+    assert bool(soon) is is_chosen, made
+
+
+@pytest.mark.parametrize(("others", "is_chosen"), [(1, False), (2, True)])
+def test_a_copy_that_begins_is_a_reason_to_choose(others: int, is_chosen: bool) -> None:
+    (row,) = World(Short(), 1, lambda _: 1.0, seed=1).rows
+    row.token_ids.append(UNKNOWN_TOKEN)
+    chooser = chooser_for(Short(), looks_ahead=True)
+    begin = 1 + choices_made(chooser, [row], [0] * 100)[-1]
+    chooser = chooser_for(Short(), looks_ahead=True)
+    made = choices_made(chooser, [row], [0] * begin + [8] * others + [0] * 8)
+    assert chooser._chosen == 0 or is_chosen
+    soon = [step for step in made if begin < step <= begin + others + RENEWED_AFTER]
+    assert bool(soon) is is_chosen, made
+
+
+def test_what_is_known_now_and_then_shortens_no_choice() -> None:
+    """Of each answer the first step, where three guesses are all there is."""
+    (row,) = World(Short(), 1, lambda _: 1.0, seed=1).rows
+    chooser = chooser_for(Short(), looks_ahead=True)
+    made = 0
+    for _ in range(60):
+        row.token_ids[-1] = 1
+        row.draft_token_ids = (7, 7, 7)
+        made += len(choices_made(chooser, [row], [8]))
+        assert chooser._chosen == 3
+        row.token_ids[-1] = UNKNOWN_TOKEN
+        row.draft_token_ids = (UNKNOWN_TOKEN,) * 8
+        made += len(choices_made(chooser, [row], [8] * 3))
+        assert chooser._chosen == 8
+    assert made < 40, made
+
+
+def test_short_answers_that_copy_are_one_choice_after_the_other() -> None:
+    """Two to five steps of each have nothing to look at."""
+    (row,) = World(Short(), 1, lambda _: 1.0, seed=1).rows
+    row.token_ids.append(UNKNOWN_TOKEN)
+    chooser = chooser_for(Short(), looks_ahead=True)
+    rng = Random(4)
+    answers = [[0] * rng.randint(2, 5) + [8] * rng.randint(4, 9) for _ in range(40)]
+    results = [right for answer in answers for right in answer]
+    made = choices_made(chooser, [row], results)
+    assert len(made) < len(results) / 12, made
+
+
 def test_without_a_guess_nothing_is_known_so_one_is_made_now_and_then() -> None:
     world = World(Line(draft_s=0.2), 1, lambda _: 0.0, seed=1)
     chooser = chooser_for(world.prices)
@@ -615,7 +707,13 @@ def test_results_are_learned_from_when_somebody_chooses_or_asks() -> None:
     assert list(chooser._rows) == ["0"]
     chooser.observe({"0": (4, 4), "1": (4, 0)})
     chooser.forget("0")
+    assert chooser.acceptance.rate > 0.6
     assert list(chooser._rows) == ["1"], "who has ended must not come back"
+    for other in range(MOST_UNREAD):
+        chooser.forget(str(other))
+    assert not chooser._ended, "no more are kept"
+    assert not chooser._rows
+    chooser.observe({"1": (4, 0)})
     assert chooser.acceptance_of("1") < chooser.acceptance.rate
     for _ in range(MOST_UNREAD):
         chooser.observe({"2": (4, 4)})
