@@ -207,6 +207,13 @@ DRAFT_METHODS: dict[str, DraftMethodLine] = {
         is_served=False,
     ),
 }
+# Tokens of steps with prompts that are captured, each filled up to the next of them. On an H200 a
+# step of an 8B model takes longer with 448 tokens than with 512.
+TOKEN_BUCKETS = (
+    *(8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(2560, 3072, 4096, 5120, 6144, 8192),  # of small models
+)
 MAX_GUESSES = 16  # of one row in one step
 # Of steps that check some. Few, as each is captured by itself for each size of a batch; what lies
 # between loses a percent.

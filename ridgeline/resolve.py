@@ -22,6 +22,7 @@ from ridgeline.cost.captured import (
     MAX_ROWS,
     RECORDED_KV,
     can_capture,
+    captured_chunk,
     most_prompt_tokens,
 )
 from ridgeline.cost.chunk import SHARE, efficient_chunk
@@ -36,7 +37,6 @@ from ridgeline.cost.memory import (
 from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.executor.mixed_graphs import TOKEN_BUCKETS
 from ridgeline.formats import KV_FORMATS, STORED, WEIGHT_FORMATS, check_served, weight_line
 from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
@@ -319,8 +319,7 @@ def with_mixed_tokens(
     if asked is not None or resolved.device == "cpu" or promises:
         return replace(resolved, max_num_mixed_tokens=asked)
     least = efficient_chunk(pricer, resolved.max_num_batched_tokens)
-    sizes = [size for size in TOKEN_BUCKETS if size <= resolved.max_captured_tokens]
-    num = min(sizes, key=lambda size: abs(size - least), default=least)
+    num = captured_chunk(least, resolved.max_captured_tokens)
     because = f"from {least} on prompts are read at {SHARE:.0%} of the full rate"
     if num != least:
         because += f", and steps of {num} are captured"

@@ -133,9 +133,10 @@ def _add_engine(group: Any) -> None:
         "--max-num-mixed-tokens",
         type=int,
         metavar="N",
-        help="most tokens of a step in which prompts join answers that go on (default: on a GPU as "
-        "few as are read at nine tenths of the full rate; an engine takes the nearest size that it "
-        "captures, and says at its start which that is)",
+        help="most tokens of a step in which prompts join answers that go on (default: on a GPU "
+        "the size of a captured step that is nearest to as few as are read at nine tenths of the "
+        "full rate, as an engine with this calibration takes it; one without may take another, and "
+        "says at its start which)",
     )
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="longer requests are left out"

@@ -10,7 +10,12 @@ from random import Random
 from ridgeline import registry
 from ridgeline.cli.machine import make_setup, price_band, read_model
 from ridgeline.cli.session import note, stage
-from ridgeline.cost.captured import MAX_CHECKED_TOKENS
+from ridgeline.cost.captured import (
+    MAX_CHECKED_TOKENS,
+    can_capture,
+    captured_chunk,
+    most_prompt_tokens,
+)
 from ridgeline.cost.chunk import efficient_chunk
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory import device_kind
@@ -138,7 +143,7 @@ def _replicated(args: argparse.Namespace) -> Setup:
 
 
 def _mixed_tokens(args: argparse.Namespace, setup: Setup, *, is_bounded: bool) -> int | None:
-    """As `serve` decides it, but for what is captured. `is_bounded`: by the policy."""
+    """As `serve` decides it, with the same prices. `is_bounded`: by the policy."""
     if args.max_num_mixed_tokens is not None:
         if args.max_num_mixed_tokens < 1 or is_bounded or args.no_chunked_prefill:
             raise ConfigError(
@@ -149,7 +154,8 @@ def _mixed_tokens(args: argparse.Namespace, setup: Setup, *, is_bounded: bool) -
     unbounded = is_bounded or args.no_chunked_prefill or args.batching == "static"
     if unbounded or setup.device.kind == "cpu":
         return None
-    return efficient_chunk(Pricer(setup), _step_tokens(args, setup))
+    least = efficient_chunk(Pricer(setup), _step_tokens(args, setup))
+    return captured_chunk(least, most_prompt_tokens(setup.spec) if can_capture(setup.spec) else 0)
 
 
 def _step_tokens(args: argparse.Namespace, setup: Setup) -> int:

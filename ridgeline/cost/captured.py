@@ -14,6 +14,7 @@ from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.precision import Precision
+from ridgeline.formats import TOKEN_BUCKETS
 
 MAX_ROWS = {"gpu": 512, "cpu": 64}  # of decodes; of a CPU's larger steps the calls are a small part
 # Tokens of a step that checks guesses: more take as long per token as prompts do, and gain nothing.
@@ -35,6 +36,13 @@ def most_prompt_tokens(spec: ModelSpec) -> int:
     layer_flops = linear_flops_per_token(spec) / spec.num_layers
     busy = int(FLOPS_BEHIND_LAUNCHES / layer_flops)
     return min(max(busy, LEAST_TOKENS), MAX_TOKENS)
+
+
+def captured_chunk(least: int, most: int) -> int:
+    """Of the sizes of up to `most` tokens that steps with prompts are captured in, the one that is
+    nearest to `least`; without any, `least`."""
+    sizes = [size for size in TOKEN_BUCKETS if size <= most]
+    return min(sizes, key=lambda size: abs(size - least), default=least)
 
 
 def as_served(

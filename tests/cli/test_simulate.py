@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from ridgeline.cli.main import parse
 from ridgeline.cli.simulate import drafts, lengths, time_span
+from ridgeline.cli.simulate_case import make_case
+from ridgeline.formats import TOKEN_BUCKETS
 from tests.cli.conftest import Cli
 from tests.tiny_model import tiny_config
 
@@ -48,6 +51,16 @@ def refusal(cli: Cli, model: Path, *argv: object) -> str:
 
 
 # ---------------------------------------------------------------------- answers
+
+
+def test_steps_in_which_prompts_join_are_as_long_as_those_that_are_captured(model: Path) -> None:
+    def bound(*argv: str) -> int | None:
+        words = ("simulate", str(model), *DEVICE, "--rate", "1", *argv)
+        return make_case(parse(words)).options.max_num_mixed_tokens
+
+    assert bound() in TOKEN_BUCKETS
+    assert bound("--max-num-mixed-tokens", "100") == 100
+    assert bound("--no-chunked-prefill") is None
 
 
 def test_figures_for_programs(model: Path, cli: Cli) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeline.cost.captured import as_served
+from ridgeline.cost.captured import as_served, captured_chunk
 from ridgeline.cost.constants import Calibration, HostConstants, default_calibration
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.manner import is_captured
@@ -92,3 +92,11 @@ def test_a_cpu_records_what_its_kernels_do_from_end_to_end(precision: Precision,
 
 def test_assumed_constants_stay_as_they_are() -> None:
     assert as_served(None, LLAMA_3_8B, H200, Precision()) is None
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "taken"),
+    [(584, 8192, 640), (570, 8192, 512), (584, 512, 512), (3, 64, 8), (584, 0, 584)],
+)
+def test_steps_with_prompts_are_as_long_as_captured_ones(least: int, most: int, taken: int) -> None:
+    assert captured_chunk(least, most) == taken
