@@ -56,6 +56,10 @@ class Supports:
             return f"serves head sizes {sizes}, not {spec.head_dim}"
         if spec.window is not None and not self.windows:
             return "does not serve sliding windows"
+        return self.lacks(device)
+
+    def lacks(self, device: torch.device) -> str | None:
+        """What it needs beside that, a package for one, and does not find on this machine."""
         return None
 
 

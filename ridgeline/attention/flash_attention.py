@@ -28,21 +28,14 @@ GENERATIONS = (9, 10, 11)  # of compute capabilities, whose kernels read blocks 
 class _FlashAttention(Supports):
     """And the package, and a card that it reads blocks on."""
 
-    def why_not(
-        self,
-        spec: AttentionSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_format: str = "auto",
-    ) -> str | None:
-        reason = Supports.why_not(self, spec, dtype, device, kv_format)
-        if reason is None and not _is_installed():
+    def lacks(self, device: torch.device) -> str | None:
+        if not _is_installed():
             return (
                 "needs the package flash-attn-4, which is not installed (pip install flash-attn-4)"
             )
-        if reason is None and torch.cuda.get_device_capability(device)[0] not in GENERATIONS:
+        if torch.cuda.get_device_capability(device)[0] not in GENERATIONS:
             return "reads blocks on GPUs of compute capability 9.0 to 11.x only"
-        return reason
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,22 +31,15 @@ IN_FLIGHT = 3  # plans of a KV group whose numbers may be on their way to the de
 class _FlashInfer(Supports):
     """And the package, with what it compiles with."""
 
-    def why_not(
-        self,
-        spec: AttentionSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_format: str = "auto",
-    ) -> str | None:
-        reason = Supports.why_not(self, spec, dtype, device, kv_format)
-        if reason is None and find_spec("flashinfer") is None:
+    def lacks(self, device: torch.device) -> str | None:
+        if find_spec("flashinfer") is None:
             return (
                 "needs the package flashinfer-python, which is not installed"
                 " (pip install flashinfer-python)"
             )
-        if reason is None and shutil.which("ninja") is None:
+        if shutil.which("ninja") is None:
             return "compiles its kernels with ninja, which is not on the PATH (pip install ninja)"
-        return reason
+        return None
 
 
 @dataclass(slots=True)

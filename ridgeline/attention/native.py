@@ -23,17 +23,10 @@ from ridgeline.kvcache import LayerKV
 class _Native(Supports):
     """And a library that could be built, on a processor that it runs on."""
 
-    def why_not(
-        self,
-        spec: AttentionSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_format: str = "auto",
-    ) -> str | None:
-        reason = Supports.why_not(self, spec, dtype, device, kv_format)
-        if reason is None and native.library() is None:
+    def lacks(self, device: torch.device) -> str | None:
+        if native.library() is None:
             return "needs the native library, which is not there"
-        return reason
+        return None
 
 
 FORMATS = "auto", "fp8", "int8", "int4"
