@@ -27,6 +27,9 @@ FOUND_WEIGHT = 3.0  # steps that what is known of all rows counts for in one
 HOPELESS = 0.04  # acceptance below which a row's guesses are not worth their blocks
 ENOUGH = 20.0  # guesses of a row that say so
 FEW = 24.0  # guesses at one position that are too few to tell it from the others
+BEGINS_AFTER = 2  # steps in which something was right, where nothing was before: a copy
+ENDS_AFTER = 6  # steps in which nothing is any more; fewer are how the next answer begins
+SETTLED_AFTER = 16  # steps since then: what they bring has been learned
 HEAVY = 1e30  # weight of a guess from which on sums are made lighter
 # Of what was known, by the number of guesses that are added to it: of all and of the latest.
 _KEPT = tuple((MEMORY**looked, LATELY**looked) for looked in range(MAX_GUESSES + 2))
@@ -81,6 +84,29 @@ class RowAcceptance:
         if abs(self.right - self.lately * self.looked) > BREAK * self.looked:
             self.looked = min(self.looked, 1 / (1 - LATELY))
             self.right = self.lately * self.looked
+
+
+@dataclass(slots=True)
+class CopyRuns:
+    """Do answers copy? That is so for a while, or not."""
+
+    is_copying: bool = False
+    num_others: int = 0  # the last steps, in which it was otherwise
+    num_steps: int = 0  # since that changed
+
+    def add(self, is_right: bool) -> bool:
+        """A step in which something was right of what was looked up, or nothing. Has a copy begun,
+        or ended?"""
+        self.num_steps += 1
+        self.num_others = 0 if is_right == self.is_copying else self.num_others + 1
+        if self.num_others < (ENDS_AFTER if self.is_copying else BEGINS_AFTER):
+            return False
+        self.is_copying, self.num_others, self.num_steps = is_right, 0, 0
+        return True
+
+    @property
+    def is_settled(self) -> bool:
+        return self.num_steps >= SETTLED_AFTER
 
 
 class SharedAcceptance:

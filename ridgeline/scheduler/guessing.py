@@ -19,6 +19,7 @@ from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.scheduler.guess_acceptance import (
     LOOKED_UP_WEIGHT,
     PRIOR_WEIGHT,
+    CopyRuns,
     RowAcceptance,
     SharedAcceptance,
 )
@@ -31,11 +32,10 @@ SURE = 0.98  # of no guess more is expected
 RENEWED_AFTER = 4  # steps that a choice holds, at least
 ROWS_PER_STEP = 8  # and one more for each so many rows, with which choosing takes as long
 CHOOSING_S = 100e-6  # of the host, about, with cold caches
-CHOOSING = 0.02  # share of the time that it may take while one choice follows another like it
+# Share of the time that it may take while look-ups of few rows go on as before. Where a draft
+# guesses, steps are longer, and what is right changes with every answer.
+CHOOSING = 0.02
 LONGEST_HELD = 32  # steps
-BEGINS_AFTER = 2  # steps of few rows in which something was right, where nothing was before: a copy
-ENDS_AFTER = 6  # steps in which nothing is any more; fewer are how the next answer begins
-SETTLED_AFTER = 16  # steps since then, of few rows: what they bring has been learned
 ROWS_PER_RESULT = 32  # whose own acceptance is brought up to date by one step
 # Steps without a guess, at least, where only checking tells how many would be right.
 EXPLORED_AFTER = 8
@@ -85,9 +85,7 @@ class GuessChooser:
         self._chosen = 0
         self._chosen_for = -1  # bucket of the number of rows
         self._holds = 0  # steps
-        self._is_right = False  # something, in steps of few rows as a rule
-        self._num_others = 0  # the last ones, in which that was not so
-        self._num_alike = 0  # since that changed
+        self._copies = CopyRuns()  # of what is looked up, in steps of few rows
         # The choices that hold, by the guesses of each row, where these are known beforehand.
         self._held: dict[tuple[int, ...] | None, int] = {}
         self._shortest = self._break = EXPLORED_AFTER
@@ -156,18 +154,12 @@ class GuessChooser:
         is learned where nothing is chosen."""
         if checked and self.fixed is None:
             self._results.append(checked)
-            if len(checked) <= FEW_ROWS:
-                self._compare(any(num_right for _, num_right in checked.values()))
+            if self._looks_ahead and len(checked) <= FEW_ROWS:
+                is_right = any(num_right for _, num_right in checked.values())
+                if self._copies.add(is_right):  # it is time to choose
+                    self._holds = min(self._holds, RENEWED_AFTER)
             if len(self._results) >= MOST_UNREAD:
                 self._take_in()
-
-    def _compare(self, is_right: bool) -> None:
-        """With the steps before: has a copy begun, or ended? Then it is time to choose."""
-        self._num_alike += 1
-        self._num_others = 0 if is_right == self._is_right else self._num_others + 1
-        if self._num_others >= (ENDS_AFTER if self._is_right else BEGINS_AFTER):
-            self._is_right, self._num_others, self._num_alike = is_right, 0, 0
-            self._holds = min(self._holds, RENEWED_AFTER)
 
     def _take_in(self) -> None:
         """Learn from the steps that have run since the last time."""
@@ -256,7 +248,7 @@ class GuessChooser:
         self._holds = RENEWED_AFTER
         if self._chosen == before and is_like:
             self._holds += len(decoding) // ROWS_PER_STEP
-            if len(decoding) > FEW_ROWS or self._num_alike >= SETTLED_AFTER:
+            if len(decoding) <= FEW_ROWS and self._copies.is_settled:
                 pays_after = int(CHOOSING_S / (CHOOSING * self._seconds[self._chosen]))
                 self._holds = max(self._holds, min(pays_after, LONGEST_HELD))
         self._chosen_for = bucket

@@ -30,6 +30,7 @@ from ridgeline.scheduler.guessing import (
     EXPLORED_ROWS,
     MOST_UNREAD,
     RENEWED_AFTER,
+    ROWS_PER_STEP,
     GuessChooser,
 )
 from ridgeline.step import ScheduledRequest, StepPlan
@@ -501,15 +502,16 @@ class Short:
 
 def choices_made(chooser: GuessChooser, rows: list[Request], results: list[int]) -> list[int]:
     """In which of the steps, that had eight guesses and so many right ones, a number was chosen."""
-    made, best = [], chooser._best
+    made, done, best = [], list[int](), chooser._best
 
     def counted(decoding: Sequence[Request], bucket: int, most: int, before: int) -> int:
-        made.append(step)
+        made.append(len(done))
         return best(decoding, bucket, most, before)
 
     chooser._best = counted  # type: ignore[method-assign]
-    for step, right in enumerate(results):  # noqa: B007, `counted` reads it
+    for right in results:
         chooser.plan(rows, 0.0)
+        done.append(right)
         chooser.observe(dict.fromkeys([row.request_id for row in rows], (8, right)))
     return made
 
@@ -523,6 +525,19 @@ def test_a_choice_that_stays_holds_longer_where_choosing_takes_long() -> None:
         made = choices_made(chooser, [row], [8] * 256)
         assert most // 2 < len(made) <= most, made
         assert chooser.plan([row], 0.0) == 8
+
+
+@pytest.mark.parametrize(("num_rows", "looks_ahead"), [(1, False), (16, True)])
+def test_others_than_look_ups_of_few_rows_choose_as_often_as_ever(
+    num_rows: int, looks_ahead: bool
+) -> None:
+    rows = World(Short(), num_rows, lambda _: 1.0, seed=1).rows
+    for row in rows:
+        row.token_ids.append(UNKNOWN_TOKEN)
+        row.draft_token_ids = (UNKNOWN_TOKEN,) * 8
+    chooser = chooser_for(Short(), looks_ahead=looks_ahead)
+    steps = RENEWED_AFTER + num_rows // ROWS_PER_STEP
+    assert len(choices_made(chooser, rows, [8] * 240)) >= 240 // steps
 
 
 @pytest.mark.parametrize(("others", "is_chosen"), [(5, False), (6, True), (20, True)])
