@@ -299,14 +299,19 @@ def starts(folder: Path, options: Row, repeats: int) -> Row:
 # ---------------------------------------------------------------------- the command
 
 
-def parser() -> argparse.ArgumentParser:
+def command(about: str | None) -> argparse.ArgumentParser:
+    """Of whoever measures with the workload file."""
     found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for name in ("--workloads", "--model", "--out"):
+        found.add_argument(name, required=True)
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    found = command(__doc__)
     add = found.add_argument
-    add("--workloads", required=True)
-    add("--model", required=True)
-    add("--out", required=True)
     add("--append", action="store_true", help="keep the rows that are in the file")
     add("--repeats", type=int, default=3)
     add_workloads(found.add_argument_group("workloads"))

@@ -43,7 +43,15 @@ from typing import Any
 import aiohttp
 import psutil
 from processes import MODEL_NAME, served
-from run import add_engine, apart, engine_options, environment, load_workloads, numbers
+from run import (
+    add_engine,
+    apart,
+    command,
+    engine_options,
+    environment,
+    load_workloads,
+    numbers,
+)
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.event_log import (
@@ -321,13 +329,8 @@ def say(row: Row) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = command(__doc__)
     add = found.add_argument
-    add("--workloads", required=True)
-    add("--model", required=True)
-    add("--out", required=True)
     add("--serve", type=float, required=True, metavar="RATE")
     add("--serve-sizes", type=numbers, default=[512, 512, 128], help="requests, prompt, output")
     add("--seeds", type=numbers, default=[7, 8], help="of arrivals, a load each; the first is cold")

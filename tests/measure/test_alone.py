@@ -19,8 +19,8 @@ from ridgeline.cost.speculation import DraftSteps
 from ridgeline.devices import open_device
 from ridgeline.errors import EngineFault
 from ridgeline.measure import points, steps
-from ridgeline.measure.models import CUDA, CUDA_QUICK
-from ridgeline.measure.points import Effort, Session, StepPoints, faster, step_point
+from ridgeline.measure.models import CUDA, CUDA_QUICK, Grid
+from ridgeline.measure.points import Effort, Progress, Session, StepPoints, faster, step_point
 from ridgeline.measure.steps import StepBench, StepTimes, random_engine, step_bench
 from ridgeline.measure.stopwatch import DeviceTimer, open_stopwatch
 from ridgeline.step import StepFuture, StepPlan
@@ -122,6 +122,13 @@ class Broken(Sending):
         return super().submit(plan)
 
 
+def session_of(grid: Grid = SMALL, progress: Progress = quiet) -> Session:
+    """On a CPU."""
+    cpu = open_device("cpu")
+    watch = open_stopwatch(cpu.torch_device, 1)
+    return Session(cpu, watch, Effort(grid, ("float32",), 0.001), 1 << 20, 1, progress)
+
+
 def session_points(
     monkeypatch: pytest.MonkeyPatch,
     host_s: float,
@@ -146,12 +153,10 @@ def session_points(
     monkeypatch.setattr(points, "step_bench", opened)
     monkeypatch.setattr(points, "open_device_timer", lambda device: DeviceTimer(Timeline()))
     monkeypatch.setattr(points, "STEP_BUDGET_S", 0.01)
-    cpu = open_device("cpu")
     grid = replace(
         SMALL, samples=(replace(DRAFTED, has_operators=False),), attention=(), looks=looks
     )
-    watch = open_stopwatch(cpu.torch_device, 1)
-    session = Session(cpu, watch, Effort(grid, ("float32",), 0.001), 1 << 20, 1, progress)
+    session = session_of(grid, progress)
     session.run()
     return session.points
 
@@ -210,9 +215,7 @@ def test_a_choice_is_told_from_what_it_takes_beside_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A CPU that says it is none."""
-    cpu = open_device("cpu")
-    watch = open_stopwatch(cpu.torch_device, 1)
-    session = Session(cpu, watch, Effort(SMALL, ("float32",), 0.001), 1 << 20, 1, quiet)
+    session = session_of()
     session._choices(SAMPLE, "float32")
     assert session.choice_s is None
     times = iter([(9.0, 9.0), (5.0, 3.0), (4.0, 5.0), (3.5, 3.0)])  # the first one is a rehearsal
@@ -229,9 +232,7 @@ def test_a_choice_is_told_from_what_it_takes_beside_a_device(
 def test_look_ups_are_told_from_what_the_device_does_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu = open_device("cpu")
-    watch = open_stopwatch(cpu.torch_device, 1)
-    session = Session(cpu, watch, Effort(SMALL, ("float32",), 0.001), 1 << 20, 1, quiet)
+    session = session_of()
     session._look_ups(SAMPLE, "float32")
     assert session.looks_s == [], "a CPU has no clock of its own"
     monkeypatch.setattr(points, "open_device_timer", lambda device: DeviceTimer(Timeline()))
@@ -254,14 +255,7 @@ def test_look_ups_are_told_from_what_the_device_does_without(
 
 
 def test_a_cpu_has_none_of_them() -> None:
-    session = Session(
-        open_device("cpu"),
-        open_stopwatch(open_device("cpu").torch_device, 1),
-        Effort(SMALL, ("float32",), 0.001),
-        1 << 20,
-        1,
-        quiet,
-    )
+    session = session_of()
     assert [who for _, who in session._guessed(DRAFTED)] == []
 
 
