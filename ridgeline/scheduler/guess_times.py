@@ -44,8 +44,10 @@ OUTLIER = 1.5  # times what is known: a stall, or a step that was captured as it
 ODD_STEPS = 4  # of one kind in a row that are odd: no stalls
 STEADY = 16  # times as many rows as may come or go between two steps that count
 # Of what ratios of steps that check guesses differ by, as a power, where prices were measured on
-# such a device: then both tell about as well which of two takes how much longer.
+# such a device: then both tell about as well which of two takes how much longer, until there were
+# more comparisons than so many.
 BELIEVED = 1 / 2
+AS_GOOD_AS_PRICES = 4.0
 CLOSE = 2.0  # times another ratio or part of it: prices of two kinds are not further off than that
 
 
@@ -89,6 +91,11 @@ class _Ratio:
     def is_doubted(self, num_steps: int) -> bool:
         """Compared so seldom, and so long ago, that it may have been a swing of the pace."""
         return num_steps - self.last >= DOUBTED_AFTER << self.num_compared
+
+    @property
+    def belief(self) -> float:
+        """In it, beside a price that was measured."""
+        return max(BELIEVED, self.num_compared / (self.num_compared + AS_GOOD_AS_PRICES))
 
     @property
     def weight(self) -> float:
@@ -173,7 +180,7 @@ class StepTimes:
         checks = [k for k in known if k]
         if self.is_measured and checks:
             middle = known[seen.kind] if seen.kind in checks else _mean([known[k] for k in checks])
-            known |= {k: middle * (known[k] / middle) ** BELIEVED for k in checks}
+            known |= {k: middle * (known[k] / middle) ** ratios[k].belief for k in checks}
         if seen.kind > 0:
             doubted = [k for k in checks if ratios[k].is_doubted(self.num_steps)]
             known |= {k: UNTRIED * known[k] for k in doubted}

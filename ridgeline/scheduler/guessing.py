@@ -36,7 +36,8 @@ CHOOSING_S = 100e-6  # of the host, about, with cold caches
 # guesses, steps are longer, and what is right changes with every answer.
 CHOOSING = 0.02
 LONGEST_HELD = 32  # steps
-ROWS_PER_RESULT = 32  # whose own acceptance is brought up to date by one step
+ROWS_PER_RESULT = 8  # whose own acceptance is brought up to date by one step
+ROWS_PER_CHOICE = 16  # that a choice looks at: of more, others each time
 # Steps without a guess, at least, where only checking tells how many would be right.
 EXPLORED_AFTER = 8
 LONGEST_BREAK = 4  # times as many, as long as none is
@@ -47,7 +48,7 @@ CATCHING_UP = 3.0  # plain steps that many rows take in which a draft reads what
 FEW_ROWS = 8  # of which a new one is worth finding out about at once
 LEVELS = 64  # of acceptance, that are told apart
 MAX_ROWS = 8192  # that are remembered
-MOST_UNREAD = 64  # steps whose results are kept until somebody chooses
+MOST_UNREAD = 64  # rows of steps whose results are kept until somebody chooses
 OPTIMISTIC = 0.95  # acceptance with which guesses must pay for exploring to be of use
 
 
@@ -90,7 +91,7 @@ class GuessChooser:
         self._held: dict[tuple[int, ...] | None, int] = {}
         self._shortest = self._break = EXPLORED_AFTER
         self._unseen = 0  # steps without a guess
-        self._turn = 0
+        self._turn = self._num_looks = 0
         # What was expected to be right in a step whose guesses would not pay, as far as is known.
         self._explores: float | None = None
         self._asked: frozenset[str] | None = None  # rows that have guesses; None: all
@@ -158,7 +159,7 @@ class GuessChooser:
                 is_right = any(num_right for _, num_right in checked.values())
                 if self._copies.add(is_right):  # it is time to choose
                     self._holds = min(self._holds, RENEWED_AFTER)
-            if len(self._results) >= MOST_UNREAD:
+            if len(self._results) * len(checked) >= MOST_UNREAD:
                 self._take_in()
 
     def _take_in(self) -> None:
@@ -170,6 +171,7 @@ class GuessChooser:
         if self._ended:
             for request_id in self._ended:
                 self._rows.pop(request_id, None)
+                self._hopeless.discard(request_id)
             self._ended.clear()
         if self._ran:
             ran, self._ran = self._ran, []
@@ -191,6 +193,10 @@ class GuessChooser:
             row = rows.get(name) or self._new_row(name)
             if num_checked > 0:
                 row.add(num_right + (num_right < num_checked), num_right)
+                if row.is_hopeless:
+                    self._hopeless.add(name)
+                else:
+                    self._hopeless.discard(name)
             if self._looks_ahead:
                 self._acceptance.add_found(row, num_checked > 0)
         expected = self._explores
@@ -229,7 +235,9 @@ class GuessChooser:
     def _new_row(self, name: str) -> RowAcceptance:
         """Who ends is forgotten, and not named again; of too many the oldest goes all the same."""
         if len(self._rows) >= MAX_ROWS:
-            del self._rows[next(iter(self._rows))]
+            oldest = next(iter(self._rows))
+            del self._rows[oldest]
+            self._hopeless.discard(oldest)
         row = self._rows[name] = RowAcceptance()
         return row
 
@@ -279,14 +287,16 @@ class GuessChooser:
 
     def _tokens(self, decoding: Sequence[Request]) -> list[float]:
         """Expected of all rows together, by the number of guesses, divided by the rows."""
-        prior, num_rows = self._acceptance.rate, len(decoding)
+        prior = self._acceptance.rate
         counts: dict[tuple[int, int], float] = {}  # of rows with guesses, by acceptance and number
-        self._hopeless.clear()
-        for request in decoding:
-            row = self._rows.get(request.request_id)
-            if row is not None and row.is_hopeless:
-                self._hopeless.add(request.request_id)
+        stride = -(-len(decoding) // ROWS_PER_CHOICE)
+        self._num_looks += 1
+        looked_at = decoding[self._num_looks % stride :: stride]
+        num_rows = len(looked_at)
+        for request in looked_at:
+            if request.request_id in self._hopeless:
                 continue
+            row = self._rows.get(request.request_id)
             level = round((prior if row is None else row.rate(prior, self._weight)) * LEVELS)
             found, there = 1.0, MAX_GUESSES
             if self._looks_ahead:

@@ -30,6 +30,7 @@ from ridgeline.scheduler.guessing import (
     EXPLORED_ROWS,
     MOST_UNREAD,
     RENEWED_AFTER,
+    ROWS_PER_RESULT,
     ROWS_PER_STEP,
     GuessChooser,
 )
@@ -382,6 +383,24 @@ def test_what_was_compared_once_and_long_ago_is_compared_again() -> None:
     assert expected() == pytest.approx(UNTRIED * once, rel=0.03)
 
 
+def test_what_was_compared_often_is_believed_more_than_its_price() -> None:
+    """Six guesses take a fifth longer than priced, two do not. Compared once, it is a matter of
+    price and measurement; compared many times, of the measurement."""
+    times = StepTimes(Line(), (0, 2, 6), is_measured=True)
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+    prices = {k: Line().seconds(4, 1000, k) for k in (0, 2, 6)}
+    dearer = []
+    for _ in range(40):
+        for k, factor in ((2, 1.0), (6, 1.2)):
+            for _ in range(8):
+                times.on_priced(Ran(world.plan(k), factor * prices[k]))
+        seen = times._corrections(times._buckets[row_bucket(4)])
+        dearer.append(seen[6] / seen[2])
+    assert dearer[1] == pytest.approx(1.2**0.5, rel=0.03)
+    assert dearer == pytest.approx(sorted(dearer), rel=0.01)
+    assert dearer[-1] == pytest.approx(1.2, rel=0.03)
+
+
 def test_where_nothing_is_checked_there_is_no_doubt() -> None:
     """Whether to check at all is found out by a guess once in a while, not by a whole step."""
     times = StepTimes(Line(), (0, 1, 2))
@@ -418,6 +437,23 @@ def test_a_hopeless_row_has_no_guesses_beside_good_ones() -> None:
     assert chooser.limit(world.rows[0], k) == 8
     chooser.forget("0")
     assert chooser.acceptance_of("0") == chooser.acceptance.rate
+
+
+def test_of_many_rows_a_choice_looks_at_some_and_the_next_at_others() -> None:
+    """Of three rows in four everything is right, of the others nothing."""
+    world = World(Line(per_token=0.001), 64, lambda _: 0.0, seed=1)
+    chooser = chooser_for(world.prices)
+    for _ in range(400):
+        chooser.observe({str(row): (4, 0 if row % 4 == 1 else 4) for row in range(64)})
+    assert chooser.acceptance.rate > 0.9
+    assert len(chooser._hopeless) == 16
+    found = [chooser._tokens(world.rows)[4] for _ in range(4)]
+    assert sorted(found)[0] == 1.0, "of all that it looked at nothing was right"
+    assert sorted(found)[1] > 3.9
+    for row in range(1, 64, 4):
+        chooser.forget(str(row))
+    assert chooser.acceptance_of("1") == chooser.acceptance.rate
+    assert not chooser._hopeless
 
 
 def test_what_was_not_found_is_not_expected() -> None:
@@ -733,6 +769,20 @@ def test_results_are_learned_from_when_somebody_chooses_or_asks() -> None:
     for _ in range(MOST_UNREAD):
         chooser.observe({"2": (4, 4)})
     assert list(chooser._rows) == ["1", "2"]
+
+
+@pytest.mark.parametrize(("num_rows", "num_kept"), [(1, 63), (8, 7), (32, 1), (64, 0), (256, 0)])
+def test_of_many_rows_few_steps_wait_to_be_learned_from(num_rows: int, num_kept: int) -> None:
+    """To learn from many rows of many steps at once would hold the host up for longer than a step
+    takes the device."""
+    chooser = chooser_for(Line(draft_s=0.05))
+    checked = {str(row): (4, 4) for row in range(num_rows)}
+    for _ in range(num_kept):
+        chooser.observe(checked)
+    assert len(chooser._results) == num_kept
+    chooser.observe(checked)
+    assert not chooser._results
+    assert 0 < len(chooser._rows) <= ROWS_PER_RESULT * 8
 
 
 def test_times_of_steps_are_learned_when_somebody_chooses_or_asks() -> None:
