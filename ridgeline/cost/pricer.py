@@ -1,6 +1,7 @@
 """How long will a step take? The same answer as `roofline.step_cost`, fast enough for every step.
 
-Products depend on the number of tokens only and are priced once for each number; attention needs a
+Products depend on the number of tokens only and are priced once for each number (of captured steps
+with prompts once for each size that these have); attention needs a
 few sums over the requests. `DecodeRun` goes further: the times of the next j decode steps of the
 same requests, each longer by one token, in closed form.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.cost.constants import AttentionConstants
 from ridgeline.cost.decode_run import DecodeLine, DecodeRun
-from ridgeline.cost.manner import LEVELS, Manner, Manners
+from ridgeline.cost.manner import LEVELS, Manner, Manners, sent_tokens
 from ridgeline.cost.ops import (
     Op,
     attends_once,
@@ -178,7 +179,7 @@ class Pricer:
     ) -> tuple[float, int]:
         """Seconds and number of all kernels."""
         kernels, launches = self._fixed(
-            totals.num_tokens,
+            sent_tokens(self._constants.host, manner, totals),
             totals.num_requests if num_logits is None else num_logits,
             manner,
         )

@@ -9,7 +9,8 @@
   mixed     prefill s_p t, decode s_d t - t_ov, never less than alone
   stream    t = bytes / (e_m BW) + t0                    (elementwise, embedding, sampling)
   message   see `communication`
-  captured  t0 is less; by kernels of our own less still, and gates, of few rows norms too, are
+  captured  with prompts, all but attention is of the tokens of the size that it was captured in;
+            t0 is less; by kernels of our own less still, and gates, of few rows norms too, are
             parts of products; once a step, what is no operator of the model
   warm      weights stay in the last cache: t0 of products and of decodes is less
   step      device = max(sum of t, launches), host = c0 + c1 B; sum, or max when overlapped;
@@ -22,13 +23,14 @@ fitted on public tables of kernel times; their constants are in `constants`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ridgeline.cost.communication import message_s, wire
 from ridgeline.cost.constants import ORIGINS, Calibration, HostConstants, MatmulConstants, Origin
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.manner import SINGLE, Manner, Manners
-from ridgeline.cost.ops import COLLECTIVES, Op, step_ops
+from ridgeline.cost.manner import SINGLE, Manner, Manners, sent_tokens
+from ridgeline.cost.ops import COLLECTIVES, Op, step_ops, token_ops
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import StepTotals, attention_kinds, step_totals
 from ridgeline.step import StepShape
@@ -78,6 +80,9 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
     totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
     manner = Manners(setup).of(totals)
     costs = tuple(op_cost(op, device, constants, manner) for op in ops)
+    sent = sent_tokens(constants.host, manner, totals)
+    if sent > totals.num_tokens:
+        costs = _as_sent(costs, setup, manner, totals.num_tokens, sent)
     beside_s = constants.host.captured_s if manner.captured else 0.0
     device_s, host_s, expected_s = combine(
         constants.host,
@@ -97,6 +102,25 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
         sum(op.count * op.bytes for op in ops),
         _worst({cost.origin for cost in costs}, constants.origin),
         device_s,
+    )
+
+
+def _as_sent(
+    costs: Sequence[OpCost], setup: Setup, manner: Manner, num_tokens: int, sent: int
+) -> tuple[OpCost, ...]:
+    """With what the operators of that many tokens take longer for `sent` of them. What must be read
+    and computed, and what binds, is still that of the tokens there are."""
+    constants, device = setup.constants, setup.device
+    more: dict[Op, float] = {}
+    both = (token_ops(setup.spec, n, setup.layout, setup.precision) for n in (num_tokens, sent))
+    for op, as_sent in zip(*both, strict=True):
+        more_s = op_cost(as_sent, device, constants, manner).expected_s
+        more_s -= op_cost(op, device, constants, manner).expected_s
+        one = replace(op, count=1)
+        more[one] = more.get(one, 0.0) + more_s
+    return tuple(
+        replace(cost, expected_s=cost.expected_s + more.get(replace(cost.op, count=1), 0.0))
+        for cost in costs
     )
 
 

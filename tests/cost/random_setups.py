@@ -265,6 +265,7 @@ def random_calibration(rng: random.Random, on: Device) -> Calibration:
         per_launch_s=rng.choice([0.0, rng.uniform(0, 1e-5)]),
         overlapped=rng.random() < 0.5,
         captured_tokens=rng.choice([0, 16, 512]),
+        captured_prompt_tokens=rng.choice([0, 600, 2048]),
     )
     return replace(
         base, matmul=matmul, attention={"bf16": attention}, host=host, origin="calibrated"

@@ -11,10 +11,19 @@ from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import Calibration, HostConstants, default_calibration
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.manner import LEVELS, SINGLE, Footprint, Manners, Own, still_there
+from ridgeline.cost.manner import (
+    LEVELS,
+    SINGLE,
+    Footprint,
+    Manners,
+    Own,
+    sent_tokens,
+    still_there,
+)
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.precision import PLAIN
 from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import attention_kinds, step_totals
 from ridgeline.measure.models import config
@@ -80,3 +89,43 @@ def test_prices_agree_however_warm_a_step_is(rows: int, new: int) -> None:
     cold = Pricer(Setup(SMALL, DEVICE, calibration=known(warm_t0=1.0)))
     is_cold = warm_of(SMALL, shape) == 0.0
     assert (pricer.seconds(shape) == cold.seconds(shape)) == is_cold
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sent"),
+    [(9, 16), (547, 640), (640, 640), (641, 768), (1990, 1990), (3000, 3000)],
+)
+def test_a_captured_step_with_prompts_computes_the_size_it_was_captured_in(
+    num_tokens: int, sent: int
+) -> None:
+    """Attention takes what there is; of sizes that are not captured nothing is added."""
+    host = {"captured_tokens": 512, "captured_prompt_tokens": 2000}
+    setup = Setup(LLAMA_3_8B, DEVICE, calibration=known(**host))
+    shape = ((num_tokens - 3, 0), *((1, 100),) * 3)
+    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
+    manner = Manners(setup).of(totals)
+    assert sent_tokens(setup.constants.host, manner, totals) == sent
+    cost, same = step_cost(setup, shape), {}
+    for one in step_cost(setup, ((sent - 3, 0), *((1, 100),) * 3)).ops:
+        if one.op.m == sent:
+            same[one.op.name] = one
+    assert Pricer(setup).seconds(shape) == pytest.approx(cost.expected_s, rel=1e-9)
+    for one in cost.ops:
+        if one.op.kind == "matmul" and one.op.m == num_tokens:
+            other = same.pop(one.op.name)
+            assert one.expected_s == pytest.approx(other.expected_s, rel=1e-9)
+            assert one.ideal_s <= other.ideal_s
+    assert not {"qkv", "attention_out", "gate_up", "down"} & set(same), "all were looked at"
+    plain = replace(setup, calibration=known(captured_tokens=0, captured_prompt_tokens=0))
+    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
+    assert sent_tokens(plain.constants.host, Manners(plain).of(totals), totals) == num_tokens
+
+
+@pytest.mark.parametrize("shape", [((1, 100),) * 33, ((5, 100),) * 33])
+def test_decodes_and_checks_are_priced_by_what_there_is(shape: StepShape) -> None:
+    """Their sizes lie closer together, and calibrations measure some between them."""
+    setup = Setup(LLAMA_3_8B, DEVICE, calibration=known())
+    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
+    manner = Manners(setup).of(totals)
+    assert manner.captured
+    assert sent_tokens(setup.constants.host, manner, totals) == totals.num_tokens
