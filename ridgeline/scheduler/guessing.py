@@ -286,7 +286,7 @@ class GuessChooser:
         self._may_pay = max(speeds) > MARGIN * speeds[0]
 
     def _tokens(self, decoding: Sequence[Request]) -> list[float]:
-        """Expected of all rows together, by the number of guesses, divided by the rows."""
+        """Expected of a row, by the number of guesses: the mean of those that are looked at."""
         prior = self._acceptance.rate
         counts: dict[tuple[int, int], float] = {}  # of rows with guesses, by acceptance and number
         stride = -(-len(decoding) // ROWS_PER_CHOICE)
