@@ -35,7 +35,6 @@ from ridgeline.cost.speculation import GuessPrices
 from ridgeline.evaluation.tasks import problems
 from ridgeline.request import Request
 from ridgeline.scheduler.guessing import GuessChooser
-from ridgeline.startup import keep_what_is_there
 
 Row = dict[str, Any]
 OFF, AUTO, IN_TURNS = "off", "auto", "in turns"
@@ -186,7 +185,6 @@ def rows_of_batch(
     for name in (*map(str, choices_of(guessing.llm)), IN_TURNS, AUTO, OFF):
         asked(name)
     windows = max(1, math.ceil(args.least_s / asked(OFF).seconds))
-    keep_what_is_there()  # as the commands do
     rounds: dict[str, list[Speed]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:

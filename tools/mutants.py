@@ -797,8 +797,38 @@ MUTANTS = (
     Mutant(
         "guesses: measured prices of checks are not believed",
         GUESS_TIMES,
-        "** BELIEVED for k in checks}",
+        "** ratios[k].belief for k in checks}",
         "for k in checks}",
+    ),
+    Mutant(
+        "guesses: what was compared often is believed no more than its price",
+        GUESS_TIMES,
+        "return max(BELIEVED, self.num_compared / (self.num_compared + AS_GOOD_AS_PRICES))",
+        "return BELIEVED",
+    ),
+    Mutant(
+        "guesses: what is on trial is held as long as what is known",
+        GUESSING,
+        "if self._times.has_learned(bucket, self._chosen):",
+        "if True:",
+    ),
+    Mutant(
+        "guesses: all that many rows brought is learned from at once",
+        GUESSING,
+        "if len(self._results) * len(checked) >= MOST_UNREAD:",
+        "if len(self._results) >= MOST_UNREAD:",
+    ),
+    Mutant(
+        "guesses: each choice looks at the same rows",
+        GUESSING,
+        "decoding[self._num_looks % stride :: stride]",
+        "decoding[::stride]",
+    ),
+    Mutant(
+        "guesses: a row that was hopeless is so for ever",
+        GUESSING,
+        "                    self._hopeless.discard(name)",
+        "                    pass",
     ),
     Mutant(
         "guesses: measured prices say how much longer a check takes than a plain step",

@@ -192,6 +192,11 @@ class StepTimes:
         ratio = seen.ratios.get(num_guesses)
         return seen.pace * ratio.value if ratio is not None and ratio.num_compared else None
 
+    def has_learned(self, bucket: int, num_guesses: int) -> bool:
+        """Steps with so many guesses are what ran last, and were compared with those before."""
+        seen = self._buckets.get(bucket)
+        return seen is not None and seen.kind == num_guesses and seen.beginning is None
+
     def on_priced(self, step: TimedStep) -> None:
         """A step has run. If it only checked guesses, or only decoded, its time is learned: with
         the next one, which may have overlapped with it."""

@@ -255,7 +255,8 @@ class GuessChooser:
         self._held = {there: self._chosen}
         self._holds = RENEWED_AFTER
         if self._chosen == before and is_like:
-            self._holds += len(decoding) // ROWS_PER_STEP
+            if self._times.has_learned(bucket, self._chosen):  # else it is on trial
+                self._holds += len(decoding) // ROWS_PER_STEP
             if len(decoding) <= FEW_ROWS and self._copies.is_settled:
                 pays_after = int(CHOOSING_S / (CHOOSING * self._seconds[self._chosen]))
                 self._holds = max(self._holds, min(pays_after, LONGEST_HELD))

@@ -401,6 +401,41 @@ def test_what_was_compared_often_is_believed_more_than_its_price() -> None:
     assert dearer[-1] == pytest.approx(1.2, rel=0.03)
 
 
+def test_what_has_begun_is_learned_when_it_was_compared() -> None:
+    times = StepTimes(Line(), (0, 1, 2))
+    world = World(Line(), 4, lambda _: 0.5, seed=1)
+    assert not times.has_learned(4, 1)
+    found = []
+    for k, count in ((1, 8), (2, 8), (1, 8)):
+        for _ in range(count):
+            times.on_priced(Ran(world.plan(k), 1.0))
+            found.append(times.has_learned(4, k))
+    # The first of all of a kind is left out: then two, and of what is known four, are compared.
+    assert found == ([False] * 3 + [True] * 5) * 2 + [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_what_is_on_trial_is_chosen_again_soon(is_run: bool) -> None:
+    """Of 64 rows a number that stays holds for twelve steps, but not before its steps have been
+    compared: here 2, 3, 4 and 6 are tried for four steps each, and 3 is the best."""
+    world = World(DRAFTED, 64, lambda _: 0.9, seed=1)
+    chooser = chooser_for(DRAFTED)
+    made, chosen = [], []
+    for number in range(80):
+        if chooser._holds <= 1:
+            made.append(number)
+        chosen.append(chooser.plan(world.rows, 0.0))
+        chooser.observe(world.step(number, chosen[-1]))
+        if is_run:
+            chooser.on_priced(Ran(world.plan(chosen[-1]), world.last_s))
+    if is_run:
+        assert made == [*range(0, 28, 4), *range(36, 80, 12)]
+        assert chosen[:20:4] == [2, 3, 4, 6, 3]
+    else:
+        assert made == [*range(0, 80, 4)]
+    assert set(chosen[24:]) == {3}
+
+
 def test_where_nothing_is_checked_there_is_no_doubt() -> None:
     """Whether to check at all is found out by a guess once in a while, not by a whole step."""
     times = StepTimes(Line(), (0, 1, 2))
