@@ -7,6 +7,7 @@ many there are.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from ridgeline.architectures.counts import linear_flops_per_token
@@ -43,6 +44,15 @@ def captured_chunk(least: int, most: int) -> int:
     nearest to `least`; without any, `least`."""
     sizes = [size for size in TOKEN_BUCKETS if size <= most]
     return min(sizes, key=lambda size: abs(size - least), default=least)
+
+
+def captured_size(num_tokens: int, most: int) -> int:
+    """The size, of those of up to `most` tokens, in which a step with prompts and so many tokens is
+    captured; where none is large enough, its own."""
+    place = bisect_left(TOKEN_BUCKETS, num_tokens)
+    if place == len(TOKEN_BUCKETS) or TOKEN_BUCKETS[place] > most:
+        return num_tokens
+    return TOKEN_BUCKETS[place]
 
 
 def as_served(

@@ -9,7 +9,6 @@ nothing is left, as many kernels of these sizes take some 200 us.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from enum import Enum
 
 from ridgeline.architectures.counts import layer_kv_bytes
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.captured import captured_size
 from ridgeline.cost.constants import HostConstants
 from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import StepTotals, attention_kinds
-from ridgeline.formats import TOKEN_BUCKETS
 from ridgeline.request import record
 
 OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
@@ -121,13 +120,9 @@ def is_captured(host: HostConstants, totals: StepTotals) -> bool:
 def sent_tokens(host: HostConstants, manner: Manner, totals: StepTotals) -> int:
     """Tokens that all but attention is computed for: with prompts, in a captured step, those of the
     size that it was captured in."""
-    num_tokens = totals.num_tokens
     if not manner.captured or not totals.has_prompts:
-        return num_tokens
-    place = bisect_left(TOKEN_BUCKETS, num_tokens)
-    if place == len(TOKEN_BUCKETS) or TOKEN_BUCKETS[place] > host.captured_prompt_tokens:
-        return num_tokens
-    return TOKEN_BUCKETS[place]
+        return totals.num_tokens
+    return captured_size(totals.num_tokens, host.captured_prompt_tokens)
 
 
 def own_of(totals: StepTotals, most_tokens: int) -> Own:

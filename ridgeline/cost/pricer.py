@@ -1,9 +1,9 @@
 """How long will a step take? The same answer as `roofline.step_cost`, fast enough for every step.
 
 Products depend on the number of tokens only and are priced once for each number (of captured steps
-with prompts once for each size that these have); attention needs a
-few sums over the requests. `DecodeRun` goes further: the times of the next j decode steps of the
-same requests, each longer by one token, in closed form.
+with prompts once for each size that these have); attention needs a few sums over the requests.
+`DecodeRun` goes further: the times of the next j decode steps of the same requests, each longer by
+one token, in closed form.
 """
 
 from __future__ import annotations

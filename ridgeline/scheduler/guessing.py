@@ -30,7 +30,7 @@ MARGIN = 1.02  # what guesses have to gain: prices are no better than this
 STAYS = 1.01  # what another number has to gain over the one in use
 SURE = 0.98  # of no guess more is expected
 RENEWED_AFTER = 4  # steps that a choice holds, at least
-ROWS_PER_STEP = 8  # and one more for each so many rows, with which choosing takes as long
+ROWS_PER_STEP = 8  # and one more for each so many rows, once its steps have been compared
 CHOOSING_S = 100e-6  # of the host, about, with cold caches
 # Share of the time that it may take while look-ups of few rows go on as before. Where a draft
 # guesses, steps are longer, and what is right changes with every answer.
@@ -48,7 +48,7 @@ CATCHING_UP = 3.0  # plain steps that many rows take in which a draft reads what
 FEW_ROWS = 8  # of which a new one is worth finding out about at once
 LEVELS = 64  # of acceptance, that are told apart
 MAX_ROWS = 8192  # that are remembered
-MOST_UNREAD = 64  # rows of steps whose results are kept until somebody chooses
+MOST_UNREAD = 64  # that are kept until somebody chooses: rows of results, rows that ended, steps
 OPTIMISTIC = 0.95  # acceptance with which guesses must pay for exploring to be of use
 
 
