@@ -7,11 +7,12 @@ engine, which learns from the pinned runs too. Tokens a second are those of the 
 requests decode; few requests of random tokens give longer answers, as few steps are given by luck.
 
 A host's speed may change twofold within a second. So a round has as many windows of each way as
-fill `--least-s` without guesses, all ways in turns and in another order each time; its speed is all
-tokens of its windows over all their seconds, and `times_off` is the middle one of its rounds, each
-over the same round without guesses. Each number of guesses that the engine may choose is asked for
-once before that, alone and behind others, as its steps are captured then and a draft's kernels
-compiled. What became of guesses is counted in one more window of each way, behind the rounds.
+fill `--least-s` without guesses, all ways in turns and in another order each time, each turn with
+prompts of its own that all ways are given; its speed is all tokens of its windows over all their
+seconds, and `times_off` is the middle one of its rounds, each over the same round without guesses.
+Each number of guesses that the engine may choose is asked for once before that, alone and behind
+others, as its steps are captured then and a draft's kernels compiled. What became of guesses is
+counted in one more window of each way, behind the rounds.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ Row = dict[str, Any]
 OFF, AUTO, IN_TURNS = "off", "auto", "in turns"
 TURN = 5  # steps
 FEW = 8  # requests
+TURNS = 1 << 30  # as many seeds of prompts
 FIRST_TOKEN_ID = 3  # of random prompts; those before it may end an answer
 
 
@@ -172,28 +174,31 @@ def rows_of_batch(
     names = [OFF, *args.guesses]
     counts = {name: Counts() for name in args.guesses}
 
-    def asked(name: str) -> Speed:
+    def asked(name: str, turn: int) -> Speed:
+        prompts = Random(turn)
         if name == OFF:
-            return window(plain, random, args, batch)
+            return window(plain, prompts, args, batch)
         with pinned(guessing.llm, name):
-            return window(guessing, random, args, batch)
+            return window(guessing, prompts, args, batch)
 
-    def counted(name: str) -> None:
+    def counted(name: str, turn: int) -> None:
         with counting(guessing.llm, counts[name]):
-            asked(name)
+            asked(name, turn)
 
     for name in (*map(str, choices_of(guessing.llm)), IN_TURNS, AUTO, OFF):
-        asked(name)
-    windows = max(1, math.ceil(args.least_s / asked(OFF).seconds))
+        asked(name, random.randrange(TURNS))
+    windows = max(1, math.ceil(args.least_s / asked(OFF, random.randrange(TURNS)).seconds))
     rounds: dict[str, list[Speed]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
             rounds[name].append(Speed())
         for _ in range(windows):
+            turn = random.randrange(TURNS)
             for name in random.sample(names, len(names)):
-                rounds[name][-1].add(asked(name))
+                rounds[name][-1].add(asked(name, turn))
+    turn = random.randrange(TURNS)
     for name in args.guesses:
-        counted(name)
+        counted(name, turn)
     speeds = {name: [one.tokens_per_s for one in rounds[name]] for name in names}
     for name in names:
         speed = statistics.median(speeds[name])
