@@ -10,13 +10,8 @@ from random import Random
 from ridgeline import registry
 from ridgeline.cli.machine import make_setup, price_band, read_model
 from ridgeline.cli.session import note, stage
-from ridgeline.cost.captured import (
-    MAX_CHECKED_TOKENS,
-    can_capture,
-    captured_chunk,
-    most_prompt_tokens,
-)
-from ridgeline.cost.chunk import efficient_chunk
+from ridgeline.cost.captured import MAX_CHECKED_TOKENS
+from ridgeline.cost.chunk import mixed_tokens
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory import device_kind
 from ridgeline.cost.money import Band
@@ -151,11 +146,9 @@ def _mixed_tokens(args: argparse.Namespace, setup: Setup, *, is_bounded: bool) -
                 "prefill, and not with policy slo, which bounds steps itself"
             )
         return int(args.max_num_mixed_tokens)
-    unbounded = is_bounded or args.no_chunked_prefill or args.batching == "static"
-    if unbounded or setup.device.kind == "cpu":
+    if is_bounded or args.no_chunked_prefill or args.batching == "static":
         return None
-    least = efficient_chunk(Pricer(setup), _step_tokens(args, setup))
-    return captured_chunk(least, most_prompt_tokens(setup.spec) if can_capture(setup.spec) else 0)
+    return mixed_tokens(setup, Pricer(setup), _step_tokens(args, setup))
 
 
 def _step_tokens(args: argparse.Namespace, setup: Setup) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from ridgeline.cost.captured import can_capture, captured_chunk, most_prompt_tokens
+from ridgeline.cost.setup import Setup
 from ridgeline.step import StepPricer
 
 SHARE = 0.9  # of the best rate at which prompts are read
@@ -28,3 +30,13 @@ def efficient_chunk(pricer: StepPricer, most: int, share: float = SHARE) -> int:
     between = range(sizes[end - 1] if end else 1, sizes[end] + 1)
     least = between[bisect_left(between, x=True, key=lambda n: rate(n) >= wanted)]
     return min(most, -(-least // ROUNDING) * ROUNDING)
+
+
+def mixed_tokens(setup: Setup, pricer: StepPricer, most: int) -> int | None:
+    """What an engine with steps of up to `most` tokens bounds those by in which prompts join
+    decodes, unless it is told: the size of a captured step nearest to an efficient one. None: it
+    bounds none, as on a CPU."""
+    if setup.device.kind == "cpu":
+        return None
+    largest = most_prompt_tokens(setup.spec) if can_capture(setup.spec) else 0
+    return captured_chunk(efficient_chunk(pricer, most), largest)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
+from ridgeline.cost.chunk import mixed_tokens
 from ridgeline.planner.estimate import Estimate
 from ridgeline.planner.question import ATTAINMENT, Question
 from ridgeline.simulator.executor import Speculation
@@ -66,15 +67,17 @@ def num_requests(estimate: Estimate, rate: float) -> int:
 def try_out(question: Question, estimate: Estimate, rate: float, rng_of: RngMaker) -> Trial:
     """Simulate one replica of this candidate at `rate` requests a second, with Poisson arrivals."""
     work = workload(question, num_requests(estimate, rate), rate, rng_of)
-    candidate = estimate.candidate
+    candidate, priced = estimate.candidate, estimate.priced
+    most = candidate.max_num_batched_tokens
     options = Options(
         num_replicas=1,
         max_num_seqs=candidate.max_num_seqs,
-        max_num_batched_tokens=candidate.max_num_batched_tokens,
+        max_num_batched_tokens=most,
+        max_num_mixed_tokens=mixed_tokens(priced.setup, priced.target, most),
         max_model_len=question.max_model_len,
         speculation=_speculation(estimate),
+        computes_in_submit=priced.setup.device.kind == "cpu",
     )
-    priced = estimate.priced
     machine = Machine(priced.target, estimate.memory.num_blocks, priced.windows)
     report = Simulation(machine, work, options, rng=rng_of()).run()
     counted = report.requests[num_warm_up(estimate, rate) :]

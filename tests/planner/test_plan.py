@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ridgeline.cli.main import parse
 from ridgeline.cli.serve import serve_config
+from ridgeline.cli.simulate_case import make_case, make_options
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.errors import ConfigError
@@ -18,6 +20,8 @@ from ridgeline.planner.estimate import DOES_NOT_FIT, INFEASIBLE, NO_PRICE
 from ridgeline.planner.plan import Plan, plan
 from ridgeline.planner.question import MAX_LOAD, Question, offer, rate_of_users
 from ridgeline.planner.words import commands, promise_flags, reasons
+from ridgeline.simulator.simulation import Machine, Options, Simulation
+from ridgeline.simulator.workload import Workload
 from tests.planner.exhaustive import EXPERTS, LARGE, MEDIUM, SMALL
 
 GRID = Grid(
@@ -306,3 +310,32 @@ def test_the_same_question_has_the_same_answer() -> None:
     first, second = (ask(device("l4", 1.0), device("rtx-4090", 1.0)) for _ in range(2))
     assert first.winner == second.winner
     assert first.flips == second.flips
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "epyc-9654"])
+def test_a_trial_runs_steps_as_an_engine_that_is_started_with_its_command(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `simulate` takes for the same device, model and limits; that is held against `serve`."""
+    seen: list[Options] = []
+
+    class Watched(Simulation):
+        def __init__(self, setup: Machine, work: Workload, options: Options, *, rng: Any) -> None:
+            seen.append(options)
+            super().__init__(setup, work, options, rng=rng)
+
+    monkeypatch.setattr("ridgeline.planner.trial.Simulation", Watched)
+    winner = ask(device(name, 1.0), rate=1.0, tpot_s=0.5, ttft_s=5.0).winner
+    assert winner is not None
+    limits = winner.estimate.candidate
+    words = ["simulate", "demo:chat", "--device", name, "--rate", "1"]
+    words += ["--max-num-batched-tokens", str(limits.max_num_batched_tokens)]
+    case = make_case(parse(words))
+    setup = replace(case.setup, spec=SMALL)
+    told = make_options(case.args, setup, 4096, case.workload)
+    tried = [o for o in seen if o.max_num_batched_tokens == limits.max_num_batched_tokens]
+    assert tried
+    for options in tried:
+        assert options.max_num_mixed_tokens == told.max_num_mixed_tokens
+        assert options.computes_in_submit == told.computes_in_submit
+    assert (told.max_num_mixed_tokens is None) == told.computes_in_submit == (name != "h100-sxm")
