@@ -238,14 +238,18 @@ class Answer:
         if sample.finish_reason:
             return []
         self.prompt_logprobs += output.prompt_logprobs
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.num_accepted_tokens += output.num_accepted
+        if self._index[output.request_id] == 0:  # the others share its prompt once it is read
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.num_rejected_tokens += output.num_rejected
         if output.finish_reason is FinishReason.ERROR:
             self.error = output.error or "the engine failed"
         if output.beams:
             return self._take_beams(output)
+        had = len(sample.assembler.token_ids)
         delta = sample.assembler.push(output)
+        # What lies behind a stop string was guessed right and is nobody's.
+        delivered = len(sample.assembler.token_ids) - had
+        self.num_accepted_tokens += min(output.num_accepted, delivered)
         sample.logprobs += delta.logprobs
         sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.finish_reason and output.finish_reason is None:

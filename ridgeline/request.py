@@ -19,6 +19,7 @@ MAX_N = 8
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20
+MAX_REPETITION = 1e6  # and its inverse: beyond these logits are no float32 any more
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 
@@ -160,9 +161,7 @@ class SamplingParams:
         if self.top_p == 0:
             _fail("top_p", "must be above 0 (use temperature 0 for greedy)")
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6)
-        if self.repetition_penalty == 0:
-            _fail("repetition_penalty", "must be above 0 (1 is off)")
+        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("length_penalty", self.length_penalty, -10.0, 10.0)

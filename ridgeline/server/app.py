@@ -93,7 +93,7 @@ def make_routes(service: Service) -> list[Route]:
         return call
 
     def chat(body: Body, model: ServedModel) -> Call:
-        call = read_chat(body, model.defaults)
+        call = read_chat(body, model.defaults, limits.max_sequences_per_request)
         model.check_name(call.model)
         return call
 

@@ -22,6 +22,10 @@ class StreamOptions:
     include_usage: bool = False
     continuous_usage: bool = False
 
+    @property
+    def shows_usage(self) -> bool:
+        return self.include_usage or self.continuous_usage
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -71,6 +75,28 @@ def read_stream(fields: Fields) -> StreamOptions | None:
     return StreamOptions(
         bool(options.flag("include_usage")), bool(options.flag("continuous_usage_stats"))
     )
+
+
+def refuse_too_many(num_prompts: int, sampling: SamplingParams, most: int) -> None:
+    """Answers of one request, those of `best_of` that lose and beams included."""
+    each = max(sampling.num_samples, sampling.beam_width)
+    if num_prompts * each > most:
+        raise ApiError(
+            "limit_exceeded",
+            f"{num_prompts} prompts with {each} answers each are more than the {most} answers that "
+            "one request may ask for",
+            "prompt" if num_prompts > 1 else "n",
+        )
+
+
+def refuse_cost_unseen(stream: StreamOptions | None, *, include_cost: bool) -> None:
+    """It comes with the usage, which a stream has only where it was asked for."""
+    if include_cost and stream is not None and not stream.shows_usage:
+        raise ApiError(
+            "invalid_value",
+            "include_cost of a stream needs stream_options.include_usage: true",
+            "include_cost",
+        )
 
 
 def refuse_unstreamable(sampling: SamplingParams, stream: StreamOptions | None) -> None:

@@ -12,6 +12,8 @@ from ridgeline.server.calls import (
     Kind,
     Message,
     read_stream,
+    refuse_cost_unseen,
+    refuse_too_many,
     refuse_unstreamable,
 )
 from ridgeline.server.errors import ApiError, quote
@@ -42,7 +44,7 @@ TEMPLATE_OPTIONS = ("enable_thinking",)
 MEDIA = ("image_url", "video_url", "audio_url")
 
 
-def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any]) -> Call:
+def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any], max_sequences: int) -> Call:
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
     fields = Fields(body)
     refuse_unsupported(fields, KNOWN, CHAT)
@@ -52,7 +54,10 @@ def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any]) -> Call:
     stream = read_stream(fields)
     logprobs = _logprobs(fields)
     sampling = read_sampling(fields, defaults, logprobs=logprobs, max_tokens=max_tokens)
+    refuse_too_many(1, sampling, max_sequences)
     refuse_unstreamable(sampling, stream)
+    include_cost = bool(fields.flag("include_cost"))
+    refuse_cost_unseen(stream, include_cost=include_cost)
     return Call(
         Kind.CHAT,
         model or "",
@@ -65,7 +70,7 @@ def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any]) -> Call:
         return_token_ids=bool(fields.flag("return_token_ids")),
         cache_salt=read_salt(fields),
         priority=read_priority(fields),
-        include_cost=bool(fields.flag("include_cost")),
+        include_cost=include_cost,
     )
 
 
@@ -124,7 +129,8 @@ def _message(item: object, param: str) -> Message:
     fields.allow(MESSAGE_FIELDS | {*EMPTY_FIELDS})
     role = _role(fields, param)
     _refuse_tool_fields(fields)
-    message: Message = {"role": role, "content": _content(fields)}
+    # An answer may have been empty, and comes back as it was.
+    message: Message = {"role": role, "content": _content(fields, may_be_empty=role == "assistant")}
     if (name := fields.text("name", 64)) is not None:
         message["name"] = name
     return message
@@ -151,7 +157,7 @@ def _refuse_tool_fields(fields: Fields) -> None:
             )
 
 
-def _content(fields: Fields) -> str:
+def _content(fields: Fields, *, may_be_empty: bool) -> str:
     """The text of a message; a list of text parts is joined as it stands."""
     param = fields.at("content")
     value = fields.require("content")
@@ -161,7 +167,7 @@ def _content(fields: Fields) -> str:
         text = check_text(value, param)
     else:
         raise wrong_type(param, "a string or a list of parts", value)
-    if not text:
+    if not text and not may_be_empty:
         raise ApiError("empty_input", f"{param} is empty", param)
     return text
 

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.request import MAX_LOGPROBS, MAX_N
-from ridgeline.server.calls import Call, Kind, read_stream, refuse_unstreamable
+from ridgeline.server.calls import (
+    Call,
+    Kind,
+    read_stream,
+    refuse_cost_unseen,
+    refuse_too_many,
+    refuse_unstreamable,
+)
 from ridgeline.server.errors import ApiError
 from ridgeline.server.fields import Fields, check_text, wrong_type
 from ridgeline.server.sampling_fields import (
@@ -29,13 +36,13 @@ Prompt = str | tuple[int, ...]
 
 
 def read_completion(
-    body: Mapping[str, object], defaults: Mapping[str, Any], vocab_size: int, max_prompts: int
+    body: Mapping[str, object], defaults: Mapping[str, Any], vocab_size: int, max_sequences: int
 ) -> Call:
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
     fields = Fields(body)
     refuse_unsupported(fields, KNOWN, COMPLETIONS)
     model = fields.text("model")
-    prompts = read_prompts(fields, vocab_size, max_prompts)
+    prompts = read_prompts(fields, vocab_size, max_sequences)
     echo = bool(fields.flag("echo"))
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, "limit_exceeded")
     max_tokens = fields.integer("max_tokens", 0, MAX_TOKEN_COUNT)
@@ -50,10 +57,19 @@ def read_completion(
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         prompt_logprobs=logprobs if echo and fields.get("prompt_logprobs") is None else None,
     )
+    refuse_too_many(len(prompts), sampling, max_sequences)
+    if echo and logprobs is not None and fields.get("prompt_logprobs") is not None:
+        raise ApiError(
+            "invalid_value",
+            "echo with logprobs has those of the prompt; leave prompt_logprobs out",
+            "prompt_logprobs",
+        )
     if not (echo and logprobs is not None):
         refuse_unstreamable(sampling, stream)
     elif stream is not None:
         raise ApiError("invalid_value", "echo with logprobs cannot be streamed", "stream")
+    include_cost = bool(fields.flag("include_cost"))
+    refuse_cost_unseen(stream, include_cost=include_cost)
     special = fields.flag("add_special_tokens")
     return Call(
         Kind.COMPLETION,
@@ -70,7 +86,7 @@ def read_completion(
         return_token_ids=bool(fields.flag("return_token_ids")),
         cache_salt=read_salt(fields),
         priority=read_priority(fields),
-        include_cost=bool(fields.flag("include_cost")),
+        include_cost=include_cost,
     )
 
 

@@ -8,7 +8,6 @@ come when `return_token_ids` asks for them, and always from a model that has no 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -18,7 +17,7 @@ from ridgeline.answer import Answer, Choice, ChoiceDelta
 from ridgeline.request import TokenLogprobs
 from ridgeline.server.calls import Call, Kind
 from ridgeline.server.live import Live
-from ridgeline.server.token_text import TokenTexts
+from ridgeline.server.token_text import Places, TokenTexts, places_of_prompt
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's word for "as good as impossible"; JSON has no -inf
 DONE = b"data: [DONE]\n\n"
@@ -197,7 +196,8 @@ class Renderer:
         self._texts = texts
         self._price_per_hour = price_per_hour
         self._prompt_texts = prompt_texts  # for echo; one per answer
-        self._offsets: dict[int, int] = {}  # characters of each choice that were streamed so far
+        self._places: dict[int, Places] = {}  # of each choice that is streamed with offsets
+        self._begun: set[int] = set()  # choices of which something was streamed
         self._show_ids = call.return_token_ids or not texts.has_text
         self.opened = False
 
@@ -243,22 +243,32 @@ class Renderer:
         dropped = self._call.drop_output
         text = "" if dropped else choice.text
         shown: Sequence[TokenLogprobs | int] = () if dropped or entries is None else entries
+        places = self._places_of_output()
+        before: list[int] = []
         if self._call.echo:
-            text = self._prompt_texts[number] + text
+            prompt = self._prompt_texts[number]
+            text = prompt + text
             if entries is not None:
                 shown = (answer.prompt_token_ids[0], *answer.prompt_logprobs, *shown)
+                before = places_of_prompt(self._texts, answer.prompt_token_ids, prompt)
+                places = self._places_of_output(len(prompt))
         reason = "length" if dropped else choice.finish_reason
-        asked = not self._call.echo and answer.sampling.prompt_logprobs is not None
+        # With echo and logprobs those of the prompt are the beginning of these.
+        asked = answer.sampling.prompt_logprobs is not None and not before
         return CompletionChoice(
             index,
             text,
-            None if entries is None else self._completion_logprobs(shown, 0),
+            None if entries is None else self._completion_logprobs(shown, places, before),
             reason,
-            choice.stop_reason,
+            None if dropped else choice.stop_reason,
             self._prompt_rows(answer) if asked else UNSET,
             self._ids(() if dropped else choice.token_ids),
             self._ids(answer.prompt_token_ids),
         )
+
+    def _places_of_output(self, start: int = 0) -> Places:
+        hides = self._call.sampling.skip_special_tokens
+        return Places(self._texts, start, hides_special=hides)
 
     def _ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...] | UnsetType:
         return token_ids if self._show_ids else UNSET
@@ -284,8 +294,9 @@ class Renderer:
         if self._call.drop_output:
             delta = ChoiceDelta(delta.index, "", (), (), delta.finish_reason and "length")
         usage = self._running_usage(live)
+        prompt_ids = self._prompt_ids(delta, live)
         if self._call.kind is Kind.COMPLETION:
-            return self._completion_piece(delta, usage)
+            return self._completion_piece(delta, usage, prompt_ids)
         events = b""
         entries = delta.logprobs if self._call.top_logprobs is not None else ()
         if delta.text or entries or (self._show_ids and delta.token_ids):
@@ -296,7 +307,7 @@ class Renderer:
                 logprobs,
                 token_ids=self._ids(delta.token_ids),
             )
-            events = self._event(piece, usage)
+            events = self._event(piece, usage, prompt_ids)
         if delta.finish_reason:
             end = ChatPiece(delta.index, ChatDelta(), None, delta.finish_reason, delta.stop_reason)
             events += self._event(end, usage)
@@ -315,16 +326,29 @@ class Renderer:
         options = self._call.stream
         return self._usage(live) if options is not None and options.continuous_usage else None
 
-    def _completion_piece(self, delta: ChoiceDelta, usage: Usage | None) -> bytes:
+    def _prompt_ids(self, delta: ChoiceDelta, live: Live) -> tuple[int, ...] | UnsetType:
+        """With the first tokens of a choice of a completion, and of the first one of a chat."""
+        if not self._show_ids or not delta.token_ids or delta.index in self._begun:
+            return UNSET
+        self._begun.add(delta.index)
+        if self._call.kind is Kind.CHAT:
+            return UNSET if len(self._begun) > 1 else live.answers[0].prompt_token_ids
+        return live.answers[delta.index // self._call.sampling.n].prompt_token_ids
+
+    def _completion_piece(
+        self,
+        delta: ChoiceDelta,
+        usage: Usage | None,
+        prompt_ids: tuple[int, ...] | UnsetType,
+    ) -> bytes:
         entries = delta.logprobs if self._call.top_logprobs is not None else ()
         shown = self._show_ids and delta.token_ids
         if not (delta.text or entries or delta.finish_reason or shown):
             return b""
-        start = self._offsets.get(delta.index, 0)
-        logprobs = self._completion_logprobs(entries, start) if entries else None
-        self._offsets[delta.index] = start + sum(
-            len(self._texts.text_of(entry.token_id)) for entry in entries
-        )
+        logprobs = None
+        if entries:
+            places = self._places.setdefault(delta.index, self._places_of_output())
+            logprobs = self._completion_logprobs(entries, places)
         part = CompletionChoice(
             delta.index,
             delta.text,
@@ -332,13 +356,19 @@ class Renderer:
             delta.finish_reason,
             delta.stop_reason,
             token_ids=self._ids(delta.token_ids),
+            prompt_token_ids=prompt_ids,
         )
         return self._event(part, usage)
 
-    def _event(self, part: Part | None, usage: Usage | None = None) -> bytes:
+    def _event(
+        self,
+        part: Part | None,
+        usage: Usage | None = None,
+        prompt_ids: tuple[int, ...] | UnsetType = UNSET,
+    ) -> bytes:
         name = "chat.completion.chunk" if self._call.kind is Kind.CHAT else "text_completion"
         options = self._call.stream
-        asked = options is not None and (options.include_usage or options.continuous_usage)
+        asked = options is not None and options.shows_usage
         reply = Reply(
             self._id,
             name,
@@ -346,18 +376,23 @@ class Renderer:
             self._call.model,
             () if part is None else (part,),
             usage if asked else UNSET,
+            prompt_token_ids=prompt_ids,
         )
         return b"data: " + _ENCODE(reply) + b"\n\n"
 
     # ------------------------------------------------------------------ log-probabilities
 
     def _completion_logprobs(
-        self, entries: Sequence[TokenLogprobs | int], start: int
+        self,
+        entries: Sequence[TokenLogprobs | int],
+        places: Places,
+        before: Sequence[int] = (),
     ) -> CompletionLogprobs:
-        """`entries` may begin with a bare token id: the first of a prompt, which has none."""
+        """`entries` may begin with a bare token id: the first of a prompt, which has none.
+        `before`: where the tokens of the prompt begin, if these are the first entries."""
         ids = [e if isinstance(e, int) else e.token_id for e in entries]
-        tokens = [self._texts.text_of(token_id) for token_id in ids]
-        offsets = list(itertools.accumulate(map(len, tokens), initial=start))[:-1]
+        tokens = [self._texts.name_of(token_id) for token_id in ids]
+        offsets = [*before, *map(places.begin_of, ids[len(before) :])]
         values = [None if isinstance(e, int) else _finite(e.logprob) for e in entries]
         top: list[dict[str, float] | None] | None = None
         if self._call.top_logprobs:
@@ -366,9 +401,9 @@ class Renderer:
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens, and the chosen one when it is not among them."""
-        rows = {self._texts.text_of(i): _finite(value) for i, value in reversed(entry.top)}
+        rows = {self._texts.name_of(i): _finite(value) for i, value in reversed(entry.top)}
         rows = dict(reversed(rows.items()))
-        rows.setdefault(self._texts.text_of(entry.token_id), _finite(entry.logprob))
+        rows.setdefault(self._texts.name_of(entry.token_id), _finite(entry.logprob))
         return rows
 
     def _chat_logprobs(self, entries: Iterable[TokenLogprobs]) -> ChatLogprobs:

@@ -11,6 +11,7 @@ from ridgeline.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_REPETITION,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -64,7 +65,9 @@ def read_sampling(fields: Fields, defaults: Mapping[str, Any], **more: object) -
         "top_p": fields.number("top_p", 0, 1),
         "top_k": fields.integer("top_k", -1, MAX_TOKEN_COUNT),
         "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 1e6),
+        "repetition_penalty": fields.number(
+            "repetition_penalty", 1 / MAX_REPETITION, MAX_REPETITION
+        ),
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "logit_bias": _logit_bias(fields),
@@ -96,11 +99,19 @@ def _with_beams(sampling: SamplingParams, fields: Fields) -> SamplingParams:
     early = fields.flag("early_stopping")
     if wanted is None:
         wanted = width is not None and width > 1
+    elif not wanted and width is not None and width > 1:
+        raise ApiError(
+            "invalid_value",
+            f"beam_width {width} is for a beam search, which use_beam_search false refuses",
+            "beam_width",
+        )
     if not wanted:
         if penalty not in (None, 1) or early:
             name = "early_stopping" if early else "length_penalty"
             raise ApiError("invalid_value", f"{name} needs use_beam_search", name)
         return sampling
+    if width is not None and sampling.best_of not in (None, width):
+        raise ApiError("invalid_value", "best_of cannot be combined with beam_width", "best_of")
     width = width or sampling.num_samples
     if width < 2:
         raise ApiError(
@@ -178,6 +189,12 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
                 "invalid_token_id", f"logit_bias: {quote(name)} is not a token id", "logit_bias"
             )
         value = values.number(name, -100, 100)
+        if name != str(int(name)):
+            raise ApiError(
+                "invalid_token_id",
+                f"logit_bias: {quote(name)} is written {int(name)}",
+                "logit_bias",
+            )
         pairs[token_id(int(name), "logit_bias")] = 0.0 if value is None else value
     return tuple(pairs.items())
 

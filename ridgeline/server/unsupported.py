@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from ridgeline.server.errors import ApiError
-from ridgeline.server.fields import Fields
+from ridgeline.server.fields import Fields, wrong_type
 
 
 def _is_in(*values: object) -> Callable[[object], bool]:
@@ -54,7 +54,7 @@ COMPLETIONS: Mapping[str, Callable[[object], bool]] = _BOTH | {
 CHAT: Mapping[str, Callable[[object], bool]] = _BOTH | {
     "tools": _is_in([]),
     "tool_choice": _is_in("none", "auto"),
-    "parallel_tool_calls": _anything,  # there are no tools to call
+    "parallel_tool_calls": _is_in(True, False),  # there are no tools to call
     "functions": _is_in([]),
     "function_call": _is_in("none", "auto"),
     "modalities": _is_in(["text"]),
@@ -75,18 +75,16 @@ CHAT: Mapping[str, Callable[[object], bool]] = _BOTH | {
 }
 
 # Accepted and without effect on the answer.
-HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "request_id",
-    }
-)
+HARMLESS: Mapping[str, tuple[type, str]] = {
+    "user": (str, "a string"),
+    "metadata": (dict, "an object"),
+    "store": (bool, "true or false"),
+    "safety_identifier": (str, "a string"),
+    "prompt_cache_key": (str, "a string"),
+    "prompt_cache_retention": (str, "a string"),
+    "prompt_cache_options": (dict, "an object"),
+    "request_id": (str, "a string"),
+}
 
 
 def refuse_unsupported(
@@ -94,6 +92,10 @@ def refuse_unsupported(
 ) -> None:
     """Raises ApiError for a field that nobody knows, and for one that we know but do not serve."""
     fields.allow({*known, *unsupported, *HARMLESS})
+    for name, (kind, words) in HARMLESS.items():
+        value = fields.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise wrong_type(fields.at(name), words, value)
     for name, asks_nothing in unsupported.items():
         value = fields.get(name)
         if value is not None and name not in known and not asks_nothing(value):

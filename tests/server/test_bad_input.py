@@ -157,6 +157,7 @@ FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"presence_penalty": 2.5}, "invalid_value", "presence_penalty"),
     ({"frequency_penalty": -2.5}, "invalid_value", "frequency_penalty"),
     ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "invalid_value", "repetition_penalty"),
     ({"n": 9}, "limit_exceeded", "n"),
     ({"best_of": 9}, "limit_exceeded", "best_of"),
     ({"n": 3, "best_of": 2}, "invalid_value", "best_of"),
@@ -234,6 +235,17 @@ FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"beam_width": 2, "stream": True}, "invalid_value", "stream"),
     ({"beam_width": 2, "temperature": 0.5}, "unsupported_parameter", "temperature"),
     ({"beam_width": 2, "stop": "x"}, "unsupported_parameter", "stop"),
+    ({"beam_width": 2, "best_of": 4}, "invalid_value", "best_of"),
+    ({"use_beam_search": False, "beam_width": 3}, "invalid_value", "beam_width"),
+    ({"prompt": ["a"] * 100, "n": 8}, "limit_exceeded", "prompt"),
+    ({"prompt": ["a"] * 100, "best_of": 8}, "limit_exceeded", "prompt"),
+    ({"prompt": ["a"] * 100, "beam_width": 8}, "limit_exceeded", "prompt"),
+    ({"stream": True, "include_cost": True}, "invalid_value", "include_cost"),
+    ({"echo": True, "logprobs": 1, "prompt_logprobs": 1}, "invalid_value", "prompt_logprobs"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "invalid_token_id", "logit_bias"),
+    ({"metadata": 5}, "invalid_type", "metadata"),
+    ({"user": 5}, "invalid_type", "user"),
+    ({"store": "yes"}, "invalid_type", "store"),
 ]
 
 
@@ -330,6 +342,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"echo": True}, "unsupported_parameter", "echo"),
     ({"prompt": "x"}, "unknown_parameter", "prompt"),
     ({"n": 9}, "limit_exceeded", "n"),
+    ({"parallel_tool_calls": "no"}, "unsupported_parameter", "parallel_tool_calls"),
+    ({"stream": True, "include_cost": True}, "invalid_value", "include_cost"),
 ]
 
 
@@ -340,6 +354,12 @@ def test_chat_fields(
     body = {"model": "fake", "messages": [message()]} | change
     reply = http.post(CHAT, content=json.dumps(body), headers=JSON)
     expect(reply, 400, code, param)
+
+
+def test_an_empty_answer_may_be_sent_back(http: httpx.Client) -> None:
+    turns = [message(), {"role": "assistant", "content": ""}, message("go on")]
+    reply = http.post(CHAT, json={"model": "fake", "messages": turns, "max_tokens": 2})
+    assert reply.status_code == 200, reply.text
 
 
 # ------------------------------------------------------------------ the two routes beside

@@ -248,6 +248,53 @@ def test_completion_logprobs(client: OpenAI) -> None:
     assert all(token in row for token, row in rows)
 
 
+def test_offsets_are_places_in_the_text_that_is_shown(client: OpenAI) -> None:
+    """The token that begins every text is not in it, and one character may be of four tokens."""
+    prompt = "hi 😀!"
+    options: Any = {"model": "fake", "max_tokens": 3, "logprobs": 2, "echo": True}
+    choice = client.completions.create(prompt=prompt, **options).choices[0]
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert choice.text.startswith(prompt)
+    assert logprobs.text_offset == [0, 0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 7]
+    smile = ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80"]
+    assert (logprobs.tokens or [])[:9] == ["<|bos|>", "h", "i", " ", *smile, "!"]
+    ids = client.completions.create(prompt=byte_ids(prompt), **options).choices[0]
+    assert ids.logprobs is not None
+    assert ids.text.startswith(f"<|bos|>{prompt}")
+    assert ids.logprobs.text_offset == [0, 7, 8, 9, 10, 10, 10, 10, 11, 12, 13, 14]
+
+
+def test_prompt_log_probabilities_beside_an_echo(client: OpenAI) -> None:
+    asked: Any = {"echo": True, "prompt_logprobs": 1}
+    reply = client.completions.create(model="fake", prompt="abc", max_tokens=1, extra_body=asked)
+    rows = reply.choices[0].model_dump()["prompt_logprobs"]
+    assert [row is None for row in rows] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_says_the_ids_of_its_prompt_once(client: OpenAI, n: int) -> None:
+    asked: Any = {"return_token_ids": True}
+    pieces = client.completions.create(
+        model="fake", prompt=["ab", "c"], n=n, max_tokens=3, stream=True, extra_body=asked
+    )
+    said = [
+        (choice.index, ids)
+        for piece in pieces
+        for choice in piece.choices
+        if (ids := choice.model_dump().get("prompt_token_ids")) is not None
+    ]
+    assert sorted(said) == [(i, byte_ids("ab" if i < n else "c")) for i in range(2 * n)]
+    chat = client.chat.completions.create(
+        model="fake", messages=HELLO, n=n, max_tokens=3, stream=True, extra_body=asked
+    )
+    found = [ids for piece in chat if (ids := piece.model_dump().get("prompt_token_ids"))]
+    whole = client.chat.completions.create(
+        model="fake", messages=HELLO, max_tokens=3, extra_body=asked
+    )
+    assert found == [whole.model_dump()["prompt_token_ids"]]
+
+
 def test_completion_logprobs_streamed_are_the_same(client: OpenAI) -> None:
     options: Any = {"model": "fake", "prompt": "hello", "max_tokens": 12, "logprobs": 3}
     whole = client.completions.create(**options).choices[0].logprobs
