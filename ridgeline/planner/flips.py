@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from ridgeline.planner.candidates import GRID, Grid, Hardware
 from ridgeline.planner.estimate import Estimate, Priced, quick_estimate, under, with_promise
@@ -12,6 +13,7 @@ from ridgeline.planner.search import Deployment, best_of_each, in_order
 
 RATES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 1.75, 2, 3, 4, 6, 10)
 TIMES = (0.25, 0.5, 0.75, 1.5, 2.0, 4.0)  # of a promise
+NEAR = 1.02  # times: so close a change is found between two that were tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +67,68 @@ def price_flips(
 
 
 def rate_flips(question: Question, winner: Deployment, estimates: Sequence[Estimate]) -> list[Flip]:
-    """The nearest lower and higher rate of those tried at which another hardware is cheaper."""
+    """The nearest lower and higher rate at which another hardware is cheaper."""
     own, found = winner.estimate.hardware, []
     each = list(best_of_each(estimates, question.rate))
     first = in_order(each, question.rate)[0].hardware
-    for factors in (sorted((f for f in RATES if f < 1), reverse=True), [f for f in RATES if f > 1]):
-        for factor in factors:
-            rate = factor * question.rate
-            best = in_order(estimates, rate)[0].hardware
-            if best not in (own, first):
-                found.append(Flip("rate", question.rate, rate, "requests/s", best.words))
-                break
+
+    def other(factor: float) -> str | None:
+        best = in_order(estimates, factor * question.rate)[0].hardware
+        return None if best in (own, first) else best.words
+
+    for factors in _both_ways(RATES):
+        if (flip := nearest(factors, other)) is not None:
+            rate = flip[0] * question.rate
+            found.append(Flip("rate", question.rate, rate, "requests/s", flip[1]))
     return found
+
+
+def _both_ways(factors: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Those below 1 and those above, the nearest first."""
+    return sorted((f for f in factors if f < 1), reverse=True), [f for f in factors if f > 1]
+
+
+def nearest(
+    factors: Sequence[float], other: Callable[[float], str | None]
+) -> tuple[float, str] | None:
+    """The first of `factors`, which lead away from 1, with another answer, then the change between
+    it and the one before, nearer and nearer; and that answer."""
+    before = 1.0
+    for factor in factors:
+        answer = other(factor)
+        if answer is None:
+            before = factor
+            continue
+        while max(before / factor, factor / before) > NEAR:
+            middle = sqrt(before * factor)
+            closer = other(middle)
+            if closer is None:
+                before = middle
+            else:
+                factor, answer = middle, closer
+        return factor, answer
+    return None
 
 
 def promise_flips(
     question: Question, winner: Deployment, priced: Sequence[Priced], grid: Grid
 ) -> list[Flip]:
-    """The nearest shorter and longer promises of those tried with another answer."""
+    """The nearest shorter and longer promises with another answer."""
     found: list[Flip] = []
     usual = _quick_winner(question, priced, grid)
     for name, now in (("ttft", question.ttft_s), ("tpot", question.tpot_s)):
-        for times in (
-            sorted((t for t in TIMES if t < 1), reverse=True),
-            [t for t in TIMES if t > 1],
-        ):
-            for factor in times:
-                other = with_promise(question, **{name: factor})
-                best = _quick_winner(other, priced, grid)
-                if best not in (usual, winner.estimate.hardware):
-                    words = "nothing that is looked at" if best is None else best.words
-                    at = factor * now * 1e3
-                    found.append(Flip(f"{name.upper()} promise", now * 1e3, at, "ms", words))
-                    break
+
+        def other(factor: float, name: str = name) -> str | None:
+            changed = with_promise(question, **{name: factor})
+            best = _quick_winner(changed, priced, grid)
+            if best in (usual, winner.estimate.hardware):
+                return None
+            return "nothing that is looked at" if best is None else best.words
+
+        for factors in _both_ways(TIMES):
+            if (flip := nearest(factors, other)) is not None:
+                at = flip[0] * now * 1e3
+                found.append(Flip(f"{name.upper()} promise", now * 1e3, at, "ms", flip[1]))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import log
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ridgeline.cost.hardware import Device, find_device
 from ridgeline.errors import ConfigError
 from ridgeline.planner.candidates import Grid, Hardware, hardware_of, layouts
 from ridgeline.planner.estimate import DOES_NOT_FIT, INFEASIBLE, NO_PRICE
+from ridgeline.planner.flips import NEAR, nearest
 from ridgeline.planner.plan import Plan, plan
 from ridgeline.planner.question import MAX_LOAD, Question, offer, rate_of_users
 from ridgeline.planner.words import commands, promise_flags, reasons
@@ -24,6 +26,7 @@ from ridgeline.simulator.simulation import Machine, Options, Simulation
 from ridgeline.simulator.workload import Workload
 from tests.planner.exhaustive import EXPERTS, LARGE, MEDIUM, SMALL
 
+BELOW = [0.75, 0.5, 0.25]
 GRID = Grid(
     token_budgets=(512, 2048),
     batch_limits=(8, 32, 128),
@@ -339,3 +342,41 @@ def test_a_trial_runs_steps_as_an_engine_that_is_started_with_its_command(
         assert options.max_num_mixed_tokens == told.max_num_mixed_tokens
         assert options.computes_in_submit == told.computes_in_submit
     assert (told.max_num_mixed_tokens is None) == told.computes_in_submit == (name != "h100-sxm")
+
+
+@pytest.mark.parametrize("at", [0.2501, 0.37, 0.74, 0.98])
+def test_a_change_is_found_within_two_percent(at: float) -> None:
+    """Between those that are tried, on both sides of what is now."""
+    for factors, place in ((BELOW, at), ([1 / f for f in BELOW], 1 / at)):
+
+        def other(factor: float, place: float = place) -> str | None:
+            return "far" if abs(log(factor)) > abs(log(place)) else None
+
+        flip = nearest(factors, other)
+        assert flip is not None
+        assert flip[1] == "far"
+        assert 0 < abs(log(flip[0])) - abs(log(place)) <= log(NEAR)
+
+
+def test_of_several_answers_the_nearest_one_is_named() -> None:
+    def other(factor: float) -> str | None:
+        return None if factor > 0.6 else "middle" if factor > 0.55 else "far"
+
+    flip = nearest(BELOW, other)
+    assert flip is not None
+    assert flip[1] == "middle"
+    assert flip[0] == pytest.approx(0.6, rel=NEAR - 1)
+    assert nearest(BELOW, lambda _: None) is None
+
+
+def test_what_lies_beyond_a_flip_is_the_answer_there_and_not_before() -> None:
+    devices = (device("l4", 0.5), device("h100-sxm", 4.0))
+    found = ask(*devices, rate=1.0, tpot_s=0.02, ttft_s=2.0)
+    flip = next(f for f in found.flips if f.what == "TPOT promise" and f.at < f.now)
+    assert flip.answer.startswith("h100-sxm")
+    beyond = ask(*devices, rate=1.0, tpot_s=0.8 * flip.at / 1e3, ttft_s=2.0).winner
+    before = ask(*devices, rate=1.0, tpot_s=1.3 * flip.at / 1e3, ttft_s=2.0).winner
+    assert beyond is not None
+    assert before is not None
+    assert beyond.estimate.hardware.device.name == "h100-sxm"
+    assert before.estimate.hardware.device.name == "l4"
