@@ -69,7 +69,7 @@ def resolve_sampling(
     if room < 1:
         raise RequestFault(
             f"the prompt has {num_prompt_tokens} tokens and this model serves at most "
-            f"{max_model_len} in all; shorten the prompt",
+            f"{max_model_len} in all, one of them of the answer; shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -37,14 +37,18 @@ class Prepared:
 
 def prepare(call: Call, model: ServedModel, request_id: str, key: bytes, now: float) -> Prepared:
     """Raises ApiError naming the field as the client wrote it."""
+    place = 0
     try:
         prompts = encode_prompts(call, model)
-        answers = tuple(
-            _answer(call, model, f"{request_id}-{i}", ids, key, now)
-            for i, ids in enumerate(prompts)
-        )
+        made = []
+        for place, ids in enumerate(prompts):
+            made.append(_answer(call, model, f"{request_id}-{place}", ids, key, now))
+        answers = tuple(made)
     except RequestFault as fault:
-        raise from_fault(fault, call.rename) from None
+        names = call.rename
+        if fault.param == "prompt" and call.prompts:
+            names = {"prompt": _path(call, place)} | names
+        raise from_fault(fault, names) from None
     texts = tuple(_echo(p, ids, model) for p, ids in zip(call.prompts, prompts, strict=False))
     return Prepared(answers, texts if call.echo else ())
 
@@ -56,12 +60,16 @@ def encode_prompts(call: Call, model: ServedModel) -> list[tuple[int, ...]]:
         return [check_prompt(ids, model.ready.vocab_size)]
     encoded = []
     for i, prompt in enumerate(call.prompts):
-        path = "prompt" if len(call.prompts) == 1 else f"prompt[{i}]"
         if isinstance(prompt, str):
-            encoded.append(_encode(prompt, path, call, model))
+            encoded.append(_encode(prompt, _path(call, i), call, model))
         else:
             encoded.append(prompt)
     return encoded
+
+
+def _path(call: Call, place: int) -> str:
+    """Of one of the prompts, as the client wrote it."""
+    return "prompt" if len(call.prompts) == 1 else f"prompt[{place}]"
 
 
 def encode_conversation(call: Call, model: ServedModel) -> list[int]:
@@ -82,14 +90,16 @@ def encode_conversation(call: Call, model: ServedModel) -> list[int]:
 
 def _encode(prompt: str, path: str, call: Call, model: ServedModel) -> tuple[int, ...]:
     tokenizer = need_tokenizer(model, path)
-    refuse_hopeless(tokenizer, prompt, model.ready.max_servable_tokens)
+    refuse_hopeless(tokenizer, prompt, model.ready.max_servable_tokens, param=path)
     ids = tokenizer.encode(prompt, call.add_special_tokens)
     if not ids:
         raise ApiError("empty_input", f"{path} has no tokens", path)
     return check_prompt(ids, model.ready.vocab_size)
 
 
-def refuse_hopeless(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
+def refuse_hopeless(
+    tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str = "prompt"
+) -> None:
     """Raises RequestFault when a long text is over `max_tokens` already at its beginning.
 
     Megabytes of text for a context of kilobytes would otherwise keep a thread busy for seconds.
@@ -100,7 +110,7 @@ def refuse_hopeless(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
         if len(tokenizer.encode(text[:length], add_special_tokens=False)) > max_tokens + CUT_TOKENS:
             raise RequestFault(
                 f"the prompt has more than the {max_tokens} tokens that can be served; shorten it",
-                param="prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         length *= 2
