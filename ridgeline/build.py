@@ -71,7 +71,7 @@ from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.startup import Phase, StartUp
 from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
-from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
+from ridgeline.text.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +124,15 @@ def build_front(
 ) -> Front:
     """Find the model and read everything but its weights. Raises ConfigError."""
     startup = startup or StartUp()
+    # Before the model, which may have to be downloaded first.
+    text = None if config.tokenizer is None else named_tokenizer(config.tokenizer)
     with startup.phase("config"):
         folder = resolve_model(demo.located(config.model), progress=progress)
         if config.model.startswith(demo.PREFIX):
             folder = replace(folder, name=config.model)
         spec = read_spec(read_config(folder.path))
         check_served(spec)
-    text = Path(config.tokenizer) if config.tokenizer else folder.path
+    text = text or folder.path
     with startup.phase("tokenizer"):
         tokenizer = load_tokenizer(text)
         chat_template = load_chat_template(text, tokenizer)

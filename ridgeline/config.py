@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 from ridgeline.errors import ConfigError
+
+# A field, the least and the most that it may be; a least without a point: whole numbers only.
+Range = tuple[str, float, float]
+
+_COUNTS = (
+    "max_model_len",
+    "num_blocks",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_mixed_tokens",
+    "threads",
+    "block_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,22 +141,27 @@ def without_guesses(resolved: ResolvedConfig) -> ResolvedConfig:
     )
 
 
+def check_ranges(config: object, ranges: Iterable[Range]) -> None:
+    """ConfigError names the first of these fields of `config` that is not in its range, or that is
+    no number at all."""
+    for name, least, most in ranges:
+        value = getattr(config, name)
+        is_whole = isinstance(least, int)
+        is_right_kind = isinstance(value, Integral if is_whole else Real)
+        if not is_right_kind:
+            kind = "a whole number" if is_whole else "a number"
+            raise ConfigError(f"{name} is {value!r}; it must be {kind}")
+        if not least <= value <= most:  # nan is in no range
+            low, high = (n if isinstance(n, int) else f"{n:g}" for n in (least, most))
+            wanted = f"at least {low}" if most == math.inf else f"from {low} to {high}"
+            raise ConfigError(f"{name} is {value}; it must be {wanted}")
+
+
 def check_numbers(config: EngineConfig) -> None:
     """What can be said of the numbers without a model or a device; ConfigError names the first that
     is wrong."""
-    for name, low in (
-        ("max_model_len", 1),
-        ("num_blocks", 1),
-        ("kv_cache_memory_bytes", 1),
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("max_num_mixed_tokens", 1),
-        ("threads", 1),
-        ("block_size", 1),
-    ):
-        value = getattr(config, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{name} is {value}; it must be at least {low}")
+    given = (name for name in _COUNTS if getattr(config, name) is not None)
+    check_ranges(config, ((name, 1, math.inf) for name in given))
     if not 0 < config.memory_utilization <= 1:
         raise ConfigError(
             f"memory_utilization is {config.memory_utilization}; it must be in (0, 1]"

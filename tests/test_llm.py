@@ -285,6 +285,20 @@ def test_a_folder_without_tokenizer_serves_ids(tmp_path: Path) -> None:
         bare.generate([3, 4], greedy(stop="x"))
 
 
+def test_a_tokenizer_from_another_folder(tmp_path: Path) -> None:
+    bare = make_tiny_model(tmp_path / "m", tokenizer=False)
+    other = make_tiny_model(tmp_path / "other", weights=False)
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 20, "max_model_len": 64}
+    with LLM(str(bare), tokenizer=str(other), **options) as llm:
+        assert llm.generate("text", greedy(max_tokens=4))[0].text
+    for named in ("nowhere", "m", ""):
+        where = str(tmp_path / named) if named else ""
+        with pytest.raises(ConfigError, match=r"tokenizer '.*for the model's own"):
+            LLM(str(other), tokenizer=where, **options)
+    with pytest.raises(ConfigError, match="tokenizer '/nowhere': not found"):  # said first
+        LLM(str(tmp_path / "no model"), tokenizer="/nowhere", **options)
+
+
 def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "m", tokenizer=False, weights=False)
     with pytest.raises(ConfigError, match="safetensors"):

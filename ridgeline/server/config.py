@@ -4,9 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ridgeline.config import EngineConfig
+from ridgeline.config import EngineConfig, Range, check_numbers, check_ranges
 
 DEFAULT_BUILDER = "ridgeline.build:build"
+
+# What is below the least here would refuse everybody, or let the server end or kill what is well.
+MOMENT_S = 0.1  # who has waited too long is looked for a few times a second
+FOREVER_S = 1e9  # thirty years; timers do not take any number
+SMALL_BYTES = 1 << 10  # the head of a plain request has some hundred bytes
+MANY_BYTES = 1 << 40
+MANY = 1 << 30
+LIMIT_RANGES: tuple[Range, ...] = (
+    ("max_body_bytes", SMALL_BYTES, MANY_BYTES),
+    ("max_header_bytes", SMALL_BYTES, MANY_BYTES),
+    ("max_headers", 8, MANY),  # ordinary clients send so many
+    ("max_json_depth", 1, 512),  # the parser calls itself for each level
+    ("max_connections", 1, MANY),
+    ("max_sequences_per_request", 1, MANY),
+    ("max_queued_sequences", 0, MANY),  # 0: who cannot run at once is refused
+    ("max_queued_cache_fills", 0.1, 1e9),
+    ("max_held_body_bytes", SMALL_BYTES, MANY_BYTES),
+    ("max_requests_per_key", 1, MANY),
+    ("max_stream_bytes", SMALL_BYTES, MANY_BYTES),
+    ("header_timeout_s", MOMENT_S, FOREVER_S),
+    ("body_timeout_s", MOMENT_S, FOREVER_S),
+    ("idle_connection_timeout_s", 0, int(FOREVER_S)),  # 0: a connection is for one request
+    ("queue_timeout_s", MOMENT_S, FOREVER_S),
+    ("run_timeout_s", MOMENT_S, FOREVER_S),
+    ("write_timeout_s", MOMENT_S, FOREVER_S),
+    ("keepalive_s", MOMENT_S, FOREVER_S),
+    ("drain_s", 0.0, FOREVER_S),  # 0: running answers are not waited for
+    ("step_overdue_multiple", 1.0, 1e9),
+    ("step_overdue_s", 0.0, FOREVER_S),  # 0: only the multiple counts
+    ("step_deadline_s", MOMENT_S, FOREVER_S),
+    ("step_kill_s", MOMENT_S, FOREVER_S),
+    ("max_engine_restarts", 0, 100),  # the pause before each is twice the last one
+    ("tokenizer_threads", 1, 1024),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +99,13 @@ class ServeConfig:
     log_level: str = "INFO"
     limits: Limits = field(default_factory=Limits)
     builder: str = DEFAULT_BUILDER
+
+
+def check_serve_numbers(config: ServeConfig) -> None:
+    """What can be said of the numbers before anything is started, the engine's among them;
+    ConfigError names the first that is wrong."""
+    check_numbers(config.engine)
+    check_ranges(config, [("port", 0, 65535)])
+    if config.price_per_hour is not None:
+        check_ranges(config, [("price_per_hour", 0.0, 1e12)])
+    check_ranges(config.limits, LIMIT_RANGES)

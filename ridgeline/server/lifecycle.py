@@ -18,15 +18,15 @@ from collections.abc import Callable
 import uvicorn
 
 from ridgeline.clock import WallClock
-from ridgeline.config import check_numbers
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.log import say
 from ridgeline.server.app import make_app
 from ridgeline.server.auth import KEY_VARIABLE, load_keys
-from ridgeline.server.config import ServeConfig
+from ridgeline.server.config import ServeConfig, check_serve_numbers
 from ridgeline.server.hosts import check_bind
 from ridgeline.server.http_protocol import protocol_class
 from ridgeline.server.service import Service
+from ridgeline.text.tokenizer import named_tokenizer
 
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 256 << 10  # the kernel's, per connection; by itself it would take megabytes
@@ -42,9 +42,11 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     """Serve until told to stop; the exit code: 0 after a drain, 70 when the engine keeps dying.
 
     `on_listening` gets the URL. Raises ConfigError when the server cannot start as asked: a number,
-    the address, the keys, or (later) the model.
+    the tokenizer, the address, the keys, or (later) the model.
     """
-    check_numbers(config.engine)
+    check_serve_numbers(config)
+    if config.engine.tokenizer is not None:
+        named_tokenizer(config.engine.tokenizer)
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
     check_bind(
         config.host,

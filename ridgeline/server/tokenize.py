@@ -12,7 +12,7 @@ from ridgeline.server.chat import read_conversation
 from ridgeline.server.errors import ApiError
 from ridgeline.server.fields import Fields, check_text
 from ridgeline.server.model import ServedModel
-from ridgeline.server.prepare import encode_conversation, need_tokenizer
+from ridgeline.server.prepare import encode_conversation, need_tokenizer, refuse_hopeless
 from ridgeline.server.sampling_fields import token_id
 
 TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
@@ -48,7 +48,10 @@ def _text_ids(fields: Fields, model: ServedModel) -> list[int]:
     fields.require("prompt")
     text = check_text(fields.text("prompt") or "", "prompt")
     special = fields.flag("add_special_tokens")
-    return need_tokenizer(model, "prompt").encode(text, True if special is None else special)
+    tokenizer = need_tokenizer(model, "prompt")
+    # As for a completion, whose threads these are: it would wait until megabytes are counted.
+    refuse_hopeless(tokenizer, text, model.ready.max_servable_tokens)
+    return tokenizer.encode(text, True if special is None else special)
 
 
 def _conversation_ids(fields: Fields, model: ServedModel) -> list[int]:

@@ -20,6 +20,7 @@ from ridgeline.text.sentencepiece import build_sentencepiece, read_sentencepiece
 MAX_TOKENIZER_BYTES = 256 << 20
 # By name, because these readers build a Tokenizer themselves.
 OTHER_READERS = {"gguf": "ridgeline.text.gguf_vocab:find_gguf_tokenizer"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -161,6 +162,36 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return None
     _add_tokens(backend, folder, config, settings)
     return Tokenizer(backend, settings)
+
+
+def named_tokenizer(name: str) -> Path:
+    """The folder or GGUF file whose tokenizer was asked for by `name`. ConfigError when there is
+    none: neither the model's own nor a model that takes only ids may come in its place."""
+    try:
+        path = Path(name).expanduser()
+        problem = _why_no_tokenizer(path) if name else "no name"
+    except (OSError, RuntimeError) as error:  # no right to look; ~ of a user who is not there
+        problem = f"cannot be read ({error})"
+    if problem:
+        raise ConfigError(
+            f"tokenizer {name!r}: {problem}; name a folder with tokenizer.json or tokenizer.model, "
+            "or a GGUF file, or leave it out for the model's own"
+        )
+    return path
+
+
+def _why_no_tokenizer(path: Path) -> str:
+    """In words; "" where there is one. ConfigError for one of a kind that is not read."""
+    if is_gguf(path):
+        return "" if load_tokenizer(path) is not None else "holds no tokenizer"
+    if not path.exists():
+        return "not found"
+    if not path.is_dir():
+        return "is a file"
+    if any((path / file).exists() for file in TOKENIZER_FILES):
+        return ""
+    _refuse_other_kinds(path)
+    return "holds no tokenizer"
 
 
 def _read_optional(path: Path) -> dict[str, object]:

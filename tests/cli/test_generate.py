@@ -86,6 +86,12 @@ def test_a_model_without_tokenizer_answers_in_token_ids(bare: Path, cli: Cli) ->
     assert "no tokenizer" in err.splitlines()[-1]
 
 
+def test_a_tokenizer_that_is_not_there(plain: Path, cli: Cli) -> None:
+    code, out, err = cli("generate", plain, *RANDOM, "-p", "text", "--tokenizer", "/nowhere")
+    assert (code, out) == (2, "")
+    assert "tokenizer '/nowhere': not found" in err.splitlines()[-1]
+
+
 def test_logprobs_and_samples(plain: Path, cli: Cli) -> None:
     argv = ("generate", plain, *RANDOM, "-p", "ab", "--max-tokens", 3, "--ignore-eos")
     _, out, err = cli(*argv, "--logprobs", 2, "--temperature", 0, "-q")

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from ridgeline.benchmark.http_client import endpoint, run_http, served_models
 from ridgeline.benchmark.jobs import Job
 from tests.cli.conftest import Cli
@@ -63,3 +65,27 @@ def test_beyond_this_machine_it_wants_a_key(bare: Path, cli: Cli) -> None:
     code, out, err = cli("serve", bare, "--load-format", "random", "--host", "0.0.0.0")
     assert (code, out) == (2, "")
     assert "key" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--port", 99999, "port is 99999; it must be from 0 to 65535"),
+        ("--port", -1, "port is -1; it must be from 0 to 65535"),
+        ("--tokenizer-threads", 0, "tokenizer_threads is 0; it must be from 1 to 1024"),
+        ("--max-queued-cache-fills", "nan", "max_queued_cache_fills is nan; it must be from 0.1"),
+        ("--price-per-hour", -3, "price_per_hour is -3.0; it must be from 0 to"),
+        ("--max-header-bytes", 0, "max_header_bytes is 0; it must be from 1024 to"),
+        ("--tokenizer", "/nowhere", "tokenizer '/nowhere': not found"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    bare: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, flag: str, value: object, message: str
+) -> None:
+    def listen(host: str, port: int) -> None:
+        raise AssertionError("it listens")
+
+    monkeypatch.setattr("ridgeline.server.lifecycle.listen", listen)
+    code, out, err = cli("serve", bare, "--load-format", "random", flag, value)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]

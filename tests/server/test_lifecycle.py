@@ -151,6 +151,21 @@ def test_a_number_that_cannot_be(fake_model: Path, tmp_path: Path) -> None:
     assert "listening" not in log
 
 
+def test_a_tokenizer_that_is_not_there(fake_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, problem in (("nowhere", "not found"), ("empty", "holds no tokenizer")):
+        config = fake_config(fake_model, engine={"tokenizer": str(tmp_path / name)})
+        code, log = failed_start(config, tmp_path)
+        assert (code, f"{name}': {problem}" in log) == (2, True)
+        assert "listening" not in log
+
+
+def test_a_port_that_cannot_be(fake_model: Path, tmp_path: Path) -> None:
+    code, log = failed_start(replace(fake_config(fake_model), port=99999), tmp_path)
+    assert (code, "port is 99999; it must be from 0 to 65535" in log) == (2, True)
+    assert "listening" not in log
+
+
 def test_the_network_without_a_key(fake_model: Path, tmp_path: Path) -> None:
     config = fake_config(fake_model, host="0.0.0.0")
     code, log = failed_start(config, tmp_path)

@@ -25,7 +25,12 @@ from ridgeline.text.sentencepiece import (
     parse_sentencepiece,
     read_sentencepiece,
 )
-from ridgeline.text.tokenizer import Tokenizer, TokenizerSettings, load_tokenizer
+from ridgeline.text.tokenizer import (
+    Tokenizer,
+    TokenizerSettings,
+    load_tokenizer,
+    named_tokenizer,
+)
 from tests.loader.write import gguf
 from tests.text.vocabularies import (
     SEPARATOR,
@@ -211,6 +216,34 @@ def test_a_folder_without_tokenizer_has_none(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert load_tokenizer(tmp_path) is None
+
+
+def test_a_tokenizer_that_was_asked_for_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "none.gguf").write_bytes(gguf({}, ()))
+    for name, problem in (
+        ("nowhere", "not found"),
+        ("empty", "holds no tokenizer"),
+        ("file", "is a file"),
+        ("none.gguf", "holds no tokenizer"),
+    ):
+        with pytest.raises(ConfigError, match=f"{problem}.*tokenizer.json") as caught:
+            named_tokenizer(str(tmp_path / name))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="no name"):
+        named_tokenizer("")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        named_tokenizer("~nobody-of-this-name/x")
+    (tmp_path / "empty" / "vocab.json").write_text("{}")
+    with pytest.raises(ConfigError, match="this vocabulary format is not read"):
+        named_tokenizer(str(tmp_path / "empty"))
+    write(tmp_path, letters())
+    assert named_tokenizer(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert named_tokenizer("~") == tmp_path
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "tekken.json", "tiktoken.model", "vocab.txt"])
