@@ -35,12 +35,26 @@ class JobTimes:
 
 
 @dataclass(slots=True)
+class StepSeen:
+    """One step: when it was collected, how many tokens it gave, and to how many requests.
+
+    `bytes` is what it had to move by its price (None: nobody priced it). `drafts`: it made guesses
+    before it checked them; what that reads is in no price."""
+
+    ended_s: float
+    num_tokens: int
+    num_rows: int = 0
+    bytes: float | None = None
+    drafts: bool = False
+
+
+@dataclass(slots=True)
 class Run:
-    """One run: per step when it was collected and how many tokens it gave; per job its times."""
+    """One run, by steps and by jobs."""
 
     started_s: float
     ended_s: float = 0.0
-    steps: list[tuple[float, int]] = field(default_factory=list)
+    steps: list[StepSeen] = field(default_factory=list)
     jobs: list[JobTimes] = field(default_factory=list)
     most_running: int = 0
     failed: int = 0
@@ -86,13 +100,56 @@ def spread_ms(seconds: Sequence[float]) -> Spread:
     return Spread(p50, p90, p99, mean * 1e3)
 
 
-def steady_steps(steps: Sequence[tuple[float, int]], batch: int) -> list[float]:
-    """Times of the longest run of consecutive steps that gave every one of `batch` requests
-    exactly one token: decode alone, without the steps in which the batch fills or empties."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Steps that followed each other without a break: seconds from the end of the one before them
+    to their own end, and what they gave and moved meanwhile."""
+
+    seconds: float
+    num_steps: int
+    num_tokens: int
+    bytes: float | None
+    drafts: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        if self.bytes is None or self.seconds <= 0:
+            return None
+        return self.bytes / self.seconds
+
+    @property
+    def bytes_per_step(self) -> float | None:
+        return None if self.bytes is None else self.bytes / self.num_steps
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_tokens / self.num_steps
+
+
+def pace_of(began_s: float, steps: Sequence[StepSeen]) -> Pace:
+    """Of at least one step; `began_s` is when the device was done with the one before."""
+    known = [step.bytes for step in steps if step.bytes is not None]
+    return Pace(
+        steps[-1].ended_s - began_s,
+        len(steps),
+        sum(step.num_tokens for step in steps),
+        sum(known) if len(known) == len(steps) else None,
+        any(step.drafts for step in steps),
+    )
+
+
+def steady_steps(steps: Sequence[StepSeen], batch: int) -> Sequence[StepSeen]:
+    """The longest run of consecutive steps that gave every one of `batch` requests a token, or
+    several where guesses were right: decode alone, without the steps in which the batch fills or
+    empties."""
     best, start = range(0), 0
-    for index, (_, count) in enumerate(steps):
-        if count != batch:
+    for index, step in enumerate(steps):
+        if step.num_rows != batch:
             start = index + 1
         elif index + 1 - start > len(best):
             best = range(start, index + 1)
-    return [steps[index][0] for index in best]
+    return steps[best.start : best.stop]

@@ -8,18 +8,21 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ridgeline.benchmark.jobs import Job
-from ridgeline.benchmark.record import JobTimes, Run
+from ridgeline.benchmark.record import JobTimes, Run, StepSeen
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault
+from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
 from ridgeline.step import StepRecord
 
 _names = itertools.count()
 
 
-def run_jobs(engine: Engine, jobs: Sequence[Job]) -> Run:
-    """Offer each job at its time, step until all are answered. Raises EngineFault on failure."""
-    return _Driver(engine, jobs).run()
+def run_jobs(engine: Engine, jobs: Sequence[Job], pricing: Pricing | None = None) -> Run:
+    """Offer each job at its time, step until all are answered. Raises EngineFault on failure.
+
+    What each step had to move is known if `pricing`, which prices this engine's steps, is given."""
+    return _Driver(engine, jobs, pricing).run()
 
 
 def run_static(engine: Engine, jobs: Sequence[Job], slots: int) -> Run:
@@ -41,10 +44,13 @@ def joined(start: float, parts: Iterable[Run]) -> Run:
 
 
 class _Driver:
-    """Offers jobs, steps the engine and, as its observer, counts what each step did."""
+    """Offers jobs, steps the engine and, as its observer, counts what each step did; as a follower
+    of the pricing, what it had to move."""
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Job], pricing: Pricing | None) -> None:
         self.engine = engine
+        self.pricing = pricing
+        self.priced: dict[int, PricedStep] = {}  # not collected yet
         self.waiting = deque(sorted(jobs, key=lambda job: job.arrival_s))
         self.times: dict[str, JobTimes] = {}
         self.live: set[str] = set()
@@ -52,22 +58,36 @@ class _Driver:
 
     def run(self) -> Run:
         self.engine.observers.append(self)
+        if self.pricing is not None:
+            self.pricing.followers.append(self)
         try:
             self._drive()
         finally:
             self.engine.observers.remove(self)
+            if self.pricing is not None:
+                self.pricing.followers.remove(self)
             for request_id in self.live:
                 self.engine.abort(request_id)
         self.result.ended_s = self.engine.clock.now()
         self.result.jobs = list(self.times.values())
         return self.result
 
+    def on_priced(self, step: PricedStep) -> None:
+        """Comes before `on_step` of the same step."""
+        self.priced[step.plan.step_id] = step
+
     def on_step(self, record: StepRecord) -> None:
-        self.result.steps.append((record.collected_at, record.num_new_tokens))
+        seen = StepSeen(record.collected_at, record.num_new_tokens)
+        priced = self.priced.pop(record.plan.step_id, None)
+        if priced is not None:
+            seen.bytes, seen.drafts = priced.price.bytes, priced.drafting_s > 0
+        self.result.steps.append(seen)
         self.result.most_running = max(self.result.most_running, len(record.plan.scheduled))
 
     def on_output(self, output: RequestOutput, now: float) -> None:
-        """Outputs are taken from the step's own result instead."""
+        """Comes behind `on_step` of its step; tokens are taken from the step's own result."""
+        if output.new_token_ids and self.result.steps:
+            self.result.steps[-1].num_rows += 1
 
     def _drive(self) -> None:
         while self.waiting or self.live:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -10,33 +10,43 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ridgeline.benchmark.jobs import Job, Lengths, fit, mixed, poisson, uniform
-from ridgeline.benchmark.record import Run, Spread, spread_ms, steady_steps
+from ridgeline.benchmark.record import (
+    Pace,
+    Run,
+    Spread,
+    StepSeen,
+    pace_of,
+    spread_ms,
+    steady_steps,
+)
 from ridgeline.benchmark.run import run_jobs
-from ridgeline.benchmark.traffic import decode_bytes
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from ridgeline.llm import LLM
 
 LEAST_STEADY_STEPS = 4
+CHECKS_ALONE = "bytes are those of checking guesses; what making them reads is not counted"
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Steps in which each of `batch` requests got one token, medians over the repeats.
+    """Steps in which each of `batch` requests got a token, or several where guesses were right;
+    medians over the repeats. Rates are tokens delivered, and bytes moved, over time.
 
-    `achieved_bytes_per_s` is what one step must read divided by what it took;
-    `share_of_bandwidth` compares it with the device's measured read bandwidth.
+    Bytes are those that the steps had to move by their prices, None where these are not known;
+    `share_of_bandwidth` compares them with the device's measured read bandwidth.
     """
 
     batch: int
     prompt_len: int
     output_len: int
     step_ms: Spread
+    tokens_per_step: float
     tokens_per_s: float
-    bytes_per_step: float
-    achieved_bytes_per_s: float
-    share_of_bandwidth: float
+    bytes_per_step: float | None
+    achieved_bytes_per_s: float | None
+    share_of_bandwidth: float | None
     note: str = ""
 
 
@@ -72,7 +82,8 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SplitResult:
-    """Where the time of one request goes: reading its prompt and writing its answer."""
+    """Where the time of one request goes: reading its prompt and writing its answer. Bytes as in
+    DecodeSpeed."""
 
     prompt_len: int
     output_len: int
@@ -80,8 +91,8 @@ class SplitResult:
     decode_s: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    achieved_bytes_per_s: float
-    share_of_bandwidth: float
+    achieved_bytes_per_s: float | None
+    share_of_bandwidth: float | None
     note: str = ""
 
     @property
@@ -108,21 +119,22 @@ class Bench:
             raise ConfigError(f"batch {batch} needs --max-num-seqs {batch}; it is {most}")
         lengths = fit(prompt_len, output_len, self.llm.resolved.max_model_len)
         runs = self._repeat(lambda rng: uniform(rng, batch, lengths, self.llm.spec.vocab_size))
-        gaps = [gap for run in runs for gap in _steady_gaps(run, batch)]
-        steps = [median(found) for run in runs if (found := _steady_gaps(run, batch))]
-        step_s = median(steps) if steps else 0.0
-        read = self._bytes(batch, lengths)
-        achieved = read / step_s if step_s else 0.0
+        stretches = [steps for run in runs if (steps := _steady(run, batch))]
+        gaps = [b.ended_s - a.ended_s for steps in stretches for a, b in pairwise(steps)]
+        # The first step of a stretch only says when the second began.
+        paces = [pace_of(steps[0].ended_s, steps[1:]) for steps in stretches]
+        achieved = _median(pace.bytes_per_s for pace in paces)
         return DecodeSpeed(
             batch,
             lengths.prompt,
             lengths.output,
             spread_ms(gaps),
-            batch / step_s if step_s else 0.0,
-            read,
+            _median(pace.tokens_per_step for pace in paces) or 0.0,
+            _median(pace.tokens_per_s for pace in paces) or 0.0,
+            _median(pace.bytes_per_step for pace in paces),
             achieved,
-            achieved / self.read_bytes_per_s,
-            lengths.note or ("" if steps else "too few steps with the whole batch"),
+            self._share(achieved),
+            _notes(lengths, paces, "" if paces else "too few steps with the whole batch"),
         )
 
     def prefill(self, prompt_len: int) -> PrefillSpeed:
@@ -138,19 +150,18 @@ class Bench:
         runs = self._repeat(lambda rng: uniform(rng, 1, lengths, self.llm.spec.vocab_size))
         prefill = median(run.jobs[0].ttft_s for run in runs)
         decode = median(run.jobs[0].e2e_s - run.jobs[0].ttft_s for run in runs)
-        num_steps = lengths.output - 1
-        rate = num_steps / decode if decode else 0.0
-        achieved = self._bytes(1, lengths) * rate
+        paces = [pace for run in runs if (pace := _answer_pace(run)) is not None]
+        achieved = _median(pace.bytes_per_s for pace in paces)
         return SplitResult(
             lengths.prompt,
             lengths.output,
             prefill,
             decode,
             lengths.prompt / prefill,
-            rate,
+            (lengths.output - 1) / decode if decode else 0.0,  # the prompt's step gave the first
             achieved,
-            achieved / self.read_bytes_per_s,
-            lengths.note,
+            self._share(achieved),
+            _notes(lengths, paces),
         )
 
     def mixed(self, count: int, low: int, high: int) -> LoadResult:
@@ -175,20 +186,12 @@ class Bench:
 
     def _repeat(self, make: Callable[[Random], list[Job]]) -> list[Run]:
         rng = Random(self.seed)
-        runs = [run_jobs(self.llm.engine, make(rng)) for _ in range(self.repeats + 1)]
+        pricing = self.llm.watch.pricing
+        runs = [run_jobs(self.llm.engine, make(rng), pricing) for _ in range(self.repeats + 1)]
         return runs[1:]
 
-    def _bytes(self, batch: int, lengths: Lengths) -> float:
-        context = lengths.prompt + lengths.output / 2
-        resolved = self.llm.resolved
-        return decode_bytes(
-            self.llm.spec,
-            resolved.dtype,
-            batch,
-            context,
-            weight_format=resolved.weight_format,
-            kv_format=resolved.kv_cache_dtype,
-        )
+    def _share(self, bytes_per_s: float | None) -> float | None:
+        return None if bytes_per_s is None else bytes_per_s / self.read_bytes_per_s
 
 
 def load_result(run: Run, jobs: Sequence[Job], rate: float | None, note: str = "") -> LoadResult:
@@ -211,8 +214,28 @@ def load_result(run: Run, jobs: Sequence[Job], rate: float | None, note: str = "
     )
 
 
-def _steady_gaps(run: Run, batch: int) -> list[float]:
-    """Times between the steps of the steady stretch; none when it is too short to trust."""
-    times = steady_steps(run.steps, batch)
-    gaps = [b - a for a, b in pairwise(times)]
-    return gaps if len(gaps) >= LEAST_STEADY_STEPS else []
+def _steady(run: Run, batch: int) -> Sequence[StepSeen]:
+    """The steady stretch; none when it is too short to trust."""
+    steps = steady_steps(run.steps, batch)
+    return steps if len(steps) > LEAST_STEADY_STEPS else ()
+
+
+def _answer_pace(run: Run) -> Pace | None:
+    """Of the steps behind the one that gave the only request its first token; None without any."""
+    giving = [index for index, step in enumerate(run.steps) if step.num_tokens]
+    if len(giving) < 2:
+        return None
+    first, last = giving[0], giving[-1]
+    return pace_of(run.steps[first].ended_s, run.steps[first + 1 : last + 1])
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """None where one of them is not known, or there is none."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return median(known) if known and len(known) == len(found) else None
+
+
+def _notes(lengths: Lengths, paces: Sequence[Pace], more: str = "") -> str:
+    drafts = CHECKS_ALONE if any(pace.drafts for pace in paces) else ""
+    return "; ".join(text for text in (lengths.note, more, drafts) if text)

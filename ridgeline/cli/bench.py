@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,13 +45,28 @@ def numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,8,32")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers such as 1,8,32, each at least 1"
+        )
     return found
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    return numbers(text)[0]
+def whole(least: int) -> Callable[[str], int]:
+    """Reads one whole number of at least `least`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return number
+
+    return read
+
+
+positive = whole(1)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -115,15 +130,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         _measure_here(args, report)
     text = json.dumps(report.as_json(), indent=2)
-    if args.output:
-        _write(args.output, text)
-        note(args, f"written to {args.output}")
+    problem = _write(args, text) if args.output else None
     if args.json:
         print(text)
     else:
         from ridgeline.cli.bench_tables import show
 
         show(report.about, report.sections)
+    if problem is not None:  # said last: what was measured has been shown all the same
+        raise problem
     return 0
 
 
@@ -136,13 +151,39 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"unknown workload {name!r}; choose among {', '.join(WORKLOADS)}")
     if args.url and (args.workload != ("serving",) or args.compare or args.continuous_vs_static):
         raise ConfigError("--url measures the serving workload only")
+    if args.output:
+        check_writable("--output", Path(args.output))
 
 
-def _write(name: str, text: str) -> None:
+def check_writable(flag: str, path: Path) -> None:
+    """Before minutes are spent on what would be in the file: ConfigError when it cannot be written.
+    Leaves all as it was."""
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not path.is_file():
+        return  # a pipe: whoever reads it would take a closed one for its end
+    is_new = not path.exists()
     try:
-        Path(name).write_text(text + "\n", encoding="utf-8")
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
     except OSError as error:
-        raise ConfigError(f"--output {name}: {error.strerror}") from None
+        raise ConfigError(
+            f"{flag} {path}: cannot be written ({error.strerror}); name another file"
+        ) from None
+
+
+def _write(args: argparse.Namespace, text: str) -> ConfigError | None:
+    """Why it could not be written, if so."""
+    try:
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        return ConfigError(f"--output {args.output}: {error.strerror}; the result was not written")
+    note(args, f"written to {args.output}")
+    return None
 
 
 # ---------------------------------------------------------------------- in this process

@@ -44,12 +44,12 @@ def _show_about(out: Console, about: Mapping[str, Any]) -> None:
         )
 
 
-def giga(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s"
+def giga(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
-def share(value: float) -> str:
-    return f"{value * 100:.1f} %"
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value * 100:.1f} %"
 
 
 def three(spread: Spread) -> tuple[str, str, str]:
@@ -58,7 +58,7 @@ def three(spread: Spread) -> tuple[str, str, str]:
 
 def _decode(results: Sequence[DecodeSpeed]) -> Table:
     table = Table(
-        *("batch", "prompt + answer", "step ms p50", "p99", "tok/s"),
+        *("batch", "prompt + answer", "step ms p50", "p99", "tokens a step", "tok/s"),
         *("bytes a step", "achieved", "of read bandwidth"),
         title="decode",
     )
@@ -68,8 +68,9 @@ def _decode(results: Sequence[DecodeSpeed]) -> Table:
             f"{r.prompt_len} + {r.output_len}",
             f"{r.step_ms.p50:.3f}",
             f"{r.step_ms.p99:.3f}",
+            f"{r.tokens_per_step:.2f}",
             f"{r.tokens_per_s:.1f}",
-            f"{r.bytes_per_step / 1e6:.1f} MB",
+            "-" if r.bytes_per_step is None else f"{r.bytes_per_step / 1e6:.1f} MB",
             giga(r.achieved_bytes_per_s),
             share(r.share_of_bandwidth),
         )

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.cli.bench import positive, words
+from ridgeline.cli.bench import positive, whole, words
 from ridgeline.cli.engine_flags import engine_options
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft", metavar="MODEL", help="how well does this one guess the answers?")
     group.add_argument(
         "--show",
-        type=positive,
+        type=whole(0),
         default=0,
         metavar="N",
         help="show the first N problems of each task and their answers",

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.cli.bench import positive
+from ridgeline.cli.bench import check_writable, positive
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
-from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from ridgeline.measure.profile import Profile
@@ -19,6 +18,10 @@ EXAMPLES = """A step is run with PyTorch's profiler on. Each kernel counts in th
 operator that launched it; the cost model's operators are put into the same classes. "expected"
 comes from this machine's calibration (ridgeline calibrate), else from assumed efficiencies, "ideal"
 from the peak and the bandwidth alone.
+
+Where the engine guesses (--speculate, the default of the bundled model), kernels and prices are of
+making guesses and of checking them, of as many as each step had, and of the draft model reading
+prompts; with --speculate off a step is one token of each request.
 
 On a CPU the kernels are PyTorch's operators, and the profiler itself slows small ones down: compare
 the step with the profiler with the step without it.
@@ -56,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.trace is not None and not args.trace.absolute().parent.is_dir():
-        raise ConfigError(f"--trace {args.trace}: there is no folder {args.trace.parent}")
+    if args.trace is not None:
+        check_writable("--trace", args.trace)
     with open_llm(args) as llm:
         from ridgeline.measure.profile import profile_steps
 
@@ -87,10 +90,13 @@ def as_json(model: str, found: Profile) -> dict[str, Any]:
         "phase": found.phase,
         "shape": [list(entry) for entry in found.shape],
         "num_steps": found.num_steps,
+        "guesses": list(found.guesses),
         "step_s": found.plain_s,
+        "step_expected_s": found.plain_expected_s,
         "step_with_profiler_s": found.wall_s,
         "kernels_s": found.kernels_s,
         "expected_s": found.cost.expected_s,
+        "drafting_expected_s": found.cost.draft_s,
         "ideal_s": found.cost.ideal_s,
         "bound": found.cost.bound,
         "origin": found.cost.origin,
@@ -102,10 +108,12 @@ def as_json(model: str, found: Profile) -> dict[str, Any]:
 def _show(model: str, found: Profile, top: int) -> None:
     from rich.table import Table
 
-    tokens, rows = sum(new for new, _ in found.shape), len(found.shape)
+    rows = len(found.shape)
+    checked = f", {found.num_guesses:.3g} of them guesses," if any(found.guesses) else ""
     classes = Table(
         "class", "kernels", "measured ms", "share", "expected ms", "ideal ms", "GB/s", "TFLOP/s",
-        title=f"{model}: a {found.phase} step of {tokens} tokens for {rows} requests",
+        title=f"{model}: a {found.phase} step of {found.num_tokens:.3g} tokens{checked} "
+        f"for {rows} requests",
     )  # fmt: skip
     for row in found.classes:
         rate = 1 / row.seconds if row.seconds else 0.0
@@ -132,9 +140,14 @@ def _show(model: str, found: Profile, top: int) -> None:
     out = paper()
     out.print(classes)
     out.print(kernels)
+    # With guesses, the steps without the profiler are others than those with it.
+    plain = f" (expected {found.plain_expected_s * 1e3:.3f} ms)" if checked else ""
+    drafting = ""
+    if found.cost.draft_s:
+        drafting = f", {found.cost.draft_s * 1e3:.3f} ms of them of the draft"
     out.print(
-        f"step without the profiler {found.plain_s * 1e3:.3f} ms, with it "
+        f"step without the profiler {found.plain_s * 1e3:.3f} ms{plain}, with it "
         f"{found.wall_s * 1e3:.3f} ms, of which kernels {found.kernels_s * 1e3:.3f} ms; "
-        f"expected {found.cost.expected_s * 1e3:.3f} ms ({found.cost.origin}), ideal "
+        f"expected {found.cost.expected_s * 1e3:.3f} ms ({found.cost.origin}){drafting}, ideal "
         f"{found.cost.ideal_s * 1e3:.3f} ms, bound by {found.cost.bound}"
     )

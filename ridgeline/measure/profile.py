@@ -2,11 +2,16 @@
 
 Each kernel (on a CPU: each operator of PyTorch) is put into the class of the operator that launched
 it, and so is each operator of the cost model; a class is the finest thing that both know.
+
+Where the engine guesses, each step is priced as it ran, with its own number of guesses: making
+them, checking them, and the pass in which a draft model reads prompts, as the kernels are of all.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,16 +23,23 @@ from typing import Any, Literal
 import torch
 
 from ridgeline.build import Built
-from ridgeline.cost.roofline import StepCost, step_cost
+from ridgeline.cost.constants import ORIGINS, Origin
+from ridgeline.cost.roofline import OpCost, StepCost, step_cost
 from ridgeline.cost.setup import Setup
+from ridgeline.cost.speculation import Drafter, DraftSteps
+from ridgeline.costing import asked_guesses
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.kernels.cpu.recorder import watched
+from ridgeline.observe.evidence import engine_drafter
 from ridgeline.request import Request, RequestOutput, SamplingParams
-from ridgeline.step import StepRecord, StepShape
+from ridgeline.step import StepPlan, StepRecord, StepShape
 
 Phase = Literal["decode", "prefill"]
 CLASSES = ("matmul", "attention", "elementwise", "embedding", "sampling", "other")
 WARM_UP = 3  # steps before those that are profiled
+# With guesses, until their number has settled: the first step of each number prepares what later
+# ones find, and a draft model reads what it was not asked of before; neither has a price.
+WARM_UP_GUESSES = 16
 PROMPT_IDS = 1000  # different token ids in prompts
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "einsum", "mv", "dot")
@@ -73,18 +85,52 @@ class ClassTime:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanCost:
+    """What steps should cost, making their guesses included: means of one. `draft_s` is the part
+    of `expected_s` that makes guesses; `bound` is what most of the time is bound by."""
+
+    expected_s: float
+    ideal_s: float
+    draft_s: float
+    bound: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """Means over `num_steps` steps of about this shape. `wall_s` is a step from end to end with the
-    profiler on, which slows a CPU's small operators down; `plain_s` without it."""
+    """Means over the steps of `shapes`, of which `shape` is the middle one; `guesses` are those
+    that each of them checked, of all its requests. `wall_s` is a step from end to end with the
+    profiler on, which slows a CPU's small operators down; `plain_s` without it, of other steps of
+    the same requests, which should have cost `plain_expected_s`: they may have had more guesses,
+    or fewer."""
 
     phase: Phase
-    shape: StepShape
-    num_steps: int
+    shapes: tuple[StepShape, ...]
+    guesses: tuple[int, ...]
     wall_s: float
     plain_s: float
-    cost: StepCost
+    plain_expected_s: float
+    cost: MeanCost
     classes: tuple[ClassTime, ...]
     kernels: tuple[Kernel, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def shape(self) -> StepShape:
+        return self.shapes[len(self.shapes) // 2]
+
+    @property
+    def num_tokens(self) -> float:
+        """Of a step, guesses included."""
+        return sum(new for shape in self.shapes for new, _ in shape) / self.num_steps
+
+    @property
+    def num_guesses(self) -> float:
+        """Of a step."""
+        return sum(self.guesses) / self.num_steps
 
     @property
     def kernels_s(self) -> float:
@@ -119,7 +165,8 @@ def profile_steps(
     """Profile steps of an idle engine: `num_steps` decode steps of `batch` requests with prompts of
     `num_input` tokens, or as many steps that read one such prompt each.
 
-    `trace` gets a Chrome trace of the same steps. Raises ConfigError for what cannot be run.
+    `trace` gets a Chrome trace of the same steps. Raises ConfigError for what cannot be run, and
+    for a trace that cannot be written.
     """
     _check(built, phase, batch, num_input, num_steps)
     seen = _Steps([])
@@ -128,17 +175,32 @@ def profile_steps(
         run = (
             _Decodes(built, batch, num_input) if phase == "decode" else _Prefills(built, num_input)
         )
-        plain_s, _ = _timed(built, seen, run, num_steps)
+        plain_s, plain = _timed(built, seen, run, num_steps)
         with _profiler(built) as profiler:
-            wall_s, shape = _timed(built, seen, run, num_steps)
-        run.end()
+            wall_s, plans = _timed(built, seen, run, num_steps)
     finally:
         built.engine.observers.remove(seen)
+        _end(built.engine)
     if trace is not None:
-        profiler.export_chrome_trace(str(trace))
+        _write_trace(profiler, trace)
     kernels = _kernels(profiler.events(), num_steps)
-    cost = step_cost(setup, shape)
-    return Profile(phase, shape, num_steps, wall_s, plain_s, cost, _classes(kernels, cost), kernels)
+    asked = asked_guesses(built.resolved)
+    drafter = engine_drafter(built.watch.header, setup)
+    prices = _Prices(setup, drafter, asked is not None and asked.line.has_cache)
+    costs = [prices.of(plan) for plan in plans]
+    plain_costs = [prices.of(plan) for plan in plain]
+    ops = [op for cost in costs for part in cost.passes for op in part.ops]
+    return Profile(
+        phase,
+        tuple(plan.shape for plan in plans),
+        tuple(map(_num_guesses, plans)),
+        wall_s,
+        plain_s,
+        _mean(plain_costs).expected_s,
+        _mean(costs),
+        _classes(kernels, ops, num_steps),
+        kernels,
+    )
 
 
 def _check(built: Built, phase: Phase, batch: int, num_input: int, num_steps: int) -> None:
@@ -177,16 +239,14 @@ class _Decodes:
             self.engine.add(request)
         while any(r.num_computed_tokens < num_input for r in requests):
             self()
-        for _ in range(WARM_UP):
+        guesses = built.resolved.draft_method is not None
+        for _ in range(WARM_UP_GUESSES if guesses else WARM_UP):
             self()
 
     def __call__(self) -> None:
         """One step from plan to tokens, so that a profile holds whole steps."""
         self.engine.launch()
         self.engine.collect()
-
-    def end(self) -> None:
-        _end(self.engine)
 
 
 class _Prefills:
@@ -203,9 +263,6 @@ class _Prefills:
         self.built.engine.add(_request(name, self.rng, self.built, self.num_input, 1))
         self.built.engine.launch()
         self.built.engine.collect()
-
-    def end(self) -> None:
-        _end(self.built.engine)
 
 
 def _request(name: str, rng: Random, built: Built, num_input: int, num_output: int) -> Request:
@@ -224,15 +281,96 @@ def _end(engine: Any) -> None:
 
 def _timed(
     built: Built, seen: _Steps, run: Callable[[], None], num_steps: int
-) -> tuple[float, StepShape]:
-    """Mean seconds of a step, and the shape of the middle one."""
+) -> tuple[float, list[StepPlan]]:
+    """Mean seconds of a step, and what the steps were."""
     seen.records.clear()
-    for _ in range(num_steps):
+    for done in range(num_steps):
         run()
+        # Right guesses make answers longer than a token a step, which no check can foresee.
+        if len(seen.records) <= done or _rows(seen.records[done]) < _rows(seen.records[0]):
+            raise ConfigError(
+                f"right guesses filled the context of {built.resolved.max_model_len} tokens before "
+                "all steps were profiled; lower --steps or --input, or give --speculate off"
+            )
     built.device.synchronize()
     seconds = [record.collected_at - record.launched_at for record in seen.records]
-    middle = seen.records[len(seen.records) // 2].plan.shape
-    return sum(seconds) / len(seconds), middle
+    return sum(seconds) / len(seconds), [record.plan for record in seen.records]
+
+
+def _rows(record: StepRecord) -> int:
+    return len(record.plan.scheduled)
+
+
+def _num_guesses(plan: StepPlan) -> int:
+    return sum(entry.num_draft for entry in plan.scheduled)
+
+
+# ------------------------------------------------------------------------ the prices
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanCost:
+    """Of one step: all its passes, that of the model first, and seconds of those of the draft."""
+
+    passes: tuple[StepCost, ...]
+    draft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """`reads_prompts`: who guesses has a cache of its own, that prompts have to go into."""
+
+    setup: Setup
+    drafter: Drafter | None
+    reads_prompts: bool
+
+    def of(self, plan: StepPlan) -> _PlanCost:
+        """As the engine prices its own steps, and operator by operator."""
+        num_logits = sum(entry.num_draft + 1 for entry in plan.scheduled if entry.samples)
+        passes, draft_s = [step_cost(self.setup, plan.shape, num_logits)], 0.0
+        rows, drafter = plan.scheduled, self.drafter
+        guesses = [entry.num_draft for entry in rows if entry.num_draft]
+        if guesses and drafter is not None:
+            batch, context = len(guesses), sum(entry.start for entry in rows) // len(rows)
+            draft_s += drafter.seconds(batch, context, max(guesses))
+            if isinstance(drafter, DraftSteps):
+                shapes = _draft_shapes(drafter, batch, context, max(guesses))
+                passes += [step_cost(drafter.pricer.setup, shape) for shape in shapes]
+        prompts = tuple(
+            (entry.num_tokens, entry.start)
+            for entry in rows
+            if entry.num_tokens - entry.num_draft > 1
+        )
+        if prompts and self.reads_prompts and isinstance(drafter, DraftSteps):
+            pricer = drafter.pricer
+            draft_s += pricer.pass_seconds_of(pricer.totals(prompts), 0)
+            passes.append(step_cost(pricer.setup, prompts, 0))
+        return _PlanCost(tuple(passes), draft_s)
+
+
+def _draft_shapes(
+    drafter: DraftSteps, batch: int, context: int, num_guesses: int
+) -> Iterator[StepShape]:
+    """The passes that `drafter.seconds` is the time of."""
+    begin = drafter.begin if context >= drafter.begin else 1
+    yield ((begin, context + 1 - begin),) * batch
+    for done in range(1, num_guesses):
+        yield ((1, context + done),) * batch
+
+
+def _mean(costs: Sequence[_PlanCost]) -> MeanCost:
+    passes = [part for cost in costs for part in cost.passes]
+    by_bound: dict[str, float] = defaultdict(float)
+    for part in passes:
+        by_bound[part.bound] += part.expected_s
+    draft_s = sum(cost.draft_s for cost in costs) / len(costs)
+    return MeanCost(
+        sum(cost.passes[0].expected_s for cost in costs) / len(costs) + draft_s,
+        sum(part.ideal_s for part in passes) / len(costs),
+        draft_s,
+        max(by_bound, key=lambda bound: by_bound[bound]),
+        max((part.origin for part in passes), key=ORIGINS.index),
+    )
 
 
 # ------------------------------------------------------------------------ the profile
@@ -270,6 +408,25 @@ def _silent_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def _write_trace(profiler: Any, path: Path) -> None:
+    """PyTorch only logs that it could not write, so that it writes to a folder of ours first."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "trace.json.gz" if path.suffix == ".gz" else "trace.json")
+        with _silent_stderr():
+            profiler.export_chrome_trace(str(kept))
+        if not kept.exists():
+            raise ConfigError(
+                f"--trace {path}: PyTorch could not write it to {folder} first; make room there"
+            )
+        try:
+            with kept.open("rb") as source, path.open("wb") as target:
+                shutil.copyfileobj(source, target)
+        except OSError as error:
+            raise ConfigError(
+                f"--trace {path}: cannot be written ({error.strerror}); name another file"
+            ) from None
 
 
 def _kernels(events: Iterable[Any], num_steps: int) -> tuple[Kernel, ...]:
@@ -351,21 +508,24 @@ def _kind_of_kernel(name: str) -> str:
     return "matmul" if "gemm" in lowered or "matmul" in lowered or "linear" in lowered else "other"
 
 
-def _classes(kernels: Sequence[Kernel], cost: StepCost) -> tuple[ClassTime, ...]:
+def _classes(
+    kernels: Sequence[Kernel], ops: Sequence[OpCost], num_steps: int
+) -> tuple[ClassTime, ...]:
+    """`ops` are those of all steps together."""
     rows = []
     for kind in CLASSES:
         mine = [kernel for kernel in kernels if kernel.kind == kind]
-        prices = [price for price in cost.ops if _class_of(price.op.kind) == kind]
+        prices = [price for price in ops if _class_of(price.op.kind) == kind]
         if mine or prices:
             rows.append(
                 ClassTime(
                     kind,
                     sum(kernel.calls for kernel in mine),
                     sum(kernel.seconds for kernel in mine),
-                    sum(price.expected_s for price in prices),
-                    sum(price.ideal_s for price in prices),
-                    sum(price.op.count * price.op.bytes for price in prices),
-                    sum(price.op.count * price.op.flops for price in prices),
+                    sum(price.expected_s for price in prices) / num_steps,
+                    sum(price.ideal_s for price in prices) / num_steps,
+                    sum(price.op.count * price.op.bytes for price in prices) / num_steps,
+                    sum(price.op.count * price.op.flops for price in prices) / num_steps,
                 )
             )
     return tuple(rows)

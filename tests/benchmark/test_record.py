@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.benchmark.record import JobTimes, Run, percentile, spread_ms, steady_steps
+from ridgeline.benchmark.record import (
+    JobTimes,
+    Run,
+    StepSeen,
+    pace_of,
+    percentile,
+    spread_ms,
+    steady_steps,
+)
 
 
 def test_times_of_one_request_count_from_when_it_was_due() -> None:
@@ -35,7 +43,16 @@ def test_rate_of_a_run() -> None:
 
 
 def test_steady_steps_are_the_longest_run_of_full_ones() -> None:
-    counts = [0, 2, 2, 1, 2, 2, 2, 2, 1, 2]
-    steps = [(float(i), count) for i, count in enumerate(counts)]
-    assert steady_steps(steps, 2) == [4.0, 5.0, 6.0, 7.0]
+    rows = [0, 2, 2, 1, 2, 2, 2, 2, 1, 2]
+    steps = [StepSeen(float(i), 3 * num, num) for i, num in enumerate(rows)]
+    assert [step.ended_s for step in steady_steps(steps, 2)] == [4.0, 5.0, 6.0, 7.0]
     assert steady_steps(steps, 3) == []
+
+
+def test_the_pace_of_steps() -> None:
+    steps = [StepSeen(3.0, 4, 2, 10.0), StepSeen(5.0, 2, 2, 30.0, drafts=True)]
+    pace = pace_of(1.0, steps)
+    assert (pace.tokens_per_s, pace.tokens_per_step) == (1.5, 3.0)
+    assert (pace.bytes_per_s, pace.bytes_per_step, pace.drafts) == (10.0, 20.0, True)
+    unknown = pace_of(1.0, [steps[0], StepSeen(5.0, 2, 2)])
+    assert (unknown.bytes_per_s, unknown.bytes_per_step, unknown.drafts) == (None, None, False)

@@ -12,9 +12,10 @@ from ridgeline import LLM
 from ridgeline.benchmark.batching import BatchingResult, compare_batching
 from ridgeline.benchmark.caching import compare_caching
 from ridgeline.benchmark.jobs import Job
-from ridgeline.benchmark.run import run_jobs, run_static
+from ridgeline.benchmark.run import _Driver, run_jobs, run_static
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.request import FinishReason, RequestOutput
+from tests.captures import captures
 from tests.tiny_model import make_tiny_model
 
 
@@ -29,11 +30,39 @@ def test_every_job_gets_exactly_its_tokens(llm: LLM) -> None:
     jobs = [Job((1, 2, 3), length) for length in (1, 5, 9, 2, 7, 3)]
     run = run_jobs(llm.engine, jobs)
     assert [len(times.token_s) for times in run.jobs] == [1, 5, 9, 2, 7, 3]
-    assert sum(count for _, count in run.steps) == run.num_tokens == 27
+    assert sum(step.num_tokens for step in run.steps) == run.num_tokens == 27
     assert run.most_running == 4
-    assert run.ended_s >= run.steps[-1][0] >= run.jobs[2].token_s[-1] - 1.0
+    assert run.ended_s >= run.steps[-1].ended_s >= run.jobs[2].token_s[-1] - 1.0
     assert llm.engine.is_idle
     assert llm.engine.observers == []
+
+
+def test_what_each_step_had_to_move_is_what_the_engine_priced(llm: LLM) -> None:
+    pricing = llm.watch.pricing
+    before = pricing.totals.bytes
+    run = run_jobs(llm.engine, [Job((1, 2, 3), 6), Job((4, 5), 3)], pricing)
+    moved = [step.bytes for step in run.steps]
+    assert None not in moved
+    assert sum(filter(None, moved)) == pytest.approx(pricing.totals.bytes - before)
+    assert [step.num_rows for step in run.steps] == [2, 2, 2, 1, 1, 1]
+    assert not any(isinstance(follower, _Driver) for follower in pricing.followers)
+    unpriced = run_jobs(llm.engine, [Job((1, 2, 3), 2)])
+    assert {step.bytes for step in unpriced.steps} == {None}
+
+
+@pytest.mark.parametrize(("speculate", "drafts"), [("synthetic:1:3", False), ("early:1:3", True)])
+@captures
+def test_rows_of_steps_with_guesses(tmp_path: Path, speculate: str, drafts: bool) -> None:
+    folder = make_tiny_model(tmp_path, tokenizer=False, weights=False)
+    with LLM(
+        str(folder), load_format="random", num_blocks=200, max_num_seqs=4, speculate=speculate
+    ) as engine:
+        run = run_jobs(engine.engine, [Job((1, 2, 3), 13)], engine.watch.pricing)
+    assert {step.num_rows for step in run.steps if step.num_tokens} == {1}
+    assert sum(step.num_tokens for step in run.steps) == 13
+    assert any(step.drafts for step in run.steps) == drafts
+    if not drafts:
+        assert max(step.num_tokens for step in run.steps) == 4
 
 
 def test_end_tokens_do_not_end_a_job(tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ridgeline.cli import bench as command
+from ridgeline.cli.main import main
 from ridgeline.measure import bandwidth
+from tests.captures import captures
 from tests.cli.conftest import Cli
 
 RANDOM = ("--load-format", "random", "--num-blocks", "200", "-q")
@@ -42,6 +45,7 @@ def test_decode_prefill_and_split(bare: Path, cli: Cli) -> None:
         assert row["tokens_per_s"] > 0
         ratio = row["achieved_bytes_per_s"] / found["bandwidth"]["read_bytes_per_s"]
         assert row["share_of_bandwidth"] == pytest.approx(ratio)
+        assert row["tokens_per_step"] == row["batch"]
     [split] = results["split"]
     share = split["decode_s"] / (split["decode_s"] + split["prefill_s"])
     assert split["decode_share"] == pytest.approx(share)
@@ -50,6 +54,23 @@ def test_decode_prefill_and_split(bare: Path, cli: Cli) -> None:
     assert found["model"]["device"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
     assert "decisions" not in found["model"]
     assert "model_path" not in found["model"]
+
+
+@captures
+def test_steps_with_guesses_in_json_and_in_tables(bare: Path, cli: Cli) -> None:
+    argv = (
+        *("--workload", "decode,split", "--batch", 1, "--prompt-len", 16, "--output-len", 40),
+        *("--repeats", 1, "--speculate", "early:1:3"),
+    )
+    results = bench(cli, bare, *argv)["results"]
+    [decode], [split] = results["decode"], results["split"]
+    steps_a_second = decode["achieved_bytes_per_s"] / decode["bytes_per_step"]
+    assert decode["tokens_per_s"] == pytest.approx(decode["tokens_per_step"] * steps_a_second)
+    assert "bytes are those of checking guesses" in decode["note"]
+    assert split["note"] == decode["note"]
+    code, out, _ = cli("bench", bare, *RANDOM, *argv)
+    assert code == 0
+    assert out.count("note: bytes are those of checking guesses") == 2
 
 
 def test_lengths_beyond_the_context_are_scaled_and_noted(bare: Path, cli: Cli) -> None:
@@ -99,7 +120,8 @@ def test_everything_as_tables_and_as_a_file(bare: Path, cli: Cli, tmp_path: Path
         *("--output", file, "--max-model-len", 64),
     )
     assert code == 0
-    assert "of read bandwidth" in out
+    for word in ("tokens a", "bytes a step", "of read"):  # narrow columns
+        assert word in out
     assert "ran at once" in out
     assert "fewer steps" in out
     assert "achieved against the limit" in out
@@ -121,7 +143,8 @@ def test_everything_as_tables_and_as_a_file(bare: Path, cli: Cli, tmp_path: Path
         (("--url", "http://127.0.0.1:1", "--workload", "decode"), "serving workload only"),
         (("--url", "localhost"), "is no server"),
         (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: "),
-        (("--workload", "prefill", "--output", "/no/such/x", *SHORT), "--output /no/such/x"),
+        (("--workload", "prefill", "--output", "/no/such/x", *SHORT), "no folder /no/such"),
+        (("--output", "/"), "--output /: this is a folder"),
     ],
 )
 def test_what_cannot_be_measured_is_explained(
@@ -130,3 +153,77 @@ def test_what_cannot_be_measured_is_explained(
     code, out, err = cli("bench", bare, *RANDOM, *argv)
     assert (code, out) == (2, "")
     assert why in err
+
+
+def refuse_to_measure(*_: object) -> None:
+    raise AssertionError("something was measured")
+
+
+@pytest.mark.parametrize("name", ["no/such/x.json", "folder", "folder/file/x.json"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    name: str, bare: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_measure_here", refuse_to_measure)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("")
+    code, out, err = cli("bench", bare, *RANDOM, "--output", tmp_path / name)
+    assert (code, out) == (2, "")
+    assert f"--output {tmp_path / name}: " in err
+    assert len(err.splitlines()) == 1
+
+
+def test_what_is_looked_at_beforehand_stays_as_it_was(tmp_path: Path) -> None:
+    command.check_writable("--output", tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "old").write_text("kept")
+    command.check_writable("--output", tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+def test_what_was_measured_is_shown_even_if_it_cannot_be_written_in_the_end(
+    bare: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "folder" / "x.json"
+    file.parent.mkdir()
+    measure = command._measure_here
+
+    def measure_and_lose(*args: Any) -> None:
+        measure(*args)
+        file.parent.rmdir()
+
+    monkeypatch.setattr(command, "_measure_here", measure_and_lose)
+    argv = ("--workload", "prefill", *SHORT, "--output", file)
+    code, out, err = cli("bench", bare, *RANDOM, *argv)
+    assert code == 2
+    assert "prefill, one prompt alone" in out
+    assert f"--output {file}: No such file or directory" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "least"),
+    [
+        (("eval", "--num", "0"), 1),
+        (("eval", "--num", "2,3"), 1),
+        (("eval", "--show", "-1"), 0),
+        (("bench", "--repeats", "1,2"), 1),
+        (("bench", "--prompt-len", "many"), 1),
+        (("calibrate", "--threads", "0"), 1),
+        (("quantize", "model", "-o", "out", "--window", "1"), 2),
+        (("quantize", "model", "-o", "out", "--score", "-1"), 0),
+        (("profile", "--steps", "0"), 1),
+    ],
+)
+def test_one_number_is_one_number_with_its_least_value(
+    argv: tuple[str, ...], least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    why = f"argument {argv[-2]}: {argv[-1]!r} is no whole number of at least {least}"
+    assert why in capsys.readouterr().err
+
+
+def test_a_list_of_numbers_names_its_least_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--batch", "0,2"])
+    assert "no list of numbers such as 1,8,32, each at least 1" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cli import main
+from tests.captures import captures
 from tests.tiny_model import make_tiny_model
 
 FEW = ["--num-blocks", "64", "--dtype", "float32", "--input", "16", "--steps", "2", "-q"]
@@ -40,3 +41,27 @@ def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_folder_that_is_not_there(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["profile", model, *FEW, "--trace", "/nowhere/t.json"]) == 2
     assert "--trace /nowhere/t.json: there is no folder /nowhere" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_trace(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["profile", model, *FEW, "--trace", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"ridgeline: error: --trace {tmp_path}: this is a folder; name a file in it\n"
+    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.parent.glob(tmp_path.name + ".*"))
+
+
+@captures
+def test_guesses_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["profile", model, *FEW, "--speculate", "early:1:3"]
+    assert main.main(asked) == 0
+    out, _ = capsys.readouterr()
+    assert "a decode step of 4 tokens, 3 of them guesses" in out
+    assert "of the draft" in out
+    assert main.main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["guesses"] == [3, 3]
+    assert 0 < found["drafting_expected_s"] < found["expected_s"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,10 @@ from ridgeline.build import Built, build
 from ridgeline.config import EngineConfig
 from ridgeline.cost.roofline import step_cost
 from ridgeline.errors import ConfigError
-from ridgeline.measure.profile import Phase, Profile, kind_of, profile_steps
+from ridgeline.measure.profile import ClassTime, Phase, Profile, kind_of, profile_steps
+from ridgeline.observe.pricing import PricedStep
+from ridgeline.request import Request
+from tests.captures import captures
 from tests.conftest import TEST_DEVICE
 from tests.tiny_model import make_tiny_model
 
@@ -47,8 +51,8 @@ def test_classes_add_up_and_have_prices(built: Built, phase: Phase, batch: int, 
     assert by_kind["attention"].seconds > 0
     cost = step_cost(built.pricer.setup, found.shape)
     products = [price for price in cost.ops if price.op.kind == "matmul"]
-    assert by_kind["matmul"].expected_s == sum(price.expected_s for price in products)
-    assert by_kind["matmul"].flops == sum(p.op.count * p.op.flops for p in products)
+    assert by_kind["matmul"].expected_s == pytest.approx(sum(p.expected_s for p in products))
+    assert by_kind["matmul"].flops == pytest.approx(sum(p.op.count * p.op.flops for p in products))
     assert by_kind["matmul"].calls >= len(products)
     assert built.engine.is_idle
 
@@ -62,6 +66,100 @@ def test_the_trace_is_what_a_browser_reads(built: Built, tmp_path: Path) -> None
     profiled(built, trace=tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
+
+
+def test_a_trace_that_cannot_be_written_is_said(built: Built, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        profiled(built, trace=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert built.engine.is_idle
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    folder = tmp_path_factory.mktemp("guessing")
+    make_tiny_model(folder)
+
+    def make(speculate: str) -> Built:
+        return build(
+            EngineConfig(
+                model=str(folder),
+                device=TEST_DEVICE,
+                dtype="float32",
+                num_blocks=64,
+                max_num_seqs=4,
+                speculate=speculate.replace("MODEL", str(folder)),
+            )
+        )
+
+    return make
+
+
+class Scripted:
+    """In the place of the choice: so many guesses by the number of the step."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts, self.number = counts, 0
+
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        if not decoding:
+            return 0
+        self.number += 1
+        return self.counts[self.number % len(self.counts)]
+
+    def limit(self, request: Request, k: int) -> int:
+        return k
+
+    def observe(self, checked: object) -> None:
+        """Nothing is learned."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+@captures
+def test_each_step_is_priced_with_its_own_guesses(guessing: Callable[[str], Built]) -> None:
+    built = guessing("early:1")
+    built.engine.scheduler.guesses = Scripted((1, 3))
+    priced: list[PricedStep] = []
+    built.watch.pricing.followers.append(SimpleNamespace(on_priced=priced.append))
+    found = profiled(built, batch=1)
+    assert sorted(found.guesses) == [1, 1, 3, 3]
+    ran = priced[-found.num_steps :]
+    assert [step.shape for step in ran] == list(found.shapes)
+    assert found.num_tokens == 3
+    expected = sum(step.price.expected_s for step in ran) / len(ran)
+    assert found.cost.expected_s == pytest.approx(expected, rel=0.01)
+    drafting = sum(step.drafting_s for step in ran) / len(ran)
+    assert found.cost.draft_s == pytest.approx(drafting, rel=0.01)
+    assert found.cost.draft_s > 0
+
+
+def matmuls(found: Profile) -> ClassTime:
+    return next(row for row in found.classes if row.kind == "matmul")
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@captures
+def test_prices_hold_the_passes_of_a_draft_model(
+    guessing: Callable[[str], Built], phase: Phase
+) -> None:
+    """Of as many layers as the model here: three guesses are three more passes."""
+    plain = profiled(guessing("off"), phase=phase, batch=1)
+    found = profiled(guessing("draft:MODEL:3"), phase=phase, batch=1)
+    assert matmuls(found).flops > 1.5 * matmuls(plain).flops
+    assert matmuls(found).calls > 1.5 * matmuls(plain).calls
+    assert found.cost.draft_s > 0
+    assert set(found.guesses) == ({3} if phase == "decode" else {0})
+
+
+@captures
+def test_right_guesses_that_fill_the_context_are_said(guessing: Callable[[str], Built]) -> None:
+    built = guessing("synthetic:1:3")
+    steps = (built.resolved.max_model_len - 20) // 3
+    with pytest.raises(ConfigError, match="--speculate off"):
+        profiled(built, batch=1, num_steps=steps // 2)
+    assert built.engine.is_idle
 
 
 @pytest.mark.parametrize(
