@@ -133,22 +133,10 @@ def run(args: argparse.Namespace) -> int:
 
 def find_folder(model: str) -> Path:
     """The folder of MODEL. For a hub id only config.json is fetched. Raises ConfigError."""
-    from ridgeline.loader.hub import DEFAULT_REVISION, HUB_ID
+    from ridgeline.loader.hub import find_config
 
     path = Path(demo.located(model)).expanduser()
-    if path.exists():
-        return path
-    found = HUB_ID.fullmatch(model)
-    if found is None:
-        raise ConfigError(f"{model}: folder not found, and it is no hub id user/name[@revision]")
-    from huggingface_hub import hf_hub_download
-
-    revision = found["revision"] or DEFAULT_REVISION
-    try:
-        return Path(hf_hub_download(found["name"], "config.json", revision=revision)).parent
-    except Exception as error:  # whatever HTTP library the hub's client uses today
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{model}: no such folder, and not on the hub ({reason})") from None
+    return path if path.exists() else find_config(model)
 
 
 def count_parts(spec: ModelSpec) -> Parts:

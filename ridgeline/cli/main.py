@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from ridgeline import __version__
@@ -33,6 +35,8 @@ COMMANDS = {
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+WAY_OUT = "make room there, or write elsewhere"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 EXAMPLES = """examples:
   ridgeline chat                                            talk to the model that is bundled
@@ -104,23 +108,43 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, or 2 for an error that was explained in one line."""
-    args = parse(argv)
-    command = load_command(args.command)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = command.run(args)
-        sys.stdout.flush()
-        return code
+        return _run(argv)
     except RidgelineError as error:
         say_why(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; stop Python from failing again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _drop_output()
+        what = error.filename or "the output"
+        with suppress(OSError):  # standard error may be on the same disk
+            say_why(RidgelineError(f"{what} cannot be written: {error.strerror}; {WAY_OUT}"))
+        return EXIT_ERROR
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = parse(argv)
+    except SystemExit:
+        sys.stdout.flush()  # help that cannot be written ends like any other answer
+        raise
+    command = load_command(args.command)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code = command.run(args)
+    sys.stdout.flush()
+    return code
+
+
+def _drop_output() -> None:
+    """Stop Python from failing again when it flushes standard output at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say_why(error: RidgelineError) -> None:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--users", type=float, metavar="N", help="or people, who ask again after each answer"
     )
     traffic.add_argument(
-        "--think", type=time_span, default=0.0, metavar="T", help="after so long (default: at once)"
+        "--think", type=time_span, metavar="T", help="after so long (default: at once)"
     )
     traffic.add_argument("--input", type=int, required=True, metavar="I", help="prompt tokens")
     traffic.add_argument("--output", type=int, required=True, metavar="O", help="answer tokens")
@@ -120,9 +120,11 @@ def _rate(args: argparse.Namespace) -> float:
     if (args.rate is None) == (args.users is None):
         raise ConfigError("give either --rate or --users")
     if args.rate is not None:
+        if args.think is not None:
+            raise ConfigError("--think is for --users; leave it out, or give --users for --rate")
         return float(args.rate)
     promised_s = request_seconds(args.ttft, args.tpot, args.output)
-    return rate_of_users(args.users, args.think, promised_s)
+    return rate_of_users(args.users, args.think or 0.0, promised_s)
 
 
 def _offers(args: argparse.Namespace) -> tuple[Offer, ...]:

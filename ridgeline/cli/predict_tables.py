@@ -61,7 +61,8 @@ def _speed(prediction: Prediction) -> Table:
     table.add_row("tokens/s per user", *(f"{p.tokens_per_s_per_user:.4g}" for p in both))
     table.add_row("tokens/s in all", *(f"{p.tokens_per_s:.4g}" for p in both))
     table.add_row("requests/s", *(f"{p.request_rate:.3g}" for p in both))
-    table.add_row("most requests that fit", str(found.max_batch), "")
+    limit = "memory" if found.batch_limited_by == "memory" else "--max-num-batched-tokens"
+    table.add_row("most requests that fit", f"{found.max_batch} ({limit})", "")
     table.add_row("what binds", _bounds(found), "")
     table.add_row("figures are", found.origin, "")
     return table

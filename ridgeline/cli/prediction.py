@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeline.cli.machine import make_setup, price_band
+from ridgeline.cost.constants import Origin
 from ridgeline.cost.memory import MemoryPlan
 from ridgeline.cost.money import (
     Band,
@@ -18,6 +19,7 @@ from ridgeline.cost.money import (
 )
 from ridgeline.cost.pace import Pace
 from ridgeline.cost.roofline import OpCost
+from ridgeline.cost.setup import Setup
 from ridgeline.cost.steady import Part, Steady, context_limit, steady
 from ridgeline.errors import ConfigError
 
@@ -110,9 +112,10 @@ def costs(found: Steady, device_hour: Band) -> Costs:
     )
 
 
-def _caveats(found: Steady) -> list[str]:
-    setup, device = found.setup, found.setup.device
-    said = []
+def calibration_caveats(setup: Setup, origin: Origin) -> list[str]:
+    """What is to be said of the constants with which steps are priced; `origin` is the weakest of
+    their figures'."""
+    device, said = setup.device, []
     if setup.calibration is None:
         quick = "its peaks and bandwidth took seconds to measure, " if device.measured else ""
         said.append(
@@ -121,10 +124,16 @@ def _caveats(found: Steady) -> list[str]:
         )
     elif setup.calibration.device_name != device.name:
         said.append(f"the calibration is of {setup.calibration.device_name}, not {device.name}")
-    if found.origin == "extrapolated":
+    if origin == "extrapolated":
         said.append("extrapolated: some operators lie outside of what was measured")
-    elif found.origin == "assumed" and setup.calibration is not None:
+    elif origin == "assumed" and setup.calibration is not None:
         said.append("some operators were not measured, their efficiencies are assumed")
+    return said
+
+
+def _caveats(found: Steady) -> list[str]:
+    setup, device = found.setup, found.setup.device
+    said = calibration_caveats(setup, found.origin)
     if not setup.precision.fast_on(*device.words):
         weights, kv = setup.precision.names
         served = "served slower than priced" if setup.precision.served_today else "not served"
@@ -174,6 +183,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         },
         "caveats": list(prediction.caveats),
         "max_batch": found.max_batch,
+        "max_batch_limit": found.batch_limited_by,
         "saturated": {"batch": found.saturated.load.batch, **_pace_json(found.saturated)},
         "waterfall": {
             "ttft": _parts_json(found.ttft_parts),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
-from ridgeline.cli.bench import positive
+from ridgeline.cli.bench import positive, whole
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.session import console, note, paper
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ridgeline.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq", "awq")
+BITS = 4
 PRICED = {4: "int4", 8: "int8"}  # bits -> the number format that the cost model knows
 EXAMPLES = """Weights of attention and feed-forward become integers with a scale for each
 group; norms, embeddings, the output matrix and routers of experts stay as they are. One layer is in
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method", choices=METHODS, default="gptq", help="see below (default: %(default)s)"
     )
     group.add_argument(
-        "--bits", type=int, choices=range(2, 9), default=4, metavar="2..8", help="(default: 4)"
+        "--bits", type=int, choices=range(2, 9), metavar="2..8", help=f"(default: {BITS})"
     )
     group.add_argument(
         "--mixed",
@@ -101,7 +102,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--held-out", metavar="FILE", help="text of the report, another one (default: bundled)"
     )
-    _add_number(group, "--window", positive, 512, "TOKENS", "(default: %(default)s)")
+    _add_number(group, "--window", whole(2), 512, "TOKENS", "(default: %(default)s)")
     _add_number(group, "--num-windows", positive, 128, "N", "of calibration (128)")
     _add_number(group, "--num-held-out", positive, 32, "N", "windows of the report (32)")
     group.add_argument(
@@ -113,7 +114,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         "--per-layer", action="store_true", help="also what each layer alone costs; takes longer"
     )
     scored = "exact answers to N problems of each task of `ridgeline eval`, before and after"
-    _add_number(group, "--score", positive, 0, "N", scored)
+    _add_number(group, "--score", whole(0), 0, "N", scored)
 
 
 def _add_number(
@@ -169,7 +170,9 @@ def read_job(args: argparse.Namespace) -> Job:
 
     if not 0 < args.damping <= MAX_DAMPING:
         raise ConfigError(f"--damping is {args.damping}; it lies above 0 and at most {MAX_DAMPING}")
-    if args.predict_on and (args.bits not in PRICED or args.mixed is not None):
+    if args.mixed is not None and args.bits is not None:
+        raise ConfigError("--mixed is in place of --bits; leave one of the two out")
+    if args.predict_on and (_bits(args) not in PRICED or args.mixed is not None):
         raise ConfigError("--predict-on: the cost model knows 4 and 8 bits alone; leave it out")
     if args.group_size < 0:
         raise ConfigError(f"--group-size is {args.group_size}; give 0 for one scale a row, or more")
@@ -177,7 +180,7 @@ def read_job(args: argparse.Namespace) -> Job:
         raise ConfigError("--device cuda: torch finds no GPU here; leave it out to use the CPU")
     model = resolve_model(demo.located(args.model)).path
     dtype = stored_dtype(model)
-    grid = Grid(args.bits, args.group_size, not args.asymmetric, dtype)
+    grid = Grid(_bits(args), args.group_size, not args.asymmetric, dtype)
     gptq = GptqSettings(args.damping, not args.no_act_order)
     return Job(
         model,
@@ -187,6 +190,10 @@ def read_job(args: argparse.Namespace) -> Job:
         torch.device(args.device),
         args.per_layer,
     )
+
+
+def _bits(args: argparse.Namespace) -> int:
+    return BITS if args.bits is None else int(args.bits)
 
 
 def read_texts(args: argparse.Namespace, model: Path) -> Texts:
@@ -255,7 +262,8 @@ def predicted(args: argparse.Namespace) -> dict[str, float]:
         words = [args.model, "--device", args.predict_on, *weights]
         return predict(parser.parse_args(words)).found.tokens_per_s
 
-    return {"original": rate(), PRICED[args.bits]: rate("--weights", PRICED[args.bits])}
+    name = PRICED[_bits(args)]
+    return {"original": rate(), name: rate("--weights", name)}
 
 
 def _scores(args: argparse.Namespace, job: Job) -> dict[str, tuple[Row, ...]]:

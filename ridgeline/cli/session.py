@@ -105,9 +105,13 @@ def paper() -> Console:
     """Where tables that are the answer go: standard output, of a fixed width in a file or pipe."""
     from rich.console import Console
 
-    out = Console(highlight=False, emoji=False, markup=False)
+    class Paper(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end the program itself, with a code of its own
+
+    out = Paper(highlight=False, emoji=False, markup=False)
     if not out.is_terminal:
-        out = Console(highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
+        out = Paper(highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
     return out
 
 

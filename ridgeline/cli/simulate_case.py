@@ -12,11 +12,13 @@ from ridgeline.cli.machine import make_setup, price_band, read_model
 from ridgeline.cli.session import note, stage
 from ridgeline.cost.captured import MAX_CHECKED_TOKENS
 from ridgeline.cost.chunk import mixed_tokens
+from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory import device_kind
 from ridgeline.cost.money import Band
-from ridgeline.cost.pace import Load, Pace, saturation
+from ridgeline.cost.pace import Load, Pace, decode_shape, saturation
 from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import DraftSteps
 from ridgeline.cost.steady import seats, token_budget
@@ -91,16 +93,38 @@ class Case:
 
     def closed_form(self) -> Pace:
         """The pace at which one replica is full, for requests of the mean lengths."""
-        work, options = self.workload, self.options
-        num_input = max(1, round(sum(a.num_input for a in work) / len(work)))
-        num_output = max(1, round(sum(a.num_output for a in work) / len(work)))
-        full = Simulation(self.setup, work, options, rng=Random(0))
+        options, (num_input, num_output) = self.options, self.mean_lengths
+        full = Simulation(self.setup, self.workload, options, rng=Random(0))
         blocks = full.machine.num_blocks // len(full.machine.windows)
         places = blocks * options.block_size // (num_input + num_output)
         batch = max(1, min(full.limits.max_num_seqs, places))
         budget = max(full.limits.max_num_batched_tokens, batch)
         load, stages = Load(1, num_input, num_output, budget), self.setup.layout.pp
         return saturation(full.machine.pricer, load, batch, stages)
+
+    def least_requests(self, pace: Pace) -> int:
+        """How many requests a run needs to tell the capacity: those that fill empty places wait for
+        nobody, so where most of them do, the capacity reads too high."""
+        return SWEEP_BATCHES * pace.load.batch * self.setup.layout.replicas
+
+    @property
+    def mean_lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer."""
+        work = self.workload
+        return (
+            max(1, round(sum(a.num_input for a in work) / len(work))),
+            max(1, round(sum(a.num_output for a in work) / len(work))),
+        )
+
+    def origin(self, in_flight: float) -> Origin:
+        """Where the weakest figure comes from, of a step of so many decodes in all replicas and of
+        one that reads a prompt."""
+        num_input, num_output = self.mean_lengths
+        layout, chunk = self.setup.layout, min(num_input, self.options.max_num_batched_tokens)
+        batch = max(1, round(in_flight / layout.replicas / layout.pp))
+        middle = num_input + max(0, num_output - 2) // 2
+        shapes = (decode_shape(batch, middle), ((chunk, (num_input - chunk) // 2),))
+        return max((step_cost(self.setup, shape).origin for shape in shapes), key=ORIGINS.index)
 
 
 def sweep_requests(batch: int, load: float) -> int:

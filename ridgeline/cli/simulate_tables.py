@@ -13,7 +13,9 @@ from ridgeline.architectures.counts import (
     logits_flops,
 )
 from ridgeline.cli.plots import Chart, Series
+from ridgeline.cli.prediction import calibration_caveats
 from ridgeline.cli.session import paper
+from ridgeline.cli.simulate_case import SWEEP_BATCHES
 from ridgeline.cost.totals import attention_kinds
 from ridgeline.simulator.report import Spread, Summary, thinned, used_blocks
 from ridgeline.simulator.sweep import Point, Sweep, is_saturated
@@ -97,7 +99,7 @@ def show_run(case: Case, report: SimulationReport, outcome: Outcome) -> None:
     out.print(_latencies(outcome.summary, growing=grows(case, outcome)))
     out.print(_facts(case, report, outcome))
     for line in _notes(case, outcome):
-        out.print(f"  {line}")
+        out.print(f"  {line}", soft_wrap=True)
 
 
 def _latencies(summary: Summary, *, growing: bool) -> Table:
@@ -159,8 +161,10 @@ def _promise(case: Case) -> str:
 
 def _money(case: Case, summary: Summary) -> tuple[str, str]:
     paid, cost = case.usd_per_hour, summary.usd_per_million_output
-    if paid is None or cost is None:
+    if paid is None:
         return "-", "no price is known; say --price"
+    if cost is None:
+        return "-", "nothing was served, so there is no cost per token"
     low, high = (cost * price / paid.mid if paid.mid else 0.0 for price in (paid.low, paid.high))
     band = f" ({low:.3g} to {high:.3g})" if high > low else ""
     devices = f"{case.num_devices} device{'s' * (case.num_devices > 1)}"
@@ -168,7 +172,7 @@ def _money(case: Case, summary: Summary) -> tuple[str, str]:
 
 
 def _notes(case: Case, outcome: Outcome) -> Iterable[str]:
-    yield pricing_words(case)
+    yield from pricing_words(case, outcome.summary.mean_in_flight)
     if is_saturated(outcome.requests):
         yield (
             "saturated: more arrives than is done, and waits grow for as long as it goes on; "
@@ -181,14 +185,17 @@ def _notes(case: Case, outcome: Outcome) -> Iterable[str]:
         yield "guesses take no time here; name the model that makes them with --draft"
 
 
-def pricing_words(case: Case) -> str:
-    origin = case.setup.constants.origin
-    if origin == "assumed":
-        return (
+def pricing_words(case: Case, in_flight: float) -> Iterable[str]:
+    """Where the times of steps come from; what `predict` says of a calibration is said here too."""
+    if case.setup.calibration is None:
+        yield (
             "step times: cost model with assumed efficiencies, nobody has calibrated "
             f"{case.setup.device.name}"
         )
-    return f"step times: cost model, {origin}"
+        return
+    origin = case.origin(in_flight)
+    yield f"step times: cost model, {origin}"
+    yield from calibration_caveats(case.setup, origin)
 
 
 # ---------------------------------------------------------------------- one run, for a program
@@ -198,7 +205,7 @@ def run_json(case: Case, report: SimulationReport, outcome: Outcome) -> dict[str
     """Times in milliseconds, shares from 0 to 1. What grows without end is null."""
     curve = thinned(list(used_blocks(report.steps, report.num_replicas)))
     return {
-        **_about(case),
+        **_about(case, outcome.summary.mean_in_flight),
         **summary_json(outcome.summary, growing=grows(case, outcome)),
         "saturated": is_saturated(outcome.requests),
         "flop_share": flop_share(case, outcome),
@@ -211,9 +218,9 @@ def run_json(case: Case, report: SimulationReport, outcome: Outcome) -> dict[str
     }
 
 
-def _about(case: Case) -> dict[str, Any]:
+def _about(case: Case, in_flight: float) -> dict[str, Any]:
     weights, kv = case.setup.precision.names
-    layout = case.setup.layout
+    layout, origin = case.setup.layout, case.origin(in_flight)
     return {
         "model": case.args.model,
         "device": case.setup.device.name,
@@ -221,7 +228,8 @@ def _about(case: Case) -> dict[str, Any]:
         "num_devices": case.num_devices,
         "weights": weights,
         "kv": kv,
-        "pricing": case.setup.constants.origin,
+        "pricing": origin,
+        "caveats": calibration_caveats(case.setup, origin),
         "traffic": traffic(case),
         "usd_per_hour": None if case.usd_per_hour is None else asdict(case.usd_per_hour),
     }
@@ -301,7 +309,7 @@ def show_sweep(case: Case, found: Sweep, pace: Pace) -> None:
         table.add_row(*_sweep_row(point))
     out.print(table)
     for line in sweep_words(case, found, pace):
-        out.print(f"  {line}")
+        out.print(f"  {line}", soft_wrap=True)
 
 
 def _sweep_row(point: Point) -> list[str]:
@@ -326,6 +334,15 @@ def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
             f"saturated at {found.capacity:.4g} requests/s "
             f"(closed form: {closed:.4g}, with {pace.load.batch} in flight on each replica)"
         )
+    num_requests, least = found.last.summary.num_requests, case.least_requests(pace)
+    if num_requests < least:
+        places = least // SWEEP_BATCHES
+        more = "a trace with" if case.args.trace else "--requests"
+        yield (
+            f"too few requests: {num_requests} fill the {places} places "
+            f"{num_requests / places:.2g} times, and the rate that saturates them reads too high; "
+            f"{more} {least} or more fill them {SWEEP_BATCHES} times"
+        )
     best = found.best_goodput
     if best is not None and best.goodput_per_s:
         kept = share_words(best.summary.slo_share)
@@ -336,15 +353,19 @@ def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
     elif best is not None:
         yield f"no request kept {_promise(case)} at any rate"
     yield "TTFT and TPOT: medians and 99th percentiles; inside: requests waiting or running"
-    yield pricing_words(case)
+    yield from pricing_words(case, pace.load.batch * case.setup.layout.replicas)
 
 
 def sweep_json(case: Case, found: Sweep, pace: Pace) -> dict[str, Any]:
-    """`capacity_per_s` null: every rate was kept up with."""
+    """`capacity_per_s` null: every rate was kept up with; not `enough_requests`: it reads too
+    high, as the run that told it had fewer than `least_requests`."""
+    replicas, least = case.setup.layout.replicas, case.least_requests(pace)
     return {
-        **_about(case),
+        **_about(case, pace.load.batch * replicas),
         "capacity_per_s": found.capacity,
-        "closed_form_per_s": pace.request_rate * case.setup.layout.replicas,
+        "enough_requests": found.last.summary.num_requests >= least,
+        "least_requests": least,
+        "closed_form_per_s": pace.request_rate * replicas,
         "points": [
             {
                 "rate": point.rate,

@@ -7,6 +7,7 @@ two kinds of steps, those that only decode and those that also read prompts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ridgeline.architectures.rope_config import longest_context
 from ridgeline.architectures.spec import ModelSpec
@@ -20,7 +21,6 @@ from ridgeline.errors import ConfigError, DoesNotFit
 # Where nobody says, as `resolve` has them: most tokens of a step, most requests at once.
 TOKEN_BUDGET, DEFAULT_TOKEN_BUDGET = {"cpu": 2048}, 8192
 SEATS, DEFAULT_SEATS = {"cpu": 64}, 256
-MAX_BATCH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Steady:
     """`pace` is that of the load, `saturated` that of a full server: as many requests as it runs
-    at once, if they fit. `max_batch` requests have room in memory.
+    at once, if they fit. `max_batch` requests have room in memory and in a step (`batch_limited_by`
+    says in which there is no more).
 
     `decode` is the step of `batch` decodes in the middle of their answers, `prefill` the step that
     reads a prompt alone (a chunk from its middle, if it takes several). `mixed` is the average step
@@ -51,6 +52,11 @@ class Steady:
     whole_prompt_ideal_s: float
     memory: MemoryPlan
     max_batch: int
+
+    @property
+    def batch_limited_by(self) -> Literal["memory", "max_num_batched_tokens"]:
+        is_full_step = self.max_batch >= self.pace.load.max_num_batched_tokens
+        return "max_num_batched_tokens" if is_full_step else "memory"
 
     @property
     def ttft_s(self) -> float:
@@ -209,8 +215,8 @@ def check_context(spec: ModelSpec, load: Load) -> None:
 
 def batch_limit(setup: Setup, limits: Limits) -> int:
     """The most requests of full length that have room at once, with the working space of so many;
-    0 if none. At most the token budget, as each needs a token of a step, and MAX_BATCH."""
-    low, high = 0, min(MAX_BATCH, limits.max_num_batched_tokens)
+    0 if none. At most the token budget, as each needs a token of a step."""
+    low, high = 0, limits.max_num_batched_tokens
     while low < high:
         middle = (low + high + 1) // 2
         if plan_or_none(setup, _for_batch(limits, middle)) is None:

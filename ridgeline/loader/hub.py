@@ -81,18 +81,51 @@ def resolve_model(
     if folder.exists():
         check_folder(folder)
         return ModelFolder(folder, folder.resolve().name)
+    hub = _hub_of(model, endpoint, cache_dir)
+    return _resolve(hub, offline=_is_offline(offline), progress=progress)
+
+
+def find_config(
+    model: str,
+    *,
+    offline: bool | None = None,
+    endpoint: str | None = None,
+    cache_dir: Path | None = None,
+) -> Path:
+    """The folder with the config.json of a hub id, perhaps nothing else. As `resolve_model` for the
+    rest: what cannot be had is refused after one question, in the same words."""
+    hub = _hub_of(model, endpoint, cache_dir)
+    cached, offline = hub.snapshot(), _is_offline(offline)
+    if cached is not None and (offline or COMMIT.fullmatch(hub.revision)):
+        return cached
+    if offline:
+        hub.fail(f"offline, and its config.json is not in the cache at {hub.store}")
+    try:
+        return hub.download_config()
+    except _Unreachable as why:
+        if cached is None:
+            hub.fail_without_answer(why)
+        hub.say_cached(cached.name, why)
+        return cached
+
+
+def _hub_of(model: str, endpoint: str | None, cache_dir: Path | None) -> _Hub:
+    """ConfigError for what is no hub id."""
     found = HUB_ID.fullmatch(model)
     if found is None or ".." in model:
         raise ConfigError(f"{model}: folder not found, and it is no hub id user/name[@revision]")
-    hub = _Hub(
+    return _Hub(
         found["name"],
         found["revision"] or DEFAULT_REVISION,
         endpoint or os.environ.get("HF_ENDPOINT") or HUB,
         cache_dir or _cache_dir(os.environ),
     )
-    if offline is None:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    return _resolve(hub, offline=offline, progress=progress)
+
+
+def _is_offline(asked: bool | None) -> bool:
+    if asked is not None:
+        return asked
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _resolve(hub: _Hub, *, offline: bool, progress: Progress | None) -> ModelFolder:
@@ -105,15 +138,8 @@ def _resolve(hub: _Hub, *, offline: bool, progress: Progress | None) -> ModelFol
         return hub.download(progress)
     except _Unreachable as why:
         if cached is None:
-            hub.fail(f"the hub gave no answer ({why}), and the cache at {hub.store} lacks it")
-        say(
-            logger,
-            logging.WARNING,
-            "the hub gave no answer, using the cached copy",
-            model=hub.name,
-            revision=cached.revision,
-            reason=why,
-        )
+            hub.fail_without_answer(why)
+        hub.say_cached(cached.revision, why)
         return cached
 
 
@@ -139,20 +165,45 @@ class _Hub:
         where = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
         raise ConfigError(f"model {self.name}{where}: {reason}")
 
+    def fail_without_answer(self, why: _Unreachable) -> NoReturn:
+        self.fail(f"the hub gave no answer ({why}), and the cache at {self.store} lacks it")
+
+    def say_cached(self, commit: str | None, why: _Unreachable) -> None:
+        text = "the hub gave no answer, using the cached copy"
+        say(logger, logging.WARNING, text, model=self.name, revision=commit, reason=why)
+
     def cached(self) -> ModelFolder | None:
         """The copy in the cache, when no file of it is missing."""
+        folder = self.snapshot()
+        if folder is None or not _is_complete(folder):
+            return None
+        return ModelFolder(folder, self.name, folder.name)
+
+    def snapshot(self) -> Path | None:
+        """The folder in the cache, when it has a config.json at least."""
         ref = self.store / "refs" / self.revision
         commit = self.revision
         if not COMMIT.fullmatch(commit):
             commit = ref.read_text().strip() if ref.is_file() else ""
         folder = self.store / "snapshots" / commit
-        if not COMMIT.fullmatch(commit) or not _is_complete(folder):
+        if not COMMIT.fullmatch(commit) or not (folder / "config.json").is_file():
             return None
-        return ModelFolder(folder, self.name, commit)
+        return folder
+
+    def download_config(self) -> Path:
+        """The folder of config.json alone. _Unreachable when the hub cannot be asked at all."""
+        commit, sizes = self._ask()
+        self._check_config(sizes)
+        path = self.fetch("config.json", commit, _bar(lambda _: None))
+        if self.cached() is None:  # a whole model of an older commit stays what is used offline
+            self._remember(commit)
+        return path.parent
 
     def download(self, progress: Progress | None) -> ModelFolder:
         """Fetch what is missing. _Unreachable when the hub cannot be asked at all."""
         commit, sizes = self._ask()
+        self._check_config(sizes)
+        self._check_weights(sizes)
         wanted = [name for name in SMALL_FILES if name in sizes]
         if SINGLE_FILE in sizes:
             wanted.append(SINGLE_FILE)
@@ -181,15 +232,14 @@ class _Hub:
             self._explain(error)
         if info.sha is None or not COMMIT.fullmatch(info.sha):
             self.fail("the hub did not say which commit this is")
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        self._check_files(sizes)
-        return info.sha, sizes
+        return info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
-    def _check_files(self, names: Iterable[str]) -> None:
-        names = set(names)
+    def _check_config(self, names: Iterable[str]) -> None:
         if "config.json" not in names:
             self.fail("it has no config.json on the hub, so it is no model that can be served")
-        if not {SINGLE_FILE, INDEX_FILE} & names:
+
+    def _check_weights(self, names: Iterable[str]) -> None:
+        if not {SINGLE_FILE, INDEX_FILE} & set(names):
             pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
             what = f"only pickled weights ({pickles[0]})" if pickles else f"no {SINGLE_FILE}"
             self.fail(f"it has {what} on the hub; only safetensors are served")
@@ -238,7 +288,8 @@ class _Hub:
             )
 
     def _remember(self, commit: str) -> None:
-        """Note the commit of a branch or tag once all its files are here, for offline starts."""
+        """Note the commit of a branch or tag once what was wanted of it is here, for offline
+        starts."""
         if COMMIT.fullmatch(self.revision):
             return
         ref = self.store / "refs" / self.revision
@@ -289,8 +340,7 @@ def _bar(advance: Callable[[int], None]) -> type:
 
 
 def _is_complete(folder: Path) -> bool:
-    if not (folder / "config.json").is_file():
-        return False
+    """Whether it has all weights; a snapshot has its config.json."""
     if (folder / SINGLE_FILE).is_file():
         return True
     index = folder / INDEX_FILE

@@ -32,6 +32,7 @@ from ridgeline.step import (
 )
 
 VERSION = 1
+WHAT_IT_IS = "An event log is what --event-log of serve, generate or bench has written"
 logger = logging.getLogger(__name__)
 
 
@@ -397,19 +398,27 @@ def read_event_logs(path: Path) -> tuple[EventLog, ...]:
     """All lives in a file, oldest first. ConfigError names the file and the line at fault."""
     lives: list[tuple[EngineHeader, list[Event]]] = []
     for number, record in _records(path):
+        kind = str(record.pop("event", ""))
+        if kind != "engine" and kind not in _READERS:
+            raise _no_event(path, number, 'it has no "event" that is known')
+        if kind != "engine" and not lives:
+            raise _no_event(path, number, "the engine is not named before it")
         try:
-            kind = record.pop("event")
             if kind == "engine":
                 lives.append((_header(record), []))
             else:
                 lives[-1][1].append(_READERS[kind](record))
-        except (KeyError, IndexError, TypeError, ValueError, RequestFault) as problem:
-            raise ConfigError(
-                f"{path} line {number} is no line of an event log: {problem!r}"
-            ) from None
+        except KeyError as missing:
+            raise _no_event(path, number, f"its {kind!r} lacks {missing}") from None
+        except (IndexError, TypeError, ValueError, RequestFault) as problem:
+            raise _no_event(path, number, f"its {kind!r} does not read: {problem}") from None
     if not lives:
-        raise ConfigError(f"{path} is no event log: it has no line with the event 'engine'")
+        raise ConfigError(f"{path} is no event log: it has no line with an event. {WHAT_IT_IS}")
     return tuple(EventLog(header, tuple(events)) for header, events in lives)
+
+
+def _no_event(path: Path, number: int, why: str) -> ConfigError:
+    return ConfigError(f"{path} line {number} is no event: {why}. {WHAT_IT_IS}")
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -425,9 +434,9 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except json.JSONDecodeError:
             if number == len(lines) or lines[number].startswith('{"event":"engine"'):
                 continue  # the process died while it wrote this line
-            raise ConfigError(f"{path} line {number} is no line of an event log") from None
+            raise _no_event(path, number, "it is no JSON") from None
         if not isinstance(record, dict):
-            raise ConfigError(f"{path} line {number} is no line of an event log")
+            raise _no_event(path, number, "it is no JSON object")
         yield number, record
 
 

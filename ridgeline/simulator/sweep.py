@@ -110,6 +110,11 @@ class Sweep:
     capacity: float | None
 
     @property
+    def last(self) -> Point:
+        """The run that told the capacity, of the highest rate."""
+        return self.points[-1]
+
+    @property
     def best_goodput(self) -> Point | None:
         """The point that keeps the most promises a second; None when none were made."""
         kept = [p for p in self.points if p.goodput_per_s is not None]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.hub_server import serve_hub
 from tests.tiny_model import tiny_config
 
 GGUF_FILES = Path(__file__).parents[1] / "loader" / "gguf_files"
@@ -101,28 +102,31 @@ def test_no_model_there(name: str, cli: Cli) -> None:
 
 
 def test_of_a_hub_model_only_the_config_is_fetched(
-    bare: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    bare: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, str, str]] = []
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with serve_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add("user/model", bare)
+        hub.add("user/model", bare, "b" * 40, "v2")
+        assert cli("inspect", "user/model@v2")[0] == 0
+        assert cli("inspect", "user/model")[0] == 0
+        assert hub.files_asked_for() == {"config.json"}
+    assert {path.name for path in tmp_path.glob("hub/*/snapshots/*")} == {"a" * 40, "b" * 40}
 
-    def download(name: str, file: str, *, revision: str) -> str:
-        asked.append((name, file, revision))
-        return str(bare / "config.json")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert cli("inspect", "user/model@v2")[0] == 0
-    assert cli("inspect", "user/model")[0] == 0
-    assert asked == [("user/model", "config.json", "v2"), ("user/model", "config.json", "main")]
-
-
-def test_a_hub_that_says_no_is_quoted(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> str:
-        raise OSError("access is restricted\nmore lines")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    code, out, err = cli("inspect", "user/model")
-    assert (code, out) == (2, "")
-    assert err.endswith("not on the hub (access is restricted)\n")
+@pytest.mark.parametrize("command", ["inspect", "predict"])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    command: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with serve_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.status = 503
+        code, out, err = cli(command, "user/model")
+        assert (code, out, len(hub.requests)) == (2, "", 1)
+    assert err.startswith("ridgeline: error: model user/model: the hub gave no answer (HTTP 503)")
+    assert err.count("\n") == 1
 
 
 def test_a_gguf_file_is_shown_like_a_folder(cli: Cli) -> None:

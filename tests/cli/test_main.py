@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,52 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
         child.stdout.close()
         err = child.stderr.read()
     assert (child.returncode, err) == (141, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("argv", [["inspect"], ["inspect", "--json"], ["--help"]])
+def test_a_closed_pipe_has_one_exit_code(argv: list[str], unbuffered: str) -> None:
+    """Tables go through rich, which would end with a code of its own."""
+    if argv == ["--help"] and unbuffered:
+        pytest.skip("argparse itself drops what it cannot write")
+    read, write = os.pipe()
+    os.close(read)
+    done = command(argv, write, unbuffered)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("argv", [["inspect"], ["inspect", "--json"], ["--help"]])
+def test_a_full_disk_is_one_line(argv: list[str], unbuffered: str) -> None:
+    if argv == ["--help"] and unbuffered:
+        pytest.skip("argparse itself drops what it cannot write")
+    done = command(argv, os.open("/dev/full", os.O_WRONLY), unbuffered)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "ridgeline: error: the output cannot be written: No space left on device; make room "
+        "there, or write elsewhere\n"
+    )
+
+
+def command(argv: list[str], out: int, unbuffered: str) -> subprocess.CompletedProcess[str]:
+    """Run it with this descriptor as standard output, which is closed here."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "ridgeline", *argv],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    finally:
+        os.close(out)
+
+
+def test_other_faults_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, PermissionError(13, "Permission denied"))
+    with pytest.raises(PermissionError):
+        main.main(["generate", "m", "-p", "x"])
 
 
 def test_prompts_come_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

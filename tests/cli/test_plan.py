@@ -106,6 +106,7 @@ def test_people_read_tables(bare: Path, cli: Cli) -> None:
     [
         ((), "--rate or --users"),
         (("--rate", 1, "--users", 1), "--rate or --users"),
+        (("--rate", 1, "--think", "5s"), "--think is for --users"),
         (("--rate", 1, "--devices", "h1000"), "h100-sxm"),
         (("--rate", 1, "--devices", ","), "no device"),
         (("--rate", 1, "--devices", "l4", "--price", "l4"), "DEVICE=DOLLARS"),

@@ -309,6 +309,15 @@ def test_tables_have_both_units_and_say_everything_a_figure_needs(big: Path, cli
         assert words in out, words
 
 
+def test_what_limits_the_batch_is_said(big: Path, cli: Cli) -> None:
+    assert predict(cli, big, *EIGHT)["max_batch_limit"] == "memory"
+    assert "(memory)" in cli("predict", big, *EIGHT)[1]
+    short = (*EIGHT, "--max-num-batched-tokens", 64)
+    found = predict(cli, big, *short)
+    assert (found["max_batch"], found["max_batch_limit"]) == (64, "max_num_batched_tokens")
+    assert "64 (--max-num-batched-tokens)" in cli("predict", big, *short)[1]
+
+
 def test_nothing_heavy_is_loaded(big: Path) -> None:
     code = f"""
 import sys

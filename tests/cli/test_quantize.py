@@ -100,6 +100,7 @@ def test_texts_of_ones_own(cli: Cli, model: Path, tmp_path: Path) -> None:
         (("--group-size", 128), "group_size 128 does not divide a row of 32 weights"),
         (("--bits", 3, "--predict-on", "h100-sxm"), "--predict-on: the cost model knows 4 and 8"),
         (("--mixed", 9, "--group-size", 0), "--mixed is 9.0 bits; it lies between 2 and 8"),
+        (("--mixed", 4, "--bits", 4, "--group-size", 0), "--mixed is in place of --bits; leave"),
         (("--group-size", -1), "--group-size is -1; give 0"),
         (("--damping", 0), "--damping is 0.0; it lies above 0"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from ridgeline.cli.main import parse
 from ridgeline.cli.simulate import drafts, lengths, time_span
 from ridgeline.cli.simulate_case import make_case
+from ridgeline.cost.constants import default_calibration
+from ridgeline.cost.hardware import find_device
 from ridgeline.formats import TOKEN_BUCKETS
 from tests.cli.conftest import Cli
 from tests.tiny_model import tiny_config
@@ -120,6 +123,58 @@ def test_a_sweep_finds_where_it_saturates(model: Path, cli: Cli) -> None:
     code, out, _ = cli("simulate", model, *DEVICE, *argv)
     assert code == 0
     assert f"saturated at {found['capacity_per_s']:.4g} requests/s" in out
+
+
+def test_a_sweep_of_too_few_requests_says_so(model: Path, cli: Cli) -> None:
+    """Requests that fill empty places wait for nobody: 40 of them do not show 64 places."""
+    argv = ("--rate", 1, "--output", 32, "--max-num-seqs", 64, "--sweep", "--requests")
+    few = simulate(cli, model, *argv, 40)
+    assert (few["enough_requests"], few["least_requests"]) == (False, 5 * 64)
+    assert few["capacity_per_s"] > 1.3 * few["closed_form_per_s"]
+    _, out, _ = cli("simulate", model, *DEVICE, *argv, 40)
+    assert "too few requests: 40 fill the 64 places 0.62 times" in out
+    assert "--requests 320 or more" in out
+    enough = simulate(cli, model, *argv, 320)
+    assert enough["enough_requests"]
+    assert enough["capacity_per_s"] == pytest.approx(enough["closed_form_per_s"], rel=0.1)
+    assert "too few requests" not in cli("simulate", model, *DEVICE, *argv, 320)[1]
+
+
+def test_nothing_served_costs_nothing_per_token(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 8, "--requests", 20, "--num-blocks", 10)
+    found = simulate(cli, model, *argv)
+    assert (found["num_finished"], found["usd_per_million_output"]) == (0, None)
+    out = cli("simulate", model, *DEVICE, *argv)[1]
+    assert "nothing was served, so there is no cost per token" in out
+    assert "no price is known" not in out
+    unpriced = cli("simulate", model, "--device", "a10", *argv)[1]
+    assert "no price is known; say --price" in unpriced
+
+
+def test_a_calibration_of_another_device_is_named_as_predict_does(
+    model: Path, tmp_path: Path, cli: Cli
+) -> None:
+    made = replace(
+        default_calibration(find_device("l4")),
+        origin="calibrated",
+        ranges={"matmul.m": (64.0, 4096.0)},
+    )
+    record = tmp_path / "l4.json"
+    record.write_text(json.dumps(made.to_json()))
+    argv = ("--rate", 20, *SHORT, "--calibration", record)
+    found = simulate(cli, model, *argv)
+    told = cli("predict", model, *DEVICE, "--calibration", record, "--json")[1]
+    assert found["caveats"] == json.loads(told)["caveats"]
+    assert found["caveats"][0] == "the calibration is of l4, not h100-sxm"
+    assert found["caveats"][1].startswith("extrapolated")
+    assert found["pricing"] == "extrapolated"
+    for more in ((), ("--sweep",)):
+        _, out, _ = cli("simulate", model, *DEVICE, *argv, *more)
+        assert "the calibration is of l4, not h100-sxm" in out
+    record.write_text(json.dumps(replace(made, device_name="h100-sxm", ranges={}).to_json()))
+    own = simulate(cli, model, *argv)
+    assert (own["pricing"], own["caveats"]) == ("calibrated", [])
+    assert "step times: cost model, calibrated" in cli("simulate", model, *DEVICE, *argv)[1]
 
 
 def test_a_policy_that_keeps_promises_keeps_more_of_them(model: Path, cli: Cli) -> None:

@@ -102,6 +102,18 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert cache > (most + 1) * 2000 * 524_288
 
 
+def test_the_largest_batch_is_that_of_memory_or_of_a_step() -> None:
+    """4096 was once a limit that nobody had asked for."""
+    setup = Setup(LLAMA_3_8B, find_device("m3-ultra"), precision=Precision.named("int4", "int8"))
+    roomy = steady(setup, batch=1, num_input=512, num_output=128)
+    assert (roomy.max_batch > 4096, roomy.batch_limited_by) == (True, "memory")
+    steady(setup, batch=roomy.max_batch, num_input=512, num_output=128)
+    with pytest.raises(DoesNotFit):
+        steady(setup, batch=roomy.max_batch + 1, num_input=512, num_output=128)
+    step = steady(setup, batch=1, num_input=512, num_output=128, max_num_batched_tokens=100)
+    assert (step.max_batch, step.batch_limited_by) == (100, "max_num_batched_tokens")
+
+
 def test_a_model_that_does_not_fit_says_what_would() -> None:
     with pytest.raises(DoesNotFit) as error:
         steady(Setup(LLAMA_3_70B, H100), batch=1, num_input=1000, num_output=100)

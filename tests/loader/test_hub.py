@@ -13,6 +13,7 @@ import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.loader import ModelFolder, open_checkpoint, resolve_model
+from ridgeline.loader.hub import find_config
 from tests.hub_server import HubServer, serve_hub
 from tests.loader.write import write_safetensors, write_sharded
 
@@ -252,6 +253,50 @@ def test_an_unreachable_hub_and_an_empty_cache(tmp_path: Path) -> None:
         port = closed.getsockname()[1]
     with pytest.raises(ConfigError, match=r"gave no answer \(Connect.*Error\), and the cache at"):
         resolve_model("someone/model", endpoint=f"http://127.0.0.1:{port}")
+
+
+def test_a_config_alone_comes_once_and_then_from_the_cache(hub: HubServer, tmp_path: Path) -> None:
+    """Of a model whose weights could not be served, too."""
+    source = make_model(tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    hub.add("someone/model", source)
+    found = find_config("someone/model", endpoint=hub.url)
+    assert [path.name for path in found.iterdir()] == ["config.json"]
+    assert hub.files_asked_for() == {"config.json"}
+    hub.stop()
+    assert find_config("someone/model", endpoint=hub.url) == found
+    assert find_config("someone/model", endpoint=hub.url, offline=True) == found
+    assert find_config(f"someone/model@{COMMIT}", endpoint=hub.url) == found
+
+
+def test_a_look_at_a_new_config_leaves_the_whole_model_in_the_cache(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    hub.add("someone/model", make_model(tmp_path / "source"))
+    whole = get(hub)
+    hub.add("someone/model", make_model(tmp_path / "next", rows=5), NEXT_COMMIT)
+    assert find_config("someone/model", endpoint=hub.url).name == NEXT_COMMIT
+    assert get(hub, offline=True) == whole
+
+
+def test_a_config_that_is_not_to_be_had_is_refused_like_a_model(
+    hub: HubServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    for model, endpoint, offline in (
+        ("someone/model", nobody, False),
+        ("someone/nothing", hub.url, False),
+        ("./a/b", hub.url, False),
+    ):
+        with pytest.raises(ConfigError) as of_model:
+            resolve_model(model, endpoint=endpoint, offline=offline)
+        with pytest.raises(ConfigError) as of_config:
+            find_config(model, endpoint=endpoint, offline=offline)
+        assert str(of_config.value) == str(of_model.value)
+    with pytest.raises(ConfigError, match=r"offline, and its config\.json is not in the cache"):
+        find_config("someone/model", offline=True)
+    assert capfd.readouterr() == ("", "")  # the hub's client tells of each of its tries
 
 
 def test_offline_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,11 +154,13 @@ def test_a_line_cut_off_by_death_is_left_out_and_a_new_life_follows(tmp_path: Pa
     ("text", "why"),
     [
         ("", "no event log"),
-        ("{}\n", "line 1"),
-        ("[1]\n{}\n", "line 1"),
-        ("hello\nworld\n", "line 1"),
+        ("{}\n", 'line 1 is no event: it has no "event" that is known'),
+        ('\n{"event": ["add"]}\n', 'line 2 is no event: it has no "event" that is known'),
+        ("[1]\n{}\n", "line 1 is no event: it is no JSON object"),
+        ("hello\nworld\n", "line 1 is no event: it is no JSON"),
         ('{"event":"engine","version":99,"windows":[]}\n', "version 99"),
-        ('{"event":"add"}\n', "line 1"),
+        ('{"event":"engine"}\n', "line 1 is no event: its 'engine' lacks 'version'"),
+        ('{"event":"add"}\n', "line 1 is no event: the engine is not named before it"),
     ],
 )
 def test_another_file_is_refused_by_name_and_line(text: str, why: str, tmp_path: Path) -> None:
@@ -166,7 +168,23 @@ def test_another_file_is_refused_by_name_and_line(text: str, why: str, tmp_path:
     path.write_text(text)
     with pytest.raises(ConfigError, match=why) as caught:
         read_event_log(path)
-    assert str(path) in str(caught.value)
+    said = str(caught.value)
+    assert said.startswith(str(path))
+    assert said.endswith("An event log is what --event-log of serve, generate or bench has written")
+    assert not any(word in said for word in ("Error", "\n"))
+
+
+def test_an_event_that_does_not_read_is_named(tmp_path: Path) -> None:
+    text, _ = log_of(tmp_path, Request("a", (1,), SamplingParams(max_tokens=2), 0.0))
+    path = tmp_path / "other.jsonl"
+    lines = text.count("\n") + 1
+    for event, why in (
+        ({"event": "submit", "now": 1.0}, "its 'submit' lacks 'step'"),
+        ({"event": "plan", "now": 1.0, "step": 9, "rows": 5}, "its 'plan' does not read"),
+    ):
+        path.write_text(f"{text}{json.dumps(event)}\n")
+        with pytest.raises(ConfigError, match=f"line {lines} is no event: {why}"):
+            read_event_log(path)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
