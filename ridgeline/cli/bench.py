@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.session import add_session_flags, note, open_llm, stage
+from ridgeline.cli.values import check_writable, numbers, positive, words
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,41 +37,6 @@ examples:
   ridgeline bench path/to/model --workload serving --rate 8 --url http://127.0.0.1:8000
   ridgeline bench path/to/model --json --output result.json
 """
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of "1,8,32", each at least 1."""
-    try:
-        found = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of numbers such as 1,8,32, each at least 1"
-        )
-    return found
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Reads one whole number of at least `least`."""
-
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-        return number
-
-    return read
-
-
-positive = whole(1)
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,27 +119,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--url measures the serving workload only")
     if args.output:
         check_writable("--output", Path(args.output))
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Before minutes are spent on what would be in the file: ConfigError when it cannot be written.
-    Leaves all as it was."""
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not path.is_file():
-        return  # a pipe: whoever reads it would take a closed one for its end
-    is_new = not path.exists()
-    try:
-        with path.open("ab"):
-            pass
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {path}: cannot be written ({error.strerror}); name another file"
-        ) from None
 
 
 def _write(args: argparse.Namespace, text: str) -> ConfigError | None:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ridgeline.cli.bench import positive, words
 from ridgeline.cli.session import console, note, paper
+from ridgeline.cli.values import positive, words
 
 if TYPE_CHECKING:
     from rich.console import Console

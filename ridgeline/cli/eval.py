@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.cli.bench import positive, whole, words
 from ridgeline.cli.engine_flags import engine_options
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
+from ridgeline.cli.values import positive, whole, words
 
 if TYPE_CHECKING:
     from ridgeline.evaluation.questions import Answered

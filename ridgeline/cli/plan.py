@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import THIS
 from ridgeline.cli.session import stage
-from ridgeline.cli.simulate import time_span
+from ridgeline.cli.values import time_span
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:

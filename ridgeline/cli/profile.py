@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.cli.bench import check_writable, positive
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
+from ridgeline.cli.values import check_writable, positive
 
 if TYPE_CHECKING:
     from ridgeline.measure.profile import Profile

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
-from ridgeline.cli.bench import positive, whole
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.session import console, note, paper
+from ridgeline.cli.values import positive, whole
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import add_machine_flags
 from ridgeline.cli.session import stage
+from ridgeline.cli.values import time_span
 from ridgeline.errors import ConfigError
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
@@ -41,20 +41,6 @@ examples:
       --router prefix-aware --timeline requests.jsonl
   ridgeline simulate user/model --device h100-sxm --rate 8 --batching static     and then without
 """
-
-_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1e-3}
-
-
-def time_span(text: str) -> float:
-    """Seconds of "200ms", "1.5s" or "80" (milliseconds)."""
-    match = re.fullmatch(r"([0-9.eE+-]+)\s*(us|ms|s)?", text.strip())
-    try:
-        value = float(match[1]) * _TIME_UNITS[match[2] or ""] if match else 0.0
-    except ValueError:
-        value = 0.0
-    if not 0 < value < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 200ms or 1.5s, above 0")
-    return value
 
 
 def lengths(text: str) -> Lengths:

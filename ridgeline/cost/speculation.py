@@ -12,7 +12,7 @@ that waits for memory; the form above holds for any batch B and context S.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -188,6 +188,13 @@ class DraftSteps:
         one = self.pricer.totals(((self.begin, context + 1 - self.begin),))
         first_s = self.pricer.pass_seconds_of(repeated(one, batch), batch)
         return first_s + run.total(num_drafts - 1, first=1)
+
+    def passes(self, batch: int, context: int, num_drafts: int) -> Iterator[StepShape]:
+        """Those that `seconds` is the time of."""
+        begin = self.begin if context >= self.begin else 1
+        for done in range(num_drafts):
+            new = 1 if done else begin
+            yield ((new, context + 1 + done - new),) * batch
 
 
 def head_spec(target: ModelSpec) -> ModelSpec:

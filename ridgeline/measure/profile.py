@@ -334,7 +334,7 @@ class _Prices:
             batch, context = len(guesses), sum(entry.start for entry in rows) // len(rows)
             draft_s += drafter.seconds(batch, context, max(guesses))
             if isinstance(drafter, DraftSteps):
-                shapes = _draft_shapes(drafter, batch, context, max(guesses))
+                shapes = drafter.passes(batch, context, max(guesses))
                 passes += [step_cost(drafter.pricer.setup, shape) for shape in shapes]
         prompts = tuple(
             (entry.num_tokens, entry.start)
@@ -346,16 +346,6 @@ class _Prices:
             draft_s += pricer.pass_seconds_of(pricer.totals(prompts), 0)
             passes.append(step_cost(pricer.setup, prompts, 0))
         return _PlanCost(tuple(passes), draft_s)
-
-
-def _draft_shapes(
-    drafter: DraftSteps, batch: int, context: int, num_guesses: int
-) -> Iterator[StepShape]:
-    """The passes that `drafter.seconds` is the time of."""
-    begin = drafter.begin if context >= drafter.begin else 1
-    yield ((begin, context + 1 - begin),) * batch
-    for done in range(1, num_guesses):
-        yield ((1, context + done),) * batch
 
 
 def _mean(costs: Sequence[_PlanCost]) -> MeanCost:

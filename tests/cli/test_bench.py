@@ -11,6 +11,7 @@ import torch
 
 from ridgeline.cli import bench as command
 from ridgeline.cli.main import main
+from ridgeline.cli.values import check_writable
 from ridgeline.measure import bandwidth
 from tests.captures import captures
 from tests.cli.conftest import Cli
@@ -173,10 +174,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
 
 
 def test_what_is_looked_at_beforehand_stays_as_it_was(tmp_path: Path) -> None:
-    command.check_writable("--output", tmp_path / "new")
+    check_writable("--output", tmp_path / "new")
     assert not list(tmp_path.iterdir())
     (tmp_path / "old").write_text("kept")
-    command.check_writable("--output", tmp_path / "old")
+    check_writable("--output", tmp_path / "old")
     assert (tmp_path / "old").read_text() == "kept"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Cli
-from tests.hub_server import serve_hub
+from tests.hub_server import HubServer, serve_hub
 from tests.tiny_model import tiny_config
 
 GGUF_FILES = Path(__file__).parents[1] / "loader" / "gguf_files"
@@ -101,30 +102,31 @@ def test_no_model_there(name: str, cli: Cli) -> None:
     assert "folder not found" in err
 
 
-def test_of_a_hub_model_only_the_config_is_fetched(
-    bare: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Asked by this process, whose cache is empty."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with serve_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        hub.add("user/model", bare)
-        hub.add("user/model", bare, "b" * 40, "v2")
-        assert cli("inspect", "user/model@v2")[0] == 0
-        assert cli("inspect", "user/model")[0] == 0
-        assert hub.files_asked_for() == {"config.json"}
+        yield hub
+
+
+def test_of_a_hub_model_only_the_config_is_fetched(
+    bare: Path, tmp_path: Path, cli: Cli, hub: HubServer
+) -> None:
+    hub.add("user/model", bare)
+    hub.add("user/model", bare, "b" * 40, "v2")
+    assert cli("inspect", "user/model@v2")[0] == 0
+    assert cli("inspect", "user/model")[0] == 0
+    assert hub.files_asked_for() == {"config.json"}
     assert {path.name for path in tmp_path.glob("hub/*/snapshots/*")} == {"a" * 40, "b" * 40}
 
 
 @pytest.mark.parametrize("command", ["inspect", "predict"])
-def test_a_hub_that_does_not_answer_is_asked_once(
-    command: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with serve_hub() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        hub.status = 503
-        code, out, err = cli(command, "user/model")
-        assert (code, out, len(hub.requests)) == (2, "", 1)
+def test_a_hub_that_does_not_answer_is_asked_once(command: str, cli: Cli, hub: HubServer) -> None:
+    hub.status = 503
+    code, out, err = cli(command, "user/model")
+    assert (code, out, len(hub.requests)) == (2, "", 1)
     assert err.startswith("ridgeline: error: model user/model: the hub gave no answer (HTTP 503)")
     assert err.count("\n") == 1
 

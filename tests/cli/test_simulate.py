@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ridgeline.cli.main import parse
-from ridgeline.cli.simulate import drafts, lengths, time_span
+from ridgeline.cli.simulate import drafts, lengths
 from ridgeline.cli.simulate_case import make_case
+from ridgeline.cli.values import time_span
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import find_device
 from ridgeline.formats import TOKEN_BUCKETS

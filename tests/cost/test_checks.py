@@ -190,6 +190,20 @@ def test_prompts_alone_wait_for_the_host() -> None:
     assert not is_lone(step_totals((), ((4, 9),)))
 
 
+@pytest.mark.parametrize("begin", [1, 2])
+@pytest.mark.parametrize(("batch", "context", "num_drafts"), [(1, 100, 4), (8, 500, 1), (3, 1, 2)])
+def test_a_draft_takes_as_long_as_its_passes(
+    begin: int, batch: int, context: int, num_drafts: int
+) -> None:
+    draft = Pricer(replace(pricer().setup, spec=LLAMA_3_1B))
+    drafts = DraftSteps(draft, begin)
+    passes = list(drafts.passes(batch, context, num_drafts))
+    whole = sum(draft.pass_seconds_of(draft.totals(shape), batch) for shape in passes)
+    assert drafts.seconds(batch, context, num_drafts) == pytest.approx(whole, rel=1e-9)
+    last_new, last_start = passes[-1][0]
+    assert (len(passes), last_new + last_start) == (num_drafts, context + num_drafts)
+
+
 def test_guesses_and_their_check_are_one_step_of_the_host() -> None:
     idle = pricer(constants(host=replace(HOST, c0_s=1.0)))
     drafts = DraftSteps(Pricer(replace(idle.setup, spec=LLAMA_3_1B)), begin=2)

@@ -319,7 +319,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_a_trial_runs_steps_as_an_engine_that_is_started_with_its_command(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `simulate` takes for the same device, model and limits; that is held against `serve`."""
+    """The bound that `simulate` takes for the same device, model and limits."""
     seen: list[Options] = []
 
     class Watched(Simulation):
