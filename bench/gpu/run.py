@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
@@ -39,6 +40,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from card import watched
 from processes import first_token, load_server, served, write_weights
 
 import ridgeline
@@ -108,8 +110,9 @@ def package(name: str) -> str | None:
 class Results:
     """The rows in a file, which is complete after each of them."""
 
-    def __init__(self, path: str, **common: Any) -> None:
+    def __init__(self, path: str, *, watch: bool = False, **common: Any) -> None:
         self.path = Path(path)
+        self.watch = watch
         self.common = common
 
     def start(self, about: Row, *, append: bool) -> None:
@@ -128,12 +131,14 @@ class Results:
     def try_row(self, name: Row, measure: Callable[[], Row]) -> None:
         """Add what `measure` gives, or that it failed; `name` says which row it is."""
         started = time.monotonic()
-        try:
-            row = measure() | name
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            row = name | {"error": why[:1000]}
-        self.add(row | {"took_s": time.monotonic() - started})
+        with watched() if self.watch else nullcontext({}) as seen:
+            try:
+                row = measure() | name
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                row = name | {"error": why[:1000]}
+        card = {"card": seen} if seen else {}
+        self.add(row | card | {"took_s": time.monotonic() - started})
 
     def _read(self) -> Row:
         record: Row = json.loads(self.path.read_text())
@@ -155,7 +160,14 @@ def line(row: Row) -> str:
     named += [str(row["label"])] if "label" in row else []
     if "error" in row:
         return f"{' '.join(named)}: FAILED, {row['error']}"
-    return f"{' '.join(named)}: {figures(row)} [{row.get('took_s', 0.0):.1f} s]"
+    card = row.get("card", {})
+    seen = (
+        f", {card['sm_mhz'][1]:.0f} MHz, {card['watts'][1]:.0f} W"
+        f" ({card['power_limited']:.0%} of the time at the limit)"
+        if "sm_mhz" in card
+        else ""
+    )
+    return f"{' '.join(named)}: {figures(row)}{seen} [{row.get('took_s', 0.0):.1f} s]"
 
 
 def figures(row: Row) -> str:
@@ -314,6 +326,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--append", action="store_true", help="keep the rows that are in the file")
     add("--repeats", type=int, default=3)
+    add("--watch", action="store_true", help="the card's clock and power beside each row")
     add_workloads(found.add_argument_group("workloads"))
     add_engine(found.add_argument_group("engine, as of EngineConfig"))
     return found
@@ -363,7 +376,7 @@ def main() -> None:
     started = time.monotonic()
     formats = {name: getattr(args, name) or "auto" for name in ("weight_format", "kv_cache_dtype")}
     modes = {"deterministic": True} if args.deterministic else {}
-    results = Results(args.out, dtype=args.dtype, **formats, **modes)
+    results = Results(args.out, watch=args.watch, dtype=args.dtype, **formats, **modes)
     about = apart(environment) | {"model": Path(args.model).resolve().name}
     results.start(about, append=args.append)
     if args.decode or args.long or args.prefill or args.mixed or args.prefix:
