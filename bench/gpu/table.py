@@ -5,8 +5,8 @@ r"""Which goals for speed on one H200 are reached? Makes the table of them from 
 
 Writes rows {workload, metric, value, goal, stretch, vllm, date, device, commit} of all that was
 measured and prints them as a Markdown table, misses in bold. Where two files (or two rows of one)
-have the same figure, the later one counts. A workload with a goal that no file has keeps its row of
-the `--earlier` table, date and commit of that time included. Rows measured under other conditions
+have the same figure, the later one counts. A workload that no file has keeps its row of the
+`--earlier` table, date and commit of that time included. Rows measured under other conditions
 than the goals' (lengths, number formats) are named on standard error and left out.
 """
 
@@ -234,9 +234,9 @@ def lines(
             found[key] = make_line(goal, figure.value, where)
     for row in earlier:
         key = (str(row["workload"]), str(row["metric"]))
-        if key in goals and key not in found:
+        if key not in found:
             where = (str(row["date"]), str(row["device"]), str(row["commit"]))
-            found[key] = make_line(goals[key], float(row["value"]), where)
+            found[key] = make_line(goals.get(key, Goal(*key)), float(row["value"]), where)
             print(f"{key[0]}: not measured now, of {where[2]}", file=sys.stderr)
     empty = ("", "", "")
     wanted = [found.pop(key, make_line(goal, None, empty)) for key, goal in goals.items()]

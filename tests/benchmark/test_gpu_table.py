@@ -159,7 +159,11 @@ def test_what_is_missing_keeps_its_earlier_row(capsys: pytest.CaptureFixture[str
     ]
     found = table.lines([("new", record(decode(1, 250.0)))], "new", earlier)
     kept = {row.workload: (row.value, row.commit) for row in found if row.value is not None}
-    assert kept == {"A bf16 decode batch 1": (250.0, "new"), "A bf16 decode batch 8": (2.0, "old")}
+    assert kept == {
+        "A bf16 decode batch 1": (250.0, "new"),
+        "A bf16 decode batch 8": (2.0, "old"),
+        "no goal": (3.0, "old"),
+    }
     assert "batch 8: not measured now, of old" in capsys.readouterr().err
 
 
