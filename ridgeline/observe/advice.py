@@ -117,7 +117,8 @@ class _Advisor:
 
     def _host(self) -> Iterator[Change]:
         totals = self.evidence.totals
-        if self.header.max_in_flight > 1 or self.header.computes_in_submit:
+        in_submit = self.header.computes_in_submit or not totals.measured_s
+        if self.header.max_in_flight > 1 or in_submit:
             return
         gain = (totals.measured_s + totals.host_s) / totals.measured_s
         because = "the next step is planned while one runs"
@@ -129,10 +130,11 @@ class _Advisor:
         """Twice the requests at once, where requests wait for a place in the batch."""
         rows = max((len(step.shape) for step in self.decodes), default=0)
         limit = self.header.max_num_seqs
-        if rows < limit or self.whole.queue < 0.05 * self.whole.total:
+        timed = [step for step in self.decodes if step.seconds > 0]
+        if not timed or rows < limit or self.whole.queue < 0.05 * self.whole.total:
             return
         gains = []
-        for step in self.decodes:
+        for step in timed:
             once, twice = self._ratio(step, step.shape), self._ratio(step, step.shape * 2)
             gains.append(2 * (once + step.host_s) / (twice + step.host_s))
         because = f"requests wait while all {limit} places are taken, and a larger step costs less "

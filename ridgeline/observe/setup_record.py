@@ -33,6 +33,9 @@ def read_setup(record: Mapping[str, Any]) -> Setup:
         config, device = record["model_config"], record["device"]
         layout, precision = Layout(**record["layout"]), Precision(**record["precision"])
         calibration = record["calibration"]
+        for part in (config, device, calibration):
+            if not isinstance(part, Mapping):
+                raise TypeError(f"{part!r:.40} is no object")
     except (KeyError, TypeError) as problem:
         raise ConfigError(
             f"the record does not say what was priced: {problem!r}; it was written by an engine "

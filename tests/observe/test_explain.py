@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -180,6 +183,47 @@ def test_evidence_crosses_as_json(tmp_path: Path) -> None:
     assert from_log.requests == live.requests
     assert from_log.server == live.server
     assert json.loads(json.dumps(from_log.to_json()))["model"] == "m"
+
+
+def changed(value: Any, draw: Random) -> Any:
+    """Another value in its place, or somewhere inside it."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        key = draw.choice(list(value))
+        rest = {name: its for name, its in value.items() if name != key}
+        return rest if draw.random() < 0.3 else rest | {key: changed(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.7:
+        at = draw.randrange(len(value))
+        return [*value[:at], changed(value[at], draw), *value[at + 1 :]]
+    return draw.choice([None, "x", "", -1, 0, 1.5, 10**6, 1e300, float("nan"), [], {}, True])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_log_that_was_changed_is_explained_or_refused(seed: int, tmp_path: Path) -> None:
+    """Lines that are gone, twice there, in another order or with another value."""
+    path, draw = tmp_path / "log", Random(seed)
+    log = LogFile(str(path))
+    bench(max_num_seqs=2, host_s=1e-5, log=log).run([ask(i, 30 + i, 5) for i in range(4)])
+    log.close()
+    whole = path.read_text().splitlines()
+    refused = 0
+    for _ in range(60):
+        lines = list(whole)
+        one, other = draw.randrange(len(lines)), draw.randrange(len(lines))
+        kind = draw.choice(["gone", "twice", "swapped", "value", "value", "value"])
+        if kind == "gone":
+            del lines[one]
+        elif kind == "twice":
+            lines.insert(other, lines[one])
+        elif kind == "swapped":
+            lines[one], lines[other] = lines[other], lines[one]
+        else:
+            lines[one] = json.dumps(changed(json.loads(lines[one]), draw))
+        path.write_text("\n".join(lines) + "\n")
+        with suppress(ConfigError):
+            refused += 1
+            json.dumps(explain(evidence_of(read_event_log(path))).to_json())
+            refused -= 1
+    assert 10 < refused < 55
 
 
 def test_the_setup_crosses_as_json() -> None:
