@@ -69,6 +69,13 @@ def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
     values = fields.items("tokens") or []
     if not values:
         raise ApiError("empty_input", "tokens is empty", "tokens")
+    most = model.ready.max_servable_tokens
+    if len(values) > most:  # a million would keep a thread of completions for a second
+        raise ApiError(
+            "context_length_exceeded",
+            f"tokens has {len(values)} ids, more than the {most} that can be served; send fewer",
+            "tokens",
+        )
     size = model.ready.vocab_size
     ids = [token_id(value, f"tokens[{i}]", size) for i, value in enumerate(values)]
     tokenizer = need_tokenizer(model, "tokens")

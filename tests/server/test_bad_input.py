@@ -393,6 +393,7 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
         ("/detokenize", {"tokens": []}, "empty_input", "tokens"),
         ("/detokenize", {"tokens": [264]}, "invalid_token_id", "tokens[0]"),
         ("/detokenize", {"tokens": "a"}, "invalid_type", "tokens"),
+        ("/detokenize", {"tokens": [104] * 513}, "context_length_exceeded", "tokens"),
     ],
 )
 def test_tokenize_fields(
