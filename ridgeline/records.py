@@ -78,11 +78,16 @@ def prepare_folder(path: Path) -> None:
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """Raises ConfigError when the file cannot be written. Never leaves half a file."""
+    """Raises ConfigError when the file cannot be written. Never leaves half a file, and never puts
+    one in the place of a pipe or a device."""
     prepare_folder(path)
+    text = json.dumps(record, indent=1) + "\n"
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

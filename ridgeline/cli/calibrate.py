@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ridgeline.cli.session import console, note, paper
-from ridgeline.cli.values import positive, words
+from ridgeline.cli.values import check_writable, positive, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.output, record_path("any")):
         if path:
             prepare_folder(Path(path))
+    if args.output:
+        check_writable("--output", Path(args.output))
     with bars(args) as progress:
         answer = calibrate(question, progress)
     kept = record_path(answer.device.name)

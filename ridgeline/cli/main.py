@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 from ridgeline import __version__
 from ridgeline.cli.parser import Command, Parser
@@ -108,6 +109,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, or 2 for an error that was explained in one line."""
+    _fill_closed_streams()
     try:
         return _run(argv)
     except RidgelineError as error:
@@ -126,6 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):  # standard error may be on the same disk
             say_why(RidgelineError(f"{what} cannot be written: {error.strerror}; {WAY_OUT}"))
         return EXIT_ERROR
+
+
+def _fill_closed_streams() -> None:
+    """What was closed (`>&-`) is the null device, so that no other file gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _run(argv: Sequence[str] | None) -> int:

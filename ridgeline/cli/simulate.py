@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import add_machine_flags
 from ridgeline.cli.session import stage
-from ridgeline.cli.values import time_span
+from ridgeline.cli.values import check_writable, time_span
 from ridgeline.errors import ConfigError
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
@@ -179,6 +179,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         plots.check_name(args.plot)
+    for flag in ("plot", "timeline"):
+        if getattr(args, flag) is not None:
+            check_writable(f"--{flag}", getattr(args, flag))
     case = make_case(args)
     if args.sweep:
         return _run_sweep(case)

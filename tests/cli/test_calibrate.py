@@ -60,6 +60,7 @@ def test_tables_show_device_constants_and_errors(cli: Cli) -> None:
         (("--device", "cpu", "--dtype", "float64"), "float64"),
         (("--device", "abacus"), "abacus"),
         (("--output", "/dev/null/x.json", *FLAGS), "cannot be written"),
+        (("--output", "/", *FLAGS), "this is a folder"),
     ],
 )
 def test_what_cannot_be_done_is_said(cli: Cli, flags: tuple[str, ...], word: str) -> None:

@@ -187,6 +187,16 @@ def test_a_full_disk_is_one_line(argv: list[str], unbuffered: str) -> None:
     )
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_streams_that_are_closed_take_nothing(closed: str) -> None:
+    line = f'exec "$0" -m ridgeline inspect --json {closed}'
+    done = subprocess.run(
+        ["sh", "-c", line, sys.executable], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (">&-" not in closed.replace("2>&-", ""))
+
+
 def command(argv: list[str], out: int, unbuffered: str) -> subprocess.CompletedProcess[str]:
     """Run it with this descriptor as standard output, which is closed here."""
     try:

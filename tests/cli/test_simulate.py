@@ -306,6 +306,8 @@ def test_a_model_that_does_not_fit(tmp_path: Path, cli: Cli) -> None:
         (("--rate", 1, "--policy", "slo", "--ttft", 5), "needs what is promised"),
         (("--rate", 1, "--plot", "a.jpg"), ".svg or .png"),
         (("--rate", 1, "--sweep", "--timeline", "x"), "leave out --sweep"),
+        (("--rate", 1, "--timeline", "nowhere/x"), "--timeline nowhere/x: there is no folder"),
+        (("--rate", 1, "--plot", "nowhere/x.svg"), "--plot nowhere/x.svg: there is no folder"),
         (("--rate", 1, "--sweep", "--requests", 10), "too few"),
         (("--trace", "nowhere.csv"), "No such file"),
     ],

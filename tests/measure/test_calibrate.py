@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,6 +199,14 @@ def test_a_record_that_cannot_be_written(answer: Answer, tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_record(answer.record, tmp_path / "file" / "record.json")
+
+
+def test_a_record_does_not_take_the_place_of_a_device(answer: Answer, tmp_path: Path) -> None:
+    link = tmp_path / "nothing"
+    link.symlink_to(os.devnull)
+    write_record(answer.record, link)
+    assert link.is_symlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["nothing"]
 
 
 # ---------------------------------------------------------------------- which machine is this
