@@ -28,7 +28,7 @@ from ridgeline.benchmark.run import run_jobs
 from ridgeline.build import build
 from ridgeline.config import EngineConfig
 from ridgeline.demo import DEFAULT
-from ridgeline.observe.event_log import read_event_log
+from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.simulator.comparison import Comparison, simulate
 from ridgeline.simulator.replay import Replay, decision_log, replay

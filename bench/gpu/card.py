@@ -9,8 +9,9 @@ from __future__ import annotations
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from tempfile import TemporaryFile
 from typing import Any
 
 EVERY_MS = 20
@@ -26,13 +27,15 @@ def watched() -> Iterator[dict[str, Any]]:
         yield seen
         return
     asked = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits", "--id=0"]
-    process = subprocess.Popen([*asked, f"--loop-ms={EVERY_MS}"], stdout=subprocess.PIPE, text=True)
-    try:
-        yield seen
-    finally:
-        process.terminate()
-        told, _ = process.communicate()
-        seen.update(figures(told.splitlines()))
+    with TemporaryFile("w+") as told:  # a pipe that nobody reads would be full after 20 s
+        process = subprocess.Popen([*asked, f"--loop-ms={EVERY_MS}"], stdout=told)
+        try:
+            yield seen
+        finally:
+            process.terminate()
+            process.wait()
+            told.seek(0)
+            seen.update(figures(told))
 
 
 def figures(lines: Iterable[str]) -> dict[str, Any]:
@@ -64,3 +67,11 @@ def figures(lines: Iterable[str]) -> dict[str, Any]:
 def tenths(values: Iterable[float]) -> list[float]:
     cuts = statistics.quantiles(values, n=10, method="inclusive")
     return [cuts[0], cuts[4], cuts[8]]
+
+
+def sentence(seen: Mapping[str, Any]) -> str:
+    """The middle of it, for people; empty where too little was seen."""
+    if "sm_mhz" not in seen:
+        return ""
+    mhz, watts, limited = seen["sm_mhz"][1], seen["watts"][1], seen["power_limited"]
+    return f", {mhz:.0f} MHz, {watts:.0f} W ({limited:.0%} of the time at the limit)"

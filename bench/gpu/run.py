@@ -40,7 +40,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from card import watched
+from card import sentence, watched
 from processes import first_token, load_server, served, write_weights
 
 import ridgeline
@@ -160,13 +160,7 @@ def line(row: Row) -> str:
     named += [str(row["label"])] if "label" in row else []
     if "error" in row:
         return f"{' '.join(named)}: FAILED, {row['error']}"
-    card = row.get("card", {})
-    seen = (
-        f", {card['sm_mhz'][1]:.0f} MHz, {card['watts'][1]:.0f} W"
-        f" ({card['power_limited']:.0%} of the time at the limit)"
-        if "sm_mhz" in card
-        else ""
-    )
+    seen = sentence(row.get("card", {}))
     return f"{' '.join(named)}: {figures(row)}{seen} [{row.get('took_s', 0.0):.1f} s]"
 
 

@@ -54,14 +54,8 @@ from run import (
 )
 
 from ridgeline.cost.pricer import Pricer
-from ridgeline.observe.event_log import (
-    Added,
-    Collected,
-    EventLog,
-    Planned,
-    Submitted,
-    read_event_log,
-)
+from ridgeline.observe.event_log import Added, Collected, EventLog, Planned, Submitted
+from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.simulator.comparison import simulate
 

@@ -117,8 +117,9 @@ class _Advisor:
 
     def _host(self) -> Iterator[Change]:
         totals = self.evidence.totals
-        in_submit = self.header.computes_in_submit or not totals.measured_s
-        if self.header.max_in_flight > 1 or in_submit:
+        if self.header.max_in_flight > 1 or self.header.computes_in_submit:
+            return
+        if not totals.measured_s:
             return
         gain = (totals.measured_s + totals.host_s) / totals.measured_s
         because = "the next step is planned while one runs"

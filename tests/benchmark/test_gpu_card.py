@@ -28,6 +28,8 @@ def test_tenths_of_clock_and_power_while_there_was_work() -> None:
     assert found["memory_mhz"] == 3201
     assert found["celsius"] == 61
     assert found["power_limited"] == pytest.approx(3 / 11)
+    assert card.sentence(found) == ", 1500 MHz, 605 W (27% of the time at the limit)"
+    assert card.sentence({"samples": 1}) == ""
 
 
 def test_lines_that_say_nothing_are_left_out() -> None:
@@ -61,7 +63,7 @@ def wait_for(path: Path) -> str:
 def test_the_tool_is_asked_until_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = tmp_path / "said"
     script = (
-        f"for _ in range(5): print({line(1500, 698, LIMITED)!r}, flush=True)\n"
+        f"for _ in range(5000): print({line(1500, 698, LIMITED)!r}, flush=True)\n"
         f"open({str(said)!r} + '.part', 'w').write(' '.join(sys.argv))\n"
         f"os.rename({str(said)!r} + '.part', {str(said)!r})\n"
         "time.sleep(600)\n"
@@ -69,7 +71,7 @@ def test_the_tool_is_asked_until_the_end(monkeypatch: pytest.MonkeyPatch, tmp_pa
     stand_in(monkeypatch, tmp_path, script)
     with card.watched() as seen:
         assert "--loop-ms=20" in wait_for(said)
-    assert seen["samples"] == 5
+    assert seen["samples"] == 5000  # minutes of them
     assert seen["sm_mhz"] == [1500, 1500, 1500]
     assert seen["power_limited"] == 1.0
 

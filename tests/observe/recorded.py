@@ -20,8 +20,8 @@ from ridgeline.observe.event_log import (
     Recorder,
     header_of,
     plan_digest,
-    read_event_log,
 )
+from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.base import Policy

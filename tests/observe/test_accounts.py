@@ -11,7 +11,8 @@ import pytest
 from ridgeline.clock import Clock
 from ridgeline.engine import Engine
 from ridgeline.observe.accounts import PARTS, Account, Accounts, Parts, _Steady
-from ridgeline.observe.event_log import Added, EventLog, read_event_log
+from ridgeline.observe.event_log import Added, EventLog
+from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager

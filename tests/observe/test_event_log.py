@@ -20,9 +20,8 @@ from ridgeline.observe.event_log import (
     Recorder,
     header_of,
     plan_digest,
-    read_event_log,
-    read_event_logs,
 )
+from ridgeline.observe.event_log_reader import read_event_log, read_event_logs
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies import POLICIES
@@ -159,10 +158,7 @@ def test_a_line_cut_off_by_death_is_left_out_and_a_new_life_follows(tmp_path: Pa
         ("[1]\n{}\n", "line 1 is no event: it is no JSON object"),
         ("hello\nworld\n", "line 1 is no event: it is no JSON"),
         ('{"event":"engine","version":99,"windows":[]}\n', "version 99"),
-        (
-            '{"event":"engine"}\n',
-            "its 'engine' does not read: it has no version",
-        ),
+        ('{"event":"engine"}\n', "its 'engine' does not read: it has no version"),
         ('{"event":"add"}\n', "line 1 is no event: the engine is not named before it"),
     ],
 )
@@ -184,10 +180,7 @@ def test_an_event_that_does_not_read_is_named(tmp_path: Path) -> None:
     for event, why in (
         ({"event": "submit", "now": 1.0}, "its 'submit' does not read: .*`step`"),
         ({"event": "plan", "now": 1.0, "step": 9, "rows": 5}, "its 'plan' does not read"),
-        (
-            {"event": "submit", "now": 1.0, "step": 99},
-            ".* no step 99 is under way; are",
-        ),
+        ({"event": "submit", "now": 1.0, "step": 99}, ".* no step 99 is under way"),
         ({"event": "collect", "now": 1.0, "step": 1, "outputs": []}, ".* no step 1 is under way"),
         ({"event": "abort", "now": float("nan"), "id": "a"}, "its 'abort' does not read: .*now"),
         ({"event": "abort", "now": 1e300, "id": "a"}, "its 'abort' does not read: .*now"),

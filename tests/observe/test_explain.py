@@ -19,7 +19,8 @@ from ridgeline.cost.setup import Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.observe.accounts import PARTS, Parts
-from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of, read_event_log
+from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of
+from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.evidence import Evidence, Observatory, evidence_of, observatory
 from ridgeline.observe.explain import Report, decode_alone_s, explain, prefill_alone_s
 from ridgeline.observe.meter import Meter

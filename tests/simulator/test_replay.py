@@ -13,14 +13,8 @@ import pytest
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import RequestFault
-from ridgeline.observe.event_log import (
-    Added,
-    EventLog,
-    Planned,
-    Recorder,
-    header_of,
-    read_event_log,
-)
+from ridgeline.observe.event_log import Added, EventLog, Planned, Recorder, header_of
+from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.evidence import evidence_of, observatory
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import setup_record
