@@ -17,9 +17,17 @@ from ridgeline.kernels.workspace import Workspace, make_workspace
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+triton: Any = pytest.importorskip("triton")
+tl: Any = import_module("triton.language")
+minus_log_of_rest = import_module("ridgeline.kernels.draw_rows_triton").minus_log_of_rest
 # NumPy, which the interpreter computes with, warns where a GPU wraps around or gives infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _minus_logs_of_rest(u_ptr: Any, y_ptr: Any, SIZE: tl.constexpr) -> None:
+    i = tl.arange(0, SIZE)
+    tl.store(y_ptr + i, minus_log_of_rest(tl.load(u_ptr + i)))
 
 
 def triton_of(name: str) -> Any:
@@ -84,15 +92,16 @@ def draws(temperatures: list[float], noisy: list[float]) -> Draws:
     )
 
 
+@pytest.mark.parametrize("rounds", [None, 3])
 @pytest.mark.parametrize("size", [3, 64, 300])
-def test_random_rows_draw_what_the_sampler_draws(size: int) -> None:
+def test_random_rows_draw_what_the_sampler_draws(size: int, rounds: int | None) -> None:
     temperatures = [1.0, 0.6, 1.5, 1.0, 1e-30, 100.0]
     random = draws(temperatures, [1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
     differences = 0
     for trial in range(20):
         logits = noise(6, size, seed=trial)
         positions = torch.arange(6, device=DEVICE) * 1000 + trial
-        ids, is_sound = triton_of("draw_rows")(logits, positions, random, block=64)
+        ids, is_sound = triton_of("draw_rows")(logits, positions, random, block=64, rounds=rounds)
         differences += int((ids != draw_rows_reference(logits, positions, random)[0]).sum())
         assert is_sound.all()
         assert ids[3] == logits[3].argmax()
@@ -100,14 +109,28 @@ def test_random_rows_draw_what_the_sampler_draws(size: int) -> None:
     assert differences <= 1  # two scores within a rounding of each other
 
 
-def test_a_random_row_of_banned_tokens_draws_from_the_others() -> None:
+@pytest.mark.parametrize("rounds", [1, 3, 4])
+def test_a_random_row_of_banned_tokens_draws_from_the_others(rounds: int) -> None:
     logits = hard_rows(200)
     random = draws([0.7] * 9, [1.0] * 9)
     positions = torch.arange(9, device=DEVICE)
-    ids, is_sound = triton_of("draw_rows")(logits, positions, random, block=64)
+    space = poisoned()
+    ids, is_sound = triton_of("draw_rows")(
+        logits, positions, random, workspace=space, block=64, rounds=rounds
+    )
+    assert not space.arrivals_A.any()
     assert is_sound.tolist() == [True, True, True, False, False, False, True, False, True]
     assert ids[6] == 199
     assert ids[8] < 100
+
+
+def test_logarithms_of_what_is_left_of_one() -> None:
+    """With u's own precision where it is small: the tail that tokens are drawn from."""
+    u = torch.cat((2.0 ** -torch.linspace(1, 33, 700), torch.linspace(0.2, 1 - 2.0**-24, 324)))
+    got = torch.empty(1024, device=DEVICE)
+    _minus_logs_of_rest[(1,)](u.to(DEVICE), got, SIZE=1024)
+    want = -torch.log1p(-u.double())
+    assert ((got.cpu() / want - 1).abs() < 1e-6).all()
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
