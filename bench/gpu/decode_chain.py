@@ -138,6 +138,7 @@ def by_cuda(work: Work, config: cuda.Config, *, early: bool) -> tuple[Attend, Ca
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=size,
+        block_size=work.views(work.stores[0]).k_NSKD.shape[1],
         max_requests=len(work.batch.seq_lens_B),
         num_new=work.batch.max_new,
         config=config,

@@ -174,6 +174,7 @@ def by_cuda(work: Work, config: cuda.Config) -> float:
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=size,
+        block_size=work.views(work.stores[0]).k_NSKD.shape[1],
         max_requests=len(work.qkv),
         numbers=cuda.numbers_of(work.views(work.stores[0])),
         config=config,

@@ -15,6 +15,7 @@ from ridgeline.errors import InternalError
 from ridgeline.kernels.paged_decode import DecodeBatch
 from ridgeline.kernels.paged_decode_cuda import (
     PLAIN,
+    STEP_KEYS,
     CudaSchedule,
     Front,
     decode_with_front,
@@ -32,6 +33,7 @@ class StreamedDecodes:
     def __init__(self) -> None:
         self._dealt = Dealt(self._make, refresh)
         self._numbers = PLAIN
+        self._block_size = STEP_KEYS
 
     def takes(
         self, views: PagedKV | None, dtype: torch.dtype, batch: DecodeBatch, spec: AttentionSpec
@@ -62,6 +64,7 @@ class StreamedDecodes:
         out_THD = qkv_TX.new_empty((tokens, spec.num_heads, spec.head_dim))
         scale = softmax_scale(spec)
         self._numbers = numbers_of(views)  # the same for all layers of an engine
+        self._block_size = views.k_NSKD.shape[1]
         early = self._dealt.stands_for(batch, spec)  # else the schedule is just being written
         schedule = self._dealt.schedule(batch, qkv_TX.device, spec)
         if schedule is None:
@@ -77,6 +80,7 @@ class StreamedDecodes:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            block_size=self._block_size,
             max_requests=max_requests,
             numbers=self._numbers,
             num_new=max_new,

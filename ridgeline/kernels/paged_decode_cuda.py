@@ -27,7 +27,8 @@ from ridgeline.kernels.qk_norm_rope_write import HeadNorms
 
 SOURCE = "paged_decode.cu"
 STEP_KEYS = 16
-RECORD = 8  # int32 per program, as the Triton schedule writes them
+RECORD = 32  # int32 per program, of which the schedule's kernel writes 5, and if split 9 + HEAD
+HEAD = 8  # steps whose blocks a record names, one for each warp
 HEAD_DIMS = (64, 128)
 LARGEST_GROUP = 16
 MOST_QUERIES = 32  # of a KV head, for all new tokens of a request
@@ -107,6 +108,7 @@ class CudaSchedule:
     group: int  # G
     num_new: int  # Q
     head_dim: int
+    block_size: int
     max_requests: int
     num_programs: int
     num_warps: int  # of a CTA
@@ -172,6 +174,7 @@ def make_schedule(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    block_size: int,
     max_requests: int,
     numbers: Numbers = PLAIN,
     num_new: int = 1,
@@ -212,6 +215,7 @@ def make_schedule(
         group=group,
         num_new=num_new,
         head_dim=head_dim,
+        block_size=block_size,
         max_requests=max_requests,
         num_programs=num_programs,
         num_warps=warps,
@@ -248,6 +252,11 @@ def refresh(schedule: CudaSchedule, batch: DecodeBatch) -> None:
         SLACK=schedule.config.slack,
         UNEVEN=schedule.config.uneven,
         UNREAD=schedule.num_new if schedule.is_fused else 0,
+        tables=batch.block_tables_BM,
+        table_rows=batch.rows_B,
+        table_row=batch.block_tables_BM.stride(0),
+        BLOCK_SIZE=schedule.block_size,
+        HEAD=HEAD if schedule.config.split else 0,
         num_warps=4,
     )
 
@@ -408,7 +417,9 @@ def _check_batch(
     its_shape = kv.k_NSKD.shape[2], kv.head_dim
     check(its_shape == shape, "the schedule's KV shape", shape=its_shape)
     check(_lies_as_plain(kv), "the cache lies as K heads and then V heads of a token")
-    check(kv.k_NSKD.shape[1] % STEP_KEYS == 0, "blocks are a multiple of 16 tokens")
+    size = kv.k_NSKD.shape[1]
+    check(size == schedule.block_size, "the schedule's blocks", block_size=size)
+    check(size % STEP_KEYS == 0, "blocks are a multiple of 16 tokens")
     check(batch.max_new == schedule.num_new, "the schedule's new tokens", max_new=batch.max_new)
     num_requests = batch.seq_lens_B.shape[0]
     whole_rows = q.shape[0] == num_requests * batch.max_new or batch.max_new == 1

@@ -273,6 +273,11 @@ def schedule_kernel(
     SLACK: tl.constexpr = 0,
     UNEVEN: tl.constexpr = 0,
     UNREAD: tl.constexpr = 0,
+    tables=None,
+    table_rows=None,
+    table_row=0,
+    BLOCK_SIZE: tl.constexpr = 0,
+    HEAD: tl.constexpr = 0,
 ):
     """Where the range of tiles of each program begins; every program adds up all the lengths.
 
@@ -281,7 +286,10 @@ def schedule_kernel(
     WHOLE tiles, else as many as take equal pieces, of up to UNEVEN tiles more than if all were
     shared evenly. Else, where all are about as long as the longest, and that has no more than
     WHOLE, a program gets at least as many tiles as it. Where they are just as long, it gets up to
-    SLACK tiles more if that leaves all whole. The last UNREAD tokens are in no tile."""
+    SLACK tiles more if that leaves all whole. The last UNREAD tokens are in no tile.
+
+    With HEAD, a record also has what is known of the request that its range begins with: length,
+    first token, token after its last, row of the table, and the blocks of HEAD tiles from here."""
     program = tl.program_id(0)
     request_B = tl.arange(0, BLOCK_B)
     known_B = request_B < num_requests
@@ -327,6 +335,25 @@ def schedule_kernel(
     tl.store(record + 2, inside % tiles)
     tl.store(record + 3, count)
     tl.store(record + 4, share)
+    if HEAD > 0:
+        is_it_B = request_B == request
+        length = tl.sum(tl.where(is_it_B, length_B, 0), 0)
+        first_new = tl.sum(tl.where(is_it_B, start_B, 0), 0)
+        after = tl.sum(tl.where(is_it_B, stop_B, 0), 0)
+        new = tl.minimum(after - first_new, MAX_NEW)
+        first_key, _ = _tiles_of(length, new, WINDOW, BLOCK_N, UNREAD)
+        row = request
+        if table_rows is not None:
+            row = tl.load(table_rows + request, mask=request < num_requests, other=0).to(tl.int32)
+        ahead_H = tl.arange(0, HEAD)
+        tile_H = first_key // BLOCK_N + inside % tiles + ahead_H
+        places_H = tables + row.to(tl.int64) * table_row + tile_H * BLOCK_N // BLOCK_SIZE
+        block_H = tl.load(places_H, mask=tile_H * BLOCK_N < length, other=0)
+        tl.store(record + 5, length)
+        tl.store(record + 6, first_new)
+        tl.store(record + 7, after)
+        tl.store(record + 8, row)
+        tl.store(record + 9 + ahead_H, block_H)
 
 
 @triton.jit

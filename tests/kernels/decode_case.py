@@ -170,6 +170,7 @@ class DecodeCase:
             num_heads=self.num_heads,
             num_kv_heads=self.shape.kv_heads,
             head_dim=self.shape.head_dim,
+            block_size=self.shape.block_size,
             max_requests=len(self.lengths) + 1,
             numbers=cuda.numbers_of(self.views(self.store)),
             config=config,

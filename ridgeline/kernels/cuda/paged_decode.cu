@@ -60,7 +60,11 @@ constexpr int ROWS = HEAD_DIM / 16;         // tiles of 16 dimensions of the ans
 constexpr int COPIED_ROWS = 32 / ROW_VECTORS;  // of a head, by one copy of all lanes
 constexpr int TOKEN_BYTES = 2 * KV_HEADS * ROW_BYTES;
 constexpr int VALUE_BYTES = KV_HEADS * ROW_BYTES;  // from a token's keys to its values
-constexpr int RECORD = 8;
+// Of a program, an int a lane: request, nothing, step of it, steps of the range, steps of a full
+// range; then of this request length, first token, the one after its last and row of the table, and
+// the blocks of HEAD steps from here: nothing else has to be known for the first copies.
+constexpr int RECORD = 32;
+constexpr int LENGTH_AT = 5, TOKEN_AT = 6, AFTER_AT = 7, ROW_AT = 8, BLOCKS_AT = 9, HEAD = 8;
 constexpr u32 ALL = 0xffffffffu;
 
 extern __shared__ uint4 shared_ring[];
@@ -1421,9 +1425,10 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
 #if DEPENDENT
   if (!early) wait_for_kernel_before();
 #endif
-  const int* record = records + program * RECORD;
-  int request = record[0], tile = record[2], left = record[3], done = 0;
-  const int share = record[4];
+  const int record = records[program * RECORD + lane];
+  int request = __shfl_sync(ALL, record, 0), tile = __shfl_sync(ALL, record, 2);
+  int left = __shfl_sync(ALL, record, 3), done = 0;
+  const int share = __shfl_sync(ALL, record, 4);
   if (left == 0) return;
 
   uint4* ring = shared_ring + warp * WARP_VECTORS;
@@ -1434,9 +1439,13 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
   const Cache cache = cache_of(numbers, scales, kv_head, lane);
 
   while (left > 0) {
-    const int length = seq_lens[request];
-    const int token = query_start[request], after = query_start[request + 1];
-    const int row = NAMED_ROWS ? (int)table_rows[request] : request;
+    int length = __shfl_sync(ALL, record, LENGTH_AT), row = __shfl_sync(ALL, record, ROW_AT);
+    int token = __shfl_sync(ALL, record, TOKEN_AT), after = __shfl_sync(ALL, record, AFTER_AT);
+    if (done > 0) {
+      length = seq_lens[request];
+      token = query_start[request], after = query_start[request + 1];
+      row = NAMED_ROWS ? (int)table_rows[request] : request;
+    }
     const bool asked = after > token;
     const Extent extent = extent_of(length, min(after - token, NEW));
     const int steps = extent.stop - extent.first_step;
@@ -1456,7 +1465,9 @@ paged_decode_split(const u16* q, void* numbers, u16* out, const int* tables, con
         const int ahead = own_first + WARPS * (i + lane);
         block = ahead < read_last ? table[ahead / (BLOCK_SIZE / KEYS)] : 0;
       }
-      const int its_block = __shfl_sync(ALL, block, i % 32);
+      const bool at_once = i == 0 && done == 0 && warp < HEAD;
+      const int its_block =
+          at_once ? __shfl_sync(ALL, record, BLOCKS_AT + warp) : __shfl_sync(ALL, block, i % 32);
       copy_step(ring + i % STAGES * STEP_VECTORS, cache, its_block, (own_first + WARPS * i) * KEYS,
                 extent.first_key, stop, lane);
     };
