@@ -101,7 +101,7 @@ def test_too_few_steps_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @captures
 def test_an_engine_whose_guesses_are_all_right(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, tokenizer=False, weights=False)
+    folder = make_tiny_model(tmp_path, tokenizer=False, weights=False, head_dim=16)
     with LLM(
         str(folder), load_format="random", num_blocks=200, max_num_seqs=4, speculate="synthetic:1:3"
     ) as llm:

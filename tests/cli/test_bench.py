@@ -15,6 +15,7 @@ from ridgeline.cli.values import check_writable
 from ridgeline.measure import bandwidth
 from tests.captures import captures
 from tests.cli.conftest import Cli
+from tests.tiny_model import make_tiny_model
 
 RANDOM = ("--load-format", "random", "--num-blocks", "200", "-q")
 SHORT = ("--prompt-len", 16, "--output-len", 12, "--repeats", 1)
@@ -58,18 +59,19 @@ def test_decode_prefill_and_split(bare: Path, cli: Cli) -> None:
 
 
 @captures
-def test_steps_with_guesses_in_json_and_in_tables(bare: Path, cli: Cli) -> None:
+def test_steps_with_guesses_in_json_and_in_tables(tmp_path: Path, cli: Cli) -> None:
+    folder = make_tiny_model(tmp_path, tokenizer=False, weights=False, head_dim=16)
     argv = (
         *("--workload", "decode,split", "--batch", 1, "--prompt-len", 16, "--output-len", 40),
         *("--repeats", 1, "--speculate", "early:1:3"),
     )
-    results = bench(cli, bare, *argv)["results"]
+    results = bench(cli, folder, *argv)["results"]
     [decode], [split] = results["decode"], results["split"]
     steps_a_second = decode["achieved_bytes_per_s"] / decode["bytes_per_step"]
     assert decode["tokens_per_s"] == pytest.approx(decode["tokens_per_step"] * steps_a_second)
     assert "bytes are those of checking guesses" in decode["note"]
     assert split["note"] == decode["note"]
-    code, out, _ = cli("bench", bare, *RANDOM, *argv)
+    code, out, _ = cli("bench", folder, *RANDOM, *argv)
     assert code == 0
     assert out.count("note: bytes are those of checking guesses") == 2
 
