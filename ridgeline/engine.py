@@ -20,6 +20,7 @@ from ridgeline.step import (
     StepPlan,
     StepRecord,
     StepResult,
+    Watched,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,14 @@ class Engine:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def oldest_is_over(self) -> bool | None:
+        """Nobody would have to wait for the oldest step in flight. None: there is none, or its
+        executor does not tell."""
+        if not self._in_flight or not isinstance(self._in_flight[0].future, Watched):
+            return None
+        return self._in_flight[0].future.is_over()
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn. Raises RequestFault when it cannot be served."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ridgeline.errors import RequestFault
 from ridgeline.request import Request, RequestOutput, SamplingParams, TokenLogprobs, record
@@ -150,6 +150,13 @@ class StepFuture(Protocol):
     def result(self) -> StepResult:
         """Wait for the step. Raises EngineFault when the device failed."""
         ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A future that can say whether anybody would have to wait for it."""
+
+    def is_over(self) -> bool: ...
 
 
 class Executor(Protocol):

@@ -82,6 +82,10 @@ class Pending:
     on_fault: Callable[[Exception], EngineFault]
     on_result: Callable[[], None] | None = None
 
+    def is_over(self) -> bool:
+        """A fault counts as its end: `result` will tell of it."""
+        return self.mark is None or self.mark.is_reached()
+
     def result(self) -> StepResult:
         if self.on_result is not None:
             self.on_result()

@@ -45,6 +45,10 @@ class Mark(Protocol):
         """Wait until the device has done all that was asked of it before the mark."""
         ...
 
+    def is_reached(self) -> bool:
+        """Nobody would have to wait."""
+        ...
+
     def release(self) -> None:
         """Nobody reads any more what was fetched before this mark, and after the one before."""
         ...
@@ -82,6 +86,8 @@ class DriverCalls(Protocol):
 
     def wait(self, event: Event) -> None: ...
 
+    def is_reached(self, event: Event) -> bool: ...
+
     def drop_event(self, event: Event) -> None: ...
 
 
@@ -109,6 +115,9 @@ class CudaMark:
     def synchronize(self) -> None:
         if self._event is not None:
             self._owner.calls.wait(self._event)
+
+    def is_reached(self) -> bool:
+        return self._event is None or self._owner.calls.is_reached(self._event)
 
     def release(self) -> None:
         if self._event is not None:

@@ -20,6 +20,7 @@ from ridgeline.kernels import nvrtc
 THREADS = 256
 MOST_BYTES = 64 << 10  # that a single block fetches; more of them are a copy by the driver
 NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
 WORD = 8  # bytes: the addresses that are fetched from are multiples of it
 
 
@@ -81,6 +82,11 @@ class Copies:
         """Until the device has done what was asked of it before the event was set."""
         self._enter()
         nvrtc.check_driver(self._driver.cuEventSynchronize(event), "waiting for the GPU")
+
+    def is_reached(self, event: ctypes.c_void_p) -> bool:
+        """The device has done what was asked of it before, or has failed: `wait` would return."""
+        self._enter()
+        return int(self._driver.cuEventQuery(event)) != NOT_READY
 
     def drop_event(self, event: ctypes.c_void_p) -> None:
         self._driver.cuEventDestroy_v2(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ from ridgeline.observe.steps import StepCounters
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.beam_group import ROW_MARK
 from ridgeline.server.engine_gauges import GaugeReader, ReportsMemory
+from ridgeline.server.late_plans import LatePlans
 from ridgeline.server.wire import (
     Abort,
     Add,
@@ -80,7 +82,7 @@ Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], Served]
 
 
 class CommandWire(Protocol):
-    def take(self, *, wait: bool) -> list[Command]: ...
+    def take(self, *, wait_s: float) -> list[Command]: ...
     def send(self, event: Event) -> None: ...
 
 
@@ -126,6 +128,9 @@ class EngineLoop:
         scheduler, watch = served.engine.scheduler, served.watch
         self._observatory = watch
         pricing = None if watch is None else watch.pricing
+        self.late_plans: LatePlans | None = None
+        if pricing is not None and not pricing.computes_in_submit:
+            self.late_plans = LatePlans(served.engine, pricing, clock)
         self._gauges = GaugeReader(scheduler, served.device, self._watch, clock, pricing)
 
     def run(self) -> None:
@@ -134,10 +139,10 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Obey what came in, then one step. Waits for commands when there is nothing to do."""
-        commands = self._wire.take(wait=self._engine.is_idle and not self._works_idly())
-        replies = [reply for command in commands if (reply := self._obey(command)) is not None]
-        if replies:
-            self._tell(replies, [])  # a refusal need not wait for a step
+        is_idle = self._engine.is_idle and not self._works_idly()
+        commands = self._obey_all(self._wire.take(wait_s=inf if is_idle else 0.0))
+        while self.late_plans is not None and (pause := self.late_plans.pause()) > 0:
+            commands += self._obey_all(self._wire.take(wait_s=pause))
         num_steps = self._watch.num_steps
         outputs = self._engine.step()
         has_stepped = self._watch.num_steps != num_steps
@@ -148,6 +153,12 @@ class EngineLoop:
             self._tell([], outputs)
         if has_stepped:
             self._count_failures()
+
+    def _obey_all(self, commands: list[Command]) -> list[Command]:
+        replies = [reply for command in commands if (reply := self._obey(command)) is not None]
+        if replies:
+            self._tell(replies, [])  # a refusal need not wait for a step
+        return commands
 
     def _works_idly(self) -> bool:
         """Something was done that nobody waits for; more may be left."""

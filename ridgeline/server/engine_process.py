@@ -19,7 +19,9 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from importlib import import_module
+from math import inf
 from typing import NoReturn
 
 from ridgeline.clock import WallClock
@@ -65,9 +67,12 @@ class Wire:
         """Start reading. The process ends when the other side is gone, whatever it is doing."""
         threading.Thread(target=self._read, name="wire", daemon=True).start()
 
-    def take(self, *, wait: bool) -> list[Command]:
-        """What has come in; with `wait`, at least one command."""
-        commands = [self._inbox.get()] if wait else []
+    def take(self, *, wait_s: float) -> list[Command]:
+        """What has come in. If that is nothing, what comes first within so many seconds."""
+        commands = []
+        if wait_s and self._inbox.empty():
+            with suppress(queue.Empty):
+                commands.append(self._inbox.get(timeout=None if wait_s == inf else wait_s))
         while not self._inbox.empty():
             commands.append(self._inbox.get_nowait())
         return commands
@@ -167,7 +172,7 @@ def _report(served: Served) -> None:
 def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     """Build, say so, and serve until the wire closes. The exit code."""
     wire.listen()
-    start = wire.take(wait=True)[0]
+    start = wire.take(wait_s=inf)[0]
     if not isinstance(start, Start):
         return EXIT_FAULT
     set_up(start.log_level)

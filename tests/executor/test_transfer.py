@@ -52,6 +52,9 @@ class Queue:
             do()
         self.done = max(self.done, event[0])
 
+    def is_reached(self, event: list[int]) -> bool:
+        return self.done >= event[0]
+
     def drop_event(self, event: list[int]) -> None:
         self.num_dropped += 1
 

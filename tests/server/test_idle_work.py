@@ -21,8 +21,8 @@ class Wire:
         self.commands = list(commands)
         self.waits: list[bool] = []
 
-    def take(self, *, wait: bool) -> list[Command]:
-        self.waits.append(wait)
+    def take(self, *, wait_s: float) -> list[Command]:
+        self.waits.append(wait_s > 0)
         taken, self.commands = self.commands, []
         return taken
 

@@ -73,7 +73,7 @@ class Wire:
         self.commands = list(commands)
         self.said: list[Event] = []
 
-    def take(self, *, wait: bool) -> list[Command]:
+    def take(self, *, wait_s: float) -> list[Command]:
         taken, self.commands = self.commands, []
         return taken
 
