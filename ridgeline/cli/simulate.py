@@ -134,6 +134,12 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--max-in-flight", type=int, choices=(1, 2), default=2, help="1: host and device take turns"
     )
+    group.add_argument(
+        "--no-late-plans",
+        action="store_true",
+        help="a step is planned as soon as the one before it runs, also on a GPU, where a server "
+        "waits until just before that ends, so that who comes meanwhile is in it",
+    )
     group.add_argument("--batching", choices=("continuous", "static"), default="continuous")
     group.add_argument(
         "--no-chunked-prefill", action="store_true", help="a prompt is read in one step"

@@ -27,8 +27,9 @@ from ridgeline.formats import AUTO_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.scheduler.policies import POLICIES
 from ridgeline.simulator.executor import Speculation
+from ridgeline.simulator.options import PLANS_AHEAD_S, Options
 from ridgeline.simulator.report import Slo
-from ridgeline.simulator.simulation import Options, Simulation, SimulationReport
+from ridgeline.simulator.simulation import Simulation, SimulationReport
 from ridgeline.simulator.sweep import Outcome, Sweep, sweep
 from ridgeline.simulator.traces import read_trace
 from ridgeline.simulator.workload import (
@@ -246,6 +247,7 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
     if needs_promise and (args.ttft is None or args.tpot is None):
         raise ConfigError(f"--policy {args.policy} needs what is promised: --ttft and --tpot")
     longest = max(a.num_input + a.num_output for a in workload)
+    is_cpu = setup.device.kind == "cpu"
     return Options(
         num_replicas=args.replicas,
         router=registry.load(ROUTERS, args.router, "router policy")(),
@@ -265,5 +267,6 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
         num_blocks=args.num_blocks,
         memory_utilization=args.memory_utilization,
         speculation=_speculation(args, setup),
-        computes_in_submit=setup.device.kind == "cpu",
+        computes_in_submit=is_cpu,
+        plans_ahead_s=None if is_cpu or args.no_late_plans else PLANS_AHEAD_S,
     )

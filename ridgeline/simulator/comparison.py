@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from ridgeline.cost.captured import MAX_CHECKED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.formats import read_speculate
-from ridgeline.observe.event_log import Aborted, Added, Collected, EngineHeader, EventLog, Planned
+from ridgeline.observe.event_log import Aborted, Added, Collected, EventLog, Planned
 from ridgeline.observe.evidence import engine_drafter
 from ridgeline.observe.guesses import rows_taken
 from ridgeline.observe.setup_record import read_setup
@@ -19,6 +20,9 @@ from ridgeline.simulator.replica import Job
 from ridgeline.simulator.report import RequestTimeline, StepSample, Summary
 from ridgeline.simulator.simulation import Rng, Simulation, SimulationReport
 from ridgeline.step import StepPricer
+
+LATE = 0.5  # of the time between two results: a plan behind that has waited
+FEW_LATE = 0.1  # of all plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def simulate(
     simulation = Simulation(
         Machine(pricer, header.num_blocks, header.windows),
         (),
-        _options(header, _speculation(log), macro_steps=macro_steps),
+        _options(log, _speculation(log), macro_steps=macro_steps),
         rng=rng,
     )
     served = [run for run in runs if run.is_served]
@@ -84,9 +88,8 @@ def simulate(
     return Comparison(measured, predicted, len(runs) - len(served))
 
 
-def _options(
-    header: EngineHeader, speculation: Speculation | None, *, macro_steps: bool
-) -> Options:
+def _options(log: EventLog, speculation: Speculation | None, *, macro_steps: bool) -> Options:
+    header = log.header
     return Options(
         policy=header.policy,
         ttft_slo_s=header.ttft_slo_s,
@@ -99,8 +102,34 @@ def _options(
         block_size=header.block_size,
         speculation=speculation,
         computes_in_submit=header.computes_in_submit,
+        plans_ahead_s=plans_ahead_s(log),
         macro_steps=macro_steps,
     )
+
+
+def plans_ahead_s(log: EventLog) -> float | None:
+    """How long before the running step ended the next one was planned, where plans waited for that;
+    None: they were made as soon as that ran."""
+    if log.header.computes_in_submit:
+        return None
+    num_made, ahead_s = 0, list[float]()
+    planned: dict[int, tuple[float, float]] = {}  # by the step that ran: from when on, and when
+    flying, free_at = list[int](), 0.0
+    for event in log.events:
+        if isinstance(event, Planned) and event.plan.scheduled:
+            if 0 < len(flying) == log.header.max_in_flight - 1:
+                planned[flying[0]] = free_at, event.now
+            flying.append(event.plan.step_id)
+            free_at = event.now
+        elif isinstance(event, Collected):
+            flying.remove(event.step_id)
+            if event.step_id in planned:
+                since, when = planned.pop(event.step_id)
+                num_made += 1
+                if when - since > LATE * (event.now - since):
+                    ahead_s.append(event.now - when)
+            free_at = event.now
+    return median(ahead_s) if len(ahead_s) > FEW_LATE * num_made else None
 
 
 @dataclass(slots=True)
@@ -207,7 +236,8 @@ def _speculation(log: EventLog) -> Speculation | None:
     if not header.num_drafts:
         return None
     looked, right = [0] * header.num_drafts, [0] * header.num_drafts
-    drafts = {e.plan.step_id: e.plan for e in log.events if isinstance(e, Planned)}
+    sent = (e.plan for e in log.events if isinstance(e, Planned) and e.plan.scheduled)
+    drafts = {plan.step_id: plan for plan in sent}
     for event in log.events:
         if isinstance(event, Collected) and event.result is not None:
             plan = drafts[event.step_id]
@@ -238,7 +268,8 @@ def _samples(log: EventLog, start: float) -> list[StepSample]:
     samples, free_at = list[StepSample](), start
     for event in log.events:
         if isinstance(event, Planned):
-            plans[event.plan.step_id] = event
+            if event.plan.scheduled:  # else it was not sent
+                plans[event.plan.step_id] = event
         elif isinstance(event, Collected):
             planned = plans.pop(event.step_id)
             begin, rows = max(free_at, planned.now), planned.plan.scheduled

@@ -50,14 +50,22 @@ class LeapingEngine(Engine):
         executor: SimulatedExecutor,
         clock: Clock,
         max_in_flight: int = 1,
+        plans_ahead_s: float | None = None,
     ) -> None:
         super().__init__(scheduler, executor, clock, max_in_flight)
         self.quiet = QuietSteps(scheduler)
+        self.plans_ahead_s = None if executor.computes_in_submit else plans_ahead_s
 
     @property
     def oldest(self) -> StepPlan:
         """The plan of the step that is collected next; there must be one in flight."""
         return self._in_flight[0].plan
+
+    def plans_at(self) -> float | None:
+        """When the next step is planned; None: now."""
+        if not 0 < len(self._in_flight) == self.max_in_flight - 1 or not self._has_room:
+            return None
+        return self._late(self.executor.spans[0].end_s, self.clock.now())
 
     def leap(self, horizon: float, *, may_overshoot: bool = False) -> Leap | None:
         """Go on as long as steps are quiet and collected before `horizon`, or launched before it
@@ -84,6 +92,16 @@ class LeapingEngine(Engine):
         return self._go(rows, num_steps, ends[: num_in_flight + num_steps])
 
     # ------------------------------------------------------------------ details
+
+    @property
+    def _has_room(self) -> bool:
+        return self.scheduler.num_running < self.scheduler.max_num_seqs
+
+    def _late(self, end: float, now: float) -> float | None:
+        """When a step is planned while one runs that ends then; None: now."""
+        if self.plans_ahead_s is None or end - self.plans_ahead_s <= now:
+            return None
+        return end - self.plans_ahead_s
 
     @property
     def _lag(self) -> int:
@@ -123,7 +141,10 @@ class LeapingEngine(Engine):
 
     def _go(self, rows: Sequence[Request], num_steps: int, ends: Sequence[float]) -> Leap:
         num_in_flight, lag = len(self._in_flight), self._lag
-        launches = [self.clock.now(), *ends[lag:]]
+        launches = collects = [self.clock.now(), *ends[lag:]]
+        if num_in_flight and self._has_room:
+            pairs = zip(ends, collects, strict=False)
+            launches = [self._late(end, now) or now for end, now in pairs]
         spans = list(self.executor.spans)
         start_s = spans[0].start_s if spans else launches[0]
         flying = [step.plan for step in self._in_flight]
@@ -143,16 +164,16 @@ class LeapingEngine(Engine):
         begun = tuple(run.row_ids[n] for n in run.begun)
         if self.journals:
             cached = {rows[n].request_id: rows[n].num_cached_tokens for n in run.begun}
-            self._tell_journals([*flying, *run.plans()], run, tokens, launches, cached)
+            self._tell_journals([*flying, *run.plans()], run, tokens, (launches, collects), cached)
         return Leap(
             run,
             start_s,
             ends[num_steps - 1],
-            launches[num_steps],
+            collects[num_steps],
             ends[0],
             sum(oldest) or len(rows),
             begun,
-            launches[1],
+            collects[1],
             tuple(self.executor.spans),
         )
 
@@ -161,10 +182,11 @@ class LeapingEngine(Engine):
         plans: Sequence[StepPlan],
         run: QuietRun,
         tokens: Sequence[tuple[int, ...]],
-        launches: Sequence[float],
+        times: tuple[Sequence[float], Sequence[float]],
         cached: Mapping[str, int],
     ) -> None:
-        """As if the steps had been made one by one."""
+        """As if the steps had been made one by one. `times`: of launches, and of when the loop went
+        on: the first time now, then as each step is collected."""
         num_behind = len(plans) - run.num_steps
         for index in range(run.num_steps):
             launched, collected = plans[num_behind + index], plans[index]
@@ -174,7 +196,7 @@ class LeapingEngine(Engine):
                 RequestOutput(row, token_ids, num_cached_tokens=0 if index else cached.get(row, 0))
                 for row, token_ids in sampled.items()
             ]
-            begin, end = launches[index], launches[index + 1]
+            begin, end = times[0][index], times[1][index + 1]
             submitted = end if self.executor.computes_in_submit else begin
             for journal in self.journals:
                 journal.on_plan(launched, begin)

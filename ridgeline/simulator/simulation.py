@@ -78,13 +78,15 @@ class SimulationReport:
 
 @dataclass(order=True, slots=True)
 class _Event:
-    """A replica's loop goes on: its oldest step is over (`collects`), or a leap, or its sleep."""
+    """A replica's loop goes on: its oldest step is over (`collects`), or a leap, or its sleep, or
+    it has waited with a plan for who comes (`plans`)."""
 
     when: float
     order: int
     replica: Replica = field(compare=False)
     collects: bool = field(default=False, compare=False)
     leap: Leap | None = field(default=None, compare=False)
+    plans: bool = field(default=False, compare=False)
 
 
 class Simulation:
@@ -159,14 +161,15 @@ class Simulation:
             replica.land(event.leap)
         replica.take_in()
         if event.collects and self.options.macro_steps:
-            leap = replica.leap(horizon, may_overshoot=self._is_blind)
+            may_overshoot = self._is_blind and self.options.plans_ahead_s is None
+            leap = replica.leap(horizon, may_overshoot=may_overshoot)
             if leap is not None:
                 self._wake(replica, leap.now, leap=leap)
                 return
-        self._go_on(replica)
+        self._go_on(replica, is_time=event.plans)
 
-    def _go_on(self, replica: Replica) -> None:
-        """Launch, and say when the loop turns again."""
+    def _go_on(self, replica: Replica, *, is_time: bool = False) -> None:
+        """Launch, and say when the loop turns again. `is_time`: for a plan that has waited."""
         engine, now = replica.engine, replica.clock.now()
         if self.options.computes_in_submit:
             is_sent = replica.launch()
@@ -174,8 +177,13 @@ class Simulation:
             collects = engine.num_in_flight > 0 and (is_full or not is_sent)
             when = replica.clock.now()
         else:
-            while replica.launch():
-                pass
+            plans_at = None if is_time else engine.plans_at()
+            while plans_at is None and replica.launch():
+                plans_at = engine.plans_at()
+            if plans_at is not None:
+                replica.is_asleep = False
+                self._wake(replica, plans_at, plans=True)
+                return
             spans = engine.executor.spans
             when, is_sent, collects = spans[0].end_s if spans else now, False, bool(spans)
         replica.is_asleep = not (is_sent or collects)
@@ -183,10 +191,17 @@ class Simulation:
             self._wake(replica, when, collects=collects)
 
     def _wake(
-        self, replica: Replica, when: float, *, collects: bool = False, leap: Leap | None = None
+        self,
+        replica: Replica,
+        when: float,
+        *,
+        collects: bool = False,
+        leap: Leap | None = None,
+        plans: bool = False,
     ) -> None:
         self._num_events += 1
-        heapq.heappush(self._events, _Event(when, self._num_events, replica, collects, leap))
+        event = _Event(when, self._num_events, replica, collects, leap, plans)
+        heapq.heappush(self._events, event)
 
     @property
     def _is_blind(self) -> bool:
@@ -262,7 +277,9 @@ class Simulation:
             speculation,
             self.rng,
         )
-        engine = LeapingEngine(scheduler, executor, clock, options.max_in_flight)
+        engine = LeapingEngine(
+            scheduler, executor, clock, options.max_in_flight, options.plans_ahead_s
+        )
         if journal_of is not None:
             engine.journals.append(journal_of(number, scheduler))
         return Replica(number, engine, self._jobs, is_static=options.static_batching)

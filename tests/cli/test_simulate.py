@@ -209,6 +209,17 @@ def test_toggles_change_what_they_should(model: Path, cli: Cli) -> None:
     )
 
 
+def test_plans_wait_for_who_comes_on_a_gpu(model: Path, cli: Cli) -> None:
+    argv = ("--rate", 40, "--requests", 200, "--input", 64, "--output", 64, "--json")
+    for device, waits in (("a10", True), ("xeon-8480", False)):
+        late, plain = (
+            json.loads(cli("simulate", model, "--device", device, *argv, *more)[1])
+            for more in ((), ("--no-late-plans",))
+        )
+        assert (late["ttft_ms"]["mean"] < 0.97 * plain["ttft_ms"]["mean"]) is waits
+        assert (late == plain) is not waits
+
+
 def test_a_draft_model_costs_time(model: Path, bare: Path, cli: Cli) -> None:
     argv = (*SHORT, "--rate", 5, "--speculate", "3:0.5")
     free = simulate(cli, model, *argv)["tpot_ms"]["mean"]

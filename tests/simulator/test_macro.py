@@ -93,7 +93,10 @@ def compare(world: World) -> SimulationReport:
 def test_leaps_equal_single_steps(first: int) -> None:
     num_leaps = num_preemptions = num_cached = 0
     for seed in range(first, first + CASES_PER_TEST):
-        report = compare(draw_world(seed))
+        world = draw_world(seed)
+        ahead_s = (None, None, 0.0, 0.004, 0.02)[seed % 5]
+        options = replace(world.options, plans_ahead_s=ahead_s)
+        report = compare(replace(world, options=options))
         num_leaps += report.num_leaps
         num_preemptions += sum(r.num_preemptions for r in report.requests)
         num_cached += sum(r.num_cached for r in report.requests)
@@ -117,6 +120,23 @@ def test_an_arrival_at_the_end_of_a_step(max_in_flight: int, offset: float) -> N
     assert leaps.requests == steps.requests
     late = {-0.25: 10.0, 0.0: 10.0, 0.25: 11.0}[offset]
     assert leaps.requests[1].started_s == late
+
+
+@pytest.mark.parametrize(
+    ("plans_ahead_s", "started_s", "first_s"), [(None, 11.0, 13.0), (0.25, 10.75, 12.0)]
+)
+def test_a_late_plan_takes_in_who_came_while_the_step_before_ran(
+    plans_ahead_s: float | None, started_s: float, first_s: float
+) -> None:
+    """Steps of one second each; a request comes in the middle of one."""
+    options = Options(block_size=4, plans_ahead_s=plans_ahead_s)
+    work = (Arrival(0.0, 3, 40, id="a"), Arrival(10.5, 3, 10, id="b"))
+    machine = Machine(LinearPricer(1.0, 0.0, 0.0), 100)
+    report = Simulation(machine, work, options).run()
+    assert report.num_leaps > 0
+    assert report.requests[1].started_s == started_s
+    assert report.requests[1].first_token_s == first_s
+    assert report.requests[0].finished_s == 40.0
 
 
 def test_a_leap_ends_before_the_horizon() -> None:
