@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.benchmark.http_client import endpoint, run_http
 from ridgeline.benchmark.jobs import Job
+from ridgeline.benchmark.record import JobTimes
 
 COMMAND = (sys.executable, "-m", "ridgeline.cli.main")
 MODEL_NAME = "measured"  # what clients call it
@@ -117,6 +118,60 @@ def load_server(
         )
         return row | {"client": "workload file"}
     return _own_client(work, url, rate, count, sizes, seed)
+
+
+def load_callers(
+    work: ModuleType, url: str, callers: int, rounds: int, sizes: tuple[int, int]
+) -> dict[str, Any]:
+    """One row: `callers` who each send a request of (prompt, output) `sizes` as soon as they have
+    the last answer, `rounds` times. The first round, in which all come at once, is not counted."""
+    told = [Job(tuple(work.fresh_ids(sizes[0])), sizes[1], 0.0) for _ in range(callers * rounds)]
+    times = asyncio.run(_call(url, told, callers))
+    begin = max(own[1].due_s for own in times)
+    end = min(own[-1].due_s for own in times)
+    counted = [job for own in times for job in own[1:]]
+    shares = [  # of a line's tokens, that there are several of where guesses were right
+        sizes[1] / len(job.token_s) * sum(begin <= when < end for when in job.token_s)
+        for own in times
+        for job in own
+    ]
+    ttft, itl = [job.ttft_s for job in counted], [gap for job in counted for gap in job.gaps_s]
+    return {
+        "workload": "callers_http",
+        "callers": callers,
+        "rounds": rounds,
+        "prompt_len": sizes[0],
+        "out_len": sizes[1],
+        "window_s": end - begin,
+        "tok_s": sum(shares) / (end - begin),
+        "ttft_ms_p50": 1e3 * work.pct(ttft, 0.5),
+        "ttft_ms_p99": 1e3 * work.pct(ttft, 0.99),
+        "itl_ms_p50": 1e3 * work.pct(itl, 0.5),
+        "itl_ms_p99": 1e3 * work.pct(itl, 0.99),
+    }
+
+
+async def _call(url: str, jobs: Sequence[Job], callers: int) -> list[list[JobTimes]]:
+    import aiohttp
+
+    async def call(own: Sequence[Job]) -> list[JobTimes]:
+        times: list[JobTimes] = []
+        for job in own:
+            body = {
+                "model": MODEL_NAME, "prompt": list(job.prompt), "temperature": 0.0,
+                "max_tokens": job.num_output_tokens, "ignore_eos": True, "stream": True,
+            }  # fmt: skip
+            times.append(JobTimes(time.monotonic()))
+            async with session.post(url + "/v1/completions", json=body) as response:
+                response.raise_for_status()
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        times[-1].token_s.append(time.monotonic())
+        return times
+
+    connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
+        return await asyncio.gather(*(call(jobs[first::callers]) for first in range(callers)))
 
 
 def _own_client(

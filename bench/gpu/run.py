@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 from card import sentence, watched
-from processes import first_token, load_server, served, write_weights
+from processes import first_token, load_callers, load_server, served, write_weights
 
 import ridgeline
 from bench.adapter import RidgelineEngine
@@ -58,6 +58,7 @@ ENGINE_OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_num_mixed_tokens",
+    "speculate",
     "warm_up",
     "enforce_eager",
     "deterministic",
@@ -156,7 +157,8 @@ class Results:
 def line(row: Row) -> str:
     """What a person wants to see of a row."""
     named = [str(row["workload"])]
-    named += [f"{key} {row[key]:g}" for key in ("batch", "rate", "prompt_len") if key in row]
+    sized_by = ("batch", "rate", "callers", "prompt_len")
+    named += [f"{key} {row[key]:g}" for key in sized_by if key in row]
     named += [str(row["label"])] if "label" in row else []
     if "error" in row:
         return f"{' '.join(named)}: FAILED, {row['error']}"
@@ -175,14 +177,19 @@ def figures(row: Row) -> str:
         return f"{spread(row, 'ttft_ms', 'ms')}, {middle['prefill_tok_s']:,.0f} tok/s"
     if row["workload"] == "poisson_http":
         rate = row["out_tokens"] / row["wall_s"]
-        pairs = (f"{n} p50 {row[f'{n}_ms_p50']:.2f} p99 {row[f'{n}_ms_p99']:.2f} ms" for n in HTTP)
-        return f"{', '.join(pairs)}, {rate:,.0f} tok/s, {row['failed']} failed"
+        return f"{online(row)}, {rate:,.0f} tok/s, {row['failed']} failed"
+    if row["workload"] == "callers_http":
+        return f"{online(row)}, {row['tok_s']:,.0f} tok/s"
     if row["workload"] == "start":
         return spread(row, "first_token_s", "s")
     return f"{spread(row, 'wall_s', 's')}, {middle['out_tok_s']:,.0f} tok/s"
 
 
-HTTP = ("ttft", "itl")
+def online(row: Row) -> str:
+    names = ("ttft", "itl")
+    return ", ".join(
+        f"{n} p50 {row[f'{n}_ms_p50']:.2f} p99 {row[f'{n}_ms_p99']:.2f} ms" for n in names
+    )
 
 
 def spread(row: Row, key: str, unit: str) -> str:
@@ -271,13 +278,20 @@ def server(args: argparse.Namespace, results: Results) -> None:
     work = load_workloads(args)
     count, *sizes = args.serve_sizes
     name = {"workload": "poisson_http", "rate": args.serve, "prompt_len": sizes[0]}
+    loads = ((7, "cold"), (8, "warm")) if args.serve else ()
     try:
         with served(args.model, engine_options(args)) as url:
-            for seed, label in ((7, "cold"), (8, "warm")):
+            for seed, label in loads:
                 measure = functools.partial(
                     load_server, work, url, args.serve, count, tuple(sizes), seed
                 )
                 results.try_row(name | {"label": label}, measure)
+            for callers in args.callers:
+                row = {"workload": "callers_http", "callers": callers, "prompt_len": sizes[0]}
+                measure = functools.partial(
+                    load_callers, work, url, callers, args.rounds, tuple(sizes)
+                )
+                results.try_row(row, measure)
     except (OSError, RuntimeError) as error:
         results.add(name | {"error": str(error)})
 
@@ -344,6 +358,8 @@ def add_workloads(group: argparse._ArgumentGroup) -> None:
     add("--prefix-sizes", type=numbers, default=[64, 2048, 64, 64], help="requests, shared ...")
     add("--serve", type=float, metavar="RATE", help="requests a second to an HTTP server")
     add("--serve-sizes", type=numbers, default=[512, 512, 128], help="requests, prompt, output")
+    add("--callers", type=numbers, default=[], help="numbers of them, each without a pause")
+    add("--rounds", type=int, default=6, help="requests of each, 3 or more")
     add("--start", action="store_true", help="a process' start to its first token")
     add("--start-repeats", type=int, default=3)
     add("--temp", help="folder for the weights of --start (16 GB for 8 B parameters)")
@@ -360,6 +376,7 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     add("--max-num-seqs", type=int)
     add("--max-num-batched-tokens", type=int)
     add("--max-num-mixed-tokens", type=int)
+    add("--speculate", help="such as ngram:4")
     add("--warm-up", choices=("auto", "off"))
     add("--enforce-eager", action="store_true", default=None)
     add("--deterministic", action="store_true", default=None)
@@ -367,6 +384,8 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.rounds < 3:
+        raise SystemExit(f"--rounds {args.rounds}: 3 or more, the first and the last do not count")
     started = time.monotonic()
     formats = {name: getattr(args, name) or "auto" for name in ("weight_format", "kv_cache_dtype")}
     modes = {"deterministic": True} if args.deterministic else {}
@@ -378,7 +397,7 @@ def main() -> None:
             apart(in_engine, args, results)
         except Exception as error:
             results.add({"workload": "engine", "error": f"{type(error).__name__}: {error}"[:1000]})
-    if args.serve:
+    if args.serve or args.callers:
         server(args, results)
     if args.start:
         start(args, results)

@@ -8,17 +8,18 @@ The load of `run.py --serve`, from a server that writes an event log. Per reques
 sent      from when it was due until the client has begun to send it
 inbound   until the engine could have seen it: client, HTTP, and the way to the engine's process;
           what is left of the next part if the engine had looked all the time
-turn      until the engine looks for new requests: it does so between steps
+turn      until the engine looks for new requests: between steps, and while its next plan waits
 queue     until the first step with a part of its prompt is planned
 behind    until that step begins, as the device still works on the one before it
 prompt    the steps that compute the prompt, up to the result of the last one
 outbound  the way to the client's first line: engine, HTTP, client
 
-"inbound" and "turn" are told apart by the log: the engine looks behind each result, so a request
-that was taken in at a look might have come at any time after the look before it. Where a request
-missed looks, they count as inbound. The row also has what the simulator says of the same requests
-by the engine's own prices (predicted over measured, less 1), steps as long as they were and as
-priced by what they computed, and the CPU time of each process.
+"inbound" and "turn" are told apart by the log: the engine looks from each result to the plan behind
+it, so a request that was taken in when it began to look might have come at any time after the look
+before it. Where a request missed looks, they count as inbound. The row also has what the simulator
+says of the same requests by the engine's own prices (predicted over measured, less 1), how long
+before the step ahead ended plans were made, steps as long as they were and as priced by what they
+computed, and the CPU time of each process.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.event_log import Added, Collected, EventLog, Planned, Submitted
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.setup_record import read_setup
-from ridgeline.simulator.comparison import simulate
+from ridgeline.simulator.comparison import plans_ahead_s, simulate
 
 PARTS = ("sent", "inbound", "turn", "queue", "behind", "prompt", "outbound")
+AT_ONCE_S = 0.1e-3  # a result that is there so soon was there already
 Row = dict[str, Any]
 
 
@@ -124,12 +126,14 @@ class Looked:
     first_s: float = 0.0
 
 
-def looked_at(log: EventLog) -> tuple[dict[tuple[int, ...], Looked], list[float]]:
-    """Requests by their prompts, and when the engine had a result (and looked for requests)."""
+def looked_at(log: EventLog) -> tuple[dict[tuple[int, ...], Looked], list[tuple[float, float]]]:
+    """Requests by their prompts, and the times at which the engine looked for requests: from a
+    result to the next plan."""
     found: dict[tuple[int, ...], Looked] = {}
     by_id: dict[str, Looked] = {}
     plans: dict[int, Planned] = {}
-    results: list[float] = []
+    looks: list[tuple[float, float]] = []
+    looks_since: float | None = None
     begins: dict[int, float] = {}
     waiting: list[int] = []
     for event in log.events:
@@ -138,6 +142,9 @@ def looked_at(log: EventLog) -> tuple[dict[tuple[int, ...], Looked], list[float]
         elif isinstance(event, Planned) and event.plan.scheduled:
             step = event.plan.step_id
             plans[step] = event
+            if looks_since is not None:
+                looks.append((looks_since, event.now))
+                looks_since = None
             if not waiting:
                 begins[step] = event.now
             waiting.append(step)
@@ -146,7 +153,7 @@ def looked_at(log: EventLog) -> tuple[dict[tuple[int, ...], Looked], list[float]
                 if row is not None and not row.planned_s:
                     row.planned_s = event.now
         elif isinstance(event, Collected):
-            results.append(event.now)
+            looks_since = event.now
             waiting.remove(event.step_id)
             if waiting:
                 begins.setdefault(waiting[0], event.now)
@@ -159,13 +166,13 @@ def looked_at(log: EventLog) -> tuple[dict[tuple[int, ...], Looked], list[float]
                 row = by_id[output.request_id]
                 if output.new_token_ids and not row.first_s:
                     row.first_s = event.now
-    return found, results
+    return found, looks
 
 
-def parts(call: Call, row: Looked, results: Sequence[float]) -> dict[str, float]:
+def parts(call: Call, row: Looked, looks: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Milliseconds; they add up to the time from due to the first line."""
-    place = bisect.bisect_left(results, call.sent_s)
-    look = results[place] if place < len(results) else row.taken_s
+    place = bisect.bisect_left(looks, call.sent_s, key=lambda look: look[1])
+    look = max(looks[place][0], call.sent_s) if place < len(looks) else row.taken_s
     turn = max(0.0, min(look, row.taken_s) - call.sent_s)
     times = {
         "sent": call.sent_s - call.due_s,
@@ -180,27 +187,31 @@ def parts(call: Call, row: Looked, results: Sequence[float]) -> dict[str, float]
 
 
 def host(log: EventLog) -> Row:
-    """The engine's own work, milliseconds: from a result to the plan behind it, from a plan until
-    it was sent; and the share of steps that were sent when the device had nothing more to do."""
-    plan_ms, send_ms, num_late = list[float](), list[float](), 0
+    """The engine's own work, milliseconds: from a result to the plan behind it (where plans wait,
+    that too), from a plan until it was sent; the share of steps that were planned when the device
+    had nothing more to do, and of those that were sent when it had done it."""
+    plan_ms, send_ms, num_alone, num_late = list[float](), list[float](), 0, 0
     flying: set[int] = set()
-    planned_s = result_s = 0.0
+    planned_s = sent_s = result_s = 0.0
     for event in log.events:
         if isinstance(event, Planned) and event.plan.scheduled:
             planned_s = event.now
             if result_s:
                 plan_ms.append(1e3 * (planned_s - result_s))
-            num_late += not flying
+            num_alone += not flying
             flying.add(event.plan.step_id)
         elif isinstance(event, Submitted):
             send_ms.append(1e3 * (event.now - planned_s))
+            sent_s = event.now
         elif isinstance(event, Collected):
+            num_late += len(flying) > 1 and event.now - sent_s < AT_ONCE_S
             flying.discard(event.step_id)
             result_s = event.now
     return {
         "result_to_plan_ms": quantiles(plan_ms),
         "plan_to_sent_ms": quantiles(send_ms),
-        "nothing_in_flight": num_late / max(1, len(send_ms)),
+        "nothing_in_flight": num_alone / max(1, len(send_ms)),
+        "sent_late": num_late / max(1, len(send_ms)),
     }
 
 
@@ -266,8 +277,8 @@ def measured(
     used = {name: (now - before[name]) / wall for name, now in cpu_times(people).items()}
     time.sleep(0.5)
     log = since(read_event_log(log_file), began)
-    found, results = looked_at(log)
-    rows = [parts(call, found[tuple(call.prompt)], results) for call in calls]
+    found, looks = looked_at(log)
+    rows = [parts(call, found[tuple(call.prompt)], looks) for call in calls]
     ttft = [1e3 * (call.line_s[0] - call.sent_s) for call in calls]
     itl = [1e3 * (b - a) for call in calls for a, b in pairwise(call.line_s)]
     return {
@@ -278,6 +289,7 @@ def measured(
         "slowest": slowest(rows, ttft),
         "steps": steps(log),
         "host": host(log),
+        "plans_ahead_s": plans_ahead_s(log),
         "num_mixed_tokens": log.header.max_num_mixed_tokens,
         "predicted_over_measured": simulate(log).errors(),
         "cpu_cores_used": used,
@@ -317,6 +329,7 @@ def say(row: Row) -> None:
     for name, values in row["host"].items():
         print(f"  {name}: {values}")
     print(f"  steps with prompts bounded at {row['num_mixed_tokens']} tokens")
+    print(f"  plans before the step ahead is over, s: {row['plans_ahead_s']}")
     errors = ", ".join(f"{k} {v:+.2f}" for k, v in row["predicted_over_measured"].items())
     print(f"  simulated over measured: {errors}")
     print("  cores used: " + ", ".join(f"{k} {v:.2f}" for k, v in row["cpu_cores_used"].items()))
