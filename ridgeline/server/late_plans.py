@@ -3,9 +3,8 @@
 A step that is planned as soon as the one before it runs cannot take in a request that comes while
 that runs: it waits for two steps, not for one. So the loop waits, and takes commands, until just
 before the running step ends. When that is, its price says, times the least that such steps took of
-theirs lately; what the host needs before it was measured too. A step that came too late lets the
-host hurry more for some time, and the one before it says nothing of prices: nobody saw when it was
-over.
+theirs lately; what the host needs before it was measured too. After a step that came too late, what
+steps take is learned anew, and the host hurries more for some time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ridgeline.step import StepPlan, StepResult
 LATELY = 16  # steps of a kind, or plans
 LEAST_S = 0.3e-3  # a shorter wait is not worth waking up for
 GUARD_S = 0.3e-3  # of sleeping, waking and what differs from step to step
-FIRST_EXTRA_S, MOST_EXTRA_S = 0.5e-3, 20e-3  # after a step that came too late
+EXTRA_S = 0.5e-3  # more of that, after a step that came too late
 CALMING = 0.98  # what is left of that after each step that did not
 
 
@@ -37,8 +36,6 @@ class LatePlans:
         self._needs_s: deque[float] = deque(maxlen=LATELY)  # from planning a step to having sent it
         self._extra_s = 0.0
         self._planned_at = 0.0
-        self._last_id = self._running_id = -1  # of the step sent last, and of the one before it
-        self._distorted: set[int] = set()  # steps whose end was not seen when it was
         engine.journals.append(self)
         pricing.followers.append(self)
 
@@ -67,7 +64,6 @@ class LatePlans:
         self._planned_at = now
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
-        self._running_id, self._last_id = self._last_id, plan.step_id
         if self._engine.num_in_flight < self._engine.max_in_flight:
             return
         self._needs_s.append(now - self._planned_at)
@@ -75,13 +71,11 @@ class LatePlans:
             self._extra_s *= CALMING
             return
         self.num_late += 1
-        self._distorted.add(self._running_id)
-        self._extra_s = min(MOST_EXTRA_S, max(FIRST_EXTRA_S, 2 * self._extra_s))
+        self._took.clear()
+        self._extra_s += EXTRA_S
 
     def on_priced(self, step: PricedStep) -> None:
-        if step.plan.step_id in self._distorted:
-            self._distorted.discard(step.plan.step_id)
-        elif step.price.expected_s > 0:
+        if step.price.expected_s > 0:
             kind = _reads_prompts(step.plan)
             self._took.setdefault(kind, deque(maxlen=LATELY)).append(
                 step.seconds / step.price.expected_s
@@ -101,8 +95,7 @@ class LatePlans:
         error: str | None,
         now: float,
     ) -> None:
-        if error is not None:
-            self._distorted.discard(plan.step_id)
+        """Nothing to learn that its price does not tell."""
 
 
 def _reads_prompts(plan: StepPlan) -> bool:
