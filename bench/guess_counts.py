@@ -8,12 +8,12 @@ from typing import Any
 
 from ridgeline.cost.speculation import GuessPrices
 from ridgeline.observe.guesses import rows_taken
-from ridgeline.request import Request, RequestOutput
-from ridgeline.step import StepPlan, StepResult
+from ridgeline.request import RequestOutput
+from ridgeline.step import Journal, StepPlan, StepResult
 
 
 @dataclass(slots=True)
-class Counts:
+class Counts(Journal):
     """A journal of an engine: what became of the guesses of rows that decode. Steps are counted
     when somebody asks, as that takes the host a third of its time for a step of 256 rows, and 2 us
     of some 60 for one that checks eight guesses of one. Of many rows even what is kept until then
@@ -28,14 +28,6 @@ class Counts:
     context: int = 0  # tokens before them, all together
     answers: int = 0  # that have ended
     _kept: list[tuple[StepPlan, StepResult, Sequence[RequestOutput]]] = field(default_factory=list)
-
-    def on_add(self, request: Request, now: float, fault: object) -> None: ...
-
-    def on_abort(self, request_id: str, now: float) -> None: ...
-
-    def on_plan(self, plan: StepPlan, now: float) -> None: ...
-
-    def on_submitted(self, plan: StepPlan, now: float) -> None: ...
 
     def on_collect(
         self,

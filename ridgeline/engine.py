@@ -15,12 +15,12 @@ from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
     Executor,
     Journal,
+    KnowsEnd,
     Observer,
     StepFuture,
     StepPlan,
     StepRecord,
     StepResult,
-    Watched,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Engine:
     def oldest_is_over(self) -> bool | None:
         """Nobody would have to wait for the oldest step in flight. None: there is none, or its
         executor does not tell."""
-        if not self._in_flight or not isinstance(self._in_flight[0].future, Watched):
+        if not self._in_flight or not isinstance(self._in_flight[0].future, KnowsEnd):
             return None
         return self._in_flight[0].future.is_over()
 

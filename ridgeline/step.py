@@ -153,7 +153,7 @@ class StepFuture(Protocol):
 
 
 @runtime_checkable
-class Watched(Protocol):
+class KnowsEnd(Protocol):
     """A future that can say whether anybody would have to wait for it."""
 
     def is_over(self) -> bool: ...
@@ -206,21 +206,23 @@ class Observer(Protocol):
 
 class Journal(Protocol):
     """Hears all that goes into the scheduler and comes out of it, in order, with the very clock
-    readings that were used: enough to do it again. What it raises is logged and dropped."""
+    readings that were used: enough to do it again. What it raises is logged and dropped. Who needs
+    only some of it derives from this class, which does nothing."""
 
     def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
         """A request came in, or was refused (`fault`)."""
-        ...
+        return
 
-    def on_abort(self, request_id: str, now: float) -> None: ...
+    def on_abort(self, request_id: str, now: float) -> None:
+        return
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
         """A step was planned and is about to be sent; one that schedules nothing is not sent."""
-        ...
+        return
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
         """The executor has taken it. One that computes inside `submit` is done with it."""
-        ...
+        return
 
     def on_collect(
         self,
@@ -232,7 +234,7 @@ class Journal(Protocol):
     ) -> None:
         """A step is over and was taken in; a failed one has an `error` and no result, and ends
         all steps behind it, which are told of in the same way, without outputs."""
-        ...
+        return
 
 
 class StepPricer(Protocol):

@@ -18,10 +18,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,7 +31,9 @@ from safetensors.torch import save_file
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.benchmark.http_client import endpoint, run_http
 from ridgeline.benchmark.jobs import Job
-from ridgeline.benchmark.record import JobTimes
+
+if TYPE_CHECKING:
+    import aiohttp
 
 COMMAND = (sys.executable, "-m", "ridgeline.cli.main")
 MODEL_NAME = "measured"  # what clients call it
@@ -125,25 +129,27 @@ def load_callers(
 ) -> dict[str, Any]:
     """One row: `callers` who each send a request of (prompt, output) `sizes` as soon as they have
     the last answer, `rounds` times. The first round, in which all come at once, is not counted."""
-    told = [Job(tuple(work.fresh_ids(sizes[0])), sizes[1], 0.0) for _ in range(callers * rounds)]
-    times = asyncio.run(_call(url, told, callers))
-    begin = max(own[1].due_s for own in times)
-    end = min(own[-1].due_s for own in times)
-    counted = [job for own in times for job in own[1:]]
-    shares = [  # of a line's tokens, that there are several of where guesses were right
-        sizes[1] / len(job.token_s) * sum(begin <= when < end for when in job.token_s)
-        for own in times
-        for job in own
-    ]
-    ttft, itl = [job.ttft_s for job in counted], [gap for job in counted for gap in job.gaps_s]
+    prompt_len, out_len = sizes
+    prompts = [[work.fresh_ids(prompt_len) for _ in range(rounds)] for _ in range(callers)]
+    calls = asyncio.run(_call_in_turn(url, prompts, out_len))
+    begin = max(own[1].sent_s for own in calls)
+    end = min(own[-1].sent_s for own in calls)
+    num_tokens = sum(  # a line has several of them where guesses were right
+        out_len / len(call.line_s) * sum(begin <= when < end for when in call.line_s)
+        for own in calls
+        for call in own
+    )
+    counted = [call for own in calls for call in own[1:]]
+    ttft = [call.line_s[0] - call.sent_s for call in counted]
+    itl = [b - a for call in counted for a, b in pairwise(call.line_s)]
     return {
         "workload": "callers_http",
         "callers": callers,
         "rounds": rounds,
-        "prompt_len": sizes[0],
-        "out_len": sizes[1],
+        "prompt_len": prompt_len,
+        "out_len": out_len,
         "window_s": end - begin,
-        "tok_s": sum(shares) / (end - begin),
+        "tok_s": num_tokens / (end - begin),
         "ttft_ms_p50": 1e3 * work.pct(ttft, 0.5),
         "ttft_ms_p99": 1e3 * work.pct(ttft, 0.99),
         "itl_ms_p50": 1e3 * work.pct(itl, 0.5),
@@ -151,27 +157,48 @@ def load_callers(
     }
 
 
-async def _call(url: str, jobs: Sequence[Job], callers: int) -> list[list[JobTimes]]:
-    import aiohttp
+@dataclass
+class Call:
+    """One request, times by the clock that all processes of this machine share."""
 
-    async def call(own: Sequence[Job]) -> list[JobTimes]:
-        times: list[JobTimes] = []
-        for job in own:
-            body = {
-                "model": MODEL_NAME, "prompt": list(job.prompt), "temperature": 0.0,
-                "max_tokens": job.num_output_tokens, "ignore_eos": True, "stream": True,
-            }  # fmt: skip
-            times.append(JobTimes(time.monotonic()))
-            async with session.post(url + "/v1/completions", json=body) as response:
-                response.raise_for_status()
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        times[-1].token_s.append(time.monotonic())
-        return times
+    prompt: list[int]
+    due_s: float
+    sent_s: float = 0.0
+    line_s: list[float] = field(default_factory=list)
+
+
+async def send(session: aiohttp.ClientSession, url: str, call: Call, out_len: int) -> None:
+    """As the workload file sends it, with all times kept."""
+    body = {
+        "model": MODEL_NAME, "prompt": call.prompt, "max_tokens": out_len, "temperature": 0.0,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    call.sent_s = time.monotonic()
+    async with session.post(url + "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                now = time.monotonic()
+                if json.loads(line[6:]).get("choices"):
+                    call.line_s.append(now)
+
+
+async def _call_in_turn(
+    url: str, prompts: Sequence[Sequence[list[int]]], out_len: int
+) -> list[list[Call]]:
+    """What each caller sends, one after the other; the callers side by side."""
+    import aiohttp  # `_own_client` does without
+
+    async def one(own: Sequence[list[int]]) -> list[Call]:
+        calls: list[Call] = []
+        for prompt in own:
+            calls.append(Call(prompt, time.monotonic()))
+            await send(session, url, calls[-1], out_len)
+        return calls
 
     connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
-        return await asyncio.gather(*(call(jobs[first::callers]) for first in range(callers)))
+        return await asyncio.gather(*map(one, prompts))
 
 
 def _own_client(

@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +43,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from processes import MODEL_NAME, served
+from processes import Call, send, served
 from run import (
     add_engine,
     apart,
@@ -68,16 +68,6 @@ Row = dict[str, Any]
 # ---------------------------------------------------------------------- the client
 
 
-@dataclass
-class Call:
-    """One request, times by the clock that all processes of this machine share."""
-
-    prompt: list[int]
-    due_s: float
-    sent_s: float = 0.0
-    line_s: list[float] = field(default_factory=list)
-
-
 async def load(
     work: ModuleType, url: str, rate: float, sizes: Sequence[int], seed: int
 ) -> list[Call]:
@@ -96,21 +86,6 @@ async def load(
             tasks.append(asyncio.create_task(send(session, url, calls[-1], out_len)))
         await asyncio.gather(*tasks)
     return calls
-
-
-async def send(session: aiohttp.ClientSession, url: str, call: Call, out_len: int) -> None:
-    body = {
-        "model": MODEL_NAME, "prompt": call.prompt, "max_tokens": out_len, "temperature": 0.0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    call.sent_s = time.monotonic()
-    async with session.post(url + "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                now = time.monotonic()
-                if json.loads(line[6:]).get("choices"):
-                    call.line_s.append(now)
 
 
 # ---------------------------------------------------------------------- what the engine did

@@ -247,7 +247,6 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
     if needs_promise and (args.ttft is None or args.tpot is None):
         raise ConfigError(f"--policy {args.policy} needs what is promised: --ttft and --tpot")
     longest = max(a.num_input + a.num_output for a in workload)
-    is_cpu = setup.device.kind == "cpu"
     return Options(
         num_replicas=args.replicas,
         router=registry.load(ROUTERS, args.router, "router policy")(),
@@ -267,6 +266,6 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
         num_blocks=args.num_blocks,
         memory_utilization=args.memory_utilization,
         speculation=_speculation(args, setup),
-        computes_in_submit=is_cpu,
-        plans_ahead_s=None if is_cpu or args.no_late_plans else PLANS_AHEAD_S,
+        computes_in_submit=setup.device.kind == "cpu",
+        plans_ahead_s=None if args.no_late_plans else PLANS_AHEAD_S,
     )

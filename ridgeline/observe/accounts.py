@@ -12,7 +12,7 @@ from ridgeline.errors import RequestFault
 from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.beam_group import ROW_MARK
-from ridgeline.step import ScheduledRequest, StepPlan, StepResult
+from ridgeline.step import Journal, ScheduledRequest, StepPlan, StepResult
 
 MAX_FINISHED = 256  # that are kept, the latest
 
@@ -75,7 +75,7 @@ class Account:
         return self.until - self.arrival
 
 
-class Accounts:
+class Accounts(Journal):
     """Keeps the accounts of all live requests and of the latest that ended; one of the engine's
     journals, behind the `pricing` that it follows."""
 
@@ -99,12 +99,6 @@ class Accounts:
 
     def on_abort(self, request_id: str, now: float) -> None:
         self._end(request_id, "abort", now)
-
-    def on_plan(self, plan: StepPlan, now: float) -> None:
-        """A plan costs nothing until it runs."""
-
-    def on_submitted(self, plan: StepPlan, now: float) -> None:
-        """The pricing says when it has run."""
 
     def on_collect(
         self,

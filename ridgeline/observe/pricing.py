@@ -116,6 +116,7 @@ class Running:
     plan: StepPlan
     began: float
     expected_s: float
+    reads_prompts: bool
 
 
 @record
@@ -184,7 +185,9 @@ class Pricing:
             return None
         step = self._in_flight[0]
         began = max(step.launched, self.last_ended)
-        return Running(step.plan.step_id, step.plan, began, step.price.expected_s)
+        return Running(
+            step.plan.step_id, step.plan, began, step.price.expected_s, bool(step.prompts)
+        )
 
     def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
         if fault is not None:

@@ -70,7 +70,6 @@ def try_out(question: Question, estimate: Estimate, rate: float, rng_of: RngMake
     work = workload(question, num_requests(estimate, rate), rate, rng_of)
     candidate, priced = estimate.candidate, estimate.priced
     most = candidate.max_num_batched_tokens
-    is_cpu = priced.setup.device.kind == "cpu"
     options = Options(
         num_replicas=1,
         max_num_seqs=candidate.max_num_seqs,
@@ -78,8 +77,8 @@ def try_out(question: Question, estimate: Estimate, rate: float, rng_of: RngMake
         max_num_mixed_tokens=mixed_tokens(priced.setup, priced.target, most),
         max_model_len=question.max_model_len,
         speculation=_speculation(estimate),
-        computes_in_submit=is_cpu,
-        plans_ahead_s=None if is_cpu else PLANS_AHEAD_S,
+        computes_in_submit=priced.setup.device.kind == "cpu",
+        plans_ahead_s=PLANS_AHEAD_S,
     )
     machine = Machine(priced.target, estimate.memory.num_blocks, priced.windows)
     report = Simulation(machine, work, options, rng=rng_of()).run()

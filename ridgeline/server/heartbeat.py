@@ -12,11 +12,10 @@ import tempfile
 from collections.abc import Sequence
 from struct import Struct
 
-from ridgeline.errors import RequestFault
 from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.watchdog import StepInFlight
-from ridgeline.request import Request, RequestOutput
-from ridgeline.step import StepPlan, StepResult
+from ridgeline.request import RequestOutput
+from ridgeline.step import Journal, StepPlan, StepResult
 
 SIZE = mmap.PAGESIZE
 SEQUENCE = Struct("<Q")  # odd while the rest is being written
@@ -35,19 +34,13 @@ def new_page() -> int:
     return fd
 
 
-class Heartbeat:
+class Heartbeat(Journal):
     """The engine's side: one of its journals, behind the `pricing` that knows the step."""
 
     def __init__(self, fd: int, pricing: Pricing) -> None:
         self._page = mmap.mmap(fd, SIZE)
         self._pricing = pricing
         self._sequence = 0
-
-    def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
-        """Nothing runs because of it yet."""
-
-    def on_abort(self, request_id: str, now: float) -> None:
-        """The step in flight goes on."""
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
         """Steps that go on beside the host are priced when they are sent off, and not before."""

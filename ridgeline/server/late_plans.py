@@ -10,14 +10,11 @@ steps take is learned anew, and the host hurries more for some time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from ridgeline.clock import Clock
 from ridgeline.engine import Engine
-from ridgeline.errors import RequestFault
 from ridgeline.observe.pricing import PricedStep, Pricing
-from ridgeline.request import Request, RequestOutput
-from ridgeline.step import StepPlan, StepResult
+from ridgeline.step import Journal, StepPlan
 
 LATELY = 16  # steps of a kind, or plans
 LEAST_S = 0.3e-3  # a shorter wait is not worth waking up for
@@ -26,7 +23,7 @@ EXTRA_S = 0.5e-3  # more of that, after a step that came too late
 CALMING = 0.98  # what is left of that after each step that did not
 
 
-class LatePlans:
+class LatePlans(Journal):
     """One of the engine's journals, and a follower of its prices."""
 
     def __init__(self, engine: Engine, pricing: Pricing, clock: Clock) -> None:
@@ -48,7 +45,7 @@ class LatePlans:
         running = self._pricing.running
         if running is None or len(self._needs_s) < LATELY:
             return 0.0
-        took = self._took.get(_reads_prompts(running.plan), ())
+        took = self._took.get(running.reads_prompts, ())
         if len(took) < LATELY:
             return 0.0
         ends = running.began + min(took) * running.expected_s
@@ -76,29 +73,5 @@ class LatePlans:
 
     def on_priced(self, step: PricedStep) -> None:
         if step.price.expected_s > 0:
-            kind = _reads_prompts(step.plan)
-            self._took.setdefault(kind, deque(maxlen=LATELY)).append(
-                step.seconds / step.price.expected_s
-            )
-
-    def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
-        """Nothing to learn."""
-
-    def on_abort(self, request_id: str, now: float) -> None:
-        """Nothing to learn."""
-
-    def on_collect(
-        self,
-        plan: StepPlan,
-        result: StepResult | None,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-        now: float,
-    ) -> None:
-        """Nothing to learn that its price does not tell."""
-
-
-def _reads_prompts(plan: StepPlan) -> bool:
-    return plan.decodes is None and any(
-        entry.num_tokens - entry.num_draft > 1 for entry in plan.scheduled
-    )
+            took = self._took.setdefault(bool(step.prompts), deque(maxlen=LATELY))
+            took.append(step.seconds / step.price.expected_s)

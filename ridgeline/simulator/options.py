@@ -35,9 +35,9 @@ class Options:
     Without `paging` every seat reserves room for the longest request, so there are fewer seats, and
     nothing is shared. `num_blocks` None: what fits beside the weights. `request_s` passes between
     the arrival of a request and its coming to the engine (tokens, HTTP). `computes_in_submit`: the
-    engine's loop stands still while a step is computed, as on a CPU. `plans_ahead_s`: the next step
-    is planned so long before the running one ends, while there is room for who comes; None: as soon
-    as that runs.
+    engine's loop stands still while a step is computed, as on a CPU. `plans_ahead_s`: where it does
+    not, and while there is room for who comes, the next step is planned so long before the running
+    one ends; None: as soon as that runs.
     """
 
     num_replicas: int | None = None  # None: as the layout says

@@ -161,7 +161,7 @@ class Simulation:
             replica.land(event.leap)
         replica.take_in()
         if event.collects and self.options.macro_steps:
-            may_overshoot = self._is_blind and self.options.plans_ahead_s is None
+            may_overshoot = self._is_blind and replica.engine.plans_ahead_s is None
             leap = replica.leap(horizon, may_overshoot=may_overshoot)
             if leap is not None:
                 self._wake(replica, leap.now, leap=leap)

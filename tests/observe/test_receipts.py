@@ -10,7 +10,7 @@ import pytest
 from ridgeline.cost.roofline import step_cost
 from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
 from ridgeline.observe.receipts import NANO, Receipts
-from ridgeline.step import ScheduledRequest, StepPlan, StepShape
+from ridgeline.step import Journal, ScheduledRequest, StepPlan, StepShape
 from tests.observe.priced import small_meter
 from tests.observe.recorded import RecordedWorld
 from tests.observe.test_accounts import Ticking
@@ -61,7 +61,7 @@ def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path
         assert all(getattr(receipt, field) >= 0 for receipt in found)
 
 
-class _Asking:
+class _Asking(Journal):
     """Asks for every second request, and adds up the steps by itself."""
 
     receipts: Receipts
@@ -77,11 +77,6 @@ class _Asking:
         if fault is None and name not in self.names and self.count % 2:
             self.names.add(name)
             self.receipts.ask(name)
-
-    def on_abort(self, request_id: str, now: float) -> None: ...
-    def on_plan(self, plan: StepPlan, now: float) -> None: ...
-    def on_submitted(self, plan: StepPlan, now: float) -> None: ...
-    def on_collect(self, *values: object) -> None: ...
 
     def on_priced(self, step: PricedStep) -> None:
         self.whole["device_ns"] += round((step.ended - step.began) * NANO)
