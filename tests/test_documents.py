@@ -1,9 +1,10 @@
-"""Do the documents name files and functions that exist?"""
+"""Do the documents name files, headings, functions and results that exist?"""
 
 from __future__ import annotations
 
 import ast
 import re
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -13,10 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs/architecture.md",
-    "docs/life-of-a-request.md",
-    "docs/speculation.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
+RESULT_NAME = re.compile(r"20\d\d-\d\d-\d\d-[\w*-]+(?:\.[a-z*]+)*")
 
 
 @cache
@@ -48,14 +48,42 @@ def members(node: ast.ClassDef) -> set[str]:
     return found
 
 
+def headings(path: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them of its headings."""
+    titles = re.findall(r"^#+ +(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def is_there(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    return target.exists() and (not anchor or anchor in headings(target))
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_and_links_exist(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:ridgeline|tests|tools|docs)/[\w/.-]+)`", text))
-    links = re.findall(r"\]\(([\w/.-]+)\)", text)
-    missing = {path for path in named if not (ROOT / path).exists()}
-    missing |= {link for link in links if not ((ROOT / name).parent / link).exists()}
+    page = ROOT / name
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:ridgeline|tests|tools|docs|bench)/[\w/.*-]+)`", text))
+    links = re.findall(r"\]\(([\w/.#-]+)\)", text)
+    missing = {path for path in named if not any(ROOT.glob(path.rstrip("/")))}
+    missing |= {link for link in links if not is_there(page, link)}
     assert missing == set()
+
+
+def test_result_files_and_their_citations() -> None:
+    """A raw result stays while a page or a test cites it; what is cited is there."""
+    texts = [ROOT / name for name in DOCUMENTS]
+    texts += [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    cited = {
+        name
+        for path in texts
+        for name in RESULT_NAME.findall(path.read_text(encoding="utf-8"))
+        if ".json" in name or ".txt" in name
+    }
+    kept = {path.name for path in ROOT.glob("bench/*/results/*")} - {"latest.json"}
+    assert {name for name in kept if not any(fnmatch(name, wanted) for wanted in cited)} == set()
+    assert {wanted for wanted in cited if not any(fnmatch(name, wanted) for name in kept)} == set()
 
 
 def test_functions_exist() -> None:
@@ -65,6 +93,6 @@ def test_functions_exist() -> None:
     assert {name for name in named if name not in names()} == set()
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, "CHANGELOG.md", "docs/performance/README.md"])
+@pytest.mark.parametrize("name", [*DOCUMENTS, "CHANGELOG.md"])
 def test_documents_are_ascii(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8").isascii()
