@@ -14,9 +14,12 @@ from ridgeline.observe.histogram import (
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """When what happened to one sequence, in seconds of one monotonic clock; None: not yet."""
+    """When what happened to one sequence, in seconds of one monotonic clock; None: not yet.
+    `queued`: it was handed to the engine; never for a fork, which waits for the prompt of another
+    sequence of its request and not for room."""
 
     arrival: float
+    queued: float | None = None
     started: float | None = None
     last_token: float | None = None
 
@@ -31,16 +34,17 @@ class Latency:
         self.whole_request = Histogram(WHOLE_REQUEST_S)
 
     def on_start(self, times: SequenceTimes, now: float) -> None:
-        """The sequence was scheduled for the first time; later calls change nothing."""
+        """The plan made at `now` computes the sequence for the first time; later calls change
+        nothing."""
         if times.started is None:
             times.started = now
-            self.queue.observe(now - times.arrival)
+            if times.queued is not None:
+                self.queue.observe(now - times.queued)
 
     def on_tokens(self, times: SequenceTimes, count: int, now: float) -> None:
         """`count` tokens arrived together; their gap is shared out evenly."""
         if count <= 0:
             return
-        self.on_start(times, now)
         if times.last_token is None:
             self.first_token.observe(now - times.arrival)
             count -= 1  # the tokens that came along with the first waited for nothing

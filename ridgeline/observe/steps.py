@@ -9,8 +9,8 @@ from ridgeline.step import StepRecord
 class StepCounters:
     """Steps, tokens, prefix hits and the time that steps took; all only rise.
 
-    `take_started` gives the rows that plans opened since it was last called: requests that run
-    for the first time, and again those that come back from a preemption.
+    `take_started` gives the rows that plans opened since it was last called, and when each plan was
+    made: requests that run for the first time, and again those that come back from a preemption.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class StepCounters:
         self.num_hit_tokens = 0  # and found there
         self.busy_s = 0.0  # with at least one step in flight
         self._busy_until = 0.0
-        self._started: list[str] = []
+        self._started: list[tuple[str, float]] = []
 
     def on_step(self, record: StepRecord) -> None:
         self.num_steps += 1
@@ -36,7 +36,7 @@ class StepCounters:
             return
         starts = {entry.request_id: entry.start for entry in plan.scheduled}
         for row in plan.new:
-            self._started.append(row.request_id)
+            self._started.append((row.request_id, record.launched_at))
             if len(row.token_ids) == row.num_prompt_tokens:
                 self.num_prompt_tokens += row.num_prompt_tokens
                 self.num_hit_tokens += starts.get(row.request_id, 0)
@@ -44,6 +44,6 @@ class StepCounters:
     def on_output(self, output: RequestOutput, now: float) -> None:
         """Nothing to count here."""
 
-    def take_started(self) -> tuple[str, ...]:
+    def take_started(self) -> tuple[tuple[str, float], ...]:
         started, self._started = tuple(self._started), []
         return started

@@ -137,8 +137,11 @@ class EngineClient:
         requests = live.requests
         self._tickets[ticket] = live
         self.lives.update(dict.fromkeys(live.open_ids, live))
-        self.progress.work_began(self.clock.now(), len(requests))
-        self._send(pack_add(ticket, requests, wants_cost=live.wants_cost))
+        now = self.clock.now()
+        self.progress.work_began(now, len(requests))
+        for request in requests:
+            live.times[request.request_id].queued = now if request.fork_of is None else None
+        self._send(pack_add(ticket, requests, now, wants_cost=live.wants_cost))
         try:
             await live.admitted
         except BaseException:
@@ -338,10 +341,10 @@ class EngineClient:
         self.progress.step_done(now)
         for reply in step.replies:
             self._reply(reply)
-        for request_id in step.started:
-            if (live := self.lives.get(request_id)) is not None:
+        for start in step.started:
+            if (live := self.lives.get(start.request_id)) is not None:
                 live.started = True
-                self.latency.on_start(live.times[request_id], now)
+                self.latency.on_start(live.times[start.request_id], start.at)
         for cost in step.costs:
             if (live := self.lives.get(cost.request_id)) is not None:
                 live.costs[cost.request_id] = cost

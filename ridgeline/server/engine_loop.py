@@ -32,6 +32,7 @@ from ridgeline.server.wire import (
     Prices,
     Ready,
     Refused,
+    Scheduled,
     Step,
     pack_output,
     unpack_add,
@@ -215,7 +216,10 @@ class EngineLoop:
         self._wire.send(
             Step(
                 tuple(replies),
-                tuple(row.partition(ROW_MARK)[0] for row in self._watch.take_started()),
+                tuple(
+                    Scheduled(row.partition(ROW_MARK)[0], at)
+                    for row, at in self._watch.take_started()
+                ),
                 tuple(pack_output(output) for output in outputs),
                 self._gauges.read(),
                 self._costs(outputs),

@@ -158,11 +158,12 @@ class Service:
         send: Send,
         read: Callable[[Body, ServedModel], Call],
     ) -> None:
-        """Serve one completion or chat request, from its body to its last byte."""
-        arrival = self.clock.now()
+        """Serve one completion or chat request, from its body to its last byte. It arrives when
+        its body is here: how fast a client sends that is not our doing."""
         self.need_model()
         with self.admission.open(scope["state"]["key"]) as ticket:
             body = await self.read(scope, receive, ticket)
+            arrival = self.clock.now()
             work = self._answer(scope, send, read, body, ticket, arrival)
             await unless_gone(receive, work)
 

@@ -64,6 +64,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """Take in all of these or none; the answer is Admitted or Refused with the same ticket.
+    `queued_at`: when they were sent, in seconds of the monotonic clock that both processes read.
     `wants_cost`: tell what they cost, with each of their outputs."""
 
     ticket: int
@@ -72,6 +73,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     sequences: tuple[Row, ...]
     priority: int
     cache_salt: bytes
+    queued_at: float
     wants_cost: bool = False
 
 
@@ -247,11 +249,19 @@ class Cost(msgspec.Struct, array_like=True, frozen=True, gc=False):
     bytes: int
 
 
+class Scheduled(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A request that a step planned at `at` computes for the first time, or again after a
+    preemption. Seconds of the clock of `Add.queued_at`."""
+
+    request_id: str
+    at: float
+
+
 class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """Everything that one turn of the engine loop has to tell: one message for all requests."""
 
     replies: tuple[Admitted | Refused, ...]
-    started: tuple[str, ...]
+    started: tuple[Scheduled, ...]
     outputs: tuple[Output, ...]
     gauges: Gauges
     costs: tuple[Cost, ...] = ()
@@ -320,7 +330,9 @@ def unpack_sampling(sampling: Sampling) -> SamplingParams:
     return SamplingParams(**msgspec.structs.asdict(sampling))
 
 
-def pack_add(ticket: int, requests: Sequence[Request], *, wants_cost: bool = False) -> Add:
+def pack_add(
+    ticket: int, requests: Sequence[Request], queued_at: float, *, wants_cost: bool = False
+) -> Add:
     """One message for all requests of a client's call; they share priority and salt."""
     prompts: dict[tuple[int, ...], int] = {}
     samplings: list[Sampling] = []
@@ -337,19 +349,22 @@ def pack_add(ticket: int, requests: Sequence[Request], *, wants_cost: bool = Fal
         tuple(rows),
         first.priority,
         first.cache_salt,
+        queued_at,
         wants_cost,
     )
 
 
 def unpack_add(message: Add, now: float) -> list[Request]:
-    """The engine's requests, arriving now. Raises RequestFault like SamplingParams."""
+    """The engine's requests: to it they arrive when they are sent, not when it has time to look.
+    Raises RequestFault like SamplingParams."""
+    arrival = min(message.queued_at, now)
     samplings = [unpack_sampling(sampling) for sampling in message.samplings]
     return [
         Request(
             row.request_id,
             message.prompts[row.prompt],
             samplings[row.sampling],
-            now,
+            arrival,
             priority=message.priority,
             cache_salt=message.cache_salt,
             fork_of=row.fork_of,

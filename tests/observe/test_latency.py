@@ -38,14 +38,14 @@ def test_histogram_takes_no_negative_time_and_no_disordered_bounds() -> None:
 
 
 def test_latency_of_one_sequence() -> None:
-    latency, times = Latency(), SequenceTimes(10.0)
+    latency, times = Latency(), SequenceTimes(10.0, queued=10.1)
     latency.on_start(times, 10.5)
     latency.on_start(times, 11.0)  # again, after a preemption: not a second wait
     latency.on_tokens(times, 1, 12.0)
     latency.on_tokens(times, 0, 12.1)  # a step without a token is no gap
     latency.on_tokens(times, 2, 13.0)
     latency.on_end(times, 14.0)
-    assert (latency.queue.count, latency.queue.sum) == (1, 0.5)
+    assert (latency.queue.count, latency.queue.sum) == (1, pytest.approx(0.4))
     assert (latency.first_token.count, latency.first_token.sum) == (1, 2.0)
     assert (latency.between_tokens.count, latency.between_tokens.sum) == (2, 1.0)
     assert (latency.whole_request.count, latency.whole_request.sum) == (1, 4.0)
@@ -56,4 +56,10 @@ def test_first_tokens_that_come_together_count_once_as_first() -> None:
     latency.on_tokens(times, 3, 2.0)
     assert (latency.first_token.count, latency.first_token.sum) == (1, 2.0)
     assert (latency.between_tokens.count, latency.between_tokens.sum) == (2, 0.0)
-    assert latency.queue.count == 1  # it must have started
+    assert latency.queue.count == 0  # nobody has said when it was scheduled
+
+
+def test_a_fork_is_not_in_the_queue_while_its_prompt_is_computed() -> None:
+    latency, times = Latency(), SequenceTimes(0.0)
+    latency.on_start(times, 3.0)
+    assert (times.started, latency.queue.count) == (3.0, 0)

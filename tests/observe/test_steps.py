@@ -32,7 +32,7 @@ def test_tokens_hits_and_starts() -> None:
     steps.on_step(record(1, 0.0, 1.0, (("a", 16, 4), ("b", 0, 8)), (("a", 20, 20), ("b", 8, 8))))
     assert (steps.num_steps, steps.num_scheduled_tokens) == (1, 12)
     assert (steps.num_prompt_tokens, steps.num_hit_tokens) == (28, 16)
-    assert steps.take_started() == ("a", "b")
+    assert steps.take_started() == (("a", 0.0), ("b", 0.0))  # planned then, not collected
     assert steps.take_started() == ()
     steps.on_step(record(2, 1.0, 2.0, (("a", 20, 1),)))
     assert (steps.num_steps, steps.num_scheduled_tokens) == (2, 13)
@@ -43,7 +43,7 @@ def test_a_request_that_comes_back_is_no_prompt() -> None:
     steps = StepCounters()
     steps.on_step(record(1, 0.0, 1.0, (("a", 16, 9),), (("a", 25, 20),)))
     assert (steps.num_prompt_tokens, steps.num_hit_tokens) == (0, 0)
-    assert steps.take_started() == ("a",)
+    assert steps.take_started() == (("a", 0.0),)
 
 
 def test_overlapping_steps_are_not_counted_twice() -> None:

@@ -97,7 +97,7 @@ def test_a_whole_conversation(fake_model: Path) -> None:
         ready = talk.hear_ready()
         assert (ready.vocab_size, ready.max_model_len, ready.pid) == (264, 512, talk.process.pid)
         good = [Request("a-0", (1, 2, 3), SamplingParams(max_tokens=3, temperature=0), 0.0)]
-        talk.say(pack_add(7, good))
+        talk.say(pack_add(7, good, 0.0))
         first = talk.hear()
         assert isinstance(first, Step)
         assert first.replies == (Admitted(7),)
@@ -107,7 +107,8 @@ def test_a_whole_conversation(fake_model: Path) -> None:
         while finish is None:
             event = talk.hear()
             assert isinstance(event, Step)
-            started, gauges = started + list(event.started), event.gauges
+            started += [row.request_id for row in event.started]
+            gauges = event.gauges
             for output in event.outputs:
                 tokens += output.new_token_ids
                 finish = output.finish_reason
@@ -123,7 +124,7 @@ def test_all_of_a_group_or_none(fake_model: Path) -> None:
         talk.hear_ready()
         good = Request("a-0", (1, 2, 3), SamplingParams(max_tokens=3), 0.0)
         bad = Request("a-1", (1, 2, 3), SamplingParams(max_tokens=100_000), 0.0)
-        talk.say(pack_add(1, [good, bad]))
+        talk.say(pack_add(1, [good, bad], 0.0))
         event = talk.hear()
         assert isinstance(event, Step)
         (reply,) = event.replies
@@ -148,7 +149,7 @@ def test_a_crash_has_last_words(fake_model: Path) -> None:
         talk.hear_ready()
         for i in range(3):  # one after the other, so that each has a step of its own
             request = Request(f"a-{i}", tuple(b"!fault"), SamplingParams(max_tokens=3), 0.0)
-            talk.say(pack_add(i, [request]))
+            talk.say(pack_add(i, [request], 0.0))
             while not (isinstance(event := talk.hear(), Step) and event.outputs):
                 pass
             assert event.outputs[0].finish_reason == "error"
@@ -166,7 +167,7 @@ def test_it_ends_when_the_wire_is_closed(fake_model: Path, when: str) -> None:
             talk.hear_ready()
         if when == "in a step":
             request = Request("a-0", tuple(b"!hang"), SamplingParams(max_tokens=3), 0.0)
-            talk.say(pack_add(1, [request]))
+            talk.say(pack_add(1, [request], 0.0))
             talk.hear()
         talk.sock.close()
         assert talk.process.wait(PATIENCE_S) == 0

@@ -55,7 +55,7 @@ def test_idle_turns_do_it_one_by_one_and_then_wait(tmp_path: Path) -> None:
 
 def test_while_somebody_is_served_nothing_of_it_is_done(tmp_path: Path) -> None:
     request = Request("q-0", (1, 2, 3), SamplingParams(max_tokens=4, seed=0), 0.0)
-    work, wire = Work(10), Wire(pack_add(0, [request]))
+    work, wire = Work(10), Wire(pack_add(0, [request], 0.0))
     served = replace(built(tmp_path), warm_up=work)  # type: ignore[arg-type]
     loop = EngineLoop(served, wire, WallClock())
     loop.turn()  # takes it in

@@ -90,7 +90,8 @@ class Wire:
         self.clock.advance_to(min(until, self.pending[-1].arrival_time) if self.pending else until)
         taken: list[Command] = []
         while self.pending and self.pending[-1].arrival_time <= self.clock.now():
-            taken.append(pack_add(len(self.pending), [self.pending.pop()]))
+            request = self.pending.pop()
+            taken.append(pack_add(len(self.pending), [request], request.arrival_time))
         return taken
 
     def send(self, event: Event) -> None:

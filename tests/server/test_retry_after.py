@@ -94,7 +94,7 @@ def test_from_the_policy_to_the_reply(folder: Path) -> None:
     served = built(folder)
     served.engine.scheduler.policy = Closed()
     request = Request("q-0", (1, 2, 3), SamplingParams(max_tokens=2), 0.0)
-    wire = Wire(pack_add(0, [request]))
+    wire = Wire(pack_add(0, [request], 0.0))
     EngineLoop(served, wire, WallClock()).turn()
     served.close()
     said = wire.said[0]

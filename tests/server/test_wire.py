@@ -65,14 +65,16 @@ def test_requests_cross_with_their_prompt_once() -> None:
     child = Request(
         "q-1", (1, 2, 3), SamplingParams(seed=8), 1.0, priority=4, cache_salt=b"salt", fork_of="q-0"
     )
-    add = pack_add(11, [parent, child])
+    add = pack_add(11, [parent, child], 2.0)
     assert len(add.prompts) == 1
     back = unpack_add(read_command(frame(add)[4:]), 9.5)  # type: ignore[arg-type]
     for sent, got in zip((parent, child), back, strict=True):
         for name in ("request_id", "prompt_token_ids", "sampling", "priority", "cache_salt"):
             assert getattr(sent, name) == getattr(got, name)
         assert got.fork_of == sent.fork_of
-        assert got.arrival_time == 9.5
+        assert got.arrival_time == 2.0  # at the engine
+    (late, _) = unpack_add(add, 0.5)
+    assert late.arrival_time == 0.5  # nobody arrives in the future
 
 
 def test_start_carries_the_whole_configuration() -> None:
