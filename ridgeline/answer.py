@@ -232,6 +232,12 @@ class Answer:
             return sum(len(choice.token_ids) for choice in self._beams)
         return sum(len(sample.assembler.token_ids) for sample in self._samples.values())
 
+    @property
+    def finish_reasons(self) -> set[str]:
+        """Of the samples that have ended."""
+        ended = self._beams if self._beams is not None else self._samples.values()
+        return {one.finish_reason for one in ended if one.finish_reason}
+
     def push(self, output: RequestOutput) -> list[ChoiceDelta]:
         """Take in one engine output. Outputs after a choice's end are ignored."""
         sample = self._samples[output.request_id]

@@ -155,14 +155,14 @@ def say_phases(phases: Iterable[Phase]) -> None:
     """One line at INFO; seconds by name."""
     rows = tuple(phases)
     words = ", ".join(phase_words(phase) for phase in rows)
-    say(logger, logging.INFO, "start-up", total_s=f"{total_s(rows):.2f}", phases=f"[{words}]")
+    say(logger, logging.INFO, "start-up", total_s=round(total_s(rows), 2), phases=words)
 
 
 def say_first_token(kernels: Said | None) -> None:
     """One line at INFO: how old the process is, and what became of `kernels` until now."""
     known = (kernels and kernels.words()) or "none"
-    age = f"{process_age_s():.2f}"
-    say(logger, logging.INFO, "first token", process_age_s=age, kernels=f"[{known}]")
+    age = round(process_age_s(), 2)
+    say(logger, logging.INFO, "first token", process_age_s=age, kernels=known)
 
 
 def phase_words(phase: Phase) -> str:

@@ -133,6 +133,6 @@ def test_the_lines_that_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         say_first_token(None)
         say_first_token(Counts())
     said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "start-up total_s=1.75 phases=[Python 0.50 s, weights 1.25 s (16.1 GB)]"
-    assert said[1].endswith("kernels=[none]")
-    assert said[2].endswith("kernels=[2 kernels compiled]")
+    assert said[0] == 'start-up total_s=1.75 phases="Python 0.50 s, weights 1.25 s (16.1 GB)"'
+    assert said[1].endswith("kernels=none")
+    assert said[2].endswith('kernels="2 kernels compiled"')

@@ -309,7 +309,7 @@ def first_token(model: Path, options: Mapping[str, Any], ids: Sequence[int]) -> 
 def start_report(text: str) -> dict[str, float]:
     """What `generate -v` says of its start, as numbers: seconds until it was ready, of each phase
     (`start_NAME_s`) and of the process at its first token, and what became of kernels."""
-    ready = re.search(r"start-up total_s=([\d.]+) phases=\[(.*)\]", text)
+    ready = re.search(r'start-up total_s=([\d.]+) phases="(.*)"', text)
     row = {"engine_ready_s": float(ready[1]) if ready else math.nan}
     for name, seconds in re.findall(r"(\w[\w ]*) ([\d.]+) s\b", ready[2] if ready else ""):
         row[f"start_{name.replace(' ', '_').lower()}_s"] = float(seconds)

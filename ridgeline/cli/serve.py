@@ -6,6 +6,7 @@ import argparse
 from dataclasses import Field, fields
 from typing import Any
 
+from ridgeline import log
 from ridgeline.cli.engine_flags import add_engine_flags, byte_size, engine_options
 from ridgeline.config import EngineConfig
 from ridgeline.server.config import Limits, ServeConfig
@@ -95,6 +96,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
         help="default: %(default)s",
     )
+    where.add_argument(
+        "--log-format",
+        default=defaults["log_format"],
+        choices=tuple(log.FORMATS),
+        help="how lines of the log are written (default: %(default)s)",
+    )
+    where.add_argument(
+        "--access-log",
+        action="store_true",
+        help="log one line for each request: sizes and times, no text",
+    )
     add_engine_flags(parser)
     group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
     for field in fields(Limits):
@@ -127,15 +139,16 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
         allow_anyone_on_the_network_without_a_key=args.allow_anyone_on_the_network_without_a_key,
         price_per_hour=args.price_per_hour,
         log_level=args.log_level,
+        log_format=args.log_format,
+        access_log=args.access_log,
         limits=limits,
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from ridgeline import log
     from ridgeline.server.lifecycle import serve
 
-    log.set_up(args.log_level)
+    log.set_up(args.log_level, args.log_format, access_log=args.access_log)
     return serve(serve_config(args), on_listening=_announce)
 
 

@@ -79,7 +79,7 @@ def make_app(service: Service, keys: Keys) -> Gate:
     config = service.config
     router = Router(make_routes(service), redirect_slashes=False)
     hosts = HostGuard(config.host, config.allowed_hosts)
-    return Gate(router, keys, hosts, service.engine.traffic)
+    return Gate(router, keys, hosts, service.engine.traffic, service.clock)
 
 
 def make_routes(service: Service) -> list[Route]:

@@ -85,6 +85,7 @@ class ServeConfig:
     model's own name when None). Keys come one a line from `api_key_file`, or from the environment
     variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
     by. `price_per_hour` of all the engine's devices, in any currency, puts money on receipts.
+    `access_log`: a line for each request; `log_format`: one of ridgeline.log.FORMATS.
     `builder` names the function that makes the engine ("module:function"): an extension seam.
     """
 
@@ -97,6 +98,8 @@ class ServeConfig:
     allow_anyone_on_the_network_without_a_key: bool = False
     price_per_hour: float | None = None
     log_level: str = "INFO"
+    log_format: str = "text"
+    access_log: bool = False
     limits: Limits = field(default_factory=Limits)
     builder: str = DEFAULT_BUILDER
 

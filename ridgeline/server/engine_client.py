@@ -191,8 +191,8 @@ class EngineClient:
         if found is not None and step is not None and self.watchdog.count(found, step.began):
             say(
                 logger, logging.WARNING, "a step takes longer than it should",
-                step=found.step_id, elapsed_s=f"{found.elapsed_s:.3g}",
-                expected_s=f"{found.expected_s:.3g}",
+                step=found.step_id, elapsed_s=round(found.elapsed_s, 3),
+                expected_s=round(found.expected_s, 6),
             )  # fmt: skip
         return found
 
@@ -293,7 +293,8 @@ class EngineClient:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         life = _Life(process, reader, writer, HeartbeatPage(page))
         os.close(page)
-        writer.write(frame(Start(self.config.engine, self.config.log_level)))
+        config = self.config
+        writer.write(frame(Start(config.engine, config.log_level, config.log_format)))
         return life
 
     async def _listen(self, life: _Life) -> None:
@@ -377,6 +378,8 @@ class EngineClient:
             return
         times = live.times[output.request_id]
         self.latency.on_tokens(times, len(output.new_token_ids), now)
+        if live.first_token is None and output.new_token_ids:
+            live.first_token = now
         self.traffic.num_output_tokens += len(output.new_token_ids)
         self._push(live, output)
         if output.finish_reason is not None:
@@ -395,10 +398,16 @@ class EngineClient:
         try:
             live.push(unpack_output(output))
         except Exception:
-            logger.exception("an output could not be assembled")
+            say(
+                logger, logging.ERROR, "an output could not be assembled", trace=True,
+                request_id=live.request_id,
+            )  # fmt: skip
             live.fail(internal_error())
         if output.error is not None:
-            say(logger, logging.ERROR, "the engine failed one request", reason=output.error)
+            say(
+                logger, logging.ERROR, "the engine failed one request",
+                request_id=live.request_id, reason=output.error,
+            )  # fmt: skip
 
     def _stopped(self, live: Live, request_ids: Iterable[str], now: float) -> None:
         """A stop string ended these, which the engine cannot see."""

@@ -175,7 +175,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     start = wire.take(wait_s=inf)[0]
     if not isinstance(start, Start):
         return EXIT_FAULT
-    set_up(start.log_level)
+    set_up(start.log_level, start.log_format)
     try:
         startup = StartUp.of_process("Python")
         served = _build(wire, start, builder, startup)
@@ -191,7 +191,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         wire.send(StartFailed(str(fault)))
         return EXIT_CONFIG
     except Exception as fault:
-        logger.critical("the engine failed", exc_info=True)
+        say(logger, logging.CRITICAL, "the engine failed", trace=True)
         wire.send(Faulted(f"{type(fault).__name__}: {fault}"[:500]))
         return EXIT_FAULT
     return 0

@@ -10,14 +10,17 @@ import logging
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ridgeline.log import say
+from ridgeline.clock import Clock
+from ridgeline.log import ACCESS, say
 from ridgeline.observe.traffic import Traffic
 from ridgeline.server.auth import Keys
 from ridgeline.server.body import ClientGone, header_values
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.http_protocol import EXTENSION, new_request_id
+from ridgeline.server.live import Live
 
+MAX_PATH = 200  # characters of a path that the access log repeats
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
 
 logger = logging.getLogger(__name__)
@@ -26,8 +29,11 @@ logger = logging.getLogger(__name__)
 class Gate:
     """Checks Host and key, gives each request our id, and turns every exception into a reply."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, hosts: HostGuard, traffic: Traffic) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, hosts: HostGuard, traffic: Traffic, clock: Clock
+    ) -> None:
         self._app = app
+        self._clock = clock
         self._keys = keys
         self._hosts = hosts
         self._traffic = traffic
@@ -35,7 +41,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exit_ = _Exit(scope, send)
+        exit_ = _Exit(scope, send, self._clock.now())
         scope["app"] = self  # makes the router raise its 404 and 405 instead of answering itself
         try:
             self._hosts.check(header_values(scope, b"host"))
@@ -43,20 +49,30 @@ class Gate:
             await self._app(scope, receive, exit_.send)
         except ClientGone:
             self._traffic.refused["client_gone"] += 1
+            exit_.error = "client_gone"
             exit_.hang_up()
         except ApiError as error:
             await self._refuse(error, scope, exit_)
         except HTTPException as fault:
             await self._refuse(_route_error(fault), scope, exit_)
         except Exception:
-            logger.exception("a request handler failed")
+            say(
+                logger, logging.ERROR, "a request handler failed", trace=True,
+                request_id=exit_.request_id,
+            )  # fmt: skip
             await self._refuse(internal_error(), scope, exit_)
+        finally:
+            if ACCESS.isEnabledFor(logging.INFO):
+                _note_access(scope, exit_, self._clock.now())
 
     async def _refuse(self, error: ApiError, scope: Scope, exit_: _Exit) -> None:
         if scope["path"] not in OPEN_PATHS:  # a probe that hears no is not a refused request
             self._traffic.refused[error.code] += 1
             if error.status >= 500:
-                say(logger, logging.WARNING, "a request was refused", code=error.code)
+                say(
+                    logger, logging.WARNING, "a request was refused",
+                    request_id=exit_.request_id, code=error.code,
+                )  # fmt: skip
         await exit_.refuse(error)
 
     def _check_key(self, scope: Scope) -> bytes:
@@ -64,6 +80,28 @@ class Gate:
             return b""
         given = header_values(scope, b"authorization")
         return self._keys.check(given[0] if len(given) == 1 else None)
+
+
+def _note_access(scope: Scope, exit_: _Exit, now: float) -> None:
+    """One line for one request; probes would drown all others."""
+    if scope["path"] in OPEN_PATHS:
+        return
+    client = scope.get("client")
+    values: dict[str, object] = {
+        "request_id": exit_.request_id,
+        "client": client and client[0],
+        "method": scope["method"],
+        "path": scope["path"][:MAX_PATH],
+        "status": exit_.status,
+        "seconds": round(now - exit_.arrival, 6),
+    }
+    error, live = exit_.error, scope.get("state", {}).get("live")
+    if isinstance(live, Live):
+        values |= live.summary()
+        error = error or (live.error and live.error.code)
+    if error:
+        values["error"] = error
+    say(ACCESS, logging.INFO, "request", **values)
 
 
 def _route_error(fault: HTTPException) -> ApiError:
@@ -78,8 +116,11 @@ def _route_error(fault: HTTPException) -> ApiError:
 class _Exit:
     """The way out of one request: our id on every reply, and one refusal at most."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, arrival: float) -> None:
         self.request_id = new_request_id()
+        self.arrival = arrival
+        self.status: int | None = None  # that the client was sent
+        self.error: str | None = None  # the code of what ended it early
         self._scope = scope
         self._send = send
         self._started = False
@@ -87,14 +128,19 @@ class _Exit:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._started = True
+            self.status = message["status"]
             message["headers"] = [
                 *message.get("headers", ()), (b"x-request-id", self.request_id.encode())
             ]  # fmt: skip
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
+        self.error = error.code
         if self._started:
-            say(logger, logging.ERROR, "a reply broke off", code=error.code)
+            say(
+                logger, logging.ERROR, "a reply broke off",
+                request_id=self.request_id, code=error.code,
+            )  # fmt: skip
             self.hang_up()
             return
         body = error.body()

@@ -9,6 +9,7 @@ bounded reading of bodies nobody wants, and no waiting for clients that never re
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import struct
@@ -16,6 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ridgeline.log import ACCESS, say
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
 
@@ -206,12 +208,16 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answer and hang up; in the middle of another answer, only hang up."""
         self._deaf = True
         if self.cycle is None or self.cycle.response_complete:
-            body = error.body()
+            body, request_id = error.body(), new_request_id()
+            say(
+                ACCESS, logging.INFO, "request", request_id=request_id,
+                client=self.client and self.client[0], status=error.status, error=error.code,
+            )  # fmt: skip
             lines = [
                 b"HTTP/1.1 %d %s" % (error.status, PHRASES.get(error.status, b"")),
                 b"content-type: application/json",
                 b"content-length: %d" % len(body),
-                b"x-request-id: " + new_request_id().encode(),
+                b"x-request-id: " + request_id.encode(),
                 *(name + b": " + value for name, value in error.headers),
                 b"connection: close",
                 b"",

@@ -28,16 +28,19 @@ class Live:
         max_bytes: int,
         arrival: float,
         wants_cost: bool = False,
+        request_id: str = "",
     ) -> None:
         self.answers = tuple(answers)
         self.arrival = arrival
         self.wants_cost = wants_cost
+        self.request_id = request_id
         self.costs: dict[str, Cost] = {}  # of its engine requests, as of their latest output
         self.news = asyncio.Event()
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: ApiError | None = None
         self.started = False
         self.answered = False  # the engine has sent something
+        self.first_token: float | None = None  # when the engine's first one came
         self.last_sent = arrival
         self.sending_since: float | None = None
         self.keepalive_due = False
@@ -57,6 +60,20 @@ class Live:
     @property
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers)
+
+    def summary(self) -> dict[str, object]:
+        """For the access log: sizes, waits and ends, nothing that anybody wrote."""
+        starts = [times.started for times in self.times.values() if times.started is not None]
+        ends = {end for answer in self.answers for end in answer.finish_reasons}
+        first = self.first_token
+        return {
+            "prompt_tokens": sum(len(answer.prompt_token_ids) for answer in self.answers),
+            "cached_tokens": sum(answer.num_cached_tokens for answer in self.answers),
+            "output_tokens": sum(answer.num_output_tokens for answer in self.answers),
+            "queue_seconds": round(min(starts) - self.arrival, 6) if starts else None,
+            "first_token_seconds": None if first is None else round(first - self.arrival, 6),
+            "finish_reason": "+".join(sorted(ends)) or None,
+        }
 
     def push(self, output: RequestOutput) -> None:
         """Take in one engine output. Sets `error` when the engine failed on it."""

@@ -86,7 +86,7 @@ class Service:
         say(
             logger, logging.INFO, "ready to serve", model=self.model.name,
             max_model_len=ready.max_model_len, engine_pid=ready.pid,
-            process_age_s=f"{process_age_s():.2f}",
+            process_age_s=round(process_age_s(), 2),
         )  # fmt: skip
 
     async def keep_time(self) -> None:
@@ -189,7 +189,9 @@ class Service:
             max_bytes=self.limits.max_stream_bytes,
             arrival=arrival,
             wants_cost=call.include_cost,
+            request_id=request_id,
         )
+        scope["state"]["live"] = live
         live.cut = _abort_of(scope)
         renderer = _renderer(call, prepared, model, request_id, self.config.price_per_hour)
         self.open.add(live)

@@ -88,6 +88,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
 
     config: EngineConfig
     log_level: str
+    log_format: str = "text"
 
 
 class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):

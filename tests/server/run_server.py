@@ -17,7 +17,7 @@ from ridgeline.server import ServeConfig, serve
 
 def main() -> int:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ServeConfig)
-    set_up(config.log_level)
+    set_up(config.log_level, config.log_format, access_log=config.access_log)
     try:
         return serve(config, on_listening=lambda url: print(url, flush=True))
     except ConfigError as fault:

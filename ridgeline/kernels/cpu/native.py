@@ -138,7 +138,7 @@ def announce() -> None:
     if found is None:
         say(_log, logging.INFO, "no native CPU kernels, torch does the work", because=reason)
     else:
-        say(_log, logging.INFO, "native CPU kernels", level=level(), threads=found.pool_threads())
+        say(_log, logging.INFO, "native CPU kernels", kind=level(), threads=found.pool_threads())
 
 
 @contextmanager
