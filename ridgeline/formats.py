@@ -1,5 +1,5 @@
-"""How many bits does a weight or a cached token take, who guesses tokens, and which class does the
-work? Data only: cost, planner and resolve read these lines without loading torch.
+"""How many bits does a weight or a cached token take, who guesses tokens, who attends, and which
+class does the work? Data only: cost, planner and resolve read these lines without loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
 `fast_on` names the kinds of device, or the generations (`Device.words`), that have kernels for the
@@ -147,6 +147,14 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "int4-asym": _int4("Int4AsymWeights", 128, 3),
     "int4-g64-asym": _int4("Int4G64AsymWeights", 64, 3),
     "int4-g32-asym": _int4("Int4G32AsymWeights", 32, 3),
+}
+ATTENTION_BACKENDS: dict[str, str] = {
+    "reference": "ridgeline.attention.reference:ReferenceAttention",
+    "sdpa": "ridgeline.attention.sdpa:SdpaAttention",
+    "triton": "ridgeline.attention.paged:PagedAttention",
+    "native": "ridgeline.attention.native:NativeAttention",
+    "flashinfer": "ridgeline.attention.flashinfer:FlashInferAttention",
+    "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
     "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),

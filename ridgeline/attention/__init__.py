@@ -15,6 +15,7 @@ from ridgeline.attention.backend import (
     TakesWhole,
 )
 from ridgeline.errors import ConfigError
+from ridgeline.formats import ATTENTION_BACKENDS
 from ridgeline.registry import load
 
 __all__ = [
@@ -30,14 +31,6 @@ __all__ = [
     "choose_backend",
 ]
 
-ATTENTION_BACKENDS: dict[str, str] = {
-    "reference": "ridgeline.attention.reference:ReferenceAttention",
-    "sdpa": "ridgeline.attention.sdpa:SdpaAttention",
-    "triton": "ridgeline.attention.paged:PagedAttention",
-    "native": "ridgeline.attention.native:NativeAttention",
-    "flashinfer": "ridgeline.attention.flashinfer:FlashInferAttention",
-    "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
-}
 # What `auto` tries, best first: our own kernels read blocks in place and can be captured; torch's
 # fused ones beat the tiled reference on every device and shape that both serve.
 PREFERENCE = ("triton", "native", "sdpa", "reference")

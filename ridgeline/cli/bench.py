@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, stage
 from ridgeline.cli.values import check_writable, numbers, positive, words
 from ridgeline.errors import ConfigError
@@ -39,7 +40,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("what to measure")
     group.add_argument(
         "--workload", type=words, metavar="NAMES", help="default: decode,prefill,split"
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="holds the key that --url wants")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     group.add_argument("--output", metavar="FILE", help="write the JSON here as well")
+    parser.mark_expert("--slots", "--repeats", "--served-model-name", "--api-key-file")
     add_session_flags(parser)
 
 

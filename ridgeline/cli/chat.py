@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.interrupt import CtrlC
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.sampling_flags import add_sampling_flags, sampling_changes, setting
 from ridgeline.cli.session import add_session_flags, note, open_llm
 from ridgeline.errors import ConfigError, RequestFault
@@ -54,7 +55,7 @@ SETTABLE = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--system", metavar="TEXT", help="the model's role, before the first message"
     )

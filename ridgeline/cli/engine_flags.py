@@ -9,9 +9,10 @@ from dataclasses import Field, fields
 from typing import Any
 
 from ridgeline import demo
+from ridgeline.cli.parser import Parser
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
-from ridgeline.formats import read_speculate
+from ridgeline.formats import ATTENTION_BACKENDS, KV_FORMATS, WEIGHT_FORMATS, read_speculate
 from ridgeline.scheduler.policies import POLICIES
 
 HELP = {
@@ -43,13 +44,12 @@ HELP = {
     "seconds, at most 90 where kernels must be compiled; off leaves it to whoever is first",
     "deterministic": "the same tokens whatever else is served: no kernel is chosen or cut by what "
     "else is in a step; slower, CUDA only",
-    "speculate": "guess the next tokens and check all of them in one step: the same answers, "
-    "sooner while few are served. ngram and suffix look up what followed the same words before "
-    "(good where answers repeat their prompt), draft:MODEL asks a smaller model with the same "
-    "tokens, early:N the model's own first N layers; a number behind it, as in ngram:4, fixes how "
-    "many are guessed, which else follows from how many are right and what checking costs. auto "
-    "takes the draft that comes with a bundled model",
-    "attention_backend": "auto, or a backend by name",
+    "speculate": "draft the next tokens and verify all of them in one step: the same answers, "
+    "sooner while few are served. auto: the draft of a bundled model; off; ngram and suffix: what "
+    "followed the same words before; draft:MODEL: a smaller model with the same tokens; early:N: "
+    "the model's own first N layers. A number at the end (ngram:4) fixes how many are drafted, "
+    "else as many as pay",
+    "attention_backend": "the kernels of attention",
     "weight_format": "how weights are kept in memory; auto keeps the checkpoint's numbers",
     "kv_cache_dtype": "how cached keys and values are kept; auto is the dtype of the arithmetic",
     "pack_cache": "on a CPU, weights in the order of the kernels are kept on disk, so that the "
@@ -69,7 +69,22 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "warm_up": ("auto", "off"),
     "pack_cache": ("auto", "off", "clear"),
     "policy": tuple(sorted(POLICIES)),
+    "attention_backend": ("auto", *ATTENTION_BACKENDS),
+    "weight_format": ("auto", *(name for name, line in WEIGHT_FORMATS.items() if line.where)),
+    "kv_cache_dtype": tuple(name for name, line in KV_FORMATS.items() if line.where),
 }
+MOST_IN_A_ROW = 4  # choices; more of them are told in the help
+COMMON = (
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "memory_utilization",
+    "speculate",
+    "weight_format",
+    "kv_cache_dtype",
+    "threads",
+)
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -118,7 +133,7 @@ def engine_fields() -> tuple[Field[Any], ...]:
     return tuple(field for field in fields(EngineConfig) if field.name != "model")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: Parser) -> None:
     """MODEL, which may be left out: then it is the bundled model for chats."""
     bundled = ", ".join(demo.PREFIX + name for name in demo.NAMES)
     parser.add_argument(
@@ -131,36 +146,40 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+def add_engine_flags(parser: Parser, without: Collection[str] = ()) -> None:
     """Add MODEL and the engine's flags. What is not given stays with EngineConfig's default."""
     add_model(parser)
     group = parser.add_argument_group("engine")
     for field in engine_fields():
         if field.name not in without:
-            _add(group, field)
+            action = _add(group, field)
+            if field.name not in COMMON:
+                parser.mark_expert(*action.option_strings)
 
 
-def _add(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
+def _add(group: argparse._ArgumentGroup, field: Field[Any]) -> argparse.Action:
     dest, flag = _dest(field.name), field.name.replace("_", "-")
     if field.type == "bool":
-        group.add_argument(
+        return group.add_argument(
             f"--no-{flag}" if field.default else f"--{flag}",
             dest=dest,
             action="store_false" if field.default else "store_true",
             default=argparse.SUPPRESS,
             help=HELP[field.name],
         )
-        return
     default = "" if field.default is None else f" (default: {field.default})"
     choices = CHOICES.get(field.name)
-    group.add_argument(
+    is_long = choices is None or len(choices) > MOST_IN_A_ROW
+    return group.add_argument(
         f"--{flag}",
         dest=dest,
         type=_kind(field),
         choices=choices,
         default=argparse.SUPPRESS,
-        metavar=None if choices else field.name.split("_")[-1].upper(),
-        help=HELP[field.name] + default,
+        metavar=field.name.split("_")[-1].upper() if is_long else None,
+        help=HELP[field.name]
+        + (f": {', '.join(choices)}" if choices and is_long else "")
+        + default,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import engine_options
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
 from ridgeline.cli.values import positive, whole, words
 
@@ -46,7 +47,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("what to score")
     group.add_argument(
         "--task",

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ridgeline.cli.parser import Parser
 from ridgeline.errors import ConfigError
 
 EXAMPLES = """A run is explained from its event log (--event-log of serve, generate and bench), a
@@ -21,7 +22,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.usage = "ridgeline explain (--log FILE | --url URL) [options]"
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--log", metavar="FILE", help="an event log; its last engine is explained")

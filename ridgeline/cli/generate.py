@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.interrupt import CtrlC
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.sampling_flags import add_sampling_flags, ids, sampling_changes
 from ridgeline.cli.session import add_session_flags, note, note_cost, open_llm
 from ridgeline.errors import ConfigError
@@ -45,7 +46,7 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("prompts (at least one)")
     group.add_argument(
         "-p", "--prompt", action="append", default=[], metavar="TEXT", help="- reads standard input"

@@ -22,6 +22,7 @@ from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, 
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.cli.engine_flags import CHOICES, add_model
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import paper
 from ridgeline.errors import ConfigError
 from ridgeline.formats import STORED
@@ -95,7 +96,7 @@ class Sheet:
     weights: Weights | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument("--context", type=int, metavar="N", help="tokens of each request")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="requests at once")

@@ -3,14 +3,15 @@ that price; loads nothing."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+
+from ridgeline.cli.parser import Parser
 
 THIS = "this"
 NUMBER_FORMATS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
 
 
-def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+def add_machine_flags(parser: Parser) -> None:
     """--device, how the model is spread and stored, and what a device costs."""
     group = parser.add_argument_group("machine")
     group.add_argument(
@@ -32,6 +33,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv", choices=("auto", *NUMBER_FORMATS), default="auto", help="and of the KV cache"
     )
+    parser.mark_expert("--pp", "--ep")
     group.add_argument("--calibration", type=Path, metavar="FILE", help="of ridgeline calibrate")
     group.add_argument(
         "--price", type=float, metavar="USD", help="of one device for an hour, not the catalogue's"

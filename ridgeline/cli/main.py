@@ -55,7 +55,8 @@ EXAMPLES = """examples:
 
 MODEL is a folder with config.json and *.safetensors, a hub id such as user/name or
 user/name@revision, or a small model that comes with the package: demo:chat (the one that is used
-when MODEL is left out), demo:draft or demo:moe. "ridgeline COMMAND --help" explains each command.
+when MODEL is left out), demo:draft or demo:moe. "ridgeline COMMAND --help" explains each command,
+"ridgeline COMMAND --help-all" shows all of its flags.
 """
 
 
@@ -92,18 +93,24 @@ def _add(commands: argparse._SubParsersAction[Parser], name: str, is_chosen: boo
     if is_chosen:
         command = load_command(name)
         sub.epilog = command.EXAMPLES
+        sub.add_help_all()
         command.add_arguments(sub)
     return sub
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line. An unknown flag ends the program with the nearest known one."""
+    """The parsed command line. An unknown flag ends the program with the nearest known one, no
+    words at all with the help: whoever types a bare name asks what it is."""
     words = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in words if not word.startswith("-")), None)
     parser, by_name = build_parser(chosen)
+    if not words:
+        parser.print_help()
+        parser.exit()
     args, unknown = parser.parse_known_args(words)
     if unknown:
         by_name[args.command].refuse(unknown)
+    args.parser = by_name[args.command]
     return args
 
 
@@ -112,9 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _fill_closed_streams()
     try:
         return _run(argv)
-    except RidgelineError as error:
-        say_why(error)
-        return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -126,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         what = error.filename or "the output"
         with suppress(OSError):  # standard error may be on the same disk
-            say_why(RidgelineError(f"{what} cannot be written: {error.strerror}; {WAY_OUT}"))
+            _say_error(f"{what} cannot be written: {error.strerror}; {WAY_OUT}")
         return EXIT_ERROR
 
 
@@ -146,7 +150,11 @@ def _run(argv: Sequence[str] | None) -> int:
     command = load_command(args.command)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    code = command.run(args)
+    try:
+        code = command.run(args)
+    except RidgelineError as error:
+        say_why(error, args.parser)
+        return EXIT_ERROR
     sys.stdout.flush()
     return code
 
@@ -156,15 +164,20 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say_why(error: RidgelineError) -> None:
-    """One line on standard error, and for a lack of memory the table and the ways out."""
-    print(f"ridgeline: error: {error}", file=sys.stderr)
+def say_why(error: RidgelineError, parser: Parser) -> None:
+    """One line on standard error, and for a lack of memory the table and the ways out, in the words
+    of the command's flags."""
+    _say_error(parser.in_flags(str(error)))
     if isinstance(error, DoesNotFit):
         for what, size in error.items:
             print(f"  {what:<16} {size / 1e9:9.3f} GB {size / 2**30:9.3f} GiB", file=sys.stderr)
         for change, settings in zip(error.changes, error.settings, strict=True):
-            flags = (f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+            flags = (parser.setting(name, value) for name, value in settings.items())
             print(f"  would help: {' '.join(flags) or change}", file=sys.stderr)
+
+
+def _say_error(text: str) -> None:
+    print(f"ridgeline: error: {text}", file=sys.stderr)
 
 
 def console() -> None:

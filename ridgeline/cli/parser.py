@@ -3,19 +3,84 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, Protocol
 
+# Where a setting whose name is an English word too is meant as a setting in a message.
+NAMED = r"^|\b(?:unknown|leave out|use|add|give) "
+
+
+class _HelpAll(argparse.Action):
+    """Shows every flag and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        if isinstance(parser, Parser):
+            parser.expert.clear()
+        parser.print_help()
+        parser.exit()
+
 
 class Parser(argparse.ArgumentParser):
-    """No abbreviated flags, examples kept as they are, and short errors with the nearest flag."""
+    """No abbreviated flags, examples kept as they are, and short errors with the nearest flag.
+
+    `expert` are the actions that --help leaves out and --help-all shows; all others are common.
+    """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("allow_abbrev", False)
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options)
+        self.expert: set[argparse.Action] = set()
+
+    def add_help_all(self) -> None:
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every flag and exit")
+
+    def mark_expert(self, *flags: str) -> None:
+        """Only --help-all shows these flags, which must be there already."""
+        self.expert |= {self._option_string_actions[flag] for flag in flags}
+
+    def format_help(self) -> str:
+        """As argparse has it, without the expert flags and the groups that have no others."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            shown = [action for action in group._group_actions if action not in self.expert]
+            if shown:
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(shown)
+                formatter.end_section()
+        if self.expert:
+            formatter.add_text(f"{len(self.expert)} more flags: {self.prog} --help-all")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def in_flags(self, text: str) -> str:
+        """A message that names settings by their fields, as whoever typed the flags must read it:
+        "max_model_len is 0" becomes "--max-model-len is 0"."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        names = {flag[2:].removeprefix("no-").replace("-", "_"): flag for flag in flags}
+        plain = "|".join(name for name in names if "_" not in name)
+        end = r"(?![\w/=-]|\.\w)"  # a file's name is none of a setting
+        pattern = rf"(?P<before>{NAMED})(?P<word>{plain}){end}|(?<![\w./-])\w+_\w+{end}"
+
+        def flag_of(match: re.Match[str]) -> str:
+            word = match["word"] or match[0]
+            return (match["before"] or "") + names.get(word, word)
+
+        return re.sub(pattern, flag_of, text)
+
+    def setting(self, name: str, value: object) -> str:
+        """What to type for this value of a field: "--max-num-seqs 8", or a flag that is a switch
+        alone."""
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            return flag if flag in self._option_string_actions else f"--no-{flag[2:]}"
+        return f"{flag} {value}"
 
     def error(self, message: str) -> NoReturn:
         self.exit(
@@ -52,7 +117,7 @@ class Command(Protocol):
 
     EXAMPLES: str
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: Parser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it; the exit code. Raises RidgelineError when it cannot be done."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import THIS
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
 from ridgeline.cli.values import time_span
 from ridgeline.errors import ConfigError
@@ -35,7 +36,7 @@ The exit code is 1 where nothing that this version serves keeps the promise.
 EXIT_NOTHING = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_model(parser)
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument("--rate", type=float, metavar="R", help="requests a second")

@@ -7,6 +7,7 @@ import json
 
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import THIS, add_machine_flags
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
 
 EXAMPLES = """Nothing is run: the operators of a step are priced one by one. B requests are in
@@ -21,7 +22,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_model(parser)
     add_machine_flags(parser)
     group = parser.add_argument_group("load")
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the device"
     )
+    parser.mark_expert("--max-num-batched-tokens", "--memory-utilization")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
 

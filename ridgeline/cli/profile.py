@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
 from ridgeline.cli.values import check_writable, positive
 
@@ -36,7 +37,7 @@ examples:
 SHOWN = 15
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("what to profile")
     group.add_argument(
         "--phase", choices=("decode", "prefill"), default="decode", help="(default: decode)"

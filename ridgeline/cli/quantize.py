@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
 from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note, paper
 from ridgeline.cli.values import positive, whole
 
@@ -59,7 +60,7 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="a new folder")
     group = parser.add_argument_group("how")
@@ -90,11 +91,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="computes (default: cpu)"
     )
     _add_texts(parser)
+    parser.mark_expert(
+        *("--damping", "--no-act-order", "--window", "--num-windows", "--num-held-out"),
+        *("--predict-on", "--per-layer"),
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but the answer")
 
 
-def _add_texts(parser: argparse.ArgumentParser) -> None:
+def _add_texts(parser: Parser) -> None:
     group = parser.add_argument_group("text and report")
     group.add_argument(
         "--calibration", metavar="FILE", help="UTF-8 text, perhaps gzipped (default: bundled)"

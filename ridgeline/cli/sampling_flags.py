@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from typing import Any
 
+from ridgeline.cli.parser import Parser
 from ridgeline.errors import RequestFault
 from ridgeline.request import SamplingParams
 
@@ -34,6 +35,9 @@ HELP = {
     "early_stopping": "end the beam search as soon as enough beams are complete",
     "skip_special_tokens": "show special tokens in the text",
 }
+
+
+COMMON = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "n", "logprobs")
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -77,7 +81,7 @@ def _dest(name: str) -> str:
     return f"sampling_{name}"
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+def add_sampling_flags(parser: Parser, without: Collection[str] = ()) -> None:
     """Add the flags. What is not given is left to the model's generation_config.json."""
     group = parser.add_argument_group(
         "sampling", "What is not given here is taken from the model's generation_config.json."
@@ -96,6 +100,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
             help=HELP[field.name],
             **options,
         )
+        if field.name not in COMMON:
+            parser.mark_expert(_flag(field.name))
 
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ridgeline import log
 from ridgeline.cli.engine_flags import add_engine_flags, byte_size, engine_options
+from ridgeline.cli.parser import Parser
 from ridgeline.config import EngineConfig
 from ridgeline.server.config import Limits, ServeConfig
 
@@ -53,7 +54,7 @@ LIMIT_HELP = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     defaults = {field.name: field.default for field in fields(ServeConfig)}
     where = parser.add_argument_group("where and for whom")
     where.add_argument(
@@ -110,13 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
     for field in fields(Limits):
-        _add_limit(group, field)
+        parser.mark_expert(*_add_limit(group, field).option_strings)
+    parser.mark_expert("--allowed-host", "--allow-anyone-on-the-network-without-a-key")
 
 
-def _add_limit(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
+def _add_limit(group: argparse._ArgumentGroup, field: Field[Any]) -> argparse.Action:
     kinds = {"int": int, "float": float}
     kind = byte_size if field.name.endswith("_bytes") else kinds[str(field.type)]
-    group.add_argument(
+    return group.add_argument(
         "--" + field.name.replace("_", "-"),
         type=kind,
         default=field.default,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_engine_flags, engine_options
+from ridgeline.cli.parser import Parser
 from ridgeline.devices import wake_driver
 from ridgeline.imports import import_engine
 from ridgeline.startup import StartUp, keep_what_is_there, say_phases, total_s
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 110  # characters
 
 
-def add_session_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+def add_session_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
     """MODEL, the engine's flags, and how much to say."""
     add_engine_flags(parser, without)
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but the answer")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import add_machine_flags
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
 from ridgeline.cli.values import check_writable, time_span
 from ridgeline.errors import ConfigError
@@ -72,13 +73,18 @@ def drafts(text: str) -> tuple[int | None, float]:
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_model(parser)
     add_machine_flags(parser)
     _add_traffic(parser.add_argument_group("traffic"))
     _add_engine(parser.add_argument_group("engine"))
     _add_replicas(parser.add_argument_group("replicas"))
     _add_output(parser.add_argument_group("what to say"))
+    parser.mark_expert(
+        *("--max-num-mixed-tokens", "--block-size", "--num-blocks", "--max-in-flight", "--draft"),
+        *("--no-late-plans", "--no-chunked-prefill", "--no-paging", "--no-prefix-cache"),
+        *("--batching", "--memory-utilization", "--seed", "--timeline"),
+    )
 
 
 def _add_traffic(group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,63 @@ def test_top_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None
     assert all(f"    {command} " in out for command in COMMANDS)
 
 
+def test_a_bare_name_asks_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with pip, kubectl, docker and gh, nothing went wrong: code 0,
+    and the help on standard output, where a pager can read it."""
+    assert exit_of([], capsys) == exit_of(["--help"], capsys)
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_help_is_short_and_help_all_is_whole(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = exit_of([command, "--help"], capsys)[1]
+    whole = exit_of([command, "--help-all"], capsys)[1]
+    parser = main.build_parser(command)[1][command]
+    assert len(short.splitlines()) <= 90
+    assert ("--help-all\n\n" in short) == bool(parser.expert)
+    for action in parser._actions:
+        for flag in action.option_strings:
+            shown = re.compile(rf"^ +(-\w(?: \w+)?, )?{re.escape(flag)}\b(?!-)", re.MULTILINE)
+            assert shown.search(whole), flag
+            assert bool(shown.search(short)) == (action not in parser.expert), flag
+
+
+def test_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = " ".join(exit_of(["serve", "--help-all"], capsys)[1].split())
+    assert "--max-in-flight {1,2}" in whole
+    assert "auto, plain, stored, fp8," in whole
+    assert "auto, reference, sdpa, triton," in whole
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("max_model_len is 0", "--max-model-len is 0"),
+        ("port is -1; it must be", "--port is -1; it must be"),
+        ("give num_blocks or block_size", "give --num-blocks or --block-size"),
+        ("lower max_model_len.", "lower --max-model-len."),
+        ("unknown dtype 'x'", "unknown --dtype 'x'"),
+        ("leave out deterministic", "leave out --deterministic"),
+        ("prefix_caching is on", "--no-prefix-caching is on"),
+        ("the device and the port of a host", "the device and the port of a host"),
+        ("a/max_num_seqs: no such folder", "a/max_num_seqs: no such folder"),
+        ("max_num_seqs.json and block_size=2", "max_num_seqs.json and block_size=2"),
+        ("--max-num-seqs and step_fun", "--max-num-seqs and step_fun"),
+    ],
+)
+def test_settings_are_called_by_their_flags(said: str, shown: str) -> None:
+    parser = main.build_parser("serve")[1]["serve"]
+    assert parser.in_flags(said) == shown
+
+
+def test_ways_out_are_flags_to_type() -> None:
+    parser = main.build_parser("serve")[1]["serve"]
+    assert parser.setting("max_num_seqs", 8) == "--max-num-seqs 8"
+    assert parser.setting("enforce_eager", True) == "--enforce-eager"
+    assert parser.setting("prefix_caching", False) == "--no-prefix-caching"
+
+
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
@@ -79,7 +137,7 @@ def test_top_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None
         (["serve", "m", "--served-name", "x"], "did you mean --served-model-name?"),
         (["bench", "m", "--workloads", "decode"], "did you mean --workload?"),
         (["genrate"], "did you mean generate?"),
-        ([], "required: COMMAND"),
+        (["--verbose"], "required: COMMAND"),
         (["generate", "m", "--kv-cache-memory-bytes", "lots"], "512MiB"),
         (["bench", "m", "--batch", "0"], "1,8,32"),
         (["generate", "m", "--token-ids", "1,x"], "1,2,3"),
@@ -105,7 +163,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("no config.json here"), RequestFault("bad top_p", param="top_p")]
+    "error", [ConfigError("no config.json here"), RequestFault("no text", param="prompt")]
 )
 def test_our_errors_are_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -70,13 +70,13 @@ def test_beyond_this_machine_it_wants_a_key(bare: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--port", 99999, "port is 99999; it must be from 0 to 65535"),
-        ("--port", -1, "port is -1; it must be from 0 to 65535"),
-        ("--tokenizer-threads", 0, "tokenizer_threads is 0; it must be from 1 to 1024"),
-        ("--max-queued-cache-fills", "nan", "max_queued_cache_fills is nan; it must be from 0.1"),
-        ("--price-per-hour", -3, "price_per_hour is -3.0; it must be from 0 to"),
-        ("--max-header-bytes", 0, "max_header_bytes is 0; it must be from 1024 to"),
-        ("--tokenizer", "/nowhere", "tokenizer '/nowhere': not found"),
+        ("--port", 99999, "--port is 99999; it must be from 0 to 65535"),
+        ("--port", -1, "--port is -1; it must be from 0 to 65535"),
+        ("--tokenizer-threads", 0, "--tokenizer-threads is 0; it must be from 1 to 1024"),
+        ("--max-queued-cache-fills", "nan", "--max-queued-cache-fills is nan; it must be from 0.1"),
+        ("--price-per-hour", -3, "--price-per-hour is -3.0; it must be from 0 to"),
+        ("--max-header-bytes", 0, "--max-header-bytes is 0; it must be from 1024 to"),
+        ("--tokenizer", "/nowhere", "--tokenizer '/nowhere': not found"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
