@@ -104,7 +104,7 @@ def test_one_line_a_second_from_each_place(
     root: logging.Logger, log_format: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter((100.0, 100.1, 100.9, 101.0))
-    monkeypatch.setattr(log.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("ridgeline.log.time.monotonic", lambda: next(clock))
     log.set_up("INFO", log_format)
     written = lines_of(root)
     for _ in range(4):

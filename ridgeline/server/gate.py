@@ -6,6 +6,7 @@ Closed by default: a route is open without a key only if it is listed here.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -87,7 +88,7 @@ def _note_access(scope: Scope, exit_: _Exit, now: float) -> None:
     if scope["path"] in OPEN_PATHS:
         return
     client = scope.get("client")
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "request_id": exit_.request_id,
         "client": client and client[0],
         "method": scope["method"],
@@ -98,7 +99,8 @@ def _note_access(scope: Scope, exit_: _Exit, now: float) -> None:
     error, live = exit_.error, scope.get("state", {}).get("live")
     if isinstance(live, Live):
         values |= live.summary()
-        error = error or (live.error and live.error.code)
+        if error is None and live.error is not None:
+            error = live.error.code
     if error:
         values["error"] = error
     say(ACCESS, logging.INFO, "request", **values)

@@ -45,7 +45,8 @@ def test_latency_of_one_sequence() -> None:
     latency.on_tokens(times, 0, 12.1)  # a step without a token is no gap
     latency.on_tokens(times, 2, 13.0)
     latency.on_end(times, 14.0)
-    assert (latency.queue.count, latency.queue.sum) == (1, pytest.approx(0.4))
+    assert latency.queue.count == 1
+    assert latency.queue.sum == pytest.approx(0.4)
     assert (latency.first_token.count, latency.first_token.sum) == (1, 2.0)
     assert (latency.between_tokens.count, latency.between_tokens.sum) == (2, 1.0)
     assert (latency.whole_request.count, latency.whole_request.sum) == (1, 4.0)

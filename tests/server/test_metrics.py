@@ -105,7 +105,8 @@ def test_they_count(server: Running) -> None:
     assert server.metric("ridgeline_time_to_first_token_seconds_count") == 5
     assert server.metric("ridgeline_inter_token_latency_seconds_count") == 39
     assert server.metric("ridgeline_request_e2e_seconds_count") == 5
-    assert server.metric("ridgeline_request_queue_seconds_count") == 4  # forks wait with their first
+    # Forks wait with their first.
+    assert server.metric("ridgeline_request_queue_seconds_count") == 4
     text = page(server)
     assert 'ridgeline_sequences_finished_total{finish_reason="length"} 4.0' in text
     assert 'ridgeline_sequences_finished_total{finish_reason="stop"} 1.0' in text
