@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.cli.conversing import messages, writer
 from ridgeline.cli.interrupt import CtrlC
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.sampling_flags import add_sampling_flags, sampling_changes, setting
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from ridgeline.llm import LLM
 
 EXAMPLES = """Type a message and press Enter. Ctrl-C stops an answer, Ctrl-D or /exit ends the chat.
-/help lists the commands. Messages may also be piped in, one per line.
+/help lists the commands. Messages may also be piped in, one per line. A line that ends in \\ goes
+on in the next one, and lines between triple quotes (\"\"\") are one message.
 
 A model without a chat template cannot chat; with --plain it continues your text instead: what you
 type is added to the text so far, and the model writes on.
@@ -34,11 +36,13 @@ examples:
 """
 
 HELP = """/help                 this list
+/regenerate           another answer to the last message
 /reset                forget the conversation
 /system TEXT          give the model its role, and forget the conversation
 /set NAME=VALUE       such as temperature=0.5 or max_tokens=100; without value: the model's own
 /save FILE            write the conversation as JSON
-/exit                 leave (or Ctrl-D); Ctrl-C stops an answer"""
+/exit                 leave (or Ctrl-D); Ctrl-C stops an answer
+A line that ends in \\ goes on in the next one; lines between \"\"\" and \"\"\" are one message."""
 
 NOT_IN_CHAT = ("n", "best_of", "beam_width", "length_penalty", "early_stopping", "logprobs")
 SETTABLE = (
@@ -95,8 +99,10 @@ class Chat:
         self.system: str | None = args.system
         self.messages: list[dict[str, str]] = []
         self.text = ""
+        self.last: tuple[str, str, list[dict[str, str]]] | None = None  # message, what was before
         self.commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self.say(HELP),
+            "/regenerate": lambda _: self.regenerate(),
             "/reset": lambda _: self.reset(),
             "/system": self.set_system,
             "/set": self.set,
@@ -112,7 +118,7 @@ class Chat:
         """Until /exit or the end of the input."""
         if sys.stdin.isatty():
             self.say("/help lists the commands, Ctrl-D ends the chat.")
-        for line in lines():
+        for line in messages():
             if line in ("/exit", "/quit"):
                 return
             try:
@@ -121,7 +127,7 @@ class Chat:
                 self.say(f"ridgeline: {fault}")
 
     def take(self, line: str) -> None:
-        """One line of the person: a command or a message."""
+        """What the person says: a command or a message."""
         name, _, rest = line.partition(" ")
         if name in self.commands:
             self.commands[name](rest.strip())
@@ -133,7 +139,7 @@ class Chat:
     # ------------------------------------------------------------------ commands
 
     def reset(self) -> None:
-        self.text = ""
+        self.text, self.last = "", None
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def set_system(self, text: str) -> None:
@@ -168,50 +174,43 @@ class Chat:
             raise RequestFault(f"/save {name}: {error.strerror}") from None
         self.say(f"saved to {name}")
 
+    def regenerate(self) -> None:
+        if self.last is None:
+            raise RequestFault("there is no answer yet that could be made again")
+        sampling = self.llm.sampling(**self.changes)
+        if sampling.is_greedy or sampling.seed is not None:
+            way_out = "temperature=0.8" if sampling.is_greedy else "seed=none"
+            self.say(f"with these settings each answer is the same; /set {way_out} draws others")
+        line, self.text, self.messages = self.last
+        self.answer(line)
+
     # ------------------------------------------------------------------ answers
 
     def answer(self, line: str) -> None:
         """Ask, show the answer as it comes, and remember what was said (also if stopped)."""
         sampling = self.llm.sampling(**self.changes)
+        before = (line, self.text, self.messages)
         if self.args.plain:
             said = self.show(self.llm.stream(self.text + line, sampling))
+            self.last = before
             self.text += line + said
             return
         asked = [*self.messages, {"role": "user", "content": line}]
         said = self.show(self.llm.chat_stream(asked, sampling))
+        self.last = before
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
     def show(self, pieces: Iterator[ChoiceDelta]) -> str:
         started = time.perf_counter()
         said: list[str] = []
-        count = 0
+        count, write = 0, writer()
         with CtrlC() as ctrl_c:
             for piece in ctrl_c.watch(pieces):
                 said.append(piece.text)
                 count += len(piece.token_ids)
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+                write(piece.text)
+        write("\n")
         rate = count / max(time.perf_counter() - started, 1e-9)
         stopped = ", stopped" if ctrl_c.pressed else ""
         self.say(f"[{count} tokens, {rate:.1f} tok/s{stopped}]")
         return "".join(said)
-
-
-def lines() -> Iterator[str]:
-    """What the person types, or the lines of a pipe, without their line ends."""
-    if not sys.stdin.isatty():
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
-        return
-    import readline  # noqa: F401  gives input() history and editing
-
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print(file=sys.stderr)
-            return
-        except KeyboardInterrupt:
-            print("\n(Ctrl-D ends the chat)", file=sys.stderr)

@@ -34,9 +34,12 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._before)
 
     def watch(self, pieces: Iterator[T]) -> Iterator[T]:
-        """`pieces` until Ctrl-C is pressed; then, or when the reader stops, `pieces` is closed."""
+        """`pieces` until Ctrl-C is pressed; then, or when the reader stops, `pieces` is closed.
+        What was being made when it was pressed is left out: the terminal shows a ^C already."""
         try:
             for piece in pieces:
+                if self.pressed:
+                    return
                 yield piece
                 if self.pressed:
                     return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_engine_flags, engine_options
@@ -19,9 +19,11 @@ from ridgeline.startup import StartUp, keep_what_is_there, say_phases, total_s
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from ridgeline.llm import LLM
 
+CLEAR_LINE = "\033[K"
 PIPE_WIDTH = 110  # characters
 
 
@@ -49,11 +51,11 @@ def open_llm(args: argparse.Namespace, **more: Any) -> Iterator[LLM]:
     # Who asks for one answer would wait longer for it.
     options = {"warm_up": "off"} | engine_options(args) | more
     startup = StartUp()
-    if "torch" not in sys.modules:  # a fresh process: nothing came before that is not ours
-        startup = StartUp.of_process("Python")
-        wake_driver(str(options.get("device", "auto")))
-        import_engine(startup, "ridgeline.llm")
     with _progress(args) as progress:
+        if "torch" not in sys.modules:  # a fresh process: nothing came before that is not ours
+            startup = StartUp.of_process("Python")
+            wake_driver(str(options.get("device", "auto")))
+            import_engine(startup, "ridgeline.llm")
         from ridgeline.llm import LLM
 
         llm = LLM(args.model, progress=progress, startup=startup, **options)
@@ -118,22 +120,33 @@ def paper() -> Console:
 
 @contextmanager
 def _progress(args: argparse.Namespace) -> Iterator[Any]:
-    """A callback (stage, done, of how many) that draws a bar, on a terminal only."""
+    """A callback (stage, done, of how many) that draws a bar, and a line before there is one; on a
+    terminal only. The cursor stays at the line's start, so that whatever comes writes over it."""
     if args.quiet or not sys.stderr.isatty():
         yield None
         return
+    print(f"loading {args.model} ...\r", end="", file=sys.stderr, flush=True)
+    bars: list[Progress] = []
+    tasks: dict[str, Any] = {}
+    with ExitStack() as stack:
+        stack.callback(print, CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+        def report(stage: str, done: int, total: int) -> None:
+            if not bars:
+                print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+                bars.append(stack.enter_context(_bars()))
+            if stage not in tasks:
+                tasks[stage] = bars[0].add_task(stage, total=total)
+            bars[0].update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def _bars() -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield report
+    return Progress(*columns, console=console(), transient=True)
 
 
 def _show_decisions(llm: LLM) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
-from ridgeline import LLM
+from ridgeline import LLM, SamplingParams
+from ridgeline.cli.conversing import Wrapped
 from tests.cli.conftest import Cli
 
 RANDOM = ("--load-format", "random", "--num-blocks", "200", "--max-tokens", 6, "--ignore-eos")
@@ -146,3 +150,88 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
     assert err.count("stopped]") == 1
     assert "[60 tokens" in err
     assert [role for role, _ in saved(file)] == ["user", "assistant", "user", "assistant"]
+
+
+def test_regenerate_asks_the_last_message_again(chatty: Path, talk: Talk, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    lines = f"/regenerate\na\nb\n/save {first}\n/regenerate\n/save {second}\n/reset\n/regenerate\n"
+    _, _, err = talk(lines, chatty, *RANDOM, "--temperature", 1)
+    before, after = saved(first), saved(second)
+    assert err.count("no answer yet") == 2
+    assert before[:3] == after[:3]
+    assert len(before) == len(after) == 4
+    assert before[3] != after[3]
+    _, out, err = talk("a\n/regenerate\n", chatty, *RANDOM, "--seed", 3)
+    assert out.splitlines()[0] == out.splitlines()[1]
+    assert "/set seed=none draws others" in err
+
+
+def test_regenerate_in_plain_mode(plain: Path, talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    lines = f"once\n more\n/regenerate\n/save {file}\n"
+    _, out, err = talk(lines, plain, *RANDOM, "--plain", "--temperature", 0)
+    first, _, again = out.splitlines()
+    assert json.loads(file.read_text())["text"] == f"once{first} more{again}"
+    assert "/set temperature=0.8 draws others" in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "messages"),
+    [
+        ("one\\\n two\nthree\n", ["one\n two", "three"]),
+        ('"""\nfirst\n\nlast\n"""\nnext\n', ["first\n\nlast", "next"]),
+        ('"""a\nb"""\n', ["a\nb"]),
+        ('"""a"""\n', ["a"]),
+        ('"""a\nb', ["a\nb"]),
+        ("a\\", ["a"]),
+    ],
+)
+def test_messages_of_several_lines(
+    typed: str, messages: list[str], chatty: Path, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    answer = LLM.chat_stream
+
+    def heard(self: LLM, messages: list[dict[str, str]], sampling: SamplingParams) -> Any:
+        asked.append(messages[-1]["content"])
+        return answer(self, messages, sampling)
+
+    monkeypatch.setattr(LLM, "chat_stream", heard)
+    talk(typed, chatty, *RANDOM)
+    assert asked == messages
+
+
+def on_screen(text: str, columns: int) -> list[str]:
+    """What a terminal shows of it: printable letters, newlines, and words that are taken back."""
+    rows = [""]
+    for part in re.split(r"(\n|\033\[\d+D\033\[K)", text):
+        if part == "\n":
+            rows.append("")
+        elif part.startswith("\033"):
+            rows[-1] = rows[-1][: -int(part[2 : part.index("D")])]
+        else:
+            rows[-1] += part
+            assert cell_len(rows[-1]) <= columns
+    return rows
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_lines_break_between_words_however_the_text_comes(size: int) -> None:
+    text = "the quick brown foxes jump\nover it and incomprehensibilities\nend \u4f60\u597d" * 3
+    wrapped = Wrapped(lambda: 21)
+    shown = "".join(wrapped.take(text[i : i + size]) for i in range(0, len(text), size))
+    rows = on_screen(shown, 21)
+    assert rows[:5] == [
+        "the quick brown ",
+        "foxes jump",
+        "over it and ",
+        "incomprehensibilitie",
+        "s",
+    ]
+    assert "".join(text.split()) == "".join("".join(rows).split())
+
+
+def test_lines_of_code_stay_as_they_are() -> None:
+    code = "```python\nprint('a long line that nobody wants to see broken')\n```\n"
+    assert Wrapped(lambda: 20).take(code) == code
+    assert Wrapped(lambda: 20).take(f"{code}some words that are wrapped").count("\n") == 4

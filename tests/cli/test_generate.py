@@ -155,7 +155,7 @@ def test_errors_name_the_way_out(tmp_path: Path, plain: Path, cli: Cli) -> None:
     assert "safetensors" in err
     code, _, err = cli("generate", plain, *RANDOM, "-p", "x", "--top-p", 2)
     assert code == 2
-    assert err.splitlines()[-1].startswith("ridgeline: error: top_p must be between")
+    assert err.splitlines()[-1].startswith("ridgeline: error: --top-p must be between")
 
 
 def test_ctrl_c_ends_the_answer_between_two_tokens(
