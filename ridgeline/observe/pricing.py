@@ -18,7 +18,7 @@ from ridgeline.request import Request, RequestOutput, record
 from ridgeline.scheduler.policies.check_prices import CheckPrices, alike
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
-REGIMES = ("decode", "check", "prefill", "mixed")
+REGIMES = ("decode", "verify", "prefill", "mixed")
 MOST_UNCOUNTED = 64  # checks that are kept until somebody asks
 
 
@@ -348,7 +348,7 @@ class Pricing:
         totals.num_padded_rows += self._padding(num_rows) if not step.prompts else 0
         if step.checks:
             self._ran[step.plan.step_id] = step
-        kind = "check" if step.checks else _regime(len(step.prompts), num_rows)
+        kind = "verify" if step.checks else _regime(len(step.prompts), num_rows)
         regime = totals.regimes[kind]
         regime.num_steps += 1
         regime.measured_s += step.seconds

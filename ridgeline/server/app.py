@@ -19,6 +19,7 @@ from ridgeline.server.completions import read_completion
 from ridgeline.server.errors import from_fault
 from ridgeline.server.gate import Gate
 from ridgeline.server.hosts import HostGuard
+from ridgeline.server.metrics import METRICS
 from ridgeline.server.metrics_page import CONTENT_TYPE, render
 from ridgeline.server.model import ServedModel
 from ridgeline.server.service import Body, Service, send_json, unless_gone
@@ -156,7 +157,7 @@ def _ready(service: Service, request: Request) -> Response:
 
 
 def _metrics(service: Service, request: Request) -> Response:
-    return Response(render(service), headers={"content-type": CONTENT_TYPE})
+    return Response(render(service, METRICS), headers={"content-type": CONTENT_TYPE})
 
 
 def _version(service: Service, request: Request) -> Response:

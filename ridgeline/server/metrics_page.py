@@ -1,14 +1,12 @@
-"""How do our counters look to Prometheus? Rendered on request, from plain numbers.
-
-The names are an interface: dashboards hang on them. tests/server/test_metrics.py lists them.
-"""
+"""How do declared metrics look to Prometheus? Read on request, from plain numbers."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -17,214 +15,124 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-import ridgeline
 from ridgeline.observe.histogram import Histogram
+from ridgeline.observe.pricing import REGIMES
+from ridgeline.server.engine_client import EngineClient
+from ridgeline.server.errors import ApiError
 from ridgeline.server.service import Service
-from ridgeline.server.wire import GuessCosts, Prices, StepCosts
+from ridgeline.server.wire import Gauges, GuessCosts, Prices, StepCosts
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 PREFIX = "ridgeline_"
+NO_PRICES = Prices("", "", 0.0, 0.0)
+
+Rows = Mapping[tuple[str, ...], float]  # by values of the labels
+Value = float | Rows | Histogram
 
 
-def render(service: Service) -> bytes:
+class Seen:
+    """The server at one moment."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.engine: EngineClient = service.engine
+        self.ready = service.engine.ready
+        self.gauges: Gauges = service.engine.gauges
+        self.costs = self.gauges.costs or StepCosts()
+        self.drafts: GuessCosts = self.costs.guesses
+        self.prices = (None if self.ready is None else self.ready.prices) or NO_PRICES
+        pids = {"server": "self", "engine": str(self.engine.engine_pid or "")}
+        self._processes = {name: _process(pid) for name, pid in pids.items() if pid}
+
+    @property
+    def model_name(self) -> str:
+        """As clients say it; before the first start of the engine, as far as that is known."""
+        if self.service.model is not None:
+            return self.service.model.name
+        return self.service.config.served_model_name or ""
+
+    @property
+    def num_blocks(self) -> int:
+        return 0 if self.ready is None else self.ready.num_blocks
+
+    @property
+    def would_serve(self) -> bool:
+        try:
+            self.service.check_ready()
+        except ApiError:
+            return False
+        return True
+
+    def by_kind(self, attribute: str) -> Rows:
+        """Of steps of each kind."""
+        regimes = {regime.name: regime for regime in self.costs.regimes}
+        return {(name,): float(getattr(regimes.get(name), attribute, 0)) for name in REGIMES}
+
+    def by_position(self, counts: Sequence[int]) -> Rows:
+        """Only positions that a draft token was ever seen at."""
+        seen = self.drafts.num_looked
+        return {(str(i),): float(count) for i, count in enumerate(counts) if seen[i]}
+
+    def by_process(self, name: str) -> Rows:
+        return {(who,): rows[name] for who, rows in self._processes.items() if name in rows}
+
+    def share(self, amount: float, limit: float) -> float:
+        """Of what the devices could do at best while steps ran."""
+        best = limit * self.costs.measured_s
+        return amount / best if best > 0 else 0.0
+
+
+def _process(pid: str) -> Mapping[str, float]:
+    found = ProcessCollector(pid=lambda: pid, registry=None).collect()
+    return {metric.name: metric.samples[0].value for metric in found}
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One metric. `of_model`: it has the label model_name, before its other `labels`."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str  # after PREFIX; of a counter, with _total
+    text: str  # whole without anything around it: what is counted, in which unit, when it moves
+    read: Callable[[Seen], Value]
+    labels: tuple[str, ...] = ()
+    of_model: bool = True
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return ("model_name", *self.labels) if self.of_model else self.labels
+
+
+def render(service: Service, metrics: Sequence[Declared]) -> bytes:
     """The whole page."""
-    registry = CollectorRegistry()
-    registry.register(ServiceCollector(service))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(service, metrics))
     return generate_latest(registry)
 
 
-class ServiceCollector(Collector):
-    def __init__(self, service: Service) -> None:
+class _Collector(Collector):
+    def __init__(self, service: Service, metrics: Sequence[Declared]) -> None:
         self._service = service
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        yield self._info()
-        yield from self._traffic()
-        yield from self._latency()
-        yield from self._engine()
-        yield from self._prices()
-        yield from self._memory()
-        yield from self._process()
-
-    def _info(self) -> Metric:
-        model = self._service.model
-        name = "" if model is None else model.name
-        labels = {"version": ridgeline.__version__, "model": name}
-        return _labelled("info", "What is being served.", {(): 1.0}, (), labels)
-
-    def _traffic(self) -> Iterator[Metric]:
-        traffic = self._service.engine.traffic
-        yield _counter("requests", "HTTP requests that the engine admitted.", traffic.num_requests)
-        yield _counter("sequences", "Sequences that the engine admitted.", traffic.num_sequences)
-        yield _counter("prompt_tokens", "Prompt tokens admitted.", traffic.num_prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated.", traffic.num_output_tokens)
-        yield _counter(
-            "late_outputs", "Outputs for requests that were gone.", traffic.num_late_outputs
-        )
-        yield _counters(
-            "sequences_finished", "Sequences that ended.", "finish_reason", traffic.finished
-        )
-        yield _counters("requests_refused", "Requests that got an error.", "code", traffic.refused)
-
-    def _latency(self) -> Iterator[Metric]:
-        latency = self._service.engine.latency
-        yield _histogram("request_queue_seconds", "Arrival to first scheduling.", latency.queue)
-        yield _histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", latency.first_token
-        )
-        yield _histogram(
-            "inter_token_latency_seconds", "Between tokens of a sequence.", latency.between_tokens
-        )
-        yield _histogram("request_e2e_seconds", "Arrival to end.", latency.whole_request)
-
-    def _engine(self) -> Iterator[Metric]:
-        engine = self._service.engine
-        gauges = engine.gauges
-        total = engine.ready.num_blocks if engine.ready is not None else 0
-        usage = gauges.num_used_blocks / total if total else 0.0
-        yield _gauge("engine_up", "Whether the engine takes requests.", engine.is_up)
-        yield _gauge("requests_running", "Sequences in the batch.", gauges.num_running)
-        yield _gauge("requests_waiting", "Sequences in the queue.", gauges.num_waiting)
-        yield _gauge("kv_blocks", "Blocks of the KV cache.", total)
-        yield _gauge("kv_blocks_used", "Blocks that requests hold.", gauges.num_used_blocks)
-        yield _gauge("kv_cache_usage_ratio", "Share of blocks that requests hold.", usage)
-        yield _counter("engine_steps", "Steps executed.", gauges.num_steps)
-        yield _counter("engine_failed_steps", "Steps that failed.", gauges.num_failed_steps)
-        yield _counter("engine_busy_seconds", "Time with a step in flight.", gauges.busy_s)
-        yield _counter(
-            "engine_scheduled_tokens", "Tokens computed, prompts included.",
-            gauges.num_scheduled_tokens,
-        )  # fmt: skip
-        yield _counter("preemptions", "Requests put back to free blocks.", gauges.num_preemptions)
-        yield _counter(
-            "prefix_cache_queried_tokens", "Prompt tokens looked up.",
-            gauges.num_prefix_queried_tokens,
-        )  # fmt: skip
-        yield _counter(
-            "prefix_cache_hit_tokens", "Prompt tokens found.", gauges.num_prefix_hit_tokens
-        )
-        yield _counter("engine_restarts", "Engine processes replaced.", engine.num_restarts)
-
-    def _prices(self) -> Iterator[Metric]:
-        """What steps took, against what they should have taken and against the device's limits."""
-        engine = self._service.engine
-        costs = engine.gauges.costs or StepCosts()
-        prices = None if engine.ready is None else engine.ready.prices
-        prices = prices or Prices("", "", 0.0, 0.0)
-        labels = {"device": prices.device, "origin": prices.origin}
-        yield _labelled("price_info", "What prices of steps rest on.", {(): 1.0}, (), labels)
-        yield _counter("step_measured_seconds", "Time that steps took.", costs.measured_s)
-        yield _counter("step_expected_seconds", "Time they should take.", costs.expected_s)
-        yield _counter("step_ideal_seconds", "Time on an ideal device.", costs.ideal_s)
-        yield _counter("host_gap_seconds", "The device waited for the host.", costs.host_s)
-        yield _counter("step_flops", "Operations of the model.", costs.flops)
-        yield _counter("step_bytes", "Bytes that it moved.", costs.bytes)
-        yield _counter("batch_rows", "Rows of all batches.", costs.num_rows)
-        yield _counter("graph_padded_rows", "Rows that pad a graph.", costs.num_padded_rows)
-        rates = (
-            ("bandwidth", costs.bytes, prices.bytes_per_s),
-            ("flops", costs.flops, prices.flops_per_s),
-        )
-        for name, amount, limit in rates:
-            best = limit * costs.measured_s
-            share = amount / best if best > 0 else 0.0
-            yield _gauge(f"limit_{name}_per_second", "What the devices could do.", limit)
-            yield _gauge(f"achieved_{name}_ratio", "Of it, while steps ran.", share)
-        yield from _regimes(costs)
-        yield from _guesses(costs.guesses)
-        yield _counter(
-            "engine_overdue_steps", "Steps far over their price.", engine.watchdog.num_overdue
-        )
-
-    def _memory(self) -> Iterator[Metric]:
-        ready = self._service.engine.ready
-        lines = () if ready is None else ready.memory
-        rows: dict[tuple[str, ...], float] = {(what,): float(size) for what, size in lines}
-        total = 0 if ready is None else ready.device_memory_total
-        used = self._service.engine.gauges.device_memory_used
-        yield _labelled(
-            "memory_contract_bytes", "What the engine planned to take.", rows, ("what",), {}
-        )
-        started = () if ready is None else ready.startup
-        seconds: dict[tuple[str, ...], float] = {(name,): value for name, value in started}
-        yield _labelled("start_seconds", "What the engine's start took.", seconds, ("phase",), {})
-        yield _gauge("device_memory_bytes", "Memory of the device.", total)
-        yield _gauge("device_memory_used_bytes", "Of it in use, by anyone.", used)
-
-    def _process(self) -> Iterator[Metric]:
-        service = self._service
-        connections = len(service.connections)
-        yield _gauge("http_connections", "Open connections.", connections)
-        yield _gauge("http_requests_open", "Requests being served.", service.admission.num_requests)
-        yield _gauge("http_body_bytes_held", "Bytes of bodies held.", service.admission.num_bytes)
-        yield _gauge("http_tasks", "Tasks of the event loop.", len(asyncio.all_tasks()))
+        seen = Seen(self._service)
+        for declared in self._metrics:
+            yield _family(declared, seen)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, text, value=float(value))
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, text, value=float(value))
-
-
-def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
-    for key, value in sorted(values.items()):
-        family.add_metric([key], float(value))
+def _family(declared: Declared, seen: Seen) -> Metric:
+    name, names = PREFIX + declared.name, declared.label_names
+    first = [seen.model_name] if declared.of_model else []
+    value = declared.read(seen)
+    if isinstance(value, Histogram):
+        histogram = HistogramMetricFamily(name, declared.text, labels=names)
+        buckets = [(bound, float(count)) for bound, count in value.cumulative()]
+        histogram.add_metric(first, buckets, value.sum)
+        return histogram
+    make = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
+    family = make(name, declared.text, labels=names)
+    rows = {(): float(value)} if isinstance(value, float | int) else value
+    for labels, number in rows.items():
+        family.add_metric([*first, *labels], number)
     return family
-
-
-def _regimes(costs: StepCosts) -> Iterator[Metric]:
-    """Decodes, prompts and mixtures apart: what is measured over what is expected of each."""
-    for name, text, attribute in (
-        ("regime_steps", "Steps by kind.", "num_steps"),
-        ("regime_measured_seconds", "Time they took.", "measured_s"),
-        ("regime_expected_seconds", "Time they should take.", "expected_s"),
-    ):
-        family = CounterMetricFamily(PREFIX + name, text, labels=["regime"])
-        for regime in costs.regimes:
-            family.add_metric([regime.name], float(getattr(regime, attribute)))
-        yield family
-
-
-def _guesses(costs: GuessCosts) -> Iterator[Metric]:
-    """Steps that checked guesses, apart from those that read prompts. The time of such a step is
-    put to drafting and checking by the prices of the two."""
-    yield _counter("guess_steps", "Steps that checked guesses.", costs.num_steps)
-    yield _counter("guess_rows", "Rows of these steps.", costs.num_rows)
-    yield _counter("guess_row_tokens", "Tokens that these rows got.", costs.num_tokens)
-    yield _counter("guesses", "Guesses checked.", costs.num_guesses)
-    yield _counter("guesses_accepted", "Of them right, all before them too.", costs.num_accepted)
-    yield _counter("guess_drafting_seconds", "Time to make them, by price.", costs.drafting_s)
-    yield _counter("guess_checking_seconds", "Time to check them, by price.", costs.checking_s)
-    yield _counter(
-        "guess_plain_seconds", "Price of the same tokens without guesses.", costs.plain_s
-    )
-    for name, text, counts in (
-        ("guesses_reached", "Guesses of which all before were right.", costs.num_looked),
-        ("guesses_right", "Of them right.", costs.num_right),
-    ):
-        family = CounterMetricFamily(PREFIX + name, text, labels=["position"])
-        for position, count in enumerate(counts):
-            if costs.num_looked[position]:
-                family.add_metric([str(position)], float(count))
-        yield family
-
-
-def _labelled(
-    name: str,
-    text: str,
-    rows: Mapping[tuple[str, ...], float],
-    labels: tuple[str, ...],
-    fixed: Mapping[str, str],
-) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, text, labels=[*labels, *fixed])
-    for key, value in rows.items():
-        family.add_metric([*key, *fixed.values()], value)
-    return family
-
-
-def _histogram(name: str, text: str, values: Histogram) -> Metric:
-    buckets = [(bound, float(count)) for bound, count in values.cumulative()]
-    return HistogramMetricFamily(PREFIX + name, text, buckets=buckets, sum_value=values.sum)

@@ -53,7 +53,7 @@ def test_steps_with_guesses_are_priced_with_their_drafting() -> None:
     assert totals.expected_s == 1 + 8 + 3 * DRAFT_S
     assert totals.drafting_s == pytest.approx(20 * 3 * DRAFT_S / 9.75)
     assert totals.plain_s == (1 + 2) * 6 / 2  # three steps of two rows
-    assert pricing.totals.regimes["check"].num_steps == 1
+    assert pricing.totals.regimes["verify"].num_steps == 1
     assert pricing.totals.regimes["decode"].num_steps == 0
 
 
@@ -138,7 +138,7 @@ def test_a_step_that_nobody_was_left_for_does_not_count() -> None:
     pricing.on_plan(step, 0.0)
     pricing.on_collect(step, result(2), [], None, 1.0)
     assert pricing.totals.guesses == GuessTotals()
-    assert pricing.totals.regimes["check"].num_steps == 1
+    assert pricing.totals.regimes["verify"].num_steps == 1
 
 
 def test_a_row_whose_logits_went_wrong_gives_nothing() -> None:

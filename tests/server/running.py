@@ -83,7 +83,12 @@ class Running:
 
     def is_idle(self) -> bool:
         """No sequence in the engine, no block held, no request open."""
-        names = ("requests_running", "requests_waiting", "kv_blocks_used", "http_requests_open")
+        names = (
+            "sequences_running",
+            "sequences_waiting",
+            "kv_cache_used_blocks",
+            "http_open_requests",
+        )
         return all(self.metric(f"ridgeline_{name}") == 0 for name in names)
 
     def wait_until_idle(self) -> float:

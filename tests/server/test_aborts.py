@@ -57,7 +57,7 @@ def leave(sock: socket.socket, how: str) -> None:
 
 
 def num_running(server: Running) -> float:
-    return server.metric("ridgeline_requests_running")
+    return server.metric("ridgeline_sequences_running")
 
 
 @pytest.mark.parametrize("how", ["fin", "rst", "half"])
@@ -81,9 +81,9 @@ def test_leaving_the_queue(server: Running, how: str) -> None:
     until(lambda: num_running(server) == 4, "four to run")
     with connect(server) as sock:
         sock.sendall(request_bytes(stream=how == "fin"))
-        until(lambda: server.metric("ridgeline_requests_waiting") == 1, "the fifth to wait")
+        until(lambda: server.metric("ridgeline_sequences_waiting") == 1, "the fifth to wait")
         leave(sock, how)
-        until(lambda: server.metric("ridgeline_requests_waiting") == 0, "the queue to empty", 5)
+        until(lambda: server.metric("ridgeline_sequences_waiting") == 0, "the queue to empty", 5)
     assert num_running(server) == 4
     for sock in busy:
         sock.close()
@@ -182,7 +182,7 @@ def run_random_aborts(server: Running, count: int) -> None:
     until(lambda: server.metric("ridgeline_http_connections") <= 1, "connections to go")
     until(lambda: server.metric("ridgeline_http_tasks") <= tasks, "tasks to end")
     until(lambda: server.num_fds() <= fds, "file descriptors to be closed")
-    assert server.metric("ridgeline_http_body_bytes_held") == 0
+    assert server.metric("ridgeline_http_held_body_bytes") == 0
     _still_serves(server)
     log = server.log.read_text()
     assert "Traceback" not in log

@@ -417,6 +417,6 @@ def test_client_ids_are_ignored(http: httpx.Client) -> None:
 def test_the_server_is_as_it_was(http: httpx.Client, server: Running) -> None:
     """After all of the above: nothing is left, and good requests are served."""
     server.wait_until_idle()
-    assert server.metric("ridgeline_http_body_bytes_held") == 0
+    assert server.metric("ridgeline_http_held_body_bytes") == 0
     assert http.post(COMPLETIONS, json={"model": "fake", "prompt": "a"}).status_code == 200
     assert "Traceback" not in server.log.read_text()

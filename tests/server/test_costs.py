@@ -91,23 +91,24 @@ def test_an_engine_without_prices_says_that_it_has_none(fake_model: Path, tmp_pa
         assert ask(server).json()["usage"]["cost"] is None
         with server.http as http:
             assert http.get("/explain").status_code == 404
-        assert server.metric("ridgeline_limit_flops_per_second") == 0
+        assert server.metric("ridgeline_device_peak_flops_per_second") == 0
 
 
 def test_metrics_hold_what_is_achieved_against_the_limit(server: Running) -> None:
     ask(server)
     server.wait_until_idle()
-    assert server.metric("ridgeline_limit_bandwidth_per_second") == pytest.approx(3.35e12)
+    assert server.metric("ridgeline_device_peak_bytes_per_second") == pytest.approx(3.35e12)
     for name in ("bandwidth", "flops"):
         assert 0 < server.metric(f"ridgeline_achieved_{name}_ratio") < 1
     assert server.metric("ridgeline_step_ideal_seconds_total") > 0
     assert server.metric("ridgeline_step_ideal_seconds_total") < measured_s(server)
     steps = server.metric("ridgeline_engine_steps_total")
-    assert server.metric("ridgeline_regime_steps_total") == steps
+    assert server.metric("ridgeline_measured_steps_total") == steps
     assert server.metric("ridgeline_graph_padded_rows_total") == 0
     with server.http as http:
         page = http.get("/metrics").text
-    assert 'ridgeline_price_info{device="NVIDIA H100 SXM 80 GB",origin="assumed"} 1.0' in page
+    labels = 'device="NVIDIA H100 SXM 80 GB",model_name="fake",origin="assumed"'
+    assert f"ridgeline_cost_model_info{{{labels}}} 1.0" in page
 
 
 def test_explain_sums_to_the_latency(server: Running) -> None:

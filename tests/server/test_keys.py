@@ -96,7 +96,7 @@ def test_a_key_has_a_limit_and_does_not_use_up_anothers(server: Running) -> None
     busy = [threading.Thread(target=ask, args=(KEY, "!slow")) for _ in range(3)]
     for thread in busy:
         thread.start()
-    until(lambda: server.metric("ridgeline_requests_running") == 3, "three to run")
+    until(lambda: server.metric("ridgeline_sequences_running") == 3, "three to run")
     refused = ask(KEY, "x")
     assert refused.status_code == 429
     assert refused.json()["error"]["type"] == "rate_limit_error"

@@ -182,7 +182,7 @@ def test_drain_lets_streams_finish(fake_model: Path, tmp_path: Path) -> None:
         whole = Asking(server, "!slow", stream=False)
         for one in asking:
             one.first.wait(PATIENCE_S)
-        until(lambda: server.metric("ridgeline_requests_running") == 6, "all to run")
+        until(lambda: server.metric("ridgeline_sequences_running") == 6, "all to run")
         server.process.send_signal(signal.SIGTERM)
         until(lambda: not server.is_ready(), "readiness to go")
         with server.http as http:
@@ -204,7 +204,7 @@ def test_the_drain_deadline_ends_streams_with_an_error(fake_model: Path, tmp_pat
         streaming = Asking(server, "!slow", max_tokens=500)
         whole = Asking(server, "!slow", stream=False, max_tokens=500)
         streaming.first.wait(PATIENCE_S)
-        until(lambda: server.metric("ridgeline_requests_running") == 2, "both to run")
+        until(lambda: server.metric("ridgeline_sequences_running") == 2, "both to run")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE_S) == 0
         assert streaming.wait().error == "shutting_down"
@@ -246,7 +246,7 @@ def test_the_engine_is_killed_and_comes_back(fake_model: Path, tmp_path: Path) -
         streaming = Asking(server, "!slow", max_tokens=400)
         whole = Asking(server, "!slow", stream=False, max_tokens=400)
         streaming.first.wait(PATIENCE_S)
-        until(lambda: server.metric("ridgeline_requests_running") == 2, "both to run")
+        until(lambda: server.metric("ridgeline_sequences_running") == 2, "both to run")
         os.kill(first, signal.SIGKILL)
         assert streaming.wait().error == "engine_unavailable"
         assert whole.wait().error == "engine_unavailable"
@@ -348,7 +348,7 @@ def test_waiting_too_long_in_the_queue(fake_model: Path, tmp_path: Path) -> None
         many = Asking(server, "b", stream=False, n=3).wait()
         assert (many.status, many.error) == (503, "overloaded")  # each of n has to find room
         waiting = [Asking(server, "b", stream=stream) for stream in (True, False)]
-        until(lambda: server.metric("ridgeline_requests_waiting") == 2, "two to wait")
+        until(lambda: server.metric("ridgeline_sequences_waiting") == 2, "two to wait")
         full = Asking(server, "c", stream=False).wait()
         assert (full.status, full.error) == (503, "overloaded")
         assert int(full.headers["retry-after"]) > 0

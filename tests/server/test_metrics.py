@@ -1,74 +1,20 @@
-"""Are the metrics there, under the names that dashboards hang on, and do they count right?"""
+"""Are the metrics there as they are declared, does each text stand alone, do they count right?"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.running import Running
+from ridgeline.server.metrics import METRICS
+from ridgeline.server.metrics_page import PREFIX, Declared
+from tests.server.running import Running, fake_config, running
 
-NAMES = {
-    "ridgeline_info": "gauge",
-    "ridgeline_requests": "counter",
-    "ridgeline_sequences": "counter",
-    "ridgeline_prompt_tokens": "counter",
-    "ridgeline_generation_tokens": "counter",
-    "ridgeline_late_outputs": "counter",
-    "ridgeline_sequences_finished": "counter",
-    "ridgeline_requests_refused": "counter",
-    "ridgeline_request_queue_seconds": "histogram",
-    "ridgeline_time_to_first_token_seconds": "histogram",
-    "ridgeline_inter_token_latency_seconds": "histogram",
-    "ridgeline_request_e2e_seconds": "histogram",
-    "ridgeline_engine_up": "gauge",
-    "ridgeline_requests_running": "gauge",
-    "ridgeline_requests_waiting": "gauge",
-    "ridgeline_kv_blocks": "gauge",
-    "ridgeline_kv_blocks_used": "gauge",
-    "ridgeline_kv_cache_usage_ratio": "gauge",
-    "ridgeline_engine_steps": "counter",
-    "ridgeline_engine_failed_steps": "counter",
-    "ridgeline_engine_busy_seconds": "counter",
-    "ridgeline_engine_scheduled_tokens": "counter",
-    "ridgeline_preemptions": "counter",
-    "ridgeline_prefix_cache_queried_tokens": "counter",
-    "ridgeline_prefix_cache_hit_tokens": "counter",
-    "ridgeline_engine_restarts": "counter",
-    "ridgeline_price_info": "gauge",
-    "ridgeline_step_measured_seconds": "counter",
-    "ridgeline_step_expected_seconds": "counter",
-    "ridgeline_step_ideal_seconds": "counter",
-    "ridgeline_host_gap_seconds": "counter",
-    "ridgeline_step_flops": "counter",
-    "ridgeline_step_bytes": "counter",
-    "ridgeline_batch_rows": "counter",
-    "ridgeline_graph_padded_rows": "counter",
-    "ridgeline_limit_bandwidth_per_second": "gauge",
-    "ridgeline_limit_flops_per_second": "gauge",
-    "ridgeline_achieved_bandwidth_ratio": "gauge",
-    "ridgeline_achieved_flops_ratio": "gauge",
-    "ridgeline_regime_steps": "counter",
-    "ridgeline_regime_measured_seconds": "counter",
-    "ridgeline_regime_expected_seconds": "counter",
-    "ridgeline_guess_steps": "counter",
-    "ridgeline_guess_rows": "counter",
-    "ridgeline_guess_row_tokens": "counter",
-    "ridgeline_guesses": "counter",
-    "ridgeline_guesses_accepted": "counter",
-    "ridgeline_guess_drafting_seconds": "counter",
-    "ridgeline_guess_checking_seconds": "counter",
-    "ridgeline_guess_plain_seconds": "counter",
-    "ridgeline_guesses_reached": "counter",
-    "ridgeline_guesses_right": "counter",
-    "ridgeline_engine_overdue_steps": "counter",
-    "ridgeline_memory_contract_bytes": "gauge",
-    "ridgeline_start_seconds": "gauge",
-    "ridgeline_device_memory_bytes": "gauge",
-    "ridgeline_device_memory_used_bytes": "gauge",
-    "ridgeline_http_connections": "gauge",
-    "ridgeline_http_requests_open": "gauge",
-    "ridgeline_http_body_bytes_held": "gauge",
-    "ridgeline_http_tasks": "gauge",
-}
+UNITS = {"_seconds": "econds", "_bytes": "ytes", "_ratio": "0 to 1", "_per_second": "a second"}
+# A text that begins so leans on the one before it.
+NO_BEGINNING = {"it", "its", "of", "they", "their", "them", "these", "that", "this", "the", "and"}
 
 
 def page(server: Running) -> str:
@@ -78,9 +24,46 @@ def page(server: Running) -> str:
     return reply.text
 
 
-def test_names_and_types_are_stable(server: Running) -> None:
-    families = {f.name: f.type for f in text_string_to_metric_families(page(server))}
-    assert families == NAMES
+def test_the_page_is_what_is_declared(server: Running) -> None:
+    families = {f.name: f for f in text_string_to_metric_families(page(server))}
+    assert set(families) == {PREFIX + m.name.removesuffix("_total") for m in METRICS}
+    for metric in METRICS:
+        family = families[PREFIX + metric.name.removesuffix("_total")]
+        assert (family.type, family.documentation) == (metric.kind, metric.text)
+        for sample in family.samples:
+            names = {*metric.label_names, *({"le"} & {*sample.labels})}
+            assert set(sample.labels) == names, metric.name
+            assert sample.labels.get("model_name", "fake") == "fake"
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_names_and_texts_follow_the_conventions(metric: Declared) -> None:
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert not re.search("guess|check|ledger|regime", metric.name + metric.text)
+    assert metric.text.endswith(".")
+    assert metric.text[0].isupper() or metric.text[0].isdigit()
+    assert re.split(r"\W", metric.text)[0].lower() not in NO_BEGINNING
+    assert len(metric.text.split()) >= 6, "it says too little to stand alone"
+    base = metric.name.removesuffix("_total")
+    unit = next((text for end, text in UNITS.items() if base.endswith(end)), None)
+    assert unit is None or unit in metric.text
+    if metric.kind == "histogram":
+        assert unit == "econds"
+        assert "counted" in metric.text or "share" in metric.text
+
+
+def test_no_two_metrics_say_the_same() -> None:
+    assert len({m.name for m in METRICS}) == len({m.text for m in METRICS}) == len(METRICS)
+
+
+def test_the_page_is_there_before_the_model_is(fake_model: Path, tmp_path: Path) -> None:
+    config = fake_config(fake_model, engine={"dtype": "slow"})
+    with running(config, tmp_path, wait=False) as server:
+        assert server.metric("ridgeline_engine_up") == server.metric("ridgeline_ready") == 0
+        assert 'ridgeline_ready{model_name="fake"} 0.0' in page(server)
+        server.wait_until_ready()
+        assert server.metric("ridgeline_engine_up") == server.metric("ridgeline_ready") == 1
 
 
 def test_they_count(server: Running) -> None:
@@ -108,9 +91,13 @@ def test_they_count(server: Running) -> None:
     # Forks wait with their first.
     assert server.metric("ridgeline_request_queue_seconds_count") == 4
     text = page(server)
-    assert 'ridgeline_sequences_finished_total{finish_reason="length"} 4.0' in text
-    assert 'ridgeline_sequences_finished_total{finish_reason="stop"} 1.0' in text
-    assert 'ridgeline_requests_refused_total{code="context_length_exceeded"} 1.0' in text
-    assert 'ridgeline_requests_refused_total{code="not_found"} 1.0' in text
+    for name, count in {"length": 4, "stop": 1, "abort": 0}.items():
+        labels = f'{{finish_reason="{name}",model_name="fake"}}'
+        assert f"ridgeline_sequences_finished_total{labels} {count}.0" in text
+    for code, count in {"context_length_exceeded": 1, "not_found": 1, "overloaded": 0}.items():
+        labels = f'{{code="{code}",model_name="fake"}}'
+        assert f"ridgeline_request_errors_total{labels} {count}.0" in text
+    for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds"):
+        assert server.metric(f"ridgeline_process_{name}") > 0
     assert server.metric("ridgeline_engine_busy_seconds_total") > 0
     assert server.metric("ridgeline_device_memory_used_bytes") == 1 << 29

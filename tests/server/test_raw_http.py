@@ -190,7 +190,7 @@ def test_a_pipelining_client_that_leaves_is_noticed(server: Running) -> None:
     body = b'{"model": "fake", "prompt": "!slow", "max_tokens": 500}'
     with connect(server) as sock:
         sock.sendall(post(body, close=False) + post())
-        until(lambda: server.metric("ridgeline_requests_running") == 1, "it to run")
+        until(lambda: server.metric("ridgeline_sequences_running") == 1, "it to run")
     assert server.wait_until_idle() < 5
 
 
