@@ -43,9 +43,10 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Answering:
-    """POST of a question to the engine."""
+    """POST of a question to the engine. What reads the body says what the path is for."""
 
     def __init__(self, service: Service, read: Read) -> None:
+        self.__doc__ = read.__doc__
         self._service = service
         self._read = read
 
@@ -57,6 +58,7 @@ class Computing:
     """POST of something that needs the tokenizer but not the engine."""
 
     def __init__(self, service: Service, work: Work) -> None:
+        self.__doc__ = work.__doc__
         self._service = service
         self._work = work
 
@@ -84,9 +86,11 @@ def make_app(service: Service, keys: Keys) -> Gate:
 
 
 def make_routes(service: Service) -> list[Route]:
+    """Each endpoint's docstring is its line in docs/http-api.md."""
     limits = service.limits
 
     def completion(body: Body, model: ServedModel) -> Call:
+        """An answer that continues a text or token ids, whole or streamed."""
         call = read_completion(
             body, model.defaults, model.ready.vocab_size, limits.max_sequences_per_request
         )
@@ -94,6 +98,7 @@ def make_routes(service: Service) -> list[Route]:
         return call
 
     def chat(body: Body, model: ServedModel) -> Call:
+        """The next message of a conversation, whole or streamed."""
         call = read_chat(body, model.defaults, limits.max_sequences_per_request)
         model.check_name(call.model)
         return call
@@ -119,11 +124,13 @@ def _get(
     async def endpoint(request: Request) -> Response:
         return answer(service, request)
 
+    endpoint.__doc__ = answer.__doc__
     return endpoint
 
 
 def _explain(service: Service) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        """Where the time of the latest requests went: what `ridgeline explain --url` shows."""
         return Response(await service.explain(), media_type="application/json")
 
     return endpoint
@@ -138,28 +145,34 @@ def _card(model: ServedModel) -> ModelCard:
 
 
 def _models(service: Service, request: Request) -> Response:
+    """The served model, with its longest context."""
     return _json(ModelList("list", [_card(service.need_model())]))
 
 
 def _model(service: Service, request: Request) -> Response:
+    """The same for one name."""
     model = service.need_model()
     model.check_name(request.path_params["name"])
     return _json(_card(model))
 
 
 def _live(service: Service, request: Request) -> Response:
+    """200 while the process runs. Open without a key."""
     return _json({"status": "live"})
 
 
 def _ready(service: Service, request: Request) -> Response:
+    """200 while requests are served; 503 with the reason else. Open without a key."""
     service.check_ready()
     return _json({"status": "ready"})
 
 
 def _metrics(service: Service, request: Request) -> Response:
+    """Counters and times in Prometheus' text format."""
     return Response(render(service, METRICS), headers={"content-type": CONTENT_TYPE})
 
 
 def _version(service: Service, request: Request) -> Response:
+    """The version of Ridgeline."""
     versions: Mapping[str, str] = {"version": ridgeline.__version__}
     return _json(versions)

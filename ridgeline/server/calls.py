@@ -70,7 +70,7 @@ def read_stream(fields: Fields) -> StreamOptions | None:
         return StreamOptions() if streams else None
     if not streams:
         raise ApiError("invalid_value", "stream_options needs stream: true", "stream_options")
-    options.allow({"include_usage", "continuous_usage_stats", "include_obfuscation"})
+    options.allow()
     options.flag("include_obfuscation")
     return StreamOptions(
         bool(options.flag("include_usage")), bool(options.flag("continuous_usage_stats"))

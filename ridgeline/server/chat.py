@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.request import MAX_LOGPROBS
 from ridgeline.server.calls import (
     Call,
     Conversation,
@@ -16,38 +15,27 @@ from ridgeline.server.calls import (
     refuse_too_many,
     refuse_unstreamable,
 )
+from ridgeline.server.declared import CHAT as DECLARED
+from ridgeline.server.declared import MESSAGE, TEMPLATE_OPTIONS, TEXT_PART
 from ridgeline.server.errors import ApiError, quote
 from ridgeline.server.fields import Fields, check_text, wrong_type
 from ridgeline.server.sampling_fields import (
-    CALL_FIELDS,
-    MAX_TOKEN_COUNT,
-    SAMPLING_FIELDS,
     read_priority,
     read_salt,
     read_sampling,
 )
 from ridgeline.server.unsupported import CHAT, refuse_unsupported
 
-KNOWN = (
-    SAMPLING_FIELDS
-    | CALL_FIELDS
-    | {
-        "messages", "max_completion_tokens", "logprobs", "top_logprobs", "add_generation_prompt",
-        "chat_template_kwargs",
-    }
-)  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 # Of an assistant's earlier message, as clients send it back; they must hold nothing.
 EMPTY_FIELDS = ("tool_calls", "function_call", "audio", "refusal", "annotations", "tool_call_id")
-TEMPLATE_OPTIONS = ("enable_thinking",)
 MEDIA = ("image_url", "video_url", "audio_url")
 
 
 def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any], max_sequences: int) -> Call:
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
-    fields = Fields(body)
-    refuse_unsupported(fields, KNOWN, CHAT)
+    fields = Fields(body, DECLARED)
+    refuse_unsupported(fields, CHAT)
     model = fields.text("model")
     conversation = read_conversation(fields)
     max_tokens, asked_as = _max_tokens(fields)
@@ -76,8 +64,8 @@ def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any], max_seque
 
 def _max_tokens(fields: Fields) -> tuple[int | None, str]:
     """How many, and by which name: the newer one counts, two that differ are a mistake."""
-    old = fields.integer("max_tokens", 1, MAX_TOKEN_COUNT)
-    new = fields.integer("max_completion_tokens", 1, MAX_TOKEN_COUNT)
+    old = fields.integer("max_tokens")
+    new = fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise ApiError(
             "invalid_value", "max_tokens and max_completion_tokens differ", "max_completion_tokens"
@@ -87,7 +75,7 @@ def _max_tokens(fields: Fields) -> tuple[int | None, str]:
 
 def _logprobs(fields: Fields) -> int | None:
     wanted = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS, "limit_exceeded")
+    top = fields.integer("top_logprobs")
     if top and not wanted:
         raise ApiError("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
     return (top or 0) if wanted else None
@@ -125,13 +113,13 @@ def _template_options(fields: Fields) -> tuple[tuple[str, bool], ...]:
 def _message(item: object, param: str) -> Message:
     if not isinstance(item, dict):
         raise wrong_type(param, "an object", item)
-    fields = Fields(item, param)
-    fields.allow(MESSAGE_FIELDS | {*EMPTY_FIELDS})
+    fields = Fields(item, MESSAGE, param)
+    fields.allow(EMPTY_FIELDS)
     role = _role(fields, param)
     _refuse_tool_fields(fields)
     # An answer may have been empty, and comes back as it was.
     message: Message = {"role": role, "content": _content(fields, may_be_empty=role == "assistant")}
-    if (name := fields.text("name", 64)) is not None:
+    if (name := fields.text("name")) is not None:
         message["name"] = name
     return message
 
@@ -180,7 +168,7 @@ def _part(part: object, param: str) -> str:
         raise ApiError("media_url_not_allowed", "this server fetches no media", param)
     if kind != "text":
         raise ApiError("unsupported_parameter", f"{param}: only text parts are served", param)
-    fields = Fields(part, param)
-    fields.allow({"type", "text"})
+    fields = Fields(part, TEXT_PART, param)
+    fields.allow()
     fields.require("text")
     return fields.text("text") or ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.request import MAX_LOGPROBS, MAX_N
 from ridgeline.server.calls import (
     Call,
     Kind,
@@ -14,23 +13,16 @@ from ridgeline.server.calls import (
     refuse_too_many,
     refuse_unstreamable,
 )
+from ridgeline.server.declared import COMPLETION, DEFAULT_MAX_TOKENS
 from ridgeline.server.errors import ApiError
 from ridgeline.server.fields import Fields, check_text, wrong_type
 from ridgeline.server.sampling_fields import (
-    CALL_FIELDS,
-    MAX_TOKEN_COUNT,
-    SAMPLING_FIELDS,
     read_priority,
     read_salt,
     read_sampling,
     token_id,
 )
 from ridgeline.server.unsupported import COMPLETIONS, refuse_unsupported
-
-KNOWN = (
-    SAMPLING_FIELDS | CALL_FIELDS | {"prompt", "best_of", "logprobs", "echo", "add_special_tokens"}
-)
-DEFAULT_MAX_TOKENS = 16
 
 Prompt = str | tuple[int, ...]
 
@@ -39,20 +31,20 @@ def read_completion(
     body: Mapping[str, object], defaults: Mapping[str, Any], vocab_size: int, max_sequences: int
 ) -> Call:
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
-    fields = Fields(body)
-    refuse_unsupported(fields, KNOWN, COMPLETIONS)
+    fields = Fields(body, COMPLETION)
+    refuse_unsupported(fields, COMPLETIONS)
     model = fields.text("model")
     prompts = read_prompts(fields, vocab_size, max_sequences)
     echo = bool(fields.flag("echo"))
-    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, "limit_exceeded")
-    max_tokens = fields.integer("max_tokens", 0, MAX_TOKEN_COUNT)
+    logprobs = fields.integer("logprobs")
+    max_tokens = fields.integer("max_tokens")
     if max_tokens == 0 and not echo:
         raise ApiError("invalid_value", "max_tokens must be at least 1 without echo", "max_tokens")
     stream = read_stream(fields)
     sampling = read_sampling(
         fields,
         defaults,
-        best_of=fields.integer("best_of", 1, MAX_N, "limit_exceeded"),
+        best_of=fields.integer("best_of"),
         logprobs=logprobs,
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         prompt_logprobs=logprobs if echo and fields.get("prompt_logprobs") is None else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 
 import msgspec
@@ -16,29 +17,57 @@ SERVER = "server_error"
 MAX_ECHO = 64  # characters of the client's own words that an error may repeat
 MAX_MESSAGE = 500
 
-# code -> (HTTP status, type). A code that is not here is a request's fault: 400.
-CODES: dict[str, tuple[int, str]] = {
-    "invalid_json": (400, INVALID),
-    "unsupported_media_type": (415, INVALID),
-    "unsupported_encoding": (415, INVALID),
-    "request_too_large": (413, INVALID),
-    "invalid_http": (400, INVALID),
-    "headers_too_large": (431, INVALID),
-    "request_timeout": (408, INVALID),
-    "not_found": (404, INVALID),
-    "method_not_allowed": (405, INVALID),
-    "invalid_host": (421, INVALID),
-    "invalid_api_key": (401, AUTHENTICATION),
-    "model_not_found": (404, INVALID),
-    "rate_limit_exceeded": (429, RATE_LIMIT),
-    "overloaded": (503, SERVER),
-    "queue_timeout": (503, SERVER),
-    "starting": (503, SERVER),
-    "shutting_down": (503, SERVER),
-    "deadline_exceeded": (504, SERVER),
-    "internal_error": (500, SERVER),
-    "engine_unavailable": (503, SERVER),
-    "slow_client": (408, INVALID),
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a code of an error means: the HTTP status, the type that OpenAI's clients know, and when
+    it comes."""
+
+    status: int
+    type: str
+    meaning: str
+
+
+def _invalid(meaning: str, status: int = 400) -> Code:
+    return Code(status, INVALID, meaning)
+
+
+UNKNOWN = _invalid("a fault of the request")
+CODES: dict[str, Code] = {
+    "invalid_json": _invalid("the body is no JSON object, or has a key twice"),
+    "invalid_type": _invalid("a field has another type than it must have"),
+    "invalid_value": _invalid("a value is out of its bounds, or two fields contradict each other"),
+    "missing_required_parameter": _invalid("a field is missing"),
+    "unknown_parameter": _invalid("the field is unknown"),
+    "unsupported_parameter": _invalid("a field of OpenAI or vLLM that is not served here"),
+    "limit_exceeded": _invalid("more of something than this server gives one request"),
+    "context_length_exceeded": _invalid("prompt and answer do not fit into the model's context"),
+    "empty_input": _invalid("an empty prompt, message, list or stop string"),
+    "invalid_text": _invalid("a lone surrogate or a NUL character"),
+    "invalid_token_id": _invalid("no token id of this model"),
+    "invalid_messages": _invalid("the chat template refuses these messages, or a role is unknown"),
+    "chat_template_missing": _invalid("this model has no chat template; use /v1/completions"),
+    "media_url_not_allowed": _invalid("images, sound and video are not fetched"),
+    "invalid_http": _invalid("not HTTP/1.1, or a head over the limits (then with status 431)"),
+    "headers_too_large": _invalid("shown as invalid_http", 431),
+    "invalid_api_key": Code(401, AUTHENTICATION, "no key, or a wrong one"),
+    "not_found": _invalid("there is nothing at this path", 404),
+    "model_not_found": _invalid("`model` is not the name of the served model", 404),
+    "method_not_allowed": _invalid("the path is served with another method", 405),
+    "request_timeout": _invalid("the head or the body came too slowly", 408),
+    "slow_client": _invalid("shown as request_timeout: a stream was left unread", 408),
+    "request_too_large": _invalid("the body is larger than --max-body-bytes", 413),
+    "unsupported_media_type": _invalid("Content-Type is not application/json", 415),
+    "unsupported_encoding": _invalid("the body is compressed", 415),
+    "invalid_host": _invalid("the Host header is no name of this server (--allowed-host)", 421),
+    "rate_limit_exceeded": Code(429, RATE_LIMIT, "this key has --max-requests-per-key open"),
+    "internal_error": Code(500, SERVER, "a fault of the server; its log has the x-request-id"),
+    "overloaded": Code(503, SERVER, "a queue of the server is full, or a promise would be broken"),
+    "queue_timeout": Code(503, SERVER, "no first step within --queue-timeout-s"),
+    "starting": Code(503, SERVER, "the model is still being loaded"),
+    "shutting_down": Code(503, SERVER, "the server drains running answers and ends"),
+    "engine_unavailable": Code(503, SERVER, "the engine failed and is being started again"),
+    "deadline_exceeded": Code(504, SERVER, "the answer took longer than --run-timeout-s"),
 }
 RETRY_AFTER_S: dict[str, int] = {
     "rate_limit_exceeded": 1,
@@ -79,7 +108,8 @@ class ApiError(Exception):
         self.message = _tidy(message, MAX_MESSAGE)
         self.param = None if param is None else _tidy(param, MAX_ECHO)
         self.close = close
-        self.status, self.kind = CODES.get(code, (400, INVALID))
+        known = CODES.get(code, UNKNOWN)
+        self.status, self.kind = known.status, known.type
         self.headers: list[tuple[bytes, bytes]] = []
         if code in RETRY_AFTER_S:
             wait_s = RETRY_AFTER_S[code] if retry_after_s is None else max(1, ceil(retry_after_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
+from ridgeline.server.declared import Declared
 from ridgeline.server.errors import ApiError, quote
 
 MAX_EXACT_FLOAT = 1 << 53
@@ -37,10 +38,12 @@ def wrong_type(param: str, wanted: str, value: object) -> ApiError:
 
 
 class Fields:
-    """The fields of one JSON object. null counts as absent, as the field's clients send it."""
+    """The fields of one JSON object, as they were declared. null counts as absent, as the field's
+    clients send it."""
 
-    def __init__(self, values: Mapping[str, object], path: str = "") -> None:
+    def __init__(self, values: Mapping[str, object], declared: Declared, path: str = "") -> None:
         self._values = values
+        self._declared = declared
         self._path = path
 
     def at(self, name: str) -> str:
@@ -50,10 +53,10 @@ class Fields:
         """The raw value, None when absent."""
         return self._values.get(name)
 
-    def allow(self, known: Collection[str]) -> None:
-        """Refuse every name that is not known."""
+    def allow(self, more: Collection[str] = ()) -> None:
+        """Refuse every name that is neither declared nor one of `more`."""
         for name in self._values:
-            if name not in known:
+            if name not in self._declared and name not in more:
                 raise ApiError(
                     "unknown_parameter", f"unknown field {quote(name)}", self.at(check_name(name))
                 )
@@ -66,16 +69,16 @@ class Fields:
             )
         return value
 
-    def text(self, name: str, max_length: int | None = None) -> str | None:
+    def text(self, name: str) -> str | None:
+        """At most as long as declared."""
         value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, str):
             raise wrong_type(self.at(name), "a string", value)
-        if max_length is not None and len(value) > max_length:
-            raise ApiError(
-                "invalid_value", f"{self.at(name)} is longer than {max_length}", self.at(name)
-            )
+        most = self._declared[name].high
+        if most is not None and len(value) > most:
+            raise ApiError("invalid_value", f"{self.at(name)} is longer than {most}", self.at(name))
         return check_text(value, self.at(name))
 
     def flag(self, name: str) -> bool | None:
@@ -84,7 +87,8 @@ class Fields:
             raise wrong_type(self.at(name), "true or false", value)
         return value
 
-    def number(self, name: str, low: float, high: float) -> float | None:
+    def number(self, name: str) -> float | None:
+        """Within the declared bounds."""
         value = self.get(name)
         if value is None:
             return None
@@ -94,16 +98,18 @@ class Fields:
             )
         if not isinstance(value, (int, float)):
             raise wrong_type(self.at(name), "a number", value)
+        low, high, _ = self._bounds(name)
         if not low <= value <= high or not math.isfinite(value):
             raise self._out_of_range(name, f"{low:g} and {high:g}", "invalid_value")
         return value
 
-    def integer(self, name: str, low: int, high: int, over: str = "invalid_value") -> int | None:
-        """An integer in low..high; `over` is the code for one above it."""
+    def integer(self, name: str) -> int | None:
+        """Within the declared bounds."""
         value = self.get(name)
         if value is None:
             return None
         whole = self._whole(name, value)
+        low, high, over = self._bounds(name)
         if not low <= whole <= high:
             code = over if whole > high else "invalid_value"
             raise self._out_of_range(name, f"{low} and {high}", code)
@@ -115,13 +121,18 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise wrong_type(self.at(name), "an object", value)
-        return Fields(value, self.at(name))
+        return Fields(value, self._declared[name].fields or {}, self.at(name))
 
     def items(self, name: str) -> list[object] | None:
         value = self.get(name)
         if value is not None and not isinstance(value, list):
             raise wrong_type(self.at(name), "a list", value)
         return value
+
+    def _bounds(self, name: str) -> tuple[float, float, str]:
+        field = self._declared[name]
+        low = -math.inf if field.low is None else field.low
+        return low, math.inf if field.high is None else field.high, field.over
 
     def _whole(self, name: str, value: object) -> int:
         if isinstance(value, int) and not isinstance(value, bool):

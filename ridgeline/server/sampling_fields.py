@@ -9,30 +9,17 @@ from typing import Any
 from ridgeline.errors import RequestFault
 from ridgeline.request import (
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_REPETITION,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from ridgeline.server.declared import BIAS
 from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.fields import Fields, check_text, wrong_type
 
-MAX_TOKEN_COUNT = 1 << 30
 MAX_TOKEN_ID = 1 << 31
-MAX_SALT_LENGTH = 128
-MAX_PRIORITY = 1 << 31
 
-SAMPLING_FIELDS = frozenset(
-    {
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "n",
-        "min_tokens", "skip_special_tokens", "use_beam_search", "beam_width", "length_penalty",
-        "early_stopping", "prompt_logprobs", "max_tokens",
-    }
-)  # fmt: skip
 # What a beam search cannot honour, and the values that ask for nothing. The model's own defaults
 # for these are put aside.
 BEAM_NEUTRAL: dict[str, tuple[float, ...]] = {
@@ -42,17 +29,6 @@ BEAM_NEUTRAL: dict[str, tuple[float, ...]] = {
     "min_p": (0,),
     "repetition_penalty": (1,),
 }
-CALL_FIELDS = frozenset(
-    {
-        "model",
-        "stream",
-        "stream_options",
-        "cache_salt",
-        "priority",
-        "return_token_ids",
-        "include_cost",
-    }
-)
 
 
 def read_sampling(fields: Fields, defaults: Mapping[str, Any], **more: object) -> SamplingParams:
@@ -61,24 +37,22 @@ def read_sampling(fields: Fields, defaults: Mapping[str, Any], **more: object) -
     Raises ApiError naming the field.
     """
     asked: dict[str, Any] = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1),
-        "top_k": fields.integer("top_k", -1, MAX_TOKEN_COUNT),
-        "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number(
-            "repetition_penalty", 1 / MAX_REPETITION, MAX_REPETITION
-        ),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "temperature": fields.number("temperature"),
+        "top_p": fields.number("top_p"),
+        "top_k": fields.integer("top_k"),
+        "min_p": fields.number("min_p"),
+        "repetition_penalty": fields.number("repetition_penalty"),
+        "presence_penalty": fields.number("presence_penalty"),
+        "frequency_penalty": fields.number("frequency_penalty"),
         "logit_bias": _logit_bias(fields),
-        "seed": fields.integer("seed", -(1 << 63), (1 << 63) - 1),
+        "seed": fields.integer("seed"),
         "stop": _stop(fields),
         "stop_token_ids": _stop_token_ids(fields),
         "ignore_eos": fields.flag("ignore_eos"),
-        "n": fields.integer("n", 1, MAX_N, "limit_exceeded"),
-        "min_tokens": fields.integer("min_tokens", 0, MAX_TOKEN_COUNT),
+        "n": fields.integer("n"),
+        "min_tokens": fields.integer("min_tokens"),
         "skip_special_tokens": fields.flag("skip_special_tokens"),
-        "prompt_logprobs": fields.integer("prompt_logprobs", 0, MAX_LOGPROBS, "limit_exceeded"),
+        "prompt_logprobs": fields.integer("prompt_logprobs"),
     }
     given = {name: value for name, value in asked.items() if value is not None}
     merged = {**defaults, **given, **{k: v for k, v in more.items() if v is not None}}
@@ -94,8 +68,8 @@ def read_sampling(fields: Fields, defaults: Mapping[str, Any], **more: object) -
 def _with_beams(sampling: SamplingParams, fields: Fields) -> SamplingParams:
     """`use_beam_search` with `beam_width` (or, as older clients have it, `best_of`) beams."""
     wanted = fields.flag("use_beam_search")
-    width = fields.integer("beam_width", 1, MAX_N, "limit_exceeded")
-    penalty = fields.number("length_penalty", -10, 10)
+    width = fields.integer("beam_width")
+    penalty = fields.number("length_penalty")
     early = fields.flag("early_stopping")
     if wanted is None:
         wanted = width is not None and width > 1
@@ -181,14 +155,14 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
         raise ApiError(
             "limit_exceeded", f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", "logit_bias"
         )
-    values = Fields(bias, "logit_bias")
+    values = Fields(bias, dict.fromkeys(bias, BIAS), "logit_bias")
     pairs: dict[int, float] = {}
     for name in bias:
         if not (name.isascii() and name.isdecimal() and len(name) < 11):
             raise ApiError(
                 "invalid_token_id", f"logit_bias: {quote(name)} is not a token id", "logit_bias"
             )
-        value = values.number(name, -100, 100)
+        value = values.number(name)
         if name != str(int(name)):
             raise ApiError(
                 "invalid_token_id",
@@ -210,7 +184,7 @@ def token_id(value: object, param: str, vocab_size: int = MAX_TOKEN_ID) -> int:
 
 def read_salt(fields: Fields) -> str:
     """A client's own salt for the prefix cache; it narrows sharing further, never widens it."""
-    salt = fields.text("cache_salt", MAX_SALT_LENGTH)
+    salt = fields.text("cache_salt")
     if salt == "":
         raise ApiError("invalid_value", "cache_salt must not be empty", "cache_salt")
     return salt or ""
@@ -218,4 +192,4 @@ def read_salt(fields: Fields) -> str:
 
 def read_priority(fields: Fields) -> int:
     """Smaller is served sooner, under a policy that looks at it."""
-    return fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
+    return fields.integer("priority") or 0

@@ -9,16 +9,12 @@ import msgspec
 from ridgeline.request import SamplingParams
 from ridgeline.server.calls import Call, Kind
 from ridgeline.server.chat import read_conversation
+from ridgeline.server.declared import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT
 from ridgeline.server.errors import ApiError
 from ridgeline.server.fields import Fields, check_text
 from ridgeline.server.model import ServedModel
 from ridgeline.server.prepare import encode_conversation, need_tokenizer, refuse_hopeless
 from ridgeline.server.sampling_fields import token_id
-
-TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
-CHAT_FIELDS = frozenset(
-    {"model", "messages", "add_generation_prompt", "chat_template_kwargs", "return_token_strs"}
-)
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -33,10 +29,13 @@ class Text(msgspec.Struct, frozen=True):
 
 
 def tokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
-    """{"prompt"} or {"messages"} -> token ids. Raises ApiError or RequestFault."""
-    fields = Fields(body)
+    """The token ids of a text or a conversation, and their number.
+
+    Raises ApiError or RequestFault.
+    """
     chat = "messages" in body
-    fields.allow(CHAT_FIELDS if chat else TEXT_FIELDS)
+    fields = Fields(body, TOKENIZE_CHAT if chat else TOKENIZE_TEXT)
+    fields.allow()
     model.check_name(fields.text("model") or "", required=False)
     ids = _conversation_ids(fields, model) if chat else _text_ids(fields, model)
     wanted = fields.flag("return_token_strs")
@@ -61,9 +60,12 @@ def _conversation_ids(fields: Fields, model: ServedModel) -> list[int]:
 
 
 def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
-    """{"tokens"} -> text, special tokens shown. Raises ApiError."""
-    fields = Fields(body)
-    fields.allow({"model", "tokens"})
+    """The text of token ids, special tokens shown.
+
+    Raises ApiError.
+    """
+    fields = Fields(body, DETOKENIZE)
+    fields.allow()
     model.check_name(fields.text("model") or "", required=False)
     fields.require("tokens")
     values = fields.items("tokens") or []

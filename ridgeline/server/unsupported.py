@@ -2,76 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 
 from ridgeline.server.errors import ApiError
 from ridgeline.server.fields import Fields, wrong_type
 
+Unsupported = Mapping[str, tuple[object, ...]]
+ANYTHING = (None,)  # every value asks for nothing
 
-def _is_in(*values: object) -> Callable[[object], bool]:
-    """Equal and of the same type, so that 0 is not taken for false."""
-    return lambda value: any(value == v and type(value) is type(v) for v in values)
-
-
-def _never(value: object) -> bool:
-    return False
-
-
-def _anything(value: object) -> bool:
-    return True
-
-
-def _plain_format(value: object) -> bool:
-    return value == {"type": "text"}
-
-
-# Field -> whether this value asks for nothing. null counts as absent before we get here.
-_BOTH: dict[str, Callable[[object], bool]] = {
-    "response_format": _plain_format,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
-    "guided_decoding_backend": _never,
-    "guided_whitespace_pattern": _never,
-    "structured_outputs": _never,
-    "include_stop_str_in_output": _is_in(False),
-    "spaces_between_special_tokens": _is_in(True),
-    "truncate_prompt_tokens": _never,
-    "return_tokens_as_token_ids": _is_in(False),
-    "allowed_token_ids": _never,
-    "bad_words": _is_in([]),
-    "logits_processors": _never,
-    "vllm_xargs": _never,
-    "kv_transfer_params": _never,
-    "mm_processor_kwargs": _never,
-    "prompt_embeds": _never,
-    "service_tier": _is_in("auto", "default"),
+# Field -> the values that ask for nothing. null counts as absent before we get here.
+_BOTH: Unsupported = {
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structured_outputs": (),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": (),
+    "vllm_xargs": (),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "service_tier": ("auto", "default"),
 }
-COMPLETIONS: Mapping[str, Callable[[object], bool]] = _BOTH | {
-    "suffix": _is_in(""),
-}
-CHAT: Mapping[str, Callable[[object], bool]] = _BOTH | {
-    "tools": _is_in([]),
-    "tool_choice": _is_in("none", "auto"),
-    "parallel_tool_calls": _is_in(True, False),  # there are no tools to call
-    "functions": _is_in([]),
-    "function_call": _is_in("none", "auto"),
-    "modalities": _is_in(["text"]),
-    "audio": _never,
-    "prediction": _never,
-    "reasoning_effort": _never,
-    "verbosity": _never,
-    "web_search_options": _never,
-    "moderation": _never,
-    "chat_template": _never,
-    "documents": _never,
-    "continue_final_message": _is_in(False),
-    "add_special_tokens": _is_in(False),
-    "echo": _is_in(False),
-    "best_of": _never,
-    "include_reasoning": _anything,
-    "thinking_token_budget": _never,
+COMPLETIONS: Unsupported = {**_BOTH, "suffix": ("",)}
+CHAT: Unsupported = {
+    **_BOTH,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),  # there are no tools to call
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "moderation": (),
+    "chat_template": (),
+    "documents": (),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "best_of": (),
+    "include_reasoning": ANYTHING,
+    "thinking_token_budget": (),
 }
 
 # Accepted and without effect on the answer.
@@ -87,18 +71,21 @@ HARMLESS: Mapping[str, tuple[type, str]] = {
 }
 
 
-def refuse_unsupported(
-    fields: Fields, known: Collection[str], unsupported: Mapping[str, Callable[[object], bool]]
-) -> None:
+def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
+    """Equal and of the same type, so that 0 is not taken for false."""
+    return harmless is ANYTHING or any(value == v and type(value) is type(v) for v in harmless)
+
+
+def refuse_unsupported(fields: Fields, unsupported: Unsupported) -> None:
     """Raises ApiError for a field that nobody knows, and for one that we know but do not serve."""
-    fields.allow({*known, *unsupported, *HARMLESS})
+    fields.allow({*unsupported, *HARMLESS})
     for name, (kind, words) in HARMLESS.items():
         value = fields.get(name)
         if value is not None and not isinstance(value, kind):
             raise wrong_type(fields.at(name), words, value)
-    for name, asks_nothing in unsupported.items():
+    for name, harmless in unsupported.items():
         value = fields.get(name)
-        if value is not None and name not in known and not asks_nothing(value):
+        if value is not None and not _asks_nothing(value, harmless):
             raise ApiError(
                 "unsupported_parameter",
                 f"{fields.at(name)} is not served here; leave it out",

@@ -1,0 +1,267 @@
+"""What do the reference pages say? Their tables, made from the parsers, the fields and the routes.
+
+Run from the checkout: python -m tools.make_docs (`make docs`). A page is written by hand but for
+its marked parts, `<!-- begin NAME -->` to `<!-- end -->`; NAME is one of PARTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from ridgeline.cli.main import COMMANDS, build_parser
+from ridgeline.cli.parser import Parser
+from ridgeline.cli.sampling_flags import HELP as SAMPLING_HELP
+from ridgeline.request import SamplingParams
+from ridgeline.server import declared, unsupported
+from ridgeline.server.app import make_routes
+from ridgeline.server.declared import Declared, Field
+from ridgeline.server.errors import CODES, RETRY_AFTER_S
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("docs/http-api.md", "docs/configuration.md")
+MARK = re.compile(r"(<!-- begin (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SHARED = ("engine", "sampling", "machine")  # groups of flags that several commands have
+DEFAULT = re.compile(r"(?: ?\(|; |^)default: (?P<value>[^()]+)\)?$")
+Row = tuple[str, ...]
+
+
+def table(head: Row, rows: Iterable[Row]) -> str:
+    """Markdown, each cell on one line."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# ---------------------------------------------------------------------- the HTTP API
+
+
+def endpoints() -> str:
+    service: Any = type("Routes", (), {"limits": None})  # the routes alone: none is called
+    rows = []
+    for route in make_routes(service):
+        path = route.path.replace("{name:path}", "NAME")
+        method = "POST" if "POST" in (route.methods or ()) else "GET"
+        rows.append((f"`{method} {path}`", _first_paragraph(route.endpoint.__doc__)))
+    return table(("path", "what it answers"), rows)
+
+
+def _first_paragraph(text: str | None) -> str:
+    return (text or "").strip().partition("\n\n")[0]
+
+
+def body(fields_: Declared) -> Callable[[], str]:
+    """The table of an object's fields, with those of the objects in it."""
+
+    def made() -> str:
+        return table(("field", "type", "bounds", "default", "meaning"), _field_rows(fields_))
+
+    return made
+
+
+def _field_rows(fields_: Declared, path: str = "") -> list[Row]:
+    rows: list[Row] = []
+    for name, field in fields_.items():
+        default = "**required**" if field.required else _default(name, field)
+        rows.append((f"`{path}{name}`", field.kind, _bounds(field), default, _meaning(name, field)))
+        inner = "[]." if field.kind.startswith("list") or "or list" in field.kind else "."
+        rows += _field_rows(field.fields or {}, path + name + inner)
+    return rows
+
+
+def _bounds(field: Field) -> str:
+    if field.low is not None and field.high is not None:
+        return f"{_shown(field.low)} to {_shown(field.high)}"
+    return f"at most {field.high} characters" if field.high is not None else ""
+
+
+def _shown(bound: float) -> str:
+    for power in (30, 31, 63):
+        for value, words in ((1 << power, f"2^{power}"), ((1 << power) - 1, f"2^{power} - 1")):
+            if abs(bound) == value:
+                return words if bound > 0 else f"-{words}"
+    return f"{bound:g}"
+
+
+def _meaning(name: str, field: Field) -> str:
+    return field.meaning or SAMPLING_HELP[name]
+
+
+def _default(name: str, field: Field) -> str:
+    if field.default:
+        return field.default
+    known = {row.name: row.default for row in fields(SamplingParams)}
+    value = known.get(name, MISSING)
+    return "" if value in (MISSING, None, (), frozenset()) else f"{value}".lower()
+
+
+def without(fields_: Declared, *others: Declared) -> Declared:
+    left_out = {name for other in others for name in other}
+    return {name: field for name, field in fields_.items() if name not in left_out}
+
+
+def refused(fields_: unsupported.Unsupported) -> Callable[[], str]:
+    """Those that are refused whatever they hold, and those that may hold some value."""
+
+    def made() -> str:
+        never = ", ".join(f"`{name}`" for name, values in fields_.items() if not values)
+        some = (f"`{name}` {_allowed(values)}" for name, values in fields_.items() if values)
+        return f"Always: {never}.\n\nUnless it is: {', '.join(some)}.\n"
+
+    return made
+
+
+def _allowed(values: tuple[object, ...]) -> str:
+    if values is unsupported.ANYTHING:
+        return "(any value)"
+    return " or ".join(f"`{json.dumps(value)}`" for value in values)
+
+
+def harmless() -> str:
+    names = (f"`{name}` ({words})" for name, (_, words) in unsupported.HARMLESS.items())
+    return ", ".join(names) + ".\n"
+
+
+def errors() -> str:
+    rows = [
+        (f"`{name}`", str(code.status), f"`{code.type}`", _retry(name), code.meaning)
+        for name, code in CODES.items()
+    ]
+    return table(("code", "status", "type", "Retry-After, s", "meaning"), rows)
+
+
+def _retry(code: str) -> str:
+    return str(RETRY_AFTER_S.get(code, ""))
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def parsers() -> dict[str, Parser]:
+    return {name: build_parser(name)[1][name] for name in COMMANDS}
+
+
+def _groups(parser: Parser) -> dict[str, list[argparse.Action]]:
+    """Its flags by the title of their group, help and MODEL left out."""
+    found = {
+        str(group.title): [
+            action
+            for action in group._group_actions
+            if action.option_strings and action.dest not in ("help", "help_all")
+        ]
+        for group in parser._action_groups
+    }
+    return {title: actions for title, actions in found.items() if actions}
+
+
+def _flag_row(action: argparse.Action) -> Row:
+    words = (action.help or "") % {"default": _value(action.default), "prog": ""}
+    found = DEFAULT.search(words)
+    default = found["value"] if found else ""
+    words = words[: found.start()] if found else words
+    if not found and action.nargs != 0 and action.default != argparse.SUPPRESS:
+        default = _value(action.default)
+    choices = [_value(choice) for choice in action.choices or ()]
+    if choices and not action.metavar:
+        words = f"{words}; one of {', '.join(choices)}" if words else f"one of {', '.join(choices)}"
+    return f"`{_signature(action)}`", default, words
+
+
+def _value(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def _signature(action: argparse.Action) -> str:
+    flags = ", ".join(action.option_strings)
+    if action.nargs == 0:
+        return flags
+    return f"{flags} {action.metavar or ('X' if action.choices else action.dest.upper())}"
+
+
+def _shared_rows(every: Mapping[str, Parser], title: str) -> dict[str, Row]:
+    """Flag -> row, of the group as the first command has it that has most of it."""
+    longest = max((_groups(parser).get(title, []) for parser in every.values()), key=len)
+    return {action.option_strings[-1]: _flag_row(action) for action in longest}
+
+
+FLAGS: Row = ("flag", "default", "meaning")
+
+
+def shared_flags(title: str) -> Callable[[], str]:
+    return lambda: table(FLAGS, _shared_rows(parsers(), title).values())
+
+
+def commands() -> str:
+    every = parsers()
+    shared = {title: _shared_rows(every, title) for title in SHARED}
+    return "\n".join(_command(name, parser, shared) for name, parser in every.items())
+
+
+def _command(name: str, parser: Parser, shared: Mapping[str, Mapping[str, Row]]) -> str:
+    own: list[Row] = []
+    lines = [f"### ridgeline {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n"]
+    for title, actions in _groups(parser).items():
+        common = shared.get(title, {})
+        rows = {action.option_strings[-1]: _flag_row(action) for action in actions}
+        own += [row for flag, row in rows.items() if common.get(flag) != row]
+        same = [flag for flag, row in rows.items() if common.get(flag) == row]
+        if same:
+            lines.append(_reference(title, same, common))
+    if own:
+        lines.insert(1, table(FLAGS, own))
+    return "\n".join(lines)
+
+
+def _reference(title: str, same: Sequence[str], common: Mapping[str, Row]) -> str:
+    left = [f"`{flag}`" for flag in common if flag not in same]
+    link = f"[{title} flags](#{title}-flags)"
+    if not left:
+        return f"All {link}.\n"
+    if len(left) <= len(same):
+        return f"All {link} but {', '.join(left)}.\n"
+    return f"Of the {link}: {', '.join(f'`{flag}`' for flag in same)}.\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "endpoints": endpoints,
+    "completion fields": body(without(declared.COMPLETION, declared.CALL, declared.SAMPLING)),
+    "chat fields": body(without(declared.CHAT, declared.CALL, declared.SAMPLING)),
+    "call fields": body(declared.CALL),
+    "sampling fields": body(declared.SAMPLING),
+    "tokenize fields": body(declared.TOKENIZE_TEXT),
+    "detokenize fields": body(declared.DETOKENIZE),
+    "refused by completions": refused(unsupported.COMPLETIONS),
+    "refused by chat": refused(unsupported.CHAT),
+    "harmless fields": harmless,
+    "error codes": errors,
+    "commands": commands,
+    **{f"{title} flags": shared_flags(title) for title in SHARED},
+}
+
+
+def made(page: str) -> str:
+    """The page's text with its marked parts made anew."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return MARK.sub(lambda found: found[1] + PARTS[found["name"]]() + found[3], text)
+
+
+def main() -> int:
+    for page in PAGES:
+        (ROOT / page).write_text(made(page), encoding="utf-8")
+        print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
