@@ -13,7 +13,7 @@ ARGS ?=
 export MODEL PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native sanitize sanitize-gpu run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel clean
+.PHONY: help docs setup native sanitize sanitize-gpu run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel clean
 
 help:
 	@echo "make setup          a virtual environment in $(VENV) with everything pinned"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-full      the tests with the full amounts"
 	@echo "make test-gpu       the tests on a CUDA device, and those that need one"
 	@echo "make check          style, types and who imports whom"
+	@echo "make docs           the tables of docs/http-api.md and docs/configuration.md, from the code"
 	@echo "make mutants        plant bugs in the core and see that the tests find them"
 	@echo "make simulate-core  a million checked steps of the scheduler"
 	@echo "make bench          speed of MODEL (default: the bundled model)"
@@ -92,6 +93,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest tests/test_architecture.py --durations=0
+
+docs: setup
+	$(BIN)/python -m tools.make_docs
 
 mutants: setup
 	@$(BIN)/python tools/mutants.py $(ARGS)

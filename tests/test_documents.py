@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.server.errors import CODES
+from tools import make_docs
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
@@ -84,6 +87,47 @@ def test_result_files_and_their_citations() -> None:
     kept = {path.name for path in ROOT.glob("bench/*/results/*")} - {"latest.json"}
     assert {name for name in kept if not any(fnmatch(name, wanted) for wanted in cited)} == set()
     assert {wanted for wanted in cited if not any(fnmatch(name, wanted) for name in kept)} == set()
+
+
+@pytest.mark.parametrize("page", make_docs.PAGES)
+def test_reference_pages_say_what_the_code_says(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert make_docs.made(page) == text, "run `make docs` and commit the page"
+
+
+def test_every_part_of_the_reference_stands_on_a_page() -> None:
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in make_docs.PAGES)
+    assert sorted(found["name"] for found in make_docs.MARK.finditer(pages)) == sorted(
+        make_docs.PARTS
+    )
+
+
+def constants() -> set[str]:
+    """Every text of the package that is one word."""
+    found = set()
+    for path in (ROOT / "ridgeline").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_environment_variables_are_told() -> None:
+    read = {
+        word for word in constants() if re.fullmatch(r"(RIDGELINE|HF|XDG|TRITON)_[A-Z_]+", word)
+    }
+    told = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert {name for name in read if f"`{name}`" not in told} == set()
+
+
+def test_codes_of_errors_are_declared() -> None:
+    used = set()
+    for path in (ROOT / "ridgeline/server").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ApiError":
+                used |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
+    assert len(used) > 20
+    assert used <= set(CODES)
 
 
 def test_functions_exist() -> None:

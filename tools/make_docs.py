@@ -163,7 +163,12 @@ def _groups(parser: Parser) -> dict[str, list[argparse.Action]]:
     return {title: actions for title, actions in found.items() if actions}
 
 
-def _flag_row(action: argparse.Action) -> Row:
+def _flag_rows(parser: Parser, actions: Sequence[argparse.Action]) -> dict[str, Row]:
+    return {a.option_strings[-1]: _flag_row(a, a not in parser.expert) for a in actions}
+
+
+def _flag_row(action: argparse.Action, is_common: bool) -> Row:
+    """Common flags are bold."""
     words = (action.help or "") % {"default": _value(action.default), "prog": ""}
     found = DEFAULT.search(words)
     default = found["value"] if found else ""
@@ -173,7 +178,8 @@ def _flag_row(action: argparse.Action) -> Row:
     choices = [_value(choice) for choice in action.choices or ()]
     if choices and not action.metavar:
         words = f"{words}; one of {', '.join(choices)}" if words else f"one of {', '.join(choices)}"
-    return f"`{_signature(action)}`", default, words
+    flag = f"`{_signature(action)}`"
+    return f"**{flag}**" if is_common else flag, default, words
 
 
 def _value(value: object) -> str:
@@ -191,8 +197,8 @@ def _signature(action: argparse.Action) -> str:
 
 def _shared_rows(every: Mapping[str, Parser], title: str) -> dict[str, Row]:
     """Flag -> row, of the group as the first command has it that has most of it."""
-    longest = max((_groups(parser).get(title, []) for parser in every.values()), key=len)
-    return {action.option_strings[-1]: _flag_row(action) for action in longest}
+    first = max(every.values(), key=lambda parser: len(_groups(parser).get(title, [])))
+    return _flag_rows(first, _groups(first).get(title, []))
 
 
 FLAGS: Row = ("flag", "default", "meaning")
@@ -213,7 +219,7 @@ def _command(name: str, parser: Parser, shared: Mapping[str, Mapping[str, Row]])
     lines = [f"### ridgeline {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n"]
     for title, actions in _groups(parser).items():
         common = shared.get(title, {})
-        rows = {action.option_strings[-1]: _flag_row(action) for action in actions}
+        rows = _flag_rows(parser, actions)
         own += [row for flag, row in rows.items() if common.get(flag) != row]
         same = [flag for flag, row in rows.items() if common.get(flag) == row]
         if same:
