@@ -63,7 +63,7 @@ def open_drafting(
     most, rows = resolved.max_guesses, resolved.max_captured_rows
     checked, where = resolved.max_checked_tokens, decoder.device
     if reason := why_not_captured(decoder, kv):
-        raise ConfigError(f"guesses need captured steps, but {reason}; use speculate off")
+        raise ConfigError(f"drafts need captured steps, but {reason}; use speculate off")
     if asked.line.argument == LAYERS:
         early = EarlyLayers(
             decoder,

@@ -15,6 +15,7 @@ from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.config import EngineConfig
+from ridgeline.cost.captured import RECORDED_KV
 from ridgeline.cost.draft_memory import (
     DraftMemory,
     DraftSetting,
@@ -133,20 +134,32 @@ def why_no_guesses(
     if captured:
         return None
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
-        return "guesses need captured steps, which models with experts have not"
+        return "drafts need captured steps, which models with experts have not"
     if config.enforce_eager:
-        return "guesses need captured steps, which enforce_eager rules out; leave it out"
-    if kind == "cpu" and library() is None:
-        return f"guesses need the native kernels on a CPU, and they are missing: {why_no_library()}"
-    if kind == "cpu" and dtype != "bfloat16":
+        return "drafts need captured steps, which enforce_eager rules out; leave it out"
+    if kind == "cpu":
+        return _why_not_on_cpu(config, dtype)
+    return f"drafts need captured steps, which {_asked_backend(config)} rules out; leave it at auto"
+
+
+def _why_not_on_cpu(config: EngineConfig, dtype: str) -> str:
+    """There drafts are verified in recorded steps (`resolve._captured_rows`)."""
+    if library() is None:
+        return f"drafts need the native kernels on a CPU, and they are missing: {why_no_library()}"
+    if config.kv_cache_dtype not in RECORDED_KV:
         return (
-            f"guesses are made in bfloat16 on a CPU, and where they are asked for in float32, not "
-            f"in {dtype}"
+            f"the kernels that verify drafts on a CPU read no {config.kv_cache_dtype} KV cache; "
+            f"use kv_cache_dtype {' or '.join(RECORDED_KV)}"
         )
-    return (
-        "guesses need captured steps, which this engine has not: leave attention_backend and "
-        "kv_cache_dtype at their defaults"
-    )
+    if dtype not in ("bfloat16", "float32"):
+        return f"drafts are verified in bfloat16 or float32 on a CPU, not in {dtype}"
+    if config.attention_backend not in ("auto", "native"):
+        return f"drafts need recorded steps, which {_asked_backend(config)} rules out; use auto"
+    return f"in {dtype} on a CPU drafts are used only where a method is named, such as ngram"
+
+
+def _asked_backend(config: EngineConfig) -> str:
+    return f"attention_backend {config.attention_backend}"
 
 
 def _as_asked(

@@ -132,7 +132,7 @@ def test_what_is_asked_for(
         ({"speculate": "early:32"}, "has 32 layers; guess with fewer"),
         ({"speculate": "ngram", "deterministic": True}, "deterministic.*or use speculate off"),
         ({"speculate": "ngram", "enforce_eager": True}, "enforce_eager rules out; leave it out"),
-        ({"speculate": "ngram", "attention_backend": "reference"}, "captured steps"),
+        ({"speculate": "ngram", "attention_backend": "reference"}, "attention_backend ref"),
     ],
 )
 def test_what_cannot_be_had_is_refused(options: dict[str, Any], says: str) -> None:
@@ -159,6 +159,11 @@ def test_a_cpu_guesses_in_recorded_steps_and_plans_one_step_at_a_time() -> None:
     cpu = FakeDevice("cpu", 64 * GB)
     with pytest.raises(ConfigError, match="float16"):
         done(tiny_config(), cpu, speculate="ngram", dtype="float16")
+    for dtype in ("float32", "bfloat16"):  # the reason is the cache, in both
+        with pytest.raises(ConfigError, match=r"read no fp8 KV cache; use kv_cache_dtype auto or"):
+            done(tiny_config(), cpu, speculate="ngram", dtype=dtype, kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="which attention_backend sdpa rules out"):
+        done(tiny_config(), cpu, speculate="ngram", dtype="float32", attention_backend="sdpa")
     resolved, _ = done(tiny_config(), cpu, speculate="ngram", dtype="bfloat16")
     assert resolved.max_in_flight == 1
     assert "as it takes it" in decision(resolved, "max_in_flight").because
