@@ -11,9 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from operator import countOf
+from typing import Any
 
 from ridgeline.errors import RequestFault
-from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from ridgeline.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    plain,
+)
 from ridgeline.text.assemble import SampleAssembler
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -103,30 +111,29 @@ def _pairs(sampling: SamplingParams) -> list[tuple[int, float]]:
     return list(bias) if isinstance(bias, tuple) else list(bias.items())
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+def check_prompt(token_ids: Sequence[object], vocab_size: int) -> tuple[int, ...]:
     """The prompt's ids as a tuple. RequestFault when it is empty or an id is out of range."""
     if not token_ids:
         raise RequestFault("the prompt is empty", param="prompt", code="empty_input")
-    ids = tuple(token_ids)
+    ids: tuple[Any, ...] = tuple(token_ids)
     are_plain = countOf(map(type, ids), int) == len(ids)
+    if not are_plain:
+        ids = tuple(map(plain, ids))
     if not are_plain or min(ids) < 0 or max(ids) >= vocab_size:  # no loop here: prompts are long
         _check_each(ids, vocab_size)
     return ids
 
 
-def _check_each(ids: tuple[int, ...], vocab_size: int) -> None:
+def _check_each(ids: tuple[object, ...], vocab_size: int) -> None:
     """Names the first that is wrong; one of a type derived from int may be right."""
     for position, token_id in enumerate(ids):
+        name = f"prompt[{position}]"
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise RequestFault(
-                f"prompt[{position}] is not an integer",
-                param=f"prompt[{position}]",
-                code="invalid_token_id",
-            )
+            raise RequestFault(f"{name} is not an integer", param=name, code="invalid_token_id")
         if not 0 <= token_id < vocab_size:
             raise RequestFault(
-                f"prompt[{position}]: token id {token_id} is not in 0..{vocab_size - 1}",
-                param=f"prompt[{position}]",
+                f"{name}: token id {token_id} is not in 0..{vocab_size - 1}",
+                param=name,
                 code="invalid_token_id",
             )
 

@@ -60,7 +60,7 @@ from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
 from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
-from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
+from ridgeline.resolve import MemoryRow, check_asked, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies import make_policy
@@ -124,7 +124,7 @@ def build_front(
 ) -> Front:
     """Find the model and read everything but its weights. Raises ConfigError."""
     startup = startup or StartUp()
-    # Before the model, which may have to be downloaded first.
+    check_asked(config)  # before the model, which may have to be downloaded first
     text = None if config.tokenizer is None else named_tokenizer(config.tokenizer)
     with startup.phase("config"):
         folder = resolve_model(demo.located(config.model), progress=progress)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from numbers import Integral, Real
 
 from ridgeline.errors import ConfigError
@@ -22,6 +23,14 @@ _COUNTS = (
     "threads",
     "block_size",
 )
+
+# What a field may be, by its annotation.
+_KINDS: dict[str, tuple[type, str]] = {
+    "str": (str, "a text"),
+    "bool": (bool, "True or False"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +166,31 @@ def check_ranges(config: object, ranges: Iterable[Range]) -> None:
             raise ConfigError(f"{name} is {value}; it must be {wanted}")
 
 
+def make_config(options: Mapping[str, object]) -> EngineConfig:
+    """ConfigError for an option that there is not, with the nearest one."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+            raise ConfigError(f"there is no option {name}{hint}")
+    return EngineConfig(**options)  # type: ignore[arg-type]
+
+
+def _check_types(config: EngineConfig) -> None:
+    for field in fields(config):
+        name, _, optional = str(field.type).partition(" | ")
+        value, (kind, words) = getattr(config, field.name), _KINDS[name]
+        if optional and value is None:
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{field.name} is {value!r}; it must be {words}")
+
+
 def check_numbers(config: EngineConfig) -> None:
     """What can be said of the numbers without a model or a device; ConfigError names the first that
     is wrong."""
+    _check_types(config)
     given = (name for name in _COUNTS if getattr(config, name) is not None)
     check_ranges(config, ((name, 1, math.inf) for name in given))
     if not 0 < config.memory_utilization <= 1:

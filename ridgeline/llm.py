@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
 from ridgeline.answer import Answer, Choice, ChoiceDelta, check_prompt, resolve_sampling
 from ridgeline.build import Built, Progress, build
-from ridgeline.config import EngineConfig, ResolvedConfig
+from ridgeline.config import ResolvedConfig, make_config
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
-from ridgeline.request import RequestOutput, SamplingParams, TokenLogprobs, joined
+from ridgeline.prompts import at_prompt, messages_of, one_sampling_each, prompt_of, prompts_of
+from ridgeline.request import (
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    joined,
+    plain,
+)
+from ridgeline.scheduler.policies.base import Overloaded
 from ridgeline.startup import StartUp
 
 if TYPE_CHECKING:
@@ -28,7 +41,7 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 16  # outputs of a request: text is made of so many at once in a third of the time
 
-Prompt = str | Sequence[int]
+Prompt = str | Iterable[int]
 Message = Mapping[str, Any]
 
 
@@ -109,6 +122,15 @@ class _Live:
     waits: bool = False
     outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
     deltas: list[ChoiceDelta] = field(default_factory=list)  # for who looks at them
+    refusal: RequestFault | None = None  # the policy turned it away
+
+    def refuse(self, refusal: RequestFault) -> None:
+        """It ends before it began."""
+        self.refusal = refusal
+        for request in self.answer.requests:
+            self.answer.push(
+                RequestOutput(request.request_id, (), FinishReason.ERROR, error=str(refusal))
+            )
 
     def take(self, output: RequestOutput) -> bool:
         """Whether the answer has it, and all that came before it."""
@@ -155,17 +177,22 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         progress: Progress | None = None,
         startup: StartUp | None = None,
         **options: Any,
     ) -> None:
-        named = demo.DEFAULT if model is None else str(model)
-        config = EngineConfig(model=named, **options)
+        named = demo.DEFAULT if model is None else model
+        given = {name: _option(value) for name, value in options.items()}
+        config = make_config({"model": _option(named), **given})
         self._built: Built = build(config, progress, startup=startup)
         self._live: dict[str, _Live] = {}  # request id -> its question
         self._ids = itertools.count()
+        self._is_closed = False
+        self._lock = Lock()  # on the engine, and on what is known of its requests
+        self._next = Lock()  # of who waits for it
+        self._forgotten: deque[_Live] = deque()
 
     # ------------------------------------------------------------------ what it is
 
@@ -221,66 +248,73 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: SamplingParams | Iterable[SamplingParams | None] | None = None,
         *,
         progress: bool | None = None,
     ) -> list[GenerationResult]:
         """Answers in the order of the prompts (texts or token ids), batched by the engine.
 
-        One SamplingParams serves all prompts, a list gives one each, None takes the model's
-        defaults. `progress=None` shows a bar for more than eight prompts on a terminal.
-        Raises RequestFault before anything runs when a prompt cannot be served, and EngineFault
-        when every one of them failed; where only some did, their results carry `.error`.
+        Token ids may be a list, a numpy array or a tensor. One SamplingParams serves all prompts, a
+        list gives one each, None takes the model's defaults. `progress=None` shows a bar for more
+        than eight prompts on a terminal. Raises RequestFault before anything runs when a prompt
+        cannot be served, and EngineFault when every one of them failed; where only some did, or a
+        policy turned some away, their results carry `.error`.
         """
-        many = _as_prompts(prompts)
-        chosen = self._one_each(sampling, len(many))
-        lives = [self._prepare(p, s) for p, s in zip(many, chosen, strict=True)]
+        many = prompts_of(prompts)
+        chosen = one_sampling_each(sampling, len(many), self.default_sampling)
+        lives = []
+        for index, (prompt, params) in enumerate(zip(many, chosen, strict=True)):
+            with _naming(index, len(many)):
+                lives.append(self._prepare(prompt, params))
         for live in lives:
             live.waits = not live.answer.sampling.stop
         show = len(many) > 8 and sys.stderr.isatty() if progress is None else progress
-        self._submit(lives)
         try:
+            self._submit(lives)
             self._run_all(lives, show=show)
-        except BaseException:
-            self._abandon(lives)
-            raise
-        self._settle()
+        finally:
+            self._release(lives)
         results = [live.result() for live in lives]
         if all(result.error for result in results):
-            raise EngineFault(results[0].error)
+            raise lives[0].refusal or EngineFault(results[0].error)
         return results
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None
-    ) -> Iterator[ChoiceDelta]:
-        """Pieces of the answer as they come. Closing the iterator aborts the request."""
-        live = self._prepare(prompt, sampling or self.default_sampling)
-        return self._stream(live)
+    ) -> Generator[ChoiceDelta, None, None]:
+        """Pieces of the answer as they come. The request is aborted and its blocks are free again
+        when the iterator is closed or nobody holds it any more, as after an exception in a loop
+        over it."""
+        (chosen,) = one_sampling_each(sampling, 1, self.default_sampling)
+        return self._stream(self._prepare(prompt_of(prompt), chosen))
 
     def chat(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None
+        self, messages: Iterable[Message], sampling: SamplingParams | None = None
     ) -> GenerationResult:
         """The assistant's next message, by the model's own chat template."""
-        chosen = sampling or self.sampling(max_tokens=None)
+        (chosen,) = one_sampling_each(sampling, 1, self.sampling(max_tokens=None))
         return self.generate([self.encode_chat(messages)], chosen, progress=False)[0]
 
     def chat_stream(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None
-    ) -> Iterator[ChoiceDelta]:
+        self, messages: Iterable[Message], sampling: SamplingParams | None = None
+    ) -> Generator[ChoiceDelta, None, None]:
         """Like `chat`, piece by piece."""
-        return self.stream(self.encode_chat(messages), sampling or self.sampling(max_tokens=None))
+        (chosen,) = one_sampling_each(sampling, 1, self.sampling(max_tokens=None))
+        return self.stream(self.encode_chat(messages), chosen)
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits [T, V] in float32 on the CPU: row t predicts the token after token_ids[t]."""
-        ids = check_prompt(token_ids, self.spec.vocab_size)
+        given = prompt_of(token_ids, "token_ids")
+        ids = check_prompt(given if isinstance(given, list) else [given], self.spec.vocab_size)
         if len(ids) > self.resolved.max_model_len:
             raise RequestFault(
                 f"{len(ids)} tokens exceed max_model_len {self.resolved.max_model_len}",
                 param="token_ids",
                 code="context_length_exceeded",
             )
-        return self._built.scorer.logits(ids)
+        with self._turn():
+            return self._built.scorer.logits(ids)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, as `generate` would make them."""
@@ -288,9 +322,14 @@ class LLM:
             raise RequestFault(
                 "this model has no tokenizer files; give token ids instead of text", param="prompt"
             )
-        return self.tokenizer.encode(text)
+        if not isinstance(text, str):
+            raise RequestFault(
+                f"text is {type(text).__name__}; give a str", param="text", code="invalid_type"
+            )
+        with _field("prompt"):
+            return self.tokenizer.encode(text)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Iterable[Message]) -> list[int]:
         """Token ids of the prompt for the assistant's next message, as `chat` would make them."""
         template = self._built.chat_template
         if template is None:
@@ -299,14 +338,21 @@ class LLM:
                 param="messages",
                 code="chat_template_missing",
             )
-        return template.encode_chat([dict(message) for message in messages])
+        with _field("messages"):
+            return template.encode_chat(messages_of(messages))
 
     def close(self) -> None:
-        """Abort what is running."""
-        self._abandon(list({id(live): live for live in self._live.values()}.values()))
-        self._built.close()
+        """Abort what is running. Nothing is served after it; a second time does nothing."""
+        if self._is_closed:
+            return
+        with self._turn():
+            self._is_closed = True
+            self._abandon(self._live.values())
+            self._clear()
+            self._built.close()
 
     def __enter__(self) -> LLM:
+        self._check_open()
         return self
 
     def __exit__(
@@ -319,19 +365,45 @@ class LLM:
 
     # ------------------------------------------------------------------ details
 
-    def _one_each(
-        self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
-        if sampling is None or isinstance(sampling, SamplingParams):
-            return [sampling or self.default_sampling] * count
-        if len(sampling) != count:
-            raise RequestFault(
-                f"{count} prompts but {len(sampling)} sampling parameters; give one, or one each",
-                param="sampling",
-            )
-        return list(sampling)
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestFault("this LLM is closed; make another one", param="self", code="closed")
 
-    def _prepare(self, prompt: Prompt, sampling: SamplingParams) -> _Live:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine is this thread's for a moment. A thread that comes back for more stands behind
+        one that waits."""
+        with self._next:
+            self._lock.acquire()
+        try:
+            self._check_open()
+            yield
+            self._clear()
+        finally:
+            self._lock.release()
+        if self._forgotten:  # meanwhile
+            self._release(())
+
+    def _release(self, lives: Sequence[_Live]) -> None:
+        """Nobody waits for these any more. This may be called in the middle of a step, when a
+        forgotten stream is collected: then whoever takes the step does the work."""
+        self._forgotten += lives
+        while self._forgotten and self._lock.acquire(blocking=False):
+            try:
+                self._clear()
+            finally:
+                self._lock.release()
+
+    def _clear(self) -> None:
+        """End what nobody waits for. When nothing is left, take in the steps still in flight: their
+        blocks come back."""
+        while self._forgotten:
+            self._abandon([self._forgotten.popleft()])
+        while not self._live and not self.engine.is_idle:
+            self.engine.step()
+
+    def _prepare(self, prompt: str | list[object], sampling: SamplingParams) -> _Live:
+        self._check_open()
         text = prompt if isinstance(prompt, str) else None
         ids = check_prompt(
             self.encode(prompt) if isinstance(prompt, str) else prompt, self.spec.vocab_size
@@ -355,33 +427,44 @@ class LLM:
         return _Live(answer, text, RequestMetrics(now))
 
     def _submit(self, lives: Sequence[_Live]) -> None:
-        try:
-            for live in lives:
-                for request in live.answer.requests:
-                    self.engine.add(request)
-                    self._live[request.request_id] = live
-        except BaseException:
-            self._abandon(lives)
-            raise
+        with self._turn():
+            for index, live in enumerate(lives):
+                with _naming(index, len(lives)):
+                    self._add(live)
 
-    def _abandon(self, lives: Sequence[_Live]) -> None:
-        for live in lives:
+    def _add(self, live: _Live) -> None:
+        """Into the engine, or its refusal by the policy into it."""
+        try:
+            for request in live.answer.requests:
+                self.engine.add(request)
+                self._live[request.request_id] = live
+        except Overloaded as refusal:
+            self._abandon([live])
+            message = (
+                f"policy {self.resolved.policy} turned it away: {refusal}, with fewer prompts at "
+                "once, or use policy fcfs"
+            )
+            live.refuse(
+                RequestFault(
+                    message,
+                    param="policy",
+                    code=refusal.code,
+                    retry_after_s=refusal.retry_after_s,
+                )
+            )
+
+    def _abandon(self, lives: Iterable[_Live]) -> None:
+        for live in list(lives):
             for request in live.answer.requests:
                 self.engine.abort(request.request_id)
                 self._live.pop(request.request_id, None)
 
-    def _settle(self) -> None:
-        """When nobody waits any more, take in the steps still in flight: blocks come back."""
-        while not self._live and not self.engine.is_idle:
-            self.engine.step()
-
-    def _step(self) -> int:
-        """One engine step, its outputs handed to the questions they belong to; how many of those
-        have ended."""
+    def _step(self) -> None:
+        """One engine step, its outputs handed to the questions they belong to, whoever asked."""
         outputs = self.engine.step()
         if not outputs:
-            return 0
-        now, num_ended = self.engine.clock.now(), 0
+            return
+        now = self.engine.clock.now()
         for output in outputs:
             live = self._live.get(output.request_id)
             if live is None:
@@ -394,16 +477,18 @@ class LLM:
                 self.engine.abort(request_id)
             if live.answer.is_finished and live.metrics.finish_time is None:
                 live.metrics.finish_time = now
-                num_ended += 1
                 for request in live.answer.requests:
                     self._live.pop(request.request_id, None)
-        return num_ended
 
     def _run_all(self, lives: Sequence[_Live], *, show: bool) -> None:
         if not show:
-            while not all(live.answer.is_finished for live in lives):
-                while not self._step():  # to look at all of them takes as long as a step
-                    pass
+            left = list(lives)
+            while left:  # to look at all of them takes as long as a step
+                if left[-1].answer.is_finished:
+                    left.pop()
+                    continue
+                with self._turn():
+                    self._step()
             return
         from rich.progress import (
             BarColumn,
@@ -426,35 +511,53 @@ class LLM:
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=len(lives), rate=0.0)
             while (done := sum(live.answer.is_finished for live in lives)) < len(lives):
-                self._step()
+                with self._turn():
+                    self._step()
                 tokens = sum(live.answer.num_output_tokens for live in lives)
                 elapsed = max(1e-9, self.engine.clock.now() - start)
                 bar.update(task, completed=done, rate=tokens / elapsed)
             bar.update(task, completed=len(lives))
 
-    def _stream(self, live: _Live) -> Iterator[ChoiceDelta]:
-        self._submit([live])
+    def _stream(self, live: _Live) -> Generator[ChoiceDelta, None, None]:
         try:
+            self._submit([live])
             while True:
-                deltas, live.deltas = live.deltas, []
+                with self._turn():
+                    if not live.deltas and not live.answer.is_finished:
+                        self._step()
+                    deltas, live.deltas = live.deltas, []
                 yield from deltas
                 if live.answer.error is not None:
-                    raise EngineFault(live.answer.error)
+                    raise live.refusal or EngineFault(live.answer.error)
                 if live.answer.is_finished and not live.deltas:
                     return
-                if not live.answer.is_finished:
-                    self._step()
         finally:
-            self._abandon([live])
-            self._settle()
+            self._release([live])
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    many = list(prompts)
-    if many and all(isinstance(item, int) for item in many):
-        return [many]  # type: ignore[list-item]
-    if not many:
-        raise RequestFault("no prompt was given", param="prompts", code="empty_input")
-    return many  # type: ignore[return-value]
+@contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """The fault of one of several prompts says which."""
+    try:
+        yield
+    except RequestFault as fault:
+        if count == 1:
+            raise
+        raise at_prompt(fault, index) from None
+
+
+@contextmanager
+def _field(name: str) -> Iterator[None]:
+    """A fault that names no field is of this one."""
+    try:
+        yield
+    except RequestFault as fault:
+        fault.param = fault.param or name
+        raise
+
+
+def _option(value: object) -> object:
+    """torch.float16, torch.device and paths, in the words of EngineConfig."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else plain(value)

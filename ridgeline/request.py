@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from operator import attrgetter
 from typing import NoReturn, TypeVar, dataclass_transform
 
 from ridgeline.errors import RequestFault
 
 T = TypeVar("T")
 
+PLAIN_TYPES = frozenset({int, float, bool, str, type(None), tuple, frozenset, list, dict})
 UNKNOWN_TOKEN = -1  # sampled on the device, not yet read back to the host
 
 MAX_N = 8
@@ -38,6 +40,15 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+def plain(value: object) -> object:
+    """`value` in Python's own types, if it is an array, a tensor or a number of numpy, PyTorch or
+    pandas: all of them have `tolist`."""
+    if type(value) in PLAIN_TYPES or isinstance(value, type):
+        return value
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else value
+
+
 def _fail(field_name: str, message: str, code: str = "invalid_value") -> NoReturn:
     raise RequestFault(f"{field_name} {message}", param=field_name, code=code)
 
@@ -59,7 +70,7 @@ def _integer(name: str, value: object, low: int, high: int, code: str = "invalid
 def _items(name: str, values: object, most: int, what: str) -> tuple[object, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         _fail(name, f"must be a list of {what}", "invalid_type")
-    items = tuple(islice(values, most + 1))
+    items = tuple(map(plain, islice(values, most + 1)))
     if len(items) > most:
         _fail(name, f"takes at most {most} {what}", "limit_exceeded")
     return items
@@ -96,10 +107,10 @@ def _bias(name: str, values: object) -> tuple[tuple[int, float], ...]:
     for pair in _items(name, pairs, MAX_LOGIT_BIAS, "tokens"):
         if not isinstance(pair, tuple) or len(pair) != 2:
             _fail(name, "must map token ids to numbers", "invalid_type")
-        token_id, value = pair
+        token_id, value = map(plain, pair)
         _integer(name, token_id, 0, 1 << 31, "invalid_token_id")
         _number(name, value, -100.0, 100.0)
-        found[token_id] = value
+        found[token_id] = value  # type: ignore[index, assignment]
     return tuple(sorted(found.items()))
 
 
@@ -140,7 +151,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # normalise the collections of a frozen record, once
+        put = object.__setattr__  # normalise the values of a frozen record, once
+        if not PLAIN_TYPES.issuperset(map(type, _values(self))):
+            for name in self.__slots__:
+                put(self, name, plain(getattr(self, name)))
         put(self, "stop", _strings("stop", self.stop))
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put(self, "logit_bias", _bias("logit_bias", self.logit_bias))
@@ -201,6 +215,9 @@ class SamplingParams:
         if not self.ignore_eos:
             put(made, "stop_token_ids", frozenset(self.stop_token_ids).union(end_token_ids))
         return made
+
+
+_values = attrgetter(*SamplingParams.__slots__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def _resolve(
 ) -> Resolved:
     """`resolve` for one configuration; its DoesNotFit names no changes. `no_guesses` says why there
     are none although they might have been decided on."""
-    _check_asked(config)
+    check_asked(config)
     decisions = _Decisions()
     kind = "cuda" if device.name.startswith("cuda") else "cpu"
     if config.device != device.name:
@@ -295,7 +295,8 @@ def longest_context(spec: ModelSpec) -> int:
     return longest
 
 
-def _check_asked(config: EngineConfig) -> None:
+def check_asked(config: EngineConfig) -> None:
+    """ConfigError for what no model and no device could make right."""
     check_numbers(config)
     if config.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))

@@ -24,6 +24,9 @@ def test_a_prompt_comes_back_as_a_tuple_of_the_same_ids() -> None:
     assert check_prompt([0, 5, VOCAB - 1], VOCAB) == (0, 5, VOCAB - 1)
     assert check_prompt((3,), VOCAB) == (3,)
     assert check_prompt([4, Known.BEGIN, 5], VOCAB) == (4, 7, 5)
+    served = check_prompt([np.int64(4), np.uint8(7), 5], VOCAB)
+    assert served == (4, 7, 5)
+    assert {type(token_id) for token_id in served} == {int}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,9 @@ def test_a_prompt_comes_back_as_a_tuple_of_the_same_ids() -> None:
         (2.0, " is not an integer"),
         ("a", " is not an integer"),
         (None, " is not an integer"),
-        (np.int64(5), " is not an integer"),
+        (np.float64(5), " is not an integer"),
+        (np.bool_(True), " is not an integer"),
+        (np.int64(VOCAB), ": token id 100 is not in 0..99"),
         (-1, ": token id -1 is not in 0..99"),
         (VOCAB, ": token id 100 is not in 0..99"),
         (1 << 70, f": token id {1 << 70} is not in 0..99"),

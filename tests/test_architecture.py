@@ -37,6 +37,7 @@ LEVELS = (
         "text",
         "generation",
         "answer",
+        "prompts",
         "compression",
     },
     {"llm", "server", "lab", "cli", "measure", "benchmark", "evaluation", "__main__"},

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ridgeline import LLM, ConfigError, RequestFault, SamplingParams
 from ridgeline.llm import Prompt
+from ridgeline.scheduler.policies.base import Refuse
 from tests.conftest import TEST_DEVICE
 from tests.tiny_model import make_tiny_model
 
@@ -159,7 +163,7 @@ def test_beam_search_returns_ranked_beams(llm: LLM) -> None:
 def test_a_closed_stream_frees_everything(llm: LLM) -> None:
     pieces = llm.stream("abc", greedy(max_tokens=100))
     next(pieces)
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     other = llm.generate("abc", greedy(max_tokens=3))[0]
     assert len(other.token_ids) == 3
     assert llm.engine.is_idle
@@ -273,6 +277,222 @@ def test_sampling_params_refuse_bad_values(field: str, value: object) -> None:
     assert field in str(caught.value)
 
 
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        np.array([[3, 4], [5, 6]]),
+        torch.tensor([[3, 4], [5, 6]]),
+        [np.array([3, 4], np.uint16), torch.tensor([5, 6])],
+        ([3, 4], (5, 6)),
+        ([3 + i, 4 + i] for i in (0, 2)),
+        [array("i", [3, 4]), range(5, 7)],
+        [[np.int64(3), torch.tensor(4)], iter([5, 6])],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_stands_for_lists_of_ids_is_served(llm: LLM, prompts: Any) -> None:
+    results = llm.generate(prompts, greedy(max_tokens=3))
+    assert [result.prompt_token_ids for result in results] == [(3, 4), (5, 6)]
+
+
+def test_ids_of_one_prompt_may_be_an_array_too(llm: LLM) -> None:
+    wanted = llm.generate([3, 4], greedy(max_tokens=3))[0].token_ids
+    given: list[Any] = [np.array([3, 4]), torch.tensor([3, 4]), [np.int32(3), 4], iter([3, 4])]
+    for ids in given:
+        assert llm.generate(ids, greedy(max_tokens=3))[0].token_ids == wanted
+    streamed = llm.stream(np.array([3, 4]), greedy(max_tokens=3))
+    assert [token_id for piece in streamed for token_id in piece.token_ids] == wanted
+    logits = llm.logits([3, 4])
+    assert torch.equal(llm.logits(np.array([3, 4])), logits)  # type: ignore[arg-type]
+    (result,) = llm.generate(Text("abc"), greedy(max_tokens=3))
+    assert type(result.prompt) is str
+
+
+@pytest.mark.parametrize(
+    ("prompts", "param", "says"),
+    [
+        (None, "prompts", "prompts is None; give a text or a list of token ids, or"),
+        (5, "prompts", "prompts is int; "),
+        (b"abc", "prompts", "decode bytes to text first"),
+        ({"prompt": "a"}, "prompts", "prompts is dict; "),
+        ({"a"}, "prompts", "prompts is set; "),
+        (object(), "prompts", "prompts is object; "),
+        (np.array(3), "prompts", "prompts is ndarray; "),
+        ([], "prompts", "no prompt was given"),
+        (np.array([]), "prompts", "no prompt was given"),
+        ([None], "prompts[0]", "prompts[0] is None; give a text or a list of token ids"),
+        (["a", 3], "prompts[1]", "prompts[1] is int; "),
+        (["a", b"b"], "prompts[1]", "decode bytes to text first"),
+        ([{"role": "user", "content": "x"}], "prompts[0]", "messages go to chat"),
+        ([3, "a"], "prompt[1]", "prompt[1] is not an integer"),
+        ([3, [4]], "prompt[1]", "prompt[1] is not an integer"),
+        ([[[3]]], "prompt[0]", "prompt[0] is not an integer"),
+        (np.array([3.0]), "prompt[0]", "prompt[0] is not an integer"),
+        ([True], "prompt[0]", "prompt[0] is not an integer"),
+        (["a", []], "prompts[1]", "prompts[1]: the prompt is empty"),
+        (["a", [3, 999]], "prompts[1][1]", "prompts[1]: prompt[1]: token id 999 is not in"),
+        (["a", [3] * 600], "prompts[1]", "prompts[1]: the prompt has 600 tokens"),
+        ("\ud800", "prompt", "not valid Unicode"),
+    ],
+)
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: Any, param: str, says: str) -> None:
+    with pytest.raises(RequestFault) as caught:
+        llm.generate(prompts, greedy())
+    assert says in str(caught.value)
+    assert caught.value.param == param
+    assert llm.engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (5, "sampling"),
+        ("x", "sampling"),
+        ({"max_tokens": 3}, "sampling"),
+        ([SamplingParams()], "sampling"),
+        ([SamplingParams(), {"max_tokens": 3}], "sampling[1]"),
+        (np.array([1, 2]), "sampling[0]"),
+        (SamplingParams, "sampling"),
+    ],
+)
+def test_what_are_no_parameters_is_named(llm: LLM, sampling: Any, param: str) -> None:
+    with pytest.raises(RequestFault) as caught:
+        llm.generate(["a", "b"], sampling)
+    assert caught.value.param == param
+    assert len(llm.generate(["a", "b"], iter([None, greedy(max_tokens=2)]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ("hi", "messages"),
+        ([], "messages"),
+        ({"role": "user", "content": "x"}, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": b"x"}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "\ud800"}], "messages"),
+    ],
+)
+def test_what_are_no_messages_is_named(llm: LLM, messages: Any, param: str) -> None:
+    for ask in (llm.chat, llm.chat_stream):
+        with pytest.raises(RequestFault) as caught:
+            ask(messages, greedy())
+        assert caught.value.param == param
+
+
+def test_text_parts_and_derived_texts_are_messages(llm: LLM) -> None:
+    plain = llm.encode_chat([{"role": "user", "content": "ab"}])
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert llm.encode_chat(iter([{"role": "user", "content": parts}])) == plain
+    assert llm.encode_chat([{"role": Text("user"), "content": np.str_("ab")}]) == plain
+
+
+def test_an_exception_in_a_loop_over_a_stream_frees_its_blocks(llm: LLM) -> None:
+    free = llm.engine.scheduler.blocks.num_free_blocks
+
+    def loop() -> None:
+        for _ in llm.stream("abc", greedy(max_tokens=100)):
+            assert llm.engine.scheduler.blocks.num_free_blocks < free
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        loop()
+    assert llm.engine.is_idle
+    assert llm.engine.scheduler.blocks.num_free_blocks == free
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(llm: LLM) -> None:
+    """As the collector of garbage may do."""
+    streams = [llm.stream("abc", greedy(max_tokens=100))]
+    next(streams[0])
+
+    class Drop:
+        def on_step(self, record: Any) -> None:
+            streams.clear()
+
+        def on_output(self, output: Any, now: float) -> None:
+            pass
+
+    llm.engine.observers.append(drop := Drop())
+    (result,) = llm.generate("abc", greedy())
+    llm.engine.observers.remove(drop)
+    assert result.token_ids == naive_greedy(llm, llm.encode("abc"), 12)
+    assert not streams
+    assert llm.engine.is_idle
+
+
+def test_threads_share_the_engine(llm: LLM) -> None:
+    wanted = llm.generate("abc", greedy(max_tokens=40))[0].token_ids
+    answers: list[list[int]] = []
+
+    def ask(streams: bool) -> None:
+        if streams:
+            pieces = llm.stream("abc", greedy(max_tokens=40))
+            answers.append([token_id for piece in pieces for token_id in piece.token_ids])
+        else:
+            answers.append(llm.generate(["abc", "b"], greedy(max_tokens=40))[0].token_ids)
+
+    threads = [threading.Thread(target=ask, args=(i % 2 == 0,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [wanted] * 6
+    assert llm.engine.is_idle
+
+
+def test_nothing_is_served_after_close(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 40, "max_model_len": 64}
+    with LLM(make_tiny_model(tmp_path / "m"), **options) as llm:
+        opened = llm.stream("abc", greedy(max_tokens=40))
+        next(opened)
+    llm.close()  # once more
+    asks: list[Any] = [
+        lambda: llm.generate("abc"),
+        lambda: llm.stream("abc"),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+        lambda: llm.logits([3]),
+        lambda: list(opened),
+        llm.__enter__,
+    ]
+    for ask in asks:
+        with pytest.raises(RequestFault, match="closed") as caught:
+            ask()
+        assert caught.value.code == "closed"
+    assert llm.engine.is_idle
+
+
+def test_what_a_policy_turns_away_says_so_and_the_rest_is_served(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 40, "max_model_len": 64}
+    promise: dict[str, Any] = {"policy": "slo", "ttft_slo_ms": 1000, "tpot_slo_ms": 1000}
+    with LLM(make_tiny_model(tmp_path / "m"), **options, **promise) as llm:
+        policy = llm.engine.scheduler.policy
+        admit, count = policy.admit, iter(range(100))
+        refuse = Refuse(2.5, "too late")
+        policy.admit = (  # type: ignore[method-assign]
+            lambda request, now: refuse if next(count) in (1, 2, 5, 6) else admit(request, now)
+        )
+        results = llm.generate(["a", "b", "c"], greedy(n=2, max_tokens=3))  # the second of "a", ...
+        assert [r.error is None for r in results] == [False, False, True]
+        assert "policy slo turned it away: too late; try again in 2.5 s" in (results[0].error or "")
+        assert [r.finish_reason for r in results] == ["error", "error", "length"]
+        for ask in (lambda: llm.generate("d", greedy()), lambda: next(llm.stream("d", greedy()))):
+            with pytest.raises(RequestFault) as caught:
+                ask()
+            fault = caught.value
+            assert (fault.param, fault.code) == ("policy", "overloaded")
+            assert fault.retry_after_s == 2.5
+        assert llm.engine.is_idle
+
+
 def test_a_folder_without_tokenizer_serves_ids(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "m", tokenizer=False)
     bare = LLM(str(folder), device="cpu", num_blocks=20, max_model_len=64)
@@ -324,9 +544,25 @@ def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
         ({"kv_cache_dtype": "magic"}, "magic"),
         ({"memory_utilization": 1.5}, "memory_utilization"),
         ({"max_in_flight": 5}, "max_in_flight"),
+        ({"max_model_length": 64}, "no option max_model_length; did you mean max_model_len"),
+        ({"memory_utilization": "1"}, "memory_utilization is '1'; it must be a number"),
+        ({"device": 3}, "device is 3; it must be a text"),
+        ({"prefix_caching": "yes"}, "prefix_caching is 'yes'; it must be True or False"),
+        ({"block_size": True}, "block_size is True; it must be a whole number"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     folder = make_tiny_model(tmp_path / "m")
     with pytest.raises(ConfigError, match=words):
         LLM(str(folder), **({"device": "cpu"} | options))
+
+
+def test_options_may_be_those_of_torch_numpy_and_pathlib(tmp_path: Path) -> None:
+    llm = LLM(
+        make_tiny_model(tmp_path / "m"),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_model_len=np.int64(64),
+        num_blocks=np.int32(20),
+    )
+    assert (llm.resolved.dtype, llm.resolved.max_model_len) == ("float32", 64)

@@ -7,6 +7,7 @@ import random
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ridgeline.errors import RequestFault
@@ -86,6 +87,30 @@ def test_collections_are_normalised() -> None:
         logit_bias={7: 1.0, 2: -1}
     )
     assert hash(sampling) == hash(sampling)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    sampling = SamplingParams(
+        max_tokens=np.int64(7),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        stop=np.array(["a"]),
+        stop_token_ids=np.array([3, 1]),
+        logit_bias={np.int32(7): np.float32(1)},  # type: ignore[dict-item]
+    )
+    assert sampling == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        ignore_eos=True,
+        stop="a",
+        stop_token_ids=[1, 3],
+        logit_bias={7: 1.0},
+    )
+    assert type(sampling.max_tokens) is int
+    assert type(sampling.temperature) is float
+    for wrong in (np.float64(3), np.array([3]), np.bool_(True)):
+        with pytest.raises(RequestFault, match="max_tokens must be an integer"):
+            SamplingParams(max_tokens=wrong)  # type: ignore[arg-type]
 
 
 def test_combinations_that_contradict_are_refused() -> None:
