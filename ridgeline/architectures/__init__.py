@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ridgeline.architectures.config_reader import ConfigReader
+from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import described
 from ridgeline.architectures.tensor_names import (
@@ -36,7 +37,10 @@ FAMILIES: dict[str, str] = {
 }
 # Described, priced and planned for; `serving.check_served` says why they are not served.
 PLANNED_FAMILIES: dict[str, str] = {
-    "deepseek_v3": "ridgeline.architectures.deepseek_v3:read",
+    **dict.fromkeys(SHAPES, "ridgeline.architectures.shapes:read"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"), "ridgeline.architectures.deepseek_v3:read"
+    ),
     "gemma3": "ridgeline.architectures.gemma3:read_multimodal",
     "gemma3_text": "ridgeline.architectures.gemma3:read",
 }

@@ -26,7 +26,8 @@ from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
 
 def num_parameters(spec: ModelSpec) -> int:
     """Numbers in the checkpoint; a tied output matrix counts once."""
-    return sum(prod(shape) for shape in expected_tensors(spec).values())
+    listed = sum(prod(shape) for shape in expected_tensors(spec).values())
+    return listed + sum(layer.unlisted for layer in spec.layers)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
@@ -312,7 +313,7 @@ def _latent_matrices(heads: int, latent: LatentSpec, hidden_size: int) -> tuple[
 def small_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
     """Numbers of a layer that no weight format packs: norms, biases and the router."""
     attention, inner, width = layer.attention, layer.feed_forward, spec.hidden_size
-    total = width * (4 if layer.output_norms else 2)
+    total = width * (4 if layer.output_norms else 2) + layer.unlisted
     kv_width = 0 if attention.cache_layer is not None else attention.num_kv_heads
     if attention.qk_norm:
         total += attention.head_dim * (2 if kv_width else 1)

@@ -52,7 +52,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
     return model_spec(
         config,
         trunk,
-        family="deepseek_v3",
+        family=config.text("model_type"),
         attention=(_attention(config, trunk),) * trunk.num_layers,
         feed_forward=feed_forward,
         tensor_names=NAMES,

@@ -114,12 +114,15 @@ class ExpertsSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """`output_norms`: attention and feed-forward are normalised once more before they are added.
-    `stored`: role -> how the checkpoint stores those matrices that somebody quantized."""
+    `stored`: role -> how the checkpoint stores those matrices that somebody quantized. `unlisted`:
+    how many numbers it has beside those that these fields say (below 0: fewer), such as sinks and
+    biases of experts, in families that are only planned for."""
 
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
     output_norms: bool = False
     stored: tuple[tuple[str, Stored], ...] = ()
+    unlisted: int = 0
 
     def stored_as(self, role: str) -> Stored | None:
         """None: as numbers."""
