@@ -145,6 +145,8 @@ def show(plan: Plan) -> None:
             f"{NOT_SERVED}: {count_words(unserved)}, {dollars(unserved)} "
             f"({unserved.estimate.hardware.why_not_served})"
         )
+        if plan.winner is None:
+            out.print(_figures(plan))
     if plan.out:
         out.print(_rejections(plan.out))
     out.print(_footnote(plan))
@@ -158,7 +160,7 @@ def _show_winner(plan: Plan, winner: Deployment, out: Console) -> None:
         out.print(f"  ... and {len(typed) - MANY_COMMANDS} more like these, on further devices")
     if len(typed) > 1:
         out.print("  (one process a device; spread the requests over their ports)")
-    out.print(_figures(plan, winner))
+    out.print(_figures(plan))
     out.print(_why(reasons(plan)))
     if plan.flips:
         out.print("what would change the answer:")
@@ -168,10 +170,10 @@ def _show_winner(plan: Plan, winner: Deployment, out: Console) -> None:
     out.print(f"to keep the promise in overload too, by refusing what would break it, add: {flags}")
 
 
-def _figures(plan: Plan, winner: Deployment) -> Table:
+def _figures(plan: Plan) -> Table:
     from rich.table import Table
 
-    rows = [("answer", winner), ("runner-up", plan.runner_up), (NOT_SERVED, plan.unserved)]
+    rows = [("answer", plan.winner), ("runner-up", plan.runner_up), (NOT_SERVED, plan.unserved)]
     table = Table(
         *("", "what", "price", "load", "promise kept", "TTFT p95", "TPOT p95", "in flight each"),
         title="in simulation",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ridgeline.architectures.serving import missing
 from ridgeline.cli.machine import make_setup, price_band
 from ridgeline.cost.constants import Origin
 from ridgeline.cost.memory import MemoryPlan
@@ -141,8 +142,8 @@ def _caveats(found: Steady) -> list[str]:
             f"{weights} weights with a {kv} cache on a {device.kind} are priced as a kernel for "
             f"them would be; by this version they are {served}"
         )
-    if setup.spec.unserved:
-        said.append(f"this version does not compute {setup.spec.unserved}")
+    if needs := missing(setup.spec):
+        said.append(f"this version does not serve this model, which needs {', '.join(needs)}")
     return said
 
 
@@ -160,7 +161,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "device": setup.device.name,
         "layout": asdict(setup.layout) | {"devices": setup.layout.devices},
         "precision": {"dtype": setup.precision.dtype, "weights": weights, "kv": kv},
-        "served_today": setup.precision.fast_on(*setup.device.words) and not setup.spec.unserved,
+        "served_today": setup.precision.fast_on(*setup.device.words) and not missing(setup.spec),
         "batch": load.batch,
         "input": load.num_input,
         "output": load.num_output,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ridgeline.architectures.serving import missing
 from ridgeline.architectures.spec import DenseSpec, ModelSpec
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.hardware import Device
@@ -35,12 +36,14 @@ GRID = Grid()
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One replica: a device, how many of it, in which formats, with how many guesses a step."""
+    """One replica: a device, how many of it, in which formats, with how many guesses a step.
+    `model_needs`: what the model needs and this version lacks, on any device."""
 
     offer: Offer
     layout: Layout = ONE_DEVICE
     precision: Precision = PLAIN
     num_drafts: int = 0
+    model_needs: tuple[str, ...] = ()
 
     @property
     def device(self) -> Device:
@@ -62,7 +65,7 @@ class Hardware:
     @property
     def why_not_served(self) -> str:
         """What of it this version cannot do; "" when it can all."""
-        reasons = []
+        reasons = [f"a model that needs {', '.join(self.model_needs)}"] if self.model_needs else []
         if self.device.kind not in ("gpu", "cpu") or self._is_other_gpu:
             reasons.append(f"{self.device.kind} devices of {self.device.vendor}")
         if self.layout.devices > 1:
@@ -94,11 +97,13 @@ class Candidate:
 
 def hardware_of(question: Question, grid: Grid = GRID) -> Iterator[Hardware]:
     """Everything that could be one replica, without regard to whether the model fits."""
+    needs = missing(question.spec)
     for offer in question.offers:
         for precision in precisions(question.spec, offer.device):
-            yield Hardware(offer, ONE_DEVICE, precision)
+            yield Hardware(offer, ONE_DEVICE, precision, model_needs=needs)
         if question.include_unserved:
-            yield from _unserved(question.spec, offer, grid)
+            for hardware in _unserved(question.spec, offer, grid):
+                yield replace(hardware, model_needs=needs)
 
 
 def precisions(spec: ModelSpec, device: Device) -> Sequence[Precision]:

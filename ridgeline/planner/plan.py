@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ridgeline.architectures.serving import missing
 from ridgeline.planner.candidates import GRID, Grid, Hardware, hardware_of
 from ridgeline.planner.estimate import (
     DOES_NOT_FIT,
@@ -169,6 +170,8 @@ def next_best(
 
 def why_nothing(question: Question, served: Sequence[Estimate], out: Sequence[Rejection]) -> str:
     """One sentence: what is in the way."""
+    if needs := missing(question.spec):
+        return f"this version cannot serve this model, which needs {', '.join(needs)}"
     dear = [one for one in out if one.kind == TOO_DEAR]
     if dear or (served and question.budget is not None):
         return _over_budget(question, served)
