@@ -133,15 +133,17 @@ def engine_fields() -> tuple[Field[Any], ...]:
     return tuple(field for field in fields(EngineConfig) if field.name != "model")
 
 
-def add_model(parser: Parser) -> None:
-    """MODEL, which may be left out: then it is the bundled model for chats."""
+def add_model(parser: Parser, *, takes_names: bool = False) -> None:
+    """MODEL, which may be left out: then it is the bundled model for chats. `takes_names`: the
+    command needs no weights, so a public model's name will do."""
     bundled = ", ".join(demo.PREFIX + name for name in demo.NAMES)
+    named = "a public model's name (ridgeline inspect --list), " if takes_names else ""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
         default=demo.DEFAULT,
-        help="a folder, a .gguf file, a hub id user/name[@revision], or a bundled model: "
+        help=f"a folder, a .gguf file, {named}a hub id user/name[@revision], or a bundled model: "
         f"{bundled} (default: %(default)s)",
     )
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline import demo
 from ridgeline.architectures.counts import (
     kv_bytes,
     kv_bytes_per_token,
@@ -18,9 +17,12 @@ from ridgeline.architectures.counts import (
     num_parameters,
     weight_bytes,
 )
+from ridgeline.architectures.serving import missing
+from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.architectures.stored_config import words as stored_words
+from ridgeline.cli.described import describe, show_catalogue
 from ridgeline.cli.engine_flags import CHOICES, add_model
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import paper
@@ -30,12 +32,15 @@ from ridgeline.formats import STORED
 if TYPE_CHECKING:
     from rich.table import Table
 
-EXAMPLES = """A folder with config.json is enough, or a GGUF file. Where weights are there, the name
-and shape of each tensor is checked against the architecture, without reading the weights.
+EXAMPLES = """A folder with config.json is enough, or a GGUF file, or the name of a public model
+(--list shows them). Where weights are there, the name and shape of each tensor is checked against
+the architecture, without reading the weights.
 
 examples:
   ridgeline inspect                                        the bundled model
   ridgeline inspect path/to/model
+  ridgeline inspect deepseek-v3                            a public model, without a download
+  ridgeline inspect --list
   ridgeline inspect path/to/model.gguf
   ridgeline inspect path/to/model --context 8192 --batch 16
   ridgeline inspect path/to/model --dtype bfloat16 --json
@@ -85,7 +90,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """All that is shown. `weights` None: there are none in the folder."""
+    """All that is shown. `weights` None: there are none, or this version cannot read them. `source`
+    says where the description is from."""
 
     model: str
     spec: ModelSpec
@@ -94,24 +100,28 @@ class Sheet:
     parts: Parts
     needs: tuple[Need, ...]
     weights: Weights | None
+    source: str
 
 
 def add_arguments(parser: Parser) -> None:
-    add_model(parser)
+    add_model(parser, takes_names=True)
     parser.add_argument("--context", type=int, metavar="N", help="tokens of each request")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="requests at once")
     parser.add_argument(
         "--dtype", choices=CHOICES["dtype"][1:], help="show this number format only"
     )
+    parser.add_argument(
+        "--list", action="store_true", help="list the names of public models that are known"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ridgeline.architectures import read_spec
-    from ridgeline.loader import read_config
-
-    folder = find_folder(args.model)
-    spec = read_spec(read_config(folder))
+    if args.list:
+        show_catalogue(as_json=args.json)
+        return 0
+    found = describe(args.model)
+    spec = found.spec
     context = args.context or spec.max_position_embeddings
     if context < 1 or args.batch < 1:
         raise ConfigError("--context and --batch must be at least 1")
@@ -123,21 +133,14 @@ def run(args: argparse.Namespace) -> int:
         args.batch,
         count_parts(spec),
         tuple(need(spec, dtype, context, args.batch) for dtype in dtypes),
-        check_weights(folder, spec),
+        None if found.folder is None else check_weights(found.folder, spec),
+        found.source,
     )
     if args.json:
         print(json.dumps(as_json(sheet), indent=2))
     else:
         _show(sheet)
     return 0
-
-
-def find_folder(model: str) -> Path:
-    """The folder of MODEL. For a hub id only config.json is fetched. Raises ConfigError."""
-    from ridgeline.loader.hub import find_config
-
-    path = Path(demo.located(model)).expanduser()
-    return path if path.exists() else find_config(model)
 
 
 def count_parts(spec: ModelSpec) -> Parts:
@@ -160,13 +163,15 @@ def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> Weights | None:
-    """The weights after their check; None when the folder has none.
+    """The weights after their check; None when the folder has none, or no reader knows them.
 
     ConfigError names the tensor that is missing or has the wrong shape.
     """
     from ridgeline.loader import is_gguf, open_checkpoint
     from ridgeline.loader.stored_checkpoint import check_model
 
+    if spec.family in SHAPES:
+        return None  # no reader of this family names its tensors
     if not is_gguf(folder) and not any(folder.glob("*.safetensors*")):
         return None
 
@@ -192,6 +197,8 @@ def facts(spec: ModelSpec) -> dict[str, str]:
         "context": f"{spec.max_position_embeddings} tokens",
         "checkpoint dtype": spec.dtype,
     }
+    if needs := missing(spec):
+        described["not served"] = f"for planning alone; it needs {', '.join(needs)}"
     if stored := stored_words(spec):
         described["quantized matrices"] = stored
     for index, ((attention, feed_forward), count) in enumerate(layers.items()):
@@ -210,6 +217,8 @@ def _attention_words(a: AttentionSpec) -> str:
         *(["norm on q and k"] if a.qk_norm else []),
     ]
     heads = f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads"
+    if a.latent is not None:
+        heads = f"{a.num_heads} heads of {a.head_dim}, cached as {a.latent.cached_width} numbers"
     return f"{heads}; {', '.join(extras)}"
 
 
@@ -217,7 +226,8 @@ def _feed_forward_words(ffn: DenseSpec | ExpertsSpec) -> str:
     if isinstance(ffn, ExpertsSpec):
         return (
             f"{ffn.num_experts} experts of {ffn.intermediate_size}, {ffn.num_active} per token, "
-            f"{ffn.activation}"
+            + (f"and {ffn.shared_size} wide for every token, " if ffn.shared_size else "")
+            + ffn.activation
         )
     return f"{ffn.intermediate_size}, {ffn.activation}, gated"
 
@@ -226,6 +236,7 @@ def as_json(sheet: Sheet) -> dict[str, Any]:
     """Sizes in bytes, counts as numbers."""
     return {
         "model": sheet.model,
+        "source": sheet.source,
         "architecture": facts(sheet.spec),
         "num_layers": sheet.spec.num_layers,
         "parameters": asdict(sheet.parts),
@@ -255,7 +266,7 @@ def _show(sheet: Sheet) -> None:
     out.print(_parts_table(sheet))
     out.print(_memory_table(sheet))
     out.print(f"  {LEAST_MEMORY}")
-    out.print(_weights_line(sheet.weights))
+    out.print(_weights_line(sheet))
 
 
 def _parts_table(sheet: Sheet) -> Table:
@@ -303,9 +314,10 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / decimal:.3f} {unit}B = {num_bytes / binary:.3f} {unit}iB"
 
 
-def _weights_line(weights: Weights | None) -> str:
+def _weights_line(sheet: Sheet) -> str:
+    weights = sheet.weights
     if weights is None:
-        return "weights: none in this folder (only config.json was read)"
+        return f"weights: none were read, only {sheet.source}"
     packed = "; of those that are packed the quantized matrices above are kept so"
     return (
         f"weights: {weights.tensors} tensors, {size(weights.bytes)}, "

@@ -6,10 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import is_stored
-from ridgeline.cli.inspect import find_folder
+from ridgeline.cli.described import describe
 from ridgeline.cli.machine_flags import THIS
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.constants import Calibration
@@ -20,14 +19,13 @@ from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.formats import STORED
-from ridgeline.loader import read_config
 from ridgeline.measure.here import this_device, this_key
 from ridgeline.records import find_calibration, find_record, read_record
 
 
 def read_model(model: str) -> ModelSpec:
-    """The spec of a folder, a bundled model or a hub id; weights are not needed."""
-    return read_spec(read_config(find_folder(model)))
+    """The spec of MODEL; weights are not needed."""
+    return describe(model).spec
 
 
 def make_setup(args: argparse.Namespace) -> Setup:

@@ -49,14 +49,16 @@ EXAMPLES = """examples:
   ridgeline bench path/to/model                             how fast is it here, and why?
   ridgeline eval path/to/model                              what does it get right?
   ridgeline explain --url http://127.0.0.1:8000        where does the time go, what would help?
-  ridgeline predict path/to/model --device h100-sxm   how fast would it be there? (no weights)
-  ridgeline plan path/to/model --rate 10 --input 500 --output 200 --ttft 1s --tpot 50ms
+  ridgeline predict qwen3-32b --device h100-sxm       how fast would it be there? (no weights)
+  ridgeline plan llama-3.1-8b --rate 10 --input 500 --output 200 --ttft 1s --tpot 50ms
   ridgeline simulate path/to/model --device h100-sxm --rate 8    what would users see there?
 
 MODEL is a folder with config.json and *.safetensors, a hub id such as user/name or
 user/name@revision, or a small model that comes with the package: demo:chat (the one that is used
-when MODEL is left out), demo:draft or demo:moe. "ridgeline COMMAND --help" explains each command,
-"ridgeline COMMAND --help-all" shows all of its flags.
+when MODEL is left out), demo:draft or demo:moe. Where no weights are needed (inspect, predict,
+plan, simulate) it may be the name of a public model, which "ridgeline inspect --list" shows.
+"ridgeline COMMAND --help" explains each command, "ridgeline COMMAND --help-all" shows all of its
+flags.
 """
 
 

@@ -14,7 +14,7 @@ from ridgeline.cli.values import time_span
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ridgeline.architectures.spec import ModelSpec
+    from ridgeline.cli.described import Described
     from ridgeline.cost.constants import Calibration
     from ridgeline.cost.hardware import Device
     from ridgeline.planner.question import Offer, Question
@@ -25,7 +25,7 @@ command to type. Prices are bands with dates from the catalogue; --price replace
 A time is written as 200ms or 1.5s; a bare number is milliseconds.
 
 examples:
-  ridgeline plan user/model --rate 10 --input 500 --output 200 --ttft 1s --tpot 50ms
+  ridgeline plan llama-3.1-8b --rate 10 --input 500 --output 200 --ttft 1s --tpot 50ms
   ridgeline plan user/model --users 200 --think 20s --input 1000 --output 300 --ttft 1s --tpot 40ms
   ridgeline plan user/model --rate 10 --input 500 --output 200 --ttft 1s --tpot 50ms \\
       --devices l4,l40s,h100-sxm --price h100-sxm=2.1 --budget 12
@@ -37,7 +37,7 @@ EXIT_NOTHING = 1
 
 
 def add_arguments(parser: Parser) -> None:
-    add_model(parser)
+    add_model(parser, takes_names=True)
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument("--rate", type=float, metavar="R", help="requests a second")
     traffic.add_argument(
@@ -80,11 +80,11 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from random import Random
 
-    from ridgeline.cli.machine import read_model
+    from ridgeline.cli.described import describe
     from ridgeline.cli.plan_tables import as_json, show
     from ridgeline.planner.plan import plan
 
-    question = make_question(args, read_model(args.model))
+    question = make_question(args, describe(args.model))
     with stage(args, f"comparing {len(question.offers)} devices"):
         found = plan(question, lambda: Random(args.seed))
     if args.json:
@@ -94,15 +94,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.winner is not None else EXIT_NOTHING
 
 
-def make_question(args: argparse.Namespace, spec: ModelSpec) -> Question:
-    """What the command line asks. Raises ConfigError."""
+def make_question(args: argparse.Namespace, model: Described) -> Question:
+    """What the command line asks. Of a model that this version does not serve all is looked at, as
+    with --all. Raises ConfigError."""
+    from ridgeline.architectures.serving import missing
     from ridgeline.planner.question import Question
 
     if min(args.input, args.output) < 1:
         raise ConfigError("--input and --output must be at least 1")
     return Question(
-        model=args.model,
-        spec=spec,
+        # The command to type needs a name under which there are weights.
+        model=args.model if model.entry is None else model.entry.hub_id,
+        spec=model.spec,
         rate=_rate(args),
         num_input=args.input,
         num_output=args.output,
@@ -110,7 +113,7 @@ def make_question(args: argparse.Namespace, spec: ModelSpec) -> Question:
         tpot_s=args.tpot,
         offers=_offers(args),
         budget=args.budget,
-        include_unserved=args.all,
+        include_unserved=args.all or bool(missing(model.spec)),
     )
 
 

@@ -11,10 +11,11 @@ from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
 
 EXAMPLES = """Nothing is run: the operators of a step are priced one by one. B requests are in
-flight all the time, each that ends is replaced. A folder with config.json is enough.
+flight all the time, each that ends is replaced. A folder with config.json is enough, or the name of
+a public model.
 
 examples:
-  ridgeline predict user/model --device h100-sxm
+  ridgeline predict llama-3.1-8b --device h100-sxm
   ridgeline predict user/model --device h100-sxm --tp 8 --weights fp8 --batch 64 \\
       --input 1000 --output 500
   ridgeline predict path/to/model --device this --json
@@ -23,7 +24,7 @@ examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    add_model(parser)
+    add_model(parser, takes_names=True)
     add_machine_flags(parser)
     group = parser.add_argument_group("load")
     group.add_argument("--batch", type=int, default=1, metavar="B", help="requests in flight")

@@ -33,7 +33,7 @@ traces (--trace FILE, also packed as .gz):
   prefix), and event logs of our own engine (--event-log of serve, generate or bench).
 
 examples:
-  ridgeline simulate user/model --device h100-sxm --rate 8 --input 512 --output 128
+  ridgeline simulate llama-3.1-8b --device h100-sxm --rate 8 --input 512 --output 128
   ridgeline simulate user/model --device a100-80-sxm --rate 8 --input 100-2000 --output 20-400 \\
       --arrivals bursty --ttft 500ms --tpot 50ms
   ridgeline simulate user/model --device h100-sxm --rate 8 --sweep --plot curve.svg
@@ -74,7 +74,7 @@ def drafts(text: str) -> tuple[int | None, float]:
 
 
 def add_arguments(parser: Parser) -> None:
-    add_model(parser)
+    add_model(parser, takes_names=True)
     add_machine_flags(parser)
     _add_traffic(parser.add_argument_group("traffic"))
     _add_engine(parser.add_argument_group("engine"))

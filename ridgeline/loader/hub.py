@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.catalogue import Entry, find_entry, suggestions
+from ridgeline.architectures.serving import missing
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import check_folder
 from ridgeline.loader.gguf import is_gguf
@@ -95,7 +98,16 @@ def find_config(
     """The folder with the config.json of a hub id, perhaps nothing else. As `resolve_model` for the
     rest: what cannot be had is refused after one question, in the same words."""
     hub = _hub_of(model, endpoint, cache_dir)
-    cached, offline = hub.snapshot(), _is_offline(offline)
+    try:
+        return _find_config(hub, offline=_is_offline(offline))
+    except ConfigError as error:
+        if not (near := suggestions(model)):
+            raise
+        raise ConfigError(f"{error}; the catalogue has {', '.join(near)}") from None
+
+
+def _find_config(hub: _Hub, *, offline: bool) -> Path:
+    cached = hub.snapshot()
     if cached is not None and (offline or COMMIT.fullmatch(hub.revision)):
         return cached
     if offline:
@@ -110,15 +122,33 @@ def find_config(
 
 
 def _hub_of(model: str, endpoint: str | None, cache_dir: Path | None) -> _Hub:
-    """ConfigError for what is no hub id."""
+    """ConfigError for what is no hub id, and for a name of the catalogue or one that is near."""
     found = HUB_ID.fullmatch(model)
     if found is None or ".." in model:
         raise ConfigError(f"{model}: folder not found, and it is no hub id user/name[@revision]")
+    if (entry := find_entry(model)) is not None:
+        _refuse_shape(entry)
+    if "/" not in model and (near := suggestions(model)):
+        raise ConfigError(
+            f"{model}: no folder here and no name of the catalogue; did you mean "
+            f"{', '.join(near)}? (`ridgeline inspect --list` shows all; a hub id is user/name)"
+        )
     return _Hub(
         found["name"],
         found["revision"] or DEFAULT_REVISION,
         endpoint or os.environ.get("HF_ENDPOINT") or HUB,
         cache_dir or _cache_dir(os.environ),
+    )
+
+
+def _refuse_shape(entry: Entry) -> NoReturn:
+    needs = missing(read_spec(entry.config))
+    way_out = f"name a folder with its weights, or the hub id {entry.hub_id}"
+    if needs:
+        way_out = f"this version does not serve such a model, which needs {', '.join(needs)}"
+    raise ConfigError(
+        f"{entry.name} is a shape of the catalogue, without weights, for plan, predict, simulate "
+        f"and inspect; {way_out}"
     )
 
 

@@ -143,3 +143,60 @@ def test_a_gguf_file_is_shown_like_a_folder(cli: Cli) -> None:
     code, _, err = cli("inspect", GGUF_FILES / "types.gguf")
     assert code == 2
     assert "types.gguf" in err
+
+
+def test_a_name_of_the_catalogue_asks_nobody(cli: Cli, hub: HubServer) -> None:
+    code, out, _ = cli("inspect", "deepseek-v3", "--json", "--dtype", "bfloat16")
+    found = json.loads(out)
+    assert code == 0
+    assert found["parameters"]["total"] == 671_026_419_200
+    assert found["memory_bytes"]["bfloat16"]["kv_per_token"] == 70_272
+    assert found["source"] == "config.json of deepseek-ai/DeepSeek-V3, 2024-12"
+    assert "latent attention" in found["architecture"]["not served"]
+    assert cli("predict", "qwen3-32b", "--device", "h100-sxm")[0] == 0
+    assert hub.requests == []
+
+
+def test_a_folder_of_that_name_wins_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("qwen3-8b").mkdir()
+    Path("qwen3-8b/config.json").write_text(json.dumps(tiny_config()))
+    code, out, err = cli("inspect", "qwen3-8b", "--json")
+    assert (code, json.loads(out)["num_layers"]) == (0, 2)
+    assert (
+        err
+        == "ridgeline: qwen3-8b is a folder here, and a name of the catalogue; the folder is used\n"
+    )
+
+
+def test_the_list(cli: Cli) -> None:
+    code, out, _ = cli("inspect", "--list", "--json")
+    found = {line["name"]: line for line in json.loads(out)}
+    assert code == 0
+    assert found["llama-3.1-8b"] == {
+        "name": "llama-3.1-8b",
+        "family": "llama",
+        "hub_id": "meta-llama/Llama-3.1-8B",
+        "source": "config.json of meta-llama/Llama-3.1-8B, 2024-07",
+        "parameters": 8_030_261_248,
+        "active_parameters": 8_030_261_248 - 128_256 * 4096,
+        "num_layers": 32,
+        "context": 131_072,
+        "kv_bytes_per_token": 128 << 10,
+        "served": True,
+        "needs": [],
+    }
+    _, table, _ = cli("inspect", "--list")
+    rows = table.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == list(found)
+    assert all(found[row.split()[0]]["hub_id"] == row.split()[-1] for row in rows)
+
+
+def test_weights_that_no_reader_knows_are_not_compared(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type="granite")))
+    (tmp_path / "model.safetensors").write_bytes(b"of which nobody knows the names")
+    code, out, _ = cli("inspect", tmp_path)
+    assert code == 0
+    assert "none were read, only config.json of" in " ".join(out.split())

@@ -120,3 +120,22 @@ def test_bad_questions(bare: Path, cli: Cli, argv: tuple[object, ...], words: st
     code, out, err = cli("plan", bare, *ASKED, *argv)
     assert (code, out) == (2, "")
     assert words in err
+
+
+def test_the_command_for_a_name_of_the_catalogue_has_its_hub_id(cli: Cli) -> None:
+    code, found = plan(cli, Path("llama-3.1-8b"), "--rate", 1, "--devices", "h100-sxm")
+    assert code == 0
+    assert "ridgeline serve meta-llama/Llama-3.1-8B " in found["answer"]["commands"][0]
+
+
+def test_a_model_that_is_not_served_is_planned_for_without_a_command(cli: Cli) -> None:
+    argv = ("granite-3.3-2b", "--rate", 1, "--devices", "h100-sxm", *ASKED)
+    code, out, _ = cli("plan", *argv, "--json")
+    found = json.loads(out)
+    assert (code, found["answer"]) == (1, None)
+    assert found["because"].startswith("this version cannot serve this model, which needs scaled")
+    assert found["not_served_yet"]["device"] == "h100-sxm"
+    assert found["not_served_yet"]["commands"] == []
+    _, table, _ = cli("plan", *argv)
+    assert "NOT SERVED" in table
+    assert "in simulation" in table

@@ -321,6 +321,24 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(model: str) -> No
         resolve_model(model, endpoint="http://127.0.0.1:9")
 
 
+def test_a_name_of_the_catalogue_is_never_asked_for(hub: HubServer) -> None:
+    """It has no weights; the way to them is said."""
+    with pytest.raises(ConfigError, match=r"or the hub id meta-llama/Llama-3\.1-8B"):
+        resolve_model("Llama-3.1-8b", endpoint=hub.url)
+    with pytest.raises(ConfigError, match="does not serve such a model, which needs latent"):
+        resolve_model("deepseek-v3", endpoint=hub.url)
+    for find in (resolve_model, find_config):
+        with pytest.raises(ConfigError, match=r"did you mean llama-3\.1-8b"):
+            find("llama-3.1-8", endpoint=hub.url)
+    assert hub.requests == []
+
+
+def test_where_the_hub_says_no_the_catalogue_is_named(hub: HubServer) -> None:
+    said = r"neither a folder.*; the catalogue has llama-3\.1-8b"
+    with pytest.raises(ConfigError, match=said):
+        find_config("meta-llama/Llama-3.1-8B-Instruct", endpoint=hub.url)
+
+
 def test_an_empty_name_is_not_the_current_folder() -> None:
     with pytest.raises(ConfigError, match="no model was named"):
         resolve_model("")
