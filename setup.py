@@ -64,10 +64,12 @@ class BuildNative(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """With the library a wheel is bound to the processor, not to a version of Python."""
+    """With the library a wheel is bound to the processor, not to a version of Python; without it,
+    to neither."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        has_library = any(Path(self.bdist_dir).rglob("native_cpu.so"))
+        return "py3", "none", super().get_tag()[2] if has_library else "any"
 
 
 def native() -> list[Extension]:

@@ -18,6 +18,9 @@ SHOW = (
     "from ridgeline.kernels.cpu import native; print(native.library() is not None, native.level())"
 )
 
+ANNOUNCE = "from ridgeline.kernels.cpu.native import announce; announce()"
+WITHOUT_THE_LIBRARY = shutil.ignore_patterns("native_cpu.so", "demo", "__pycache__")
+
 needs_library = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 
 
@@ -36,6 +39,25 @@ def test_a_process_without_the_kernels() -> None:
     command = [sys.executable, "-c", SHOW]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split() == ["False", "none"], done.stderr
+
+
+def test_missing_kernels_are_told_with_the_way_out(tmp_path: Path) -> None:
+    """A copy of the package without the library, in a process that set up no log."""
+    shutil.copytree(ROOT / "ridgeline", tmp_path / "ridgeline", ignore=WITHOUT_THE_LIBRARY)
+    command = [
+        sys.executable,
+        "-c",
+        "from ridgeline.kernels.cpu.native import announce; announce()",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0
+    if native.can_be_built():
+        assert len(lines) == 1
+        assert "166 tokens/s" in lines[0]
+        assert "`make native`" in lines[0]
+    else:
+        assert lines == []
 
 
 @needs_library
