@@ -27,6 +27,7 @@ from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.heartbeat import HeartbeatPage, new_page
 from ridgeline.server.live import Live
+from ridgeline.server.service_manager import VARIABLES as MANAGER_VARIABLES
 from ridgeline.server.wire import (
     HEADER,
     Abort,
@@ -439,8 +440,10 @@ class EngineClient:
 
 
 def _environment() -> dict[str, str]:
-    """The engine's: ours without the key, and with the place this package was found at."""
-    env = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    """The engine's: ours without the key and the service manager's words, which are for us alone,
+    and with the place this package was found at."""
+    private = {KEY_VARIABLE, *MANAGER_VARIABLES}
+    env = {name: value for name, value in os.environ.items() if name not in private}
     home = str(Path(ridgeline.__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, env.get("PYTHONPATH"))))
     return env

@@ -164,6 +164,7 @@ class _Server:
         if self._num_signals == 1:
             say(logger, logging.INFO, "draining; a second signal ends at once", signal=name)
             self._service.draining = True
+            self._service.manager.stopping()
             self._stop.set()
             return
         say(logger, logging.WARNING, "ending at once", signal=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from ridgeline.server.model import (
 )
 from ridgeline.server.prepare import Prepared, prepare
 from ridgeline.server.replies import Renderer
+from ridgeline.server.service_manager import ServiceManager
 from ridgeline.server.sse import EventStream, State
 from ridgeline.server.wire import Ready
 from ridgeline.startup import process_age_s
@@ -58,6 +60,7 @@ class Service:
         self.clock = clock
         self.admission = Admission(config.limits)
         self.engine = EngineClient(config, clock, self)
+        self.manager = ServiceManager(os.environ)
         self.model: ServedModel | None = None
         self._early: Future[ModelText] | None = None
         self.draining = False
@@ -88,12 +91,14 @@ class Service:
             max_model_len=ready.max_model_len, engine_pid=ready.pid,
             process_age_s=round(process_age_s(), 2),
         )  # fmt: skip
+        self.manager.ready()
 
     async def keep_time(self) -> None:
         """Enforce deadlines until cancelled; kill an engine whose step never ends."""
         while True:
             await asyncio.sleep(PERIOD_S)
             now = self.clock.now()
+            self.manager.alive(now)
             enforce(self.open, self.limits, now)
             stalled = self.engine.progress.stalled_s(now)
             self.engine.overdue(now)
