@@ -37,9 +37,10 @@ Sizes = tuple[int, int]  # n and k of a product
 class Own(Enum):
     """Which operators of a step are parts of products, by kernels made for these."""
 
-    NONE = ()
-    ROWS = ("activation",)
-    FEW = ("norm", "activation")
+    # No tuples: Python 3.11.2, which Debian 12 has, loses an empty one.
+    NONE = frozenset[str]()
+    ROWS = frozenset({"activation"})
+    FEW = frozenset({"norm", "activation"})
 
 
 @record

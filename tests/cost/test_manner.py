@@ -129,3 +129,9 @@ def test_decodes_and_checks_are_priced_by_what_there_is(shape: StepShape) -> Non
     manner = Manners(setup).of(totals)
     assert manner.captured
     assert sent_tokens(setup.constants.host, manner, totals) == totals.num_tokens
+
+
+def test_what_is_part_of_products_is_a_set() -> None:
+    """An enum's value that is an empty tuple is lost by Python 3.11.2."""
+    assert [set(own.value) for own in Own] == [set(), {"activation"}, {"norm", "activation"}]
+    assert all(isinstance(own.value, frozenset) for own in Own)
