@@ -108,6 +108,12 @@ def add_arguments(parser: Parser) -> None:
         action="store_true",
         help="log one line for each request: sizes and times, no text",
     )
+    where.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector, as "
+        "http://127.0.0.1:4318 (pip install 'ridgeline[otel]')",
+    )
     add_engine_flags(parser)
     group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
     for field in fields(Limits):
@@ -143,6 +149,7 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
         log_level=args.log_level,
         log_format=args.log_format,
         access_log=args.access_log,
+        otlp_endpoint=args.otlp_endpoint,
         limits=limits,
     )
 

@@ -184,6 +184,62 @@ class Accounts(Journal):
         _catch_up(account, now, last)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """A step that read tokens of a request's prompt, or of what a preemption lost, from position
+    `start` on. Seconds of the engine's clock; `expected_s` is the price of the whole step, with all
+    its rows."""
+
+    request_id: str
+    began: float
+    ended: float
+    start: int
+    num_tokens: int
+    num_rows: int
+    expected_s: float
+
+
+class PromptChunks:
+    """Notes the chunks of those who asked; a follower of the pricing. A step that reads no prompts,
+    and one without anybody who asked, costs one look."""
+
+    def __init__(self) -> None:
+        self._open: set[str] = set()
+        self._new: list[PromptChunk] = []
+
+    def ask(self, request_id: str) -> None:
+        """Note them for this request, until `close` or its last output."""
+        self._open.add(request_id)
+
+    def close(self, request_id: str) -> None:
+        self._open.discard(request_id)
+
+    def on_priced(self, step: PricedStep) -> None:
+        if not self._open:
+            return
+        for entry in step.prompts:
+            name = _request_of(entry.request_id)
+            if name in self._open:
+                num_rows = len(step.plan.scheduled)
+                expected_s = step.price.expected_s
+                self._new.append(
+                    PromptChunk(
+                        name, step.began, step.ended, entry.start, entry.num_tokens, num_rows,
+                        expected_s,
+                    )
+                )  # fmt: skip
+
+    def take(self, outputs: Sequence[RequestOutput]) -> tuple[PromptChunk, ...]:
+        """Those since the last call; `outputs` say whose were the last."""
+        if not self._open:
+            return ()
+        new, self._new = self._new, []
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._open.discard(output.request_id)
+        return tuple(new)
+
+
 @dataclass(slots=True)
 class _Steady:
     """Steps in which the same requests, all of them, decode one token each, or that and guesses:

@@ -21,7 +21,9 @@ class SequenceTimes:
     arrival: float
     queued: float | None = None
     started: float | None = None
+    first_token: float | None = None
     last_token: float | None = None
+    num_tokens: int = 0
 
 
 class Latency:
@@ -45,10 +47,11 @@ class Latency:
         """`count` tokens arrived together; their gap is shared out evenly."""
         if count <= 0:
             return
+        times.num_tokens += count
         if times.last_token is None:
             self.first_token.observe(now - times.arrival)
             count -= 1  # the tokens that came along with the first waited for nothing
-            times.last_token = now
+            times.first_token = times.last_token = now
         if count:
             self.between_tokens.observe((now - times.last_token) / count, count)
         times.last_token = now

@@ -85,7 +85,8 @@ class ServeConfig:
     model's own name when None). Keys come one a line from `api_key_file`, or from the environment
     variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
     by. `price_per_hour` of all the engine's devices, in any currency, puts money on receipts.
-    `access_log`: a line for each request; `log_format`: one of ridgeline.log.FORMATS.
+    `access_log`: a line for each request; `log_format`: one of ridgeline.log.FORMATS. Traces go to
+    the OpenTelemetry collector at `otlp_endpoint`.
     `builder` names the function that makes the engine ("module:function"): an extension seam.
     """
 
@@ -100,6 +101,7 @@ class ServeConfig:
     log_level: str = "INFO"
     log_format: str = "text"
     access_log: bool = False
+    otlp_endpoint: str | None = None
     limits: Limits = field(default_factory=Limits)
     builder: str = DEFAULT_BUILDER
 

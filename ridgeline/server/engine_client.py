@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -107,7 +108,7 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
         self._life: _Life | None = None
-        self._stopping = False
+        self._stop = asyncio.Event()
         self._start_failure: str | None = None
 
     @property
@@ -142,7 +143,8 @@ class EngineClient:
         self.progress.work_began(now, len(requests))
         for request in requests:
             live.times[request.request_id].queued = now if request.fork_of is None else None
-        self._send(pack_add(ticket, requests, now, wants_cost=live.wants_cost))
+        wants = {"wants_cost": live.wants_cost, "wants_chunks": live.wants_chunks}
+        self._send(pack_add(ticket, requests, now, **wants))
         try:
             await live.admitted
         except BaseException:
@@ -224,7 +226,7 @@ class EngineClient:
         deaths = 0
         while True:
             lived_well = await self._one_life()
-            if self._stopping:
+            if self._stop.is_set():
                 return
             if self._start_failure is not None:
                 raise ConfigError(self._start_failure)
@@ -233,11 +235,15 @@ class EngineClient:
                 raise EngineFault(f"the engine died {deaths} times in a row; giving up")
             self.num_restarts += 1
             say(logger, logging.WARNING, "restarting the engine", attempt=deaths)
-            await asyncio.sleep(RESTART_PAUSE_S * 2 ** (deaths - 1))
+            with suppress(TimeoutError):
+                pause_s = RESTART_PAUSE_S * 2 ** (deaths - 1)
+                await asyncio.wait_for(self._stop.wait(), pause_s)
+            if self._stop.is_set():
+                return
 
     async def stop(self) -> None:
         """Close the wire; the engine process ends by itself, or is killed after a while."""
-        self._stopping = True
+        self._stop.set()
         if self._life is not None:
             self._life.writer.close()
 
@@ -257,6 +263,8 @@ class EngineClient:
     async def _one_life(self) -> bool:
         """Run one engine process to its end. Whether it served in good health."""
         self._life = life = await self._spawn()
+        if self._stop.is_set():  # we were told in the meantime
+            life.writer.close()
         try:
             await self._listen(life)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -268,7 +276,7 @@ class EngineClient:
             code = await self._reap(life)
             self._life = None
             life.heartbeat.close()
-        if not self._stopping and self._start_failure is None:
+        if not self._stop.is_set() and self._start_failure is None:
             say(logger, logging.ERROR, "the engine process ended", exit_code=code)
         return life.ready_at is not None and self.clock.now() - life.ready_at > HEALTHY_S
 
@@ -307,7 +315,7 @@ class EngineClient:
     async def _reap(self, life: _Life) -> int | None:
         life.writer.close()
         try:
-            async with asyncio.timeout(EXIT_WAIT_S if self._stopping else RESTART_PAUSE_S):
+            async with asyncio.timeout(EXIT_WAIT_S if self._stop.is_set() else RESTART_PAUSE_S):
                 await life.process.wait()
         except TimeoutError:
             pass
@@ -350,6 +358,9 @@ class EngineClient:
         for cost in step.costs:
             if (live := self.lives.get(cost.request_id)) is not None:
                 live.costs[cost.request_id] = cost
+        for chunk in step.chunks:
+            if (live := self.lives.get(chunk.request_id)) is not None:
+                live.chunks.append(chunk)
         for output in step.outputs:
             self._output(output, now)
 
@@ -379,8 +390,6 @@ class EngineClient:
             return
         times = live.times[output.request_id]
         self.latency.on_tokens(times, len(output.new_token_ids), now)
-        if live.first_token is None and output.new_token_ids:
-            live.first_token = now
         self.traffic.num_output_tokens += len(output.new_token_ids)
         self._push(live, output)
         if output.finish_reason is not None:

@@ -14,6 +14,7 @@ from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.generation import GenerationDefaults
+from ridgeline.observe.accounts import PromptChunks
 from ridgeline.observe.evidence import Observatory
 from ridgeline.observe.steps import StepCounters
 from ridgeline.request import RequestOutput
@@ -128,6 +129,9 @@ class EngineLoop:
         self._engine.observers.append(self._watch)
         scheduler, watch = served.engine.scheduler, served.watch
         self._observatory = watch
+        self._chunks = PromptChunks()
+        if watch is not None:
+            watch.pricing.followers.append(self._chunks)
         pricing = None if watch is None else watch.pricing
         self.late_plans: LatePlans | None = None
         if pricing is not None and not pricing.computes_in_submit:
@@ -179,7 +183,7 @@ class EngineLoop:
         if isinstance(command, Abort):
             for request_id in command.request_ids:
                 self._engine.abort(request_id)
-                self._close_receipt(request_id)
+                self._close(request_id)
         elif isinstance(command, Explain):
             self._wire.send(Explained(command.ticket, self._evidence()))
         return None
@@ -190,7 +194,8 @@ class EngineLoop:
             return b""
         return msgspec.json.encode(self._observatory.evidence(self._engine.clock.now()))
 
-    def _close_receipt(self, request_id: str) -> None:
+    def _close(self, request_id: str) -> None:
+        self._chunks.close(request_id)
         if self._observatory is not None:
             self._observatory.receipts.close(request_id)
 
@@ -201,12 +206,14 @@ class EngineLoop:
             for request in unpack_add(command, self._clock.now()):
                 self._engine.add(request)
                 added.append(request.request_id)
+                if command.wants_chunks:
+                    self._chunks.ask(request.request_id)
                 if command.wants_cost and self._observatory is not None:
                     self._observatory.receipts.ask(request.request_id)
         except RequestFault as fault:
             for request_id in added:
                 self._engine.abort(request_id)
-                self._close_receipt(request_id)
+                self._close(request_id)
             return Refused(command.ticket, str(fault), fault.param, fault.code, fault.retry_after_s)
         return Admitted(command.ticket)
 
@@ -223,6 +230,7 @@ class EngineLoop:
                 tuple(pack_output(output) for output in outputs),
                 self._gauges.read(),
                 self._costs(outputs),
+                self._chunks.take(outputs),
             )
         )
 

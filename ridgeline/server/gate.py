@@ -63,8 +63,7 @@ class Gate:
             )  # fmt: skip
             await self._refuse(internal_error(), scope, exit_)
         finally:
-            if ACCESS.isEnabledFor(logging.INFO):
-                _note_access(scope, exit_, self._clock.now())
+            _tell_end(scope, exit_, self._clock.now())
 
     async def _refuse(self, error: ApiError, scope: Scope, exit_: _Exit) -> None:
         if scope["path"] not in OPEN_PATHS:  # a probe that hears no is not a refused request
@@ -83,10 +82,23 @@ class Gate:
         return self._keys.check(given[0] if len(given) == 1 else None)
 
 
-def _note_access(scope: Scope, exit_: _Exit, now: float) -> None:
-    """One line for one request; probes would drown all others."""
-    if scope["path"] in OPEN_PATHS:
-        return
+def _tell_end(scope: Scope, exit_: _Exit, now: float) -> None:
+    """To the access log and to the trace, where there are some."""
+    state = scope.get("state", {})
+    live: Live | None = state.get("live")
+    error = exit_.error
+    if live is not None and live.error is not None:
+        error = error or live.error.code
+    if (trace := state.get("trace")) is not None:
+        trace.end(exit_.status, error, live, now)
+    if ACCESS.isEnabledFor(logging.INFO) and scope["path"] not in OPEN_PATHS:
+        _note_access(scope, exit_, error, live, now)
+
+
+def _note_access(
+    scope: Scope, exit_: _Exit, error: str | None, live: Live | None, now: float
+) -> None:
+    """One line for one request, but for probes, which would drown all others."""
     client = scope.get("client")
     values: dict[str, Any] = {
         "request_id": exit_.request_id,
@@ -96,12 +108,9 @@ def _note_access(scope: Scope, exit_: _Exit, now: float) -> None:
         "status": exit_.status,
         "seconds": round(now - exit_.arrival, 6),
     }
-    error, live = exit_.error, scope.get("state", {}).get("live")
-    if isinstance(live, Live):
+    if live is not None:
         values |= live.summary()
-        if error is None and live.error is not None:
-            error = live.error.code
-    if error:
+    if error is not None:
         values["error"] = error
     say(ACCESS, logging.INFO, "request", **values)
 

@@ -26,6 +26,7 @@ from ridgeline.server.config import ServeConfig, check_serve_numbers
 from ridgeline.server.hosts import check_bind
 from ridgeline.server.http_protocol import protocol_class
 from ridgeline.server.service import Service
+from ridgeline.server.tracing import open_tracing
 from ridgeline.text.tokenizer import named_tokenizer
 
 BACKLOG = 2048
@@ -55,9 +56,13 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     )
     if not keys and config.allow_anyone_on_the_network_without_a_key:
         say(logger, logging.WARNING, "anyone who reaches this address may use it", host=config.host)
+    clock = WallClock()
+    tracing = None
+    if config.otlp_endpoint is not None:
+        tracing = open_tracing(config.otlp_endpoint, clock)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
     with listen(config.host, config.port) as sock:
-        service = Service(config, WallClock())
+        service = Service(config, clock, tracing)
         server = _Server(service, sock, uvicorn_config(config, make_app(service, keys)))
         url = url_of(sock)
         say(logger, logging.INFO, f"listening on {url}")
@@ -207,3 +212,5 @@ class _Server:
         await self._service.engine.stop()
         await asyncio.gather(http, engine, return_exceptions=True)
         self._service.pool.shutdown(wait=False, cancel_futures=True)
+        if self._service.tracing is not None:
+            self._service.tracing.close()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ridgeline.answer import Answer, ChoiceDelta
+from ridgeline.observe.accounts import PromptChunk
 from ridgeline.observe.latency import SequenceTimes
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.server.errors import ApiError, internal_error
@@ -28,11 +29,14 @@ class Live:
         max_bytes: int,
         arrival: float,
         wants_cost: bool = False,
+        wants_chunks: bool = False,
         request_id: str = "",
     ) -> None:
         self.answers = tuple(answers)
         self.arrival = arrival
         self.wants_cost = wants_cost
+        self.wants_chunks = wants_chunks
+        self.chunks: list[PromptChunk] = []  # steps that read its prompts, if they are wanted
         self.request_id = request_id
         self.costs: dict[str, Cost] = {}  # of its engine requests, as of their latest output
         self.news = asyncio.Event()
@@ -40,7 +44,6 @@ class Live:
         self.error: ApiError | None = None
         self.started = False
         self.answered = False  # the engine has sent something
-        self.first_token: float | None = None  # when the engine's first one came
         self.last_sent = arrival
         self.sending_since: float | None = None
         self.keepalive_due = False
@@ -63,15 +66,16 @@ class Live:
 
     def summary(self) -> dict[str, object]:
         """For the access log: sizes, waits and ends, nothing that anybody wrote."""
-        starts = [times.started for times in self.times.values() if times.started is not None]
+        times = self.times.values()
+        waits = [t.started - t.queued for t in times if t.started is not None and t.queued]
+        firsts = [t.first_token - t.arrival for t in times if t.first_token is not None]
         ends = {end for answer in self.answers for end in answer.finish_reasons}
-        first = self.first_token
         return {
             "prompt_tokens": sum(len(answer.prompt_token_ids) for answer in self.answers),
             "cached_tokens": sum(answer.num_cached_tokens for answer in self.answers),
             "output_tokens": sum(answer.num_output_tokens for answer in self.answers),
-            "queue_seconds": round(min(starts) - self.arrival, 6) if starts else None,
-            "first_token_seconds": None if first is None else round(first - self.arrival, 6),
+            "queue_seconds": round(min(waits), 6) if waits else None,
+            "first_token_seconds": round(min(firsts), 6) if firsts else None,
             "finish_reason": "+".join(sorted(ends)) or None,
         }
 

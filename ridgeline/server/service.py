@@ -39,6 +39,7 @@ from ridgeline.server.prepare import Prepared, prepare
 from ridgeline.server.replies import Renderer
 from ridgeline.server.service_manager import ServiceManager
 from ridgeline.server.sse import EventStream, State
+from ridgeline.server.tracing import Trace, Tracing
 from ridgeline.server.wire import Ready
 from ridgeline.startup import process_age_s
 
@@ -54,10 +55,11 @@ logger = logging.getLogger(__name__)
 class Service:
     """The model, the engine and everything that is being served."""
 
-    def __init__(self, config: ServeConfig, clock: Clock) -> None:
+    def __init__(self, config: ServeConfig, clock: Clock, tracing: Tracing | None = None) -> None:
         self.config = config
         self.limits = config.limits
         self.clock = clock
+        self.tracing = tracing
         self.admission = Admission(config.limits)
         self.engine = EngineClient(config, clock, self)
         self.manager = ServiceManager(os.environ)
@@ -165,6 +167,8 @@ class Service:
     ) -> None:
         """Serve one completion or chat request, from its body to its last byte. It arrives when
         its body is here: how fast a client sends that is not our doing."""
+        if self.tracing is not None:
+            scope["state"]["trace"] = self.tracing.begin(scope)
         self.need_model()
         with self.admission.open(scope["state"]["key"]) as ticket:
             body = await self.read(scope, receive, ticket)
@@ -188,12 +192,16 @@ class Service:
             _understand, read, body, model, request_id, key, arrival
         )
         ticket.reserve(prepared.num_sequences, prepared.num_prompt_tokens)
+        trace: Trace | None = scope["state"].get("trace")
+        if trace is not None:
+            trace.asked(call)
         live = Live(
             prepared.answers,
             streams=call.stream is not None,
             max_bytes=self.limits.max_stream_bytes,
             arrival=arrival,
             wants_cost=call.include_cost,
+            wants_chunks=trace is not None and trace.is_wanted,
             request_id=request_id,
         )
         scope["state"]["live"] = live

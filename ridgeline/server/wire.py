@@ -14,6 +14,7 @@ import msgspec
 
 from ridgeline.config import EngineConfig
 from ridgeline.errors import RidgelineError
+from ridgeline.observe.accounts import PromptChunk
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 
 MAX_FRAME_BYTES = 256 << 20
@@ -65,7 +66,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """Take in all of these or none; the answer is Admitted or Refused with the same ticket.
     `queued_at`: when they were sent, in seconds of the monotonic clock that both processes read.
-    `wants_cost`: tell what they cost, with each of their outputs."""
+    `wants_cost`: tell what they cost, with each of their outputs. `wants_chunks`: tell of each step
+    that reads their prompts."""
 
     ticket: int
     prompts: tuple[tuple[int, ...], ...]
@@ -75,6 +77,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     cache_salt: bytes
     queued_at: float
     wants_cost: bool = False
+    wants_chunks: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -266,6 +269,7 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
     outputs: tuple[Output, ...]
     gauges: Gauges
     costs: tuple[Cost, ...] = ()
+    chunks: tuple[PromptChunk, ...] = ()
 
 
 class Explained(msgspec.Struct, tag="explained", array_like=True, frozen=True):
@@ -332,7 +336,12 @@ def unpack_sampling(sampling: Sampling) -> SamplingParams:
 
 
 def pack_add(
-    ticket: int, requests: Sequence[Request], queued_at: float, *, wants_cost: bool = False
+    ticket: int,
+    requests: Sequence[Request],
+    queued_at: float,
+    *,
+    wants_cost: bool = False,
+    wants_chunks: bool = False,
 ) -> Add:
     """One message for all requests of a client's call; they share priority and salt."""
     prompts: dict[tuple[int, ...], int] = {}
@@ -352,6 +361,7 @@ def pack_add(
         first.cache_salt,
         queued_at,
         wants_cost,
+        wants_chunks,
     )
 
 

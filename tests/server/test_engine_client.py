@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from ridgeline.clock import VirtualClock
 from ridgeline.config import EngineConfig
 from ridgeline.errors import RequestFault
 from ridgeline.request import SamplingParams
+from ridgeline.server import engine_client
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError
 from ridgeline.server.live import Live
 from ridgeline.server.wire import Admitted, Gauges, Output, Ready, Refused, Step
+from tests.server.running import PATIENCE_S
 
 READY = Ready(1, "/nowhere", "m", 264, 512, 16, 64, 8, (257,), (), (), 0, 512)
 
@@ -146,3 +150,50 @@ def test_a_lost_engine_fails_everything_in_flight() -> None:
             await client.submit(live)
 
     with_client(test)
+
+
+def test_no_engine_is_started_after_the_order_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came while one had died and the next was not there yet."""
+    monkeypatch.setattr(engine_client, "RESTART_PAUSE_S", 2 * PATIENCE_S)
+    num_lives = 0
+
+    async def one_life() -> bool:
+        nonlocal num_lives
+        num_lives += 1
+        return False
+
+    async def go() -> None:
+        client = EngineClient(ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody())
+        monkeypatch.setattr(client, "_one_life", one_life)
+        task = asyncio.create_task(client.run())
+        while not client.num_restarts:
+            await asyncio.sleep(0)
+        await client.stop()
+        await asyncio.wait_for(task, PATIENCE_S)
+        assert num_lives == 1
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_comes_after_the_order_to_stop_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go() -> None:
+        client = EngineClient(ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody())
+        ours, theirs = socket.socketpair()
+
+        async def spawn() -> Any:
+            await client.stop()
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            heartbeat = SimpleNamespace(close=lambda: None)
+            return SimpleNamespace(reader=reader, writer=writer, heartbeat=heartbeat, ready_at=None)
+
+        async def reap(life: Any) -> int:
+            return 0
+
+        monkeypatch.setattr(client, "_spawn", spawn)
+        monkeypatch.setattr(client, "_reap", reap)
+        with theirs:
+            await asyncio.wait_for(client.run(), PATIENCE_S)
+
+    asyncio.run(go())
