@@ -150,8 +150,19 @@ def test_what_is_copied_and_mounted_is_there() -> None:
         for mount in service["volumes"]
         if mount.startswith(".")
     ]
-    assert {name.split("/")[1] for name in sources} == {"prometheus", "grafana"}
+    assert sources
+    assert all((DEPLOY / name).exists() for name in sources)
     assert SERVICES["ridgeline"]["build"]["target"] in re.findall(r"AS ([\w-]+)", DOCKERFILE)
+
+
+def test_prometheus_asks_the_server_with_its_key() -> None:
+    settings = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text("utf-8"))
+    [job] = settings["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["ridgeline:8000"]}]
+    [secret] = SERVICES["prometheus"]["secrets"]
+    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
+    assert SERVICES["ridgeline"]["secrets"] == [secret]
+    assert f"--api-key-file=/run/secrets/{secret}" in SERVICES["ridgeline"]["command"]
 
 
 def test_the_unit_waits_for_what_the_server_says() -> None:
