@@ -23,11 +23,18 @@ RESULT_NAME = re.compile(r"20\d\d-\d\d-\d\d-[\w*-]+(?:\.[a-z*]+)*")
 
 
 @cache
+def trees() -> tuple[ast.Module, ...]:
+    """Of every module of the package."""
+    paths = (ROOT / "ridgeline").rglob("*.py")
+    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in paths)
+
+
+@cache
 def names() -> frozenset[str]:
     """Every class, function, method and module-level or instance name of the package."""
     found: set[str] = set()
-    for path in (ROOT / "ridgeline").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for tree in trees():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 found.add(node.name)
                 found |= {f"{node.name}.{name}" for name in members(node)}
@@ -74,6 +81,29 @@ def test_files_and_links_exist(name: str) -> None:
     assert missing == set()
 
 
+def test_every_page_is_in_the_index() -> None:
+    linked = re.findall(r"\]\(([\w/.-]+)\)", (ROOT / "docs/README.md").read_text(encoding="utf-8"))
+    pages = {name.removeprefix("docs/") for name in DOCUMENTS if name.startswith("docs/")}
+    assert pages - {*linked, "README.md"} == set()
+
+
+def test_every_room_is_in_the_table() -> None:
+    told = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Who may")[0]
+    rooms = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in (ROOT / "ridgeline").iterdir()
+        if not path.name.startswith(("_", ".")) and path.suffix in ("", ".py")
+    }
+    assert {room for room in rooms if f"`{room}`" not in told} == set()
+
+
+def test_the_python_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    code, printed = re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL)[:2]
+    exec(code, {})  # the page's own
+    assert capsys.readouterr().out == printed
+
+
 def test_result_files_and_their_citations() -> None:
     """A raw result stays while a page or a test cites it; what is cited is there."""
     texts = [ROOT / name for name in DOCUMENTS]
@@ -103,13 +133,9 @@ def test_every_part_of_the_reference_stands_on_a_page() -> None:
 
 
 def constants() -> set[str]:
-    """Every text of the package that is one word."""
-    found = set()
-    for path in (ROOT / "ridgeline").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-    return found
+    """Every text in the package."""
+    nodes = (node for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {node.value for node in nodes if isinstance(node.value, str)}
 
 
 def test_environment_variables_are_told() -> None:

@@ -23,6 +23,7 @@ from ridgeline.server import declared, unsupported
 from ridgeline.server.app import make_routes
 from ridgeline.server.declared import Declared, Field
 from ridgeline.server.errors import CODES, RETRY_AFTER_S
+from tools import docs_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/http-api.md", "docs/configuration.md")
@@ -263,8 +264,9 @@ def made(page: str) -> str:
 
 
 def main() -> int:
-    for page in PAGES:
-        (ROOT / page).write_text(made(page), encoding="utf-8")
+    texts = {page: made(page) for page in PAGES} | {"docs/metrics.md": docs_metrics.page()}
+    for page, text in texts.items():
+        (ROOT / page).write_text(text, encoding="utf-8")
         print(page)
     return 0
 
