@@ -294,14 +294,12 @@ def _measure_server(args: argparse.Namespace, report: Report) -> None:
 def _serve_load(args: argparse.Namespace, server: Any) -> LoadResult:
     from random import Random
 
-    from ridgeline import demo
-    from ridgeline.architectures import read_spec
     from ridgeline.benchmark.http_client import run_http
     from ridgeline.benchmark.jobs import fit, poisson, uniform
     from ridgeline.benchmark.speed import load_result
-    from ridgeline.loader import read_config
+    from ridgeline.cli.described import describe
 
-    spec = read_spec(read_config(Path(demo.located(args.model))))
+    spec = describe(args.model).spec
     context = getattr(args, "engine_max_model_len", None) or spec.max_position_embeddings
     lengths = fit(args.prompt_len or 512, args.output_len or 128, context)
     rng = Random(0)
