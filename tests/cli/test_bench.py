@@ -136,7 +136,7 @@ def test_everything_as_tables_and_as_a_file(bare: Path, cli: Cli, tmp_path: Path
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (("--workload", "speed"), "unknown workload 'speed'"),
+        (("--workload", "speed"), "unknown --workload 'speed'"),
         (("--compare", "paged,magic"), "unknown mode 'magic'"),
         (
             ("--workload", "decode", "--batch", "9", "--max-num-seqs", "8"),
