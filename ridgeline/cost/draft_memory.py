@@ -114,7 +114,7 @@ def _buffers(
     drawn = rows * FLOAT * (3 * (vocab_size // DRAW_CHUNK + 1) + 1)
     each = (3 + len(kv_groups(draft))) * INDEX + 4 + FLOAT
     read = rows * (pass_tokens * each + (each if pass_tokens > 1 else 0))
-    logits = kept * vocab_size * setting.dtype_bytes
+    logits = kept * vocab_size * FLOAT
     return MemoryItem("draft logits", logits + drawn + read, f"of {kept} guesses at once")
 
 

@@ -21,6 +21,7 @@ from ridgeline.cost.memory_items import (
     stage_layers,
     weight_items,
 )
+from ridgeline.cost.precision import LOGIT_BYTES
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.ways_to_fit import Change, Limits
 from ridgeline.cost.ways_to_fit import ways_to_fit as find_ways
@@ -192,8 +193,9 @@ def graph_items(
     if not num_rows:
         return ()
     inner = max(layer.feed_forward.intermediate_size for layer in spec.layers)
-    numbers = num_rows * spec.vocab_size + num_tokens * (6 * spec.hidden_size + 3 * inner)
-    kept = GRAPH_BYTES + int(numbers * dtype_bytes) + sampling_bytes(spec.vocab_size, num_rows)
+    logits = num_rows * spec.vocab_size * LOGIT_BYTES
+    states = int(num_tokens * (6 * spec.hidden_size + 3 * inner) * dtype_bytes)
+    kept = GRAPH_BYTES + logits + states + sampling_bytes(spec.vocab_size, num_rows)
     return (MemoryItem("graphs", kept, "captured steps"),)
 
 

@@ -217,9 +217,11 @@ class _Builder:
         m: float | None = None,
         copies: float = 1.0,
         is_packed: bool = True,
+        out_bytes: int | None = None,
     ) -> Op:
         """[m, k] @ [k, n]. `copies` such matrices are read (experts with work); `is_packed`: in
-        the weight format, else in the serving dtype."""
+        the weight format, else in the serving dtype. `out_bytes` of a result, unless it is of the
+        serving dtype."""
         rows = self.num_tokens if m is None else m
         precision, bits = self._weights_of(name)
         size = precision.dtype_bytes
@@ -233,7 +235,7 @@ class _Builder:
             count,
             2 * rows * n * k,
             weights + rows * k * (1 if rounded else size),
-            rows * n * size,
+            rows * n * (out_bytes or size),
             dtype=precision.compute_dtype if is_packed else precision.short_dtype,
             m=rows,
             n=n,
@@ -533,13 +535,14 @@ def output_ops(
     logits = float(num_rows * spec.vocab_size * LOGIT_BYTES)
     gather = build._message("all_gather", 1, (tp - 1) / tp * logits, tp, "gather_logits")
     dtype = precision.short_dtype
-    read = float(num_rows * spec.vocab_size * precision.dtype_bytes)
-    sampling = Op("sampling", "sampling", 1, 0, read, 0, dtype=dtype, m=num_rows)
+    sampling = Op("sampling", "sampling", 1, 0, logits, 0, dtype=dtype, m=num_rows)
     return (
         *build.behind_attention(last, 1),
         *build.messages([last], is_first=False),
         build.elementwise("final_norm", 1, spec.hidden_size, spec.hidden_size),
-        head.matmul("lm_head", 1, -(-spec.vocab_size // tp), spec.hidden_size),
+        head.matmul(
+            "lm_head", 1, -(-spec.vocab_size // tp), spec.hidden_size, out_bytes=LOGIT_BYTES
+        ),
         *([gather] if tp > 1 else []),
         sampling,
     )

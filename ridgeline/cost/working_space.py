@@ -245,10 +245,10 @@ class _Space:
         )
 
     def _logits(self, rows: int, copied: int, at_once: Mapping[str, int]) -> int:
-        """Logits of `rows`, first in the serving dtype and then in float32; then `copied` bytes
-        more for each, and `at_once` for those worked on."""
-        numbers, hidden = rows * self.spec.vocab_size, rows * self.spec.hidden_size
+        """Float32 logits of `rows`, made of the normed states; then `copied` bytes more for each,
+        and `at_once` for those worked on."""
+        numbers = rows * self.spec.vocab_size
         step = min(rows, max(1, NUMBERS_AT_ONCE[self.kind] // self.spec.vocab_size))
-        made = (numbers if self.size < FLOAT else hidden) * self.size
+        normed = rows * self.spec.hidden_size * self.size
         used = numbers * copied + step * self.spec.vocab_size * at_once[self.kind]
-        return numbers * FLOAT + max(made, used)
+        return numbers * FLOAT + max(normed, used)

@@ -81,7 +81,7 @@ class Drawn:
     """`token_ids_R` is -1 for rows without a finite logit; all are overwritten by the next step."""
 
     token_ids_R: torch.Tensor
-    logits_RV: torch.Tensor  # in the serving dtype
+    logits_RV: torch.Tensor  # float32
     positions_R: torch.Tensor  # where the new tokens stand
 
 
@@ -109,7 +109,7 @@ class DecodeGraphs:
         self._sent = torch.zeros((2 + num_groups) * most, dtype=torch.int64, device=where)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=where)
         vocab_size = decoder.spec.vocab_size
-        self._logits = torch.empty(most, vocab_size, dtype=decoder.dtype, device=where)
+        self._logits = torch.empty(most, vocab_size, dtype=torch.float32, device=where)
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=where)
         self._draws = DeviceDraws([most], transfer, where)
         self._drawn_for: HostDraws | None = None

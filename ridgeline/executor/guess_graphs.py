@@ -86,7 +86,7 @@ class Checked:
     step that ended at the logits."""
 
     answer_RY: torch.Tensor | None
-    logits_TV: torch.Tensor  # in the serving dtype
+    logits_TV: torch.Tensor  # float32
     guess_logits_BkV: torch.Tensor | None
     token_ids_T: torch.Tensor  # that were computed: each row's newest token, then its guesses
     positions_T: torch.Tensor  # where the tokens that come out stand
@@ -128,7 +128,7 @@ class GuessGraphs:
             for num_new in range(1, method.max_guesses + 2)
         ]
         vocab_size = decoder.spec.vocab_size
-        self._logits = torch.empty(most, vocab_size, dtype=decoder.dtype, device=where)
+        self._logits = torch.empty(most, vocab_size, dtype=torch.float32, device=where)
         width = most * (BEFORE_IDS + 2) + most
         self._answer = torch.zeros(width, dtype=torch.int64, device=where)
         rows_most = self.buckets[-1]

@@ -113,7 +113,7 @@ class Guesser:
         rows = batch.rows.run_of(num_guesses, self._vocab_size, self._transfer)
         guesses_T = checked.token_ids_T.roll(-1)
         run = CheckedRun(rows, checked.positions_T, guesses_T, checked.guess_logits_BkV)
-        sampled = check_run(checked.logits_TV.float(), run, self._rows.counts)
+        sampled = check_run(checked.logits_TV, run, self._rows.counts)
         return sampled.token_ids_R, sampled.is_sound_R
 
     def answers(self, answer_RY: torch.Tensor, limits: list[int]) -> Answers:

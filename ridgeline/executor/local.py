@@ -246,7 +246,7 @@ class LocalExecutor:
         else:
             drawn = graphs.run(batch.step, None)
             step = SamplingStep(kept, None, drawn.positions_R, batch.host_positions)
-            answer = self._sample(step, drawn.logits_RV.float())
+            answer = self._sample(step, drawn.logits_RV)
             return self._pending(plan, kept.request_ids, answer, None)
         ids_R, logprobs = drawn.token_ids_R, None
         if (wanted := kept.batch.logprobs) is not None:

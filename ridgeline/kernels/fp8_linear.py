@@ -22,7 +22,7 @@ from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_rows
 from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.kernels.small_linear import Beside, InputNorm
+from ridgeline.kernels.small_linear import Beside, InputNorm, multiply_into
 from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear
 from ridgeline.kernels.tile_linear import can_tile, tile_linear
 from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
@@ -297,17 +297,26 @@ def _ends(
     return y_MO if out_MO is None else out_MO.copy_(y_MO)
 
 
-def by_tiles(x_MK: torch.Tensor, weight: Fp8Matrix, bias_N: torch.Tensor | None) -> torch.Tensor:
+def by_tiles(
+    x_MK: torch.Tensor,
+    weight: Fp8Matrix,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Into `out_MN`, if it is given, of the dtype of x or float32; without a bias then."""
     outputs, inputs = weight.codes_NK.shape
     step = max(1, TILE_NUMBERS.get(x_MK.device.type, MANY_NUMBERS) // max(1, inputs))
-    if outputs <= step:
+    if out_MN is None and outputs <= step:
         return functional.linear(x_MK, dequantize_rows(weight).to(x_MK.dtype), bias_N)
-    y_MN = x_MK.new_empty((x_MK.shape[0], outputs))
+    check(out_MN is None or bias_N is None, "no bias is added to what is given")
+    y_MN = x_MK.new_empty((x_MK.shape[0], outputs)) if out_MN is None else out_MN
     for begin in range(0, outputs, step):
         part = slice(begin, begin + step)
         tile = dequantize_rows(Fp8Matrix(weight.codes_NK[part], weight.scale_N[part]))
-        bias = None if bias_N is None else bias_N[part]
-        y_MN[:, part] = functional.linear(x_MK, tile.to(x_MK.dtype), bias)
+        if bias_N is None:
+            multiply_into(x_MK, tile.to(x_MK.dtype), y_MN[:, part])
+        else:
+            y_MN[:, part] = functional.linear(x_MK, tile.to(x_MK.dtype), bias_N[part])
     return y_MN
 
 

@@ -80,7 +80,8 @@ class GpuInt8:
         if outputs % OUTPUTS == 0 and _is_aligned(out_TO):
             return self._product(x_TI, matrix.first(outputs), out_TO)
         # To all of the rows that are held, which come out even.
-        return out_TO.copy_(self._product(x_TI, matrix, None)[:, :outputs])
+        whole_TO = x_TI.new_empty((len(x_TI), len(matrix.codes_NK)), dtype=out_TO.dtype)
+        return out_TO.copy_(self._product(x_TI, matrix, whole_TO)[:, :outputs])
 
     def rows(
         self, parameters: Parameters, rows_T: torch.Tensor, dtype: torch.dtype
@@ -100,7 +101,7 @@ class GpuInt8:
         return QuantizedMatrix(codes, matrix.scale_N[:, None], None, codes.shape[1], 8, 0)
 
     def _product(
-        self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor | None
+        self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor
     ) -> torch.Tensor:
         return int8_linear(x_TI, matrix, out_MO=out_TO)
 
@@ -126,7 +127,7 @@ class WideInt8(Unfused, GpuInt8):
         return widened_linear(x_TI, int8_of(parameters), bias_N=bias_O)
 
     def _product(
-        self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor | None
+        self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor
     ) -> torch.Tensor:
         return widened_linear(x_TI, matrix, out_MO=out_TO)
 
@@ -141,7 +142,7 @@ class InvariantGpuInt8(Unfused, GpuInt8):
         return invariant_int8_linear(x_TI, int8_of(parameters), bias_N=bias_O)
 
     def _product(
-        self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor | None
+        self, x_TI: torch.Tensor, matrix: Int8Matrix, out_TO: torch.Tensor
     ) -> torch.Tensor:
         return invariant_int8_linear(x_TI, matrix, out_MO=out_TO)
 

@@ -204,8 +204,7 @@ def widened_linear(
     `fp8_linear` has for them, more by the library, some rows of W after the other."""
     matrix, rows = Fp8Matrix(weight.codes_NK, weight.scale_N), x_MK.shape[0]
     if not 0 < rows <= MAX_GUESS:
-        y_MO = by_tiles(x_MK, matrix, bias_N)
-        return y_MO if out_MO is None else out_MO.copy_(y_MO)
+        return by_tiles(x_MK, matrix, bias_N, out_MO)
     tile = fp8_guess(rows, *weight.codes_NK.shape)
     return fp8_by_tile(x_MK, matrix, tile, bias_N=bias_N, out_MO=out_MO)
 

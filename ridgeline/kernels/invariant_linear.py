@@ -42,7 +42,8 @@ def invariant_linear(
     """x @ W.T + bias, added up in float32 and rounded once to the dtype of x (of `out_MN`, if it
     is given). On a CPU the reference, which promises nothing about bits."""
     if not x_MK.is_cuda:
-        y_MN = invariant_linear_reference(x_MK, weight_NK, bias_N=bias_N)
+        dtype = x_MK.dtype if out_MN is None else out_MN.dtype
+        y_MN = invariant_linear_reference(x_MK, weight_NK, bias_N=bias_N, dtype=dtype)
         return y_MN if out_MN is None else out_MN.copy_(y_MN)
     from ridgeline.kernels.invariant_linear_triton import invariant_linear_triton
 
@@ -79,11 +80,15 @@ def invariant_tile(outputs: int, dtype: torch.dtype) -> InvariantTile:
 
 
 def invariant_linear_reference(
-    x_MK: torch.Tensor, weight_NK: torch.Tensor, *, bias_N: torch.Tensor | None = None
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """In float32, rounded once."""
+    """In float32, rounded once, to the dtype of x unless told."""
     bias = None if bias_N is None else bias_N.float()
-    return functional.linear(x_MK.float(), weight_NK.float(), bias).to(x_MK.dtype)
+    return functional.linear(x_MK.float(), weight_NK.float(), bias).to(dtype or x_MK.dtype)
 
 
 def invariant_fp8_reference(

@@ -29,6 +29,7 @@ COLUMN_ROWS = 8  # of x in a tile of the product
 LINES_TOGETHER = 4  # of 128 bytes, that a warp copies at once
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, E4M3: 2, INT8: 4}
+OUTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # of y
 ROUNDS = {E4M3: 3, INT8: 5}  # bfloat16 beside such weights becomes the same
 ROUNDED_TOGETHER = 128  # numbers of a row of x with one scale
 LARGEST = {E4M3: 448.0, INT8: 127.0}
@@ -137,7 +138,7 @@ def stream_linear(
     groups = groups_of(tile, rows, outputs, row_bytes, units=units, gated=gated, rounds=rounds)
     defines = {
         "ELEMENT": ROUNDS[weight_NK.dtype] if rounds else ELEMENTS[x_MK.dtype],
-        "OUT": ELEMENTS[y_MO.dtype],
+        "OUT": OUTS[y_MO.dtype],
         "W_SCALE": 0 if scales is None else SCALE_KINDS[scales.weight_N.dtype],
         "COLUMNS": groups.columns,
         "X_ROWS": groups.lines,

@@ -26,6 +26,7 @@ from ridgeline.kernels.stream_linear import (
     ELEMENTS,
     INT8,
     MOST_INT8,
+    OUTS,
     ROOM_BYTES,
     ROUNDS,
     SCALE_KINDS,
@@ -114,6 +115,7 @@ def tile_linear(
     y_MO = x_MK.new_empty((rows, cut.width), dtype=kind) if out_MO is None else out_MO
     ends = [t for t in (bias_N, residual_MO) if t is not None]
     check(all(t.dtype == y_MO.dtype for t in ends), "what is added has the dtype of y")
+    check(y_MO.dtype != torch.float32 or not ends, "nothing is added to float32")
     defines = defines_of(
         tile,
         cut,
@@ -157,7 +159,7 @@ def launch_tiles(
     """Writes y, which it returns, by the kernel that is compiled with `defines`, of weights that
     lie as their map says. What is not given is not read: y stands in its place."""
     beside = [t for t in (residual_MO, y_MO) if t is not None]
-    aligned = all((t.data_ptr() | t.stride(0) * 2) % ALIGNMENT == 0 for t in beside)
+    aligned = all((t.data_ptr() | t.stride(0) * t.element_size()) % ALIGNMENT == 0 for t in beside)
     check(aligned, "rows of y and of what is added to it begin at multiples of 16 bytes")
     room = workspace or tile_workspace(x_MK.device)
     if cut.programs != cut.tiles:
@@ -255,7 +257,7 @@ def defines_of(
     """What the source is compiled with; `dtype` of x and W, `scale` that of the scales of W."""
     return {
         "ELEMENT": ELEMENTS[dtype],
-        "OUT": ELEMENTS[out],
+        "OUT": OUTS[out],
         "W_SCALE": 0 if scale is None else SCALE_KINDS[scale],
         "ROWS": tile.block_n,
         "COLUMNS": cut.columns,

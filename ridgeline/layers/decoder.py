@@ -277,9 +277,9 @@ class Decoder:
         num_layers: int | None = None,
         last_of: int = 1,
     ) -> torch.Tensor:
-        """Logits of all tokens of a step, or of the last of each `last_of` tokens, into `out_RV` of
-        the serving dtype, which may have fewer columns than V; fills the cache. With a captured
-        backend the same shapes are the same launches, and nothing is waited for. One rank alone.
+        """Logits of all tokens of a step, or of the last of each `last_of` tokens, into `out_RV`
+        (float32), which may have fewer columns than V; fills the cache. With a captured backend
+        the same shapes are the same launches, and nothing is waited for. One rank alone.
 
         `num_layers`: by the first layers alone, the final norm and the output matrix."""
         hidden = self._forward(batch, kv, num_layers)
@@ -337,7 +337,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Final norm and output matrix: [R, E] rows of `forward` -> [R, V] float32."""
-        return self.lm_head.logits(self.norm(hidden_RE)).float()
+        return self.lm_head.logits(self.norm(hidden_RE))
 
 
 def _pieces_of(rows: Shard) -> Iterator[Shard]:

@@ -72,12 +72,13 @@ class VocabularyMatrix:
         return self.placement.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def logits_into(self, hidden: Hidden, norm: RMSNorm, out_TV: torch.Tensor) -> torch.Tensor:
-        """Of the normed states, [T, V] into `out_TV`. One rank alone."""
+        """Of the normed states, [T, V] into `out_TV` (float32). One rank alone."""
         return self.format.linear_into(hidden.normed(norm), self.parameters, out_TV)
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """[R, E] -> [R, V], on every rank."""
-        mine = hidden_RE.new_empty(len(hidden_RE), -(-self.vocab_size // self.placement.size))
+        """[R, E] -> [R, V] float32, on every rank."""
+        shape = len(hidden_RE), -(-self.vocab_size // self.placement.size)
+        mine = hidden_RE.new_empty(shape, dtype=torch.float32)
         self.format.linear_into(hidden_RE.contiguous(), self.parameters, mine)
         if self.placement.size == 1:
             return mine

@@ -202,7 +202,7 @@ def _sampling(bench: Bench, spec: ModelSpec, num_rows: int) -> Call:
     """Greedy, from the logits as the output matrix leaves them to the copy for the host; on a GPU
     as captured steps do it, in one launch."""
     there = bench.device.torch_device
-    logits_RV = bench.numbers(num_rows, spec.vocab_size)
+    logits_RV = bench.numbers(num_rows, spec.vocab_size).float()
     batch = SamplingBatch(num_rows, Needs(0))
     host_positions = np.zeros(num_rows, np.int64)
     positions_R = torch.zeros(num_rows, dtype=torch.int64, device=there)
@@ -213,7 +213,7 @@ def _sampling(bench: Bench, spec: ModelSpec, num_rows: int) -> Call:
         return lambda number: draw_rows(logits_RV, positions_R, None)
 
     def call(number: int) -> torch.Tensor:
-        found = sample(logits_RV.float(), batch, positions_R, host_positions)
+        found = sample(logits_RV, batch, positions_R, host_positions)
         last_ids_N.index_copy_(0, slots_R, found.token_ids_R)
         ids_R = found.token_ids_R.where(found.is_sound_R, -1)
         return answer_R.copy_(ids_R)

@@ -71,7 +71,8 @@ class VocabularyFormat(WeightFormat, Protocol):
         self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
     ) -> torch.Tensor:
         """`linear` without a bias, of as many of the first rows of W as `out_TO` has columns; that
-        is what it returns, and nothing is waited for."""
+        is what it returns, and nothing is waited for. Sums are rounded once, to the dtype of
+        `out_TO`: float32 ones, of logits, not at all."""
         ...
 
 

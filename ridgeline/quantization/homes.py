@@ -19,7 +19,7 @@ from torch.nn import functional
 from ridgeline.errors import InternalError
 from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.quantized_matrix import SIZES, QuantizedMatrix, read_sizes, sizes_of
-from ridgeline.kernels.small_linear import Fusion, Unfused
+from ridgeline.kernels.small_linear import Fusion, Unfused, multiply_into
 from ridgeline.quantization.contract import Parameters
 from ridgeline.registry import load
 
@@ -182,13 +182,14 @@ class PortableHome(Unfused):
         self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
     ) -> torch.Tensor:
         """Some rows of the matrix after the other, so that no more than UNPACKED_NUMBERS of it are
-        unpacked at once."""
+        unpacked at once. A CPU multiplies in the dtype of `out_TO`, which costs it no more."""
         matrix, outputs = self.matrix(parameters), out_TO.shape[1]
+        x_TI = x_TI if x_TI.is_cuda else x_TI.to(out_TO.dtype)
         step = max(1, UNPACKED_NUMBERS // max(1, matrix.inputs))
         for begin in range(0, outputs, step):
             end = min(outputs, begin + step)
             weight_OI = matrix.part(begin, end).dequantize().to(x_TI.dtype)
-            out_TO[:, begin:end] = self._product(x_TI, weight_OI, None)
+            self._product_into(x_TI, weight_OI, out_TO[:, begin:end])
         return out_TO
 
     def rows(
@@ -206,6 +207,11 @@ class PortableHome(Unfused):
     ) -> torch.Tensor:
         return functional.linear(x_TI, weight_OI, bias_O)
 
+    def _product_into(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        return multiply_into(x_TI, weight_OI, out_TO)
+
 
 class InvariantHome(PortableHome):
     """One way of multiplying for any number of rows."""
@@ -214,3 +220,8 @@ class InvariantHome(PortableHome):
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         return invariant_linear(x_TI, weight_OI, bias_N=bias_O)
+
+    def _product_into(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        return invariant_linear(x_TI, weight_OI, out_MN=out_TO)

@@ -64,7 +64,13 @@ class Int8OutlierWeights(Int8Weights):
     def linear_into(
         self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
     ) -> torch.Tensor:
-        return out_TO.copy_(self.linear(x_TI, parameters, None)[:, : out_TO.shape[1]])
+        home = self.home(parameters)
+        split = split_outliers(x_TI) if isinstance(home, ReadsColumns) else None
+        if split is None or not isinstance(home, ReadsColumns):
+            return super().linear_into(x_TI, parameters, out_TO)
+        super().linear_into(split.rest_TI, parameters, out_TO)
+        weight_OC = home.columns(parameters, split.columns_C)[: out_TO.shape[1]]
+        return out_TO.add_(self._of_loud(split.loud_TC.float(), weight_OC))
 
     def fused(
         self,

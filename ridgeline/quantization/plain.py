@@ -16,7 +16,13 @@ from ridgeline.kernels.cpu.packed_linear import (
     pack,
 )
 from ridgeline.kernels.invariant_linear import invariant_linear
-from ridgeline.kernels.small_linear import Fusion, Unfused, fits_small, small_linear
+from ridgeline.kernels.small_linear import (
+    Fusion,
+    Unfused,
+    fits_small,
+    multiply_into,
+    small_linear,
+)
 from ridgeline.kernels.tall_linear import fits_tall, tall_linear
 from ridgeline.quantization.contract import Parameters
 from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed, packed_of
@@ -96,7 +102,7 @@ class PlainWeights:
         weight_OI = parameters["weight"][:outputs]
         if fits_small(x_TI, weight_OI, Fusion()):
             return small_linear(x_TI, weight_OI, out_MO=out_TO)
-        return torch.mm(x_TI, weight_OI.T, out=out_TO)
+        return multiply_into(x_TI, weight_OI, out_TO)
 
     def packed(self, parameters: Parameters) -> PackedMatrix | None:
         return packed_of(parameters)

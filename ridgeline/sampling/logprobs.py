@@ -27,8 +27,8 @@ class LogprobTensors:
 def token_logprobs(
     logits_RV: torch.Tensor, ids_L: torch.Tensor, top_k: int, rows_L: torch.Tensor | None = None
 ) -> LogprobTensors:
-    """Log-probability and rank of the token `ids_L` of each of these rows (None: of every row),
-    and its `top_k` likeliest."""
+    """Log-probability and rank of the token `ids_L` of each of these rows of float32 logits (None:
+    of every row), and its `top_k` likeliest."""
     found = [
         _some(logits_RV[part if rows_L is None else rows_L[part]], ids_L[part], top_k)
         for part in parts(len(ids_L), logits_RV)
@@ -44,7 +44,7 @@ def token_logprobs(
 
 
 def _some(logits_LV: torch.Tensor, ids_L: torch.Tensor, top_k: int) -> LogprobTensors:
-    logprobs_LV = logits_LV.float().log_softmax(-1)
+    logprobs_LV = logits_LV.log_softmax(-1)
     chosen_L1 = logprobs_LV.gather(1, ids_L.unsqueeze(1))
     ranks_L = (logprobs_LV > chosen_L1).sum(-1) + 1
     top_LK, top_ids_LK = logprobs_LV.topk(min(top_k, logits_LV.shape[1]), dim=-1)

@@ -170,7 +170,7 @@ class Eagle3Head:
     @torch.inference_mode()
     def logits(self, states_RE: torch.Tensor) -> torch.Tensor:
         """Of its own ids, [R, D] float32."""
-        return self._lm_head.logits(self._norm(states_RE)).float()
+        return self._lm_head.logits(self._norm(states_RE))
 
     @torch.inference_mode()
     def target_logits(self, states_RE: torch.Tensor) -> torch.Tensor:

@@ -104,4 +104,4 @@ class MTPHead:
     def logits(self, states_RE: torch.Tensor) -> torch.Tensor:
         """Of states that `forward` gave, [R, V] float32."""
         normed = states_RE if self.spec.layout.gives_normed else self._norm(states_RE)
-        return self._target.lm_head.logits(normed).float()
+        return self._target.lm_head.logits(normed)

@@ -48,7 +48,7 @@ class ModelPasses:
         )
         # Ids that the model has not are never its guesses: their odds stay at zero.
         rows = max(max_rows, max_logit_rows)
-        self._logits = torch.full((rows, vocab_size), -torch.inf, dtype=decoder.dtype, device=where)
+        self._logits = torch.full((rows, vocab_size), -torch.inf, device=where)
         self._columns = min(vocab_size, decoder.spec.vocab_size)
         programs = max_rows * (self._columns // DRAW_CHUNK + 1)
         self._workspace = make_workspace(where, 3 * programs, max_rows)

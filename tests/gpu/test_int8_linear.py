@@ -355,9 +355,10 @@ def test_a_home(home: GpuInt8, rows: int) -> None:
         assert added is out
         assert (out.float() - residual.float() - want).norm() <= 0.02 * want.norm()
     for outputs in (512, 496, 509):
-        logits = x.new_full((rows, outputs), torch.nan)
+        logits = torch.full((rows, outputs), torch.nan, device="cuda")
         assert home.linear_into(x, kept, logits) is logits
-        assert torch.equal(logits, got[:, :outputs])
+        assert torch.equal(logits.to(got.dtype), got[:, :outputs])
+        assert not torch.equal(logits, got[:, :outputs].float())  # they were not rounded
     looked_up = torch.tensor([3, 511, 0, 3], device="cuda")
     rows_of = home.rows(kept, looked_up, torch.bfloat16)
     assert torch.equal(rows_of, exact[looked_up].to(torch.bfloat16))

@@ -385,7 +385,7 @@ def test_a_home_asks_for_what_kernels_can_store(monkeypatch: pytest.MonkeyPatch)
         assert home.linear_into(x, kept, out) is out
         assert torch.allclose(out, want[:, :outputs], rtol=1e-5, atol=1e-6)
         assert asked[-1]["outputs"] == (48 if whole else outputs)
-        assert (asked[-1]["out_MO"] is None) is whole
+        assert (asked[-1]["out_MO"] is out) is not whole
     residual = torch.zeros(3, 48, dtype=torch.bfloat16, device=DEVICE)
     half = x.to(torch.bfloat16)
     assert home.fused(half, kept, None, Fusion(residual_TO=residual)) is residual
@@ -407,7 +407,7 @@ def test_weights_that_become_wide(rows: int, dtype: torch.dtype) -> None:
     limit = BOUND[dtype] * max(1.0, float(want.abs().max()))
     assert (home.linear(x, kept, bias).float() - want - bias.float()).abs().max() <= limit
     for outputs in (48, 45):
-        out = x.new_full((rows, outputs), torch.nan)
+        out = torch.full((rows, outputs), torch.nan, device=DEVICE)
         assert home.linear_into(x, kept, out) is out
         assert (out.float() - want[:, :outputs]).abs().max() <= limit
     assert home.fused(x, kept, None, Fusion()) is None

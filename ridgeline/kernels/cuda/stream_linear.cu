@@ -14,8 +14,8 @@
 // the same here, with a scale for each 128 numbers; COLUMNS tiles of 8 rows of x, X_ROWS of them in
 // the ring, 8 to a tile or 1, 2 or 4 that stand for all 8; TILES; STAGES of the ring; SPLITS; WARPS; NORM, GATED, RESIDUAL, BIAS, DEPENDENT (programmatic launch) 0 or 1; KEPT:
 // what the first group of a CTA has rounded stays in shared memory for those after it. OUT: element
-// of y, residual, bias: 0 or 1; W_SCALE: scales of W are 0 float32, 1 bfloat16, 2 float16. Sums of
-// int8 are exact: whole numbers, of all of K if x is int8.
+// of y, residual, bias: 0 or 1, or 2 float32; W_SCALE: scales of W are 0 float32, 1 bfloat16, 2
+// float16. Sums of int8 are exact: whole numbers, of all of K if x is int8.
 // Letters as in small_linear: M rows of x, K inputs, N rows of W, O outputs.
 
 typedef unsigned int u32;
@@ -41,6 +41,11 @@ typedef unsigned short u16;
 #define OUTPUTS ROWS
 #endif
 
+#if OUT == 2
+typedef float Out;
+#else
+typedef u16 Out;
+#endif
 #if INTEGER
 typedef int Sum;  // of a step that is rounded, else of all
 #else
@@ -123,10 +128,16 @@ __device__ __forceinline__ u32 pack(float first, float second) {
   return pair;
 }
 
-__device__ __forceinline__ float load_number(const u16* at) {
+__device__ __forceinline__ float load_number(const Out* at) {
+#if OUT == 2
+  float number;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(number) : "l"(at) : "memory");
+  return number;
+#else
   u16 bits;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(at) : "memory");
   return low<OUT>((u32)bits);
+#endif
 }
 
 #if SCALED
@@ -139,8 +150,12 @@ __device__ __forceinline__ float scale_of(const void* scales, int row) {
 }
 #endif
 
-__device__ __forceinline__ void store_number(u16* at, float value) {
+__device__ __forceinline__ void store_number(Out* at, float value) {
+#if OUT == 2
+  *at = value;
+#else
   *at = (u16)(pack<OUT>(value, 0.0f) & 0xffff);
+#endif
 }
 
 __device__ __forceinline__ void multiply(Sum (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
@@ -282,8 +297,8 @@ __device__ __forceinline__ u32 read_of(u32 place, u32 rank) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    stream_linear(const char* __restrict__ w, const char* __restrict__ x, u16* y,
-                  const u16* residual, const u16* __restrict__ bias,
+    stream_linear(const char* __restrict__ w, const char* __restrict__ x, Out* y,
+                  const Out* residual, const Out* __restrict__ bias,
                   const char* __restrict__ gain, const float* x_scale,
                   const void* __restrict__ w_scale, int rows, int width, int bytes, int groups,
                   int groups_each, u32 w_stride, u32 x_stride, u64 residual_stride, u64 y_stride,

@@ -12,8 +12,9 @@
 //
 // Compiled with: ELEMENT 0 bfloat16, 1 float16, 2 e4m3, 4 int8 (these with a scale of each row of x
 // and W); ROWS, COLUMNS, STAGES, BLOCKS, WARPGROUPS, CLUSTER, SPLITS; GATED, RESIDUAL, BIAS, DEPENDENT
-// (programmatic launch) 0 or 1. OUT: element of y, residual, bias: 0 or 1; W_SCALE: scales of W are
-// 0 float32, 1 bfloat16, 2 float16. Sums of int8 are exact, so no cut of the work changes a bit.
+// (programmatic launch) 0 or 1. OUT: element of y, residual, bias: 0 or 1, or 2 float32, with no
+// residual and no bias then; W_SCALE: scales of W are 0 float32, 1 bfloat16, 2 float16. Sums of int8
+// are exact, so no cut of the work changes a bit.
 // PACKED 1: W has 4 bits and what `int4_record.cu` says; ELEMENT is that of x, BLOCKS are 2.
 // Letters as in small_linear: M rows of x, K inputs, N rows of W, O outputs (`width`).
 
@@ -49,10 +50,16 @@ typedef unsigned short u16;
 #define BAND_OUTPUTS (GATED ? 32 : 64)
 #define PITCH (BAND_OUTPUTS + 4)
 #define STAGING (CHUNK * PITCH)
-#define VECTORS (CHUNK * BAND_OUTPUTS / 8)  // 8 outputs each, of a chunk
+#define TOGETHER (OUT == 2 ? 4 : 8)  // outputs in 16 bytes
+#define VECTORS (CHUNK * BAND_OUTPUTS / TOGETHER)  // of so many, of a chunk
 #define VECTORS_EACH ((VECTORS + 127) / 128)
 #define WARP_ARRIVALS (WARPGROUPS * 4 * CLUSTER)
 
+#if OUT == 2
+typedef float Out;
+#else
+typedef u16 Out;
+#endif
 #if INTEGER
 typedef int Sum;
 typedef int4 Sums4;
@@ -352,7 +359,7 @@ __device__ __forceinline__ void finish_by_all(Sum (&sums)[BANDS][SUMS], int mine
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
-    tile_linear(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, u16* y,
+    tile_linear(const __grid_constant__ Map w_map, const __grid_constant__ Map x_map, Out* y,
                 const u16* residual, const u16* __restrict__ bias, const float* x_scale,
                 const void* __restrict__ w_scale, float* partial, u32* arrivals, int rows,
                 int width, int x_tiles, int tiles, int steps, u64 residual_stride, u64 y_stride) {
@@ -606,8 +613,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
           auto fetch_residual = [&](int chunk) {
 #pragma unroll
             for (int i = 0; i < VECTORS_EACH; ++i) {
-              const int e = i * 128 + inside, m = first_row + chunk + e / (BAND_OUTPUTS / 8);
-              const int o = opens + e % (BAND_OUTPUTS / 8) * 8;
+              const int e = i * 128 + inside;
+              const int m = first_row + chunk + e / (BAND_OUTPUTS / TOGETHER);
+              const int o = opens + e % (BAND_OUTPUTS / TOGETHER) * TOGETHER;
               next_added[i] = make_uint4(0, 0, 0, 0);
               if (RESIDUAL && e < VECTORS && m < rows && o < width)
                 next_added[i] = __ldcg((const uint4*)(residual + m * residual_stride + o));
@@ -655,15 +663,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_EACH)
             warpgroup_meets(warpgroup);
 #pragma unroll
             for (int i = 0; i < VECTORS_EACH; ++i) {
-              const int e = i * 128 + inside, r = e / (BAND_OUTPUTS / 8);
-              const int m = first_row + chunk + r, v = e % (BAND_OUTPUTS / 8) * 8;
+              const int e = i * 128 + inside, r = e / (BAND_OUTPUTS / TOGETHER);
+              const int m = first_row + chunk + r, v = e % (BAND_OUTPUTS / TOGETHER) * TOGETHER;
               if (e < VECTORS && m < rows && opens + v < width) {
+#if OUT == 2
+                *(float4*)(y + m * y_stride + opens + v) = *(const float4*)(own + r * PITCH + v);
+#else
                 float4 l = *(const float4*)(own + r * PITCH + v);
                 float4 h = *(const float4*)(own + r * PITCH + v + 4);
                 const uint4 out = make_uint4(
                     add_pair(added[i].x, l.x, l.y), add_pair(added[i].y, l.z, l.w),
                     add_pair(added[i].z, h.x, h.y), add_pair(added[i].w, h.z, h.w));
                 *(uint4*)(y + m * y_stride + opens + v) = out;
+#endif
               }
             }
             warpgroup_meets(warpgroup);
