@@ -126,9 +126,9 @@ def test_what_cannot_fit_names_the_largest_item_and_ways_out() -> None:
     ("device", "size_gb", "asked", "first"),
     [
         ("cpu", 20, {"dtype": "float32"}, "dtype bfloat16"),
-        ("cuda:0", 20, {"max_num_batched_tokens": 8192}, "memory_utilization 0.95"),
+        ("cuda:0", 20, {"max_num_batched_tokens": 6144}, "memory_utilization 0.95"),
         ("cuda:0", 24, {"max_num_batched_tokens": 65536}, "max_num_batched_tokens 32768"),
-        ("cuda:0", 24, {"max_model_len": 131072}, "max_model_len 22"),
+        ("cuda:0", 24, {"max_model_len": 131072}, "max_model_len 21"),
         ("cuda:0", 80, {"num_blocks": 10**6}, "num_blocks 15625"),
         ("cpu", 80, {"max_model_len": 131072}, "kv_cache_memory_bytes 34359738368"),
         (
