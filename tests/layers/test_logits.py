@@ -104,7 +104,8 @@ TIED = {0, 1}  # ids that only rounding makes the likeliest
 def twins(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose logits are 16 * h0 (of id 0) and that a little more or less (of eight others),
     or the same of minus h0 (of id 1): neither is ever the likeliest, and both win where all tie."""
-    folder = make_tiny_model(tmp_path_factory.mktemp("twins"), vocab_size=272, head_dim=16, tokenizer=False)
+    folder = tmp_path_factory.mktemp("twins")
+    make_tiny_model(folder, vocab_size=272, head_dim=16, tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
     head, norm = torch.zeros(272, 32), torch.zeros(32)
     norm[0], norm[1:5] = 1.0, 2.0**-9
