@@ -35,6 +35,7 @@ from ridgeline.executor.guesser import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import NUMBERS_OF_GUESSES, WARM_UP_S, WarmUp
+from ridgeline.figures import scaled
 from ridgeline.formats import MODEL, STORED
 from ridgeline.generation import GenerationDefaults, generation_defaults
 from ridgeline.kernels.cache import KernelCounts, prepare_kernels
@@ -192,7 +193,7 @@ def build(
     )
     with startup.phase("cache") as opened:
         kv = _cache(resolved, spec, device)
-        opened.detail = f"{kv.num_bytes / 1e9:.3g} GB"
+        opened.detail = scaled(kv.num_bytes, "B")
 
     def open_draft(source: DraftSource) -> Decoder:
         return _draft_decoder(config, resolved, source, spec.vocab_size, device, packs, startup)
@@ -288,20 +289,20 @@ def _decoder(
         begun = startup.elapsed_s()
         if packs is not None and (kept := packs.find(key)) is not None:
             decoder.adopt(kept)
-            opened.detail = f"{decoder.num_bytes / 1e9:.3g} GB, packed at an earlier start"
+            opened.detail = f"{scaled(decoder.num_bytes, 'B')}, packed at an earlier start"
             return decoder
         total = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
         report = None if progress is None else lambda done: progress("weights", done, total)
         decoder.load(_source(checkpoint, device, resolved, spec), report)
         device.synchronize()
         seconds = max(1e-9, startup.elapsed_s() - begun)
-        opened.detail = f"{total / 1e9:.3g} GB, {total / 1e9 / seconds:.2g} GB/s"
+        opened.detail = f"{scaled(total, 'B')}, {scaled(total / seconds, 'B/s')}"
         if isinstance(checkpoint, GGUFCheckpoint):
             opened.detail += f"; {checkpoint.became(resolved.dtype, resolved.weight_format)}"
     checkpoint.close()
     if packs is not None and decoder.is_packed:
         with startup.phase(f"keeping packed {who}weights") as opened:
-            opened.detail = f"{packs.keep(key, decoder.kept()) / 1e9:.3g} GB"
+            opened.detail = scaled(packs.keep(key, decoder.kept()), "B")
     return decoder
 
 

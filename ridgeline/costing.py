@@ -15,7 +15,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.drafters import guess_prices
-from ridgeline.cost.hardware import Device, catalogue
+from ridgeline.cost.hardware import ASSUMED_SOURCES, Device, catalogue
 from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
@@ -223,6 +223,6 @@ def unknown_device(description: str, resolved: ResolvedConfig, memory_bytes: int
         watts=0.0,
         all_in_kw=None,
         prices=(),
-        sources=MappingProxyType({"all": "assumed; calibrate to know"}),
+        sources=MappingProxyType(ASSUMED_SOURCES),
         vendor="unknown",
     )

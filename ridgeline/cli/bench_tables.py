@@ -13,7 +13,8 @@ from ridgeline.benchmark.caching import CachingResult
 from ridgeline.benchmark.record import Spread
 from ridgeline.benchmark.speed import DecodeSpeed, LoadResult, PrefillSpeed, SplitResult
 from ridgeline.cli.session import paper
-from ridgeline.observe.readout import ReadOut
+from ridgeline.figures import fixed, percent, scaled
+from ridgeline.observe.readout import NOT_CALIBRATED, ReadOut
 
 
 def show(about: Mapping[str, Any], sections: Mapping[str, Sequence[Any]]) -> None:
@@ -26,7 +27,8 @@ def show(about: Mapping[str, Any], sections: Mapping[str, Sequence[Any]]) -> Non
             out.print(f"  note: {text}")
     for result in sections.get("cost", ()):
         if result.guesses is not None:
-            out.print(f"{result.what}: {result.guesses.words()}")
+            words = result.guesses.words(is_calibrated=result.is_calibrated)
+            out.print(f"{result.what}, drafts: {'; '.join(words)}")
 
 
 def _show_about(out: Console, about: Mapping[str, Any]) -> None:
@@ -45,15 +47,15 @@ def _show_about(out: Console, about: Mapping[str, Any]) -> None:
 
 
 def giga(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
+    return "-" if bytes_per_s is None else scaled(bytes_per_s, "B/s")
 
 
 def share(value: float | None) -> str:
-    return "-" if value is None else f"{value * 100:.1f} %"
+    return "-" if value is None else percent(value)
 
 
 def three(spread: Spread) -> tuple[str, str, str]:
-    return f"{spread.p50:.2f}", f"{spread.p90:.2f}", f"{spread.p99:.2f}"
+    return fixed(spread.p50, 2), fixed(spread.p90, 2), fixed(spread.p99, 2)
 
 
 def _decode(results: Sequence[DecodeSpeed]) -> Table:
@@ -66,11 +68,11 @@ def _decode(results: Sequence[DecodeSpeed]) -> Table:
         table.add_row(
             str(r.batch),
             f"{r.prompt_len} + {r.output_len}",
-            f"{r.step_ms.p50:.3f}",
-            f"{r.step_ms.p99:.3f}",
+            fixed(r.step_ms.p50, 3),
+            fixed(r.step_ms.p99, 3),
             f"{r.tokens_per_step:.2f}",
             f"{r.tokens_per_s:.1f}",
-            "-" if r.bytes_per_step is None else f"{r.bytes_per_step / 1e6:.1f} MB",
+            "-" if r.bytes_per_step is None else scaled(r.bytes_per_step, "B"),
             giga(r.achieved_bytes_per_s),
             share(r.share_of_bandwidth),
         )
@@ -80,7 +82,7 @@ def _decode(results: Sequence[DecodeSpeed]) -> Table:
 def _prefill(results: Sequence[PrefillSpeed]) -> Table:
     table = Table("prompt tokens", "TTFT ms", "tok/s", title="prefill, one prompt alone")
     for r in results:
-        table.add_row(str(r.prompt_len), f"{r.ttft_ms:.2f}", f"{r.tokens_per_s:.0f}")
+        table.add_row(str(r.prompt_len), fixed(r.ttft_ms, 2), f"{r.tokens_per_s:.0f}")
     return table
 
 
@@ -93,7 +95,7 @@ def _split(results: Sequence[SplitResult]) -> Table:
         table.add_row(
             "prefill",
             str(r.prompt_len),
-            f"{r.prefill_s:.3f}",
+            fixed(r.prefill_s, 3),
             share(1 - r.decode_share),
             f"{r.prefill_tokens_per_s:.0f}",
             "",
@@ -102,7 +104,7 @@ def _split(results: Sequence[SplitResult]) -> Table:
         table.add_row(
             "decode",
             str(r.output_len),
-            f"{r.decode_s:.3f}",
+            fixed(r.decode_s, 3),
             share(r.decode_share),
             f"{r.decode_tokens_per_s:.1f}",
             giga(r.achieved_bytes_per_s),
@@ -141,7 +143,7 @@ def _caching(results: Sequence[CachingResult]) -> Table:
         table.add_row(
             r.mode,
             f"{r.prompt_len} + {r.output_len}",
-            f"{r.seconds:.3f}",
+            fixed(r.seconds, 3),
             f"{r.tokens_per_s:.1f}",
             f"{first.seconds / r.seconds:.2f}x",
             "yes" if r.token_ids == first.token_ids else "no",
@@ -180,19 +182,20 @@ def _batching(results: Sequence[BatchingResult]) -> Table:
 def _cost(results: Sequence[ReadOut]) -> Table:
     """All steps of each workload, warm-up included, against their prices and the limits."""
     table = Table(
-        *("steps of", "count", "achieved", "of bandwidth", "TFLOP/s", "of peak"),
+        *("steps of", "count", "achieved", "of bandwidth", "computed", "of peak"),
         *("of expected time", "host gaps", "graph padding"),
-        title=f"achieved against the limit of {results[0].device}; prices {results[0].origin}",
+        title=f"achieved against the limit of {results[0].device}; "
+        + (f"prices {results[0].origin}" if results[0].is_calibrated else NOT_CALIBRATED),
     )
     for r in results:
         table.add_row(
             r.what,
             str(r.num_steps),
             giga(r.bytes_per_s),
-            share(r.share_of_bandwidth),
-            f"{r.flops_per_s / 1e12:.4g}",
-            share(r.share_of_peak),
-            f"{r.expected_ratio:.2f}x",
+            share(None if r.is_assumed_device else r.share_of_bandwidth),
+            scaled(r.flops_per_s, "FLOP/s"),
+            share(None if r.is_assumed_device else r.share_of_peak),
+            f"{r.expected_ratio:.2f}x" if r.is_calibrated else "-",
             share(r.host_share),
             share(r.padded_share),
         )

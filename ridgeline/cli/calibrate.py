@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note, paper
 from ridgeline.cli.values import check_writable, positive, words
+from ridgeline.figures import percent, scaled, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,18 +137,18 @@ def _show_device(answer: Answer, out: Console) -> None:
     device, about = answer.device, answer.record["about"]
     table = Table("figure", "value", title=device.label)
     for dtype, flops in device.peak_flops.items():
-        table.add_row(f"peak {dtype}", f"{flops / 1e12:.4g} TFLOP/s")
-    table.add_row("memory, read (measured)", f"{about['read_bytes_per_s'] / 1e9:.4g} GB/s")
-    table.add_row("memory, copy (measured)", f"{about['copy_bytes_per_s'] / 1e9:.4g} GB/s")
-    table.add_row("bandwidth that shares refer to", f"{device.bandwidth / 1e9:.4g} GB/s")
-    table.add_row("one small operator, host side", f"{about['launch_s'] * 1e6:.3g} us")
+        table.add_row(f"peak {dtype}", scaled(flops, "FLOP/s"))
+    table.add_row("memory, read (measured)", scaled(about["read_bytes_per_s"], "B/s"))
+    table.add_row("memory, copy (measured)", scaled(about["copy_bytes_per_s"], "B/s"))
+    table.add_row("bandwidth that shares refer to", scaled(device.bandwidth, "B/s"))
+    table.add_row("one small operator, host side", seconds(about["launch_s"]))
     host = answer.fit.calibration.host
-    table.add_row("step, host side", f"{host.c0_s * 1e6:.0f} us + {host.c1_s * 1e6:.1f} us/request")
+    table.add_row("step, host side", f"{seconds(host.c0_s)} + {seconds(host.c1_s)} a request")
     if host.check_request_s:
-        checked = f"{host.check_request_s * 1e6:.1f} us/request more"
+        checked = f"{seconds(host.check_request_s)} a request more"
         table.add_row("step that checks guesses, host side", checked)
     if host.captured_s:
-        beside = f"{host.captured_s * 1e6:.3g} us, {host.pass_s * 1e6:.3g} us a guess of a model"
+        beside = f"{seconds(host.captured_s)}, {seconds(host.pass_s)} a guess of a model"
         table.add_row("captured step, beside its operators", beside)
     out.print(table)
 
@@ -155,7 +156,7 @@ def _show_device(answer: Answer, out: Console) -> None:
 def _show_constants(calibration: Calibration, out: Console) -> None:
     from rich.table import Table
 
-    table = Table("class", "of the peak", "of the bandwidth", "us a launch", title="constants")
+    table = Table("class", "of the peak", "of the bandwidth", "a launch", title="constants")
     measured = {
         name.rpartition(" ")[2] for name in calibration.held_out if name.startswith("matmul")
     }
@@ -176,9 +177,9 @@ def _show_constants(calibration: Calibration, out: Console) -> None:
                 attention.decode_t0_s,
             ),
         ):
-            table.add_row(name, f"{share:.1%}", f"{stream:.1%}", f"{launch * 1e6:.3g}")
+            table.add_row(name, percent(share), percent(stream), seconds(launch))
     for name, passes in calibration.streams.items():
-        table.add_row(name, "", f"{passes.e_m:.1%}", f"{passes.t0_s * 1e6:.3g}")
+        table.add_row(name, "", percent(passes.e_m), seconds(passes.t0_s))
     out.print(table)
 
 
@@ -187,5 +188,5 @@ def _show_errors(answer: Answer, out: Console) -> None:
 
     table = Table("points kept out", "number", "median error", "90 %", title="does it predict?")
     for name, error in answer.fit.errors.items():
-        table.add_row(name, str(error.count), f"{error.median:.1%}", f"{error.p90:.1%}")
+        table.add_row(name, str(error.count), percent(error.median), percent(error.p90))
     out.print(table)

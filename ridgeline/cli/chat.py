@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.cli.answer_stats import AnswerStats, add_stats_flag
 from ridgeline.cli.conversing import messages, writer
 from ridgeline.cli.interrupt import CtrlC
 from ridgeline.cli.parser import Parser
@@ -66,6 +66,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="continue the text; for models without chat template"
     )
+    add_stats_flag(parser)
     add_session_flags(parser, without=("seed",))
     add_sampling_flags(parser, without=(*NOT_IN_CHAT, "prompt_logprobs"))
 
@@ -201,16 +202,14 @@ class Chat:
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
     def show(self, pieces: Iterator[ChoiceDelta]) -> str:
-        started = time.perf_counter()
+        stats = AnswerStats(self.args, self.llm)
         said: list[str] = []
-        count, write = 0, writer()
+        write = writer()
         with CtrlC() as ctrl_c:
             for piece in ctrl_c.watch(pieces):
+                stats.take(piece)
                 said.append(piece.text)
-                count += len(piece.token_ids)
                 write(piece.text)
         write("\n")
-        rate = count / max(time.perf_counter() - started, 1e-9)
-        stopped = ", stopped" if ctrl_c.pressed else ""
-        self.say(f"[{count} tokens, {rate:.1f} tok/s{stopped}]")
+        stats.show()
         return "".join(said)

@@ -187,7 +187,7 @@ def _show_rows(rows: tuple[Row, ...]) -> None:
 
 def number(value: float) -> str:
     """Four digits after the point for shares; large perplexities without."""
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def interval(row: Row) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from ridgeline.cli.session import paper
+from ridgeline.figures import percent, seconds
 
 PARTS = {
     "queue": "queue",
@@ -42,18 +43,6 @@ def show(report: Mapping[str, Any], most: int) -> None:
     else:
         gain = f"{best['gain']:.2f}x {best['of']} expected"
         out.print(f"next best change: {best['name']} ({best['how']}), {gain}")
-
-
-def seconds(value: float) -> str:
-    """A time with a fitting unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return "0" if value == 0 else f"{value / 1e-6:.2g} us"
-
-
-def percent(value: float) -> str:
-    return f"{value * 100:.1f} %"
 
 
 def whole_table(report: Mapping[str, Any]) -> Table:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.cli.answer_stats import AnswerStats, add_stats_flag
 from ridgeline.cli.interrupt import CtrlC
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.sampling_flags import add_sampling_flags, ids, sampling_changes
-from ridgeline.cli.session import add_session_flags, note, note_cost, open_llm
+from ridgeline.cli.session import add_session_flags, note, open_llm
 from ridgeline.errors import ConfigError
-from ridgeline.startup import say_first_token, total_s
+from ridgeline.startup import total_s
 
 if TYPE_CHECKING:
     from ridgeline.answer import Choice
@@ -58,6 +58,7 @@ def add_arguments(parser: Parser) -> None:
         "--token-ids", action="append", default=[], type=ids, metavar="IDS", help="such as 1,2,3"
     )
     parser.add_argument("--json", action="store_true", help="print everything known as JSON")
+    add_stats_flag(parser)
     add_session_flags(parser, without=("seed",))
     add_sampling_flags(parser)
 
@@ -114,36 +115,17 @@ def _streams(args: argparse.Namespace, sampling: SamplingParams) -> bool:
 
 def _stream(args: argparse.Namespace, llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
     """One answer, written as it comes. Ctrl-C ends it between two tokens."""
-    started = time.perf_counter()
-    first: float | None = None
-    count, reason = 0, "abort"
+    stats = AnswerStats(args, llm)
     with CtrlC() as ctrl_c:
         for piece in ctrl_c.watch(llm.stream(prompt.token_ids, sampling)):
-            if first is None and piece.token_ids:
-                first = time.perf_counter()
-                say_first_token(llm.built.kernels)
-            count += len(piece.token_ids)
+            stats.take(piece)
             sys.stdout.write(piece.text if llm.tokenizer else _ids_text(piece.token_ids, " "))
             sys.stdout.flush()
-            reason = piece.finish_reason or reason
     sys.stdout.write("\n")
-    now = time.perf_counter()
-    num_prompt = len(prompt.token_ids)
-    note(args, _stats(num_prompt, count, started, first or now, now, reason))
-    note_cost(args, llm)
+    stats.show()
     if ctrl_c.pressed:
         raise KeyboardInterrupt
     return 0
-
-
-def _stats(
-    num_prompt: int, count: int, started: float, first: float, done: float, reason: str
-) -> str:
-    rate = (count - 1) / (done - first) if count > 1 and done > first else 0.0
-    return (
-        f"[{num_prompt} prompt tokens, first token after {(first - started) * 1e3:.1f} ms, "
-        f"{count} tokens, then {rate:.1f} tok/s; ended by {reason}]"
-    )
 
 
 def _ids_text(token_ids: tuple[int, ...], end: str = "") -> str:
@@ -155,19 +137,16 @@ def _batch(
     args: argparse.Namespace, llm: LLM, prompts: list[Prompt], sampling: list[SamplingParams]
 ) -> int:
     """All answers in one batch, in the order of the prompts."""
-    started = time.perf_counter()
+    stats = AnswerStats(args, llm)
     results = llm.generate(
         [prompt.token_ids for prompt in prompts], sampling, progress=False if args.quiet else None
     )
-    seconds = time.perf_counter() - started
     if args.json:
         print(json.dumps(as_json(llm, prompts, results), indent=2, ensure_ascii=False))
     else:
         for number, result in enumerate(results):
             _print_result(args, llm, result, f"prompt {number}" if len(results) > 1 else "")
-    tokens = sum(len(choice.token_ids) for result in results for choice in result.outputs)
-    note(args, f"[{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tok/s]")
-    note_cost(args, llm)
+    stats.show_batch(results)
     return 0
 
 

@@ -27,6 +27,7 @@ from ridgeline.cli.engine_flags import CHOICES, add_model
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import paper
 from ridgeline.errors import ConfigError
+from ridgeline.figures import fixed, percent
 from ridgeline.formats import STORED
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ def _parts_table(sheet: Sheet) -> Table:
     table = Table("parameters", "count", "share", title=f"{parts.total:,} parameters")
     for name in ("embedding", "layer_matrices", "output_matrix", "other"):
         value = getattr(parts, name)
-        table.add_row(name.replace("_", " "), f"{value:,}", f"{value / parts.total * 100:.1f} %")
+        table.add_row(name.replace("_", " "), f"{value:,}", percent(value / parts.total))
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in sheet.spec.layers):
         table.add_row("active per token", f"{parts.active:,}", "")
     return table
@@ -306,7 +307,7 @@ def _unit(largest: int) -> tuple[str, float, float]:
 
 def _both(num_bytes: int, decimal: float, binary: float) -> tuple[str, str]:
     """In decimal and binary units, which differ by up to 7 %."""
-    return f"{num_bytes / decimal:.3f}", f"{num_bytes / binary:.3f}"
+    return fixed(num_bytes / decimal, 3), fixed(num_bytes / binary, 3)
 
 
 def size(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.session import paper
 from ridgeline.cost.money import per_million_tokens
+from ridgeline.figures import number, percent, seconds
 from ridgeline.planner.estimate import Rejection
 from ridgeline.planner.flips import Flip
 from ridgeline.planner.plan import Plan
@@ -132,7 +133,7 @@ def _rejection_json(one: Rejection) -> dict[str, str]:
 def show(plan: Plan) -> None:
     question, out = plan.question, paper()
     out.print(
-        f"{question.model}: {question.rate:.3g} requests/s of {question.num_input} + "
+        f"{question.model}: {number(question.rate)} requests/s of {question.num_input} + "
         f"{question.num_output} tokens; {promise_words(question)}"
     )
     if plan.winner is None:
@@ -182,9 +183,9 @@ def _figures(plan: Plan) -> Table:
         if found is not None:
             trial = found.trial
             table.add_row(
-                *(name, count_words(found), dollars(found), f"{found.load:.0%}"),
-                *(f"{trial.share:.1%}", f"{trial.ttft_s * 1e3:.0f} ms"),
-                *(f"{trial.tpot_s * 1e3:.1f} ms", f"{trial.in_flight:.0f}"),
+                *(name, count_words(found), dollars(found), percent(found.load, 0)),
+                *(percent(trial.share), seconds(trial.ttft_s)),
+                *(seconds(trial.tpot_s), number(trial.in_flight)),
             )
     return table
 

@@ -11,6 +11,7 @@ from ridgeline.cli.session import paper
 from ridgeline.cost.memory import MemoryPlan
 from ridgeline.cost.roofline import StepCost
 from ridgeline.cost.steady import Part, Steady
+from ridgeline.figures import ROUNDING_S, fixed, number, percent, seconds
 
 BAR = 24  # characters of the longest bar
 SMALL = 0.01  # operators with less of the time are shown as one
@@ -34,14 +35,6 @@ def show(prediction: Prediction) -> None:
         out.print(f"  {line}", soft_wrap=True)
 
 
-def time_words(seconds: float) -> str:
-    """Three figures in the unit that suits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.3g} us"
-
-
 def _speed(prediction: Prediction) -> Table:
     found = prediction.found
     setup, load = found.setup, found.pace.load
@@ -54,13 +47,13 @@ def _speed(prediction: Prediction) -> Table:
         f"{weights} weights, {kv} cache; {load.num_input} + {load.num_output} tokens",
     )
     both = (found.pace, found.saturated)
-    table.add_row("time to first token (TTFT)", *(time_words(p.ttft_s) for p in both))
+    table.add_row("time to first token (TTFT)", *(seconds(p.ttft_s) for p in both))
     if load.num_output > 1:
-        table.add_row("time per token (TPOT)", *(time_words(p.tpot_s) for p in both))
-    table.add_row("whole request", *(time_words(p.e2e_s) for p in both))
-    table.add_row("tokens/s per user", *(f"{p.tokens_per_s_per_user:.4g}" for p in both))
-    table.add_row("tokens/s in all", *(f"{p.tokens_per_s:.4g}" for p in both))
-    table.add_row("requests/s", *(f"{p.request_rate:.3g}" for p in both))
+        table.add_row("time per token (TPOT)", *(seconds(p.tpot_s) for p in both))
+    table.add_row("whole request", *(seconds(p.e2e_s) for p in both))
+    table.add_row("tokens/s per user", *(number(p.tokens_per_s_per_user) for p in both))
+    table.add_row("tokens/s in all", *(number(p.tokens_per_s) for p in both))
+    table.add_row("requests/s", *(number(p.request_rate) for p in both))
     limit = "memory" if found.batch_limited_by == "memory" else "--max-num-batched-tokens"
     table.add_row("most requests that fit", f"{found.max_batch} ({limit})", "")
     table.add_row("what binds", _bounds(found), "")
@@ -69,11 +62,11 @@ def _speed(prediction: Prediction) -> Table:
 
 
 def _bounds(found: Steady) -> str:
-    seconds = found.seconds_by_bound
-    total = sum(seconds.values())
-    shares = sorted(seconds.items(), key=lambda item: -item[1])
+    by_bound = found.seconds_by_bound
+    total = sum(by_bound.values())
+    shares = sorted(by_bound.items(), key=lambda item: -item[1])
     return ", ".join(
-        f"{name} {value / total:.0%}" for name, value in shares if value / total > SMALL
+        f"{name} {percent(value / total, 0)}" for name, value in shares if value / total > SMALL
     )
 
 
@@ -82,20 +75,20 @@ def _waterfall(title: str, parts: Sequence[Part], total: float) -> Table:
     table = Table("", "time", "", title=title)
     before = 0.0
     for part in parts:
-        if not part.seconds:
+        if abs(part.seconds) < ROUNDING_S:
             continue
         start = round(BAR * before / total)
         end = round(BAR * (before + part.seconds) / total)
-        table.add_row(part.what, time_words(part.seconds), " " * start + "#" * (end - start))
+        table.add_row(part.what, seconds(part.seconds), " " * start + "#" * (end - start))
         before += part.seconds
-    table.add_row("expected", time_words(total), "")
+    table.add_row("expected", seconds(total), "")
     return table
 
 
 def _operators(title: str, cost: StepCost) -> Table:
     table = Table(
         *("operator", "times", "time", "share", "ideal", "binds", "GFLOP", "MB"),
-        title=f"{title}: {time_words(cost.expected_s)}, at best {time_words(cost.ideal_s)}",
+        title=f"{title}: {seconds(cost.expected_s)}, at best {seconds(cost.ideal_s)}",
     )
     total = sum(one.expected_s for one in cost.ops)
     small = 0.0
@@ -108,21 +101,16 @@ def _operators(title: str, cost: StepCost) -> Table:
         table.add_row(
             op.name,
             str(op.count),
-            time_words(one.expected_s),
-            f"{share:.0%}",
-            time_words(one.ideal_s),
+            seconds(one.expected_s),
+            percent(share, 0),
+            seconds(one.ideal_s),
             one.bound,
-            _number(op.count * op.flops / 1e9),
-            _number(op.count * moved / 1e6),
+            number(op.count * op.flops / 1e9),
+            number(op.count * moved / 1e6),
         )
     if small:
-        table.add_row("others", "", time_words(small), f"{small / total:.0%}", *[""] * 4)
+        table.add_row("others", "", seconds(small), percent(small / total, 0), *[""] * 4)
     return table
-
-
-def _number(value: float) -> str:
-    """Three figures, and no exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _memory(plan: MemoryPlan) -> Table:
@@ -132,7 +120,7 @@ def _memory(plan: MemoryPlan) -> Table:
     rows.append(("together", plan.total_bytes, ""))
     rows.append(("may be taken", plan.capacity_bytes, ""))
     for what, size, words in rows:
-        table.add_row(what, f"{size / decimal:.3f}", f"{size / binary:.3f}", words)
+        table.add_row(what, fixed(size / decimal, 3), fixed(size / binary, 3), words)
     return table
 
 
@@ -147,13 +135,14 @@ def _costs(costs: Costs, found: Steady) -> Table:
         ("by time: a million prompt tokens", costs.input_share),
         ("by time: a million answer tokens", costs.output_share),
     ):
-        table.add_row(what, f"{band.low:.3g}", f"{band.mid:.3g}", f"{band.high:.3g}")
+        table.add_row(what, *map(number, (band.low, band.mid, band.high)))
     return table
 
 
 def _notes(prediction: Prediction) -> tuple[str, ...]:
     device = prediction.found.setup.device.name
     price = () if prediction.costs else (f"no price is known for {device}; say --price USD",)
-    known = prediction.kwh is not None
-    energy = (f"energy of a million answer tokens: {prediction.kwh:.3g} kWh",) if known else ()
+    energy: tuple[str, ...] = ()
+    if (kwh := prediction.kwh) is not None:
+        energy = (f"energy of a million answer tokens: {number(kwh)} kWh",)
     return (*energy, *price, *prediction.caveats)

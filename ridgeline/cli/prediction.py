@@ -125,6 +125,8 @@ def calibration_caveats(setup: Setup, origin: Origin) -> list[str]:
         )
     elif setup.calibration.device_name != device.name:
         said.append(f"the calibration is of {setup.calibration.device_name}, not {device.name}")
+    if setup.calibration is not None and setup.calibration.caveat:
+        said.append(setup.calibration.caveat)
     if origin == "extrapolated":
         said.append("extrapolated: some operators lie outside of what was measured")
     elif origin == "assumed" and setup.calibration is not None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
 from ridgeline.cli.values import check_writable, positive
+from ridgeline.figures import fixed, number, percent, seconds
+from ridgeline.observe.readout import NOT_CALIBRATED
 
 if TYPE_CHECKING:
     from ridgeline.measure.profile import Profile
@@ -109,11 +111,11 @@ def as_json(model: str, found: Profile) -> dict[str, Any]:
 def _show(model: str, found: Profile, top: int) -> None:
     from rich.table import Table
 
-    rows = len(found.shape)
-    checked = f", {found.num_guesses:.3g} of them guesses," if any(found.guesses) else ""
+    rows, is_calibrated = len(found.shape), found.cost.origin != "assumed"
+    checked = f", {number(found.num_guesses)} of them guesses," if any(found.guesses) else ""
     classes = Table(
-        "class", "kernels", "measured ms", "share", "expected ms", "ideal ms", "GB/s", "TFLOP/s",
-        title=f"{model}: a {found.phase} step of {found.num_tokens:.3g} tokens{checked} "
+        "class", "kernels", "measured ms", "share", "expected ms", "ideal ms", "GB/s", "GFLOP/s",
+        title=f"{model}: a {found.phase} step of {number(found.num_tokens)} tokens{checked} "
         f"for {rows} requests",
     )  # fmt: skip
     for row in found.classes:
@@ -121,12 +123,12 @@ def _show(model: str, found: Profile, top: int) -> None:
         classes.add_row(
             row.kind,
             f"{row.calls:.0f}",
-            f"{row.seconds * 1e3:.3f}",
-            f"{row.seconds / found.kernels_s:.0%}" if found.kernels_s else "",
-            f"{row.expected_s * 1e3:.3f}",
-            f"{row.ideal_s * 1e3:.3f}",
-            f"{row.bytes * rate / 1e9:.1f}",
-            f"{row.flops * rate / 1e12:.3f}",
+            fixed(row.seconds * 1e3, 3),
+            percent(row.seconds / found.kernels_s, 0) if found.kernels_s else "",
+            fixed(row.expected_s * 1e3, 3) if is_calibrated else "-",
+            fixed(row.ideal_s * 1e3, 3),
+            number(row.bytes * rate / 1e9),
+            number(row.flops * rate / 1e9),
         )
     kernels = Table("kernel", "class", "calls", "us each", "ms", "share", title="longest kernels")
     for kernel in found.kernels[:top]:
@@ -134,21 +136,26 @@ def _show(model: str, found: Profile, top: int) -> None:
             kernel.name[:60],
             kernel.kind,
             f"{kernel.calls:.0f}",
-            f"{kernel.seconds / kernel.calls * 1e6:.1f}",
-            f"{kernel.seconds * 1e3:.3f}",
-            f"{kernel.seconds / found.kernels_s:.0%}" if found.kernels_s else "",
+            fixed(kernel.seconds / kernel.calls * 1e6, 1),
+            fixed(kernel.seconds * 1e3, 3),
+            percent(kernel.seconds / found.kernels_s, 0) if found.kernels_s else "",
         )
     out = paper()
     out.print(classes)
     out.print(kernels)
     # With guesses, the steps without the profiler are others than those with it.
-    plain = f" (expected {found.plain_expected_s * 1e3:.3f} ms)" if checked else ""
+    plain = ""
+    if checked and is_calibrated:
+        plain = f" (expected {seconds(found.plain_expected_s)})"
     drafting = ""
-    if found.cost.draft_s:
-        drafting = f", {found.cost.draft_s * 1e3:.3f} ms of them of the draft"
+    if found.cost.draft_s and is_calibrated:
+        drafting = f", {seconds(found.cost.draft_s)} of them of the draft"
+    expected = f"expected {seconds(found.cost.expected_s)} ({found.cost.origin})"
+    if not is_calibrated:
+        expected = NOT_CALIBRATED
     out.print(
-        f"step without the profiler {found.plain_s * 1e3:.3f} ms{plain}, with it "
-        f"{found.wall_s * 1e3:.3f} ms, of which kernels {found.kernels_s * 1e3:.3f} ms; "
-        f"expected {found.cost.expected_s * 1e3:.3f} ms ({found.cost.origin}){drafting}, ideal "
-        f"{found.cost.ideal_s * 1e3:.3f} ms, bound by {found.cost.bound}"
+        f"step without the profiler {seconds(found.plain_s)}{plain}, with it "
+        f"{seconds(found.wall_s)}, of which kernels {seconds(found.kernels_s)}; "
+        f"{expected}{drafting}, ideal "
+        f"{seconds(found.cost.ideal_s)}, bound by {found.cost.bound}"
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.cli.engine_flags import add_engine_flags, engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.devices import wake_driver
+from ridgeline.figures import count, fixed
 from ridgeline.imports import import_engine
 from ridgeline.startup import StartUp, keep_what_is_there, say_phases, total_s
 
@@ -75,26 +76,10 @@ def _start_line(llm: LLM) -> str:
     tokens = asked.num_blocks * asked.block_size
     weights = "random weights, " if asked.load_format == "random" else ""
     return (
-        f"{asked.model_name}: {llm.spec.family}, {quantity(num_parameters(llm.spec))} parameters, "
+        f"{asked.model_name}: {llm.spec.family}, {count(num_parameters(llm.spec))} parameters, "
         f"{weights}{asked.dtype} on {asked.device}, cache for {tokens} tokens, "
         f"ready in {total_s(llm.built.startup):.1f} s"
     )
-
-
-def note_cost(args: argparse.Namespace, llm: LLM) -> None:
-    """A line on how near to its limit the engine ran."""
-    from ridgeline.observe.readout import read_out
-
-    watch = llm.watch
-    note(args, f"[{read_out('all', watch.meter, watch.pricing.totals).words()}]")
-
-
-def quantity(value: float) -> str:
-    """1234567 as "1.23 M"."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
 
 
 def console() -> Console:
@@ -157,9 +142,9 @@ def _show_decisions(llm: LLM) -> None:
         decided.add_row(row.field, row.asked, row.got, row.because)
     memory = Table("memory", "GB", "GiB", "measured GB", title="where the memory goes")
     for line in llm.memory:
-        measured = "" if line.measured is None else f"{line.measured / 1e9:.3f}"
+        measured = "" if line.measured is None else fixed(line.measured / 1e9, 3)
         memory.add_row(
-            line.what, f"{line.predicted / 1e9:.3f}", f"{line.predicted / 2**30:.3f}", measured
+            line.what, fixed(line.predicted / 1e9, 3), fixed(line.predicted / 2**30, 3), measured
         )
     start = Table("start-up", "s", "", title="where the time went")
     for phase in llm.built.startup:

@@ -23,6 +23,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import DraftSteps
 from ridgeline.cost.steady import seats, token_budget
 from ridgeline.errors import ConfigError
+from ridgeline.figures import number
 from ridgeline.formats import AUTO_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.scheduler.policies import POLICIES
@@ -87,7 +88,7 @@ class Case:
                 if args.trace
                 else generated(args, rate, count)
             )
-            with stage(args, f"{len(workload)} requests at {rate:.3g} a second"):
+            with stage(args, f"{len(workload)} requests at {number(rate)} a second"):
                 return self.outcome(self.run(workload))
 
         return sweep(at, guess)

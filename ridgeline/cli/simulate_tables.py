@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ridgeline import figures
 from ridgeline.architectures.counts import (
     behind_last_attention_flops,
     layer_attention_flops,
@@ -17,6 +18,7 @@ from ridgeline.cli.prediction import calibration_caveats
 from ridgeline.cli.session import paper
 from ridgeline.cli.simulate_case import SWEEP_BATCHES
 from ridgeline.cost.totals import attention_kinds
+from ridgeline.figures import number
 from ridgeline.simulator.report import Spread, Summary, thinned, used_blocks
 from ridgeline.simulator.sweep import Point, Sweep, is_saturated
 from ridgeline.simulator.workload import mean_rate
@@ -56,7 +58,7 @@ def traffic(case: Case) -> str:
     num_output = sum(a.num_output for a in work) / len(work)
     whence = case.args.trace.name if case.args.trace else case.args.arrivals or "poisson"
     rate = mean_rate(work)
-    speed = f"{rate:.3g} a second" if rate else "at once"
+    speed = f"{number(rate)} a second" if rate else "at once"
     return (
         f"{len(work)} requests ({whence}), {speed}, {num_input:.0f} + {num_output:.0f} tokens "
         "on average"
@@ -121,11 +123,11 @@ def time_words(seconds: float | None) -> str:
     """In the unit that reads well: "85.2 ms"."""
     if seconds is None:
         return "-"
-    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+    return figures.seconds(seconds)
 
 
 def share_words(share: float | None) -> str:
-    return "-" if share is None else f"{share * 100:.1f} %"
+    return "-" if share is None else figures.percent(share)
 
 
 def _facts(case: Case, report: SimulationReport, outcome: Outcome) -> Table:
@@ -134,14 +136,18 @@ def _facts(case: Case, report: SimulationReport, outcome: Outcome) -> Table:
     s, dtype = outcome.summary, case.setup.precision.compute_dtype
     table = Table("what", "value", "", show_header=False)
     tokens = f"{s.output_tokens_per_s:,.0f} out, {s.input_tokens_per_s:,.0f} in"
-    table.add_row("finished", f"{s.num_finished} of {s.num_requests}", f"in {s.duration_s:.4g} s")
-    table.add_row("throughput", f"{s.requests_per_s:.4g} requests/s", f"tokens/s: {tokens}")
+    table.add_row(
+        "finished", f"{s.num_finished} of {s.num_requests}", f"in {figures.seconds(s.duration_s)}"
+    )
+    table.add_row("throughput", f"{number(s.requests_per_s)} requests/s", f"tokens/s: {tokens}")
     if s.goodput_per_s is not None:
         kept = f"{share_words(s.slo_share)} kept {_promise(case)}"
-        table.add_row("goodput", f"{s.goodput_per_s:.4g} requests/s", kept)
+        table.add_row("goodput", f"{number(s.goodput_per_s)} requests/s", kept)
     places = report.num_slots * report.num_replicas
     idle = f"{s.num_idle_slot_steps:,} places stayed empty in {s.num_steps:,} steps"
-    table.add_row("in the system", f"{s.mean_in_flight:.4g} on average", f"{places} places to run")
+    table.add_row(
+        "in the system", f"{number(s.mean_in_flight)} on average", f"{places} places to run"
+    )
     table.add_row("device busy", share_words(s.busy_share), "of the time")
     table.add_row("arithmetic", share_words(flop_share(case, outcome)), f"of the peak in {dtype}")
     table.add_row("places used", share_words(s.slot_share), idle)
@@ -166,9 +172,12 @@ def _money(case: Case, summary: Summary) -> tuple[str, str]:
     if cost is None:
         return "-", "nothing was served, so there is no cost per token"
     low, high = (cost * price / paid.mid if paid.mid else 0.0 for price in (paid.low, paid.high))
-    band = f" ({low:.3g} to {high:.3g})" if high > low else ""
+    band = f" ({number(low)} to {number(high)})" if high > low else ""
     devices = f"{case.num_devices} device{'s' * (case.num_devices > 1)}"
-    return f"$ {cost:.3g}{band}", f"a million answer tokens; {devices} at $ {paid.mid:.3g}/h"
+    return (
+        f"$ {number(cost)}{band}",
+        f"a million answer tokens; {devices} at $ {number(paid.mid)}/h",
+    )
 
 
 def _notes(case: Case, outcome: Outcome) -> Iterable[str]:
@@ -314,15 +323,15 @@ def show_sweep(case: Case, found: Sweep, pace: Pace) -> None:
 
 def _sweep_row(point: Point) -> list[str]:
     s, over = point.summary, point.is_saturated
-    row = [f"{point.rate:.4g}", f"{point.done_per_s:.4g}", f"{point.tokens_per_s:,.0f}"]
-    row += [SATURATED, ""] if over else [_number(s.ttft_s.p50, 1e3), _number(s.ttft_s.p99, 1e3)]
-    row += [_number(s.tpot_s.p50, 1e3), _number(s.tpot_s.p99, 1e3)]
-    row += [f"{s.mean_in_flight:.4g}", share_words(s.kv_mean_share)]
-    return row + ([] if point.goodput_per_s is None else [f"{point.goodput_per_s:.4g}"])
+    row = [*map(number, (point.rate, point.done_per_s, point.tokens_per_s))]
+    row += [SATURATED, ""] if over else [_ms_words(s.ttft_s.p50), _ms_words(s.ttft_s.p99)]
+    row += [_ms_words(s.tpot_s.p50), _ms_words(s.tpot_s.p99)]
+    row += [number(s.mean_in_flight), share_words(s.kv_mean_share)]
+    return row + ([] if point.goodput_per_s is None else [number(point.goodput_per_s)])
 
 
-def _number(seconds: float | None, unit: float) -> str:
-    return "-" if seconds is None else f"{seconds * unit:.4g}"
+def _ms_words(seconds: float | None) -> str:
+    return "-" if seconds is None else number(seconds * 1e3)
 
 
 def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
@@ -331,8 +340,8 @@ def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
         yield "no rate that was tried is too much; ask for more --requests"
     else:
         yield (
-            f"saturated at {found.capacity:.4g} requests/s "
-            f"(closed form: {closed:.4g}, with {pace.load.batch} in flight on each replica)"
+            f"saturated at {number(found.capacity)} requests/s "
+            f"(closed form: {number(closed)}, with {pace.load.batch} in flight on each replica)"
         )
     num_requests, least = found.last.summary.num_requests, case.least_requests(pace)
     if num_requests < least:
@@ -340,15 +349,15 @@ def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:
         more = "a trace with" if case.args.trace else "--requests"
         yield (
             f"too few requests: {num_requests} fill the {places} places "
-            f"{num_requests / places:.2g} times, and the rate that saturates them reads too high; "
-            f"{more} {least} or more fill them {SWEEP_BATCHES} times"
+            f"{number(num_requests / places)} times, and the rate that saturates them reads too "
+            f"high; {more} {least} or more fill them {SWEEP_BATCHES} times"
         )
     best = found.best_goodput
     if best is not None and best.goodput_per_s:
         kept = share_words(best.summary.slo_share)
         yield (
-            f"best goodput: {best.goodput_per_s:.4g} requests/s at an offered "
-            f"{best.rate:.4g}; {kept} kept {_promise(case)}"
+            f"best goodput: {number(best.goodput_per_s)} requests/s at an offered "
+            f"{number(best.rate)}; {kept} kept {_promise(case)}"
         )
     elif best is not None:
         yield f"no request kept {_promise(case)} at any rate"
@@ -383,7 +392,9 @@ def sweep_json(case: Case, found: Sweep, pace: Pace) -> dict[str, Any]:
 def sweep_charts(found: Sweep) -> list[Chart]:
     calm = [point for point in found.points if not point.is_saturated]
     marks = (
-        [] if found.capacity is None else [(found.capacity, f"saturated at {found.capacity:.3g}/s")]
+        []
+        if found.capacity is None
+        else [(found.capacity, f"saturated at {number(found.capacity)}/s")]
     )
     ttft = _curves(calm, lambda s: s.ttft_s, 1.0)
     tpot = _curves(found.points, lambda s: s.tpot_s, 1e3)

@@ -187,6 +187,7 @@ class Calibration:
     plain weights and of the formats that `ridgeline.formats` calls fused: these norm, gate and add
     on their way where there are few rows, and begin before the kernel before them has ended.
     `own_least`: it cuts others by a rule if n and k are this at least (0: it has none).
+    `caveat`: what those who measured say against it, such as that the machine was busy.
     """
 
     device_name: str
@@ -205,6 +206,7 @@ class Calibration:
     streams: Mapping[str, StreamConstants] = field(default_factory=dict, hash=False)
     own_products: tuple[tuple[int, int], ...] = ()
     own_least: int = 0
+    caveat: str = ""
 
     def stream_for(self, name: str, kind: str, dtype: str) -> StreamConstants:
         """The constants of the pass `name` in `dtype`, of its own if it was measured apart."""
@@ -309,6 +311,7 @@ def _from_json(record: Mapping[str, Any]) -> Calibration:
         streams={n: StreamConstants(**entry) for n, entry in record.get("streams", {}).items()},
         own_products=tuple((int(n), int(k)) for n, k in record.get("own_products", ())),
         own_least=int(record.get("own_least", 0)),
+        caveat=str(record.get("caveat", "")),
     )
 
 

@@ -62,6 +62,9 @@ class Link:
     pair_bytes_per_s: float
 
 
+ASSUMED_SOURCES = {"all": "assumed; calibrate to know"}  # of hardware that nobody knows
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator, or the processor of one socket.
@@ -88,6 +91,11 @@ class Device:
     sources: Mapping[str, str] = field(hash=False)
     vendor: str
     measured: bool = False
+
+    @property
+    def is_assumed(self) -> bool:
+        """Its figures are neither measured nor from a data sheet."""
+        return dict(self.sources) == ASSUMED_SOURCES
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ridgeline.figures import percent
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.request import RequestOutput
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
@@ -150,16 +151,17 @@ class GuessReport:
     gain: float
     is_measured: bool
 
-    def words(self) -> str:
-        """All of it in a line."""
+    def words(self, *, is_calibrated: bool) -> tuple[str, ...]:
+        """All of it in a line or two, but what rests on assumed prices."""
         positions = " ".join(f"{share:.2f}" for share in self.by_position)
-        known = "measured" if self.is_measured else "expected"
-        return (
-            f"{self.num_steps} steps with guesses: {self.accepted_length:.2f} tokens a row, "
-            f"{self.acceptance:.1%} of the guesses right ({positions} by position), by price "
-            f"{self.drafting_share:.0%} of their time to draft and {self.checking_share:.0%} to "
-            f"check; {self.gain:.2f}x of {known} speed without"
-        )
+        right = f"{percent(self.acceptance)} right ({positions} by position)"
+        said = [f"{self.accepted_length:.2f} tokens a row and step, {right}"]
+        if self.is_measured or is_calibrated:
+            known = "measured" if self.is_measured else "expected"
+            said.append(f"{self.gain:.2f}x of the {known} speed without drafts")
+        if is_calibrated:
+            said[-1] += f", {percent(self.drafting_share, 0)} of the time to draft (by price)"
+        return tuple(said)
 
 
 def guess_report(

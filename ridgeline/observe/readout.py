@@ -1,20 +1,26 @@
-"""How near to its limit did the engine run, in one line or one row?"""
+"""How near to its limit did the engine run, in a few lines or one row?"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ridgeline.figures import percent, scaled, seconds
 from ridgeline.observe.guesses import GuessReport, guess_report
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Totals
+
+NOT_CALIBRATED = "not calibrated: ridgeline calibrate"
+REGIME_WORDS = {"check": "verify", "prefill": "prompt"}  # where another word says it better
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOut:
     """Some steps together. Shares are of what the devices could do at best while steps ran;
     `expected_ratio` is measured over expected time; `host_share` is of steps and gaps together;
-    `padded_share` of the rows computed. `origin` says where expectations come from."""
+    `padded_share` of the rows computed. `origin` says where expectations come from, `caveat` what
+    their calibration says against itself. Where the device is assumed, so are shares of it."""
 
     what: str
     num_steps: int
@@ -31,6 +37,16 @@ class ReadOut:
     device: str
     note: str = ""
     guesses: GuessReport | None = None
+    num_by_regime: dict[str, int] = field(default_factory=dict)
+    flops: float = 0.0
+    bytes: float = 0.0
+    is_assumed_device: bool = False
+    caveat: str = ""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """A ratio to what is expected means something."""
+        return self.origin != "assumed"
 
     @property
     def expected_ratio(self) -> float:
@@ -45,17 +61,35 @@ class ReadOut:
     def host_share(self) -> float:
         return _ratio(self.host_s, self.host_s + self.measured_s)
 
-    def words(self) -> str:
-        """All of it in a line."""
-        padding = f", {self.padded_share:.1%} of rows pad graphs" if self.padded_share else ""
-        guesses = "" if self.guesses is None else f"; {self.guesses.words()}"
-        return (
-            f"{self.num_steps} steps: {self.bytes_per_s / 1e9:.3g} GB/s is "
-            f"{self.share_of_bandwidth:.1%} of the bandwidth, {self.flops_per_s / 1e12:.3g} "
-            f"TFLOP/s is {self.share_of_peak:.1%} of the peak; steps took "
-            f"{self.expected_ratio:.2f}x of the expected time ({self.origin}), host gaps "
-            f"{self.host_share:.1%}{padding}{guesses}"
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """All of it for a person: what each figure is of, and the figure."""
+        kinds = ", ".join(
+            f"{num} {REGIME_WORDS.get(name, name)}" for name, num in self.num_by_regime.items()
         )
+        yield "steps", f"{self.num_steps} ({kinds})" if kinds else str(self.num_steps)
+        yield "time", f"{seconds(self.measured_s)} in steps, {self.ratio_words()}"
+        host = f"{percent(self.host_share)} of the time"
+        yield "host", f"{seconds(self.host_s)} between steps, {host}"
+        moved, flops = scaled(self.bytes_per_s, "B/s"), scaled(self.flops_per_s, "FLOP/s")
+        if not self.is_assumed_device:
+            moved += f", {percent(self.share_of_bandwidth)} of the bandwidth"
+            flops += f", {percent(self.share_of_peak)} of the peak"
+        yield "memory", moved
+        yield "compute", flops
+        if self.padded_share:
+            yield "padding", f"{percent(self.padded_share)} of the rows pad graphs"
+        if self.guesses is not None:
+            for words in self.guesses.words(is_calibrated=self.is_calibrated):
+                yield "drafts", words
+        work = f"{scaled(self.flops, 'FLOP')}, {scaled(self.bytes, 'B')} moved"
+        yield "cost", f"{seconds(self.measured_s)} of the device, {work}"
+
+    def ratio_words(self) -> str:
+        """Measured over expected time, where that means something."""
+        if not self.is_calibrated:
+            return NOT_CALIBRATED
+        against = f"; {self.caveat}" if self.caveat else ""
+        return f"{self.expected_ratio:.2f}x of the expected time ({self.origin}{against})"
 
 
 def snapshot(totals: Totals) -> Totals:
@@ -66,15 +100,15 @@ def snapshot(totals: Totals) -> Totals:
 def read_out(what: str, meter: Meter, after: Totals, before: Totals | None = None) -> ReadOut:
     """Of the steps between two snapshots, or of all."""
     start = before or Totals()
-    seconds = after.measured_s - start.measured_s
-    moved = _ratio(after.bytes - start.bytes, seconds)
-    flops = _ratio(after.flops - start.flops, seconds)
+    busy_s = after.measured_s - start.measured_s
+    moved = _ratio(after.bytes - start.bytes, busy_s)
+    flops = _ratio(after.flops - start.flops, busy_s)
     limits, setup = meter.limits, meter.pricer.setup
     padded = after.num_padded_rows - start.num_padded_rows
     return ReadOut(
         what,
         after.num_steps - start.num_steps,
-        seconds,
+        busy_s,
         after.expected_s - start.expected_s,
         after.ideal_s - start.ideal_s,
         after.host_s - start.host_s,
@@ -86,6 +120,15 @@ def read_out(what: str, meter: Meter, after: Totals, before: Totals | None = Non
         setup.constants.origin,
         setup.device.label,
         guesses=guesses_between(after, start),
+        num_by_regime={
+            name: num
+            for name, regime in after.regimes.items()
+            if (num := regime.num_steps - start.regimes[name].num_steps)
+        },
+        flops=after.flops - start.flops,
+        bytes=after.bytes - start.bytes,
+        is_assumed_device=setup.device.is_assumed,
+        caveat=setup.constants.caveat,
     )
 
 

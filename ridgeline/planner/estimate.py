@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, sqrt
 
+from ridgeline import figures
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.cost.memory import MemoryPlan, memory_plan, plan_or_none
 from ridgeline.cost.pace import Load, Pace, pace
@@ -146,9 +147,8 @@ class Bench:
     def _infeasible(self, what: str, who: str, seconds: float) -> Rejection:
         question = self.question
         promised_s = question.tpot_s if what == "a token" else question.ttft_s
-        because = (
-            f"{who} takes {seconds * 1e3:.3g} ms {what}, and {promised_s * 1e3:.3g} ms are promised"
-        )
+        takes, promised = figures.seconds(seconds), figures.seconds(promised_s)
+        because = f"{who} takes {takes} {what}, and {promised} are promised"
         return Rejection(self.hardware, INFEASIBLE, because, seconds / promised_s)
 
     # ------------------------------------------------------------------ one candidate

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
+from ridgeline.figures import number
 from ridgeline.planner.candidates import GRID, Grid, Hardware
 from ridgeline.planner.estimate import Estimate, Priced, quick_estimate, under, with_promise
 from ridgeline.planner.question import Question
@@ -30,7 +31,7 @@ class Flip:
     def words(self) -> str:
         side = "below" if self.at < self.now else "above"
         return (
-            f"{self.what} {side} {self.at:.3g} {self.unit} (now {self.now:.3g}): "
+            f"{self.what} {side} {number(self.at)} {self.unit} (now {number(self.now)}): "
             f"{self.answer} would be the answer"
         )
 

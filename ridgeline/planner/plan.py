@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.serving import missing
+from ridgeline.figures import number
 from ridgeline.planner.candidates import GRID, Grid, Hardware, hardware_of
 from ridgeline.planner.estimate import (
     DOES_NOT_FIT,
@@ -201,4 +202,4 @@ def _over_budget(question: Question, served: Sequence[Estimate]) -> str:
         f"infeasible because the cheapest that keeps the promise, {cheapest.hardware.words}, takes "
         f"${cost:.2f} an hour and the budget is ${budget:.2f}"
     )
-    return said + (f", which carries {reach:.3g} requests/s" if reach else "")
+    return said + (f", which carries {number(reach)} requests/s" if reach else "")

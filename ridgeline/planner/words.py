@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ridgeline.figures import number, scaled
 from ridgeline.planner.candidates import NODE
 from ridgeline.planner.estimate import Estimate
 from ridgeline.planner.plan import Plan
@@ -94,17 +95,17 @@ def _count_reason(winner: Deployment) -> Reason:
     limit = "the promise" if estimate.kept < MAX_LOAD * estimate.saturation else "saturation"
     each = winner.rate / winner.replicas
     because = (
-        f"one replica carries up to {estimate.planned:.3g} requests/s, by {limit}; saturated it "
-        f"would do {estimate.saturation:.3g}. Here each has {each:.3g}, {winner.load:.0%} of "
-        f"saturation; {MAX_LOAD:.0%} are never exceeded"
+        f"one replica carries up to {number(estimate.planned)} requests/s, by {limit}; saturated "
+        f"it would do {number(estimate.saturation)}. Here each has {number(each)}, "
+        f"{winner.load:.0%} of saturation; {MAX_LOAD:.0%} are never exceeded"
     )
     return Reason("replicas", str(winner.replicas), because)
 
 
 def _format_reason(plan: Plan, winner: Deployment) -> Reason:
     weights, kv = winner.estimate.hardware.precision.names
-    gigabytes = winner.estimate.memory.weight_bytes / 1e9
-    because = f"{gigabytes:.3g} GB of weights; plans keep the numbers of the checkpoint"
+    weight_bytes = winner.estimate.memory.weight_bytes
+    because = f"{scaled(weight_bytes, 'B')} of weights; plans keep the numbers of the checkpoint"
     if plan.unserved is not None and plan.unserved.cost < winner.cost:
         because += f"; {plan.unserved.estimate.hardware.words} would be cheaper"
     return Reason("formats", f"{weights} weights, {kv} KV cache", because)
@@ -126,7 +127,7 @@ def _budget_reason(winner: Deployment, same: Sequence[Estimate]) -> Reason:
     for estimate in same:
         if estimate.candidate.max_num_seqs == chosen.max_num_seqs:
             others[estimate.candidate.max_num_batched_tokens] = estimate.planned
-    rates = ", ".join(f"{budget}: {rate:.3g}/s" for budget, rate in sorted(others.items()))
+    rates = ", ".join(f"{budget}: {number(rate)}/s" for budget, rate in sorted(others.items()))
     because = f"what a replica carries within the promise by token budget: {rates}"
     return Reason("max_num_batched_tokens", str(chosen.max_num_batched_tokens), because)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from ridgeline import LLM
 from tests.cli.conftest import Cli
 
+TIME = r"[0-9.,]+ (s|ms|us)"
+ANSWER_LINE = rf"\[\d+ tokens, first token after {TIME}, then [0-9.,]+ tok/s, ended by length\]"
 RANDOM = ("--load-format", "random", "--num-blocks", "200")
 
 
@@ -32,13 +35,29 @@ def test_the_reference_text_through_the_shell(shared: Path) -> None:
     assert len(wanted) == 464
     assert done.stdout.strip() == wanted
     assert done.stdout.endswith("\n")
-    lines = done.stderr.splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("stories260K: llama, 260 K parameters, float32 on cpu")
-    assert "first token after" in lines[1]
-    assert "200 tokens" in lines[1]
-    assert "of the bandwidth" in lines[2]
-    assert "of the expected time (" in lines[2]
+    start, after = done.stderr.splitlines()
+    assert start.startswith("stories260K: llama, 260 K parameters, float32 on cpu")
+    assert re.fullmatch(ANSWER_LINE, after)
+    assert len(after) < 80
+
+
+def test_one_line_after_an_answer_and_the_rest_with_stats(plain: Path, cli: Cli) -> None:
+    argv = ("generate", plain, *RANDOM, "-p", "hello", "--max-tokens", 12, "--ignore-eos")
+    _, _, err = cli(*argv)
+    _, after = err.splitlines()
+    assert re.fullmatch(ANSWER_LINE, after)
+    _, _, err = cli(*argv, "--stats")
+    _, after, *rest = err.splitlines()
+    assert re.fullmatch(ANSWER_LINE, after)
+    said = {line.split()[0]: line for line in rest}
+    assert list(said)[:4] == ["prompt", "queue", "steps", "time"]
+    assert said["steps"].endswith("12 (11 decode, 1 prompt)")
+    assert said["time"].endswith("in steps, not calibrated: ridgeline calibrate")
+    assert all(len(line) < 80 for line in rest)
+    _, _, err = cli(*argv, "--stats", "-q")
+    assert err == ""
+    _, _, err = cli(*argv, "-p", "other")
+    assert re.search(r"^\[2 answers, 24 tokens, .* tok/s in all, ended by length\]$", err, re.M)
 
 
 def test_streamed_and_batched_text_are_the_same(plain: Path, cli: Cli) -> None:

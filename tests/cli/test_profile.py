@@ -60,7 +60,7 @@ def test_guesses_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main.main(asked) == 0
     out, _ = capsys.readouterr()
     assert "a decode step of 4 tokens, 3 of them guesses" in out
-    assert "of the draft" in out
+    assert "not calibrated: ridgeline" in out
     assert main.main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["guesses"] == [3, 3]

@@ -15,6 +15,7 @@ from ridgeline.cli.simulate_case import make_case
 from ridgeline.cli.values import time_span
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import find_device
+from ridgeline.figures import number
 from ridgeline.formats import TOKEN_BUCKETS
 from tests.cli.conftest import Cli
 from tests.tiny_model import tiny_config
@@ -123,7 +124,7 @@ def test_a_sweep_finds_where_it_saturates(model: Path, cli: Cli) -> None:
         assert (point["ttft_ms"]["p50"] is None) == point["saturated"]
     code, out, _ = cli("simulate", model, *DEVICE, *argv)
     assert code == 0
-    assert f"saturated at {found['capacity_per_s']:.4g} requests/s" in out
+    assert f"saturated at {number(found['capacity_per_s'])} requests/s" in out
 
 
 def test_a_sweep_of_too_few_requests_says_so(model: Path, cli: Cli) -> None:
@@ -133,7 +134,7 @@ def test_a_sweep_of_too_few_requests_says_so(model: Path, cli: Cli) -> None:
     assert (few["enough_requests"], few["least_requests"]) == (False, 5 * 64)
     assert few["capacity_per_s"] > 1.3 * few["closed_form_per_s"]
     _, out, _ = cli("simulate", model, *DEVICE, *argv, 40)
-    assert "too few requests: 40 fill the 64 places 0.62 times" in out
+    assert "too few requests: 40 fill the 64 places 0.625 times" in out
     assert "--requests 320 or more" in out
     enough = simulate(cli, model, *argv, 320)
     assert enough["enough_requests"]

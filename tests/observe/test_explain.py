@@ -352,8 +352,17 @@ def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
     assert 0 < found.share_of_bandwidth <= found.ideal_share * (1 + 1e-9) < 0.5
     assert 0 < found.host_share < 1
     assert (found.padded_share, found.origin) == (0.0, "assumed")
-    assert "2.00x of the expected time (assumed)" in found.words()
-    assert "pad" not in found.words()
+    said = dict(found.lines())
+    assert "not calibrated: ridgeline calibrate" in said["time"]
+    assert "2.00x" not in said["time"]
+    calibrated = replace(found, origin="calibrated", caveat="a busy machine")
+    assert "2.00x of the expected time (calibrated; a busy machine)" in calibrated.ratio_words()
+    assert said["steps"] == "5 (4 decode, 1 prompt)"
+    assert "of the bandwidth" in said["memory"]
+    assert "padding" not in said
+    unknown = dict(replace(found, is_assumed_device=True).lines())
+    assert "of the bandwidth" not in unknown["memory"]
+    assert "of the peak" not in unknown["compute"]
 
 
 def test_graphs_larger_than_their_batch_count_as_padding() -> None:
@@ -366,7 +375,7 @@ def test_graphs_larger_than_their_batch_count_as_padding() -> None:
     assert found.padded_share == pytest.approx(
         totals.num_padded_rows / (totals.num_padded_rows + totals.num_rows)
     )
-    assert "pad graphs" in found.words()
+    assert "pad graphs" in dict(found.lines())["padding"]
     assert isinstance(made.watch.header, EngineHeader)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ridgeline.errors import RequestFault
+from ridgeline.figures import seconds
 from ridgeline.request import Request
 from ridgeline.step import StepPricer, StepShape
 
@@ -31,7 +32,7 @@ class Overloaded(RequestFault):
 
     def __init__(self, refusal: Refuse) -> None:
         super().__init__(
-            f"{refusal.because}; try again in {refusal.retry_after_s:.3g} s",
+            f"{refusal.because}; try again in {seconds(refusal.retry_after_s)}",
             code="overloaded",
             retry_after_s=refusal.retry_after_s,
         )
