@@ -10,5 +10,5 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    again = "run: python -m tools.docs_metrics > docs/metrics.md"
+    again = "run `make docs` and commit the page"
     assert PAGE.read_text(encoding="utf-8") == page(), again
