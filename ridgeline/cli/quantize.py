@@ -77,8 +77,9 @@ def add_arguments(parser: Parser) -> None:
         help="in place of --bits: each layer gets from 2 to 8 bits, as its measured KL says, and "
         "all together take no more than with MEAN bits each",
     )
-    share = "neighbours of a row that share a scale, 0: a whole row (default: %(default)s)"
-    _add_number(group, "--group-size", int, 128, "N", share)
+    share = "neighbours of a row that share a scale, 0: a whole row (default: the largest of 128, "
+    share += "64, 32 and 16 that fits every matrix)"
+    _add_number(group, "--group-size", int, None, "N", share)
     group.add_argument(
         "--asymmetric", action="store_true", help="each group has a zero point as well"
     )
@@ -126,7 +127,7 @@ def _add_number(
     group: argparse._ArgumentGroup,
     flag: str,
     kind: Callable[[str], float],
-    default: float,
+    default: float | None,
     metavar: str,
     what: str,
 ) -> None:
@@ -139,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.quantization.writer import write_json
 
     job = read_job(args)
+    if args.group_size is None:
+        _say_group(args, job)
     advice = None
     if args.mixed is not None:
         advice = advise(job, args.mixed, lambda bits: note(args, f"measuring {bits} bits"))
@@ -179,13 +182,13 @@ def read_job(args: argparse.Namespace) -> Job:
         raise ConfigError("--mixed is in place of --bits; leave one of the two out")
     if args.predict_on and (_bits(args) not in PRICED or args.mixed is not None):
         raise ConfigError("--predict-on: the cost model knows 4 and 8 bits alone; leave it out")
-    if args.group_size < 0:
+    if args.group_size is not None and args.group_size < 0:
         raise ConfigError(f"--group-size is {args.group_size}; give 0 for one scale a row, or more")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here; leave it out to use the CPU")
     model = resolve_model(demo.located(args.model)).path
     dtype = stored_dtype(model)
-    grid = Grid(_bits(args), args.group_size, not args.asymmetric, dtype)
+    grid = Grid(_bits(args), _group_size(args, model), not args.asymmetric, dtype)
     gptq = GptqSettings(args.damping, not args.no_act_order)
     return Job(
         model,
@@ -195,6 +198,32 @@ def read_job(args: argparse.Namespace) -> Job:
         torch.device(args.device),
         args.per_layer,
     )
+
+
+def _group_size(args: argparse.Namespace, model: Path) -> int:
+    """One for all matrices. ConfigError when the one that was asked for does not fit them."""
+    from ridgeline.architectures import read_spec
+    from ridgeline.compression.stream import check_groups, fitting_groups
+    from ridgeline.loader import read_config
+
+    spec = read_spec(read_config(model))
+    if args.group_size is None:
+        return fitting_groups(spec)[0]
+    check_groups(spec, args.group_size)
+    return int(args.group_size)
+
+
+def _say_group(args: argparse.Namespace, job: Job) -> None:
+    """What nobody asked for is said, with its reason."""
+    from ridgeline.architectures import read_spec
+    from ridgeline.compression.stream import GROUP_SIZES, columns
+    from ridgeline.loader import read_config
+
+    size = job.method.grid.group
+    widths = sorted(set(columns(read_spec(read_config(job.model))).values()))
+    why = "the largest usual one that divides" if size else f"none of {GROUP_SIZES} divides"
+    found = ", ".join(map(str, widths))
+    note(args, f"group size {size or 'a whole row'}: {why} the columns of every matrix ({found})")
 
 
 def _bits(args: argparse.Namespace) -> int:

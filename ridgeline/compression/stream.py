@@ -55,6 +55,7 @@ from ridgeline.quantization.writer import (
     write_shard,
 )
 
+GROUP_SIZES = (128, 64, 32, 16)  # the usual ones, largest first
 SETTINGS_FILE = "quantize-settings.json"
 REPORT_FILE = "quantize-report.json"
 STATES_FOLDER = ".states"
@@ -150,7 +151,7 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     expected, optional = expected_tensors(spec), optional_tensors(spec)
     check_tensors(open_checkpoint(job.model), expected, job.model, optional=optional)
     source.check_floats()
-    _check_groups(source, spec, job.method)
+    check_groups(spec, job.method.grid.group)
     _prepare(job, config)
     run = _Run(job, spec, source)
     try:
@@ -161,13 +162,30 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     return report
 
 
-def _check_groups(source: FileTensors, spec: ModelSpec, method: Method) -> None:
-    for index in range(spec.num_layers):
-        for name in matrix_names(spec, index).values():
-            try:
-                method.grid.size(source.shape(name)[1])
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
+def columns(spec: ModelSpec) -> dict[str, int]:
+    """Of each matrix that is quantized, by name."""
+    shapes = expected_tensors(spec)
+    names = [n for i in range(spec.num_layers) for n in matrix_names(spec, i).values()]
+    return {name: shapes[name][1] for name in names}
+
+
+def fitting_groups(spec: ModelSpec) -> tuple[int, ...]:
+    """Of the usual group sizes those that divide the columns of every matrix, the largest first;
+    then 0, one scale for a whole row, which always fits."""
+    widths = set(columns(spec).values())
+    return (*(n for n in GROUP_SIZES if not any(width % n for width in widths)), 0)
+
+
+def check_groups(spec: ModelSpec, group: int) -> None:
+    """ConfigError names the first matrix that groups of this size do not divide."""
+    for name, width in columns(spec).items():
+        if group and width % group:
+            *sizes, _ = fitting_groups(spec)
+            fit = "".join(f"{size}, " for size in sizes)
+            raise ConfigError(
+                f"--group-size {group} does not divide the {width} columns of {name}; what fits "
+                f"every matrix: {fit}or 0 for one scale a row"
+            )
 
 
 def _prepare(job: Job, config: Mapping[str, object]) -> None:

@@ -83,6 +83,17 @@ def test_a_prediction_and_mixed_bits(cli: Cli, model: Path, tmp_path: Path) -> N
     assert cli("generate", tmp_path / "b", "-p", "x", "--max-tokens", 4)[0] == 0
 
 
+def test_the_group_size_that_fits_is_decided_once_and_said(
+    cli: Cli, model: Path, tmp_path: Path
+) -> None:
+    flags = ("--method", "rtn", "--json", *FEW)
+    code, said, noted = cli("quantize", model, "-o", tmp_path / "small", *flags)
+    assert code == 0
+    assert json.loads(said)["group_size"] == 32
+    assert noted.count("group size") == 1
+    assert "group size 32: the largest usual one that divides the columns of every" in noted
+
+
 def test_texts_of_ones_own(cli: Cli, model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The fox ran over the hill and the dog slept. " * 20)
@@ -97,7 +108,7 @@ def test_texts_of_ones_own(cli: Cli, model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--group-size", 128), "group_size 128 does not divide a row of 32 weights"),
+        (("--group-size", 128), "--group-size 128 does not divide the 32 columns of model.layers"),
         (("--bits", 3, "--predict-on", "h100-sxm"), "--predict-on: the cost model knows 4 and 8"),
         (("--mixed", 9, "--group-size", 0), "--mixed is 9.0 bits; it lies between 2 and 8"),
         (("--mixed", 4, "--bits", 4, "--group-size", 0), "--mixed is in place of --bits; leave"),
