@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,7 +111,10 @@ def main() -> None:
     args = parser.parse_args()
     about = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "bench/ties.py", *sys.argv[1:]]),
+        "command": f"python bench/ties.py --device {args.device} --dtype {args.dtype}"
+        f" --tasks {' '.join(args.tasks)} --prompts {args.prompts} --tokens {args.tokens}"
+        f" --seed {args.seed} --weight-format {args.weight_format} --speculate {args.speculate}",
+        "model": Path(args.model).name,
         "label": args.label,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
         "isa": native.level() if args.device == "cpu" else None,

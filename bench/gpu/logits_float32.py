@@ -2,10 +2,11 @@ r"""What does it cost, and what does it bring, that logits are float32? Two sour
 
     PYTHONPATH=. python3 bench/gpu/logits_float32.py --before FOLDER --json out.json
 
-FOLDER has the package `ridgeline` as it was. Of each model (shapes of known ones, random weights)
-one process of each tree stays loaded; they decode the same batches one after the other, so that a
-slow minute of the machine meets both. A step's time is the median of a run, `ratio` the median of
-after / before over the rounds. Then `bench/ties.py` counts answers with each tree. On a CPU, small:
+FOLDER has the package `ridgeline` as it was, with or without the bundled models' weights. Of each
+model (shapes of known ones, random weights) one process of each tree stays loaded; they decode the
+same batches one after the other, so that a slow minute of the machine meets both. A step's time is
+the median of a run, `ratio` the median of after / before over the rounds. `bench/ties.py` counts
+answers with each tree. On a CPU, small:
 
     PYTHONPATH=. python bench/gpu/logits_float32.py --before FOLDER --device cpu \
         --models demo:chat llama-1b --layers 2 --runs 1 8 --json out.json
@@ -30,6 +31,8 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
+
+from ridgeline import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {
@@ -77,6 +80,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+MAX_MODEL_LEN = 512
 PROMPT = 16  # tokens
 FIRST = 6  # steps that do not count
 ANSWER = "ANSWER "  # begins the lines that a worker answers with
@@ -101,11 +105,11 @@ def work(args: argparse.Namespace) -> None:
     from bench.adapter import RidgelineEngine
 
     options: dict[str, Any] = {"device": args.device, "dtype": "bfloat16", "speculate": "off"}
-    if args.work != "demo:chat":
+    if Path(args.work).name in SHAPES:
         options |= {"load_format": "random"}
     most = max(run[0] for run in args.runs)
-    options |= {"max_num_seqs": most, "num_blocks": most * args.blocks_each + 1}
-    options |= {"max_model_len": 1024}
+    options |= {"max_num_seqs": most, "max_model_len": MAX_MODEL_LEN}
+    options |= {"num_blocks": max(most * args.blocks_each, MAX_MODEL_LEN // 16) + 1}
     engine = RidgelineEngine(args.work, **options)
     vocab_size = engine.llm.spec.vocab_size
     print(ANSWER + json.dumps({"package": str(Path(sys.modules["ridgeline"].__file__ or ""))}))
@@ -166,7 +170,7 @@ class Worker:
 
 
 def compare(name: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    model = name
+    model = demo.located(name)
     if name in SHAPES:
         model = str(folder / name)
         layers = {"num_hidden_layers": args.layers} if args.layers else {}
@@ -232,7 +236,7 @@ def count_ties(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         paths = [str(ROOT)] if tree is None else [str(tree), str(ROOT)]
         out = folder / f"{label}.json"
         command = [sys.executable, str(ROOT / "bench/ties.py"), "--device", args.device]
-        command += ["--label", label, "--json", str(out)]
+        command += ["--model", demo.located(demo.DEFAULT), "--label", label, "--json", str(out)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         ended = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=False)
         found[label] = json.loads(out.read_text()) if ended.returncode == 0 else None
