@@ -37,6 +37,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 WAY_OUT = "make room there, or write elsewhere"
+INSTALL = "install Ridgeline with its libraries into this environment (docs/install.md)"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 EXAMPLES = """examples:
@@ -123,6 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "ridgeline":
+            raise
+        _say_error(f"a library cannot be loaded: {error}; {INSTALL}")
+        return EXIT_ERROR
     except BrokenPipeError:
         _drop_output()
         return EXIT_BROKEN_PIPE

@@ -194,10 +194,28 @@ def test_ctrl_c_is_quiet(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ModuleNotFoundError("No module named 'torch'", name="torch"),
+        ImportError("libcudart.so.13: cannot open shared object file"),
+    ],
+)
+def test_a_library_that_is_missing_is_one_line(
+    fault: ImportError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, fault)
+    assert main.main(["generate", "x", "-p", "hi"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"ridgeline: error: a library cannot be loaded: {fault}; install Ridgeline"
+    )
+
+
 def test_our_own_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        main.main(["generate", "m", "-p", "x"])
+    for bug in (ZeroDivisionError(), ImportError("no such name", name="ridgeline.llm")):
+        failing(monkeypatch, bug)
+        with pytest.raises(type(bug)):
+            main.main(["generate", "m", "-p", "x"])
 
 
 def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
