@@ -22,7 +22,7 @@ from ridgeline.architectures.stored_config import (
 )
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
-from ridgeline.clock import Clock, WallClock
+from ridgeline.clock import Clock, WallClock, process_seconds
 from ridgeline.config import EngineConfig, ResolvedConfig, without_guesses
 from ridgeline.cost.pricer import Pricer
 from ridgeline.costing import asked_guesses, engine_header, engine_pricer, guess_chooser
@@ -226,8 +226,10 @@ def build(
     draft_config = None if draft is None else read_config(draft.folder.path)
     header = engine_header(resolved, scheduler, pricer, read_config(path), draft_config)
     if log is not None:
-        engine.journals.append(Recorder(log.write, header, secrets.token_bytes(32)))
-    watch = observatory(header, Meter(pricer))
+        engine.journals.append(
+            Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
+        )
+    watch = observatory(header, Meter(pricer), cpu_s=process_seconds)
     if scheduler.policy.needs_promise:
         watch.pricing.followers.append(learned)
     if chooser is not None:

@@ -17,6 +17,11 @@ class WallClock:
         return time.monotonic()
 
 
+def process_seconds() -> float:
+    """What all threads of this process have computed so far."""
+    return time.process_time()
+
+
 class VirtualClock:
     def __init__(self) -> None:
         self._now = 0.0

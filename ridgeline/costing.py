@@ -125,6 +125,7 @@ def engine_header(
         policy=resolved.policy,
         max_in_flight=resolved.max_in_flight,
         computes_in_submit=computes_in_submit(resolved),
+        threads=resolved.threads,
         model=resolved.model_name,
         setup=setup_record(pricer.setup, model_config),
         ttft_slo_s=resolved.ttft_slo_ms and resolved.ttft_slo_ms / 1e3,

@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from ridgeline.cli.session import paper
-from ridgeline.figures import percent, seconds
+from ridgeline.figures import percent, scaled, seconds
+from ridgeline.observe.readout import NOT_CALIBRATED
 
 PARTS = {
     "queue": "queue",
@@ -26,14 +27,21 @@ def show(report: Mapping[str, Any], most: int) -> None:
     out, server = paper(), report["server"]
     out.print(
         f"{report['model']} on {server['device']}: {server['num_steps']} steps, "
-        f"{server['num_finished']} requests ended; expectations are {server['origin']}"
+        f"{server['num_finished']} requests ended; "
+        + (f"expectations are {server['origin']}" if is_calibrated(server) else NOT_CALIBRATED)
     )
     if report["requests"]:
         out.print(whole_table(report))
-        out.print(request_table(report["requests"], most))
+        out.print(request_table(report["requests"], most, floors=is_calibrated(server)))
     out.print(gap_table(server))
     if server.get("guesses") is not None:
-        out.print(guess_table(server["guesses"]))
+        out.print(guess_table(server["guesses"], is_calibrated(server)))
+    if report.get("findings"):
+        unexplained = percent(server["unexplained_share"], 0)
+        out.print(f"{unexplained} of the time is unexplained, so no change is advised. To be seen:")
+        for finding in report["findings"]:
+            out.print(f"  {finding['what']}\n    -> {finding['how']}", soft_wrap=True)
+        return
     out.print(f"what binds: {server['binds']}")
     if report["changes"]:
         out.print(change_table(report["changes"]))
@@ -45,33 +53,42 @@ def show(report: Mapping[str, Any], most: int) -> None:
         out.print(f"next best change: {best['name']} ({best['how']}), {gain}")
 
 
+def is_calibrated(server: Mapping[str, Any]) -> bool:
+    """Comparisons with what is expected mean something."""
+    return bool(server["origin"] != "assumed")
+
+
 def whole_table(report: Mapping[str, Any]) -> Table:
-    """All requests together: each part, its share and, where there is one, its floor."""
+    """All requests together: each part, its share and, where it is known, its floor."""
     parts, floor, count = report["whole"], report["floor"], len(report["requests"])
-    total = sum(parts.values())
+    total, floors = sum(parts.values()), is_calibrated(report["server"])
     table = Table(
-        *("part", "all requests", "share", "per request", "floor alone", "over the floor"),
-        title=f"where the time of {count} requests went",
+        *("part", "all requests", "share", "per request"),
+        *(("floor alone", "over the floor") if floors else ()),
+        title=f"where the time of {count} request{'s' * (count != 1)} went",
     )
     for name, text in PARTS.items():
         least = floor[FLOORS[name]] if name in FLOORS else None
+        cells = (
+            "" if least is None else seconds(least),
+            f"{parts[name] / least:.2f}x" if least else "",
+        )
         table.add_row(
             text,
             seconds(parts[name]),
             percent(parts[name] / total if total else 0.0),
             seconds(parts[name] / count),
-            "" if least is None else seconds(least),
-            f"{parts[name] / least:.2f}x" if least else "",
+            *(cells if floors else ()),
         )
-    table.add_row("latency", seconds(total), percent(1.0), seconds(total / count), "", "")
+    table.add_row("latency", seconds(total), percent(1.0), seconds(total / count))
     return table
 
 
-def request_table(requests: list[Mapping[str, Any]], most: int) -> Table:
+def request_table(requests: list[Mapping[str, Any]], most: int, *, floors: bool) -> Table:
     """The slowest requests, a row each."""
     rows = sorted(requests, key=lambda request: -request["latency_s"])[:most]
     table = Table(
-        *("request", "tokens", "latency", "TTFT", *PARTS.values(), "floor"),
+        *("request", "tokens", "latency", "TTFT", *PARTS.values(), *(("floor",) if floors else ())),
         title=f"the slowest {len(rows)} of {len(requests)}",
     )
     for row in rows:
@@ -82,7 +99,7 @@ def request_table(requests: list[Mapping[str, Any]], most: int) -> Table:
             seconds(row["latency_s"]),
             "" if row["ttft_s"] is None else seconds(row["ttft_s"]),
             *(seconds(row["parts"][name]) for name in PARTS),
-            seconds(floor),
+            *((seconds(floor),) if floors else ()),
         )
     return table
 
@@ -92,15 +109,17 @@ def gap_table(server: Mapping[str, Any]) -> Table:
     gap = server["gap"]
     total = server["measured_s"] + gap["host_s"]
     table = Table("the time of all steps", "seconds", "share", "what it is", title="the gap")
-    achieved = (
-        f"{server['bytes_per_s'] / 1e9:.3g} GB/s, {percent(server['share_of_bandwidth'])} of the "
-        f"bandwidth; {server['flops_per_s'] / 1e12:.3g} TFLOP/s, "
-        f"{percent(server['share_of_peak'])} of the peak"
-    )
+    moved, flops = scaled(server["bytes_per_s"], "B/s"), scaled(server["flops_per_s"], "FLOP/s")
+    limits = "limits that are assumed"
+    if not server.get("is_assumed_device"):
+        limits = "the device's limits"
+        moved += f", {percent(server['share_of_bandwidth'])} of the bandwidth"
+        flops += f", {percent(server['share_of_peak'])} of the peak"
+    expected = "expected" if is_calibrated(server) else "assumed"
     for name, what in (
-        ("ideal_s", "the data sheet's limits; achieved: " + achieved),
-        ("kernels_s", "what real kernels are expected to add"),
-        ("unexplained_s", "measured beyond what is expected"),
+        ("ideal_s", f"{limits}; achieved: {moved}; {flops}"),
+        ("kernels_s", f"what real kernels are {expected} to add"),
+        ("unexplained_s", f"measured beyond what is {expected}"),
         ("host_s", "the device waited for the host"),
     ):
         share = gap[name] / total if total else 0.0
@@ -108,25 +127,30 @@ def gap_table(server: Mapping[str, Any]) -> Table:
     for name, regime in server["regimes"].items():
         if regime["num_steps"]:
             ratio = regime["measured_s"] / regime["expected_s"] if regime["expected_s"] else 0.0
-            text = f"{regime['num_steps']} steps, measured {ratio:.2f}x of expected"
+            text = f"{regime['num_steps']} step{'s' * (regime['num_steps'] != 1)}"
+            text += f", measured {ratio:.2f}x of expected" if is_calibrated(server) else ""
             share = regime["measured_s"] / total if total else 0.0
             table.add_row(f"{name} steps", seconds(regime["measured_s"]), percent(share), text)
     return table
 
 
-def guess_table(guesses: Mapping[str, Any]) -> Table:
-    """What guessing tokens brought."""
+def guess_table(guesses: Mapping[str, Any], calibrated: bool) -> Table:
+    """What guessing tokens brought, but what rests on assumed prices."""
     positions = "  ".join(f"{share:.2f}" for share in guesses["by_position"])
     drafting, checking = guesses["drafting_s"], guesses["checking_s"]
     than = "such steps measured here" if guesses["is_measured"] else "what such steps should take"
+    gain = f"{guesses['gain']:.2f}x the tokens per second of {than}"
+    by_price = (
+        ("drafting", f"{seconds(drafting)}, {percent(guesses['drafting_share'])} (by price)"),
+        ("checking", f"{seconds(checking)}, {percent(guesses['checking_share'])} (by price)"),
+    )
     table = Table("guesses", "", title=f"{guesses['num_steps']} steps checked guesses")
     for name, text in (
         ("tokens a row and step", f"{guesses['accepted_length']:.2f}, its own one included"),
         ("right, of those reached", percent(guesses["acceptance"])),
         ("right by position", positions),
-        ("drafting", f"{seconds(drafting)}, {percent(guesses['drafting_share'])} (by price)"),
-        ("checking", f"{seconds(checking)}, {percent(guesses['checking_share'])} (by price)"),
-        ("against steps without", f"{guesses['gain']:.2f}x the tokens per second of {than}"),
+        *(by_price if calibrated else ()),
+        ("against steps without", gain if calibrated or guesses["is_measured"] else NOT_CALIBRATED),
     ):
         table.add_row(name, text)
     return table

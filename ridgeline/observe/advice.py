@@ -1,4 +1,5 @@
-"""Which change would help most? Each is priced on the steps that were really run.
+"""Which change would help most? Each is priced on the steps that were really run; where too much of
+their time is unexplained, prices say nothing, and what can be seen is named instead.
 
 A step's new time is its measured time, scaled by what the cost model expects of it after and
 before the change, so that what the model does not know stays in. A gain is of tokens per second of
@@ -12,9 +13,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ridgeline.cost.captured import MAX_ROWS
+from ridgeline.cost.constants import Calibration
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import IndependentAcceptance, Lookup, Speculation
+from ridgeline.figures import number
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.observe.accounts import Parts
 from ridgeline.observe.evidence import Evidence, RecentStep
@@ -23,6 +26,59 @@ from ridgeline.step import StepShape
 
 LEAST_GAIN = 1.01  # smaller ones are noise
 ASSUMED_ACCEPTANCE = DRAFT_METHODS["ngram"].acceptance  # until it has been measured
+
+
+MOST_UNEXPLAINED = 0.3  # of the time; beyond it no change can be priced
+FEW_STEPS = 100  # of which the first ones, which prepare others of their kind, are a large part
+FULL_SHARE = 0.8  # of its threads' time that an undisturbed process computes at least
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What can be seen of a run whose time is unexplained, and what to do about it."""
+
+    what: str
+    how: str
+
+
+def findings(evidence: Evidence, constants: Calibration) -> tuple[Finding, ...]:
+    """The surest first; never none."""
+    found = []
+    if constants.origin == "assumed":
+        found.append(
+            Finding("not calibrated: what steps should take is assumed", "ridgeline calibrate")
+        )
+    if constants.origin == "extrapolated":
+        found.append(
+            Finding(
+                "the calibration is of another number of threads",
+                f"ridgeline calibrate --threads {evidence.header.threads or 'N'}",
+            )
+        )
+    if constants.caveat:
+        found.append(Finding(constants.caveat, "ridgeline calibrate, once nothing else runs"))
+    cpu, threads = evidence.cpu, max(1, evidence.header.threads)
+    is_short = cpu is not None and cpu.cpu_s < FULL_SHARE * threads * cpu.wall_s
+    if cpu is not None and is_short and evidence.header.computes_in_submit:
+        found.append(
+            Finding(
+                f"the process had {number(cpu.cpu_s)} CPU seconds in {number(cpu.wall_s)} seconds "
+                f"with requests, on {threads} thread{'s' * (threads > 1)}",
+                "if other programs ran, stop them or give the process more of the machine",
+            )
+        )
+    if evidence.totals.num_steps < FEW_STEPS:
+        found.append(
+            Finding(
+                f"only {evidence.totals.num_steps} steps ran, and the first of a kind take longer",
+                "look at a longer run",
+            )
+        )
+    nothing = Finding(
+        "nothing that is recorded explains it",
+        "ridgeline profile shows which kernels take longer than expected",
+    )
+    return tuple(found) or (nothing,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class EngineHeader:
     max_preemptions: int
     max_num_mixed_tokens: int | None = None
     computes_in_submit: bool = False  # the executor is done with a step when it has taken it
+    threads: int = 0  # that compute, of a CPU; 0: not known
     model: str = ""
     setup: Mapping[str, Any] = field(default_factory=dict)
     version: int = VERSION
@@ -62,7 +63,8 @@ class EngineHeader:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """`refused` is the fault's code when the request was turned away."""
+    """`refused` is the fault's code when the request was turned away. `cpu_s`, here and below: CPU
+    seconds that the engine's process had had by then; None: not known."""
 
     now: float
     request_id: str
@@ -73,6 +75,7 @@ class Added:
     salt: bytes = b""
     fork_of: str | None = None
     refused: str | None = None
+    cpu_s: float | None = None
 
     def request(self) -> Request:
         """A fresh one, as it was when it came in."""
@@ -91,6 +94,7 @@ class Added:
 class Aborted:
     now: float
     request_id: str
+    cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class Collected:
     outputs: tuple[RequestOutput, ...]
     error: str | None = None
     is_behind: bool = False
+    cpu_s: float | None = None  # where a request ended
 
 
 Event = Added | Aborted | Planned | Submitted | Collected
@@ -145,10 +150,13 @@ class EventLog:
     header: EngineHeader
     events: tuple[Event, ...]
 
-    def feed(self, *journals: Journal) -> None:
-        """Tell journals everything again, each event to all of them, in order."""
+    def feed(self, *journals: Journal, before: Callable[[Event], object] | None = None) -> None:
+        """Tell journals everything again, each event to all of them, in order; `before` sees each
+        event first."""
         plans: dict[int, StepPlan] = {}
         for event in self.events:
+            if before is not None:
+                before(event)
             if isinstance(event, Planned):
                 plans[event.plan.step_id] = event.plan
             for journal in journals:
@@ -196,6 +204,7 @@ def header_of(
     policy: str,
     max_in_flight: int,
     computes_in_submit: bool = False,
+    threads: int = 0,
     model: str = "",
     setup: Mapping[str, Any] | None = None,
     ttft_slo_s: float | None = None,
@@ -223,6 +232,7 @@ def header_of(
         max_preemptions=scheduler.ledger.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
         computes_in_submit=computes_in_submit,
+        threads=threads,
         model=model,
         setup=setup or {},
     )
@@ -251,11 +261,19 @@ class Recorder:
     """Writes the log of one engine, as one of its journals.
 
     `write` takes one line at a time. `key` keeps salts unreadable; any bytes that nobody else has.
-    A file that cannot be written any more ends the log, never the engine.
+    A file that cannot be written any more ends the log, never the engine. `cpu_s` gives the CPU
+    seconds of the process; it is asked when a request comes, and when one has ended.
     """
 
-    def __init__(self, write: Callable[[str], object], header: EngineHeader, key: bytes) -> None:
+    def __init__(
+        self,
+        write: Callable[[str], object],
+        header: EngineHeader,
+        key: bytes,
+        cpu_s: Callable[[], float] | None = None,
+    ) -> None:
         self._write = write
+        self._cpu_s = cpu_s
         self._key = key
         self._beams: set[str] = set()  # requests whose log-probabilities decide
         self._open: set[int] = set()  # steps in flight
@@ -278,11 +296,12 @@ class Recorder:
             "fork_of": request.fork_of,
             "refused": None if fault is None else fault.code,
         }
-        self._line("add", values | {name: value for name, value in optional.items() if value})
+        values |= {name: value for name, value in optional.items() if value}
+        self._line("add", values | self._cpu())
 
     def on_abort(self, request_id: str, now: float) -> None:
         self._beams.discard(request_id)
-        self._line("abort", {"now": now, "id": request_id})
+        self._line("abort", {"now": now, "id": request_id} | self._cpu())
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
         if not plan.scheduled:
@@ -320,8 +339,13 @@ class Recorder:
             (o.request_id, len(o.new_token_ids), o.finish_reason and o.finish_reason.value)
             for o in outputs
         ]
-        self._beams -= {o.request_id for o in outputs if o.finish_reason is not None}
+        if ended := {o.request_id for o in outputs if o.finish_reason is not None}:
+            self._beams -= ended
+            values |= self._cpu()
         self._line("collect", values)
+
+    def _cpu(self) -> dict[str, float]:
+        return {} if self._cpu_s is None else {"cpu_s": round(self._cpu_s(), 4)}
 
     def _result_fields(self, result: StepResult) -> dict[str, Any]:
         beams = {

@@ -146,11 +146,13 @@ class AddLine(TypedDict):
     salt: NotRequired[str]
     fork_of: NotRequired[str]
     refused: NotRequired[str]
+    cpu_s: NotRequired[Time]
 
 
 class AbortLine(TypedDict):
     now: Time
     id: str
+    cpu_s: NotRequired[Time]
 
 
 class PlanLine(TypedDict):
@@ -187,6 +189,7 @@ class CollectLine(TypedDict):
     prompt_logprobs: NotRequired[dict[str, Count]]
     error: NotRequired[str]
     behind: NotRequired[bool]
+    cpu_s: NotRequired[Time]
 
 
 def _added(line: AddLine) -> Added:
@@ -203,11 +206,12 @@ def _added(line: AddLine) -> Added:
         bytes.fromhex(line.get("salt", "")),
         line.get("fork_of"),
         line.get("refused"),
+        line.get("cpu_s"),
     )
 
 
 def _aborted(line: AbortLine) -> Aborted:
-    return Aborted(line["now"], line["id"])
+    return Aborted(line["now"], line["id"], line.get("cpu_s"))
 
 
 def _planned(line: PlanLine) -> Planned:
@@ -237,7 +241,8 @@ def _collected(line: CollectLine) -> Collected:
     )
     error = line.get("error")
     result = _result(line) if error is None else None
-    return Collected(line["now"], line["step"], result, outputs, error, line.get("behind", False))
+    behind, cpu_s = line.get("behind", False), line.get("cpu_s")
+    return Collected(line["now"], line["step"], result, outputs, error, behind, cpu_s)
 
 
 def _result(line: CollectLine) -> StepResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,7 +15,8 @@ from ridgeline.cost.setup import Setup
 from ridgeline.cost.speculation import Drafter
 from ridgeline.formats import MODEL, read_speculate
 from ridgeline.observe.accounts import Account, Accounts, Parts
-from ridgeline.observe.event_log import Added, EngineHeader, EventLog
+from ridgeline.observe.cpu_time import CpuTime, CpuTimes
+from ridgeline.observe.event_log import Added, EngineHeader, Event, EventLog
 from ridgeline.observe.guesses import GuessTotals
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import PricedStep, Pricing, Regime, Totals
@@ -50,6 +51,7 @@ class Evidence:
     recent: tuple[RecentStep, ...]
     num_finished: int
     prompt_reuse: float | None = None
+    cpu: CpuTime | None = None  # None: not known
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,6 +71,7 @@ class Evidence:
             recent=tuple(_step(row) for row in record["recent"]),
             num_finished=record["num_finished"],
             prompt_reuse=record["prompt_reuse"],
+            cpu=CpuTime(**record["cpu"]) if record.get("cpu") else None,
         )
 
 
@@ -117,11 +120,12 @@ class Observatory:
     pricing: Pricing
     accounts: Accounts
     receipts: Receipts
+    cpu_times: CpuTimes
     recent: Recent = field(default_factory=Recent)
 
     @property
-    def journals(self) -> tuple[Pricing, Accounts]:
-        return self.pricing, self.accounts
+    def journals(self) -> tuple[Pricing, Accounts, CpuTimes]:
+        return self.pricing, self.accounts, self.cpu_times
 
     def evidence(self, now: float) -> Evidence:
         """As it is now; nothing in it changes any more."""
@@ -140,13 +144,18 @@ class Observatory:
             live=live,
             recent=self.recent.steps,
             num_finished=self.accounts.num_finished,
+            cpu=self.cpu_times.until(now),
         )
 
 
 def observatory(
-    header: EngineHeader, meter: Meter, *, max_finished: int | None = 256
+    header: EngineHeader,
+    meter: Meter,
+    *,
+    max_finished: int | None = 256,
+    cpu_s: Callable[[], float | None] = lambda: None,
 ) -> Observatory:
-    """All watchers, wired to each other."""
+    """All watchers, wired to each other. `cpu_s`: CPU seconds of the process, where known."""
     drafter = engine_drafter(header, meter.pricer.setup)
     pricing = Pricing(
         meter.price,
@@ -157,7 +166,7 @@ def observatory(
     receipts, recent = Receipts(meter), Recent()
     accounts = Accounts(pricing, max_finished)
     pricing.followers += [receipts, recent]
-    return Observatory(header, meter, pricing, accounts, receipts, recent)
+    return Observatory(header, meter, pricing, accounts, receipts, CpuTimes(cpu_s), recent)
 
 
 def engine_drafter(header: EngineHeader, setup: Setup) -> Drafter | None:
@@ -174,8 +183,18 @@ def engine_drafter(header: EngineHeader, setup: Setup) -> Drafter | None:
 def evidence_of(log: EventLog) -> Evidence:
     """What the engine of a log would have said at its end. Raises ConfigError when the log does
     not say what was priced."""
-    watch = observatory(log.header, Meter(Pricer(read_setup(log.header.setup))), max_finished=None)
-    log.feed(*watch.journals)
+    reading: list[float | None] = [None]
+    watch = observatory(
+        log.header,
+        Meter(Pricer(read_setup(log.header.setup))),
+        max_finished=None,
+        cpu_s=lambda: reading[0],
+    )
+
+    def read(event: Event) -> None:
+        reading[0] = getattr(event, "cpu_s", None)
+
+    log.feed(*watch.journals, before=read)
     now = max((event.now for event in log.events), default=0.0)
     return replace(watch.evidence(now), prompt_reuse=prompt_reuse(log))
 

@@ -8,12 +8,13 @@ what an ideal device needs, what the kernels are expected to add, what is unexpl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.accounts import PARTS, Account, Parts
-from ridgeline.observe.advice import Change, changes
+from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes, findings
+from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.evidence import Evidence
 from ridgeline.observe.guesses import GuessReport
 from ridgeline.observe.meter import Meter
@@ -88,12 +89,16 @@ class Server:
     regimes: dict[str, Regime]
     bound_s: dict[str, float]  # expected seconds of recent steps by what binds their operators
     binds: str
+    unexplained_share: float = 0.0  # of all steps' and the host's time, whichever way it is off
     guesses: GuessReport | None = None
+    is_assumed_device: bool = False  # so are shares of its bandwidth and peak
+    cpu: CpuTime | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`whole` sums the parts of all requests in `requests`, `floor` their floors."""
+    """`whole` sums the parts of all requests in `requests`, `floor` their floors. `findings` is
+    empty unless too much of the time is unexplained; then `changes` is."""
 
     model: str
     requests: tuple[RequestTime, ...]
@@ -101,6 +106,7 @@ class Report:
     floor: Floor
     server: Server
     changes: tuple[Change, ...] = field(default=())
+    findings: tuple[Finding, ...] = field(default=())
 
     @property
     def next_change(self) -> Change | None:
@@ -128,9 +134,10 @@ def explain(evidence: Evidence) -> Report:
         sum(request.floor.decode_s for request in requests),
     )
     server = _server(evidence, meter, whole)
-    return Report(
-        evidence.header.model, requests, whole, floor, server, changes(evidence, meter, whole)
-    )
+    report = Report(evidence.header.model, requests, whole, floor, server)
+    if server.unexplained_share > MOST_UNEXPLAINED:
+        return replace(report, findings=findings(evidence, meter.pricer.setup.constants))
+    return replace(report, changes=changes(evidence, meter, whole))
 
 
 # ---------------------------------------------------------------------- requests
@@ -205,7 +212,10 @@ def _server(evidence: Evidence, meter: Meter, whole: Parts) -> Server:
         regimes=totals.regimes,
         bound_s=bounds,
         binds=what_binds(gap, bounds, whole),
+        unexplained_share=_rate(abs(gap.unexplained_s), busy + totals.host_s),
         guesses=guesses_between(totals),
+        is_assumed_device=setup.device.is_assumed,
+        cpu=evidence.cpu,
     )
 
 

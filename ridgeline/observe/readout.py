@@ -12,7 +12,7 @@ from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Totals
 
 NOT_CALIBRATED = "not calibrated: ridgeline calibrate"
-REGIME_WORDS = {"check": "verify", "prefill": "prompt"}  # where another word says it better
+REGIME_WORDS = {"prefill": "prompt"}  # where another word says it better
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,13 @@ def test_a_log_as_tables(log: Path, cli: Cli) -> None:
     assert code == 0
     assert "where the time of 4 requests went" in out
     assert "the slowest 2 of 4" in out
-    assert "what binds: " in out
-    assert "next best change: " in out
+    assert "not calibrated: ridgeline calibrate" in out
+    assert "over the floor" not in out
+    assert "of expected" not in out
+    assert "so no change is advised. To be seen:" in out
+    assert (
+        "  not calibrated: what steps should take is assumed\n    -> ridgeline calibrate\n" in out
+    )
     for part in ("queue", "own prompt", "others' prompts", "decode", "preemption", "host"):
         assert part in out
 

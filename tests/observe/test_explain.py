@@ -19,6 +19,8 @@ from ridgeline.cost.setup import Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.observe.accounts import PARTS, Parts
+from ridgeline.observe.advice import findings
+from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.evidence import Evidence, Observatory, evidence_of, observatory
@@ -333,6 +335,75 @@ def test_prompts_seen_before_ask_for_a_prefix_cache(tmp_path: Path) -> None:
     off, on = (explain(evidence) for evidence in found)
     assert "prefix cache" in names(off)
     assert "prefix cache" not in names(on)
+
+
+# ---------------------------------------------------------------------- what nobody expected
+
+
+def test_no_advice_where_much_is_unexplained() -> None:
+    near = bench(large_setup(), slow=1.2).run([ask(1, 64, 120)])
+    assert near.server.unexplained_share == pytest.approx(0.2 / 1.2)
+    assert near.changes
+    assert near.findings == ()
+    far = bench(large_setup(), slow=1.5).run([ask(1, 64, 120)])
+    assert far.server.unexplained_share == pytest.approx(0.5 / 1.5)
+    assert (far.changes, far.next_change) == ((), None)
+    assert [finding.how for finding in far.findings] == ["ridgeline calibrate"]
+    assert far.to_json()["findings"][0]["what"].startswith("not calibrated")
+    quick = bench(large_setup(), slow=0.5).run([ask(1, 64, 120)])
+    assert quick.server.unexplained_share == pytest.approx(1.0)
+    assert quick.findings == far.findings  # prices that are too high say as little
+
+
+def test_what_can_be_seen_is_named() -> None:
+    """Of a calibrated CPU engine, with and without the processors to itself."""
+    setup = small_setup()
+    calibrated = replace(setup, calibration=replace(setup.constants, origin="calibrated"))
+    made = bench(calibrated, slow=3.0)
+    made.run([ask(1, 50, 120)])
+    evidence = made.watch.evidence(made.clock.time)
+    cpu = replace(evidence.header, computes_in_submit=True, threads=2)
+
+    def seen(found: Evidence, caveat: str = "") -> list[str]:
+        constants = replace(calibrated.constants, caveat=caveat)
+        return [finding.what for finding in findings(found, constants)]
+
+    assert seen(evidence) == ["nothing that is recorded explains it"]
+    idle = replace(evidence, header=cpu, cpu=CpuTime(48.0, 90.0))
+    assert seen(idle) == ["nothing that is recorded explains it"]
+    busy = replace(idle, cpu=CpuTime(48.0, 15.0))
+    assert seen(busy, "measured on a busy machine") == [
+        "measured on a busy machine",
+        "the process had 15 CPU seconds in 48 seconds with requests, on 2 threads",
+    ]
+    few = replace(idle, totals=replace(idle.totals, num_steps=26))
+    assert seen(few) == ["only 26 steps ran, and the first of a kind take longer"]
+
+
+def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
+    """Not while the server is idle; a log of the same run says the same."""
+    log = LogFile(str(tmp_path / "log"))
+    made = bench(log=log)
+    recorder, watch = made.engine.journals[0], made.watch.cpu_times
+    assert isinstance(recorder, Recorder)
+    recorder._cpu_s = watch._read = lambda: made.clock.time / 4  # a quarter of the processor
+    made.run([ask(1, 50, 10)])
+    first = made.watch.evidence(made.clock.time).cpu
+    assert first is not None
+    made.clock.time += 100.0
+    made.run([ask(2, 50, 10, made.clock.time), ask(3, 50, 20, made.clock.time)])
+    found = made.watch.evidence(made.clock.time + 100.0)
+    log.close()
+    assert found.cpu is not None
+    assert first.wall_s < found.cpu.wall_s < 100.0
+    assert found.cpu.cpu_s == pytest.approx(found.cpu.wall_s / 4)
+    again = Evidence.from_json(json.loads(json.dumps(found.to_json())))
+    assert again.cpu == found.cpu
+    logged = evidence_of(read_event_log(tmp_path / "log")).cpu
+    assert logged is not None
+    assert logged.wall_s == pytest.approx(found.cpu.wall_s)
+    assert logged.cpu_s == pytest.approx(found.cpu.cpu_s, abs=1e-3)
+    assert bench().run([ask(1, 50, 10)]).server.cpu is None
 
 
 # ---------------------------------------------------------------------- the read-out
