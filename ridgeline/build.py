@@ -20,6 +20,7 @@ from ridgeline.architectures.stored_config import (
     stored_matrices,
     unpacked_matrices,
 )
+from ridgeline.asked import check_asked
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
 from ridgeline.clock import Clock, WallClock, process_seconds
@@ -61,7 +62,7 @@ from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
 from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
-from ridgeline.resolve import MemoryRow, check_asked, resolve, with_mixed_tokens
+from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies import make_policy
@@ -154,13 +155,13 @@ def build(
 
     What takes a while is noted in `startup`, by default from here on."""
     startup = startup or StartUp()
+    device = open_device(config.device)  # before a model is fetched for one that is not there
     front = build_front(config, progress, startup)
     path, spec = front.folder.path, front.spec
     packs = open_packs(config.pack_cache)
     with startup.phase("headers"):
         checkpoint = _open(config, path, spec)
     with startup.phase("device"):
-        device = open_device(config.device)
         device.memory_free()  # makes a GPU's context, so that no other phase does
     with startup.phase("Triton"):
         kernels = prepare_kernels(device.torch_device)

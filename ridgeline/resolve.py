@@ -15,8 +15,9 @@ from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import is_stored, unpacked_matrices
 from ridgeline.architectures.stored_config import words as stored_words
+from ridgeline.asked import check_settings
 from ridgeline.attention import INVARIANT
-from ridgeline.config import Decision, EngineConfig, ResolvedConfig, check_numbers
+from ridgeline.config import Decision, EngineConfig, ResolvedConfig
 from ridgeline.cost.captured import (
     MAX_CHECKED_TOKENS,
     MAX_ROWS,
@@ -37,7 +38,7 @@ from ridgeline.cost.memory import (
 from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.formats import KV_FORMATS, STORED, WEIGHT_FORMATS, check_served, weight_line
+from ridgeline.formats import STORED, weight_line
 from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
@@ -49,7 +50,6 @@ from ridgeline.resolve_draft import (
     why_no_guesses,
 )
 from ridgeline.scheduler.block_manager import blocks_needed
-from ridgeline.scheduler.policies import POLICIES, check_promise
 from ridgeline.step import StepPricer
 
 CPU_CACHE_BYTES = 4 << 30  # what the KV cache takes on a CPU when nothing was asked
@@ -151,7 +151,7 @@ def _resolve(
 ) -> Resolved:
     """`resolve` for one configuration; its DoesNotFit names no changes. `no_guesses` says why there
     are none although they might have been decided on."""
-    check_asked(config)
+    check_settings(config)
     decisions = _Decisions()
     kind = "cuda" if device.name.startswith("cuda") else "cpu"
     if config.device != device.name:
@@ -293,22 +293,6 @@ def longest_context(spec: ModelSpec) -> int:
             original = rope.original_max_position or spec.max_position_embeddings
             longest = max(longest, int(original * rope.factor))
     return longest
-
-
-def check_asked(config: EngineConfig) -> None:
-    """ConfigError for what no model and no device could make right."""
-    check_numbers(config)
-    if config.policy not in POLICIES:
-        known = ", ".join(sorted(POLICIES))
-        raise ConfigError(f"unknown policy {config.policy!r}; choose one of {known}")
-    if config.weight_format != "auto":
-        check_served(WEIGHT_FORMATS, config.weight_format, "weight_format")
-    check_served(KV_FORMATS, config.kv_cache_dtype, "kv_cache_dtype")
-    check_promise(config.policy, config.ttft_slo_ms, config.tpot_slo_ms)
-    if config.max_num_mixed_tokens is not None and config.tpot_slo_ms is not None:
-        raise ConfigError(
-            f"policy {config.policy} bounds steps by tpot_slo_ms; leave out max_num_mixed_tokens"
-        )
 
 
 def with_mixed_tokens(

@@ -28,6 +28,7 @@ LEVELS = (
     {"loader", "sampling", "speculation"},
     {"executor"},
     {
+        "asked",
         "resolve",
         "resolve_draft",
         "records",

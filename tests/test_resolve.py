@@ -222,7 +222,10 @@ def test_small_models_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     large, _ = done(LLAMA_8B, FakeDevice("cpu", 80 * GB))
     assert (small.threads, large.threads) == (1, 8)
     assert any(d.field == "threads" for d in small.decisions)
-    assert done(tiny_config(), FakeDevice("cpu", 8 * GB), threads=3)[0].threads == 3
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert done(tiny_config(), FakeDevice("cpu", 8 * GB), threads=4)[0].threads == 4
+    with pytest.raises(ConfigError, match="threads is 5; this machine runs 4 at once"):
+        done(tiny_config(), FakeDevice("cpu", 8 * GB), threads=5)
 
 
 def test_deterministic_says_what_it_does_without() -> None:

@@ -45,6 +45,13 @@ class CachingResult:
     note: str = ""
 
 
+def check_modes(modes: Sequence[str]) -> None:
+    """ConfigError for one that is not there."""
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(f"--compare: unknown {mode!r}; choose among {', '.join(MODES)}")
+
+
 def compare_caching(
     open_llm: Opener,
     modes: Sequence[str],
@@ -57,11 +64,8 @@ def compare_caching(
     """One result per mode, in the order given.
 
     `open_llm(**options)` starts an engine with these fields of EngineConfig changed. The cached
-    and the paged engine get caches of the same size in tokens. ConfigError for an unknown mode.
+    and the paged engine get caches of the same size in tokens.
     """
-    for mode in modes:
-        if mode not in MODES:
-            raise ConfigError(f"unknown mode {mode!r}; choose among {', '.join(MODES)}")
     with open_llm() as llm:
         context, vocab = llm.resolved.max_model_len, llm.spec.vocab_size
         block_size = llm.resolved.block_size

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.asked import check_writable
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, stage
-from ridgeline.cli.values import check_writable, numbers, positive, words
+from ridgeline.cli.values import above_zero, numbers, positive, words
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--output-len", type=positive, metavar="N", help="answer tokens")
     group.add_argument("--num-requests", type=positive, metavar="N", help="for mixed and serving")
     group.add_argument(
-        "--rate", type=float, default=4.0, metavar="R", help="arrivals per second (default: 4)"
+        "--rate", type=above_zero, default=4.0, metavar="R", help="arrivals per second (default: 4)"
     )
     group.add_argument("--slots", type=positive, default=16, help="places for the batching compare")
     group.add_argument("--repeats", type=positive, default=3, metavar="N", help="default: 3")
@@ -116,7 +117,11 @@ def _check(args: argparse.Namespace) -> None:
         args.workload = () if comparing else ("serving",) if args.url else WORKLOADS[:3]
     for name in args.workload:
         if name not in WORKLOADS:
-            raise ConfigError(f"unknown workload {name!r}; choose among {', '.join(WORKLOADS)}")
+            raise ConfigError(f"--workload: unknown {name!r}; choose among {', '.join(WORKLOADS)}")
+    if args.compare:
+        from ridgeline.benchmark.caching import check_modes
+
+        check_modes(args.compare)
     if args.url and (args.workload != ("serving",) or args.compare or args.continuous_vs_static):
         raise ConfigError("--url measures the serving workload only")
     if args.output:

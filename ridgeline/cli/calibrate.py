@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ridgeline.asked import check_threads, check_writable
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note, paper
-from ridgeline.cli.values import check_writable, positive, words
+from ridgeline.cli.values import positive, words
 from ridgeline.figures import percent, scaled, seconds
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.measure.calibrate import Question, calibrate
     from ridgeline.records import prepare_folder, record_path, write_record
 
+    check_threads(args.threads)
     question = Question(
         device=args.device,
         dtypes=tuple(name for names in args.dtype for name in names),

@@ -73,6 +73,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     changes = sampling_changes(args)
+    if args.plain and args.system is not None:
+        raise ConfigError("--system needs a chat template; it cannot be used with --plain")
     seed = {"seed": changes["seed"]} if "seed" in changes else {}
     with open_llm(args, **seed) as llm:
         if llm.tokenizer is None:
@@ -81,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{args.model} has no chat template; use --plain to let it continue your text"
             )
-        if args.plain and args.system is not None:
-            raise ConfigError("--system needs a chat template; it cannot be used with --plain")
         Chat(args, llm, changes).run()
     return 0
 

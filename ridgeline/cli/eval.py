@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.asked import check_model
 from ridgeline.cli.engine_flags import engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
@@ -108,6 +109,8 @@ def read_wanted(args: argparse.Namespace) -> Wanted:
     from ridgeline.evaluation.run import Text, Wanted, check_tasks
     from ridgeline.evaluation.texts import read_text
 
+    if args.draft is not None:
+        check_model(args.draft)
     tasks = check_tasks([name for names in args.task for name in names])
     text = None
     if args.data is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.cli.parser import Parser
+from ridgeline.cli.values import whole
 from ridgeline.errors import ConfigError
 
 EXAMPLES = """A run is explained from its event log (--event-log of serve, generate and bench), a
@@ -29,7 +30,11 @@ def add_arguments(parser: Parser) -> None:
     source.add_argument("--url", help="a running server")
     parser.add_argument("--api-key-file", metavar="FILE", help="holds the key that --url wants")
     parser.add_argument(
-        "--requests", type=int, default=10, metavar="N", help="show the N slowest (default: 10)"
+        "--requests",
+        type=whole(0),
+        default=10,
+        metavar="N",
+        help="show the N slowest (default: 10)",
     )
     parser.add_argument("--request", metavar="ID", help="show those whose id has this in it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

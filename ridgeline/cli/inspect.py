@@ -26,7 +26,7 @@ from ridgeline.cli.described import describe, show_catalogue
 from ridgeline.cli.engine_flags import CHOICES, add_model
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import paper
-from ridgeline.errors import ConfigError
+from ridgeline.cli.values import positive
 from ridgeline.figures import fixed, percent
 from ridgeline.formats import STORED
 
@@ -106,8 +106,8 @@ class Sheet:
 
 def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
-    parser.add_argument("--context", type=int, metavar="N", help="tokens of each request")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="requests at once")
+    parser.add_argument("--context", type=positive, metavar="N", help="tokens of each request")
+    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="requests at once")
     parser.add_argument(
         "--dtype", choices=CHOICES["dtype"][1:], help="show this number format only"
     )
@@ -124,8 +124,6 @@ def run(args: argparse.Namespace) -> int:
     found = describe(args.model)
     spec = found.spec
     context = args.context or spec.max_position_embeddings
-    if context < 1 or args.batch < 1:
-        raise ConfigError("--context and --batch must be at least 1")
     dtypes = [args.dtype] if args.dtype else CHOICES["dtype"][1:]
     sheet = Sheet(
         args.model,

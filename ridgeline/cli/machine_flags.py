@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ridgeline.cli.parser import Parser
+from ridgeline.cli.values import number, positive
 
 THIS = "this"
 NUMBER_FORMATS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
@@ -26,7 +27,7 @@ def add_machine_flags(parser: Parser) -> None:
         ("pp", "stages that split the layers"),
         ("ep", "of the tp devices, those that divide the experts"),
     ):
-        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=what)
+        group.add_argument(f"--{name}", type=positive, default=1, metavar="N", help=what)
     group.add_argument(
         "--weights", choices=NUMBER_FORMATS, help="number format of weights (the checkpoint's own)"
     )
@@ -36,5 +37,8 @@ def add_machine_flags(parser: Parser) -> None:
     parser.mark_expert("--pp", "--ep")
     group.add_argument("--calibration", type=Path, metavar="FILE", help="of ridgeline calibrate")
     group.add_argument(
-        "--price", type=float, metavar="USD", help="of one device for an hour, not the catalogue's"
+        "--price",
+        type=number(0),
+        metavar="USD",
+        help="of one device for an hour, not the catalogue's",
     )

@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         names = {flag[2:].removeprefix("no-").replace("-", "_"): flag for flag in flags}
         plain = "|".join(name for name in names if "_" not in name)
-        end = r"(?![\w/=-]|\.\w)"  # a file's name is none of a setting
+        end = r"(?![\w/=\[-]|\.\w)"  # a file's name is none of a setting
         pattern = rf"(?P<before>{NAMED})(?P<word>{plain}){end}|(?<![\w./-])\w+_\w+{end}"
 
         def flag_of(match: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import THIS
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
-from ridgeline.cli.values import time_span
+from ridgeline.cli.values import above_zero, positive, time_span
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,15 +39,17 @@ EXIT_NOTHING = 1
 def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
     traffic = parser.add_argument_group("traffic")
-    traffic.add_argument("--rate", type=float, metavar="R", help="requests a second")
+    traffic.add_argument("--rate", type=above_zero, metavar="R", help="requests a second")
     traffic.add_argument(
-        "--users", type=float, metavar="N", help="or people, who ask again after each answer"
+        "--users", type=above_zero, metavar="N", help="or people, who ask again after each answer"
     )
     traffic.add_argument(
         "--think", type=time_span, metavar="T", help="after so long (default: at once)"
     )
-    traffic.add_argument("--input", type=int, required=True, metavar="I", help="prompt tokens")
-    traffic.add_argument("--output", type=int, required=True, metavar="O", help="answer tokens")
+    traffic.add_argument("--input", type=positive, required=True, metavar="I", help="prompt tokens")
+    traffic.add_argument(
+        "--output", type=positive, required=True, metavar="O", help="answer tokens"
+    )
     promise = parser.add_argument_group("promise")
     promise.add_argument(
         "--ttft", type=time_span, required=True, metavar="T", help="time to the first token"
@@ -68,7 +70,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="DEVICE=USD",
         help="of one device for an hour; may be repeated",
     )
-    means.add_argument("--budget", type=float, metavar="USD", help="for all of it, per hour")
+    means.add_argument("--budget", type=above_zero, metavar="USD", help="for all of it, per hour")
     means.add_argument(
         "--all", action="store_true", help="also show what this version cannot serve yet"
     )
@@ -100,8 +102,6 @@ def make_question(args: argparse.Namespace, model: Described) -> Question:
     from ridgeline.architectures.serving import missing
     from ridgeline.planner.question import Question
 
-    if min(args.input, args.output) < 1:
-        raise ConfigError("--input and --output must be at least 1")
     return Question(
         # The command to type needs a name under which there are weights.
         model=args.model if model.entry is None else model.entry.hub_id,

@@ -9,6 +9,7 @@ from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import THIS, add_machine_flags
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
+from ridgeline.cli.values import positive, share
 
 EXAMPLES = """Nothing is run: the operators of a step are priced one by one. B requests are in
 flight all the time, each that ends is replaced. A folder with config.json is enough, or the name of
@@ -27,14 +28,17 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
     add_machine_flags(parser)
     group = parser.add_argument_group("load")
-    group.add_argument("--batch", type=int, default=1, metavar="B", help="requests in flight")
-    group.add_argument("--input", type=int, metavar="I", help="prompt tokens of each (512)")
-    group.add_argument("--output", type=int, metavar="O", help="answer tokens of each (128)")
+    group.add_argument("--batch", type=positive, default=1, metavar="B", help="requests in flight")
+    group.add_argument("--input", type=positive, metavar="I", help="prompt tokens of each (512)")
+    group.add_argument("--output", type=positive, metavar="O", help="answer tokens of each (128)")
     group.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="most tokens computed in one step"
+        "--max-num-batched-tokens",
+        type=positive,
+        metavar="N",
+        help="most tokens computed in one step",
     )
     group.add_argument(
-        "--memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the device"
+        "--memory-utilization", type=share, default=0.9, metavar="SHARE", help="of the device"
     )
     parser.mark_expert("--max-num-batched-tokens", "--memory-utilization")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -22,7 +22,6 @@ from ridgeline.cost.pace import Pace
 from ridgeline.cost.roofline import OpCost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.steady import Part, Steady, context_limit, steady
-from ridgeline.errors import ConfigError
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 128
 
@@ -70,10 +69,6 @@ class Prediction:
 
 def predict(args: argparse.Namespace) -> Prediction:
     """Raises ConfigError for what cannot be asked, DoesNotFit with the ways out."""
-    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < 1:
-        raise ConfigError("--max-num-batched-tokens must be at least 1")
-    if not 0 < args.memory_utilization <= 1:
-        raise ConfigError("--memory-utilization is a share of the device, above 0 and at most 1")
     setup = make_setup(args)
     num_input, num_output = _lengths(args, context_limit(setup.spec))
     found = steady(

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.asked import check_writable
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, paper
-from ridgeline.cli.values import check_writable, positive
+from ridgeline.cli.values import positive
 from ridgeline.figures import fixed, number, percent, seconds
 from ridgeline.observe.readout import NOT_CALIBRATED
 

@@ -15,7 +15,7 @@ from ridgeline import demo
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note, paper
-from ridgeline.cli.values import positive, whole
+from ridgeline.cli.values import number, positive, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,7 +72,7 @@ def add_arguments(parser: Parser) -> None:
     )
     group.add_argument(
         "--mixed",
-        type=float,
+        type=number(2, 8),
         metavar="MEAN",
         help="in place of --bits: each layer gets from 2 to 8 bits, as its measured KL says, and "
         "all together take no more than with MEAN bits each",

@@ -43,9 +43,12 @@ COMMON = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "n", "l
 def ids(text: str) -> tuple[int, ...]:
     """Token ids of "1,2,3"."""
     try:
-        return tuple(int(word) for word in text.replace(",", " ").split())
+        found = tuple(int(word) for word in text.replace(",", " ").split())
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 1,2,3") from None
+        found = ()
+    if not found or min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 1,2,3")
+    return found
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -105,7 +108,8 @@ def add_sampling_flags(parser: Parser, without: Collection[str] = ()) -> None:
 
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that were given on the command line, not yet checked."""
+    """The fields of SamplingParams that were given on the command line. RequestFault for one that
+    no model could serve."""
     given = {
         field.name: getattr(args, _dest(field.name))
         for field in fields(SamplingParams)
@@ -113,6 +117,7 @@ def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
     }
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
+    SamplingParams(**{"max_tokens": None, **given})
     return given
 
 

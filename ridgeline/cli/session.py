@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.asked import check_asked
 from ridgeline.cli.engine_flags import add_engine_flags, engine_options
 from ridgeline.cli.parser import Parser
+from ridgeline.config import EngineConfig
 from ridgeline.devices import wake_driver
 from ridgeline.figures import count, fixed
 from ridgeline.imports import import_engine
@@ -51,6 +53,7 @@ def open_llm(args: argparse.Namespace, **more: Any) -> Iterator[LLM]:
     log.set_up("INFO" if args.verbose else "ERROR" if args.quiet else "WARNING")
     # Who asks for one answer would wait longer for it.
     options = {"warm_up": "off"} | engine_options(args) | more
+    check_asked(EngineConfig(model=args.model, **options))
     startup = StartUp()
     with _progress(args) as progress:
         if "torch" not in sys.modules:  # a fresh process: nothing came before that is not ours

@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.asked import check_writable
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine_flags import add_machine_flags
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
-from ridgeline.cli.values import check_writable, time_span
+from ridgeline.cli.values import above_zero, positive, share, time_span
 from ridgeline.errors import ConfigError
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.router import POLICIES as ROUTERS
@@ -90,11 +91,11 @@ def add_arguments(parser: Parser) -> None:
 def _add_traffic(group: Any) -> None:
     group.add_argument("--trace", type=Path, metavar="FILE", help="recorded requests")
     group.add_argument(
-        "--rate", type=float, metavar="R", help="requests a second; stretches a --trace to it"
+        "--rate", type=above_zero, metavar="R", help="requests a second; stretches a --trace to it"
     )
     group.add_argument(
         "--requests",
-        type=int,
+        type=positive,
         metavar="N",
         help=f"how many (default: {DEFAULT_REQUESTS}, or all of the trace)",
     )
@@ -111,19 +112,19 @@ def _add_traffic(group: Any) -> None:
 def _add_engine(group: Any) -> None:
     group.add_argument(
         "--max-num-seqs",
-        type=int,
+        type=positive,
         metavar="N",
         help="requests at once (default: the engine's, 256 on a GPU and 64 on a CPU)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
-        type=int,
+        type=positive,
         metavar="N",
         help="most tokens of a step (default: the engine's, 8192 on a GPU and 2048 on a CPU)",
     )
     group.add_argument(
         "--max-num-mixed-tokens",
-        type=int,
+        type=positive,
         metavar="N",
         help="most tokens of a step in which prompts join answers that go on (default: on a GPU "
         "the size of a captured step that is nearest to as few as are read at nine tenths of the "
@@ -131,11 +132,11 @@ def _add_engine(group: Any) -> None:
         "says at its start which)",
     )
     group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="longer requests are left out"
+        "--max-model-len", type=positive, metavar="N", help="longer requests are left out"
     )
-    group.add_argument("--block-size", type=int, default=16, metavar="N")
-    group.add_argument("--num-blocks", type=int, metavar="N", help="instead of what fits")
-    group.add_argument("--memory-utilization", type=float, default=0.9, metavar="SHARE")
+    group.add_argument("--block-size", type=positive, default=16, metavar="N")
+    group.add_argument("--num-blocks", type=positive, metavar="N", help="instead of what fits")
+    group.add_argument("--memory-utilization", type=share, default=0.9, metavar="SHARE")
     group.add_argument("--policy", choices=tuple(sorted(POLICIES)), default="fcfs")
     group.add_argument(
         "--max-in-flight", type=int, choices=(1, 2), default=2, help="1: host and device take turns"
@@ -169,7 +170,7 @@ def _add_engine(group: Any) -> None:
 
 
 def _add_replicas(group: Any) -> None:
-    group.add_argument("--replicas", type=int, default=1, metavar="N")
+    group.add_argument("--replicas", type=positive, default=1, metavar="N")
     group.add_argument("--router", choices=tuple(ROUTERS), default="least-loaded")
 
 
@@ -194,6 +195,8 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("plot", "timeline"):
         if getattr(args, flag) is not None:
             check_writable(f"--{flag}", getattr(args, flag))
+    if args.sweep and args.timeline is not None:
+        raise ConfigError("--timeline is of one run; leave out --sweep")
     case = make_case(args)
     if args.sweep:
         return _run_sweep(case)
@@ -215,8 +218,6 @@ def _run_sweep(case: Case) -> int:
     from ridgeline.cli import plots, simulate_tables
 
     args = case.args
-    if args.timeline is not None:
-        raise ConfigError("--timeline is of one run; leave out --sweep")
     pace = case.closed_form()
     found = case.sweep(pace)
     if args.plot is not None:

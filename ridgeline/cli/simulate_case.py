@@ -139,8 +139,9 @@ def sweep_requests(batch: int, load: float) -> int:
 def make_case(args: argparse.Namespace) -> Case:
     """Raises ConfigError for what cannot be simulated, DoesNotFit for what has no room."""
     slo = Slo(args.ttft, args.tpot)
-    setup = _replicated(args)
+    _check(args)
     workload = make_workload(args)
+    setup = _replicated(args)
     limit = args.max_model_len or setup.spec.max_position_embeddings
     short = tuple(a for a in workload if a.num_input + a.num_output <= limit)
     if not short:
@@ -155,6 +156,24 @@ def make_case(args: argparse.Namespace) -> Case:
     return Case(args, setup, short, options, slo, _price(args, setup))
 
 
+def _check(args: argparse.Namespace) -> None:
+    """What goes together, before a machine is measured."""
+    needs_promise = _needs_promise(args)
+    if needs_promise and (args.ttft is None or args.tpot is None):
+        raise ConfigError(f"--policy {args.policy} needs what is promised: --ttft and --tpot")
+    if args.max_num_mixed_tokens is not None and (needs_promise or args.no_chunked_prefill):
+        raise ConfigError(
+            f"--max-num-mixed-tokens {args.max_num_mixed_tokens}: only with chunked prefill, and "
+            "not with policy slo, which bounds steps itself"
+        )
+    if args.draft is not None and args.speculate is None:
+        raise ConfigError("--draft needs --speculate K:ACCEPTANCE")
+
+
+def _needs_promise(args: argparse.Namespace) -> bool:
+    return bool(registry.load(POLICIES, args.policy, "policy").needs_promise)
+
+
 # ---------------------------------------------------------------------- machine
 
 
@@ -166,11 +185,6 @@ def _replicated(args: argparse.Namespace) -> Setup:
 def _mixed_tokens(args: argparse.Namespace, setup: Setup, *, is_bounded: bool) -> int | None:
     """As `serve` decides it, with the same prices. `is_bounded`: by the policy."""
     if args.max_num_mixed_tokens is not None:
-        if args.max_num_mixed_tokens < 1 or is_bounded or args.no_chunked_prefill:
-            raise ConfigError(
-                f"--max-num-mixed-tokens {args.max_num_mixed_tokens}: at least 1, with chunked "
-                "prefill, and not with policy slo, which bounds steps itself"
-            )
         return int(args.max_num_mixed_tokens)
     if is_bounded or args.no_chunked_prefill or args.batching == "static":
         return None
@@ -189,8 +203,6 @@ def _price(args: argparse.Namespace, setup: Setup) -> Band | None:
 
 def _speculation(args: argparse.Namespace, setup: Setup) -> Speculation | None:
     if args.speculate is None:
-        if args.draft is not None:
-            raise ConfigError("--draft needs --speculate K:ACCEPTANCE")
         return None
     num_drafts, acceptance = args.speculate
     kind = device_kind(setup.device.kind)
@@ -213,8 +225,6 @@ def _speculation(args: argparse.Namespace, setup: Setup) -> Speculation | None:
 
 
 def make_workload(args: argparse.Namespace) -> Workload:
-    if args.requests is not None and args.requests < 1:
-        raise ConfigError(f"--requests {args.requests}: it must be at least 1")
     if args.trace is None:
         if args.rate is None:
             raise ConfigError("say which traffic: --rate R, or --trace FILE")
@@ -244,9 +254,6 @@ def generated(args: argparse.Namespace, rate: float, count: int) -> Workload:
 
 
 def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: Workload) -> Options:
-    needs_promise = registry.load(POLICIES, args.policy, "policy").needs_promise
-    if needs_promise and (args.ttft is None or args.tpot is None):
-        raise ConfigError(f"--policy {args.policy} needs what is promised: --ttft and --tpot")
     longest = max(a.num_input + a.num_output for a in workload)
     return Options(
         num_replicas=args.replicas,
@@ -261,7 +268,7 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
         max_in_flight=args.max_in_flight,
         max_num_seqs=seats(setup) if args.max_num_seqs is None else args.max_num_seqs,
         max_num_batched_tokens=_step_tokens(args, setup),
-        max_num_mixed_tokens=_mixed_tokens(args, setup, is_bounded=needs_promise),
+        max_num_mixed_tokens=_mixed_tokens(args, setup, is_bounded=_needs_promise(args)),
         max_model_len=args.max_model_len or min(limit, longest),
         block_size=args.block_size,
         num_blocks=args.num_blocks,

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from math import inf
-from pathlib import Path
-
-from ridgeline.errors import ConfigError
+from math import inf, nan
 
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1e-3}
 
@@ -44,6 +41,27 @@ def whole(least: int) -> Callable[[str], int]:
 positive = whole(1)
 
 
+def number(low: float, high: float = inf, *, is_open: bool = False) -> Callable[[str], float]:
+    """Reads one finite number from `low` to `high`; `is_open`: `low` itself is too small."""
+    wanted = f"above {low:g}" if is_open else f"of at least {low:g}"
+    wanted += "" if high == inf else f" and at most {high:g}"
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not low <= value <= high or value == inf or (is_open and value == low):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number {wanted}")
+        return value
+
+    return read
+
+
+above_zero = number(0, is_open=True)
+share = number(0, 1, is_open=True)
+
+
 def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -58,24 +76,3 @@ def time_span(text: str) -> float:
     if not 0 < value < inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write 200ms or 1.5s, above 0")
     return value
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Before minutes are spent on what would be in the file: ConfigError when it cannot be written.
-    Leaves all as it was."""
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not path.is_file():
-        return  # a pipe: whoever reads it would take a closed one for its end
-    is_new = not path.exists()
-    try:
-        with path.open("ab"):
-            pass
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {path}: cannot be written ({error.strerror}); name another file"
-        ) from None

@@ -88,6 +88,12 @@ def resolve_model(
     return _resolve(hub, offline=_is_offline(offline), progress=progress)
 
 
+def check_name(model: str) -> None:
+    """ConfigError for what can be seen to be no model without asking the hub."""
+    if not Path(model).expanduser().exists():
+        _hub_of(model, None, None)
+
+
 def find_config(
     model: str,
     *,

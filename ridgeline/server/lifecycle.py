@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import uvicorn
 
+from ridgeline.asked import check_asked
 from ridgeline.clock import WallClock
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.log import say
@@ -27,7 +28,6 @@ from ridgeline.server.hosts import check_bind
 from ridgeline.server.http_protocol import protocol_class
 from ridgeline.server.service import Service
 from ridgeline.server.tracing import open_tracing
-from ridgeline.text.tokenizer import named_tokenizer
 
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 256 << 10  # the kernel's, per connection; by itself it would take megabytes
@@ -46,8 +46,7 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     the tokenizer, the address, the keys, or (later) the model.
     """
     check_serve_numbers(config)
-    if config.engine.tokenizer is not None:
-        named_tokenizer(config.engine.tokenizer)
+    check_asked(config.engine)
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
     check_bind(
         config.host,

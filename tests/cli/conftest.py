@@ -45,7 +45,10 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run a command in this process: (exit code, standard output, standard error)."""
 
     def run(*argv: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in argv])
+        try:
+            code = main([str(word) for word in argv])
+        except SystemExit as ended:  # as argparse does for a wrong word
+            code = int(ended.code or 0)
         out, err = capsys.readouterr()
         return code, out, err
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from ridgeline.asked import check_writable
 from ridgeline.cli import bench as command
 from ridgeline.cli.main import main
-from ridgeline.cli.values import check_writable
 from ridgeline.measure import bandwidth
 from tests.captures import captures
 from tests.cli.conftest import Cli
@@ -136,13 +136,13 @@ def test_everything_as_tables_and_as_a_file(bare: Path, cli: Cli, tmp_path: Path
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (("--workload", "speed"), "unknown --workload 'speed'"),
-        (("--compare", "paged,magic"), "unknown mode 'magic'"),
+        (("--workload", "speed"), "--workload: unknown 'speed'"),
+        (("--compare", "paged,magic"), "--compare: unknown 'magic'"),
         (
             ("--workload", "decode", "--batch", "9", "--max-num-seqs", "8"),
             "9 needs --max-num-seqs 9",
         ),
-        (("--workload", "serving", "--rate", "0"), "must be above 0"),
+        (("--workload", "serving", "--rate", "0"), "'0' is no number above 0"),
         (("--url", "http://127.0.0.1:1", "--workload", "decode"), "serving workload only"),
         (("--url", "localhost"), "is no server"),
         (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: "),

@@ -13,6 +13,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import RequestFault
 from ridgeline.request import SamplingParams
 from ridgeline.server.config import Limits
+from tests.cli.conftest import Cli
 
 ENGINE_ARGV = {
     "tokenizer": "folder",
@@ -183,3 +184,44 @@ def test_serve_flags_make_a_serve_config() -> None:
 
 def test_every_limit_has_a_help() -> None:
     assert set(serve.LIMIT_HELP) == {field.name for field in fields(Limits)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("generate -p x --temperature -1", "--temperature must be between 0 and 100"),
+        ("generate -p x --min-tokens 9 --max-tokens 3", "--min-tokens must not exceed"),
+        ("generate -p x --stop=", "--stop must not contain an empty string"),
+        ("generate -p x --token-ids -5", "argument --token-ids: '-5' is no list of token ids"),
+        ("generate /nowhere -p x", "/nowhere: folder not found, and it is no hub id"),
+        ("generate -p x --threads 100000", "--threads is 100000; this machine runs "),
+        ("chat --top-p 7", "--top-p must be between 0 and 1"),
+        ("chat --plain --system x", "--system needs a chat template"),
+        ("chat --event-log /nowhere/x", "--event-log /nowhere/x: there is no folder /nowhere"),
+        ("bench --compare paged,magic", "--compare: unknown 'magic'"),
+        ("bench --max-model-len 0", "--max-model-len is 0; it must be at least 1"),
+        ("eval --draft /nowhere", "/nowhere: folder not found"),
+        ("profile --trace /nowhere/x", "--trace /nowhere/x: there is no folder"),
+        ("simulate", "say which traffic: --rate R, or --trace FILE"),
+        ("simulate --rate 1 --policy slo", "--policy slo needs what is promised"),
+        ("simulate --rate 1 --draft m", "--draft needs --speculate"),
+        ("simulate --rate 1 --sweep --timeline x", "--timeline is of one run"),
+        ("predict --batch 0", "argument --batch: '0' is no whole number of at least 1"),
+        ("predict --memory-utilization nan", "is no number above 0 and at most 1"),
+        ("predict --tp -2", "argument --tp: '-2' is no whole number of at least 1"),
+        ("calibrate --threads 100000", "--threads is 100000; this machine runs "),
+    ],
+)
+def test_nothing_is_loaded_or_measured_for_what_cannot_be(
+    argv: str, message: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr("ridgeline.llm.LLM.__init__", never)
+    monkeypatch.setattr("ridgeline.cli.machine.this_device", never)
+    monkeypatch.setattr("ridgeline.measure.calibrate.calibrate", never)
+    code, out, err = cli(*argv.split())
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err

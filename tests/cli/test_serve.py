@@ -76,6 +76,11 @@ def test_beyond_this_machine_it_wants_a_key(bare: Path, cli: Cli) -> None:
         ("--max-queued-cache-fills", "nan", "--max-queued-cache-fills is nan; it must be from 0.1"),
         ("--price-per-hour", -3, "--price-per-hour is -3.0; it must be from 0 to"),
         ("--max-header-bytes", 0, "--max-header-bytes is 0; it must be from 1024 to"),
+        ("--event-log", "/nowhere/log", "--event-log /nowhere/log: there is no folder /nowhere"),
+        ("--calibration", "/nowhere", "/nowhere cannot be read as a calibration"),
+        ("--threads", 100000, "--threads is 100000; this machine runs "),
+        ("--policy", "slo", "--policy slo needs a promise: give --ttft-slo-ms and --tpot-slo-ms"),
+        ("--speculate", "draft:/nowhere", "/nowhere: folder not found"),
         ("--tokenizer", "/nowhere", "--tokenizer '/nowhere': not found"),
     ],
 )

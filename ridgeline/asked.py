@@ -1,0 +1,86 @@
+"""Can what was asked for be had on this machine? All that can be said before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ridgeline import demo
+from ridgeline.config import EngineConfig, check_numbers
+from ridgeline.errors import ConfigError
+from ridgeline.formats import KV_FORMATS, MODEL, WEIGHT_FORMATS, check_served, read_speculate
+from ridgeline.scheduler.policies import POLICIES, check_promise
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Numbers and names; ConfigError says which is wrong."""
+    check_numbers(config)
+    check_threads(config.threads)
+    if config.policy not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigError(f"unknown policy {config.policy!r}; choose one of {known}")
+    if config.weight_format != "auto":
+        check_served(WEIGHT_FORMATS, config.weight_format, "weight_format")
+    check_served(KV_FORMATS, config.kv_cache_dtype, "kv_cache_dtype")
+    check_promise(config.policy, config.ttft_slo_ms, config.tpot_slo_ms)
+    if config.max_num_mixed_tokens is not None and config.tpot_slo_ms is not None:
+        raise ConfigError(
+            f"policy {config.policy} bounds steps by tpot_slo_ms; leave out max_num_mixed_tokens"
+        )
+
+
+def check_asked(config: EngineConfig) -> None:
+    """Settings, and the files and models that they name. Nothing is made or fetched."""
+    check_settings(config)
+    check_model(config.model)
+    asked = None if config.speculate == "auto" else read_speculate(config.speculate)
+    if asked is not None and asked.line.argument == MODEL:
+        check_model(asked.argument)
+    if config.tokenizer is not None:
+        from ridgeline.text.tokenizer import named_tokenizer
+
+        named_tokenizer(config.tokenizer)
+    if config.calibration is not None:
+        from ridgeline.records import read_record
+
+        read_record(Path(config.calibration))
+    if config.event_log is not None:
+        check_writable("event_log", Path(config.event_log))
+
+
+def check_model(model: str) -> None:
+    """ConfigError for a name that is no bundled model, nothing here, and no hub id either."""
+    from ridgeline.loader.hub import check_name
+
+    check_name(demo.located(model))
+
+
+def check_threads(threads: int | None) -> None:
+    """More threads than the machine has only wait for each other, and very many crash it."""
+    cores = os.cpu_count() or 1
+    if threads is not None and threads > cores:
+        raise ConfigError(
+            f"threads is {threads}; this machine runs {cores} at once: give at most {cores}, or "
+            "leave it out"
+        )
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Before minutes are spent on what would be in the file: ConfigError when it cannot be written.
+    Leaves all as it was."""
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not path.is_file():
+        return  # a pipe: whoever reads it would take a closed one for its end
+    is_new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path}: cannot be written ({error.strerror}); name another file"
+        ) from None
