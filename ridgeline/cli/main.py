@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ridgeline import __version__
 from ridgeline.cli.parser import Command, Parser
-from ridgeline.errors import DoesNotFit, RidgelineError
+from ridgeline.errors import ConfigError, DoesNotFit, RidgelineError
 
 # Each is a module of ridgeline.cli, which is loaded when it is asked for.
 COMMANDS = {
@@ -110,10 +110,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not words:
         parser.print_help()
         parser.exit()
+    said: dict[str, object] = {}
+    if chosen in by_name and any(word.partition("=")[0] == "--config" for word in words):
+        from ridgeline.cli.config_file import keep_typed, use_file
+
+        try:
+            said = use_file(by_name[chosen], words)
+        except ConfigError as problem:
+            by_name[chosen].error(str(problem))
     args, unknown = parser.parse_known_args(words)
     if unknown:
         by_name[args.command].refuse(unknown)
     args.parser = by_name[args.command]
+    if said:
+        keep_typed(args, said, args.parser)
     return args
 
 

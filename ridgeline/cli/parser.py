@@ -34,6 +34,7 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options)
         self.expert: set[argparse.Action] = set()
+        self.sources: dict[str, str] = {}  # flag -> the file that gave it its value
 
     def add_help_all(self) -> None:
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every flag and exit")
@@ -70,9 +71,16 @@ class Parser(argparse.ArgumentParser):
 
         def flag_of(match: re.Match[str]) -> str:
             word = match["word"] or match[0]
-            return (match["before"] or "") + names.get(word, word)
+            flag = names.get(word, word)
+            source = f" (in {self.sources[flag]})" if flag in self.sources else ""
+            return f"{match['before'] or ''}{flag}{source}"
 
         return re.sub(pattern, flag_of, text)
+
+    def settings(self, args: argparse.Namespace) -> list[tuple[str, object]]:
+        """The flags that have their value from a file, with it."""
+        actions = self._option_string_actions
+        return [(flag, getattr(args, actions[flag].dest)) for flag in self.sources]
 
     def setting(self, name: str, value: object) -> str:
         """What to type for this value of a field: "--max-num-seqs 8", or a flag that is a switch
@@ -91,12 +99,12 @@ class Parser(argparse.ArgumentParser):
         """End with an error for arguments that no flag of this command takes."""
         flags = [word for word in unknown if word.startswith("-") and len(word) > 1]
         words = flags or list(unknown)
-        hints = [hint for word in words if (hint := self._like(word))]
+        hints = [hint for word in words if (hint := self.like(word))]
         meant = f"; did you mean {' '.join(hints)}?" if hints else ""
         print(f"{self.prog}: error: unknown argument {' '.join(words)}{meant}", file=sys.stderr)
         self.exit(2, f"Try '{self.prog} --help'.\n")
 
-    def _like(self, word: str) -> str | None:
+    def like(self, word: str) -> str | None:
         name = word.partition("=")[0]
         close = get_close_matches(name, self._option_string_actions, n=1, cutoff=0.6)
         return close[0] if close else None

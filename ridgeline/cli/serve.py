@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from dataclasses import Field, fields
 from typing import Any
 
@@ -12,6 +13,8 @@ from ridgeline.cli.parser import Parser
 from ridgeline.config import EngineConfig
 from ridgeline.server.config import Limits, ServeConfig
 
+logger = logging.getLogger(__name__)
+
 EXAMPLES = """It listens on this machine only. With another --host it also wants a key.
 Stop it with Ctrl-C or SIGTERM: running answers are finished first.
 
@@ -20,6 +23,7 @@ examples:
   ridgeline serve path/to/model
   ridgeline serve path/to/model --speculate ngram       for answers that repeat their prompts
   ridgeline serve user/model@revision --port 9000 --served-model-name my-model
+  ridgeline serve --config serve.toml --port 9000       the file, but for the port
   ridgeline serve path/to/model --host 192.0.2.7 --api-key-file keys.txt
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
     -d '{"model": "my-model", "prompt": "Once upon a time", "max_tokens": 50}'
@@ -57,6 +61,12 @@ LIMIT_HELP = {
 def add_arguments(parser: Parser) -> None:
     defaults = {field.name: field.default for field in fields(ServeConfig)}
     where = parser.add_argument_group("where and for whom")
+    where.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML or YAML with flags as keys, such as port = 8000, those of limits perhaps under "
+        "[limits]; what is typed beats it",
+    )
     where.add_argument(
         "--host", default=defaults["host"], help="address to listen on (default: %(default)s)"
     )
@@ -158,6 +168,9 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.server.lifecycle import serve
 
     log.set_up(args.log_level, args.log_format, access_log=args.access_log)
+    if args.config is not None:
+        words = (f"{flag[2:]}={value}" for flag, value in args.parser.settings(args))
+        log.say(logger, logging.INFO, "settings", file=args.config, taken="; ".join(words))
     return serve(serve_config(args), on_listening=_announce)
 
 
