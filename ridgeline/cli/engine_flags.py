@@ -73,6 +73,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_format": ("auto", *(name for name, line in WEIGHT_FORMATS.items() if line.where)),
     "kv_cache_dtype": tuple(name for name, line in KV_FORMATS.items() if line.where),
 }
+PATHS = {"calibration": "FILE", "event_log": "FILE", "tokenizer": "DIR"}  # shells complete these
 MOST_IN_A_ROW = 4  # choices; more of them are told in the help
 COMMON = (
     "device",
@@ -178,7 +179,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any]) -> argparse.Action:
         type=_kind(field),
         choices=choices,
         default=argparse.SUPPRESS,
-        metavar=field.name.split("_")[-1].upper() if is_long else None,
+        metavar=PATHS.get(field.name, field.name.split("_")[-1].upper()) if is_long else None,
         help=HELP[field.name]
         + (f": {', '.join(choices)}" if choices and is_long else "")
         + default,

@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": "find the cheapest machines and settings that keep a promise to this traffic",
     "simulate": "run a workload through the real scheduler on a simulated machine",
     "explain": "say where the time of a server or of a finished run went, and what would help most",
+    "completion": "print what a shell needs to complete commands, flags and choices",
 }
 
 EXIT_ERROR = 2
@@ -69,8 +70,8 @@ def load_command(name: str) -> Command:
     return command
 
 
-def build_parser(chosen: str | None = None) -> tuple[Parser, dict[str, Parser]]:
-    """The command line, and the parser of each command by name; only the `chosen` one has its
+def build_parser(*chosen: str) -> tuple[Parser, dict[str, Parser]]:
+    """The command line, and the parser of each command by name; only the `chosen` ones have their
     flags."""
     parser = Parser(
         prog="ridgeline",
@@ -81,7 +82,7 @@ def build_parser(chosen: str | None = None) -> tuple[Parser, dict[str, Parser]]:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
-    by_name = {name: _add(commands, name, name == chosen) for name in COMMANDS}
+    by_name = {name: _add(commands, name, name in chosen) for name in COMMANDS}
     return parser, by_name
 
 
@@ -105,7 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line. An unknown flag ends the program with the nearest known one, no
     words at all with the help: whoever types a bare name asks what it is."""
     words = sys.argv[1:] if argv is None else argv
-    chosen = next((word for word in words if not word.startswith("-")), None)
+    chosen = next((word for word in words if not word.startswith("-")), "")
     parser, by_name = build_parser(chosen)
     if not words:
         parser.print_help()
