@@ -36,6 +36,8 @@ examples:
   ridgeline calibrate --output here.json           keep it there as well, for --calibration
 """
 
+WAY_OUT = "Stop the other programs and calibrate again"
+
 
 def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("what to measure")
@@ -62,6 +64,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ridgeline.measure.calibrate import Question, calibrate
+    from ridgeline.measure.disturbance import look_around
     from ridgeline.records import prepare_folder, record_path, write_record
 
     check_threads(args.threads)
@@ -76,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
             prepare_folder(Path(path))
     if args.output:
         check_writable("--output", Path(args.output))
+    if not args.quiet and (busy := look_around()):
+        note(
+            args,
+            f"{'; '.join(busy)}: this machine is busy. {WAY_OUT}, or go on: the record says so",
+        )
     with bars(args) as progress:
         answer = calibrate(question, progress)
     kept = record_path(answer.device.name)
@@ -88,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer.record, indent=1))
     else:
         show(answer, paper())
+    if caveat := answer.fit.calibration.caveat:
+        note(args, f"{caveat}. {WAY_OUT}. Until then other commands repeat this")
     return 0
 
 

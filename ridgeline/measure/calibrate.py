@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ridgeline.kernels.guessed_tiles import LEAST
 from ridgeline.kernels.launching import has_warpgroup_products
 from ridgeline.kernels.tiles import own_products
 from ridgeline.measure.bandwidth import Bandwidth, measure_bandwidth
+from ridgeline.measure.disturbance import Disturbance, watch
 from ridgeline.measure.host import guess_seconds, host_seconds, line_through
 from ridgeline.measure.machine import figures, last_cache_bytes
 from ridgeline.measure.models import Grid, grid_for
@@ -48,11 +49,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`record` is what is written down; `device` and `fit` are what it says."""
+    """`record` is what is written down; `device`, `fit` and `disturbance` are what it says."""
 
     device: Device
     fit: Fit
     record: dict[str, Any]
+    disturbance: Disturbance
 
 
 def calibrate(question: Question, progress: Progress) -> Answer:
@@ -69,6 +71,7 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
     before = torch.get_num_threads()
     threads = question.threads or before
     torch.set_num_threads(threads)
+    watcher = watch(there)
     try:
         first = measure_bandwidth(there)
         session = _session(opened, grid, question, dtypes, threads, progress)
@@ -77,7 +80,9 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
         launch_s = launch_seconds(there)
         hosts = _hosts(grid.hosts, progress)
         choice_s, token_s = guess_seconds()
+        disturbance = watcher.done(session.spread)
     finally:
+        watcher.stop()
         torch.set_num_threads(before)
     place = environment(there)
     device = figures(
@@ -102,7 +107,10 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
     found = fit(session.points, device, host)
     progress("fitting", 1, 1)
     known = replace(
-        found.calibration, own_products=session.own_products, own_least=session.own_least
+        found.calibration,
+        own_products=session.own_products,
+        own_least=session.own_least,
+        caveat=disturbance.caveat(),
     )
     found = replace(found, calibration=known)
     found = _dated(found, place.packages | {"ridgeline": place.ridgeline}, place.date)
@@ -117,8 +125,9 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
         "copy_bytes_per_s": bandwidth.copy_bytes_per_s,
         "launch_s": launch_s,
         "host_step_s": {str(rows): seconds for rows, seconds in hosts},
+        "disturbance": asdict(disturbance),
     }
-    return Answer(device, found, record_of(found, device, about))
+    return Answer(device, found, record_of(found, device, about), disturbance)
 
 
 def _session(

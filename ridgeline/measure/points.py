@@ -78,10 +78,16 @@ class Session:
     answers_s: list[float] = field(default_factory=list)  # see `HostConstants.begin_s`
     choices_s: list[float] = field(default_factory=list)  # and `choice_s`
     looks_s: list[float] = field(default_factory=list)  # and `look_s`
+    spreads: list[float] = field(default_factory=list)  # of the repeats, one a point of operators
 
     @property
     def begin_s(self) -> float:
         return max(0.0, median(self.answers_s)) if self.answers_s else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How much longer the median repeat took than an undisturbed one, of the typical point."""
+        return median(self.spreads) if self.spreads else 0.0
 
     @property
     def choice_s(self) -> float | None:
@@ -179,6 +185,7 @@ class Session:
         for _ in range(ROUNDS):
             for case, times in zip(cases, found, strict=True):
                 times += self.stopwatch.times(case.call, self.effort.operator_s / ROUNDS)
+        self.spreads += [median(times) / typical(times) - 1 for times in found]
         self.points += [
             Point(
                 case.what,

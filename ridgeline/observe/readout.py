@@ -19,7 +19,7 @@ REGIME_WORDS = {"prefill": "prompt"}  # where another word says it better
 class ReadOut:
     """Some steps together. Shares are of what the devices could do at best while steps ran;
     `expected_ratio` is measured over expected time; `host_share` is of steps and gaps together;
-    `padded_share` of the rows computed. `origin` says where expectations come from, `caveat` what
+    `padded_share` of the rows computed. `origin` says where expectations come from, `note` what
     their calibration says against itself. Where the device is assumed, so are shares of it."""
 
     what: str
@@ -41,7 +41,6 @@ class ReadOut:
     flops: float = 0.0
     bytes: float = 0.0
     is_assumed_device: bool = False
-    caveat: str = ""
 
     @property
     def is_calibrated(self) -> bool:
@@ -69,6 +68,8 @@ class ReadOut:
         yield "steps", f"{self.num_steps} ({kinds})" if kinds else str(self.num_steps)
         yield "time", f"{seconds(self.measured_s)} in steps, {self.ratio_words()}"
         host = f"{percent(self.host_share)} of the time"
+        if self.note:
+            yield "note", self.note
         yield "host", f"{seconds(self.host_s)} between steps, {host}"
         moved, flops = scaled(self.bytes_per_s, "B/s"), scaled(self.flops_per_s, "FLOP/s")
         if not self.is_assumed_device:
@@ -88,8 +89,7 @@ class ReadOut:
         """Measured over expected time, where that means something."""
         if not self.is_calibrated:
             return NOT_CALIBRATED
-        against = f"; {self.caveat}" if self.caveat else ""
-        return f"{self.expected_ratio:.2f}x of the expected time ({self.origin}{against})"
+        return f"{self.expected_ratio:.2f}x of the expected time ({self.origin})"
 
 
 def snapshot(totals: Totals) -> Totals:
@@ -119,6 +119,7 @@ def read_out(what: str, meter: Meter, after: Totals, before: Totals | None = Non
         _ratio(padded, padded + after.num_rows - start.num_rows),
         setup.constants.origin,
         setup.device.label,
+        note=setup.constants.caveat,
         guesses=guesses_between(after, start),
         num_by_regime={
             name: num
@@ -128,7 +129,6 @@ def read_out(what: str, meter: Meter, after: Totals, before: Totals | None = Non
         flops=after.flops - start.flops,
         bytes=after.bytes - start.bytes,
         is_assumed_device=setup.device.is_assumed,
-        caveat=setup.constants.caveat,
     )
 
 
