@@ -36,6 +36,7 @@ class HubServer:
     cut_after: dict[str, int] = field(default_factory=dict)  # file: bytes, then close; once each
     always_cut: bool = False
     down_after_cut: bool = False  # answer 503 from then on
+    wrong_hash: str = ""  # of this file
     status: int | None = None  # answer everything with this
     stop: Any = None
 
@@ -47,6 +48,18 @@ class HubServer:
     def files_asked_for(self) -> set[str]:
         found = (FILE.fullmatch(line.split(" ")[1]) for line in self.requests)
         return {match["file"] for match in found if match}
+
+
+def _described(name: str, data: bytes, is_wrong: bool) -> dict[str, Any]:
+    """As the hub tells of a file: weights have a sha256, the others their id in git."""
+    told = b"other" + data if is_wrong else data
+    size = {"rfilename": name, "size": len(data)}
+    if name.endswith((".safetensors", ".bin")):
+        digest = hashlib.sha256(told).hexdigest()
+        lfs = {"sha256": digest, "size": len(data), "pointerSize": 134}
+        return {**size, "blobId": "0" * 40, "lfs": lfs}
+    head = f"blob {len(data)}\0".encode()
+    return {**size, "blobId": hashlib.sha1(head + told, usedforsecurity=False).hexdigest()}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -105,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit, folder = found
         files = [
-            {"rfilename": path.name, "size": path.stat().st_size, "blobId": "0" * 40}
+            _described(path.name, path.read_bytes(), self.hub.wrong_hash == path.name)
             for path in sorted(folder.iterdir())
         ]
         answer = json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": files})

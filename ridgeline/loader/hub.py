@@ -19,6 +19,7 @@ from ridgeline.architectures.serving import missing
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import check_folder
 from ridgeline.loader.gguf import is_gguf
+from ridgeline.loader.hub_files import Blobs, HubFile, check_room
 from ridgeline.loader.shards import INDEX_FILE, SINGLE_FILE, shard_names
 from ridgeline.log import say
 
@@ -29,6 +30,7 @@ Progress = Callable[[str, int, int], None]  # (stage, done, of how many); here b
 HUB = "https://huggingface.co"
 DEFAULT_REVISION = "main"
 TIMEOUT_S = 10.0
+MAX_RESUMED_BYTES = 50_000_000_000  # above that the hub serves no plain HTTP
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>\w[\w./-]*))?")
 
@@ -54,6 +56,19 @@ class ModelFolder:
     path: Path
     name: str
     revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A model in the cache. `left_out` are files of the hub that are never fetched (None: the hub
+    was not asked), `num_fetched` and `num_resumed` bytes that came now and that had come before of
+    a file that was incomplete."""
+
+    model: ModelFolder
+    files: Mapping[str, int]  # name: bytes
+    left_out: Mapping[str, int] | None = None
+    num_fetched: int = 0
+    num_resumed: int = 0
 
 
 class _Unreachable(Exception):
@@ -85,7 +100,17 @@ def resolve_model(
         check_folder(folder)
         return ModelFolder(folder, folder.resolve().name)
     hub = _hub_of(model, endpoint, cache_dir)
-    return _resolve(hub, offline=_is_offline(offline), progress=progress)
+    return _resolve(hub, offline=_is_offline(offline), progress=progress).model
+
+
+def pull(model: str, progress: Progress | None = None) -> Pulled:
+    """A hub id's model in the cache, as `resolve_model` gets it."""
+    if Path(model).expanduser().exists():
+        raise ConfigError(
+            f"{model} is here already, as a folder or file, and commands take that; to pull a "
+            "model of this name from the hub start elsewhere"
+        )
+    return _resolve(_hub_of(model, None, None), offline=_is_offline(None), progress=progress)
 
 
 def check_name(model: str) -> None:
@@ -164,10 +189,10 @@ def _is_offline(asked: bool | None) -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _resolve(hub: _Hub, *, offline: bool, progress: Progress | None) -> ModelFolder:
+def _resolve(hub: _Hub, *, offline: bool, progress: Progress | None) -> Pulled:
     cached = hub.cached()
     if cached is not None and (offline or COMMIT.fullmatch(hub.revision)):
-        return cached
+        return _as_cached(cached)
     if offline:
         hub.fail(f"offline, and it is not complete in the cache at {hub.store}")
     try:
@@ -176,7 +201,11 @@ def _resolve(hub: _Hub, *, offline: bool, progress: Progress | None) -> ModelFol
         if cached is None:
             hub.fail_without_answer(why)
         hub.say_cached(cached.revision, why)
-        return cached
+        return _as_cached(cached)
+
+
+def _as_cached(model: ModelFolder) -> Pulled:
+    return Pulled(model, {path.name: path.stat().st_size for path in sorted(model.path.iterdir())})
 
 
 def _cache_dir(environment: Mapping[str, str]) -> Path:
@@ -228,36 +257,69 @@ class _Hub:
 
     def download_config(self) -> Path:
         """The folder of config.json alone. _Unreachable when the hub cannot be asked at all."""
-        commit, sizes = self._ask()
-        self._check_config(sizes)
+        commit, files = self._ask()
+        self._check_config(files)
         path = self.fetch("config.json", commit, _bar(lambda _: None))
         if self.cached() is None:  # a whole model of an older commit stays what is used offline
             self._remember(commit)
         return path.parent
 
-    def download(self, progress: Progress | None) -> ModelFolder:
+    def download(self, progress: Progress | None) -> Pulled:
         """Fetch what is missing. _Unreachable when the hub cannot be asked at all."""
-        commit, sizes = self._ask()
-        self._check_config(sizes)
-        self._check_weights(sizes)
-        wanted = [name for name in SMALL_FILES if name in sizes]
-        if SINGLE_FILE in sizes:
+        commit, files = self._ask()
+        self._check_config(files)
+        self._check_weights(files)
+        wanted = [name for name in SMALL_FILES if name in files]
+        if SINGLE_FILE in files:
             wanted.append(SINGLE_FILE)
         else:
-            wanted += shard_names(self.fetch(INDEX_FILE, commit, _bar(lambda _: None)))
+            index = self.store / "snapshots" / commit / INDEX_FILE
+            if not index.is_file():
+                self._fetch_checked(files[INDEX_FILE], commit, _bar(lambda _: None))
+            wanted += [INDEX_FILE, *shard_names(index)]
         for name in wanted:
-            if name not in sizes:
+            if name not in files:
                 self.fail(f"the hub lacks {name}, which {INDEX_FILE} names")
-        transfer = _Transfer(sum(sizes[name] for name in wanted), progress)
+        folder, blobs = self.store / "snapshots" / commit, Blobs(self.store)
+        missing = [files[name] for name in wanted if not (folder / name).is_file()]
+        try:
+            check_room(self.store, missing, blobs)
+        except ConfigError as problem:
+            self.fail(str(problem))
+        num_resumed = sum(map(blobs.num_bytes, missing))
+        transfer = _Transfer(sum(files[name].size for name in wanted), progress)
         for name in wanted:
-            path = self.fetch(name, commit, _bar(transfer.advance))
-            transfer.complete(sizes[name])
+            if files[name] in missing:
+                self._fetch_checked(files[name], commit, _bar(transfer.advance))
+            transfer.complete(files[name].size)
         self._remember(commit)
         say(logger, logging.INFO, "model is complete", model=self.name, revision=commit)
-        return ModelFolder(path.parent, self.name, commit)
+        return Pulled(
+            ModelFolder(folder, self.name, commit),
+            {name: files[name].size for name in wanted},
+            {name: file.size for name, file in files.items() if name not in wanted},
+            sum(file.size for file in missing) - num_resumed,
+            num_resumed,
+        )
 
-    def _ask(self) -> tuple[str, dict[str, int]]:
-        """The commit that the revision stands for, and the size of each of its files."""
+    def _fetch_checked(self, file: HubFile, commit: str, bar: type) -> None:
+        from huggingface_hub import hf_hub_url
+
+        if file.sha256 is not None and file.size <= MAX_RESUMED_BYTES:
+            url = hf_hub_url(self.name, file.name, revision=commit, endpoint=self._endpoint)
+            try:
+                Blobs(self.store).fetch(file, url, bar)
+            except Exception as error:
+                self._fail_transfer(file.name, error)
+            bar = _bar(lambda _: None)
+        path = self.fetch(file.name, commit, bar)
+        if file.sha256 is None and (why := file.why_wrong(path)):
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            self.fail(f"{file.name}: {why}; it was removed, start again")
+
+    def _ask(self) -> tuple[str, dict[str, HubFile]]:
+        """The commit that the revision stands for, and its files by name."""
         from huggingface_hub import HfApi
 
         try:
@@ -268,7 +330,15 @@ class _Hub:
             self._explain(error)
         if info.sha is None or not COMMIT.fullmatch(info.sha):
             self.fail("the hub did not say which commit this is")
-        return info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        return info.sha, {
+            file.rfilename: HubFile(
+                file.rfilename,
+                file.size or 0,
+                None if file.lfs is None else file.lfs.sha256,
+                file.blob_id,
+            )
+            for file in info.siblings or ()
+        }
 
     def _check_config(self, names: Iterable[str]) -> None:
         if "config.json" not in names:
@@ -317,11 +387,16 @@ class _Hub:
                 )
             )
         except Exception as error:
-            reason = str(error).splitlines()[0][:200] if str(error) else ""
-            self.fail(
-                f"the transfer of {file} failed ({type(error).__name__}: {reason}); "
-                "start again: what is complete is kept"
-            )
+            self._fail_transfer(file, error)
+
+    def _fail_transfer(self, file: str, error: Exception) -> NoReturn:
+        if isinstance(error, ConfigError):
+            self.fail(str(error))
+        reason = str(error).splitlines()[0][:200] if str(error) else ""
+        self.fail(
+            f"the transfer of {file} failed ({type(error).__name__}: {reason}); "
+            "start again: what has come is kept"
+        )
 
     def _remember(self, commit: str) -> None:
         """Note the commit of a branch or tag once what was wanted of it is here, for offline

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,66 @@ def test_a_later_start_keeps_the_files_that_were_complete(
     assert hub.files_asked_for() == {cut}
     for name in (cut, whole):
         assert (found.path / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, ConfigError])
+def test_a_later_start_goes_on_in_the_middle_of_a_file(
+    hub: HubServer, tmp_path: Path, no_waiting: None, stop: type[BaseException]
+) -> None:
+    source = make_model(tmp_path / "source")
+    hub.add("someone/model", source)
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stop is KeyboardInterrupt and done > total // 2:
+            raise stop
+
+    if stop is ConfigError:
+        hub.cut_after["model.safetensors"], hub.down_after_cut = 100_000, True
+    with pytest.raises(stop):
+        get(hub, progress=interrupt)
+    hub.status, hub.down_after_cut = None, False
+    (part,) = tmp_path.rglob("*.incomplete")
+    had = part.stat().st_size
+    assert had > 60_000
+    hub.requests.clear()
+    found = get(hub)
+    assert [line for line in hub.requests if line.startswith("GET") and "bytes=" in line] == [
+        f"GET /someone/model/resolve/{COMMIT}/model.safetensors bytes={had}-"
+    ]
+    data = (found.path / "model.safetensors").read_bytes()
+    assert data == (source / "model.safetensors").read_bytes()
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "model.safetensors.index.json"]
+)
+def test_a_file_with_a_wrong_hash_is_removed_and_named(
+    hub: HubServer, tmp_path: Path, name: str
+) -> None:
+    hub.add("someone/model", make_model(tmp_path / "source", shards=2 if "index" in name else 1))
+    hub.wrong_hash = name
+    for _ in range(2):  # it never counts as one that is there
+        with pytest.raises(
+            ConfigError, match=rf"^model someone/model: {name}: its hash is .*remov"
+        ):
+            get(hub)
+    assert not [path for path in (tmp_path / "home").rglob(name) if path.is_file()]
+    hub.wrong_hash = ""
+    assert get(hub).revision == COMMIT
+
+
+def test_room_is_looked_for_before_anything_comes(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("someone/model", make_model(tmp_path / "source"))
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr("ridgeline.loader.hub_files.shutil.disk_usage", lambda path: full)
+    with pytest.raises(
+        ConfigError, match=r"needs 25. kB more at .*, where 0 B are free; .*HF_HOME"
+    ):
+        get(hub)
+    assert hub.files_asked_for() == set()
 
 
 def test_half_a_model_in_the_cache_does_not_count(hub: HubServer, tmp_path: Path) -> None:
