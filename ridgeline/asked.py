@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ridgeline import demo
-from ridgeline.config import EngineConfig, check_numbers
+from ridgeline.config import EngineConfig, check_device, check_numbers
 from ridgeline.errors import ConfigError
 from ridgeline.formats import KV_FORMATS, MODEL, WEIGHT_FORMATS, check_served, read_speculate
 from ridgeline.scheduler.policies import POLICIES, check_promise
@@ -15,6 +15,7 @@ from ridgeline.scheduler.policies import POLICIES, check_promise
 def check_settings(config: EngineConfig) -> None:
     """Numbers and names; ConfigError says which is wrong."""
     check_numbers(config)
+    check_device(config.device)
     check_threads(config.threads)
     if config.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))

@@ -187,6 +187,13 @@ def _check_types(config: EngineConfig) -> None:
             raise ConfigError(f"{field.name} is {value!r}; it must be {words}")
 
 
+def check_device(name: str) -> None:
+    """ConfigError for what can name no device on any machine."""
+    kind, separator, index = name.partition(":")
+    if name not in ("auto", "cpu") and (kind != "cuda" or (separator and not index.isdecimal())):
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
+
+
 def check_numbers(config: EngineConfig) -> None:
     """What can be said of the numbers without a model or a device; ConfigError names the first that
     is wrong."""

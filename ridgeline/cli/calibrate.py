@@ -14,6 +14,7 @@ from ridgeline.asked import check_threads, check_writable
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note, paper
 from ridgeline.cli.values import positive, words
+from ridgeline.config import check_device
 from ridgeline.figures import percent, scaled, seconds
 
 if TYPE_CHECKING:
@@ -63,11 +64,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_threads(args.threads)  # before torch, which takes its time
+    check_device(args.device)
     from ridgeline.measure.calibrate import Question, calibrate
     from ridgeline.measure.disturbance import look_around
     from ridgeline.records import prepare_folder, record_path, write_record
 
-    check_threads(args.threads)
     question = Question(
         device=args.device,
         dtypes=tuple(name for names in args.dtype for name in names),

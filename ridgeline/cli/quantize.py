@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
 from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.machine_flags import THIS
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note, paper
 from ridgeline.cli.values import number, positive, whole
@@ -182,6 +183,8 @@ def read_job(args: argparse.Namespace) -> Job:
         raise ConfigError("--mixed is in place of --bits; leave one of the two out")
     if args.predict_on and (_bits(args) not in PRICED or args.mixed is not None):
         raise ConfigError("--predict-on: the cost model knows 4 and 8 bits alone; leave it out")
+    if args.predict_on not in (None, THIS):
+        _check_catalogue(args.predict_on)
     if args.group_size is not None and args.group_size < 0:
         raise ConfigError(f"--group-size is {args.group_size}; give 0 for one scale a row, or more")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -224,6 +227,17 @@ def _say_group(args: argparse.Namespace, job: Job) -> None:
     why = "the largest usual one that divides" if size else f"none of {GROUP_SIZES} divides"
     found = ", ".join(map(str, widths))
     note(args, f"group size {size or 'a whole row'}: {why} the columns of every matrix ({found})")
+
+
+def _check_catalogue(name: str) -> None:
+    """Before hours are spent on what is to be priced for this device."""
+    from ridgeline.cli.machine import open_device
+    from ridgeline.errors import ConfigError
+
+    try:
+        open_device(name)
+    except ConfigError as problem:
+        raise ConfigError(f"--predict-on {name}: {str(problem).partition('; ')[2]}") from None
 
 
 def _bits(args: argparse.Namespace) -> int:

@@ -209,6 +209,9 @@ def test_every_limit_has_a_help() -> None:
         ("predict --batch 0", "argument --batch: '0' is no whole number of at least 1"),
         ("predict --memory-utilization nan", "is no number above 0 and at most 1"),
         ("predict --tp -2", "argument --tp: '-2' is no whole number of at least 1"),
+        ("chat --device cuda:x", "unknown --device 'cuda:x'; use auto, cpu, cuda or cuda:N"),
+        ("calibrate --device nope", "unknown --device 'nope'; use auto, cpu, cuda or cuda:N"),
+        ("quantize -o out --predict-on nope", "--predict-on nope: choose one of a10, "),
         ("calibrate --threads 100000", "--threads is 100000; this machine runs "),
     ],
 )

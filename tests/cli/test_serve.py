@@ -78,6 +78,7 @@ def test_beyond_this_machine_it_wants_a_key(bare: Path, cli: Cli) -> None:
         ("--max-header-bytes", 0, "--max-header-bytes is 0; it must be from 1024 to"),
         ("--event-log", "/nowhere/log", "--event-log /nowhere/log: there is no folder /nowhere"),
         ("--calibration", "/nowhere", "/nowhere cannot be read as a calibration"),
+        ("--device", "gpu", "unknown --device 'gpu'; use auto, cpu, cuda or cuda:N"),
         ("--threads", 100000, "--threads is 100000; this machine runs "),
         ("--policy", "slo", "--policy slo needs a promise: give --ttft-slo-ms and --tpot-slo-ms"),
         ("--speculate", "draft:/nowhere", "/nowhere: folder not found"),
