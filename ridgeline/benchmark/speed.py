@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ridgeline.llm import LLM
 
 LEAST_STEADY_STEPS = 4
-CHECKS_ALONE = "bytes are those of checking guesses; what making them reads is not counted"
+VERIFYING_ALONE = "bytes are those of verifying; what making the drafts reads is not counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,5 +237,5 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _notes(lengths: Lengths, paces: Sequence[Pace], more: str = "") -> str:
-    drafts = CHECKS_ALONE if any(pace.drafts for pace in paces) else ""
+    drafts = VERIFYING_ALONE if any(pace.drafts for pace in paces) else ""
     return "; ".join(text for text in (lengths.note, more, drafts) if text)

@@ -12,7 +12,7 @@ import pytest
 from ridgeline import LLM
 from ridgeline.benchmark import speed
 from ridgeline.benchmark.record import JobTimes, Run, StepSeen
-from ridgeline.benchmark.speed import CHECKS_ALONE, Bench
+from ridgeline.benchmark.speed import VERIFYING_ALONE, Bench
 from tests.captures import captures
 from tests.tiny_model import make_tiny_model
 
@@ -89,8 +89,8 @@ def test_bytes_that_nobody_knows_are_left_out(monkeypatch: pytest.MonkeyPatch) -
 
 def test_that_bytes_are_without_the_drafts_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of([4, 2, 3, 1, 5], drafts=True)
-    assert bench(monkeypatch, [run]).decode(1, 8, 16).note == CHECKS_ALONE
-    assert bench(monkeypatch, [run]).split(8, 16).note == CHECKS_ALONE
+    assert bench(monkeypatch, [run]).decode(1, 8, 16).note == VERIFYING_ALONE
+    assert bench(monkeypatch, [run]).split(8, 16).note == VERIFYING_ALONE
 
 
 def test_too_few_steps_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.costing import device_key
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
+from ridgeline.kernels.cpu.native import level
 from ridgeline.kernels.tiles import own_products
 from ridgeline.measure import machine
 from ridgeline.measure.calibrate import (
@@ -185,6 +186,7 @@ def test_an_uncalibrated_machine_is_measured_in_seconds(
     assert device.measured
     assert device.bandwidth > 1e8
     assert set(device.peak_flops) == {"fp32", "bf16", "fp16"}
+    assert level() == "none" or device.peak("bf16") >= device.peak("fp32")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"device": 3}', '{"device": {}}'])
