@@ -53,7 +53,7 @@ PICTURES = {
         " --devices l40s,a100-80-sxm,h100-sxm",
         110,
     ),
-    "bench": Picture("ridgeline bench --batch 1,8 --prompt-len 64 --output-len 64", 100),
+    "bench": Picture("ridgeline bench --batch 1,8 --prompt-len 64 --output-len 64", 110),
 }
 
 
