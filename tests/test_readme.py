@@ -145,6 +145,8 @@ def test_chat_answers_as_in_the_picture() -> None:
 def test_pictures_fetch_nothing(name: str) -> None:
     svg = (FOLDER / f"{name}.svg").read_text(encoding="ascii")
     assert len(svg) < MAX_PICTURE_BYTES
+    pages = [README, *(ROOT / "docs").rglob("*.md")]
+    assert any(f"pictures/{name}.svg)" in page.read_text(encoding="utf-8") for page in pages)
     assert set(re.findall(r"\w+://[^\"' )]+", svg)) == {"http://www.w3.org/2000/svg"}
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", svg))
 

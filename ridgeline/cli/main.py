@@ -47,7 +47,7 @@ EXAMPLES = """examples:
   ridgeline generate path/to/model -p "Once upon a time"    one answer, streamed
   ridgeline chat user/model                                 talk to it in the terminal
   ridgeline serve path/to/model --port 8000                 an OpenAI-compatible server
-  ridgeline serve path/to/model --speculate ngram           guess tokens, check several at once
+  ridgeline serve path/to/model --speculate ngram           draft tokens, verify several at once
   ridgeline inspect path/to/model --context 8192 --batch 16 what would it need? (no weights needed)
   ridgeline bench path/to/model                             how fast is it here, and why?
   ridgeline eval path/to/model                              what does it get right?

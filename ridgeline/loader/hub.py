@@ -231,7 +231,10 @@ class _Hub:
         raise ConfigError(f"model {self.name}{where}: {reason}")
 
     def fail_without_answer(self, why: _Unreachable) -> NoReturn:
-        self.fail(f"the hub gave no answer ({why}), and the cache at {self.store} lacks it")
+        self.fail(
+            f"the hub gave no answer ({why}), and the cache at {self.store} lacks it; mend the "
+            "network or the proxy, or name a folder"
+        )
 
     def say_cached(self, commit: str | None, why: _Unreachable) -> None:
         text = "the hub gave no answer, using the cached copy"
