@@ -20,7 +20,7 @@ from ridgeline.architectures.stored_config import (
     stored_matrices,
     unpacked_matrices,
 )
-from ridgeline.asked import check_asked
+from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
 from ridgeline.clock import Clock, WallClock, process_seconds
@@ -155,6 +155,7 @@ def build(
 
     What takes a while is noted in `startup`, by default from here on."""
     startup = startup or StartUp()
+    check_settings(config)  # before a device is looked for by what may be no name
     device = open_device(config.device)  # before a model is fetched for one that is not there
     front = build_front(config, progress, startup)
     path, spec = front.folder.path, front.spec

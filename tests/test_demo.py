@@ -81,7 +81,8 @@ def test_no_model_is_the_chat_model(tiny: Path, capsys: pytest.CaptureFixture[st
     assert said[0] == said[1] == said[2] != said[3]
 
 
-WITHOUT_MODEL = {"calibrate", "explain"}  # about a machine, about a run
+# About a machine, a shell, a run; pull has no default.
+WITHOUT_MODEL = {"calibrate", "completion", "explain", "pull"}
 NEEDED = {
     "plan": ["--input", "1", "--output", "1", "--ttft", "1s", "--tpot", "1s"],
     "quantize": ["-o", "small"],

@@ -515,8 +515,8 @@ def test_a_tokenizer_from_another_folder(tmp_path: Path) -> None:
         where = str(tmp_path / named) if named else ""
         with pytest.raises(ConfigError, match=r"tokenizer '.*for the model's own"):
             LLM(str(other), tokenizer=where, **options)
-    with pytest.raises(ConfigError, match="tokenizer '/nowhere': not found"):  # said first
-        LLM(str(tmp_path / "no model"), tokenizer="/nowhere", **options)
+    with pytest.raises(ConfigError, match="tokenizer '/nowhere': not found"):  # before a fetch
+        LLM("no-such/model", tokenizer="/nowhere", **options)
 
 
 def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:

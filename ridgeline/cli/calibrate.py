@@ -76,11 +76,9 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         is_quick=args.quick,
     )
-    for path in (args.output, record_path("any")):
-        if path:
-            prepare_folder(Path(path))
     if args.output:
         check_writable("--output", Path(args.output))
+    prepare_folder(record_path("any"))
     if not args.quiet and (busy := look_around()):
         note(
             args,

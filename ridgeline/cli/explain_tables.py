@@ -22,14 +22,18 @@ PARTS = {
 FLOORS = {"own_prefill": "prefill_s", "decode": "decode_s"}
 
 
+def _some(num: int, what: str) -> str:
+    return f"{num} {what}" if num == 1 else f"{num} {what}s"
+
+
 def show(report: Mapping[str, Any], most: int) -> None:
     """Print the report of `ridgeline.observe.explain`, as JSON has it, to standard output."""
     out, server = paper(), report["server"]
     out.print(
-        f"{report['model']} on {server['device']}: {server['num_steps']} steps, "
-        f"{server['num_finished']} requests ended; "
-        + (f"expectations are {server['origin']}" if is_calibrated(server) else NOT_CALIBRATED)
+        f"{report['model']} on {server['device']}: {_some(server['num_steps'], 'step')}, "
+        f"{_some(server['num_finished'], 'request')} ended"
     )
+    out.print(f"expectations are {server['origin']}" if is_calibrated(server) else NOT_CALIBRATED)
     if report["requests"]:
         out.print(whole_table(report))
         out.print(request_table(report["requests"], most, floors=is_calibrated(server)))
@@ -135,16 +139,16 @@ def gap_table(server: Mapping[str, Any]) -> Table:
 
 
 def guess_table(guesses: Mapping[str, Any], calibrated: bool) -> Table:
-    """What guessing tokens brought, but what rests on assumed prices."""
+    """What drafts brought, but what rests on assumed prices."""
     positions = "  ".join(f"{share:.2f}" for share in guesses["by_position"])
-    drafting, checking = guesses["drafting_s"], guesses["checking_s"]
+    drafting, verifying = guesses["drafting_s"], guesses["checking_s"]
     than = "such steps measured here" if guesses["is_measured"] else "what such steps should take"
     gain = f"{guesses['gain']:.2f}x the tokens per second of {than}"
     by_price = (
         ("drafting", f"{seconds(drafting)}, {percent(guesses['drafting_share'])} (by price)"),
-        ("checking", f"{seconds(checking)}, {percent(guesses['checking_share'])} (by price)"),
+        ("verifying", f"{seconds(verifying)}, {percent(guesses['checking_share'])} (by price)"),
     )
-    table = Table("guesses", "", title=f"{guesses['num_steps']} steps checked guesses")
+    table = Table("drafts", "", title=f"{_some(guesses['num_steps'], 'step')} verified drafts")
     for name, text in (
         ("tokens a row and step", f"{guesses['accepted_length']:.2f}, its own one included"),
         ("right, of those reached", percent(guesses["acceptance"])),

@@ -43,8 +43,9 @@ def _speed(prediction: Prediction) -> Table:
         "",
         f"{load.batch} in flight",
         f"{found.saturated.load.batch} in flight (full)",
-        title=f"{prediction.model} on {setup.device.label}: {setup.layout.words}, "
-        f"{weights} weights, {kv} cache; {load.num_input} + {load.num_output} tokens",
+        title=f"{prediction.model} on {setup.device.label}:\n"
+        f"{setup.layout.words}, {weights} weights, {kv} cache; "
+        f"{load.num_input} + {load.num_output} tokens",
     )
     both = (found.pace, found.saturated)
     table.add_row("time to first token (TTFT)", *(seconds(p.ttft_s) for p in both))

@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from importlib import import_module
 
 import uvicorn
 
@@ -23,7 +24,7 @@ from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.log import say
 from ridgeline.server.app import make_app
 from ridgeline.server.auth import KEY_VARIABLE, load_keys
-from ridgeline.server.config import ServeConfig, check_serve_numbers
+from ridgeline.server.config import DEFAULT_BUILDER, ServeConfig, check_serve_numbers
 from ridgeline.server.hosts import check_bind
 from ridgeline.server.http_protocol import protocol_class
 from ridgeline.server.service import Service
@@ -46,6 +47,8 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     the tokenizer, the address, the keys, or (later) the model.
     """
     check_serve_numbers(config)
+    if config.builder != DEFAULT_BUILDER:
+        import_module(config.builder.partition(":")[0])  # it may add formats, which are asked for
     check_asked(config.engine)
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
     check_bind(

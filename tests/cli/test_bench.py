@@ -69,11 +69,11 @@ def test_steps_with_guesses_in_json_and_in_tables(tmp_path: Path, cli: Cli) -> N
     [decode], [split] = results["decode"], results["split"]
     steps_a_second = decode["achieved_bytes_per_s"] / decode["bytes_per_step"]
     assert decode["tokens_per_s"] == pytest.approx(decode["tokens_per_step"] * steps_a_second)
-    assert "bytes are those of checking guesses" in decode["note"]
+    assert "bytes are those of verifying" in decode["note"]
     assert split["note"] == decode["note"]
     code, out, _ = cli("bench", folder, *RANDOM, *argv)
     assert code == 0
-    assert out.count("note: bytes are those of checking guesses") == 2
+    assert out.count("note: bytes are those of verifying") == 2
 
 
 def test_lengths_beyond_the_context_are_scaled_and_noted(bare: Path, cli: Cli) -> None:

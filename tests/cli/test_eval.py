@@ -131,7 +131,7 @@ def test_a_wrong_task_lists_the_tasks(cli: Cli, chatty: Path) -> None:
     code, out, err = cli("eval", chatty, *RANDOM, "--task", "arithmetics")
     assert (code, out) == (2, "")
     known = ", ".join(all_tasks())
-    assert err == f"ridgeline: error: unknown task 'arithmetics'; choose among {known}\n"
+    assert err == f"ridgeline: error: unknown --task 'arithmetics'; choose among {known}\n"
     assert all_tasks() == (*worlds.TASKS, PERPLEXITY)
 
 
@@ -158,6 +158,6 @@ def test_defaults_and_repeated_tasks() -> None:
 
 def test_figures_on_paper() -> None:
     assert command.number(0.97512) == "0.9751"
-    assert command.number(123456.0) == "1.235e+05"
+    assert command.number(123456.0) == "123,456"
     assert command.interval(Row("t", "m", 0.5, 4, 0.25, 0.75)) == "0.2500 - 0.7500"
     assert command.interval(Row("t", "m", 0.5, 1, None, None)) == "unknown"

@@ -51,7 +51,7 @@ def test_a_second_start_finds_zero_points_too(
     monkeypatch.setattr(build, "open_packs", lambda way: packs)
     folder = str(make_tiny_model(tmp_path / "model", **SIZES))
     logits = []
-    for begin in ("GB/s", "packed at an earlier start"):
+    for begin in ("B/s", "packed at an earlier start"):
         options = OPTIONS | {"dtype": "bfloat16", "weight_format": name, "pack_cache": "auto"}
         with LLM(folder, **options) as model:
             [phase] = [phase for phase in model.built.startup if phase.name == "weights"]

@@ -225,8 +225,7 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> Fa
     scheduler = Scheduler(blocks, FCFS(), resolved.max_num_batched_tokens, resolved.max_num_seqs)
     executor = FakeExecutor(resolved.num_blocks, resolved.block_size)
     engine = Engine(scheduler, executor, WallClock(), resolved.max_in_flight)
-    watch = None if config.weight_format == "unpriced" else _watch(engine, config)
-    return FakeBuilt(engine, resolved, GenerationDefaults(temperature=0.0), watch)
+    return FakeBuilt(engine, resolved, GenerationDefaults(temperature=0.0), _watch(engine, config))
 
 
 def _watch(engine: Engine, config: EngineConfig) -> Observatory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def test_nobody_gets_one_who_has_not_asked(server: Running) -> None:
 
 
 def test_an_engine_without_prices_says_that_it_has_none(fake_model: Path, tmp_path: Path) -> None:
-    config = fake_config(fake_model, engine={"weight_format": "unpriced"})
+    """And a format that its builder brings is no unknown one."""
+    plain = fake_config(fake_model, engine={"weight_format": "unpriced"})
+    config = replace(plain, builder="tests.server.unpriced:build")
     with running(config, tmp_path) as server:
         assert ask(server).json()["usage"]["cost"] is None
         with server.http as http:
