@@ -184,7 +184,7 @@ def _qk_norm_rope_write(
     key, value = head - heads, head - heads - kv_heads
     k_to = k_cache_ptr + block * k_block + offset * k_slot + key[:, None] * k_head + d[None]
     v_to = v_cache_ptr + block * v_block + offset * v_slot + value[:, None] * v_head + d[None]
-    is_k, is_v = is_k & written, is_v & written
+    is_k, is_v = tl.where(written, is_k, False), tl.where(written, is_v, False)
     k_chosen, v_chosen = is_k[:, None] & inside[None], is_v[:, None] & inside[None]
     if CODES == 0:
         tl.store(k_to, wide_first.to(k_cache_ptr.dtype.element_ty), k_chosen)

@@ -185,7 +185,7 @@ def _bracket_rows(
             at = c[:, None] * LEVELS + j[None, :]
             given = (c < chunks)[:, None] & (j >= 0)[None, :]
             count_CJ = tl.load(counts_row + at, given, 0, cache_modifier=".cg")
-            weighed = given & (top_k >= size)
+            weighed = tl.where(top_k >= size, given, False)
             mass_CJ = tl.load(masses_row + at, weighed, 0.0, cache_modifier=".cg")
             mass_J = tl.sum(mass_CJ, 0)
             weight_J = tl.where(has_k, tl.sum(count_CJ, 0).to(tl.float64), mass_J)

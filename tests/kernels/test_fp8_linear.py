@@ -281,7 +281,12 @@ def test_a_product_of_both_roundings() -> None:
     weight, rows = matrix(48, 96), quantize_rows_reference(noise(17, 96))
     bias, residual = noise(48, seed=1), noise(17, 48, seed=2)
     exact = (rows.codes_MK.float() * rows.scale_M[:, None]) @ dequantize_rows(weight).T
-    got = fp8_product(rows, weight, torch.float32)
+    try:
+        got = fp8_product(rows, weight, torch.float32)
+    except RuntimeError as fault:  # torch 2.11 with AVX-512; the engine takes it on GPUs only
+        if "per-tensor scaling for CPU" not in str(fault):
+            raise
+        pytest.skip("this torch has no product with scales of rows on this CPU")
     assert bool(((got - exact).abs() <= 2.0**-8 * exact.abs() + 1e-3).all())
     got = fp8_product(rows, weight, torch.float32, bias_N=bias, residual_MO=residual)
     near = exact + bias + residual
