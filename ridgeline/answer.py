@@ -168,6 +168,7 @@ class Answer:
         arrival_time: float,
         priority: int = 0,
         cache_salt: bytes = b"",
+        tenant: bytes = b"",
     ) -> None:
         if sampling.stop and tokenizer is None:
             raise RequestFault(
@@ -198,6 +199,7 @@ class Answer:
                 priority=priority,
                 cache_salt=cache_salt,
                 fork_of=first,
+                tenant=tenant,
             )
             first = first or request_id
             self._samples[request_id] = _Sample(request, self._assembler())

@@ -76,6 +76,7 @@ class Added:
     fork_of: str | None = None
     refused: str | None = None
     cpu_s: float | None = None
+    tenant: bytes = b""
 
     def request(self) -> Request:
         """A fresh one, as it was when it came in."""
@@ -87,6 +88,7 @@ class Added:
             priority=self.priority,
             cache_salt=self.salt,
             fork_of=self.fork_of,
+            tenant=self.tenant,
         )
 
 
@@ -294,6 +296,7 @@ class Recorder:
             "priority": request.priority,
             "salt": self._salt(request.cache_salt),
             "fork_of": request.fork_of,
+            "tenant": self._salt(request.tenant),
             "refused": None if fault is None else fault.code,
         }
         values |= {name: value for name, value in optional.items() if value}

@@ -144,6 +144,7 @@ class AddLine(TypedDict):
     sampling: dict[str, Any]
     priority: NotRequired[int]
     salt: NotRequired[str]
+    tenant: NotRequired[str]
     fork_of: NotRequired[str]
     refused: NotRequired[str]
     cpu_s: NotRequired[Time]
@@ -207,6 +208,7 @@ def _added(line: AddLine) -> Added:
         line.get("fork_of"),
         line.get("refused"),
         line.get("cpu_s"),
+        bytes.fromhex(line.get("tenant", "")),
     )
 
 

@@ -101,6 +101,7 @@ class BeamGroup:
             row.arrival_time,
             row.priority,
             row.cache_salt,
+            tenant=row.tenant,
             order=self.request.order,
             num_computable_tokens=row.num_computable_tokens,
         )

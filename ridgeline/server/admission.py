@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from types import TracebackType
 
+from ridgeline.server.auth import Tenant
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
 
@@ -18,9 +19,9 @@ OVERLOADED = "the server has as much work as it may hold ({what}); try again lat
 class Ticket:
     """One request's share of what the server may hold."""
 
-    def __init__(self, admission: Admission, key: bytes) -> None:
+    def __init__(self, admission: Admission, tenant: Tenant) -> None:
         self._admission = admission
-        self._key = key
+        self._tenant = tenant
         self._bytes = self._sequences = self._tokens = 0
         self._open = True
 
@@ -62,7 +63,7 @@ class Ticket:
         held.num_bytes -= self._bytes
         held.num_sequences -= self._sequences
         held.num_tokens -= self._tokens
-        held.give_back_key(self._key)
+        held.give_back(self._tenant)
 
     def __enter__(self) -> Ticket:
         return self
@@ -92,9 +93,9 @@ class Admission:
         self.max_sequences = max_num_seqs + self.limits.max_queued_sequences
         self.max_tokens = int(cache_tokens * self.limits.max_queued_cache_fills)
 
-    def open(self, key: bytes) -> Ticket:
-        """A ticket for a request of this key (b"" when no keys are in use). Raises ApiError
-        rate_limit_exceeded."""
+    def open(self, tenant: Tenant) -> Ticket:
+        """A ticket for a request of this tenant. Raises ApiError rate_limit_exceeded."""
+        key = tenant.key
         if key and self._by_key[key] >= self.limits.max_requests_per_key:
             raise ApiError(
                 "rate_limit_exceeded",
@@ -105,9 +106,10 @@ class Admission:
             raise ApiError("overloaded", OVERLOADED.format(what="requests"))
         self.num_requests += 1
         self._by_key[key] += 1
-        return Ticket(self, key)
+        return Ticket(self, tenant)
 
-    def give_back_key(self, key: bytes) -> None:
+    def give_back(self, tenant: Tenant) -> None:
+        key = tenant.key
         self._by_key[key] -= 1
         if not self._by_key[key]:
             del self._by_key[key]

@@ -65,7 +65,7 @@ class Computing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         service.need_model()
-        with service.admission.open(scope["state"]["key"]) as ticket:
+        with service.admission.open(scope["state"]["tenant"]) as ticket:
             body = await service.read(scope, receive, ticket)
             work = self._work_elsewhere(body, service.need_model())
             await send_json(send, await unless_gone(receive, work))

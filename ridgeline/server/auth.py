@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,6 +14,19 @@ KEY_VARIABLE = "RIDGELINE_API_KEY"
 MIN_KEY_LENGTH = 8
 MAX_KEY_LENGTH = 512
 REFUSAL = "a valid API key is needed: send the header `Authorization: Bearer <key>`"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who asks: the digest of the API key (b"" without keys), and the name by which shares are
+    counted: that digest, or one of the client's address where there are no keys."""
+
+    key: bytes = b""
+    name: bytes = b""
+
+
+def tenant_of(key: bytes, address: str) -> Tenant:
+    return Tenant(key, key or sha256(b"ridgeline tenant\0" + address.encode()).digest())
 
 
 class Keys:

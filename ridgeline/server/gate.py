@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ridgeline.clock import Clock
 from ridgeline.log import ACCESS, say
 from ridgeline.observe.traffic import Traffic
-from ridgeline.server.auth import Keys
+from ridgeline.server.auth import Keys, tenant_of
 from ridgeline.server.body import ClientGone, header_values
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
@@ -46,7 +46,9 @@ class Gate:
         scope["app"] = self  # makes the router raise its 404 and 405 instead of answering itself
         try:
             self._hosts.check(header_values(scope, b"host"))
-            scope["state"] = {"request_id": exit_.request_id, "key": self._check_key(scope)}
+            client = scope.get("client")
+            tenant = tenant_of(self._check_key(scope), client[0] if client else "")
+            scope["state"] = {"request_id": exit_.request_id, "tenant": tenant}
             await self._app(scope, receive, exit_.send)
         except ClientGone:
             self._traffic.refused["client_gone"] += 1

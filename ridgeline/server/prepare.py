@@ -10,6 +10,7 @@ from hashlib import sha256
 
 from ridgeline.answer import Answer, check_prompt, resolve_sampling
 from ridgeline.errors import RequestFault
+from ridgeline.server.auth import Tenant
 from ridgeline.server.calls import Call
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.model import ServedModel
@@ -35,14 +36,16 @@ class Prepared:
         return sum(len(answer.prompt_token_ids) for answer in self.answers)
 
 
-def prepare(call: Call, model: ServedModel, request_id: str, key: bytes, now: float) -> Prepared:
+def prepare(
+    call: Call, model: ServedModel, request_id: str, tenant: Tenant, now: float
+) -> Prepared:
     """Raises ApiError naming the field as the client wrote it."""
     place = 0
     try:
         prompts = encode_prompts(call, model)
         made = []
         for place, ids in enumerate(prompts):
-            made.append(_answer(call, model, f"{request_id}-{place}", ids, key, now))
+            made.append(_answer(call, model, f"{request_id}-{place}", ids, tenant, now))
         answers = tuple(made)
     except RequestFault as fault:
         names = call.rename
@@ -123,7 +126,7 @@ def need_tokenizer(model: ServedModel, param: str) -> Tokenizer:
 
 
 def _answer(
-    call: Call, model: ServedModel, answer_id: str, ids: tuple[int, ...], key: bytes, now: float
+    call: Call, model: ServedModel, answer_id: str, ids: tuple[int, ...], tenant: Tenant, now: float
 ) -> Answer:
     sampling = resolve_sampling(
         call.sampling,
@@ -140,7 +143,8 @@ def _answer(
         end_token_ids=frozenset(model.ready.end_token_ids),
         arrival_time=now,
         priority=call.priority,
-        cache_salt=cache_salt(key, call.cache_salt),
+        cache_salt=cache_salt(tenant.key, call.cache_salt),
+        tenant=tenant.name,
     )
 
 

@@ -18,6 +18,7 @@ from ridgeline.log import say
 from ridgeline.observe.evidence import Evidence
 from ridgeline.observe.explain import explain
 from ridgeline.server.admission import Admission, Ticket
+from ridgeline.server.auth import Tenant
 from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
 from ridgeline.server.calls import Call, Kind
 from ridgeline.server.config import ServeConfig
@@ -170,7 +171,7 @@ class Service:
         if self.tracing is not None:
             scope["state"]["trace"] = self.tracing.begin(scope)
         self.need_model()
-        with self.admission.open(scope["state"]["key"]) as ticket:
+        with self.admission.open(scope["state"]["tenant"]) as ticket:
             body = await self.read(scope, receive, ticket)
             arrival = self.clock.now()
             work = self._answer(scope, send, read, body, ticket, arrival)
@@ -187,9 +188,9 @@ class Service:
     ) -> None:
         model = self.need_model()
         request_id = scope["state"]["request_id"]
-        key: bytes = scope["state"]["key"]
+        tenant: Tenant = scope["state"]["tenant"]
         call, prepared = await self.run_in_thread(
-            _understand, read, body, model, request_id, key, arrival
+            _understand, read, body, model, request_id, tenant, arrival
         )
         ticket.reserve(prepared.num_sequences, prepared.num_prompt_tokens)
         trace: Trace | None = scope["state"].get("trace")
@@ -283,12 +284,12 @@ def _understand(
     body: Body,
     model: ServedModel,
     request_id: str,
-    key: bytes,
+    tenant: Tenant,
     now: float,
 ) -> tuple[Call, Prepared]:
     """Validate and tokenize; in a worker thread."""
     call = read(body, model)
-    return call, prepare(call, model, request_id, key, now)
+    return call, prepare(call, model, request_id, tenant, now)
 
 
 def _renderer(

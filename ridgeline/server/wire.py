@@ -78,6 +78,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     queued_at: float
     wants_cost: bool = False
     wants_chunks: bool = False
+    tenant: bytes = b""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -343,7 +344,7 @@ def pack_add(
     wants_cost: bool = False,
     wants_chunks: bool = False,
 ) -> Add:
-    """One message for all requests of a client's call; they share priority and salt."""
+    """One message for all requests of a client's call; they share priority, salt and tenant."""
     prompts: dict[tuple[int, ...], int] = {}
     samplings: list[Sampling] = []
     rows = []
@@ -362,6 +363,7 @@ def pack_add(
         queued_at,
         wants_cost,
         wants_chunks,
+        first.tenant,
     )
 
 
@@ -379,6 +381,7 @@ def unpack_add(message: Add, now: float) -> list[Request]:
             priority=message.priority,
             cache_salt=message.cache_salt,
             fork_of=row.fork_of,
+            tenant=message.tenant,
         )
         for row in message.sequences
     ]

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from ridgeline.server.admission import Admission, Ticket
+from ridgeline.server.auth import Tenant
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
 
@@ -23,7 +24,7 @@ def code(caught: pytest.ExceptionInfo[ApiError]) -> str:
 
 def test_sequences_tokens_and_bytes_are_capped() -> None:
     held = admission(max_queued_sequences=3, max_held_body_bytes=10)
-    with held.open(b"") as one, held.open(b"") as two:
+    with held.open(Tenant(b"")) as one, held.open(Tenant(b"")) as two:
         one.reserve(4, 399)
         with pytest.raises(ApiError) as caught:
             two.reserve(2, 1)
@@ -42,7 +43,7 @@ def test_sequences_tokens_and_bytes_are_capped() -> None:
 
 def test_what_never_fits_is_the_requests_fault() -> None:
     held = admission(max_queued_sequences=3)
-    with held.open(b"") as ticket:
+    with held.open(Tenant(b"")) as ticket:
         for cost in ((6, 1), (1, 401)):
             with pytest.raises(ApiError) as caught:
                 ticket.reserve(*cost)
@@ -51,14 +52,14 @@ def test_what_never_fits_is_the_requests_fault() -> None:
 
 def test_each_key_has_its_own_limit() -> None:
     held = admission(max_requests_per_key=2)
-    tickets = [held.open(b"a"), held.open(b"a"), held.open(b"b")]
+    tickets = [held.open(Tenant(b"a")), held.open(Tenant(b"a")), held.open(Tenant(b"b"))]
     with pytest.raises(ApiError) as caught:
-        held.open(b"a")
+        held.open(Tenant(b"a"))
     assert code(caught) == "rate_limit_exceeded"
     assert (b"retry-after", b"1") in caught.value.headers
     tickets[0].release()
     tickets[0].release()  # twice is once
-    tickets.append(held.open(b"a"))
+    tickets.append(held.open(Tenant(b"a")))
     for ticket in tickets:
         ticket.release()
     assert held.num_requests == 0
@@ -66,7 +67,7 @@ def test_each_key_has_its_own_limit() -> None:
 
 def test_without_keys_there_is_no_limit_per_key() -> None:
     held = admission(max_requests_per_key=1, max_queued_sequences=10)
-    tickets = [held.open(b"") for _ in range(20)]
+    tickets = [held.open(Tenant(b"")) for _ in range(20)]
     assert held.num_requests == 20
     for ticket in tickets:
         ticket.release()
@@ -74,9 +75,9 @@ def test_without_keys_there_is_no_limit_per_key() -> None:
 
 def test_open_requests_are_capped_before_their_bodies_are_read() -> None:
     held = admission(max_queued_sequences=2)
-    tickets = [held.open(b"") for _ in range(8)]
+    tickets = [held.open(Tenant(b"")) for _ in range(8)]
     with pytest.raises(ApiError) as caught:
-        held.open(b"")
+        held.open(Tenant(b""))
     assert code(caught) == "overloaded"
     for ticket in tickets:
         ticket.release()
@@ -93,7 +94,7 @@ def test_random_use_never_exceeds_a_ceiling_and_ends_at_zero() -> None:
             if live and rng.random() < 0.5:
                 live.pop(rng.randrange(len(live))).release()
             else:
-                live.append(held.open(rng.choice([b"", b"a", b"b"])))
+                live.append(held.open(Tenant(rng.choice([b"", b"a", b"b"]))))
                 live[-1].hold_bytes(rng.randrange(30))
                 live[-1].reserve(rng.randrange(1, 9), rng.randrange(1, 300))
         except ApiError:
