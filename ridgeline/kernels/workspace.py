@@ -40,8 +40,10 @@ def shared_workspace(device: torch.device) -> Workspace:
 def make_workspace(
     device: torch.device, partials: int = 1 << 22, tiles: int = 1 << 13
 ) -> Workspace:
-    """Room for `partials` numbers and `tiles` counters; 16 MiB unless told otherwise."""
-    return Workspace(
-        torch.empty(partials, dtype=torch.float32, device=device),
-        torch.zeros(tiles, dtype=torch.int32, device=device),
-    )
+    """Room for `partials` numbers and `tiles` counters; 16 MiB unless told otherwise. Ordinary
+    tensors even where the first to ask is in inference mode: who comes later may not be."""
+    with torch.inference_mode(mode=False):
+        return Workspace(
+            torch.empty(partials, dtype=torch.float32, device=device),
+            torch.zeros(tiles, dtype=torch.int32, device=device),
+        )

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.kernels import INTERPRETED
 
@@ -41,6 +43,15 @@ def _products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(builder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """Float32 products on a GPU are not rounded to TF32; monkeypatch does not find this setting."""
+    setting = torch.backends.cuda.matmul
+    before, setting.allow_tf32 = setting.allow_tf32, False
+    yield
+    setting.allow_tf32 = before
 
 
 def _numbers(interpreter: Any, handle: Any) -> Any:

@@ -213,6 +213,7 @@ def test_the_reference_is_what_the_layers_do() -> None:
 # ---------------------------------------------------------------------- bfloat16 on a GPU
 
 
+@pytest.mark.usefixtures("exact_float32")
 class TestBfloat16:
     """Large shapes; the exact result is float32 of the same bfloat16 inputs."""
 
@@ -221,10 +222,6 @@ class TestBfloat16:
     @staticmethod
     def made(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
         return noise(*shape, seed=seed, dtype=torch.bfloat16, device="cuda", scale=scale)
-
-    @pytest.fixture(autouse=True)
-    def _exact_float32(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
     @pytest.mark.parametrize("pdl", [False, True])
     @pytest.mark.parametrize(("tokens", "size"), [(1, 4096), (2048, 5120), (33, 16384)])

@@ -314,6 +314,7 @@ def test_the_tuner_runs_dry(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- bfloat16 on a GPU
 
 
+@pytest.mark.usefixtures("exact_float32")
 class TestBfloat16:
     """Large shapes; the exact result is float32 of the same bfloat16 inputs."""
 
@@ -328,10 +329,6 @@ class TestBfloat16:
         Tile(64, 128, stages=4, splits=2, tma=True),
         Tile(128, 64, stages=4, per_sm=1, tma=True, ahead=2),
     )
-
-    @pytest.fixture(autouse=True)
-    def _exact_float32(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
     @staticmethod
     def made(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
