@@ -19,6 +19,8 @@ from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
 from ridgeline.kernels.workspace import Workspace, shared_workspace
 
+ROUNDED_NUMBERS = 1 << 18
+
 
 @dataclass(frozen=True, slots=True)
 class InputNorm:
@@ -104,12 +106,17 @@ def multiply_into(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor
 ) -> torch.Tensor:
     """x @ W.T by the library, into `out_MN`, of the dtype of x or float32. On a CPU it rounds to
-    the dtype of x even then: to widen W before each product of one row costs 5 % of a step."""
+    the dtype of x even then: to widen W before each product of one row costs 5 % of a step. No more
+    than ROUNDED_NUMBERS of y are in that dtype at once."""
     if out_MN.dtype == x_MK.dtype:
         return torch.mm(x_MK, weight_NK.T, out=out_MN)
     if x_MK.is_cuda:
         return torch.mm(x_MK, weight_NK.T, out_MN.dtype, out=out_MN)
-    return out_MN.copy_(torch.mm(x_MK, weight_NK.T))
+    step = max(1, ROUNDED_NUMBERS // max(1, len(x_MK)))
+    for begin in range(0, out_MN.shape[1], step):
+        part = slice(begin, begin + step)
+        out_MN[:, part].copy_(torch.mm(x_MK, weight_NK[part].T))
+    return out_MN
 
 
 class Beside(TypedDict, total=False):
