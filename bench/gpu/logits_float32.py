@@ -81,7 +81,6 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     },
 }
 MAX_MODEL_LEN = 512
-PROMPT = 16  # tokens
 FIRST = 6  # steps that do not count
 ANSWER = "ANSWER "  # begins the lines that a worker answers with
 Run = tuple[int, float]  # requests, temperature
@@ -118,7 +117,7 @@ def work(args: argparse.Namespace) -> None:
         batch, temperature = json.loads(line)
         rng = random.Random(batch)
         asked = [
-            Asked([rng.randrange(3, vocab_size) for _ in range(PROMPT)], args.steps, temperature)
+            Asked([rng.randrange(3, vocab_size) for _ in range(args.prompt_len)], args.steps, temperature)
             for _ in range(batch)
         ]
         engine.reset_prefix_cache()
@@ -136,6 +135,7 @@ class Worker:
         paths = [str(ROOT)] if tree is None else [str(tree), str(ROOT)]
         command = [sys.executable, __file__, "--work", model, "--device", args.device]
         command += ["--steps", str(args.steps), "--blocks-each", str(args.blocks_each)]
+        command += ["--prompt-len", str(args.prompt_len)]
         command += ["--runs", *(f"{batch}:{hot}" for batch, hot in args.runs)]
         self.process = subprocess.Popen(
             command,
@@ -280,6 +280,7 @@ def main() -> None:
     add("--models", nargs="+", default=["llama-3.1-8b", "qwen3-0.6b"])
     usual = [one_run(text) for text in ("1", "8", "32", "256", "256:1")]
     add("--runs", nargs="+", type=one_run, default=usual, metavar="BATCH[:TEMPERATURE]")
+    add("--prompt-len", type=int, default=16)
     add("--steps", type=int, default=96)
     add("--rounds", type=int, default=7)
     add("--starts", type=int, default=1, help="of both processes: where memory lies differs")

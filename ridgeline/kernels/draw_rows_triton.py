@@ -188,6 +188,8 @@ def _draw_rows(
             tl.store(places + chunks + chunk, best)
             tl.store(places + 2 * chunks + chunk, token.to(tl.float32))
     else:
+        # From the end: what the product wrote last is still in the L2 cache.
+        program = tl.num_programs(1) - 1 - program
         # What each place of a block has found stays there, until all blocks have been seen.
         first = program * SPAN * BLOCK + tl.arange(0, BLOCK)
         found = tl.full((BLOCK,), float("-inf"), tl.float32)
