@@ -3,10 +3,10 @@ six accounts, so that they sum to its latency."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 from ridgeline.errors import RequestFault
 from ridgeline.observe.pricing import PricedStep, Pricing
@@ -14,7 +14,8 @@ from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.beam_group import ROW_MARK
 from ridgeline.step import Journal, ScheduledRequest, StepPlan, StepResult
 
-MAX_FINISHED = 256  # that are kept, the latest
+MAX_FINISHED = 256  # that are kept, the latest: of all together, and of each tenant
+MAX_TENANTS = 256  # whose ended requests are kept apart, those who had one last
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class Account:
     num_done: int = 0  # tokens computed so far, whether or not they were lost since
     has_started: bool = False
     is_preempted: bool = False
+    tenant: str = ""  # hex
 
     @property
     def latency(self) -> float:
@@ -83,6 +85,8 @@ class Accounts(Journal):
         self.live: dict[str, Account] = {}
         self.finished: deque[Account] = deque(maxlen=max_finished)
         self.num_finished = 0
+        # Apart, so that nobody can count from what is missing how much the others asked.
+        self._ended: OrderedDict[str, deque[Account]] = OrderedDict()
         self._steady: _Steady | None = None
         self._pricing = pricing
         pricing.followers.append(self)
@@ -94,8 +98,9 @@ class Accounts(Journal):
             arrival = min(request.arrival_time, now)
             num_prompt = len(request.prompt_token_ids)
             self.live[request.request_id] = Account(
-                request.request_id, arrival, num_prompt, Parts(), arrival
-            )
+                request.request_id, arrival, num_prompt, Parts(), arrival,
+                tenant=request.tenant.hex(),
+            )  # fmt: skip
 
     def on_abort(self, request_id: str, now: float) -> None:
         self._end(request_id, "abort", now)
@@ -125,10 +130,29 @@ class Accounts(Journal):
         account = self.live.pop(request_id, None)
         if account is None:
             return
-        self.settle(account, now)
+        self.settle([account], now)
         account.ended, account.end = now, reason
         self.finished.append(account)
         self.num_finished += 1
+        if account.tenant:
+            own = self._ended.setdefault(account.tenant, deque(maxlen=self.finished.maxlen))
+            own.append(account)
+            self._ended.move_to_end(account.tenant)
+            if len(self._ended) > MAX_TENANTS:
+                self._ended.popitem(last=False)
+
+    def of(self, tenant: str | None, now: float) -> tuple[tuple[Account, ...], tuple[Account, ...]]:
+        """The latest that ended and as many of those that have not, the oldest first, up to `now`;
+        of this tenant, or of all. Steps wait for it: it takes as long for many as for a few."""
+        self.settle_steady()
+        finished = self.finished if tenant is None else self._ended.get(tenant, ())
+        found = (a for a in self.live.values() if tenant is None or a.tenant == tenant)
+        live = tuple(
+            replace(account, parts=replace(account.parts))
+            for account in islice(found, self.finished.maxlen)
+        )
+        self.settle(live, now)
+        return tuple(finished), live
 
     # ------------------------------------------------------------------ time
 
@@ -170,18 +194,23 @@ class Accounts(Journal):
                 others = share * (all_work - works[name]) / all_work
             _put(account, entry, ended, others)
 
-    def settle(self, account: Account, now: float) -> None:
-        """Account for the time since its last step; a step that is running counts as far as it
+    def settle(self, accounts: Iterable[Account], now: float) -> None:
+        """Account for the time since their last steps; a step that is running counts as far as it
         has got."""
         running, last = self._pricing.running, self._pricing.last_ended
+        entries: dict[str, ScheduledRequest] = {}
         if running is not None and running.began < now:
-            _catch_up(account, running.began, last)
             for entry in running.plan.scheduled:
-                if _request_of(entry.request_id) == account.request_id:
-                    _put(account, entry, now, 0.0)
-                    return
-            last = now
-        _catch_up(account, now, last)
+                entries.setdefault(_request_of(entry.request_id), entry)
+        for account in accounts:
+            if running is None or running.began >= now:
+                _catch_up(account, now, last)
+                continue
+            _catch_up(account, running.began, last)
+            if account.request_id in entries:
+                _put(account, entries[account.request_id], now, 0.0)
+            else:
+                _catch_up(account, now, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +388,3 @@ def _put(account: Account, entry: ScheduledRequest, ended: float, others_share: 
     else:
         parts.decode += own
     account.num_done = max(account.num_done, entry.start + entry.num_tokens - entry.num_draft)
-
-
-def read_accounts(rows: Sequence[Mapping[str, Any]]) -> tuple[Account, ...]:
-    """The inverse of `asdict` of each."""
-    return tuple(Account(**(row | {"parts": Parts(**row["parts"])})) for row in map(dict, rows))

@@ -127,20 +127,20 @@ class Observatory:
     def journals(self) -> tuple[Pricing, Accounts, CpuTimes]:
         return self.pricing, self.accounts, self.cpu_times
 
-    def evidence(self, now: float) -> Evidence:
-        """As it is now; nothing in it changes any more."""
-        self.accounts.settle_steady()
-        live = tuple(
-            replace(account, parts=replace(account.parts))
-            for account in self.accounts.live.values()
-        )
-        for account in live:
-            self.accounts.settle(account, now)
+    def evidence(self, now: float, tenant: str | None = None) -> Evidence:
+        """As it is now; nothing in it changes any more. With a `tenant` (hex) the requests are its
+        own, and what all share is left out: it would tell what others do."""
+        finished, live = self.accounts.of(tenant, now)
+        if tenant is not None:
+            return Evidence(
+                header=self.header, now=now, totals=Totals(), accounts=finished, live=live,
+                recent=(), num_finished=0,
+            )  # fmt: skip
         return Evidence(
             header=self.header,
             now=now,
             totals=deepcopy(self.pricing.totals),
-            accounts=tuple(self.accounts.finished),
+            accounts=finished,
             live=live,
             recent=self.recent.steps,
             num_finished=self.accounts.num_finished,

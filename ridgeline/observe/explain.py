@@ -49,7 +49,7 @@ class RequestTime:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    num_preemptions: int
+    num_preemptions: int | None
     parts: Parts
     floor: Floor
 
@@ -96,14 +96,19 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """`whole` sums the parts of all requests in `requests`, `floor` their floors. `findings` is
-    empty unless too much of the time is unexplained; then `changes` is."""
+class OwnReport:
+    """`whole` sums the parts of all requests in `requests`, `floor` their floors."""
 
     model: str
     requests: tuple[RequestTime, ...]
     whole: Parts
     floor: Floor
+
+
+@dataclass(frozen=True, slots=True)
+class Report(OwnReport):
+    """`findings` is empty unless too much of the time is unexplained; then `changes` is."""
+
     server: Server
     changes: tuple[Change, ...] = field(default=())
     findings: tuple[Finding, ...] = field(default=())
@@ -122,9 +127,37 @@ class Report:
 def explain(evidence: Evidence) -> Report:
     """The report. Raises ConfigError when the evidence does not say what was priced."""
     meter = Meter(Pricer(read_setup(evidence.header.setup)))
+    own = _own_report(evidence, meter.pricer)
+    server = _server(evidence, meter, own.whole)
+    report = Report(own.model, own.requests, own.whole, own.floor, server)
+    if server.unexplained_share > MOST_UNEXPLAINED:
+        return replace(report, findings=findings(evidence, meter.pricer.setup.constants))
+    return replace(report, changes=changes(evidence, meter, own.whole))
+
+
+def explain_own(evidence: Evidence) -> OwnReport:
+    """A tenant's report, of its own requests alone. What others, their blocks and the host took is
+    all in `queue`, and preemptions are not told: that, taken apart, is what others do."""
+    report = _own_report(evidence, Pricer(read_setup(evidence.header.setup)))
+    return replace(
+        report,
+        requests=tuple(
+            replace(request, parts=_own(request.parts), num_preemptions=None)
+            for request in report.requests
+        ),
+        whole=_own(report.whole),
+    )
+
+
+def _own(parts: Parts) -> Parts:
+    queue = parts.total - parts.own_prefill - parts.decode
+    return Parts(queue, parts.own_prefill, decode=parts.decode)
+
+
+def _own_report(evidence: Evidence, pricer: Pricer) -> OwnReport:
     chunk = evidence.header.max_num_batched_tokens
     requests = tuple(
-        _request(account, meter.pricer, chunk) for account in (*evidence.accounts, *evidence.live)
+        _request(account, pricer, chunk) for account in (*evidence.accounts, *evidence.live)
     )
     whole = Parts()
     for request in requests:
@@ -133,11 +166,7 @@ def explain(evidence: Evidence) -> Report:
         sum(request.floor.prefill_s for request in requests),
         sum(request.floor.decode_s for request in requests),
     )
-    server = _server(evidence, meter, whole)
-    report = Report(evidence.header.model, requests, whole, floor, server)
-    if server.unexplained_share > MOST_UNEXPLAINED:
-        return replace(report, findings=findings(evidence, meter.pricer.setup.constants))
-    return replace(report, changes=changes(evidence, meter, whole))
+    return OwnReport(evidence.header.model, requests, whole, floor)
 
 
 # ---------------------------------------------------------------------- requests

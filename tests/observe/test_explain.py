@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,15 +18,22 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
-from ridgeline.observe.accounts import PARTS, Parts
+from ridgeline.observe.accounts import MAX_TENANTS, PARTS, Parts
 from ridgeline.observe.advice import findings
 from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.evidence import Evidence, Observatory, evidence_of, observatory
-from ridgeline.observe.explain import Report, decode_alone_s, explain, prefill_alone_s
+from ridgeline.observe.explain import (
+    OwnReport,
+    Report,
+    decode_alone_s,
+    explain,
+    explain_own,
+    prefill_alone_s,
+)
 from ridgeline.observe.meter import Meter
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing, StepPrice, Totals
 from ridgeline.observe.readout import read_out, snapshot
 from ridgeline.observe.setup_record import read_setup, setup_record
 from ridgeline.request import Request, SamplingParams
@@ -471,3 +478,83 @@ def test_a_step_that_cannot_be_priced_or_fails_harms_no_other() -> None:
 
 def plan_of(step_id: int) -> StepPlan:
     return StepPlan(step_id, (ScheduledRequest("a", 0, 3, ((),), True),))
+
+
+# ---------------------------------------------------------------------- tenants
+
+ALICE, BOB = b"a" * 32, b"b" * 32
+
+
+def owned(tenant: bytes, *requests: Request) -> list[Request]:
+    return [replace(request, tenant=tenant) for request in requests]
+
+
+def own(made: Bench, tenant: bytes) -> OwnReport:
+    return explain_own(made.watch.evidence(made.clock.time, tenant.hex()))
+
+
+def test_what_others_ask_changes_nothing_in_a_tenants_report() -> None:
+    """Not even by what is missing: the latest of all are 256, and bob asks more than that."""
+    made = bench()
+    made.run(owned(ALICE, ask(1, 50, 3), ask(2, 80, 5)))
+    before = own(made, ALICE)
+    assert [request.request_id for request in before.requests] == ["r1", "r2"]
+    made.run(owned(BOB, *[ask(i, 20, 1, made.clock.time) for i in range(1000, 1300)]))
+    assert own(made, ALICE) == before
+    assert len(own(made, BOB).requests) == 256
+    assert len(explain(made.watch.evidence(made.clock.time)).requests) == 256
+
+
+def test_a_tenant_is_told_how_long_it_waited_and_not_for_what() -> None:
+    """Alone its time is its own; beside others it sums to its latency, without what they did."""
+    made = bench(max_num_seqs=4, num_blocks=40, host_s=1e-6)
+    alice = [ask(i, 60, 30) for i in range(2)]
+    bob = [ask(i, 200, 40, i * 1e-5) for i in range(10, 20)]
+    whole = made.run(owned(ALICE, *alice) + owned(BOB, *bob))
+    full = {request.request_id: request for request in whole.requests}
+    assert any(full[name].parts.others_prefill > 0 for name in ("r0", "r1"))
+    assert sum(request.num_preemptions or 0 for request in whole.requests) > 0
+    report = own(made, ALICE)
+    assert [request.request_id for request in report.requests] == ["r0", "r1"]
+    for request in report.requests:
+        parts, known = request.parts, full[request.request_id].parts
+        assert parts.total == pytest.approx(request.latency_s, rel=1e-12)
+        assert (parts.own_prefill, parts.decode) == (known.own_prefill, known.decode)
+        assert (parts.others_prefill, parts.preemption, parts.host) == (0.0, 0.0, 0.0)
+        assert request.num_preemptions is None
+    assert report.whole.total == pytest.approx(sum(r.latency_s for r in report.requests))
+
+
+def test_what_leaves_the_engine_for_a_tenant_holds_nothing_of_others() -> None:
+    made = bench()
+    made.run(owned(BOB, *[ask(i, 37, 11) for i in range(50, 60)]))
+    made.engine.add(owned(ALICE, ask(1, 50, 5, made.clock.time))[0])
+    made.engine.add(owned(BOB, ask(61, 37, 5, made.clock.time))[0])
+    made.engine.step()
+    told = asdict(made.watch.evidence(made.clock.time, ALICE.hex()))
+    del told["header"], told["now"]
+    [account] = told.pop("live")
+    assert account["request_id"] == "r1"
+    assert told.pop("totals") == asdict(Totals())
+    assert not any(told.values())
+
+
+def test_what_the_engine_gathers_is_bounded() -> None:
+    """The next step waits for it."""
+    made = bench()
+    for i in range(600):
+        made.engine.add(owned(BOB, ask(i, 5, 5))[0])
+    made.engine.add(owned(ALICE, ask(600, 5, 5))[0])
+    made.engine.step()
+    evidence = made.watch.evidence(made.clock.time)
+    assert [account.request_id for account in evidence.live] == [f"r{i}" for i in range(256)]
+    [request] = own(made, ALICE).requests
+    assert request.request_id == "r600"
+
+
+def test_the_tenants_whose_requests_are_kept_are_bounded() -> None:
+    made = bench()
+    for i in [*range(MAX_TENANTS + 2), 2]:
+        made.engine.add(owned(b"%d" % i, ask(i, 3, 1, made.clock.time))[0])
+        made.engine.step()
+    assert [len(own(made, b"%d" % i).requests) for i in (0, 1, 2, 3)] == [0, 0, 2, 1]
