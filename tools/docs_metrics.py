@@ -11,7 +11,7 @@ from ridgeline.server.metrics_page import PREFIX, Declared
 HEAD = """# Metrics
 
 `GET /metrics` of `ridgeline serve` answers in Prometheus' text format. When the server has API keys, it wants one here
-too (`authorization: Bearer KEY`). This page is made from the code (`make docs`).
+too (`authorization: Bearer KEY`), with the right `metrics` ([rights](deployment.md#keys-and-rights)). This page is made from the code (`make docs`).
 
 All metrics but those of connections have the label `model_name`: the name that clients put into `model`; until the
 first start of the engine it is what `--served-model-name` says. Histograms have the usual `_bucket`, `_sum` and

@@ -52,8 +52,9 @@ def endpoints() -> str:
     for route in make_routes(service):
         path = route.path.replace("{name:path}", "NAME")
         method = "POST" if "POST" in (route.methods or ()) else "GET"
-        rows.append((f"`{method} {path}`", _first_paragraph(route.endpoint.__doc__)))
-    return table(("path", "what it answers"), rows)
+        what = _first_paragraph(route.endpoint.__doc__)
+        rows.append((f"`{method} {path}`", route.right, what))
+    return table(("path", "right", "what it answers"), rows)
 
 
 def _first_paragraph(text: str | None) -> str:

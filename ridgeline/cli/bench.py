@@ -317,14 +317,16 @@ def _serve_load(args: argparse.Namespace, server: Any) -> LoadResult:
 
 
 def first_key(name: str | None) -> str | None:
-    """The first key of a file as `ridgeline serve --api-key-file` takes it."""
+    """The first key that stands in plain in a file of `ridgeline serve --api-key-file`."""
+    from ridgeline.server.auth import DIGEST, key_lines
+
     if name is None:
         return None
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        text = Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--api-key-file {name}: {error.strerror}") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [words[0] for _, words in key_lines(text) if not words[0].startswith(DIGEST)]
     if not keys:
         raise ConfigError(f"--api-key-file {name} holds no key")
     return keys[0]

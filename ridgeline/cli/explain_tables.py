@@ -28,15 +28,22 @@ def _some(num: int, what: str) -> str:
 
 def show(report: Mapping[str, Any], most: int) -> None:
     """Print the report of `ridgeline.observe.explain`, as JSON has it, to standard output."""
-    out, server = paper(), report["server"]
+    out, server = paper(), report.get("server")
+    if server is None:  # the key's own requests
+        out.print(f"{report['model']}: {_some(len(report['requests']), 'request')} of this key")
+        if report["requests"]:
+            out.print(whole_table(report, floors=False))
+            out.print(request_table(report["requests"], most, floors=False))
+        return
     out.print(
         f"{report['model']} on {server['device']}: {_some(server['num_steps'], 'step')}, "
         f"{_some(server['num_finished'], 'request')} ended"
     )
     out.print(f"expectations are {server['origin']}" if is_calibrated(server) else NOT_CALIBRATED)
     if report["requests"]:
-        out.print(whole_table(report))
-        out.print(request_table(report["requests"], most, floors=is_calibrated(server)))
+        floors = is_calibrated(server)
+        out.print(whole_table(report, floors=floors))
+        out.print(request_table(report["requests"], most, floors=floors))
     out.print(gap_table(server))
     if server.get("guesses") is not None:
         out.print(guess_table(server["guesses"], is_calibrated(server)))
@@ -62,10 +69,10 @@ def is_calibrated(server: Mapping[str, Any]) -> bool:
     return bool(server["origin"] != "assumed")
 
 
-def whole_table(report: Mapping[str, Any]) -> Table:
+def whole_table(report: Mapping[str, Any], *, floors: bool) -> Table:
     """All requests together: each part, its share and, where it is known, its floor."""
     parts, floor, count = report["whole"], report["floor"], len(report["requests"])
-    total, floors = sum(parts.values()), is_calibrated(report["server"])
+    total = sum(parts.values())
     table = Table(
         *("part", "all requests", "share", "per request"),
         *(("floor alone", "over the floor") if floors else ()),

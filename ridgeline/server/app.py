@@ -1,18 +1,19 @@
-"""Which paths does the server have, and who answers on each?"""
+"""Which paths does the server have, who answers on each, and which right does it take?"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
+from starlette import routing
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 import ridgeline
 from ridgeline.errors import RequestFault
-from ridgeline.server.auth import Keys
+from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
 from ridgeline.server.calls import Call
 from ridgeline.server.chat import read_chat
 from ridgeline.server.completions import read_completion
@@ -27,6 +28,23 @@ from ridgeline.server.tokenize import detokenize, tokenize
 
 Read = Callable[[Body, ServedModel], Call]
 Work = Callable[[Body, ServedModel], bytes]
+
+
+class Route(routing.Route):
+    """A path, and the right that its caller must have: an administrator's, unless it says another.
+    What is OPEN stands among ridgeline.server.gate.OPEN_PATHS too."""
+
+    def __init__(
+        self, path: str, endpoint: Callable[..., object], *, methods: list[str],
+        right: str = ADMIN,
+    ) -> None:  # fmt: skip
+        super().__init__(path, endpoint, methods=methods)
+        self.right = right
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant: Tenant = scope["state"]["tenant"]
+        tenant.need(self.right)
+        await super().handle(scope, receive, send)
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -65,23 +83,34 @@ class Computing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         service.need_model()
-        with service.admission.open(scope["state"]["tenant"]) as ticket:
+        with service.aside.open(scope["state"]["tenant"]) as ticket:
             body = await service.read(scope, receive, ticket)
             work = self._work_elsewhere(body, service.need_model())
             await send_json(send, await unless_gone(receive, work))
 
     async def _work_elsewhere(self, body: Body, model: ServedModel) -> bytes:
         try:
-            return await self._service.run_in_thread(self._work, body, model)
+            return await self._service.run_aside(self._work, body, model)
         except RequestFault as fault:
             raise from_fault(fault) from None
 
 
 def make_app(service: Service, keys: Keys) -> Gate:
-    """The whole application, as ASGI."""
-    config = service.config
-    router = Router(make_routes(service), redirect_slashes=False)
-    hosts = HostGuard(config.host, config.allowed_hosts)
+    """The whole application, as ASGI, but for what has moved to the admin port."""
+    routes = make_routes(service)
+    if service.config.admin_port is not None:
+        routes = [route for route in routes if route.path != "/metrics"]
+    return _gate(service, keys, routes, service.config.host)
+
+
+def make_admin_app(service: Service, keys: Keys) -> Gate:
+    """What the admin port answers."""
+    return _gate(service, keys, make_admin_routes(service), service.config.admin_host)
+
+
+def _gate(service: Service, keys: Keys, routes: list[Route], host: str) -> Gate:
+    hosts = HostGuard(host, service.config.allowed_hosts)
+    router = Router(routes, redirect_slashes=False)
     return Gate(router, keys, hosts, service.engine.traffic, service.clock)
 
 
@@ -104,17 +133,27 @@ def make_routes(service: Service) -> list[Route]:
         return call
 
     return [
-        Route("/v1/models", _get(service, _models), methods=["GET"]),
-        Route("/v1/models/{name:path}", _get(service, _model), methods=["GET"]),
-        Route("/v1/completions", Answering(service, completion), methods=["POST"]),
-        Route("/v1/chat/completions", Answering(service, chat), methods=["POST"]),
-        Route("/tokenize", Computing(service, tokenize), methods=["POST"]),
-        Route("/detokenize", Computing(service, detokenize), methods=["POST"]),
-        Route("/health/live", _get(service, _live), methods=["GET"]),
-        Route("/health/ready", _get(service, _ready), methods=["GET"]),
-        Route("/metrics", _get(service, _metrics), methods=["GET"]),
-        Route("/explain", _explain(service), methods=["GET"]),
-        Route("/version", _get(service, _version), methods=["GET"]),
+        Route("/v1/models", _get(service, _models), methods=["GET"], right=ANY),
+        Route("/v1/models/{name:path}", _get(service, _model), methods=["GET"], right=ANY),
+        Route("/v1/completions", Answering(service, completion), methods=["POST"], right="answer"),
+        Route("/v1/chat/completions", Answering(service, chat), methods=["POST"], right="answer"),
+        Route("/tokenize", Computing(service, tokenize), methods=["POST"], right="tokenize"),
+        Route("/detokenize", Computing(service, detokenize), methods=["POST"], right="tokenize"),
+        Route("/explain", _explain(service), methods=["GET"], right="explain"),
+        *_everywhere(service),
+    ]
+
+
+def make_admin_routes(service: Service) -> list[Route]:
+    return [Route("/explain", _explain_all(service), methods=["GET"]), *_everywhere(service)]
+
+
+def _everywhere(service: Service) -> list[Route]:
+    return [
+        Route("/health/live", _get(service, _live), methods=["GET"], right=OPEN),
+        Route("/health/ready", _get(service, _ready), methods=["GET"], right=OPEN),
+        Route("/metrics", _get(service, _metrics), methods=["GET"], right="metrics"),
+        Route("/version", _get(service, _version), methods=["GET"], right=ANY),
     ]
 
 
@@ -130,14 +169,31 @@ def _get(
 
 def _explain(service: Service) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        """Where the time of the latest requests went: what `ridgeline explain --url` shows."""
-        return Response(await service.explain(), media_type="application/json")
+        """Where the time of the latest requests went: what `ridgeline explain --url` shows. Of the
+        key's own requests alone, unless it is an administrator's."""
+        tenant: Tenant = request.scope["state"]["tenant"]
+        of_all = ADMIN in tenant.rights and service.config.admin_port is None
+        service.need_model()
+        with service.aside.open(tenant):
+            return _json_bytes(await service.reports.read(None if of_all else tenant.name))
+
+    return endpoint
+
+
+def _explain_all(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        service.need_model()
+        return _json_bytes(await service.reports.read(None))
 
     return endpoint
 
 
 def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return _json_bytes(msgspec.json.encode(value))
+
+
+def _json_bytes(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def _card(model: ServedModel) -> ModelCard:
@@ -157,12 +213,12 @@ def _model(service: Service, request: Request) -> Response:
 
 
 def _live(service: Service, request: Request) -> Response:
-    """200 while the process runs. Open without a key."""
+    """200 while the process runs."""
     return _json({"status": "live"})
 
 
 def _ready(service: Service, request: Request) -> Response:
-    """200 while requests are served; 503 with the reason else. Open without a key."""
+    """200 while requests are served; 503 with the reason else."""
     service.check_ready()
     return _json({"status": "ready"})
 

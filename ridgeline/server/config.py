@@ -81,7 +81,8 @@ class Limits:
 class ServeConfig:
     """Where to listen, for whom, and what to serve.
 
-    `port` 0 lets the system choose. `served_model_name` is what clients put into `model` (the
+    `port` 0 lets the system choose. With an `admin_port`, /metrics and explanations of everybody's
+    requests are there alone. `served_model_name` is what clients put into `model` (the
     model's own name when None). Keys come one a line from `api_key_file`, or from the environment
     variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
     by. `price_per_hour` of all the engine's devices, in any currency, puts money on receipts.
@@ -93,6 +94,8 @@ class ServeConfig:
     engine: EngineConfig
     host: str = "127.0.0.1"
     port: int = 8000
+    admin_port: int | None = None
+    admin_host: str = "127.0.0.1"
     served_model_name: str | None = None
     api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -111,6 +114,8 @@ def check_serve_numbers(config: ServeConfig) -> None:
     ConfigError names the first that is wrong."""
     check_numbers(config.engine)
     check_ranges(config, [("port", 0, 65535)])
+    if config.admin_port is not None:
+        check_ranges(config, [("admin_port", 0, 65535)])
     if config.price_per_hour is not None:
         check_ranges(config, [("price_per_hour", 0.0, 1e12)])
     check_ranges(config.limits, LIMIT_RANGES)

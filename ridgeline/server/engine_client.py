@@ -153,13 +153,13 @@ class EngineClient:
         finally:
             self._tickets.pop(ticket, None)
 
-    async def evidence(self) -> bytes:
-        """All that the engine knows of where time went, as JSON; see Explained. Raises ApiError
-        when it is gone or does not answer in time."""
+    async def evidence(self, tenant: bytes | None = None) -> bytes:
+        """What the engine knows of where time went, as JSON; see Explain and Explained. Raises
+        ApiError when it is gone or does not answer in time."""
         self.refuse_if_down()
         ticket = next(self._numbers)
         answer = self._questions[ticket] = asyncio.get_running_loop().create_future()
-        self._send(Explain(ticket))
+        self._send(Explain(ticket, tenant))
         try:
             async with asyncio.timeout(EXPLAIN_WAIT_S):
                 found: bytes = await answer

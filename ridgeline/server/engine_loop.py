@@ -185,14 +185,15 @@ class EngineLoop:
                 self._engine.abort(request_id)
                 self._close(request_id)
         elif isinstance(command, Explain):
-            self._wire.send(Explained(command.ticket, self._evidence()))
+            self._wire.send(Explained(command.ticket, self._evidence(command.tenant)))
         return None
 
-    def _evidence(self) -> bytes:
+    def _evidence(self, tenant: bytes | None) -> bytes:
         """All at once and encoded by C: the next step waits for it."""
         if self._observatory is None:
             return b""
-        return msgspec.json.encode(self._observatory.evidence(self._engine.clock.now()))
+        who = None if tenant is None else tenant.hex()
+        return msgspec.json.encode(self._observatory.evidence(self._engine.clock.now(), who))
 
     def _close(self, request_id: str) -> None:
         self._chunks.close(request_id)

@@ -51,6 +51,7 @@ CODES: dict[str, Code] = {
     "invalid_http": _invalid("not HTTP/1.1, or a head over the limits (then with status 431)"),
     "headers_too_large": _invalid("shown as invalid_http", 431),
     "invalid_api_key": Code(401, AUTHENTICATION, "no key, or a wrong one"),
+    "insufficient_permissions": Code(403, AUTHENTICATION, "the key lacks the path's right"),
     "not_found": _invalid("there is nothing at this path", 404),
     "model_not_found": _invalid("`model` is not the name of the served model", 404),
     "method_not_allowed": _invalid("the path is served with another method", 405),

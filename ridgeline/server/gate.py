@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ridgeline.clock import Clock
 from ridgeline.log import ACCESS, say
 from ridgeline.observe.traffic import Traffic
-from ridgeline.server.auth import Keys, tenant_of
+from ridgeline.server.auth import Keys, Tenant
 from ridgeline.server.body import ClientGone, header_values
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
@@ -46,9 +46,7 @@ class Gate:
         scope["app"] = self  # makes the router raise its 404 and 405 instead of answering itself
         try:
             self._hosts.check(header_values(scope, b"host"))
-            client = scope.get("client")
-            tenant = tenant_of(self._check_key(scope), client[0] if client else "")
-            scope["state"] = {"request_id": exit_.request_id, "tenant": tenant}
+            scope["state"] = {"request_id": exit_.request_id, "tenant": self._tenant(scope)}
             await self._app(scope, receive, exit_.send)
         except ClientGone:
             self._traffic.refused["client_gone"] += 1
@@ -77,11 +75,12 @@ class Gate:
                 )  # fmt: skip
         await exit_.refuse(error)
 
-    def _check_key(self, scope: Scope) -> bytes:
+    def _tenant(self, scope: Scope) -> Tenant:
         if scope["path"] in OPEN_PATHS:
-            return b""
-        given = header_values(scope, b"authorization")
-        return self._keys.check(given[0] if len(given) == 1 else None)
+            return Tenant()
+        given, client = header_values(scope, b"authorization"), scope.get("client")
+        address = client[0] if client else ""
+        return self._keys.check(given[0] if len(given) == 1 else None, address)
 
 
 def _tell_end(scope: Scope, exit_: _Exit, now: float) -> None:
@@ -110,6 +109,9 @@ def _note_access(
         "status": exit_.status,
         "seconds": round(now - exit_.arrival, 6),
     }
+    tenant: Tenant | None = scope.get("state", {}).get("tenant")
+    if tenant is not None and tenant.label:
+        values["key"] = tenant.label
     if live is not None:
         values |= live.summary()
     if error is not None:

@@ -413,14 +413,14 @@ PROCESSES = (
     ),
     _gauge(
         "http_open_requests",
-        "HTTP requests with a body that are being read, answered or waiting.",
-        lambda seen: seen.service.admission.num_requests,
+        "HTTP requests with a body, or for an explanation, being read, answered or waiting.",
+        lambda seen: seen.service.num_open,
         of_model=False,
     ),
     _gauge(
         "http_held_body_bytes",
         "Bytes of request bodies that the server holds in memory.",
-        lambda seen: seen.service.admission.num_bytes,
+        lambda seen: seen.service.admission.num_bytes + seen.service.aside.num_bytes,
         of_model=False,
     ),
     _gauge(

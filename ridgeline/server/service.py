@@ -7,21 +7,19 @@ import logging
 import os
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ridgeline.clock import Clock
 from ridgeline.errors import RequestFault
 from ridgeline.log import say
-from ridgeline.observe.evidence import Evidence
-from ridgeline.observe.explain import explain
 from ridgeline.server.admission import Admission, Ticket
 from ridgeline.server.auth import Tenant
 from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
 from ridgeline.server.calls import Call, Kind
-from ridgeline.server.config import ServeConfig
+from ridgeline.server.config import Limits, ServeConfig
 from ridgeline.server.deadlines import PERIOD_S, enforce
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError, from_fault
@@ -38,6 +36,7 @@ from ridgeline.server.model import (
 )
 from ridgeline.server.prepare import Prepared, prepare
 from ridgeline.server.replies import Renderer
+from ridgeline.server.reports import Reports
 from ridgeline.server.service_manager import ServiceManager
 from ridgeline.server.sse import EventStream, State
 from ridgeline.server.tracing import Trace, Tracing
@@ -46,6 +45,8 @@ from ridgeline.startup import process_age_s
 
 SMALL_BODY_BYTES = 16 << 10  # parsed on the event loop; larger ones in a worker thread
 LARGE = 1 << 30
+ASIDE_REQUESTS = 128  # that are not answers, at once
+ASIDE_SHARE = 8  # the part of max_held_body_bytes that they may hold beside those of answers
 
 Body = Mapping[str, object]
 T = TypeVar("T")
@@ -62,7 +63,9 @@ class Service:
         self.clock = clock
         self.tracing = tracing
         self.admission = Admission(config.limits)
+        self.aside = Admission(_aside(config.limits))  # for what is not an answer
         self.engine = EngineClient(config, clock, self)
+        self.reports = Reports(self.engine)
         self.manager = ServiceManager(os.environ)
         self.model: ServedModel | None = None
         self._early: Future[ModelText] | None = None
@@ -70,6 +73,7 @@ class Service:
         self.open: set[Live] = set()
         self.connections: Collection[object] = ()  # the HTTP side puts its own here
         self.pool = ThreadPoolExecutor(config.limits.tokenizer_threads, "tokenize")
+        self.aside_pool = ThreadPoolExecutor(1, "aside")
 
     def read_early(self) -> None:
         """Begin to read the tokenizer, beside the engine's start, if it is known where it is."""
@@ -129,17 +133,18 @@ class Service:
         if self.engine.is_stuck(self.clock.now()):
             raise ApiError("engine_unavailable", "the engine has made no progress for too long")
 
+    @property
+    def num_open(self) -> int:
+        """Requests that are being read, answered or waiting."""
+        return self.admission.num_requests + self.aside.num_requests
+
+    def close(self) -> None:
+        for pool in (self.pool, self.aside_pool, self.reports.pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
     def fail_all(self, code: str, message: str) -> None:
         for live in list(self.open):
             live.fail(ApiError(code, message))
-
-    async def explain(self) -> bytes:
-        """Where the time went, as the JSON of ridgeline.observe.explain.Report."""
-        self.need_model()
-        evidence = await self.engine.evidence()
-        if not evidence:
-            raise ApiError("not_found", "this engine does not price its steps")
-        return await self.run_in_thread(_report, evidence)
 
     # ------------------------------------------------------------------ one request
 
@@ -158,6 +163,11 @@ class Service:
     async def run_in_thread(self, work: Callable[..., T], *values: object) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.pool, work, *values)
+
+    async def run_aside(self, work: Callable[..., T], *values: object) -> T:
+        """In the one thread for what is not an answer."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.aside_pool, work, *values)
 
     async def answer(
         self,
@@ -274,9 +284,10 @@ class Service:
         live.sending_since, live.last_sent = None, self.clock.now()
 
 
-def _report(evidence: bytes) -> bytes:
-    """In a worker thread: pricing the alternatives takes a while."""
-    return msgspec.json.encode(explain(Evidence.from_json(msgspec.json.decode(evidence))).to_json())
+def _aside(limits: Limits) -> Limits:
+    """Of requests that are not answers: their own, so that they take no answer's place."""
+    held = max(limits.max_body_bytes, limits.max_held_body_bytes // ASIDE_SHARE)
+    return replace(limits, max_queued_sequences=ASIDE_REQUESTS // 2, max_held_body_bytes=held)
 
 
 def _understand(

@@ -96,9 +96,11 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
 
 
 class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):
-    """Tell all that is known of where time went; the answer is Explained with the same ticket."""
+    """Tell all that is known of where time went, or what concerns the requests of one tenant; the
+    answer is Explained with the same ticket."""
 
     ticket: int
+    tenant: bytes | None = None
 
 
 Command = Start | Add | Abort | Explain

@@ -10,7 +10,8 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.server.model_folder import write_model_folder
-from tests.server.running import Running, fake_config, running
+from tests.server.running import Running, fake_config, running, until
+from tests.server.test_keys import bearer
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,9 @@ def test_files_that_explain_nothing(tmp_path: Path, cli: Cli) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = write_model_folder(tmp_path_factory.mktemp("models") / "fake")
     place = tmp_path_factory.mktemp("server")
-    with running(fake_config(folder), place, key="key-of-eight-or-more") as started:
+    (place / "keys").write_text("# theirs\nordinary-key name=ordinary\n")
+    config = fake_config(folder, api_key_file=str(place / "keys"))
+    with running(config, place, key="key-of-eight-or-more") as started:
         yield started
 
 
@@ -95,6 +98,27 @@ def test_a_living_server(server: Running, tmp_path: Path, cli: Cli) -> None:
     assert (code, "the slowest 1 of 1" in out) == (0, True)
     code, _, err = cli("explain", "--url", server.url)
     assert (code, "status 401" in err) == (2, True)
+
+
+def test_a_key_that_sees_its_own_requests(server: Running, tmp_path: Path, cli: Cli) -> None:
+    key = tmp_path / "key"
+    key.write_text(f"sha256:{'0' * 64}\nordinary-key name=ordinary weight=2\n")
+    words = ("explain", "--url", server.url, "--api-key-file", key)
+    code, out, _ = cli(*words)
+    assert (code, out) == (0, "fake: 0 requests of this key\n")
+    with server.http as http:
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 4}
+        asked = http.post("/v1/completions", json=body, headers=bearer("ordinary-key"))
+        assert asked.status_code == 200
+
+    def told() -> str:
+        code, out, _ = cli(*words)
+        assert code == 0
+        return out
+
+    until(lambda: "fake: 1 request of this key\n" in told(), "a new report")
+    assert "the slowest 1 of 1" in told()
+    assert "the gap" not in told()
 
 
 def test_nobody_at_the_url(cli: Cli) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +16,11 @@ import pytest
 from ridgeline.answer import Answer, ChoiceDelta
 from ridgeline.errors import ConfigError, InternalError, RequestFault
 from ridgeline.request import RequestOutput, SamplingParams
-from ridgeline.server.auth import Keys, load_keys
+from ridgeline.server.auth import ADMIN, ORDINARY, RIGHTS, Keys, Tenant, load_keys
 from ridgeline.server.config import Limits
 from ridgeline.server.deadlines import enforce
 from ridgeline.server.errors import ApiError, from_fault, quote
-from ridgeline.server.hosts import HostGuard, check_bind, is_loopback
+from ridgeline.server.hosts import HostGuard, check_admin_bind, check_bind, is_loopback
 from ridgeline.server.live import Live, merge
 from ridgeline.server.prepare import refuse_hopeless
 from ridgeline.server.sse import EventStream, State
@@ -53,8 +57,13 @@ def test_quoting_is_short_and_harmless() -> None:
 # ------------------------------------------------------------------ who may ask
 
 
+def keys_of(*keys: str) -> Keys:
+    digests = [sha256(key.encode()).digest() for key in keys]
+    return Keys(tuple(Tenant(digest, digest, rights=ORDINARY) for digest in digests))
+
+
 def test_keys_are_checked_whole() -> None:
-    keys = Keys(("first-key-1", "second-key-2"))
+    keys = keys_of("first-key-1", "second-key-2")
     assert keys.check(b"Bearer first-key-1") == keys.check(b"bearer  first-key-1 ")
     assert keys.check(b"Bearer first-key-1") != keys.check(b"Bearer second-key-2")
     for wrong in (None, b"", b"first-key-1", b"Basic first-key-1", b"Bearer first-key-", b"Bearer"):
@@ -62,7 +71,26 @@ def test_keys_are_checked_whole() -> None:
             keys.check(wrong)
         assert caught.value.status == 401
         assert (b"www-authenticate", b"Bearer") in caught.value.headers
-    assert Keys().check(None) == b""
+    assert Keys().check(None, "::1").key == b""
+    assert Keys().check(None, "::1").may(ADMIN)
+    assert Keys().check(None, "::1").name != Keys().check(None, "::2").name
+
+
+def test_every_key_is_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by the function that takes as long for any two digests."""
+    keys = keys_of(*(f"key-number-{i}" for i in range(5)))
+    compared: list[bytes] = []
+
+    def compare(known: bytes, given: bytes) -> bool:
+        compared.append(known)
+        return hmac.compare_digest(known, given)
+
+    monkeypatch.setattr("ridgeline.server.auth.hmac", SimpleNamespace(compare_digest=compare))
+    for given in (b"Bearer key-number-0", b"Bearer key-number-4", b"Bearer wrong", None):
+        compared.clear()
+        with suppress(ApiError):
+            keys.check(given)
+        assert len(set(compared)) == 5
 
 
 def test_key_files(tmp_path: Path) -> None:
@@ -74,12 +102,85 @@ def test_key_files(tmp_path: Path) -> None:
     path.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="holds no key"):
         load_keys(str(path), None)
-    path.write_text("short\n")
-    with pytest.raises(ConfigError, match="8 to 512"):
+    path.write_text("# one\nshort\n")
+    with pytest.raises(ConfigError, match=r"keys, line 2: .* 8 to 512"):
         load_keys(str(path), None)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_keys(str(tmp_path / "missing"), None)
     assert not load_keys(None, None)
+    with pytest.raises(ConfigError, match=r"RIDGELINE_API_KEY: .* 8 to 512"):
+        load_keys(None, "short")
+
+
+def test_a_key_has_a_name_a_weight_and_rights(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    digest = sha256(b"hashed-key").hexdigest().upper()
+    path.write_text(
+        "plain-key\n"
+        "alice-key name=alice weight=2.5 rights=answer,explain\n"
+        f"sha256:{digest}\tname=bob\n"
+        "  # a comment\n"
+        "admin-key rights=admin\n"
+    )
+    keys = load_keys(str(path), None)
+    plain, alice, bob, admin = (
+        keys.check(b"Bearer " + key)
+        for key in (b"plain-key", b"alice-key", b"hashed-key", b"admin-key")
+    )
+    assert (plain.label, plain.weight, plain.rights) == ("", 1.0, ORDINARY)
+    assert (alice.label, alice.weight) == ("alice", 2.5)
+    assert alice.rights == {"answer", "explain"}
+    assert (bob.label, bob.weight, bob.rights) == ("bob", 1.0, ORDINARY)
+    assert all(admin.may(right) for right in (*RIGHTS, ADMIN))
+    assert not any(tenant.may("metrics") for tenant in (plain, alice, bob))
+    with pytest.raises(ApiError):
+        keys.check(f"Bearer sha256:{digest}".encode())
+    assert alice.key == alice.name == sha256(b"alice-key").digest()
+
+
+def test_the_operators_key_and_a_key_alone_may_everything(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+
+    def rights(content: str, environment: str | None, key: str) -> frozenset[str]:
+        path.write_text(content)
+        return load_keys(str(path), environment).check(f"Bearer {key}".encode()).rights
+
+    assert load_keys(None, "lone-key").check(b"Bearer lone-key").rights == {ADMIN}
+    assert rights("lone-key name=x\n", None, "lone-key") == {ADMIN}
+    assert rights("lone-key rights=answer\n", None, "lone-key") == {"answer"}
+    assert rights("first-key\nother-key\n", None, "first-key") == ORDINARY
+    assert rights("first-key\n", "operators", "first-key") == ORDINARY
+    assert rights("first-key\n", "operators", "operators") == {ADMIN}
+    assert rights("first-key rights=answer\n", "first-key", "first-key") == {"answer"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("secret-key secret-too", "behind the key"),
+        ("secret-key secret=too", "behind the key"),
+        ("secret-key name=", "a name has"),
+        ("secret-key name=a/b", "a name has"),
+        ("secret-key name=x name=y", "name= stands there twice"),
+        ("secret-key name=first", "an earlier key has the same name"),
+        ("first-key name=again", "an earlier line has the same key"),
+        ("secret-key weight=much", "weight must be a number from 0.001 to 1000"),
+        ("secret-key weight=0", "from 0.001 to 1000"),
+        ("secret-key weight=nan", "from 0.001 to 1000"),
+        ("secret-key rights=", "rights are answer, tokenize, explain, metrics and admin"),
+        ("secret-key rights=answer,secret", "rights are"),
+        ("sha256:secret", "64 hexadecimal digits"),
+        ("secret-k\u00e9y", "8 to 512 ASCII"),
+    ],
+)
+def test_a_wrong_line_is_named_and_no_key_told(line: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# two\nfirst-key name=first\n{line}\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_keys(str(path), None)
+    assert str(caught.value).startswith(f"api_key_file {path}, line 3: ")
+    assert words in str(caught.value)
+    assert "secret" not in str(caught.value).replace(str(path), "")
 
 
 def test_the_network_needs_a_key() -> None:
@@ -91,6 +192,14 @@ def test_the_network_needs_a_key() -> None:
         check_bind(host, has_keys=False, allow_anyone=True)
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         check_bind(host, has_keys=False, allow_anyone=False)
+
+
+def test_an_admin_port_for_the_network_needs_an_operators_key() -> None:
+    for keys in (Keys(), keys_of("first-key", "other-key")):
+        check_admin_bind("127.0.0.1", keys)
+        with pytest.raises(ConfigError, match=r"admin_host 0\.0\.0\.0 .* rights=admin"):
+            check_admin_bind("0.0.0.0", keys)
+    check_admin_bind("0.0.0.0", load_keys(None, "operators"))
 
 
 def test_host_guard() -> None:
