@@ -76,11 +76,27 @@ def add_arguments(parser: Parser) -> None:
         default=defaults["port"],
         help="0 lets the system choose (default: %(default)s)",
     )
+    where.add_argument(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help="another port for /metrics and for /explain of everybody's requests, which --port "
+        "then does not show; it has connections of its own",
+    )
+    where.add_argument(
+        "--admin-host",
+        default=defaults["admin_host"],
+        metavar="HOST",
+        help="address of --admin-port; beyond this machine it wants a key with rights=admin "
+        "(default: %(default)s)",
+    )
     where.add_argument("--served-model-name", metavar="NAME", help="what clients put into `model`")
     where.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="accepted keys, one a line; or set RIDGELINE_API_KEY to one key",
+        help="accepted keys, one a line, or sha256:HEX of one; behind it perhaps name=NAME, "
+        "weight=W and rights=answer,tokenize,explain,metrics or rights=admin; or set "
+        "RIDGELINE_API_KEY to one key",
     )
     where.add_argument(
         "--allowed-host",
@@ -128,7 +144,9 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
     for field in fields(Limits):
         parser.mark_expert(*_add_limit(group, field).option_strings)
-    parser.mark_expert("--allowed-host", "--allow-anyone-on-the-network-without-a-key")
+    parser.mark_expert(
+        "--admin-host", "--allowed-host", "--allow-anyone-on-the-network-without-a-key"
+    )
 
 
 def _add_limit(group: argparse._ArgumentGroup, field: Field[Any]) -> argparse.Action:
@@ -151,6 +169,8 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
         engine=EngineConfig(model=args.model, **engine_options(args)),
         host=args.host,
         port=args.port,
+        admin_port=args.admin_port,
+        admin_host=args.admin_host,
         served_model_name=args.served_model_name,
         api_key_file=args.api_key_file,
         allowed_hosts=tuple(args.allowed_host),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 from ridgeline.errors import ConfigError
-from ridgeline.server.auth import KEY_VARIABLE
+from ridgeline.server.auth import ADMIN, KEY_VARIABLE, Keys
 from ridgeline.server.errors import ApiError
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -29,6 +29,16 @@ def check_bind(host: str, *, has_keys: bool, allow_anyone: bool) -> None:
         f"(api_key_file), set {KEY_VARIABLE}, listen on 127.0.0.1, or say "
         "allow_anyone_on_the_network_without_a_key"
     )
+
+
+def check_admin_bind(host: str, keys: Keys) -> None:
+    """Raises ConfigError for an address that others can reach while no key is an operator's."""
+    if not is_loopback(host) and not keys.any_may(ADMIN):
+        raise ConfigError(
+            f"admin_host {host} can be reached from the network and no API key has the right "
+            f"{ADMIN}: write rights={ADMIN} behind one in the file of keys (api_key_file), set "
+            f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+        )
 
 
 class HostGuard:

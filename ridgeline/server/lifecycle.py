@@ -8,12 +8,14 @@ the rest, exit 0. Second one: exit at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import uvicorn
@@ -22,15 +24,16 @@ from ridgeline.asked import check_asked
 from ridgeline.clock import WallClock
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.log import say
-from ridgeline.server.app import make_app
-from ridgeline.server.auth import KEY_VARIABLE, load_keys
-from ridgeline.server.config import DEFAULT_BUILDER, ServeConfig, check_serve_numbers
-from ridgeline.server.hosts import check_bind
+from ridgeline.server.app import make_admin_app, make_app
+from ridgeline.server.auth import KEY_VARIABLE, RIGHTS, load_keys
+from ridgeline.server.config import DEFAULT_BUILDER, Limits, ServeConfig, check_serve_numbers
+from ridgeline.server.hosts import check_admin_bind, check_bind
 from ridgeline.server.http_protocol import protocol_class
 from ridgeline.server.service import Service
 from ridgeline.server.tracing import open_tracing
 
 BACKLOG = 2048
+ADMIN_CONNECTIONS = 16  # of the admin port, beside those of the other
 SEND_BUFFER_BYTES = 256 << 10  # the kernel's, per connection; by itself it would take megabytes
 TCP_OPTIONS = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, times
 LAST_WORDS_S = 1.0  # for error events and half-sent answers, after the drain deadline
@@ -56,6 +59,10 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
         has_keys=bool(keys),
         allow_anyone=config.allow_anyone_on_the_network_without_a_key,
     )
+    if config.admin_port is not None:
+        check_admin_bind(config.admin_host, keys)
+    if missing := [right for right in RIGHTS if keys and not keys.any_may(right)]:
+        say(logger, logging.WARNING, "no key has these rights", rights=",".join(missing))
     if not keys and config.allow_anyone_on_the_network_without_a_key:
         say(logger, logging.WARNING, "anyone who reaches this address may use it", host=config.host)
     clock = WallClock()
@@ -63,9 +70,15 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     if config.otlp_endpoint is not None:
         tracing = open_tracing(config.otlp_endpoint, clock)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
-    with listen(config.host, config.port) as sock:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(listen(config.host, config.port))
         service = Service(config, clock, tracing)
-        server = _Server(service, sock, uvicorn_config(config, make_app(service, keys)))
+        server = _Server(service, sock, uvicorn_config(config.limits, make_app(service, keys)))
+        if config.admin_port is not None:
+            admin = stack.enter_context(listen(config.admin_host, config.admin_port))
+            limits = replace(config.limits, max_connections=ADMIN_CONNECTIONS)
+            server.add(admin, uvicorn_config(limits, make_admin_app(service, keys)))
+            say(logger, logging.INFO, f"admin port: listening on {url_of(admin)}")
         url = url_of(sock)
         say(logger, logging.INFO, f"listening on {url}")
         if on_listening is not None:
@@ -112,10 +125,10 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def uvicorn_config(config: ServeConfig, app: object) -> uvicorn.Config:
+def uvicorn_config(limits: Limits, app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=protocol_class(config.limits),
+        http=protocol_class(limits),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -124,7 +137,7 @@ def uvicorn_config(config: ServeConfig, app: object) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_keep_alive=config.limits.idle_connection_timeout_s,
+        timeout_keep_alive=limits.idle_connection_timeout_s,
         timeout_graceful_shutdown=1,
     )
 
@@ -143,17 +156,25 @@ class _Server:
 
     def __init__(self, service: Service, sock: socket.socket, config: uvicorn.Config) -> None:
         self._service = service
-        self._sock = sock
-        self._http = uvicorn.Server(config)
-        service.connections = self._http.server_state.connections
+        self._doors: list[tuple[socket.socket, uvicorn.Server]] = []
+        service.connections = self.add(sock, config).server_state.connections
         self._stop = asyncio.Event()
         self._num_signals = 0
+
+    def add(self, sock: socket.socket, config: uvicorn.Config) -> uvicorn.Server:
+        """One more socket to answer on."""
+        http = uvicorn.Server(config)
+        self._doors.append((sock, http))
+        return http
+
+    async def _answer(self) -> None:
+        await asyncio.gather(*(http._serve([sock]) for sock, http in self._doors))
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, self._on_signal, name)
-        http = asyncio.create_task(self._http._serve([self._sock]))
+        http = asyncio.create_task(self._answer())
         engine = asyncio.create_task(self._service.engine.run())
         self._service.read_early()
         timekeeper = asyncio.create_task(self._service.keep_time())
@@ -197,22 +218,23 @@ class _Server:
     async def _drain(self) -> None:
         service = self._service
         deadline = service.clock.now() + service.limits.drain_s
-        while service.admission.num_requests and service.clock.now() < deadline:
+        while service.num_open and service.clock.now() < deadline:
             await asyncio.sleep(POLL_S)
-        if service.admission.num_requests:
+        if service.num_open:
             say(
                 logger, logging.WARNING, "the drain deadline has passed",
-                open_requests=service.admission.num_requests,
+                open_requests=service.num_open,
             )  # fmt: skip
         service.fail_all("shutting_down", "the server shut down before this was finished")
         deadline = service.clock.now() + LAST_WORDS_S
-        while service.admission.num_requests and service.clock.now() < deadline:
+        while service.num_open and service.clock.now() < deadline:
             await asyncio.sleep(POLL_S)
 
     async def _close(self, http: asyncio.Task[None], engine: asyncio.Task[None]) -> None:
-        self._http.should_exit = True
+        for _, server in self._doors:
+            server.should_exit = True
         await self._service.engine.stop()
         await asyncio.gather(http, engine, return_exceptions=True)
-        self._service.pool.shutdown(wait=False, cancel_futures=True)
+        self._service.close()
         if self._service.tracing is not None:
             self._service.tracing.close()
