@@ -56,8 +56,8 @@ class Keys:
     def __init__(self, tenants: tuple[Tenant, ...] = ()) -> None:
         self._tenants = tenants
 
-    def __bool__(self) -> bool:
-        return bool(self._tenants)
+    def __len__(self) -> int:
+        return len(self._tenants)
 
     def any_may(self, right: str) -> bool:
         return any(tenant.may(right) for tenant in self._tenants)
