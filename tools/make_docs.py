@@ -11,17 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from ridgeline.cli.main import COMMANDS, build_parser
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.sampling_flags import HELP as SAMPLING_HELP
-from ridgeline.request import SamplingParams
 from ridgeline.server import declared, unsupported
 from ridgeline.server.app import make_routes
-from ridgeline.server.declared import Declared, Field
+from ridgeline.server.declared import Declared, Field, default_of
 from ridgeline.server.errors import CODES, RETRY_AFTER_S
 from tools import docs_metrics
 
@@ -73,17 +70,23 @@ def body(fields_: Declared) -> Callable[[], str]:
 def _field_rows(fields_: Declared, path: str = "") -> list[Row]:
     rows: list[Row] = []
     for name, field in fields_.items():
-        default = "**required**" if field.required else _default(name, field)
-        rows.append((f"`{path}{name}`", field.kind, _bounds(field), default, _meaning(name, field)))
+        default = "**required**" if field.required else default_of(name, field)
+        rows.append((f"`{path}{name}`", field.kind, _bounds(field), default, field.meaning))
         inner = "[]." if field.kind.startswith("list") or "or list" in field.kind else "."
         rows += _field_rows(field.fields or {}, path + name + inner)
     return rows
 
 
 def _bounds(field: Field) -> str:
-    if field.low is not None and field.high is not None:
-        return f"{_shown(field.low)} to {_shown(field.high)}"
-    return f"at most {field.high} characters" if field.high is not None else ""
+    if field.choices:
+        return ", ".join(field.choices)
+    if field.low is None and field.high is None:
+        return ""
+    words = {"number": "", "integer": "", "string": " characters"}.get(field.kind, " items")
+    if field.high is None:
+        return "not empty"  # the only such bound
+    low = "at most" if field.low is None else f"{'above ' * field.above}{_shown(field.low)} to"
+    return f"{low} {_shown(field.high)}{words}"
 
 
 def _shown(bound: float) -> str:
@@ -92,18 +95,6 @@ def _shown(bound: float) -> str:
             if abs(bound) == value:
                 return words if bound > 0 else f"-{words}"
     return f"{bound:g}"
-
-
-def _meaning(name: str, field: Field) -> str:
-    return field.meaning or SAMPLING_HELP[name]
-
-
-def _default(name: str, field: Field) -> str:
-    if field.default:
-        return field.default
-    known = {row.name: row.default for row in fields(SamplingParams)}
-    value = known.get(name, MISSING)
-    return "" if value in (MISSING, None, (), frozenset()) else f"{value}".lower()
 
 
 def without(fields_: Declared, *others: Declared) -> Declared:

@@ -10,29 +10,17 @@ from typing import Any
 from ridgeline.cli.parser import Parser
 from ridgeline.errors import RequestFault
 from ridgeline.request import SamplingParams
+from ridgeline.server.declared import COMPLETION
 
-HELP = {
+HELP = {name: field.meaning for name, field in COMPLETION.items()} | {
     "max_tokens": "most tokens of the answer",
-    "min_tokens": "no end before that many tokens",
-    "temperature": "0 always takes the likeliest token, 1 samples from the model's distribution",
     "top_k": "sample among the k likeliest tokens only; 0 is off",
-    "top_p": "sample among the likeliest tokens that together have this probability",
-    "min_p": "drop tokens less likely than this share of the likeliest one's probability",
-    "repetition_penalty": "above 1 makes tokens that occurred less likely, multiplying",
-    "presence_penalty": "above 0 makes tokens of the answer less likely, once",
-    "frequency_penalty": "above 0 makes tokens of the answer less likely, per occurrence",
     "logit_bias": "add VALUE to the logit of token ID; may be repeated",
     "seed": "the same seed gives the same answer (and the same random weights)",
     "stop": "end the answer before this text; may be repeated",
     "stop_token_ids": "token ids that end the answer, such as 13,198",
-    "ignore_eos": "go on after the model's own end token, up to the last token allowed",
-    "n": "answers for each prompt",
-    "best_of": "make that many answers and give the n likeliest",
-    "logprobs": "log-probability of each token, and of the k likeliest beside it",
     "prompt_logprobs": "the same for the prompt's tokens (with --json)",
     "beam_width": "beam search with that many beams instead of sampling",
-    "length_penalty": "beams are ranked by log-probability / length ** this",
-    "early_stopping": "end the beam search as soon as enough beams are complete",
     "skip_special_tokens": "show special tokens in the text",
 }
 

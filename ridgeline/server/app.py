@@ -22,7 +22,8 @@ from ridgeline.server.gate import Gate
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.metrics import METRICS
 from ridgeline.server.metrics_page import CONTENT_TYPE, render
-from ridgeline.server.model import ServedModel
+from ridgeline.server.model import ModelCard, ModelList, ServedModel
+from ridgeline.server.openapi import Page
 from ridgeline.server.service import Body, Service, send_json, unless_gone
 from ridgeline.server.tokenize import detokenize, tokenize
 
@@ -45,19 +46,6 @@ class Route(routing.Route):
         tenant: Tenant = scope["state"]["tenant"]
         tenant.need(self.right)
         await super().handle(scope, receive, send)
-
-
-class ModelCard(msgspec.Struct, frozen=True):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    object: str
-    data: list[ModelCard]
 
 
 class Answering:
@@ -140,6 +128,7 @@ def make_routes(service: Service) -> list[Route]:
         Route("/tokenize", Computing(service, tokenize), methods=["POST"], right="tokenize"),
         Route("/detokenize", Computing(service, detokenize), methods=["POST"], right="tokenize"),
         Route("/explain", _explain(service), methods=["GET"], right="explain"),
+        Route("/openapi.json", Page(service), methods=["GET"], right=ANY),
         *_everywhere(service),
     ]
 

@@ -16,7 +16,7 @@ from ridgeline.server.calls import (
     refuse_unstreamable,
 )
 from ridgeline.server.declared import CHAT as DECLARED
-from ridgeline.server.declared import MESSAGE, TEMPLATE_OPTIONS, TEXT_PART
+from ridgeline.server.declared import MESSAGE, ROLES, TEMPLATE_OPTIONS, TEXT_PART
 from ridgeline.server.errors import ApiError, quote
 from ridgeline.server.fields import Fields, check_text, wrong_type
 from ridgeline.server.sampling_fields import (
@@ -26,7 +26,6 @@ from ridgeline.server.sampling_fields import (
 )
 from ridgeline.server.unsupported import CHAT, refuse_unsupported
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Of an assistant's earlier message, as clients send it back; they must hold nothing.
 EMPTY_FIELDS = ("tool_calls", "function_call", "audio", "refusal", "annotations", "tool_call_id")
 MEDIA = ("image_url", "video_url", "audio_url")
@@ -36,6 +35,7 @@ def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any], max_seque
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
     fields = Fields(body, DECLARED)
     refuse_unsupported(fields, CHAT)
+    fields.require("model")
     model = fields.text("model")
     conversation = read_conversation(fields)
     max_tokens, asked_as = _max_tokens(fields)
@@ -85,8 +85,6 @@ def read_conversation(fields: Fields) -> Conversation:
     """`messages` and how to render them. Raises ApiError with the message's place."""
     fields.require("messages")
     items = fields.items("messages") or []
-    if not items:
-        raise ApiError("empty_input", "messages is empty", "messages")
     prompt = fields.flag("add_generation_prompt")
     return Conversation(
         tuple(_message(item, f"messages[{i}]") for i, item in enumerate(items)),

@@ -33,6 +33,7 @@ def read_completion(
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
     fields = Fields(body, COMPLETION)
     refuse_unsupported(fields, COMPLETIONS)
+    fields.require("model")
     model = fields.text("model")
     prompts = read_prompts(fields, vocab_size, max_sequences)
     echo = bool(fields.flag("echo"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sized
 
 from ridgeline.server.declared import Declared
 from ridgeline.server.errors import ApiError, quote
@@ -70,15 +70,19 @@ class Fields:
         return value
 
     def text(self, name: str) -> str | None:
-        """At most as long as declared."""
+        """As long as declared."""
         value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, str):
             raise wrong_type(self.at(name), "a string", value)
-        most = self._declared[name].high
-        if most is not None and len(value) > most:
-            raise ApiError("invalid_value", f"{self.at(name)} is longer than {most}", self.at(name))
+        low, high, _ = self._bounds(name)
+        if len(value) > high:
+            raise ApiError("invalid_value", f"{self.at(name)} is longer than {high}", self.at(name))
+        if len(value) < low:
+            is_required = self._declared[name].required
+            code = "missing_required_parameter" if is_required else "invalid_value"
+            raise ApiError(code, f"{self.at(name)} must not be empty", self.at(name))
         return check_text(value, self.at(name))
 
     def flag(self, name: str) -> bool | None:
@@ -99,6 +103,8 @@ class Fields:
         if not isinstance(value, (int, float)):
             raise wrong_type(self.at(name), "a number", value)
         low, high, _ = self._bounds(name)
+        if self._declared[name].above and value == low:
+            raise ApiError("invalid_value", f"{self.at(name)} must be above {low:g}", self.at(name))
         if not low <= value <= high or not math.isfinite(value):
             raise self._out_of_range(name, f"{low:g} and {high:g}", "invalid_value")
         return value
@@ -124,10 +130,21 @@ class Fields:
         return Fields(value, self._declared[name].fields or {}, self.at(name))
 
     def items(self, name: str) -> list[object] | None:
+        """As many as declared."""
         value = self.get(name)
         if value is not None and not isinstance(value, list):
             raise wrong_type(self.at(name), "a list", value)
+        if value is not None:
+            self.check_count(name, value)
         return value
+
+    def check_count(self, name: str, values: Sized) -> None:
+        """Raises ApiError unless a list or an object has as many items as declared."""
+        low, high, _ = self._bounds(name)
+        if len(values) > high:
+            raise ApiError("limit_exceeded", f"{self.at(name)} takes at most {high}", self.at(name))
+        if len(values) < low:
+            raise ApiError("empty_input", f"{self.at(name)} is empty", self.at(name))
 
     def _bounds(self, name: str) -> tuple[float, float, str]:
         field = self._declared[name]

@@ -8,12 +8,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, quote
 from ridgeline.server.token_text import TokenTexts
 from ridgeline.server.wire import Ready
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    object: str
+    data: list[ModelCard]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ come when `return_token_ids` asks for them, and always from a model that has no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -129,16 +130,18 @@ class ChatPiece(msgspec.Struct, frozen=True):
 
 
 Part = CompletionChoice | ChatChoice | ChatPiece
+P = TypeVar("P", bound=Part)
+Name = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, Generic[P], frozen=True):
     """A whole answer, or one event of a stream (`usage` unset unless it was asked for)."""
 
     id: str
-    object: str
+    object: Name
     created: int
     model: str
-    choices: Sequence[Part]
+    choices: Sequence[P]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -208,7 +211,7 @@ class Renderer:
         for number, answer in enumerate(live.answers):
             first = number * answer.sampling.n
             parts += [self._part(number, answer, c, first + c.index) for c in answer.choices()]
-        name = "chat.completion" if self._call.kind is Kind.CHAT else "text_completion"
+        name: Name = "chat.completion" if self._call.kind is Kind.CHAT else "text_completion"
         usage = self._usage(live)
         asked = live.answers[0].sampling.prompt_logprobs is not None
         chat = self._call.kind is Kind.CHAT
@@ -366,7 +369,7 @@ class Renderer:
         usage: Usage | None = None,
         prompt_ids: tuple[int, ...] | UnsetType = UNSET,
     ) -> bytes:
-        name = "chat.completion.chunk" if self._call.kind is Kind.CHAT else "text_completion"
+        name: Name = "chat.completion.chunk" if self._call.kind is Kind.CHAT else "text_completion"
         options = self._call.stream
         asked = options is not None and options.shows_usage
         reply = Reply(

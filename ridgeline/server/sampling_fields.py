@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.errors import RequestFault
-from ridgeline.request import (
-    MAX_LOGIT_BIAS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
+from ridgeline.request import MAX_STOP_LENGTH, SamplingParams
 from ridgeline.server.declared import BIAS
 from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.fields import Fields, check_text, wrong_type
@@ -115,8 +109,7 @@ def _stop(fields: Fields) -> tuple[str, ...] | None:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
         raise wrong_type("stop", "a string or a list of strings", value)
-    if len(texts) > MAX_STOP_STRINGS:
-        raise ApiError("limit_exceeded", f"stop takes at most {MAX_STOP_STRINGS} strings", "stop")
+    fields.check_count("stop", texts)
     for i, text in enumerate(texts):
         _check_stop_text(text, "stop" if isinstance(value, str) else f"stop[{i}]")
     return tuple(texts)
@@ -138,10 +131,6 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
     values = fields.items("stop_token_ids")
     if values is None:
         return None
-    if len(values) > MAX_STOP_TOKEN_IDS:
-        raise ApiError(
-            "limit_exceeded", f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS}", "stop_token_ids"
-        )
     return tuple(token_id(value, f"stop_token_ids[{i}]") for i, value in enumerate(values))
 
 
@@ -151,10 +140,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
         return None
     if not isinstance(bias, dict):
         raise wrong_type("logit_bias", "an object", bias)
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise ApiError(
-            "limit_exceeded", f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", "logit_bias"
-        )
+    fields.check_count("logit_bias", bias)
     values = Fields(bias, dict.fromkeys(bias, BIAS), "logit_bias")
     pairs: dict[int, float] = {}
     for name in bias:
@@ -184,10 +170,7 @@ def token_id(value: object, param: str, vocab_size: int = MAX_TOKEN_ID) -> int:
 
 def read_salt(fields: Fields) -> str:
     """A client's own salt for the prefix cache; it narrows sharing further, never widens it."""
-    salt = fields.text("cache_salt")
-    if salt == "":
-        raise ApiError("invalid_value", "cache_salt must not be empty", "cache_salt")
-    return salt or ""
+    return fields.text("cache_salt") or ""
 
 
 def read_priority(fields: Fields) -> int:

@@ -69,8 +69,6 @@ def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
     model.check_name(fields.text("model") or "", required=False)
     fields.require("tokens")
     values = fields.items("tokens") or []
-    if not values:
-        raise ApiError("empty_input", "tokens is empty", "tokens")
     most = model.ready.max_servable_tokens
     if len(values) > most:  # a million would keep a thread of completions for a second
         raise ApiError(

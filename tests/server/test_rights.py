@@ -30,6 +30,7 @@ EXPECTED = {
     "/health/ready": OPEN,
     "/metrics": "metrics",
     "/explain": "explain",
+    "/openapi.json": ANY,
     "/version": ANY,
 }
 EXPECTED_OF_ADMINS = {

@@ -1,0 +1,326 @@
+"""What may be asked of this server, and what comes back, in the words of OpenAPI?
+
+Bodies come from the tables of declared.py, replies from the records that are written out, errors
+from those of errors.py. Here stands only which of them belongs to which path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import ridgeline
+from ridgeline.observe.explain import Report
+from ridgeline.request import MAX_STOP_LENGTH
+from ridgeline.server import declared
+from ridgeline.server.declared import Declared, Field, default_of
+from ridgeline.server.errors import CODES, RETRY_AFTER_S, SHOWN_AS, ErrorBody
+from ridgeline.server.gate import OPEN_PATHS
+from ridgeline.server.metrics_page import CONTENT_TYPE
+from ridgeline.server.model import ModelCard, ModelList
+from ridgeline.server.replies import ChatChoice, ChatPiece, CompletionChoice, Reply
+from ridgeline.server.sampling_fields import MAX_TOKEN_ID
+from ridgeline.server.service import Service, send_json
+from ridgeline.server.tokenize import Text, Tokens
+from ridgeline.server.unsupported import HARMLESS
+
+Schema = dict[str, Any]
+REF = "#/components/schemas/{name}"
+TYPES = {str: "string", dict: "object", bool: "boolean"}
+JSON = "application/json"
+EVENTS = "text/event-stream"
+
+# ---------------------------------------------------------------------- what is asked
+
+NO_NUL = "^[^\\u0000]*$"
+TEXT: Schema = {"type": "string", "pattern": NO_NUL}
+FULL_TEXT: Schema = {**TEXT, "minLength": 1}
+STOP_TEXT: Schema = {**FULL_TEXT, "maxLength": MAX_STOP_LENGTH}
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}
+TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": TOKEN_ID}
+PROMPTS: Schema = {"type": "array", "minItems": 1, "items": {"anyOf": [FULL_TEXT, TOKEN_IDS]}}
+
+
+def _within(field: Field, low: str, high: str) -> Schema:
+    """Its bounds, by the words that its kind has for them."""
+    bounds = {low: field.low, high: field.high}
+    return {word: bound for word, bound in bounds.items() if bound is not None}
+
+
+def _number(field: Field) -> Schema:
+    low = "exclusiveMinimum" if field.above else "minimum"
+    return {"type": field.kind, **_within(field, low, "maximum")}
+
+
+def _string(field: Field) -> Schema:
+    if field.choices:
+        return {"type": "string", "enum": list(field.choices)}
+    return {**TEXT, **_within(field, "minLength", "maxLength")}
+
+
+def _list(field: Field, items: Schema) -> Schema:
+    return {"type": "array", **_within(field, "minItems", "maxItems"), "items": items}
+
+
+def _object(field: Field) -> Schema:
+    return object_schema(field.fields or {})
+
+
+def _biases(field: Field) -> Schema:
+    return {
+        "type": "object",
+        **_within(field, "minProperties", "maxProperties"),
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+        "additionalProperties": schema_of("", declared.BIAS),
+    }
+
+
+# Kind of a field -> its schema.
+KINDS: Mapping[str, Callable[[Field], Schema]] = {
+    "number": _number,
+    "integer": _number,
+    "boolean": lambda field: {"type": "boolean"},
+    "string": _string,
+    "object": _object,
+    "object of numbers": _biases,
+    "list of objects": lambda field: _list(field, _object(field)),
+    "list of token ids": lambda field: _list(field, TOKEN_ID),
+    "string or list of strings": lambda field: {"anyOf": [STOP_TEXT, _list(field, STOP_TEXT)]},
+    "string or list of parts": lambda field: {"anyOf": [TEXT, _list(field, _object(field))]},
+    "string, list of strings, list of token ids, or list of such lists": lambda field: {
+        "anyOf": [FULL_TEXT, TOKEN_IDS, PROMPTS]
+    },
+}
+
+
+def schema_of(name: str, field: Field) -> Schema:
+    """Of one field. null counts as absent."""
+    made = dict(KINDS[field.kind](field))
+    if not field.required:
+        made = {"anyOf": [made, {"type": "null"}]}
+    default = default_of(name, field)
+    words = field.meaning + (f" (default: {default})" if default else "")
+    if words:
+        made["description"] = words
+    if field.example is not None:
+        made["examples"] = [field.example]
+    return made
+
+
+def object_schema(fields: Declared, more: Mapping[str, Schema] | None = None) -> Schema:
+    return {
+        "type": "object",
+        "properties": {name: schema_of(name, field) for name, field in fields.items()}
+        | dict(more or {}),
+        "required": [name for name, field in fields.items() if field.required],
+        "additionalProperties": False,
+    }
+
+
+def _asked(fields: Declared) -> Schema:
+    """With what is accepted and without effect."""
+    harmless = {
+        name: {"type": [TYPES[kind], "null"], "description": "without effect"}
+        for name, (kind, _) in HARMLESS.items()
+    }
+    return object_schema(fields, harmless)
+
+
+BODIES: Mapping[str, Schema] = {
+    "CompletionRequest": _asked(declared.COMPLETION),
+    "ChatRequest": _asked(declared.CHAT),
+    "TokenizeRequest": {
+        "anyOf": [object_schema(declared.TOKENIZE_TEXT), object_schema(declared.TOKENIZE_CHAT)]
+    },
+    "DetokenizeRequest": object_schema(declared.DETOKENIZE),
+}
+
+# ---------------------------------------------------------------------- what comes back
+
+RECORDS: Mapping[str, Any] = {
+    "Completion": Reply[CompletionChoice],
+    "ChatCompletion": Reply[ChatChoice],
+    "ChatChunk": Reply[ChatPiece],
+    "ModelCard": ModelCard,
+    "ModelList": ModelList,
+    "Tokens": Tokens,
+    "Text": Text,
+    "Report": Report,
+    "ErrorBody": ErrorBody,
+}
+
+ANYWHERE = (
+    "invalid_http", "headers_too_large", "invalid_host", "request_timeout", "internal_error",
+    "overloaded",
+)  # fmt: skip
+KEYED = ("invalid_api_key", "insufficient_permissions")
+MODEL = ("starting", "shutting_down", "engine_unavailable")
+BODY = (
+    *MODEL, "invalid_json", "invalid_type", "invalid_value", "missing_required_parameter",
+    "unknown_parameter", "context_length_exceeded", "empty_input", "invalid_text",
+    "invalid_token_id", "model_not_found", "request_too_large", "unsupported_media_type",
+    "unsupported_encoding", "rate_limit_exceeded",
+)  # fmt: skip
+CONVERSATION = (
+    "invalid_messages", "chat_template_missing", "media_url_not_allowed", "unsupported_parameter",
+)  # fmt: skip
+ANSWER = (
+    *BODY, "unsupported_parameter", "limit_exceeded", "queue_timeout", "deadline_exceeded",
+    "slow_client",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a path answers: with which record, in each event of a stream with which; after which
+    body; and which errors may come."""
+
+    reply: str | Schema
+    codes: Collection[str] = ()
+    body: str = ""
+    event: str = ""
+    content_type: str = JSON
+
+
+def _says(field: str, schema: Schema) -> Schema:
+    return {"type": "object", "properties": {field: schema}, "required": [field]}
+
+
+PATHS: Mapping[str, Reference] = {
+    "/v1/models": Reference("ModelList", MODEL),
+    "/v1/models/{name}": Reference("ModelCard", (*MODEL, "model_not_found")),
+    "/v1/completions": Reference("Completion", ANSWER, "CompletionRequest", "Completion"),
+    "/v1/chat/completions": Reference(
+        "ChatCompletion", (*ANSWER, *CONVERSATION), "ChatRequest", "ChatChunk"
+    ),
+    "/tokenize": Reference("Tokens", (*BODY, *CONVERSATION), "TokenizeRequest"),
+    "/detokenize": Reference("Text", BODY, "DetokenizeRequest"),
+    "/health/live": Reference(_says("status", {"const": "live"})),
+    "/health/ready": Reference(_says("status", {"const": "ready"}), MODEL),
+    "/metrics": Reference({"type": "string"}, content_type=CONTENT_TYPE),
+    "/explain": Reference("Report", (*MODEL, "not_found")),
+    "/openapi.json": Reference({"type": "object"}),
+    "/version": Reference(_says("version", {"type": "string"})),
+}
+HEADERS: Schema = {
+    "RequestId": {
+        "description": "the id of this request in the server's log",
+        "required": True,
+        "schema": {"type": "string"},
+    },
+    "RetryAfter": {
+        "description": "seconds after which the same request may work",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1},
+    },
+}
+
+
+def document(routes: Iterable[Route], *, has_keys: bool) -> Schema:
+    """The whole document, for a server that asks for keys or does not."""
+    paths: Schema = {}
+    for route in routes:
+        path = route.path_format
+        method = "post" if "POST" in (route.methods or ()) else "get"
+        with_key = has_keys and path not in OPEN_PATHS
+        paths[path] = {method: _operation(path, route.endpoint.__doc__ or "", with_key=with_key)}
+    schemes = {"key": {"type": "http", "scheme": "bearer"}} if has_keys else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Ridgeline",
+            "version": ridgeline.__version__,
+            "description": "An inference server that speaks OpenAI's API for one model.",
+        },
+        "paths": paths,
+        "components": {"schemas": _schemas(), "headers": HEADERS, "securitySchemes": schemes},
+    }
+
+
+def _schemas() -> Schema:
+    """Of bodies and replies, by name."""
+    refs, made = msgspec.json.schema_components(RECORDS.values(), ref_template=REF)
+    ours = [ref["$ref"].rpartition("/")[2] for ref in refs]
+    named = {name: made.pop(our) for name, our in zip(RECORDS, ours, strict=True)}
+    return {**BODIES, **named, **made}
+
+
+def _ref(what: str | Schema) -> Schema:
+    return {"$ref": REF.format(name=what)} if isinstance(what, str) else what
+
+
+def _operation(path: str, doc: str, *, with_key: bool) -> Schema:
+    summary = doc.strip().partition("\n\n")[0]
+    reference = PATHS[path]
+    codes = {*ANYWHERE, *reference.codes, *(KEYED if with_key else ())}
+    made: Schema = {
+        "summary": " ".join(summary.split()),
+        "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", ""),
+        "responses": {"200": _success(reference), **_refusals(codes)},
+        "security": [{"key": []}] if with_key else [],
+    }
+    if "{name}" in path:
+        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": FULL_TEXT}]
+    if reference.body:
+        content = {JSON: {"schema": _ref(reference.body)}}
+        made["requestBody"] = {"required": True, "content": content}
+    return made
+
+
+def _success(reference: Reference) -> Schema:
+    content = {reference.content_type: {"schema": _ref(reference.reply)}}
+    if reference.event:
+        event = {"anyOf": [_ref(reference.event), _ref("ErrorBody")]}
+        data = {"type": "string", "contentMediaType": JSON, "contentSchema": event}
+        content[EVENTS] = {"schema": _says("data", {"anyOf": [{"const": "[DONE]"}, data]})}
+    return _response("the answer", content, ["RequestId"])
+
+
+def _refusals(codes: Collection[str]) -> Schema:
+    """By status, in the order of CODES."""
+    by_status: dict[int, list[str]] = {}
+    for code, known in CODES.items():
+        if code in codes:
+            by_status.setdefault(known.status, []).append(code)
+    return {str(status): _refusal(some) for status, some in sorted(by_status.items())}
+
+
+def _refusal(codes: list[str]) -> Schema:
+    shown = sorted({SHOWN_AS.get(code, code) for code in codes})
+    narrowed = _says("error", _says("code", {"enum": shown}))
+    headers = ["RequestId"]
+    if all(code in RETRY_AFTER_S for code in codes):
+        headers.append("RetryAfter")
+    words = "; ".join(f"{code}: {CODES[code].meaning}" for code in codes)
+    return _response(words, {JSON: {"schema": {"allOf": [_ref("ErrorBody"), narrowed]}}}, headers)
+
+
+def _response(words: str, content: Schema, headers: Iterable[str]) -> Schema:
+    names = {"RequestId": "x-request-id", "RetryAfter": "Retry-After"}
+    shown = {names[name]: {"$ref": f"#/components/headers/{name}"} for name in headers}
+    return {"description": words, "content": content, "headers": shown}
+
+
+class Page:
+    """This API as an OpenAPI 3.1 document."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._made: bytes | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._made is None:
+            has_keys = bool(scope["state"]["tenant"].key)
+            routes = scope["router"].routes
+            self._made = await self._service.run_in_thread(_encode, routes, has_keys)
+        await send_json(send, self._made)
+
+
+def _encode(routes: Iterable[Route], has_keys: bool) -> bytes:
+    """In a worker thread: it takes 30 ms."""
+    return msgspec.json.encode(document(routes, has_keys=has_keys))
