@@ -12,7 +12,8 @@ from ridgeline.errors import RequestFault
 from ridgeline.request import SamplingParams
 from ridgeline.server.declared import COMPLETION
 
-HELP = {name: field.meaning for name, field in COMPLETION.items()} | {
+_NAMES = [field.name for field in fields(SamplingParams) if field.name in COMPLETION]
+HELP = {name: COMPLETION[name].meaning for name in _NAMES} | {
     "max_tokens": "most tokens of the answer",
     "top_k": "sample among the k likeliest tokens only; 0 is off",
     "logit_bias": "add VALUE to the logit of token ID; may be repeated",
