@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import ridgeline
-from ridgeline.observe.explain import Report
+from ridgeline.observe.explain import OwnReport, Report
 from ridgeline.request import MAX_STOP_LENGTH
 from ridgeline.server import declared
 from ridgeline.server.declared import Declared, Field, default_of
@@ -151,6 +151,7 @@ RECORDS: Mapping[str, Any] = {
     "Tokens": Tokens,
     "Text": Text,
     "Report": Report,
+    "OwnReport": OwnReport,
     "ErrorBody": ErrorBody,
 }
 
@@ -203,7 +204,10 @@ PATHS: Mapping[str, Reference] = {
     "/health/live": Reference(_says("status", {"const": "live"})),
     "/health/ready": Reference(_says("status", {"const": "ready"}), MODEL),
     "/metrics": Reference({"type": "string"}, content_type=CONTENT_TYPE),
-    "/explain": Reference("Report", (*MODEL, "not_found")),
+    "/explain": Reference(
+        {"anyOf": [{"$ref": REF.format(name=name)} for name in ("Report", "OwnReport")]},
+        (*MODEL, "not_found"),
+    ),
     "/openapi.json": Reference({"type": "object"}),
     "/version": Reference(_says("version", {"type": "string"})),
 }
