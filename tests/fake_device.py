@@ -310,7 +310,7 @@ class FakeDevice:
     def _spoil(self, row: Row, entry: ScheduledRequest) -> None:
         row.died_in = row.died_in or max(self.in_flight)
         for table in row.tables:
-            for position in range(row.computed, row.computed + entry.num_tokens):
+            for position in range(row.computed, entry.start + entry.num_tokens):
                 block = table[position // self.block_size]
                 self.memory[block][position % self.block_size] = GARBAGE
                 self.spoiled_in[block] = row.died_in
@@ -347,11 +347,13 @@ class FakeDevice:
         name = row_id.partition("/beam-")[0]
         if reader is not None:
             family = (name, self.parents.get(name))
-            spoiled = [
-                block
+            size = self.block_size
+            spoiled = [  # of what it reads; what it has yet to write is of an older life
+                table[place // size]
                 for table in reader.tables
-                for block in table
-                if block != NULL_BLOCK and GARBAGE in self.memory[block]
+                for place in range(reader.computed)
+                if table[place // size]
+                and self.memory[table[place // size]][place % size] == GARBAGE
             ]
             is_early = all(self.spoiled_in[block] in reader.opened_during for block in spoiled)
             is_family = not self.faulted.isdisjoint(family)
