@@ -12,13 +12,17 @@ import random
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from fractions import Fraction
 from hashlib import sha256
+from operator import itemgetter
+from typing import Any
 
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.errors import RequestFault
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.cache_shares import IDLE_POOLS, MOST_SHARES
 from ridgeline.scheduler.policies.base import Policy, Rank
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.policies.priority import Priority
@@ -121,6 +125,73 @@ def draw_case(rng: random.Random) -> Case:
     )
 
 
+class CheckedBlocks(BlockManager):
+    """Keeps a diary of who used which block last, and knows by a look at all which may go."""
+
+    def __init__(self, *args: Any, idle_pools: int = IDLE_POOLS) -> None:
+        super().__init__(*args)
+        self.most_idle = idle_pools * self.num_blocks
+        self.user: dict[int, bytes] = {}
+        self.last_use: dict[bytes, int] = {}  # in blocks taken; the last to use is the last here
+        self.num_taken = 0
+        self.counts: Counter[str] = Counter()
+
+    def _meet(self, tenant: bytes) -> None:
+        super()._meet(tenant)
+        if self._shares:
+            self._shares._most_idle = self.most_idle
+
+    def _hold(self, block: int, tenant: bytes) -> None:
+        super()._hold(block, tenant)
+        self._note(block, tenant)
+
+    def _take(self, count: int, tenant: bytes) -> list[int]:
+        taken: list[int] = []
+        for _ in range(count):
+            lawful = self._lawful(tenant)
+            taken += super()._take(1, tenant)
+            demand(taken[-1] in lawful, "the block that is to go goes", taken[-1], lawful)
+            self._note(taken[-1], tenant)
+        return taken
+
+    def _note(self, block: int, tenant: bytes) -> None:
+        self.user[block] = tenant
+        self.last_use.pop(tenant, None)
+        self.last_use[tenant] = self.num_taken
+
+    def _lawful(self, tenant: bytes) -> list[int]:
+        """Any of these may be taken for this tenant."""
+        free = list(self._free)
+        if self._shares is None:
+            return free[:1]
+        self.num_taken += 1
+        if not self._cache.names(free[0]):
+            return free[:1]
+        demand(all(map(self._cache.names, free)), "what is not cached is taken first")
+        self.counts["evictions"] += 1
+        holds = Counter([tenant, *self.user.values()])  # each block was used by somebody
+        first = {self.user[block]: block for block in reversed(free)}
+        for name, last in sorted(self.last_use.items(), key=itemgetter(1)):
+            is_idle = last < self.num_taken - self.most_idle
+            if is_idle and name != tenant and holds[name]:
+                if name in first:
+                    self.counts["idle"] += 1
+                    return [first[name]]
+                self.last_use[name] = self.num_taken  # all is in its tables
+        weights = {name: self._weights.get(name, 1) for name, count in holds.items() if count}
+        total = sum(weights.values())
+        over = {
+            name: Fraction(holds[name], weights[name])
+            for name in first
+            if holds[name] * total > self.num_blocks * weights[name]
+            and holds[name] * MOST_SHARES > self.num_blocks
+        }
+        self.counts["over"] += bool(over)
+        self.counts["spared"] += bool(over) and self.user[free[0]] not in over
+        most = max(over.values(), default=None)
+        return [first[name] for name in over if over[name] == most] or free[:1]
+
+
 class CheckedDevice(FakeDevice):
     """A device that refuses an unlawful plan."""
 
@@ -183,6 +254,7 @@ class World:
     """`faults` are the chances that a step, a row and the taking of a step fail, where they may."""
 
     faults = (0.01, 0.002, 0.004)
+    idle_pools = 2  # few, so that some tenants are idle for so long
 
     def draw(self) -> Case:
         return draw_case(self.rng)
@@ -193,8 +265,13 @@ class World:
         self.device = CheckedDevice(
             case.num_blocks, case.block_size, case.windows, case.num_drafts, seed
         )
-        blocks = BlockManager(
-            case.num_blocks, case.block_size, case.windows, case.prefix_caching, b"key"
+        self.blocks = blocks = CheckedBlocks(
+            case.num_blocks,
+            case.block_size,
+            case.windows,
+            case.prefix_caching,
+            b"key",
+            idle_pools=self.idle_pools,
         )
         policies: dict[str, Policy] = {
             "fcfs": FCFS(),
@@ -221,6 +298,8 @@ class World:
         self.counts: Counter[str] = Counter()
         self.failed = False
         self.trace = sha256() if traced else None
+        self._crowd = random.Random(f"tenants {seed}")  # what else a seed brings stays as it was
+        self._num_tenants, self._rarity = self._crowd.randint(1, 4), self._crowd.choice([1, 3, 20])
         self._num_ids = 0
         self._num_seen_preemptions = 0
         self._talks: list[tuple[tuple[int, ...], bytes]] = []  # prompts with answers, to go on with
@@ -469,8 +548,13 @@ class World:
             priority=self.rng.randint(0, 2),
             cache_salt=salt,
             fork_of=parent.request_id,
+            tenant=parent.tenant if roll < 0.8 else self._tenant(),
         )
         self._add(child)
+
+    def _tenant(self) -> bytes:
+        """In some worlds the last asks rarely."""
+        return b"%d" % int(self._crowd.random() ** self._rarity * self._num_tenants)
 
     def _new_id(self) -> str:
         self._num_ids += 1
@@ -504,6 +588,7 @@ class World:
             self.clock.now() - rng.choice([0.0, 0.0, 5.0]),
             priority=rng.randint(0, 2),
             cache_salt=salt,
+            tenant=self._tenant(),
         )
 
     def _add(self, request: Request) -> None:

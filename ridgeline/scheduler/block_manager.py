@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from ridgeline.errors import check
 from ridgeline.request import UNKNOWN_TOKEN, Request
+from ridgeline.scheduler.cache_shares import CacheShares
 from ridgeline.scheduler.prefix_cache import Prefix, PrefixCache, first_needed
 from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables
 
@@ -72,7 +73,8 @@ class BlockManager:
 
     A block is held (by one or more tables), deferred (given back, but a step in flight may touch
     it) or free. A free block may still be cached: it keeps its hash until it is taken. Cached
-    blocks are taken last, the one that was given back first before the others.
+    blocks are taken last, the one that was given back first before the others; from the second
+    tenant on, tenants that have more than their share give first (`cache_shares`).
 
     Others find a block from the moment its last token is planned, if a step computes it together
     with other tokens of its row (`promise`). One rule makes that safe: until the step that fills it
@@ -83,7 +85,8 @@ class BlockManager:
     promises standing, and only a failed step or a fault of the row breaks them. A failed step ends
     all that have tokens in flight, so all takers. After a fault a taker goes by its own numbers.
 
-    `windows` has one entry per KV group; `key` makes the hashes of the prefix cache unguessable.
+    `windows` has one entry per KV group; `key` makes the hashes of the prefix cache unguessable;
+    `weights` of tenants decide how much of the pool is their share, 1 where there is none.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class BlockManager:
         windows: tuple[int | None, ...] = (None,),
         prefix_caching: bool = True,
         key: bytes = b"",
+        weights: Mapping[bytes, int] | None = None,
     ) -> None:
         check(num_blocks > 0 and block_size > 0, "a pool has blocks", num_blocks=num_blocks)
         check(len(windows) > 0, "a pool serves at least one group")
@@ -112,6 +116,9 @@ class BlockManager:
         self._deferred: OrderedDict[int, int] = OrderedDict()  # block -> last step that touches it
         self._ref_count = [0] * (num_blocks + 1)
         self._cache = PrefixCache(num_blocks, block_size, windows, key)
+        self._weights = weights or {}
+        self._tenant: bytes | None = None  # the only one so far
+        self._shares: CacheShares | None = None  # from the second tenant on
         self._retired = 0  # this step and all before it are over
         # By step that is to fill them, the oldest first: rows, and their blocks that were named.
         self._promised: dict[int, list[tuple[str, list[int]]]] = {}
@@ -263,10 +270,12 @@ class BlockManager:
     def admit(self, request: Request, prefix: Prefix) -> None:
         """Open its tables with the blocks of `prefix`, one more reference to each."""
         check(not request.block_ids, "a request is admitted once", id=request.request_id)
+        if request.tenant != self._tenant and self._shares is None:
+            self._meet(request.tenant)
         for table in prefix.tables:
             for block in table:
                 if block != NULL_BLOCK:
-                    self._hold(block)
+                    self._hold(block, request.tenant)
         request.block_ids = [list(table) for table in prefix.tables]
         request.num_dropped_blocks = [
             min(first_needed(w, prefix.num_tokens) // self.block_size, len(table))
@@ -295,7 +304,7 @@ class BlockManager:
         copies = tuple([self._copy(request, g, index, step_id) for g in shared])
         if num_new <= 0:
             return self._no_change[0], copies
-        new = tuple([tuple(self._take(num_new)) for _ in self.windows])
+        new = tuple([tuple(self._take(num_new, request.tenant)) for _ in self.windows])
         for mine, more in zip(request.block_ids, new, strict=True):
             mine.extend(more)
         return new, copies
@@ -313,7 +322,7 @@ class BlockManager:
     def extend_by_one(self, request: Request) -> BlockTables:
         """One more block in each of its tables, which are full; as many must be free."""
         self._note_room(request, len(request.block_ids[0]) * self.block_size + 1)
-        new = tuple([(block,) for block in self._take(len(self.windows))])
+        new = tuple([(block,) for block in self._take(len(self.windows), request.tenant)])
         for table, more in zip(request.block_ids, new, strict=True):
             table += more
         return new
@@ -347,6 +356,8 @@ class BlockManager:
         self.settle()
         for block in range(1, self.num_blocks + 1):
             self._cache.forget(block)
+            if self._shares and block in self._free:
+                self._shares.drop(block)
 
     # ------------------------------------------------------------------ invariants
 
@@ -373,6 +384,8 @@ class BlockManager:
             is_there = all(block not in free for _, named in made for block in named)
             check(is_there, "a promised block is held or deferred", step=step)
         self._cache.check_invariants()
+        if self._shares:
+            self._shares.check_invariants(free, map(self._cache.names, free))
 
     def _check_tables(self, request: Request) -> None:
         tables = request.block_ids
@@ -426,22 +439,44 @@ class BlockManager:
 
     def _copy(self, request: Request, group: int, index: int, step_id: int) -> BlockCopy:
         table = request.block_ids[group]
-        source, (target,) = table[index], self._take(1)
+        source, (target,) = table[index], self._take(1, request.tenant)
         table[index] = target
         self._release(source, step_id)  # this very step reads it
         return BlockCopy(request.request_id, group, index, source, target)
 
-    def _hold(self, block: int) -> None:
+    def _meet(self, tenant: bytes) -> None:
+        """The first tenant, which has all, or the second, from which on blocks are counted."""
+        if self._tenant is None or not self.prefix_caching:
+            self._tenant = tenant
+            return
+        self._shares = CacheShares(self.num_blocks, self._weights)
+        free, names = self._free, self._cache.names
+        plain = {block for block in free if not names(block)}
+        for block in range(1, self.num_blocks + 1):
+            if block not in plain:
+                self._shares.hit(block, self._tenant)
+        for block in free:
+            self._shares.keep(block)
+
+    def _hold(self, block: int, tenant: bytes) -> None:
         if self._ref_count[block] == 0:
             if block in self._free:
                 del self._free[block]
             else:
                 del self._deferred[block]
         self._ref_count[block] += 1
+        if self._shares:
+            self._shares.hit(block, tenant)
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, tenant: bytes) -> list[int]:
         free, forget, ref_count = self._free, self._cache.forget, self._ref_count
-        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        if shares := self._shares:
+            taken = []
+            for _ in range(count):
+                taken.append(shares.take(tenant, next(iter(free))))
+                del free[taken[-1]]
+        else:
+            taken = [free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             forget(block)
             ref_count[block] = 1
@@ -461,8 +496,11 @@ class BlockManager:
 
     def _put_free(self, block: int) -> None:
         self._free[block] = None
-        if not self._cache.names(block):
+        is_cached = self._cache.names(block)
+        if not is_cached:
             self._free.move_to_end(block, last=False)  # nothing is lost by taking it first
+        if self._shares:
+            (self._shares.keep if is_cached else self._shares.drop)(block)
 
     def _drop(self, request: Request, in_flight: int) -> None:
         for g in self._windowed:

@@ -24,6 +24,7 @@ from ridgeline.observe.event_log import (
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.cache_shares import IDLE_POOLS
 from ridgeline.scheduler.policies.base import Policy
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import StepPlan, StepResult
@@ -32,7 +33,9 @@ from tests.simulated_world import World
 
 class RecordedWorld(World):
     """A world that writes an event log. Its cache is never cleared from outside, which no log
-    could know."""
+    could know, and tenants are idle after as many blocks as a log takes for granted."""
+
+    idle_pools = IDLE_POOLS
 
     def __init__(self, seed: int, path: Path) -> None:
         super().__init__(seed)

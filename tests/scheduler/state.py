@@ -10,6 +10,7 @@ def state_of(scheduler: Scheduler) -> object:
     """All that the scheduler and the block manager know, in order."""
     ledger, blocks = scheduler.ledger, scheduler.blocks
     blocks.settle()
+    shares = blocks._shares
     rows = [
         (
             name,
@@ -31,6 +32,7 @@ def state_of(scheduler: Scheduler) -> object:
         list(blocks._free),
         list(blocks._deferred.items()),
         list(blocks._ref_count),
+        shares and [holder and (holder.tenant, holder.last_use) for holder in shares._holder_of],
         blocks._retired,
         {step: list(made) for step, made in blocks._promised.items()},
         list(cache._hash_of),

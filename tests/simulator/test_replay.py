@@ -20,6 +20,7 @@ from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.cache_shares import IDLE_POOLS
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
@@ -53,8 +54,10 @@ def recorded_world(seed: int, path: Path) -> EventLog:
 
 @pytest.fixture
 def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worlds empty the cache now and then, which no log says: engines never do."""
+    """Worlds empty the cache now and then, and forget idle tenants sooner, which no log says:
+    engines never do."""
     monkeypatch.setattr(BlockManager, "clear_cache", lambda self: None)
+    monkeypatch.setattr(CheckedWorld, "idle_pools", IDLE_POOLS)
 
 
 @pytest.mark.usefixtures("kept_cache")
