@@ -40,6 +40,7 @@ RESULTS = "scheduler/results.py"
 LEDGER = "scheduler/ledger.py"
 BLOCKS = "scheduler/block_manager.py"
 CACHE = "scheduler/prefix_cache.py"
+SHARES = "scheduler/cache_shares.py"
 FORKS = "scheduler/forks.py"
 QUEUE = "scheduler/queue.py"
 MACRO = "scheduler/macro.py"
@@ -582,6 +583,49 @@ MUTANTS = (
         BLOCKS,
         "total += max(0, bound - request.num_dropped_blocks[g])",
         "total += 0",
+    ),
+    # ------------------------------------------------------------ shares of the cache
+    Mutant(
+        "shares: a hit leaves a block with its first user",
+        SHARES,
+        "holder, old = self._used_by(tenant), self._holder_of[block]",
+        "old = self._holder_of[block]\n        holder = old or self._used_by(tenant)",
+    ),
+    Mutant(
+        "shares: the newest tenant is the only one",
+        SHARES,
+        "self._total_weight += holder.weight",
+        "self._total_weight = holder.weight",
+    ),
+    Mutant(
+        "shares: what is taken from a tenant still counts",
+        SHARES,
+        "self._count(holder, -1)",
+        "pass",
+    ),
+    Mutant(
+        "shares: any tenant that is over its share gives, not the one that is most",
+        SHARES,
+        "worst, most = holder, holder.num_blocks / holder.weight",
+        "worst = holder",
+    ),
+    Mutant(
+        "shares: who stays away keeps its share",
+        SHARES,
+        "            if idle.evictable:",
+        "            if False:",
+    ),
+    Mutant(
+        "shares: weights are ignored",
+        SHARES,
+        "_Holder(tenant, self._weights.get(tenant, 1))",
+        "_Holder(tenant, 1)",
+    ),
+    Mutant(
+        "shares: nobody counts what was there before the second tenant came",
+        BLOCKS,
+        "            if block not in plain:",
+        "            if False:",
     ),
     # ------------------------------------------------------------ prefix cache
     Mutant(
