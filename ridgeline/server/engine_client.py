@@ -28,6 +28,7 @@ from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.heartbeat import HeartbeatPage, new_page
 from ridgeline.server.live import Live
+from ridgeline.server.outlet import Relay
 from ridgeline.server.service_manager import VARIABLES as MANAGER_VARIABLES
 from ridgeline.server.wire import (
     HEADER,
@@ -82,6 +83,7 @@ class _Life:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     heartbeat: HeartbeatPage
+    words: Relay
     ready_at: float | None = None
 
 
@@ -282,7 +284,7 @@ class EngineClient:
 
     async def _spawn(self) -> _Life:
         ours, theirs = socket.socketpair()
-        page = new_page()
+        page, words = new_page(), Relay()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -295,16 +297,24 @@ class EngineClient:
                 "--builder",
                 self.config.builder,
                 stdin=asyncio.subprocess.DEVNULL,
+                stdout=words.writer,
+                stderr=words.writer,
                 pass_fds=(theirs.fileno(), page),
                 start_new_session=True,
                 env=_environment(),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        life = _Life(process, reader, writer, HeartbeatPage(page))
+        life = _Life(process, reader, writer, HeartbeatPage(page), words)
         os.close(page)
+        os.close(words.writer)
+        asyncio.get_running_loop().add_reader(words.reader, self._pass_on, words)
         config = self.config
         writer.write(frame(Start(config.engine, config.log_level, config.log_format)))
         return life
+
+    def _pass_on(self, words: Relay) -> None:
+        if not words.pass_on():
+            asyncio.get_running_loop().remove_reader(words.reader)
 
     async def _listen(self, life: _Life) -> None:
         while True:
@@ -320,7 +330,10 @@ class EngineClient:
         except TimeoutError:
             pass
         self.kill()
-        return await life.process.wait()
+        code = await life.process.wait()
+        asyncio.get_running_loop().remove_reader(life.words.reader)
+        life.words.close()
+        return code
 
     # ------------------------------------------------------------------ the engine's words
 

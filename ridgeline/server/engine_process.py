@@ -32,6 +32,7 @@ from ridgeline.log import say, set_up
 from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.engine_loop import Builder, EngineLoop, Served, ready_message
 from ridgeline.server.heartbeat import Heartbeat
+from ridgeline.server.outlet import drain, never_block
 from ridgeline.server.wire import (
     HEADER,
     BrokenWire,
@@ -106,7 +107,9 @@ class Wire:
 
 
 def leave() -> NoReturn:
-    """End at once, from any thread: nothing here is worth saving, and memory is the system's."""
+    """End at once, from any thread: nothing here is worth saving but the last line of the log, and
+    memory is the system's."""
+    drain()
     os._exit(0)
 
 
@@ -205,11 +208,12 @@ def main() -> int:
     options = parser.parse_args()
     _die_with_parent()
     _harden()
+    never_block()
     os.set_inheritable(options.fd, False)
     return run(Wire(socket.socket(fileno=options.fd)), options.builder, options.heartbeat_fd)
 
 
 if __name__ == "__main__":
     code = main()
-    logging.shutdown()
+    drain()
     os._exit(code)  # no interpreter teardown: a device library may hang in it

@@ -29,6 +29,7 @@ from ridgeline.server.auth import KEY_VARIABLE, RIGHTS, load_keys
 from ridgeline.server.config import DEFAULT_BUILDER, Limits, ServeConfig, check_serve_numbers
 from ridgeline.server.hosts import check_admin_bind, check_bind
 from ridgeline.server.http_protocol import protocol_class
+from ridgeline.server.outlet import drain, never_block
 from ridgeline.server.service import Service
 from ridgeline.server.tracing import open_tracing
 
@@ -49,6 +50,7 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     `on_listening` gets the URL. Raises ConfigError when the server cannot start as asked: a number,
     the tokenizer, the address, the keys, or (later) the model.
     """
+    never_block()
     check_serve_numbers(config)
     if config.builder != DEFAULT_BUILDER:
         import_module(config.builder.partition(":")[0])  # it may add formats, which are asked for
@@ -197,7 +199,7 @@ class _Server:
             return
         say(logger, logging.WARNING, "ending at once", signal=name)
         self._service.engine.kill()
-        logging.shutdown()
+        drain()
         os._exit(128 + name)
 
     async def _end(self, engine: asyncio.Task[None]) -> int:
