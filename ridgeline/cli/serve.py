@@ -52,7 +52,8 @@ LIMIT_HELP = {
     "step_overdue_multiple": "a step that takes so many times what it should: not ready",
     "step_overdue_s": "but never before so long",
     "step_deadline_s": "pending work without a step for so long: not ready",
-    "step_kill_s": "and for so long: the engine is started again",
+    "step_kill_s": "and for so long, longer than its price allows: the engine is started again",
+    "first_step_kill_s": "the same for steps that may compile kernels or that have no price",
     "max_engine_restarts": "in a row before the server gives up",
     "tokenizer_threads": "threads that turn text into tokens",
 }

@@ -38,6 +38,7 @@ LIMIT_RANGES: tuple[Range, ...] = (
     ("step_overdue_s", 0.0, FOREVER_S),  # 0: only the multiple counts
     ("step_deadline_s", MOMENT_S, FOREVER_S),
     ("step_kill_s", MOMENT_S, FOREVER_S),
+    ("first_step_kill_s", MOMENT_S, FOREVER_S),
     ("max_engine_restarts", 0, 100),  # the pause before each is twice the last one
     ("tokenizer_threads", 1, 1024),
 )
@@ -72,7 +73,11 @@ class Limits:
     step_overdue_multiple: float = 20.0  # a step that takes so many times its price: not ready
     step_overdue_s: float = 10.0  # but never before this
     step_deadline_s: float = 30.0  # pending work and no step for so long: not ready
-    step_kill_s: float = 300.0  # and for so long: the engine is killed and started again
+    # And for so long, and longer than step_overdue_multiple times its price: the engine is killed
+    # and started again. The other limit is for the first step of each kind, which may compile
+    # kernels or read weights from a disk, and for engines whose steps have no price.
+    step_kill_s: float = 30.0
+    first_step_kill_s: float = 300.0
     max_engine_restarts: int = 3  # in a row, without a healthy minute between them
     tokenizer_threads: int = 2
 

@@ -210,9 +210,12 @@ class EngineClient:
 
     def should_kill(self, now: float) -> bool:
         """There is no hope any more for the step in flight."""
-        stalled_s = self.progress.stalled_s(now)
-        is_late = stalled_s > self.config.limits.step_kill_s
-        return self.is_up and is_late and not self._is_within_price(now)
+        if self.ready is None or self._life is None:
+            return False
+        limits = self.config.limits
+        is_unknown = self.ready.prices is None or self._life.heartbeat.is_first_time()
+        allowed_s = limits.first_step_kill_s if is_unknown else limits.step_kill_s
+        return self.progress.stalled_s(now) > allowed_s and not self._is_within_price(now)
 
     def _step(self) -> StepInFlight | None:
         return None if self._life is None else self._life.heartbeat.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import inf
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from ridgeline.observe.steps import StepCounters
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.beam_group import ROW_MARK
 from ridgeline.server.engine_gauges import GaugeReader, ReportsMemory
+from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.late_plans import LatePlans
 from ridgeline.server.wire import (
     Abort,
@@ -117,10 +119,13 @@ def _prices(watch: Observatory) -> Prices:
 class EngineLoop:
     """Runs until the wire closes, or until the engine fails (which it lets through)."""
 
-    def __init__(self, served: Served, wire: CommandWire, clock: Clock) -> None:
+    def __init__(
+        self, served: Served, wire: CommandWire, clock: Clock, heartbeat: Heartbeat | None = None
+    ) -> None:
         self._engine = served.engine
         self._wire = wire
         self._clock = clock
+        self._heartbeat = heartbeat
         self._watch = StepCounters()
         self._num_failures = 0
         self._has_answered = False
@@ -167,8 +172,10 @@ class EngineLoop:
 
     def _works_idly(self) -> bool:
         """Something was done that nobody waits for; more may be left."""
-        if self._idle_work is not None and not self._idle_work.one():
-            self._idle_work = None
+        if self._idle_work is not None:
+            with nullcontext() if self._heartbeat is None else self._heartbeat.first_time():
+                is_left = self._idle_work.one()
+            self._idle_work = self._idle_work if is_left else None
         return self._idle_work is not None
 
     def _count_failures(self) -> None:

@@ -186,10 +186,12 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         _report(served)
         phases = startup.report()
         say_phases(phases)
+        heartbeat = None
         if heartbeat_fd is not None and served.watch is not None:
-            served.engine.journals.append(Heartbeat(heartbeat_fd, served.watch.pricing))
+            heartbeat = Heartbeat(heartbeat_fd, served.watch.pricing)
+            served.engine.journals.append(heartbeat)
         wire.send(ready_message(served, os.getpid(), phases))
-        EngineLoop(served, wire, WallClock()).run()
+        EngineLoop(served, wire, WallClock(), heartbeat).run()
     except ConfigError as fault:
         wire.send(StartFailed(str(fault)))
         return EXIT_CONFIG

@@ -9,7 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from struct import Struct
 
 from ridgeline.observe.pricing import Pricing
@@ -20,6 +21,7 @@ from ridgeline.step import Journal, StepPlan, StepResult
 SIZE = mmap.PAGESIZE
 SEQUENCE = Struct("<Q")  # odd while the rest is being written
 STEP = Struct("<qdd")  # step id (0: none), began, expected seconds
+NEW = SEQUENCE.size + STEP.size  # where a byte says whether something is done for the first time
 ATTEMPTS = 8
 
 
@@ -41,9 +43,21 @@ class Heartbeat(Journal):
         self._page = mmap.mmap(fd, SIZE)
         self._pricing = pricing
         self._sequence = 0
+        self._seen: set[tuple[int, ...]] = set()  # kinds of steps that have ended well
+        self._new: dict[int, tuple[int, ...]] = {}  # the others in flight, by their step id
+
+    @contextmanager
+    def first_time(self) -> Iterator[None]:
+        """What is done in this context, between two steps, may have to compile kernels."""
+        self._page[NEW] = 1
+        yield
+        self._page[NEW] = bool(self._new)
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
         """Steps that go on beside the host are priced when they are sent off, and not before."""
+        if plan.scheduled and (kind := self._kind(plan)) not in self._seen:
+            self._new[plan.step_id] = kind
+            self._page[NEW] = 1
         if self._pricing.computes_in_submit:
             self._write()
 
@@ -58,7 +72,19 @@ class Heartbeat(Journal):
         error: str | None,
         now: float,
     ) -> None:
+        kind = self._new.pop(plan.step_id, None)
+        if kind is not None and error is None:
+            self._seen.add(kind)
+        self._page[NEW] = bool(self._new)
         self._write()
+
+    def _kind(self, plan: StepPlan) -> tuple[int, ...]:
+        """Steps of one kind take the same kernels. On a CPU nothing is compiled, but the first step
+        of all may have to read the weights from a disk."""
+        if self._pricing.computes_in_submit:
+            return ()
+        sizes = [entry.num_tokens for entry in plan.scheduled]
+        return sum(sizes).bit_length(), len(sizes).bit_length(), max(sizes).bit_length()
 
     def _write(self) -> None:
         page, running = self._page, self._pricing.running
@@ -85,6 +111,10 @@ class HeartbeatPage:
             if before % 2 == 0 and SEQUENCE.unpack_from(self._page, 0)[0] == before:
                 return StepInFlight(step_id, began, expected_s) if step_id else None
         return None
+
+    def is_first_time(self) -> bool:
+        """The engine is at something that it has not done before, and may have to compile."""
+        return bool(self._page[NEW])
 
     def close(self) -> None:
         self._page.close()

@@ -8,21 +8,24 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from ridgeline.answer import Answer
 from ridgeline.clock import VirtualClock
 from ridgeline.config import EngineConfig
 from ridgeline.errors import RequestFault
+from ridgeline.observe.watchdog import StepInFlight
 from ridgeline.request import SamplingParams
 from ridgeline.server import engine_client
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError
 from ridgeline.server.live import Live
-from ridgeline.server.wire import Admitted, Gauges, Output, Ready, Refused, Step
+from ridgeline.server.wire import Admitted, Gauges, Output, Prices, Ready, Refused, Step
 from tests.server.running import PATIENCE_S
 
+PRICES = Prices("a", "b", 1.0, 1.0)
 READY = Ready(1, "/nowhere", "m", 264, 512, 16, 64, 8, (257,), (), (), 0, 512)
 
 
@@ -197,3 +200,30 @@ def test_an_engine_that_comes_after_the_order_to_stop_is_sent_away(
             await asyncio.wait_for(client.run(), PATIENCE_S)
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("is_priced", "is_first", "expected_s", "killed_after_s"),
+    [
+        (True, False, 0.01, 30),  # a step like any before
+        (True, False, None, 30),  # stuck between two steps
+        (True, False, 10.0, 200),  # 20 times its price
+        (True, True, 0.01, 300),  # it may compile kernels
+        (True, True, 100.0, 2000),
+        (False, False, None, 300),  # nobody knows what its steps take
+    ],
+)
+def test_when_an_engine_is_killed(
+    is_priced: bool, is_first: bool, expected_s: float | None, killed_after_s: float
+) -> None:
+    client = EngineClient(ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody())
+    step = None if expected_s is None else StepInFlight(1, 100.0, expected_s)
+    page = SimpleNamespace(read=lambda: step, is_first_time=lambda: is_first)
+    client._life = SimpleNamespace(heartbeat=page)  # type: ignore[assignment]
+    client.progress.work_began(100.0)
+    assert not client.should_kill(1e6)  # while it is loading
+    client.ready = msgspec.structs.replace(READY, prices=PRICES if is_priced else None)
+    assert not client.should_kill(100.0 + killed_after_s)
+    assert client.should_kill(100.1 + killed_after_s)
+    client.progress.work_ended()
+    assert not client.should_kill(1e6)

@@ -65,6 +65,38 @@ def test_an_executor_that_computes_in_submit(page: int) -> None:
     assert reader.read() is None
 
 
+def test_the_first_step_of_each_kind_is_told(page: int) -> None:
+    """From before it is sent off, since kernels are compiled on the way, until it has ended."""
+    _, heartbeat, reader = pair(page, in_submit=False)
+    done = StepResult({})
+    heartbeat.on_plan(StepPlan(1, ()), 9.0)  # nothing to do
+    assert not reader.is_first_time()
+    heartbeat.on_plan(plan(1, 8), 10.0)
+    assert reader.is_first_time()
+    heartbeat.on_plan(plan(2, 1), 10.0)
+    heartbeat.on_collect(plan(1, 8), done, [], None, 11.0)
+    assert reader.is_first_time()  # the second is of another kind
+    heartbeat.on_collect(plan(2, 1), None, [], "out of memory", 12.0)
+    assert not reader.is_first_time()
+    heartbeat.on_plan(plan(3, 9), 13.0)
+    assert not reader.is_first_time()
+    heartbeat.on_plan(plan(4, 1), 13.0)  # the one before has not ended well
+    assert reader.is_first_time()
+    heartbeat.on_collect(plan(4, 1), done, [], None, 14.0)
+    with heartbeat.first_time():
+        assert reader.is_first_time()
+    assert not reader.is_first_time()
+
+
+def test_a_cpu_has_one_first_step(page: int) -> None:
+    _, heartbeat, reader = pair(page, in_submit=True)
+    heartbeat.on_plan(plan(1, 8), 10.0)
+    assert reader.is_first_time()
+    heartbeat.on_collect(plan(1, 8), StepResult({}), [], None, 11.0)
+    heartbeat.on_plan(plan(2, 1), 12.0)
+    assert not reader.is_first_time()
+
+
 def test_a_page_that_is_being_written_is_not_believed(page: int) -> None:
     pricing, heartbeat, reader = pair(page, in_submit=False)
     for journal in (pricing, heartbeat):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from ridgeline.build import Built, build
 from ridgeline.clock import WallClock
@@ -45,12 +48,21 @@ def built(tmp_path: Path) -> Built:
 
 
 def test_idle_turns_do_it_one_by_one_and_then_wait(tmp_path: Path) -> None:
-    work, wire = Work(2), Wire()
-    loop = EngineLoop(replace(built(tmp_path), warm_up=work), wire, WallClock())  # type: ignore[arg-type]
+    work, wire, told = Work(2), Wire(), []
+
+    @contextmanager
+    def first_time() -> Iterator[None]:
+        told.append(work.left)
+        yield
+
+    heartbeat = SimpleNamespace(first_time=first_time)
+    served = replace(built(tmp_path), warm_up=work)  # type: ignore[arg-type]
+    loop = EngineLoop(served, wire, WallClock(), heartbeat)  # type: ignore[arg-type]
     for _ in range(4):
         loop.turn()
     assert work.left == -1
     assert wire.waits == [False, False, True, True]
+    assert told == [2, 1, 0]  # each may compile kernels, and the HTTP process knows
 
 
 def test_while_somebody_is_served_nothing_of_it_is_done(tmp_path: Path) -> None:

@@ -308,8 +308,10 @@ def test_a_failed_step_fails_its_requests_only(fake_model: Path, tmp_path: Path)
 
 
 def test_a_stuck_step_turns_readiness_and_is_killed(fake_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, fake_model, {"step_deadline_s": 0.5, "step_kill_s": 2.0}) as server:
+    limits = {"step_deadline_s": 0.5, "step_kill_s": 2.0}
+    with serving(tmp_path, fake_model, limits) as server:
         first = server.engine_pid
+        Asking(server, "a", max_tokens=1).wait()  # the first step may take 300 s
         stuck = Asking(server, "!hang")
         until(lambda: not server.is_ready(), "readiness to go")
         with server.http as http:
