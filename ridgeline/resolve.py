@@ -37,6 +37,7 @@ from ridgeline.cost.memory import (
 )
 from ridgeline.cost.precision import DTYPE_BYTES
 from ridgeline.devices import Device
+from ridgeline.devices.host_memory import kept_for_others
 from ridgeline.errors import ConfigError, DoesNotFit
 from ridgeline.formats import STORED, weight_line
 from ridgeline.kernels.cpu.native import library
@@ -75,6 +76,7 @@ class _Memory:
     name: str
     total: int
     free: int
+    bound: str = ""  # why it is less than the hardware has, if it is
 
 
 Resolved = tuple[ResolvedConfig, tuple[MemoryRow, ...]]
@@ -107,7 +109,9 @@ def resolve(
     changes that have been tried, when weights and one request's cache exceed the memory allowed.
     Nothing is allocated here.
     """
-    memory = _Memory(device.name, device.memory_total(), device.memory_free())
+    memory = _Memory(
+        device.name, device.memory_total(), device.memory_free(), device.memory_bound()
+    )
 
     def attempt(asked: EngineConfig, where: _Memory) -> Resolved:
         take = partial(
@@ -220,9 +224,12 @@ def _resolve(
         kind=device_kind(kind),
     )
     drafting = guessing.memory(spec, setting)
+    kept = kept_for_others() if kind == "cpu" else 0
+    others = (("HTTP process", kept),) if kept else ()
     fixed = (
         ("weights", weights),
         *((item.what, item.bytes) for item in (*working, *graphs, *drafting.items)),
+        *others,
         ("reserve", RESERVE_BYTES[device_kind(kind)]),
     )
     num_blocks, max_model_len = _cache_size(
@@ -279,7 +286,7 @@ def _resolve(
         *([MemoryRow("draft cache", draft_cache)] if draft_cache else ()),
         *(MemoryRow(item.what, item.bytes) for item in working_of(context=max_model_len)),
         *(MemoryRow(item.what, item.bytes) for item in (*graphs, *drafting.items)),
-        MemoryRow(*fixed[-1]),
+        *(MemoryRow(*row) for row in (*others, fixed[-1])),
     ]
     return resolved, tuple(rows)
 
@@ -490,11 +497,13 @@ def _cache_size(
             room = min(room, CPU_CACHE_BYTES)
         num_blocks = min(room // block_bytes - 1, wanted)
         why = "every request at full length" if num_blocks == wanted else "the memory left"
+        if num_blocks < wanted and device.bound and room == allowed - used:
+            why += f"; {device.bound}"
         decisions.note("num_blocks", None, num_blocks, f"{config.block_size} tokens each, {why}")
     needed = used + (max(num_blocks, 1) + 1) * block_bytes
     items = (fixed[0], ("KV cache", max(num_blocks, 0) * block_bytes), *fixed[1:])
     if num_blocks < 1 or needed > free:
-        raise DoesNotFit(_shortage(items, allowed, free), items)
+        raise DoesNotFit(_shortage(items, allowed, device), items)
     if blocks_for(max_model_len) <= num_blocks:
         return num_blocks, max_model_len
     fits = _longest(num_blocks, max_model_len, blocks_for)
@@ -521,11 +530,13 @@ def _longest(num_blocks: int, max_model_len: int, blocks_for: object) -> int:
     return low
 
 
-def _shortage(items: tuple[tuple[str, int], ...], allowed: int, free: int) -> str:
+def _shortage(items: tuple[tuple[str, int], ...], allowed: int, device: _Memory) -> str:
     lines = ", ".join(f"{what} {size_words(size)}" for what, size in items)
     return (
-        f"does not fit: {lines}; allowed {size_words(allowed)}, free {size_words(free)}. "
-        "The largest item is " + max(items, key=lambda item: item[1])[0]
+        f"does not fit: {lines}; allowed {size_words(allowed)}, free {size_words(device.free)}"
+        + (f" ({device.bound}). " if device.bound else ". ")
+        + "The largest item is "
+        + max(items, key=lambda item: item[1])[0]
     )
 
 

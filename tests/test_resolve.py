@@ -37,6 +37,8 @@ LLAMA_8B = tiny_config(
 class FakeDevice(CpuDevice):
     """A device with as much memory as a test wants."""
 
+    bound = ""
+
     def __init__(self, name: str, total: int, free: int | None = None) -> None:
         super().__init__()
         self.name = name
@@ -48,6 +50,9 @@ class FakeDevice(CpuDevice):
 
     def memory_free(self) -> int:
         return self.free
+
+    def memory_bound(self) -> str:
+        return self.bound
 
 
 def done(
@@ -120,6 +125,32 @@ def test_what_cannot_fit_names_the_largest_item_and_ways_out() -> None:
     assert "weights" in str(caught.value)
     assert dict(caught.value.items)["weights"] > 16 * GB - GB
     assert len(caught.value.changes) == 3
+
+
+def test_what_others_hold_is_left_to_them_and_told() -> None:
+    alone, shared = FakeDevice("cuda:0", 80 * GB), FakeDevice("cuda:0", 80 * GB, 40 * GB)
+    shared.bound = "others hold 40 GB of 80 GB"
+    rows = [{row.what: row.predicted for row in done(LLAMA_8B, one)[1]} for one in (alone, shared)]
+    assert sum(rows[0].values()) - sum(rows[1].values()) == pytest.approx(32 * GB, abs=3 << 20)
+    (decision,) = (d for d in done(LLAMA_8B, shared)[0].decisions if d.field == "num_blocks")
+    assert decision.because.endswith("the memory left; others hold 40 GB of 80 GB")
+    shared.free = 12 * GB
+    with pytest.raises(DoesNotFit, match=r"free 12\.00 GB .*\(others hold 40 GB of 80 GB\)"):
+        done(LLAMA_8B, shared)
+
+
+def test_a_cpu_leaves_memory_to_the_http_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeDevice("cpu", 20 * GB)
+    plain = done(LLAMA_8B, host, max_num_batched_tokens=256, max_num_seqs=4)[0]
+    monkeypatch.setattr("ridgeline.devices.host_memory._kept_bytes", GB)
+    resolved, memory = done(LLAMA_8B, host, max_num_batched_tokens=256, max_num_seqs=4)
+    assert MemoryRow("HTTP process", GB) in memory
+    assert memory[-1].what == "reserve"
+    assert sum(row.predicted for row in memory) <= 0.9 * host.total
+    assert resolved.num_blocks < plain.num_blocks
+    with pytest.raises(DoesNotFit) as caught:
+        done(LLAMA_8B, FakeDevice("cpu", 18 * GB), max_num_batched_tokens=256, max_num_seqs=4)
+    assert dict(caught.value.items)["HTTP process"] == GB
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.formats import STORED
-from ridgeline.measure.here import this_device, this_key
+from ridgeline.measure.here import as_it_is_now, this_device, this_key
 from ridgeline.records import find_calibration, find_record, read_record
 
 
@@ -60,7 +60,11 @@ def open_device(name: str, record: Path | None = None) -> tuple[Device, Calibrat
 
 def _open_this(path: Path | None) -> tuple[Device, Calibration | None]:
     record = find_record(this_key()) if path is None else read_record(path)
-    return (this_device(), None) if record is None else (record.device, record.calibration)
+    return (
+        (this_device(), None)
+        if record is None
+        else (as_it_is_now(record.device), record.calibration)
+    )
 
 
 def read_calibration(path: Path) -> Calibration:

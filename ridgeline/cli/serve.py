@@ -38,7 +38,7 @@ LIMIT_HELP = {
     "max_sequences_per_request": "prompts times answers of one request",
     "max_queued_sequences": "waiting sequences beyond those that can run at once",
     "max_queued_cache_fills": "waiting prompt tokens, in sizes of the KV cache",
-    "max_held_body_bytes": "bytes of bodies held at once",
+    "max_held_body_bytes": "memory for bodies, and for what is read from them, at once",
     "max_requests_per_key": "requests at once for one API key",
     "max_stream_bytes": "bytes made for a stream that its client has not read yet",
     "header_timeout_s": "to receive the head of a request",

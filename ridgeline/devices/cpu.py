@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ridgeline.devices.host_memory import host_memory
 from ridgeline.log import say
 
 if TYPE_CHECKING:
@@ -38,16 +38,13 @@ class CpuDevice:
         return names[0] if names else platform.machine()
 
     def memory_total(self) -> int:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = _cgroup_number("memory.max")
-        return physical if limit is None else min(physical, limit)
+        return host_memory().total
 
     def memory_free(self) -> int:
-        available = _available_bytes()
-        limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-        if limit is None or used is None:
-            return available
-        return max(0, min(available, limit - used + _cgroup_file_cache()))
+        return host_memory().free
+
+    def memory_bound(self) -> str:
+        return host_memory().bound
 
     def upload(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -72,37 +69,3 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Every call has returned with its result."""
-
-
-def _available_bytes() -> int:
-    """MemAvailable of the kernel: free memory and what it would give up for us."""
-    kilobytes = _table("/proc/meminfo").get("MemAvailable:")
-    if kilobytes is not None:
-        return kilobytes * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cgroup_file_cache() -> int:
-    """Copies of files that the group is charged for and would give up; mapped weights are among
-    them."""
-    table = _table("/sys/fs/cgroup/memory.stat")
-    return table.get("inactive_file", 0) + table.get("active_file", 0)
-
-
-def _table(path: str) -> dict[str, int]:
-    """Lines of `name number`, empty when there is no such file."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return {}
-    rows = (line.split() for line in lines)
-    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
-
-
-def _cgroup_number(name: str) -> int | None:
-    """A limit of the control group (version 2), None where there is none."""
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -10,9 +10,11 @@ import torch
 
 from ridgeline.clock import WallClock
 from ridgeline.errors import ConfigError
+from ridgeline.figures import scaled
 from ridgeline.log import say
 
 BFLOAT16_CAPABILITY = (8, 0)
+DRIVER = 2 << 30  # bytes; a context and the driver's own part take less
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,12 @@ class CudaDevice:
         free = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved = torch.cuda.memory_reserved(self.torch_device)
         return free + reserved - torch.cuda.memory_allocated(self.torch_device)
+
+    def memory_bound(self) -> str:
+        """The driver's own part, some hundred megabytes, belongs to no process."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        held = total - free - torch.cuda.memory_reserved(self.torch_device)
+        return f"others hold {scaled(held, 'B')} of {scaled(total, 'B')}" if held > DRIVER else ""
 
     def upload(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         pinned = torch.tensor(values, dtype=dtype, pin_memory=True)

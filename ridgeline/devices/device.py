@@ -25,6 +25,10 @@ class Device(Protocol):
         """What could be allocated now, by us and by others."""
         ...
 
+    def memory_bound(self) -> str:
+        """What leaves less than the hardware has: a limit, or others. Empty: nothing."""
+        ...
+
     def upload(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Host numbers as a tensor on the device, in stream order, without waiting."""
         ...

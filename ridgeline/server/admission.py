@@ -26,8 +26,15 @@ class Ticket:
         self._open = True
 
     def hold_bytes(self, count: int) -> None:
-        """Hold `count` more bytes of body. Raises ApiError overloaded."""
+        """Hold `count` more bytes of body, or of what is read from it. Raises ApiError overloaded,
+        or request_too_large for a body that would not fit into an empty server."""
         held = self._admission
+        if (needed := self._bytes + count) > held.limits.max_held_body_bytes:
+            raise ApiError(
+                "request_too_large",
+                f"this body takes {needed} bytes of memory, and all bodies together may take "
+                f"{held.limits.max_held_body_bytes}; send it in several requests",
+            )
         if held.num_bytes + count > held.limits.max_held_body_bytes:
             raise ApiError("overloaded", OVERLOADED.format(what="bytes of bodies"))
         held.num_bytes += count

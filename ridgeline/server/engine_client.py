@@ -55,6 +55,7 @@ from ridgeline.server.wire import (
     unpack_output,
 )
 
+FRONT_BYTES = 64 << 20  # what the HTTP process grows by in use, without the bodies that it holds
 HEALTHY_S = 60.0  # an engine that lived so long starts with a clean record
 RESTART_PAUSE_S = 0.2
 EXIT_WAIT_S = 5.0
@@ -312,7 +313,16 @@ class EngineClient:
         os.close(words.writer)
         asyncio.get_running_loop().add_reader(words.reader, self._pass_on, words)
         config = self.config
-        writer.write(frame(Start(config.engine, config.log_level, config.log_format)))
+        writer.write(
+            frame(
+                Start(
+                    config.engine,
+                    config.log_level,
+                    config.log_format,
+                    front_bytes=FRONT_BYTES + config.limits.max_held_body_bytes,
+                )
+            )
+        )
         return life
 
     def _pass_on(self, words: Relay) -> None:

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from ridgeline.clock import WallClock
 from ridgeline.devices import wake_driver
+from ridgeline.devices.host_memory import keep_for_others
 from ridgeline.errors import ConfigError
 from ridgeline.imports import import_engine
 from ridgeline.log import say, set_up
@@ -179,6 +180,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     if not isinstance(start, Start):
         return EXIT_FAULT
     set_up(start.log_level, start.log_format)
+    keep_for_others(start.front_bytes)
     try:
         startup = StartUp.of_process("Python")
         served = _build(wire, start, builder, startup)

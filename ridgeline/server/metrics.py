@@ -419,7 +419,7 @@ PROCESSES = (
     ),
     _gauge(
         "http_held_body_bytes",
-        "Bytes of request bodies that the server holds in memory.",
+        "Memory for request bodies, and for what is read from them, in bytes.",
         lambda seen: seen.service.admission.num_bytes + seen.service.aside.num_bytes,
         of_model=False,
     ),

@@ -24,7 +24,7 @@ from ridgeline.server.deadlines import PERIOD_S, enforce
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.http_protocol import EXTENSION
-from ridgeline.server.json_body import parse_object
+from ridgeline.server.json_body import parse_object, parsed_bytes
 from ridgeline.server.live import Live
 from ridgeline.server.model import (
     ModelText,
@@ -152,6 +152,7 @@ class Service:
         """The parsed JSON object of a request. Raises ApiError or ClientGone."""
         check_headers(scope)
         body = await read_body(scope, receive, ticket, self.limits)
+        ticket.hold_bytes(parsed_bytes(body))
         return await self.run(len(body), parse_object, body, self.limits.max_json_depth)
 
     async def run(self, size: int, work: Callable[..., T], *values: object) -> T:

@@ -88,11 +88,12 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """The first message: build this engine."""
+    """The first message: build this engine, and leave so many bytes of the host's memory to us."""
 
     config: EngineConfig
     log_level: str
     log_format: str = "text"
+    front_bytes: int = 0
 
 
 class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):

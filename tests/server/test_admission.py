@@ -38,6 +38,9 @@ def test_sequences_tokens_and_bytes_are_capped() -> None:
         with pytest.raises(ApiError) as caught:
             two.hold_bytes(1)
         assert code(caught) == "overloaded"
+        with pytest.raises(ApiError) as caught:
+            two.hold_bytes(11)
+        assert code(caught) == "request_too_large"
     assert (held.num_requests, held.num_bytes, held.num_sequences, held.num_tokens) == (0, 0, 0, 0)
 
 
