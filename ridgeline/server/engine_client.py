@@ -248,10 +248,13 @@ class EngineClient:
                 return
 
     async def stop(self) -> None:
-        """Close the wire; the engine process ends by itself, or is killed after a while."""
+        """Close the wire; the engine process ends by itself, or is killed after a while. One that
+        is not ready yet is killed: nothing would be lost, and it may be busy importing."""
         self._stop.set()
         if self._life is not None:
             self._life.writer.close()
+        if self.ready is None:
+            self.kill()
 
     def dump_stacks(self) -> None:
         """Have the engine process write its Python stacks to the log."""
@@ -270,7 +273,7 @@ class EngineClient:
         """Run one engine process to its end. Whether it served in good health."""
         self._life = life = await self._spawn()
         if self._stop.is_set():  # we were told in the meantime
-            life.writer.close()
+            await self.stop()
         try:
             await self._listen(life)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -1,8 +1,9 @@
 """How does the server start, and how does it end?
 
 Start: listen (so that probes get an answer), start the engine process, say where we are.
-First SIGTERM or SIGINT: refuse new work, let open requests finish until the drain deadline, fail
-the rest, exit 0. Second one: exit at once.
+SIGTERM or SIGINT before there is an engine: exit 0 at once.
+First SIGTERM or SIGINT after that: refuse new work, let open requests finish until the drain
+deadline, fail the rest, exit 0. Second one: exit at once.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from types import FrameType
 
 import uvicorn
 
@@ -40,6 +43,7 @@ TCP_OPTIONS = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # sec
 LAST_WORDS_S = 1.0  # for error events and half-sent answers, after the drain deadline
 POLL_S = 0.05
 EXIT_NO_ENGINE = 70  # EX_SOFTWARE
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,32 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     the tokenizer, the address, the keys, or (later) the model.
     """
     never_block()
+    with _hardened():
+        return _serve(config, on_listening)
+
+
+@contextmanager
+def _hardened() -> Iterator[None]:
+    """What is made here is for its owner alone, a core file would hold prompts, and who is told to
+    stop ends, whatever it is at."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    mask = os.umask(0o077)
+    handlers = [(name, signal.signal(name, _stop_early)) for name in SIGNALS]
+    try:
+        yield
+    finally:
+        os.umask(mask)
+        for name, handler in handlers:
+            signal.signal(name, handler)
+
+
+def _stop_early(number: int, frame: FrameType | None) -> None:
+    say(logger, logging.INFO, "stopped while starting", signal=number)
+    drain()
+    os._exit(0)
+
+
+def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> int:
     check_serve_numbers(config)
     if config.builder != DEFAULT_BUILDER:
         import_module(config.builder.partition(":")[0])  # it may add formats, which are asked for
@@ -71,7 +101,6 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] | None = None
     tracing = None
     if config.otlp_endpoint is not None:
         tracing = open_tracing(config.otlp_endpoint, clock)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listen(config.host, config.port))
         service = Service(config, clock, tracing)
@@ -174,7 +203,7 @@ class _Server:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
+        for name in SIGNALS:
             loop.add_signal_handler(name, self._on_signal, name)
         http = asyncio.create_task(self._answer())
         engine = asyncio.create_task(self._service.engine.run())
