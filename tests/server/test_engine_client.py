@@ -189,7 +189,10 @@ def test_an_engine_that_comes_after_the_order_to_stop_is_sent_away(
             await client.stop()
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             heartbeat = SimpleNamespace(close=lambda: None)
-            return SimpleNamespace(reader=reader, writer=writer, heartbeat=heartbeat, ready_at=None)
+            return SimpleNamespace(
+                process=SimpleNamespace(returncode=0), reader=reader, writer=writer,
+                heartbeat=heartbeat, ready_at=None,
+            )  # fmt: skip
 
         async def reap(life: Any) -> int:
             return 0
