@@ -141,12 +141,21 @@ def add_arguments(parser: Parser) -> None:
         help="send a trace of each request to this OpenTelemetry collector, as "
         "http://127.0.0.1:4318 (pip install 'ridgeline[otel]')",
     )
+    where.add_argument(
+        "--no-tripwire",
+        action="store_true",
+        help="go on when a process that serves starts a program, unpickles, or writes files where "
+        "it never should; without this it ends, and the engine is started again",
+    )
     add_engine_flags(parser)
     group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
     for field in fields(Limits):
         parser.mark_expert(*_add_limit(group, field).option_strings)
     parser.mark_expert(
-        "--admin-host", "--allowed-host", "--allow-anyone-on-the-network-without-a-key"
+        "--admin-host",
+        "--allowed-host",
+        "--allow-anyone-on-the-network-without-a-key",
+        "--no-tripwire",
     )
 
 
@@ -181,6 +190,7 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
         log_format=args.log_format,
         access_log=args.access_log,
         otlp_endpoint=args.otlp_endpoint,
+        tripwire=not args.no_tripwire,
         limits=limits,
     )
 

@@ -92,7 +92,8 @@ class ServeConfig:
     variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
     by. `price_per_hour` of all the engine's devices, in any currency, puts money on receipts.
     `access_log`: a line for each request; `log_format`: one of ridgeline.log.FORMATS. Traces go to
-    the OpenTelemetry collector at `otlp_endpoint`.
+    the OpenTelemetry collector at `otlp_endpoint`. With `tripwire` a process that serves ends when
+    it does what it never should (ridgeline.server.tripwire).
     `builder` names the function that makes the engine ("module:function"): an extension seam.
     """
 
@@ -110,6 +111,7 @@ class ServeConfig:
     log_format: str = "text"
     access_log: bool = False
     otlp_endpoint: str | None = None
+    tripwire: bool = True
     limits: Limits = field(default_factory=Limits)
     builder: str = DEFAULT_BUILDER
 

@@ -30,6 +30,7 @@ from ridgeline.server.heartbeat import HeartbeatPage, new_page
 from ridgeline.server.live import Live
 from ridgeline.server.outlet import Relay
 from ridgeline.server.service_manager import VARIABLES as MANAGER_VARIABLES
+from ridgeline.server.tripwire import allow_spawn, arm
 from ridgeline.server.wire import (
     HEADER,
     Abort,
@@ -60,6 +61,7 @@ HEALTHY_S = 60.0  # an engine that lived so long starts with a clean record
 RESTART_PAUSE_S = 0.2
 EXIT_WAIT_S = 5.0
 EXPLAIN_WAIT_S = 10.0
+ENGINE = (sys.executable, "-m", "ridgeline.server.engine_process")
 
 logger = logging.getLogger(__name__)
 
@@ -294,9 +296,7 @@ class EngineClient:
         page, words = new_page(), Relay()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "ridgeline.server.engine_process",
+                *ENGINE,
                 "--fd",
                 str(theirs.fileno()),
                 "--heartbeat-fd",
@@ -323,6 +323,7 @@ class EngineClient:
                     config.log_level,
                     config.log_format,
                     front_bytes=FRONT_BYTES + config.limits.max_held_body_bytes,
+                    tripwire=config.tripwire,
                 )
             )
         )
@@ -361,6 +362,9 @@ class EngineClient:
             say(logger, logging.INFO, "loading", stage=event.stage, done=event.done, of=event.total)
         elif isinstance(event, Ready):
             await self._listener.on_ready(event)
+            if self.config.tripwire:
+                allow_spawn(ENGINE)
+                arm(collector=self.config.otlp_endpoint)
             life.ready_at = self.clock.now()
             self.progress.reset()
             self.ready = event

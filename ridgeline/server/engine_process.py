@@ -34,6 +34,7 @@ from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.engine_loop import Builder, EngineLoop, Served, ready_message
 from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.outlet import drain, never_block
+from ridgeline.server.tripwire import arm
 from ridgeline.server.wire import (
     HEADER,
     BrokenWire,
@@ -192,6 +193,8 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         if heartbeat_fd is not None and served.watch is not None:
             heartbeat = Heartbeat(heartbeat_fd, served.watch.pricing)
             served.engine.journals.append(heartbeat)
+        if start.tripwire:
+            arm(compiles=served.resolved.device != "cpu")
         wire.send(ready_message(served, os.getpid(), phases))
         EngineLoop(served, wire, WallClock(), heartbeat).run()
     except ConfigError as fault:

@@ -94,6 +94,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     log_level: str
     log_format: str = "text"
     front_bytes: int = 0
+    tripwire: bool = False
 
 
 class Explain(msgspec.Struct, tag="explain", array_like=True, frozen=True):

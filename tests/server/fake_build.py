@@ -7,6 +7,7 @@ can be told from its prompt alone. A prompt may begin with orders for the device
 !die    the process is killed at the fifth token     !nan    this request's numbers go wrong
 !fault  the step fails                               !eos    the fourth token is the end token
 !crawl  each step with this request takes 200 ms
+!shell  the step starts a program
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ VOCAB_SIZE = 264
 END = 257
 ALPHABET = [*b"abcdefghijklmnopqrstuvwxyz", *b"     ,.", 0xC3]
 MAX_MODEL_LEN = 512
-ORDERS = ("!slow", "!crawl", "!hang", "!die", "!nan", "!fault", "!eos")
+ORDERS = ("!slow", "!crawl", "!hang", "!die", "!nan", "!fault", "!eos", "!shell")
 
 
 def candidates(token_ids: Sequence[int], seed: int | None, count: int) -> list[int]:
@@ -139,6 +140,8 @@ def _obey(orders: set[str], is_late: bool) -> None:
         time.sleep(0.2)
     if "!hang" in orders:
         time.sleep(3600)
+    if "!shell" in orders:
+        os.system("true")
     if "!fault" in orders:
         raise EngineFault("the fake device failed")
     if "!die" in orders and is_late:
