@@ -364,7 +364,7 @@ class EngineClient:
             await self._listener.on_ready(event)
             if self.config.tripwire:
                 allow_spawn(ENGINE)
-                arm(collector=self.config.otlp_endpoint)
+                arm(self.config.otlp_endpoint)
             life.ready_at = self.clock.now()
             self.progress.reset()
             self.ready = event

@@ -193,8 +193,8 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         if heartbeat_fd is not None and served.watch is not None:
             heartbeat = Heartbeat(heartbeat_fd, served.watch.pricing)
             served.engine.journals.append(heartbeat)
-        if start.tripwire:
-            arm(compiles=served.resolved.device != "cpu")
+        if start.tripwire and served.resolved.device == "cpu":
+            arm()
         wire.send(ready_message(served, os.getpid(), phases))
         EngineLoop(served, wire, WallClock(), heartbeat).run()
     except ConfigError as fault:

@@ -19,7 +19,6 @@ import select
 import sys
 import threading
 from collections import deque
-from contextlib import suppress
 
 from ridgeline.log import Values
 
@@ -136,24 +135,30 @@ class Relay:
         self._rest = b""
 
     def pass_on(self) -> bool:
-        """What has come; does not wait. Whether more may come."""
-        with suppress(BlockingIOError):
-            while data := os.read(self.reader, LINE_BYTES):
-                lines, end, rest = (self._rest + data).rpartition(b"\n")
-                if len(rest) > LINE_BYTES:
-                    lines, end, rest = lines + end + rest, b"\n", b""
-                self._rest = rest
-                if end:
-                    sys.stderr.write((lines + end).decode("utf-8", "backslashreplace"))
-            return False
-        return True
+        """Some of what has come; does not wait. False: nothing more will come."""
+        return self._read() != b""
 
     def close(self) -> None:
-        """Nothing more will come."""
-        self.pass_on()
+        """With all that has come by now."""
+        while self._read():
+            pass
         if self._rest:
             sys.stderr.write(self._rest.decode("utf-8", "backslashreplace") + "\n")
         os.close(self.reader)
+
+    def _read(self) -> bytes | None:
+        """None: there is nothing just now."""
+        try:
+            data = os.read(self.reader, LINE_BYTES)
+        except BlockingIOError:
+            return None
+        lines, end, rest = (self._rest + data).rpartition(b"\n")
+        if len(rest) > LINE_BYTES:
+            lines, end, rest = lines + end + rest, b"\n", b""
+        self._rest = rest
+        if end:
+            sys.stderr.write((lines + end).decode("utf-8", "backslashreplace"))
+        return data
 
 
 def never_block() -> None:

@@ -2,8 +2,10 @@
 
 A tripwire, not a sandbox: whoever runs native code, or knows of it, gets past it. It watches the
 interpreter's audit events: programs and forks, pickled objects, code and connections from outside,
-files written in unknown places. An engine that compiles kernels when it needs them (Triton, NVRTC)
-starts compilers, runs made code and writes caches; there only the rest is watched.
+files written in unknown places. An engine on a GPU is not watched: it compiles kernels when it
+needs them (Triton, NVRTC), so it starts compilers, runs made code and writes caches, and the
+address of each argument of a kernel is an audit event. Elsewhere a request makes one event and a
+step none; an event costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,34 +40,23 @@ def allow_spawn(argv: Sequence[str]) -> None:
     _programs.add(tuple(argv))
 
 
-def arm(*, compiles: bool = False, collector: str | None = None) -> None:
-    """From here on, until the process ends. The port of the URL `collector` may be connected to; a
-    process that `compiles` kernels may do what that takes."""
+def arm(collector: str | None = None) -> None:
+    """From here on, until the process ends. The port of the URL `collector` may be connected to."""
     if _checks:
         return
     entries = [os.path.abspath(entry) for entry in (*sys.path, sys.prefix, sys.base_prefix)]
     code = tuple(_folder(entry) for entry in {*entries, *map(os.path.realpath, entries)})
-    files = [tempfile.gettempdir(), "/dev", str(Path("~/.cache").expanduser())]
+    files = [tempfile.gettempdir(), "/dev", os.path.expanduser("~/.cache")]
     files += (os.environ[name] for name in CACHES if name in os.environ)
     places = tuple(_folder(os.path.realpath(name)) for name in files)
     url = urlsplit(collector or "")
     port = url.port or PORTS.get(url.scheme)
-    _checks["pickle.find_class"] = _never
+    never = ("os.system", "os.fork", "os.forkpty", "os.exec", "os.spawn", "pickle.find_class")
+    _checks.update(dict.fromkeys(never, _never))
+    _checks["os.posix_spawn"] = _checks["subprocess.Popen"] = lambda args: _is_allowed(args[1])
+    _checks["exec"] = lambda args: _is_ours(args[0], code)
+    _checks["open"] = lambda args: _may_open(args, places)
     _checks["socket.connect"] = lambda args: _port(args[1]) == port is not None
-    if not compiles:
-        _checks.update(
-            {
-                "os.system": _never,
-                "os.fork": _never,
-                "os.forkpty": _never,
-                "os.exec": _never,
-                "os.spawn": _never,
-                "os.posix_spawn": lambda args: _is_allowed(args[1]),
-                "subprocess.Popen": lambda args: _is_allowed(args[1]),
-                "exec": lambda args: _is_ours(args[0], code),
-                "open": lambda args: _may_open(args, places),
-            }
-        )
     sys.addaudithook(_hook)
 
 

@@ -73,13 +73,8 @@ def test_what_a_server_does_goes_on() -> None:
 
 def test_the_collector_that_was_asked_for_may_be_called() -> None:
     code = "socket.create_connection(('127.0.0.1', port))"
-    assert run(code, "collector=f'http://localhost:{port}'")[0] == 0
-    assert run(code, "collector=f'http://localhost:{port + 1}'")[0] == 70
-
-
-def test_a_process_that_compiles_kernels_may_start_compilers() -> None:
-    assert run("subprocess.run(['true'])\nopen('/dev/shm/x', 'w')", "compiles=True")[0] == 0
-    assert run("pickle.loads(pickle.dumps(os.system))", "compiles=True")[0] == 70
+    assert run(code, "f'http://localhost:{port}'")[0] == 0
+    assert run(code, "f'http://localhost:{port + 1}'")[0] == 70
 
 
 def test_an_engine_that_starts_a_program_is_replaced(fake_model: Path, tmp_path: Path) -> None:
