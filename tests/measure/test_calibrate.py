@@ -18,6 +18,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.costing import device_key
 from ridgeline.devices import open_device
+from ridgeline.devices.cpu import CpuDevice
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.cpu.native import level
 from ridgeline.kernels.tiles import own_products
@@ -30,7 +31,7 @@ from ridgeline.measure.calibrate import (
     launch_seconds,
     step_errors,
 )
-from ridgeline.measure.here import this_device, this_key
+from ridgeline.measure.here import as_it_is_now, this_device, this_key
 from ridgeline.measure.machine import figures, last_cache_bytes
 from ridgeline.measure.steps import StepBench
 from ridgeline.measure.unseen import Unseen, look, median_error
@@ -279,3 +280,11 @@ def test_the_bench_script_writes_its_table(
     errors = sorted(abs(row["error"]) for row in table["rows"])
     assert table["median_error"] == pytest.approx(errors[3])
     assert set(table["by_class"]) == {"model float32 decode", "model float32 prefill"}
+
+
+def test_a_record_has_no_more_memory_than_there_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "memory_total", lambda self: 5 * 10**9)
+    recorded = find_device("h200-sxm")
+    assert as_it_is_now(recorded, "cpu").memory_bytes == 5 * 10**9
+    small = replace(recorded, memory_bytes=10**9)
+    assert as_it_is_now(small, "cpu") == small
