@@ -18,7 +18,7 @@ ARGS ?=
 export MODEL PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup setup-dev native sanitize sanitize-gpu run eval test test-full test-gpu check mutants simulate-core bench train-demo wheel check-install clean
+.PHONY: help docs setup setup-dev native sanitize sanitize-gpu run eval test test-full test-gpu check mutants simulate-core fuzz bench train-demo wheel check-install clean
 
 help:
 	@echo "make setup          a virtual environment in $(VENV) with what answering needs, pinned"
@@ -37,6 +37,7 @@ help:
 	@echo "make docs           the tables of docs/http-api.md and docs/configuration.md, from the code"
 	@echo "make mutants        plant bugs in the core and see that the tests find them"
 	@echo "make simulate-core  a million checked steps of the scheduler"
+	@echo "make fuzz           random and damaged inputs for what reads requests and files, SECONDS=60 each"
 	@echo "make bench          speed of MODEL (default: the bundled model)"
 	@echo "make train-demo     train the bundled models again on a GPU: OUT=folder BOOKS='a.txt b.txt'"
 	@echo "make wheel          build the wheel into dist/ (manylinux with the native kernels)"
@@ -124,6 +125,10 @@ mutants: setup-dev
 
 simulate-core: setup-dev
 	@$(BIN)/python tools/simulate_core.py --steps 1000000 $(ARGS)
+
+SECONDS ?= 60
+fuzz: setup-dev
+	@$(BIN)/python -m tools.fuzz --seconds $(SECONDS) $(ARGS)
 
 bench: setup
 	@exec $(BIN)/ridgeline bench $${MODEL:+"$$MODEL"} $(ARGS)
