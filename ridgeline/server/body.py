@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope
 from ridgeline.server.admission import Ticket
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
+from ridgeline.server.http_protocol import EXTENSION
 
 
 class ClientGone(Exception):
@@ -32,8 +33,8 @@ def check_headers(scope: Scope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, ticket: Ticket, limits: Limits) -> bytes:
-    """The whole body. Raises ApiError when it is too large or too slow, ClientGone when the
-    client is."""
+    """The whole body. Raises ApiError when it is too large, too slow or no HTTP, ClientGone when
+    the client is."""
     declared = header_values(scope, b"content-length")
     length = int(declared[0]) if declared and declared[0].isdigit() else None
     if length is not None and length > limits.max_body_bytes:
@@ -42,22 +43,22 @@ async def read_body(scope: Scope, receive: Receive, ticket: Ticket, limits: Limi
         ticket.hold_bytes(length)
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            return await _collect(receive, ticket if length is None else None, limits)
+            return await _collect(scope, receive, ticket if length is None else None, limits)
     except TimeoutError:
-        raise ApiError(
-            "request_timeout",
-            f"the body did not arrive within {limits.body_timeout_s:g} s",
-            close=True,
-        ) from None
+        limit = limits.body_timeout_s
+        raise ApiError("request_timeout", f"the body did not arrive within {limit:g} s") from None
 
 
-async def _collect(receive: Receive, ticket: Ticket | None, limits: Limits) -> bytes:
+async def _collect(scope: Scope, receive: Receive, ticket: Ticket | None, limits: Limits) -> bytes:
+    connection = scope.get("extensions", {}).get(EXTENSION)
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
+        if connection is not None and connection.fault is not None:
+            raise connection.fault
         part = message.get("body", b"")
         size += len(part)
         if size > limits.max_body_bytes:

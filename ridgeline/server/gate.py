@@ -164,7 +164,7 @@ class _Exit:
             (b"content-length", b"%d" % len(body)),
             *error.headers,
         ]
-        if error.close or header_values(self._scope, b"expect"):
+        if error.close:
             headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})

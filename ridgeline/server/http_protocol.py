@@ -1,31 +1,55 @@
 """What must hold of a connection before there is a request? Sizes, times and clean framing.
 
 uvicorn leaves these to a proxy in front; we do not count on one. It adds to uvicorn's httptools
-protocol: limits on headers and connections, a deadline for headers, our error bodies, no
-pipelining (a second request sent before the first is answered would hide a closed connection),
-bounded reading of bodies nobody wants, and no waiting for clients that never read.
+protocol: a limit for every byte, our error bodies, no pipelining (a second request sent before the
+first is answered would hide a closed connection), deadlines for heads and for clients that never
+read, and a close that lets a client which is still sending read the answer first.
+
+What is not body is paid from one purse of `max_header_bytes`: it is filled for a head and for what
+comes after it, and each byte of body puts FRAMING_BYTES into it. So chunk sizes, extensions,
+trailers and junk end where a head would, and the parser is never given more than the purse holds:
+httptools joins the pieces of a line by copying, which takes the square of a line's length.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import secrets
 import socket
 import struct
+import sys
+from enum import Enum, auto
+from types import SimpleNamespace
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ridgeline.log import ACCESS, say
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
 
-MAX_DISCARDED_BYTES = 16 << 20  # of a body that was refused, before we hang up
+FRAMING_BYTES = 9  # a chunk of one byte has 5 around it, if its size is not padded
+MAX_DISCARDED_BYTES = 16 << 20  # sent after a refusal, before we hang up
+LINGER_S = 2.0  # without a byte from or to the client, then we hang up
+NUM_LINGERING = 64  # connections over the limit that may still read why they are refused
+NUM_LAST_FDS = 16  # file descriptors that no connection gets: a new engine needs some
 PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
            503: b"Service Unavailable"}  # fmt: skip
 
 EXTENSION = "ridgeline.connection"
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """Of the message that is being received."""
+
+    NONE = auto()  # between messages
+    HEAD = auto()
+    BODY = auto()
 
 
 def new_request_id() -> str:
@@ -39,41 +63,68 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._in_headers = True
-        self._raw_header_bytes = 0  # received since the last message, headers not yet complete
-        self._header_bytes = 0  # of the lines that the parser has seen
-        self._num_headers = 0
-        self._discarded = 0
-        self._deaf = False  # refused or about to close: no more parsing
+        self.fault: ApiError | None = None  # why the body of the current request will never end
+        self._phase = Phase.NONE
+        self._purse = self.limits.max_header_bytes
+        self._keep_alive = False  # after the current message, as its head says
+        self._deaf = False  # what comes now is dropped
+        self._discarded = 0  # bytes dropped
         self._header_timer: asyncio.TimerHandle | None = None
-        self._discard_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
 
     # ------------------------------------------------------------------ the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            self._refuse(ApiError("overloaded", "too many connections; try again later"))
+        excess = len(self.connections) - self.limits.max_connections
+        is_last = _is_last_fd(transport)
+        if excess <= 0 and not is_last:
+            self._start_header_timer()
             return
-        self._start_header_timer()
+        say(
+            logger, logging.WARNING, "connections are refused", open=len(self.connections),
+            reason="no file descriptors are left" if is_last else "--max-connections",
+        )  # fmt: skip
+        self._refuse(ApiError("overloaded", "too many connections; try again later"))
+        if is_last or excess > NUM_LINGERING:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop(self._header_timer)
-        self._stop(self._discard_timer)
+        self._stop(self._linger_timer)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf or self.transport.is_closing():
-            return
-        if self._in_headers:
-            self._raw_header_bytes += len(data)
-            if self._header_timer is None:
-                self._start_header_timer()
-        super().data_received(data)
-        if self._in_headers and self._raw_header_bytes > self.limits.max_header_bytes:
-            self._refuse_headers()
+        if self._header_timer is None and self._phase is not Phase.BODY:
+            self._start_header_timer()
+        self._unset_keepalive_if_required()
+        while data and not self._deaf:
+            part, data = data[: self._purse], data[self._purse :]
+            self._purse -= len(part)
+            self._feed(part)
+            if self._purse <= 0:
+                self._refuse_headers()
+        self._discarded += len(data)
+        if self._discarded > MAX_DISCARDED_BYTES:
+            self.abort()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed(self._head_without_upgrade() + data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(ApiError("invalid_http", "this is not a well-formed HTTP request"))
+
+    def _head_without_upgrade(self) -> bytes:
+        """We do not upgrade, and httptools would take the body for the other protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def abort(self) -> None:
         """Drop the connection and everything not yet sent, the kernel's buffers included."""
@@ -102,138 +153,161 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     # ------------------------------------------------------------------ the parser's calls
+    # An exception in one of them ends the parsing.
 
     def on_message_begin(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._deaf = True  # pipelined: answer the first, then close
-            self.cycle.keep_alive = False
-            return
-        self._header_bytes = self._num_headers = self._discarded = 0
+        if self._is_answering:
+            raise ValueError("pipelined: answer the first, then close")
+        self._phase = Phase.HEAD
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: self}  # type: ignore[dict-item]
 
-    def on_url(self, url: bytes) -> None:
-        if not self._deaf:
-            self._header_bytes += len(url)
-            super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._deaf:
-            return
-        self._num_headers += 1
-        self._header_bytes += len(name) + len(value) + 4
-        if self._num_headers > self.limits.max_headers:
+        if self._phase is Phase.BODY:
+            return  # a trailer: what was checked before the body does not change after it
+        if len(self.headers) == self.limits.max_headers:
             self._refuse_headers()
-            return
+            raise ValueError("too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._deaf:
-            return
-        self._in_headers = False
-        self._stop(self._header_timer)
-        self._header_timer = None
-        if self._header_bytes > self.limits.max_header_bytes:
-            self._refuse_headers()
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("we are no proxy")
             return
         super().on_headers_complete()
+        self._stop(self._header_timer)
+        self._header_timer = None
+        self._phase, self._purse = Phase.BODY, self.limits.max_header_bytes
+        # An answer to half a request says "connection: close".
+        self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self.cycle.transport = SimpleNamespace(  # type: ignore[assignment]
+            write=self.transport.write, is_closing=self.transport.is_closing, close=self._hang_up
+        )
 
     def on_body(self, body: bytes) -> None:
-        if self._deaf:
-            return
-        if self.cycle.response_complete:
-            self._discarded += len(body)
-            if self._discarded > MAX_DISCARDED_BYTES:
-                self._deaf = True
-                self.transport.close()
-            return
+        more = self._purse + FRAMING_BYTES * len(body)
+        self._purse = min(more, self.limits.max_header_bytes)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._deaf:
+        if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self._in_headers = True
-        self._raw_header_bytes = 0
-        if self._discard_timer is not None:
-            self._stop(self._discard_timer)
-            self._discard_timer = None
-            self._wait_for_next()
+        self._phase, self._purse = Phase.NONE, self.limits.max_header_bytes
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keep_alive
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.more_body and not self.transport.is_closing():
-            self._discard_timer = self.loop.call_later(
-                self.limits.body_timeout_s, self.transport.close
-            )
+        if self._linger_timer is not None:
+            self._unset_keepalive_if_required()
 
-    def _wait_for_next(self) -> None:
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-    # ------------------------------------------------------------------ refusals without a request
+    # ------------------------------------------------------------------ hanging up
 
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn's word for "this is not HTTP"."""
-        if not self._deaf:
-            self._refuse(ApiError("invalid_http", "this is not a well-formed HTTP request"))
+    def _hang_up(self) -> None:
+        """After an answer."""
+        if self._deaf or self._phase is Phase.BODY:
+            self._linger()
+        else:
+            self.transport.close()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """An Upgrade header is answered as if it were not there."""
+    def _linger(self) -> None:
+        """End our side and drop what still comes: a connection that is closed with bytes unread is
+        reset, and the client may lose our answer."""
+        self._deaf = True
+        self._stop(self._header_timer)
+        if self.transport.is_closing() or self._linger_timer is not None:
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger_on(self.loop.time() + self.limits.body_timeout_s, ())
+
+    def _linger_on(self, deadline: float, before: tuple[int, ...]) -> None:
+        """As long as bytes move, up to the deadline."""
+        if self.transport.is_closing():
+            return
+        moved = (self._discarded, unsent := self.transport.get_write_buffer_size())
+        if moved != before and self.loop.time() < deadline:
+            self._linger_timer = self.loop.call_later(LINGER_S, self._linger_on, deadline, moved)
+        elif unsent:
+            self.abort()
+        else:
+            self.transport.close()
 
     def _refuse_headers(self) -> None:
-        if self._deaf:
-            return
         limits = self.limits
         self._refuse(
             ApiError(
                 "headers_too_large",
-                f"headers may be {limits.max_header_bytes} bytes and {limits.max_headers} lines",
+                f"headers may be {limits.max_header_bytes} bytes and {limits.max_headers} lines; "
+                "so may all that is not body behind them",
             )
         )
 
     def _too_slow(self) -> None:
         self._header_timer = None
-        if self.transport.is_closing() or self._deaf:
-            return
-        if not self._raw_header_bytes:
+        if self._phase is Phase.HEAD:
+            limit = self.limits.header_timeout_s
+            self._refuse(ApiError("request_timeout", f"headers must arrive within {limit:g} s"))
+        elif not self._is_answering:
             self.transport.close()  # it never said a word
-            return
-        limit = self.limits.header_timeout_s
-        self._refuse(ApiError("request_timeout", f"headers must arrive within {limit:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and hang up; in the middle of another answer, only hang up."""
+        """Parse nothing more. An answer that is due is still given, and takes up the error if it
+        waits for the body; if there is none, the error is the answer."""
+        if self._deaf:
+            return
         self._deaf = True
-        if self.cycle is None or self.cycle.response_complete:
-            body, request_id = error.body(), new_request_id()
-            say(
-                ACCESS, logging.INFO, "request", request_id=request_id,
-                client=self.client and self.client[0], status=error.status, error=error.code,
-            )  # fmt: skip
-            lines = [
-                b"HTTP/1.1 %d %s" % (error.status, PHRASES.get(error.status, b"")),
-                b"content-type: application/json",
-                b"content-length: %d" % len(body),
-                b"x-request-id: " + request_id.encode(),
-                *(name + b": " + value for name, value in error.headers),
-                b"connection: close",
-                b"",
-                body,
-            ]
-            self.transport.write(b"\r\n".join(lines))
-        self.transport.close()
+        if not self._is_answering:
+            self._answer(error)
+            self._linger()
+            return
+        self.cycle.keep_alive = False
+        if self._phase is Phase.BODY:
+            self.fault = error
+            self.cycle.message_event.set()
+
+    def _answer(self, error: ApiError) -> None:
+        body, request_id = error.body(), new_request_id()
+        say(
+            ACCESS, logging.INFO, "request", request_id=request_id,
+            client=self.client and self.client[0], status=error.status, error=error.code,
+        )  # fmt: skip
+        lines = [
+            b"HTTP/1.1 %d %s" % (error.status, PHRASES.get(error.status, b"")),
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"x-request-id: " + request_id.encode(),
+            *(name + b": " + value for name, value in error.headers),
+            b"connection: close",
+            b"",
+            body,
+        ]
+        self.transport.write(b"\r\n".join(lines))
 
     def _start_header_timer(self) -> None:
-        self._stop(self._header_timer)
         self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self._too_slow)
 
     @staticmethod
     def _stop(timer: asyncio.TimerHandle | None) -> None:
         if timer is not None:
             timer.cancel()
+
+
+def max_open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def _is_last_fd(transport: asyncio.Transport) -> bool:
+    """Whether hardly more can be opened: the system gives the lowest number that is free."""
+    sock = transport.get_extra_info("socket")
+    return sock is not None and sock.fileno() >= max_open_files() - NUM_LAST_FDS
 
 
 def protocol_class(limits: Limits) -> type[GuardedProtocol]:

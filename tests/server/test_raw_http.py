@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,20 +161,58 @@ def test_expect_continue(server: Running) -> None:
     check_error(exchange(server, post(b"", *headers, close=False)), 413, "request_too_large")
 
 
-def test_the_connection_survives_a_refused_body(server: Running) -> None:
-    """What is left of the body is read and dropped; it is not taken for the next request."""
+def test_a_refused_body_ends_the_connection(server: Running) -> None:
+    """What is left of the body is dropped, and never taken for the next request."""
     with connect(server) as sock:
         smuggled = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000
         sock.sendall(
             b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
             % len(smuggled)
         )
-        assert read_reply(sock).startswith(b"HTTP/1.1 404")
+        reply = read_reply(sock)
+        check_error(reply, 404, "not_found")
+        assert b"connection: close" in reply
         sock.sendall(smuggled)
         sock.sendall(post())
-        reply = read_all(sock)
-        assert reply.count(b"HTTP/1.1 ") == 1
-        assert b"text_completion" in reply
+        assert read_all(sock) == b""
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nothing"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_refusal_reaches_who_sends_everything_first(
+    server: Running, path: bytes, chunked: bool
+) -> None:
+    """Not a reset connection, although most of the body is never read."""
+    body = b"z" * (9 << 20)
+    data = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    header = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+    with connect(server) as sock:
+        sock.sendall(post(b"", header, close=False).replace(b"/v1/completions", path) + data)
+        reply = b""
+        while part := sock.recv(65536):
+            reply += part
+    code = "not_found" if path == b"/nothing" else "request_too_large"
+    check_error(reply, 404 if path == b"/nothing" else 413, code)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /",
+        b"GET / HTTP/1.1\r\nx: ",
+        post(b"1;", b"transfer-encoding: chunked"),
+        post(b"2\r\n{}\r\n0", b"transfer-encoding: chunked"),
+        post(b"0\r\nx: ", b"transfer-encoding: chunked"),
+    ],
+    ids=["request line", "header", "chunk extension", "chunk size", "trailer"],
+)
+def test_one_byte_at_a_time(server: Running, start: bytes) -> None:
+    """Bytes do not put off a deadline."""
+    with connect(server) as sock:
+        sock.sendall(start)
+        while not select.select([sock], [], [], 0.02)[0]:
+            sock.send(b"0")
+        check_error(read_reply(sock), 408, "request_timeout")
 
 
 def test_two_requests_in_turn_but_no_pipelining(server: Running) -> None:
@@ -228,6 +268,32 @@ def _says(sock: socket.socket, word: bytes) -> bool:
         return word in sock.recv(4096)
     except TimeoutError:
         return False
+
+
+def test_no_file_descriptor_is_left(server: Running) -> None:
+    """Some connections are lost, which is told once; the server goes on."""
+    pid, fewer = server.process.pid, server.num_fds() + 30  # the last 16 are for nobody
+    _, hard = before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (fewer, hard))
+    socks = [connect(server) for _ in range(35)]
+    try:
+        answered = [sock for sock in socks if b"200 OK" in _ask(sock)]
+        assert 10 <= len(answered) < 20
+        assert server.num_fds() <= fewer
+    finally:
+        for sock in socks:
+            sock.close()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    until(lambda: server.metric("ridgeline_http_connections") < 5, "connections to go")
+    assert 1 <= server.log.read_text().count("no file descriptors are left") <= 3
+
+
+def _ask(sock: socket.socket) -> bytes:
+    try:
+        sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        return sock.recv(4096)
+    except ConnectionError:
+        return b""
 
 
 def test_nothing_is_left(server: Running) -> None:
