@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -31,13 +33,14 @@ from ridgeline.server.app import make_admin_app, make_app
 from ridgeline.server.auth import KEY_VARIABLE, RIGHTS, load_keys
 from ridgeline.server.config import DEFAULT_BUILDER, Limits, ServeConfig, check_serve_numbers
 from ridgeline.server.hosts import check_admin_bind, check_bind
-from ridgeline.server.http_protocol import protocol_class
+from ridgeline.server.http_protocol import max_open_files, protocol_class
 from ridgeline.server.outlet import drain, never_block
 from ridgeline.server.service import Service
 from ridgeline.server.tracing import open_tracing
 
 BACKLOG = 2048
 ADMIN_CONNECTIONS = 16  # of the admin port, beside those of the other
+NUM_OWN_FILES = 128  # a server without a client has about 30 open; 64 may be refused and linger
 SEND_BUFFER_BYTES = 256 << 10  # the kernel's, per connection; by itself it would take megabytes
 TCP_OPTIONS = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, times
 LAST_WORDS_S = 1.0  # for error events and half-sent answers, after the drain deadline
@@ -101,6 +104,7 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
     tracing = None
     if config.otlp_endpoint is not None:
         tracing = open_tracing(config.otlp_endpoint, clock)
+    config = replace(config, limits=with_open_files(config.limits))
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listen(config.host, config.port))
         service = Service(config, clock, tracing)
@@ -138,6 +142,34 @@ def listen(host: str, port: int) -> socket.socket:
             "for any free one"
         ) from None
     return sock
+
+
+def with_open_files(limits: Limits) -> Limits:
+    """The limits, with no more connections than this process may open files for; it first raises
+    its own limit, and tells what it did. ConfigError when there is no room for one connection."""
+    needed = limits.max_connections + NUM_OWN_FILES
+    before = max_open_files()
+    if before >= needed:
+        return limits
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with suppress(ValueError, OSError):  # some systems have one more limit, which nobody tells
+        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+    now = max_open_files()
+    if now > before:
+        say(logger, logging.INFO, "raised the limit of open files", before=before, now=now)
+    if now >= needed:
+        return limits
+    num_connections = now - NUM_OWN_FILES
+    way_out = f"raise the hard limit of open files to {needed} (ulimit -Hn, or LimitNOFILE=)"
+    if num_connections < 1:
+        raise ConfigError(f"only {now} files may be open, too few for one connection: {way_out}")
+    say(
+        logger, logging.WARNING,
+        f"fewer connections than --max-connections: {way_out}, or ask for fewer",
+        max_connections=num_connections, asked=limits.max_connections, open_files=now,
+    )  # fmt: skip
+    return replace(limits, max_connections=num_connections)
 
 
 def _set_options(sock: socket.socket) -> None:
@@ -182,6 +214,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio tries to accept some thousand times a second when files run out (uvloop does not)."""
+    if isinstance(fault := context.get("exception"), OSError) and fault.errno in (
+        errno.EMFILE,
+        errno.ENFILE,
+    ):
+        say(logger, logging.WARNING, "no connection can be accepted", reason=fault.strerror)
+    else:
+        loop.default_exception_handler(context)
+
+
 class _Server:
     """The event loop's main task: HTTP, engine supervisor, timekeeper, signals."""
 
@@ -203,6 +246,7 @@ class _Server:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_tell)
         for name in SIGNALS:
             loop.add_signal_handler(name, self._on_signal, name)
         http = asyncio.create_task(self._answer())

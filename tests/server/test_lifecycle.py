@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ridgeline.server import lifecycle
 from tests.server.fake_build import reference
 from tests.server.model_folder import byte_ids
 from tests.server.running import PATIENCE_S, Running, fake_config, launch, running, until
@@ -109,6 +111,19 @@ def test_while_it_starts(fake_model: Path, tmp_path: Path) -> None:
                 assert int(reply.headers["retry-after"]) > 0
             assert http.get("/metrics").status_code == 200
         server.wait_until_ready()
+
+
+def test_more_files_may_be_open_than_before(fake_model: Path, tmp_path: Path) -> None:
+    soft, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {"max_connections": min(soft, hard) - lifecycle.NUM_OWN_FILES}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        with serving(tmp_path, fake_model, limits) as server:
+            files = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert files == (min(soft, hard), hard)
+    assert "raised the limit of open files before=200" in server.log.read_text()
 
 
 def failed_start(config: Any, folder: Path) -> tuple[int, str]:
