@@ -62,10 +62,14 @@ class GuardedProtocol(HttpToolsProtocol):
     limits = Limits()
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        # Chunks of one byte come by the ten thousand; the parser calls this without Python.
+        self._parts: list[bytes] = []
+        self.on_body = self._parts.append  # type: ignore[assignment, method-assign]
         super().__init__(*args, **options)
         self.fault: ApiError | None = None  # why the body of the current request will never end
         self._phase = Phase.NONE
         self._purse = self.limits.max_header_bytes
+        self._num_headers = 0  # of the current message, with its trailers
         self._keep_alive = False  # after the current message, as its head says
         self._deaf = False  # what comes now is dropped
         self._discarded = 0  # bytes dropped
@@ -104,6 +108,7 @@ class GuardedProtocol(HttpToolsProtocol):
             part, data = data[: self._purse], data[self._purse :]
             self._purse -= len(part)
             self._feed(part)
+            self._take_body()
             if self._purse <= 0:
                 self._refuse_headers()
         self._discarded += len(data)
@@ -158,17 +163,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._is_answering:
             raise ValueError("pipelined: answer the first, then close")
-        self._phase = Phase.HEAD
+        self._phase, self._num_headers = Phase.HEAD, 0
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: self}  # type: ignore[dict-item]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is Phase.BODY:
-            return  # a trailer: what was checked before the body does not change after it
-        if len(self.headers) == self.limits.max_headers:
+        self._num_headers += 1
+        if self._num_headers > self.limits.max_headers:
             self._refuse_headers()
             raise ValueError("too many headers")
-        super().on_header(name, value)
+        if self._phase is Phase.HEAD:  # a trailer does not change what was checked before the body
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -185,7 +190,13 @@ class GuardedProtocol(HttpToolsProtocol):
             write=self.transport.write, is_closing=self.transport.is_closing, close=self._hang_up
         )
 
-    def on_body(self, body: bytes) -> None:
+    def _take_body(self) -> None:
+        if not self._parts or self._deaf:
+            return
+        if len(self._parts) > 1:  # chunks take time: others get their turn before the next read
+            self.flow.pause_reading()
+        body = b"".join(self._parts)
+        self._parts.clear()
         more = self._purse + FRAMING_BYTES * len(body)
         self._purse = min(more, self.limits.max_header_bytes)
         super().on_body(body)
@@ -193,6 +204,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
+        self._take_body()
         super().on_message_complete()
         self._phase, self._purse = Phase.NONE, self.limits.max_header_bytes
         if not self.cycle.response_started:
