@@ -3,8 +3,8 @@
 usage: python -m tools.fuzz [--target NAME ...] [--cases N] [--seconds S] [--seed N]
 
 Each target gets at most N cases and S seconds (default: 60 s, or N cases however long they take).
-Exit code 1 after a fault: the case is kept as tests/fuzz/seeds/TARGET/DIGEST, and tests/fuzz replays
-all that are there.
+Exit code 1 after a fault: the case is kept as tests/fuzz/seeds/TARGET/DIGEST, and tests/fuzz
+replays all that are there.
 
 A target is one line of TARGETS, its name and "module:NAME" of a Target: `make(rng)` draws a case
 from nothing but the generator it gets, and `check(case)` feeds it to the code and raises whatever
@@ -31,7 +31,10 @@ CASE_LIMIT_S = 10
 MAX_FAULTS = 20  # of one target, then it ends
 MAX_GROWTH_BYTES = 64 << 20  # of resident memory, after the first tenth of the cases
 
-TARGETS: dict[str, str] = {}
+TARGETS: dict[str, str] = {
+    "bodies": "tools.fuzz_bodies:bodies",
+    "http": "tools.fuzz_http:http",
+}
 
 
 class Target(NamedTuple):

@@ -99,13 +99,20 @@ class Server:
         self.limits = Limits(**limits)
         self.app = Echo(self.limits)
         self.traffic = Traffic()
-        gate = Gate(self.app, Keys(), HostGuard("127.0.0.1", ()), self.traffic, WallClock())
-        self._config = uvicorn.Config(gate, lifespan="off", log_config=None, access_log=False)
+        self.methods: list[str] = []  # of all requests
+        self._gate = Gate(self.app, Keys(), HostGuard("127.0.0.1", ()), self.traffic, WallClock())
+        self._config = uvicorn.Config(
+            self._serve, interface="asgi3", lifespan="off", log_config=None, access_log=False
+        )
         self._config.load()
         self.state = ServerState()
         self._make = functools.partial(
             protocol_class(self.limits), self._config, self.state, {}, loop
         )
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.methods.append(scope["method"])
+        await self._gate(scope, receive, send)
 
     def connect(self) -> Connection:
         return Connection(self, self._make())

@@ -27,10 +27,13 @@ def server() -> Iterator[Server]:
     loop = asyncio.new_event_loop()
     server = Server(loop, max_header_bytes=H, max_body_bytes=1 << 20)
     yield server
-    assert not server.faults
-    assert not server.state.tasks
-    assert server.app.admission.num_requests == server.app.admission.num_bytes == 0
+    for connection in server.state.connections.copy():
+        connection.connection_lost(None)
+    server.settle()
+    left = server.faults, server.state.tasks, server.app.admission.num_requests
     loop.close()
+    assert left == ([], set(), 0)
+    assert server.app.admission.num_bytes == 0
 
 
 def send(connection: Connection, *pieces: bytes) -> bytes:
