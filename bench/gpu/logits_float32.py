@@ -117,7 +117,11 @@ def work(args: argparse.Namespace) -> None:
         batch, temperature = json.loads(line)
         rng = random.Random(batch)
         asked = [
-            Asked([rng.randrange(3, vocab_size) for _ in range(args.prompt_len)], args.steps, temperature)
+            Asked(
+                [rng.randrange(3, vocab_size) for _ in range(args.prompt_len)],
+                args.steps,
+                temperature,
+            )
             for _ in range(batch)
         ]
         engine.reset_prefix_cache()
