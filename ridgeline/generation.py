@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.architectures.config_reader import MAX_IDS
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.request import SamplingParams
+
+MAX_EXACT = 1 << 53  # a float holds every integer up to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,19 @@ def generation_defaults(
     for name in ("repetition_penalty",) if greedy else (*sampled, "repetition_penalty"):
         if generation_config.get(name) is not None:
             values[name] = generation_config[name]
+    for name, value in values.items():
+        if isinstance(value, int) and abs(value) > MAX_EXACT:
+            raise ConfigError(f"generation_config.json: {name} is beyond 2^53, no sensible value")
     end = generation_config.get("eos_token_id")
     ids = fallback_end if end is None else tuple(end) if isinstance(end, list) else (end,)
+    if len(ids) > MAX_IDS:
+        raise ConfigError(
+            f"generation_config.json: eos_token_id has {len(ids)} ids; at most {MAX_IDS} are read"
+        )
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ConfigError(f"generation_config.json: eos_token_id {end!r} is not a token id")
+        raise ConfigError(
+            f"generation_config.json: eos_token_id {repr(end)[:60]} is not a token id"
+        )
     defaults = GenerationDefaults(**values, end_token_ids=frozenset(ids))
     try:
         defaults.sampling()

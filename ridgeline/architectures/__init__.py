@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ridgeline.architectures.config_reader import ConfigReader
+from ridgeline.architectures.config_reader import MAX_TENSORS, ConfigReader
 from ridgeline.architectures.shapes import SHAPES
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import described
 from ridgeline.architectures.tensor_names import (
     expected_tensors,
@@ -44,6 +44,7 @@ PLANNED_FAMILIES: dict[str, str] = {
     "gemma3": "ridgeline.architectures.gemma3:read_multimodal",
     "gemma3_text": "ridgeline.architectures.gemma3:read",
 }
+CAUSAL = "ForCausalLM"  # in the name of a class that generates text
 
 
 def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None) -> ModelSpec:
@@ -65,5 +66,34 @@ def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None)
     spec = load(families, model_type, "model family")(reader, max_model_len)
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"model family {model_type!r} did not return a ModelSpec")
+    _check_size(spec)
+    if model_type in FAMILIES:
+        _check_class(reader, model_type)
     # What can only be planned for is priced in any format, whatever its checkpoint has.
     return described(spec, reader) if model_type in FAMILIES else spec
+
+
+def _check_size(spec: ModelSpec) -> None:
+    """Each layer and each expert may be harmless, all of them together not."""
+    inner = [layer.feed_forward for layer in spec.layers]
+    experts = sum(one.num_experts for one in inner if isinstance(one, ExpertsSpec))
+    if 3 * experts > MAX_TENSORS:
+        raise ConfigError(
+            f"config.json: {spec.num_layers} layers with {experts} experts together have at least "
+            f"{3 * experts} tensors; at most {MAX_TENSORS} are read. Correct the number of experts"
+        )
+
+
+def _check_class(reader: ConfigReader, model_type: str) -> None:
+    """`model_type` alone says how a model is read, as all tensors are compared with that. The class
+    in `architectures` is only asked whether it generates text."""
+    named = reader.values.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+        raise reader.fail("architectures", "must be a list of names of classes")
+    if named and not any(CAUSAL in one for one in named):
+        raise reader.fail(
+            "architectures",
+            f"names {named[0][:60]!r}, which does not generate text ({CAUSAL} is not in its name); "
+            f"if the weights are those of a {model_type}, take the entry out: model_type alone says"
+            " how a model is read",
+        )

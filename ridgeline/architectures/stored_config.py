@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
 from ridgeline.architectures.stored import Stored, raw_name, tensors_of
-from ridgeline.architectures.stored_match import Find
+from ridgeline.architectures.stored_match import Find, check_work
 from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.registry import load
 
@@ -56,9 +56,10 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     scale_dtype = section.text(SCALES, default=own)
     if scale_dtype not in ("float32", "float16", "bfloat16"):
         raise section.fail(SCALES, f"is {scale_dtype[:40]!r}, no dtype of scales")
+    shapes = expected_tensors(spec)
+    check_work(section, len(shapes))
     reader: Callable[[ConfigReader, str], Find] = load(METHODS, method, "quant_method")
     find = reader(section, scale_dtype)
-    shapes = expected_tensors(spec)
     layers = [
         replace(layer, stored=tuple(_of_layer(spec, index, layer, find, shapes, section)))
         for index, layer in enumerate(spec.layers)

@@ -6,7 +6,6 @@ As AutoGPTQ and gptqmodel write them: codes lie down the columns' dimension, 32 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -21,9 +20,11 @@ from ridgeline.architectures.stored import (
     scale_words,
 )
 from ridgeline.architectures.stored_match import (
+    PATTERN,
     Find,
     check_pattern,
     is_kept_out,
+    matches,
     names_of,
 )
 
@@ -59,7 +60,7 @@ class _Modules:
 
     def find(self, module: str) -> Stored | None:
         for pattern, stored in self.rules.items():
-            if re.match(pattern, module):
+            if matches(PATTERN + pattern, module):
                 return stored
         if is_kept_out(module, self.kept_out) or not module.startswith("model.layers."):
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.stored import Stored
@@ -11,7 +13,10 @@ from ridgeline.errors import ConfigError
 
 Find = Callable[[str], Stored | None]  # module name -> how its matrix is stored
 PATTERN = "re:"
-MAX_NAMES, MAX_LENGTH = 1 << 16, 1 << 14
+MAX_NAMES, MAX_LENGTH = 1 << 16, 4096
+MAX_WORK = 1 << 27  # steps of all patterns in all tensors of a model, about a second
+MAX_REPEATS = 8
+MODULE = 64  # characters of a long module name
 
 
 def names_of(section: ConfigReader, key: str) -> tuple[str, ...]:
@@ -32,15 +37,63 @@ def names_of(section: ConfigReader, key: str) -> tuple[str, ...]:
 def check_pattern(section: ConfigReader, key: str, pattern: str) -> None:
     """ConfigError if it is no regular expression."""
     try:
-        re.compile(pattern)
+        _compiled(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise section.fail(key, f"has a pattern that cannot be read ({error})") from None
+
+
+def check_work(section: ConfigReader, num_tensors: int) -> None:
+    """ConfigError if all patterns of the section may take more than MAX_WORK steps, by an estimate
+    from above: a repetition tries each length, and alternatives multiply."""
+    total = 0.0
+    for name in _names(section.values):
+        total += _steps(name)
+        if total * num_tensors > MAX_WORK:
+            raise section.fail(
+                "quant_method",
+                f"stands beside names and patterns that take too many steps to compare with "
+                f"{num_tensors} tensors (up to {name[:60]!r}); write fewer or simpler ones: "
+                "without repeated groups, with at most two of * and + each",
+            )
+
+
+def _names(value: object) -> Iterator[str]:
+    """Of modules: the texts in lists, and keys, which are some at `dynamic`."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield key
+            yield from _names(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from [one] if isinstance(one, str) else _names(one)
+
+
+@cache
+def _steps(pattern: str) -> float:
+    """At most, to find that it does not fit a module's name."""
+    bare = re.sub(r"\[[^\]]*\]", "x", re.sub(r"\\.", "x", pattern)).removesuffix("$")
+    repeats = len(re.findall(r"[*+{]", bare.removesuffix(".*")))
+    if repeats > MAX_REPEATS or re.search(r"\)[*+{]", bare):
+        return math.inf
+    bare = re.sub(r"\(\?|[*+}]\?", "(", bare)
+    groups = [1 + part.count("|") for part in bare.split("(")]
+    return (
+        MODULE ** (1 + repeats)
+        / math.factorial(repeats)
+        * math.prod(groups)
+        * 2.0 ** bare.count("?")
+    )
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
 
 
 def matches(target: str, module: str) -> bool:
     """Its name, or a pattern behind "re:" that fits the beginning of it."""
     if target.startswith(PATTERN):
-        return re.match(target.removeprefix(PATTERN), module) is not None
+        return _compiled(target.removeprefix(PATTERN)).match(module) is not None
     return target == module
 
 
@@ -51,7 +104,7 @@ def is_kept_out(module: str, names: Iterable[str]) -> bool:
         if module.endswith(name):
             return True
         try:
-            if re.match(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", module):
+            if _compiled(rf"(?:{name})(?:(?<=\.)|(?=\.|$))").match(module):
                 return True
         except re.error as error:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -10,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from ridgeline.errors import ConfigError, check
-from ridgeline.loader.folder import refuse
+from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.header import ITEM_BYTES, TensorEntry
 from ridgeline.loader.shards import find_tensors
 
@@ -40,6 +41,18 @@ HARMLESS_EXTRAS = (
 )
 
 
+START_AGAIN = "start again when nothing writes to it any more"
+
+
+def _identity(file: Path | int) -> tuple[int, int, int, int]:
+    """Which file it is, and in which state."""
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        refuse(Path(str(file)), f"cannot be read ({error.strerror})")
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class Checkpoint:
     """The named tensors of a model folder, mapped from disk.
 
@@ -54,6 +67,7 @@ class Checkpoint:
     ) -> None:
         self._entries = dict(entries)
         self._maps: dict[Path, mmap.mmap] = {}
+        self._found = {path: _identity(path) for path in {path for path, _ in entries.values()}}
         self._finite_only = finite_only
         self._closed = False
 
@@ -116,7 +130,7 @@ class Checkpoint:
     def _entry(self, name: str) -> TensorEntry:
         found = self._entries.get(name)
         if found is None:
-            raise ConfigError(f"the checkpoint has no tensor {name!r}")
+            raise ConfigError(f"the checkpoint has no tensor {name[:80]!r}")
         return found[1]
 
     def _view(self, name: str) -> torch.Tensor:
@@ -135,7 +149,9 @@ class Checkpoint:
         check(not self._closed, "checkpoint used after close", path=str(path))
         if path not in self._maps:
             try:
-                with path.open("rb") as file:
+                with open_file(path) as file:
+                    if _identity(file.fileno()) != self._found[path]:
+                        refuse(path, f"changed while the model was loaded; {START_AGAIN}")
                     # ACCESS_COPY: torch wants a writable buffer; writes stay private to us.
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
@@ -201,7 +217,7 @@ def check_tensors(
         if checkpoint.shape(name) != tuple(shapes[name]):
             refuse(
                 checkpoint.file(name),
-                f"tensor {name!r} has shape {list(checkpoint.shape(name))}, but config.json "
+                f"tensor {name[:80]!r} has shape {list(checkpoint.shape(name))}, but config.json "
                 f"makes it {list(shapes[name])}",
             )
     extra = [n for n in sorted(names - set(shapes)) if not n.endswith(HARMLESS_EXTRAS)]

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from collections import Counter
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from ridgeline.errors import ConfigError
 
-MAX_JSON_BYTES = 64 << 20  # an index of 10^6 tensors has about this size; configs have kilobytes
+MAX_JSON_BYTES = 32 << 20  # an index of MAX_TENSORS has about half of it; configs have kilobytes
+MAX_VALUES = 1 << 20  # of one file; in memory each takes up to 300 bytes
+KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+GET_AGAIN = "it is damaged or no model: get it again from where it came"
 LFS_MARK = b"version https://git-lfs.github.com/spec/"
 
 
@@ -20,14 +32,19 @@ def refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """For json's `object_pairs_hook`: two values for one key means nobody knows which counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"key {twice[:80]!r} occurs twice")
     return found
 
 
-def parse_object(data: bytes, path: Path, what: str = "file") -> dict[str, object]:
-    """The JSON object that `data` spells. ConfigError when it is anything else."""
+def parse_object(
+    data: bytes, path: Path, what: str = "file", *, most: int = MAX_VALUES
+) -> dict[str, object]:
+    """The JSON object that `data` spells. ConfigError when it is anything else, or when it has more
+    than about `most` values."""
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > most:
+        refuse(path, f"{what} holds about {values} values; at most {most} are read: {GET_AGAIN}")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=refuse_duplicates)
     except RecursionError:
@@ -39,16 +56,36 @@ def parse_object(data: bytes, path: Path, what: str = "file") -> dict[str, objec
     return value
 
 
+def open_file(path: Path) -> BinaryIO:
+    """The file at `path`, for reading. ConfigError for anything that is no regular file; it never
+    waits for who writes to a FIFO."""
+    try:
+        _check_kind(path, path.stat().st_mode)  # what opening a device does, nobody knows
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        _check_kind(path, os.fstat(file.fileno()).st_mode)
+    except FileNotFoundError:
+        refuse(path, "is a link to nothing" if path.is_symlink() else "no such file")
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+        refuse(path, f"cannot be read ({getattr(error, 'strerror', None) or error})")
+    return file
+
+
+def _check_kind(path: Path, mode: int) -> None:
+    for is_kind, what in KINDS:
+        if is_kind(mode):
+            refuse(path, f"is {what}, not a file")
+
+
 def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """The file's content. ConfigError when it is missing, empty, too large or an LFS pointer."""
-    try:
-        if not path.is_file():
-            refuse(path, "no such file")
-        if path.stat().st_size > limit:
-            refuse(path, f"is {path.stat().st_size} bytes long; at most {limit} make sense here")
-        data = path.read_bytes()
-    except OSError as error:
-        refuse(path, f"cannot be read ({error.strerror})")
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            refuse(path, f"is {size} bytes long; at most {limit} make sense here")
+        try:
+            data = file.read(limit)
+        except OSError as error:
+            refuse(path, f"cannot be read ({error.strerror})")
     if not data:
         refuse(path, "is empty")
     if data.startswith(LFS_MARK):
@@ -61,10 +98,16 @@ def read_object(path: Path) -> dict[str, object]:
     return parse_object(read_bytes(path), path)
 
 
+def read_optional(path: Path) -> dict[str, object]:
+    """As `read_object`; an empty object where no file of that name is."""
+    return read_object(path) if os.path.lexists(path) else {}
+
+
 def check_folder(folder: Path) -> None:
-    if not folder.exists():
+    if not os.path.lexists(folder):
         refuse(folder, "folder not found")
     if not folder.is_dir():
+        open_file(folder).close()
         if folder.suffix.lower() == ".gguf":
             refuse(folder, "is a GGUF file; this needs a folder with config.json and safetensors")
         refuse(folder, "is a file; give the folder with config.json and weights, or a .gguf file")
@@ -74,7 +117,9 @@ def read_config(folder: Path) -> dict[str, object]:
     """`config.json` of a model folder. ConfigError when it is missing or not a JSON object."""
     check_folder(folder)
     path = folder / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
+        if not os.access(folder, os.R_OK | os.X_OK):
+            refuse(folder, "cannot be read (Permission denied)")
         if found := sorted(folder.glob("*.gguf")):
             refuse(path, f"missing; to serve a GGUF file name the file itself, {found[0]}")
         refuse(path, "missing; a model folder needs config.json beside its weights")
@@ -83,5 +128,4 @@ def read_config(folder: Path) -> dict[str, object]:
 
 def read_generation_config(folder: Path) -> dict[str, object]:
     """`generation_config.json`, or an empty object when the model has none."""
-    path = folder / "generation_config.json"
-    return read_object(path) if path.exists() else {}
+    return read_optional(folder / "generation_config.json")

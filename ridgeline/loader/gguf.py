@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.loader.folder import LFS_MARK, refuse
+from ridgeline.architectures.config_reader import MAX_TENSORS
+from ridgeline.loader.folder import GET_AGAIN, LFS_MARK, open_file, refuse
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 8
 MAX_NESTING = 4
-# A vocabulary of 10^6 tokens is below both; lists in memory take many times their bytes in a file.
-MAX_ITEMS = 1 << 22
-MAX_HEADER_BYTES = 256 << 20
+MAX_KEYS = 1 << 16
+# Of all arrays of a file. A vocabulary of 500,000 tokens with its merges is below both; lists in
+# memory take many times their bytes in a file.
+MAX_ITEMS = 1 << 21
+MAX_HEADER_BYTES = 64 << 20
 
 _SCALARS: Mapping[int, str] = {
     0: "<B",
@@ -69,6 +72,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._end = min(len(data), MAX_HEADER_BYTES)
+        self._items = 0
         self.at = 0
 
     def take(self, size: int) -> bytes:
@@ -79,7 +83,7 @@ class _Reader:
 
     def _ended(self) -> ValueError:
         if len(self._data) > self._end:
-            return ValueError(f"more than {MAX_HEADER_BYTES} bytes of metadata")
+            return ValueError(f"more than {MAX_HEADER_BYTES} bytes of metadata: {GET_AGAIN}")
         return ValueError(f"cut off at byte {self._end}")
 
     def number(self, form: str) -> Any:
@@ -103,8 +107,9 @@ class _Reader:
             raise ValueError("arrays nested too deeply")
         if count > len(self._data) - self.at:  # every element takes at least a byte
             raise ValueError(f"an array of {count} elements in a file of {len(self._data)} bytes")
-        if count > MAX_ITEMS:
-            raise ValueError(f"an array of {count} elements; at most {MAX_ITEMS} make sense")
+        self._items += count
+        if self._items > MAX_ITEMS:
+            raise ValueError(f"arrays of more than {MAX_ITEMS} elements together: {GET_AGAIN}")
         if kind in _SCALARS:
             form = f"<{count}{_SCALARS[kind][1]}"
             return list(struct.unpack(form, self.take(struct.calcsize(form))))
@@ -134,7 +139,7 @@ def is_gguf(path: Path) -> bool:
             return False
         if path.suffix.lower() == ".gguf":
             return True
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         refuse(path, f"cannot be read ({error.strerror})")
@@ -148,19 +153,13 @@ def read_gguf(path: Path) -> GGUFHeader:
 def _mapped(path: Path, read: Callable[[mmap.mmap], GGUFHeader]) -> GGUFHeader:
     try:
         with (
-            path.open("rb") as file,
+            open_file(path) as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
             return read(data)
-    except FileNotFoundError:
-        refuse(path, "no such file")
     except OSError as error:
         refuse(path, f"cannot be read ({error.strerror})")
-    except (
-        ValueError,
-        struct.error,
-        OverflowError,
-    ) as error:  # mmap of an empty file is a ValueError
+    except (ValueError, struct.error, OverflowError) as error:  # ValueError: mmap of an empty file
         refuse(path, f"is no readable GGUF file ({error})")
 
 
@@ -174,6 +173,12 @@ def _read(path: Path, data: mmap.mmap) -> GGUFHeader:
     if version not in VERSIONS:
         raise ValueError(f"version {version}; readable are {VERSIONS}")
     num_tensors, num_values = reader.number("<Q"), reader.number("<Q")
+    for count, most, what in (
+        (num_tensors, MAX_TENSORS, "tensors"),
+        (num_values, MAX_KEYS, "keys"),
+    ):
+        if count > most:
+            raise ValueError(f"{count} {what}; at most {most} are read: {GET_AGAIN}")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = reader.text()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ridgeline.loader.folder import refuse
+from ridgeline.loader.folder import GET_AGAIN, refuse
 from ridgeline.loader.gguf import GGUFHeader, GGUFTensor
 from ridgeline.loader.header import TensorEntry
 
@@ -73,7 +73,7 @@ def locate(header: GGUFHeader) -> dict[str, TensorEntry]:
     """Every tensor of the file by its name there, its dtype in the format's words.
 
     ConfigError for an unknown type, a shape of no whole blocks, and for bytes that are not in the
-    file, not aligned, or another tensor's.
+    file, not aligned, another tensor's or nobody's.
     """
     if header.alignment % WORD:
         refuse(header.path, f"general.alignment is {header.alignment}, no multiple of {WORD}")
@@ -82,7 +82,12 @@ def locate(header: GGUFHeader) -> dict[str, TensorEntry]:
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.end)):
         if entry.start < end:
             refuse(header.path, f"tensor {entry.name[:80]!r} overlaps the one before it")
+        if entry.start - end >= header.alignment:
+            refuse(header.path, f"tensor {entry.name[:80]!r} leaves a hole before it: {GET_AGAIN}")
         end = entry.end
+    if entries and header.num_bytes - end >= header.alignment:
+        behind = header.num_bytes - end
+        refuse(header.path, f"has {behind} bytes that belong to no tensor: {GET_AGAIN}")
     return entries
 
 

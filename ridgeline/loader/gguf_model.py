@@ -20,7 +20,7 @@ from ridgeline.architectures.stored_config import KEY
 from ridgeline.architectures.stored_gguf import described
 from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.errors import ConfigError
-from ridgeline.loader.folder import refuse
+from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.gguf import GGUFHeader, read_gguf
 from ridgeline.loader.gguf_layout import locate
 from ridgeline.loader.header import TensorEntry
@@ -85,7 +85,7 @@ def _rope_factors(header: GGUFHeader, found: Mapping[str, TensorEntry]) -> tuple
     if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_FACTORS:
         refuse(header.path, f"tensor {ROPE_FACTORS!r} is no short list of F32")
     try:
-        with header.path.open("rb") as file:
+        with open_file(header.path) as file:
             file.seek(entry.start)
             raw = file.read(entry.end - entry.start)
         return struct.unpack(f"<{entry.shape[0]}f", raw)

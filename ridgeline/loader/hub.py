@@ -96,7 +96,7 @@ def resolve_model(
     folder = Path(model).expanduser()
     if is_gguf(folder):
         return ModelFolder(folder, folder.resolve().stem)
-    if folder.exists():
+    if os.path.lexists(folder):
         check_folder(folder)
         return ModelFolder(folder, folder.resolve().name)
     hub = _hub_of(model, endpoint, cache_dir)

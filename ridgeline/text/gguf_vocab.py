@@ -24,6 +24,7 @@ from ridgeline.text.sentencepiece import (
     build_sentencepiece,
 )
 from ridgeline.text.tokenizer import Tokenizer, TokenizerSettings
+from ridgeline.text.tokenizer_file import MAX_TOKENS, check_added, refuse_many
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -161,6 +162,8 @@ def _byte_level(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     if len(ids) != len(vocabulary.tokens):
         refuse(path, "tokenizer.ggml.tokens holds a token twice")
+    if len(ids) > MAX_TOKENS:
+        refuse_many(path, "tokens in tokenizer.ggml.tokens", len(ids), MAX_TOKENS)
     merges = [_pair(path, merge, ids) for merge in vocabulary.values("merges", str)]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=ids, merges=merges, ignore_merges=split in LLAMA3)
@@ -169,13 +172,13 @@ def _byte_level(path: Path, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(SPLITS[split])
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(
-        [
-            tokenizers.AddedToken(token, normalized=False, special=IS_SPECIAL[kind])
-            for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
-            if kind in IS_SPECIAL and token
-        ]
-    )
+    added = [
+        tokenizers.AddedToken(token, normalized=False, special=IS_SPECIAL[kind])
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        if kind in IS_SPECIAL and token
+    ]
+    check_added(path, "tokenizer.ggml.tokens", [token.content for token in added])
+    backend.add_tokens(added)
     return backend
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -19,8 +20,17 @@ from tokenizers import decoders, models, normalizers
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import read_bytes, refuse
 from ridgeline.text.pieces import SPACE_MARK
+from ridgeline.text.tokenizer_file import (
+    MAX_ADDED,
+    MAX_GROWTH,
+    MAX_TOKEN_CHARS,
+    MAX_TOKENS,
+    check_charsmap,
+)
 
-MAX_MODEL_BYTES = 256 << 20
+MAX_MODEL_BYTES = 64 << 20
+MAX_PIECE_FIELDS, MAX_FIELDS = 8, 1 << 16
+MAX_CHARS = 1 << 22  # of all pieces; Gemma 3: 1.8 million
 
 
 class PieceKind(IntEnum):
@@ -110,9 +120,10 @@ def _fields(data: bytes) -> Iterator[Field]:
         at += size
 
 
-def _message(value: int | bytes) -> dict[int, int | bytes]:
-    """The last value of every field of a nested message; unset fields are absent."""
-    return dict(_fields(_bytes(value)))
+def _message(value: int | bytes, most: int = MAX_FIELDS) -> dict[int, int | bytes]:
+    """The last value of every field of a nested message, of its first `most`; unset fields are
+    absent."""
+    return dict(islice(_fields(_bytes(value)), most))
 
 
 def _bytes(value: int | bytes) -> bytes:
@@ -129,7 +140,7 @@ def _int(fields: dict[int, int | bytes], number: int, default: int) -> int:
 
 
 def _piece(value: int | bytes) -> Piece:
-    fields = _message(value)
+    fields = _message(value, MAX_PIECE_FIELDS)
     score = _bytes(fields.get(2, b"\0\0\0\0"))
     kind = PieceKind(_int(fields, 3, PieceKind.NORMAL))
     return Piece(_bytes(fields.get(1, b"")).decode(), struct.unpack("<f", score)[0], kind)
@@ -140,7 +151,9 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
     pieces: list[Piece] = []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
-    for number, value in _fields(data):
+    for count, (number, value) in enumerate(_fields(data)):
+        if count > MAX_TOKENS:
+            raise ValueError(f"more than {MAX_TOKENS} pieces")
         if number == 1:
             pieces.append(_piece(value))
         elif number == 2:
@@ -177,7 +190,9 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 
 
 def build_sentencepiece(model: SentencePieceModel) -> tokenizers.Tokenizer:
-    """A `tokenizers` object that gives the same ids and texts. ConfigError for word models."""
+    """A `tokenizers` object that gives the same ids and texts. ConfigError for word models, and for
+    those that would take too much to build or to use."""
+    _check_sizes(model)
     backend = tokenizers.Tokenizer(_model(model))
     steps = _normalizers(model)
     if steps:
@@ -189,6 +204,30 @@ def build_sentencepiece(model: SentencePieceModel) -> tokenizers.Tokenizer:
     )
     backend.add_tokens([t for piece in model.pieces if (t := _added(piece)) is not None])
     return backend
+
+
+def _check_sizes(model: SentencePieceModel) -> None:
+    sizes = [len(piece.text) for piece in model.pieces]
+    if len(sizes) > MAX_TOKENS or max(sizes) > MAX_TOKEN_CHARS or sum(sizes) > MAX_CHARS:
+        raise ConfigError(
+            f"the vocabulary has {len(sizes)} pieces of up to {max(sizes)} and together "
+            f"{sum(sizes)} characters; at most {MAX_TOKENS}, {MAX_TOKEN_CHARS} and {MAX_CHARS} are"
+            " read: make the tokenizer smaller"
+        )
+    if sum(_added(piece) is not None for piece in model.pieces) > MAX_ADDED:
+        raise ConfigError(f"the vocabulary has more than {MAX_ADDED} special pieces")
+    if not 0 <= model.unk_id < len(sizes):
+        raise ConfigError(f"unk_id is {model.unk_id}; the vocabulary has {len(sizes)} pieces")
+    if model.charsmap:
+        try:
+            growth = check_charsmap(model.charsmap)
+        except ValueError as error:
+            raise ConfigError(f"the normalizer {error}") from None
+        if growth > MAX_GROWTH:
+            raise ConfigError(
+                f"the normalizer's charsmap makes {growth} bytes of a character; at most "
+                f"{MAX_GROWTH} are read"
+            )
 
 
 def _added(piece: Piece) -> tokenizers.AddedToken | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,15 @@ from pathlib import Path
 import tokenizers
 
 from ridgeline.errors import ConfigError, RequestFault
-from ridgeline.loader.folder import read_bytes, read_object, refuse
+from ridgeline.loader.folder import read_bytes, read_optional, refuse
 from ridgeline.loader.gguf import is_gguf
 from ridgeline.registry import load
 from ridgeline.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from ridgeline.text.pieces import Pieces, read_rule
 from ridgeline.text.plain import PlainEncoder
 from ridgeline.text.sentencepiece import build_sentencepiece, read_sentencepiece
+from ridgeline.text.tokenizer_file import MAX_BYTES, MAX_ID, check_added, check_tokenizer_json
 
-MAX_TOKENIZER_BYTES = 256 << 20
 # By name, because these readers build a Tokenizer themselves.
 OTHER_READERS = {"gguf": "ridgeline.text.gguf_vocab:find_gguf_tokenizer"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
@@ -52,7 +53,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_tokens: Mapping[int, str] = {i: added[i].content for i in sorted(added)}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = _num_ids(backend)
         self._prefix, self._suffix = self._missing_ends(settings)
         rule = read_rule(backend.decoder)
         self._pieces: Pieces | None = None
@@ -147,14 +148,17 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     if is_gguf(folder):
         found: Tokenizer | None = load(OTHER_READERS, "gguf", "tokenizer reader")(folder)
         return found
-    config = _read_optional(folder / "tokenizer_config.json")
-    named = _read_optional(folder / "special_tokens_map.json") | config
-    if (folder / "tokenizer.json").exists():
+    config = read_optional(folder / "tokenizer_config.json")
+    named = read_optional(folder / "special_tokens_map.json") | config
+    if os.path.lexists(folder / "tokenizer.json"):
         backend = _read_tokenizer_json(folder / "tokenizer.json")
         settings = _settings(named, config.get("add_bos_token") is True)
-    elif (folder / "tokenizer.model").exists():
+    elif os.path.lexists(folder / "tokenizer.model"):
         model = read_sentencepiece(folder / "tokenizer.model")
-        backend = build_sentencepiece(model)
+        try:
+            backend = build_sentencepiece(model)
+        except ConfigError as error:  # it knows no file
+            refuse(folder / "tokenizer.model", str(error))
         named = model.named_tokens() | named
         settings = _settings(named, config.get("add_bos_token", True) is True)
     else:
@@ -194,17 +198,24 @@ def _why_no_tokenizer(path: Path) -> str:
     return "holds no tokenizer"
 
 
-def _read_optional(path: Path) -> dict[str, object]:
-    return read_object(path) if path.exists() else {}
-
-
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    data = read_bytes(path, MAX_BYTES)
+    check_tokenizer_json(data, path)
     try:
-        return tokenizers.Tokenizer.from_buffer(read_bytes(path, MAX_TOKENIZER_BYTES))
-    except ConfigError:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except (KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # the package raises bare Exception for whatever it cannot read
+    except BaseException as error:  # a bare Exception, or a panic, which is none
         refuse(path, f"is no tokenizer ({str(error)[:200]})")
+
+
+def _num_ids(backend: tokenizers.Tokenizer) -> int:
+    """One more than the largest id. As many as there are tokens, unless ids are left out; to look
+    is much faster than a dict of all."""
+    number: int = backend.get_vocab_size(with_added_tokens=True)
+    if None not in map(backend.id_to_token, range(number)):
+        return number
+    return 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def _refuse_other_kinds(folder: Path) -> None:
@@ -241,16 +252,21 @@ def _add_tokens(
 ) -> None:
     """Tell the backend of the added and special tokens that only tokenizer_config.json names."""
     path = folder / "tokenizer_config.json"
+    there = backend.get_added_tokens_decoder()
     for token_id, token in _listed_tokens(path, config):
-        if backend.get_added_tokens_decoder().get(token_id) != token:
+        if there.get(token_id) != token:
             _add_token(backend, path, token_id, token)
     path = folder / "added_tokens.json"  # how it was written before tokenizer_config.json had it
-    for text, number in _read_optional(path).items():
+    older = read_optional(path)
+    check_added(path, "this file", list(older))
+    for text, number in older.items():
         if isinstance(number, int) and backend.token_to_id(text) is None:
             _add_token(backend, path, number, tokenizers.AddedToken(text, normalized=False))
     present = {token.content for token in backend.get_added_tokens_decoder().values()}
     extra = config.get("additional_special_tokens")
     more = [_content(token) for token in extra] if isinstance(extra, list) else []
+    path = folder / "tokenizer_config.json"
+    check_added(path, "additional_special_tokens", [one for one in more if one is not None])
     for content in [*settings.named.values(), *more]:
         if content and content not in present and backend.token_to_id(content) is not None:
             backend.add_special_tokens([tokenizers.AddedToken(content, special=True)])
@@ -264,7 +280,7 @@ def _add_token(
         backend.add_tokens([token])
         known = backend.token_to_id(token.content)
     if known != token_id:
-        refuse(path, f"gives added token {token.content!r} id {token_id}, the vocabulary {known}")
+        refuse(path, f"gives added token {token.content[:80]!r} id {token_id}, the vocabulary {known}")
 
 
 def _listed_tokens(
@@ -272,10 +288,15 @@ def _listed_tokens(
 ) -> list[tuple[int, tokenizers.AddedToken]]:
     """`added_tokens_decoder` by id."""
     listed = config.get("added_tokens_decoder", {})
-    if not isinstance(listed, Mapping) or not all(key.isdecimal() for key in listed):
+    if not isinstance(listed, Mapping) or not all(map(_is_id, listed)):
         refuse(path, "added_tokens_decoder does not map token ids to tokens")
     found = [(int(key), _added_token(path, value)) for key, value in listed.items()]
+    check_added(path, "added_tokens_decoder", [token.content for _, token in found])
     return sorted(found, key=lambda pair: pair[0])
+
+
+def _is_id(key: str) -> bool:
+    return key.isdecimal() and len(key) <= len(str(MAX_ID)) and int(key) <= MAX_ID
 
 
 def _added_token(path: Path, value: object) -> tokenizers.AddedToken:

@@ -61,7 +61,7 @@ def test_folders_and_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a file; give the folder with config\.json"):
         read_config(tmp_path / "weights.bin")
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="is a folder, not a file"):
         read_config(tmp_path)
 
 

@@ -91,8 +91,8 @@ def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         (gguf({}, version=1), "version 1"),
         (gguf({}, version=1 << 24), "version"),  # a big-endian file
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 63), "cut off"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 0), "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 16), "cut off"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 17, 0), "cut off"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<I", 99), "type 99"),
         (
             b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 4, 1 << 62),
@@ -132,13 +132,13 @@ def test_absurd_amounts_of_metadata_are_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:  # sparse: no room is taken
         file.write(head + struct.pack("<IIQ", 9, 0, 1 << 23))
         file.truncate(1 << 24)
-    with pytest.raises(ConfigError, match="an array of 8388608 elements; at most 4194304"):
+    with pytest.raises(ConfigError, match="arrays of more than 2097152 elements"):
         read_gguf(path)
     for kind in (struct.pack("<IQ", 8, 1 << 30), struct.pack("<IIQQ", 9, 8, 1, 1 << 30)):
         with path.open("wb") as file:
             file.write(head + kind)
             file.truncate(1 << 32)
-        with pytest.raises(ConfigError, match="more than 268435456 bytes of metadata"):
+        with pytest.raises(ConfigError, match="more than 67108864 bytes of metadata"):
             read_gguf(path)
 
 
