@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -12,7 +13,7 @@ from typing import BinaryIO, NoReturn
 from ridgeline.errors import ConfigError
 
 MAX_JSON_BYTES = 32 << 20  # an index of MAX_TENSORS has about half of it; configs have kilobytes
-MAX_VALUES = 1 << 20  # of one file; in memory each takes up to 300 bytes
+MAX_VALUES = 1 << 19  # of one file: 65,000 tensors; in memory each takes up to 300 bytes
 KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -66,6 +67,8 @@ def open_file(path: Path) -> BinaryIO:
     except FileNotFoundError:
         refuse(path, "is a link to nothing" if path.is_symlink() else "no such file")
     except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
+            refuse(path, "is a link in a loop of links; put the file there")
         refuse(path, f"cannot be read ({getattr(error, 'strerror', None) or error})")
     return file
 

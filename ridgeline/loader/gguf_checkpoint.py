@@ -17,7 +17,6 @@ from ridgeline.errors import check
 from ridgeline.formats import STORED
 from ridgeline.layers.piece import Piece
 from ridgeline.loader.checkpoint import Checkpoint, is_damaged, refuse_damaged
-from ridgeline.loader.folder import refuse
 from ridgeline.loader.ggml_blocks import PLAIN, decode
 from ridgeline.loader.gguf_layout import BY_NAME
 from ridgeline.loader.gguf_model import GGUFModel, read_gguf_model

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ridgeline.architectures.config_reader import MAX_TENSORS
 from ridgeline.loader.folder import GET_AGAIN, LFS_MARK, open_file, parse_object, refuse
 
-MAX_HEADER_BYTES = 32 << 20  # of all files of a model; MAX_TENSORS take about 20 MB
-MAX_HEADER_VALUES = 12 * MAX_TENSORS
+MAX_HEADER_BYTES = 32 << 20  # of all files of a model; 131,000 tensors take about 20 MB
 MAX_DIMS = 16
 MAX_COUNT = 1 << 60  # of a size or an offset
 
@@ -75,8 +73,7 @@ def read_header(path: Path, limit: int = MAX_HEADER_BYTES) -> dict[str, TensorEn
         refuse(path, f"is cut off: its header should have {length} bytes, {len(raw)} are there")
     if not raw.startswith(b"{"):
         _refuse_head(path, length.to_bytes(8, "little") + raw[:56], "its header is no JSON object")
-    header = parse_object(raw, path, "header", most=MAX_HEADER_VALUES)
-    return _entries(path, header, 8 + length, size)
+    return _entries(path, parse_object(raw, path, "header"), 8 + length, size)
 
 
 def _header_length(path: Path, head: bytes, size: int, limit: int) -> int:
@@ -110,8 +107,6 @@ def _entries(
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not _are_texts(metadata):
         refuse(path, "__metadata__ in the header is no object of texts")
-    if len(header) > MAX_TENSORS:
-        refuse(path, f"holds {len(header)} tensors; at most {MAX_TENSORS} are read: {GET_AGAIN}")
     entries = {name: _entry(path, name, value, data_start) for name, value in header.items()}
     _check_tiling(path, entries, data_start, size)
     return entries
@@ -159,7 +154,9 @@ def _check_tiling(path: Path, entries: dict[str, TensorEntry], data_start: int, 
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.end)):
         if entry.start != here:
             what = "overlaps the one before it" if entry.start < here else "leaves a hole before it"
-            refuse(path, f"tensor {entry.name[:80]!r} {what} (data offset {entry.start - data_start})")
+            refuse(
+                path, f"tensor {entry.name[:80]!r} {what} (data offset {entry.start - data_start})"
+            )
         here = entry.end
     if here > size:
         refuse(path, f"is cut off: {here} bytes announced, {size} are there")

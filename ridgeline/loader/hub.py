@@ -115,7 +115,7 @@ def pull(model: str, progress: Progress | None = None) -> Pulled:
 
 def check_name(model: str) -> None:
     """ConfigError for what can be seen to be no model without asking the hub."""
-    if not Path(model).expanduser().exists():
+    if not os.path.lexists(Path(model).expanduser()):
         _hub_of(model, None, None)
 
 
