@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ridgeline.text.tokenizer_file import (
 )
 
 MAX_MODEL_BYTES = 64 << 20
+MAX_PIECES = 300_000  # Gemma 3: 262,144
 MAX_PIECE_FIELDS, MAX_FIELDS = 8, 1 << 16
 MAX_CHARS = 1 << 22  # of all pieces; Gemma 3: 1.8 million
 
@@ -151,9 +152,10 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
     pieces: list[Piece] = []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
-    for count, (number, value) in enumerate(_fields(data)):
-        if count > MAX_TOKENS:
-            raise ValueError(f"more than {MAX_TOKENS} pieces")
+    found = list(islice(_fields(data), MAX_PIECES))
+    if len(found) == MAX_PIECES:
+        raise ValueError(f"more than {MAX_PIECES} pieces")
+    for number, value in found:
         if number == 1:
             pieces.append(_piece(value))
         elif number == 2:

@@ -280,7 +280,9 @@ def _add_token(
         backend.add_tokens([token])
         known = backend.token_to_id(token.content)
     if known != token_id:
-        refuse(path, f"gives added token {token.content[:80]!r} id {token_id}, the vocabulary {known}")
+        refuse(
+            path, f"gives added token {token.content[:80]!r} id {token_id}, the vocabulary {known}"
+        )
 
 
 def _listed_tokens(

@@ -92,14 +92,14 @@ def _contents(added: object) -> list[str]:
 
 
 def _check_section(section: object, name: str, path: Path) -> None:
-    parts = patterns = 0
-    growth = 1
-    for part in _parts(section):
-        parts += 1
-        if parts > MAX_PARTS:
+    patterns, growth = 0, 1
+    for number, part in enumerate(_parts(section)):
+        if number == MAX_PARTS:
             refuse(path, f"{name} has more than {MAX_PARTS} parts; simplify the tokenizer")
         if isinstance(part, str) and len(part) > MAX_TEXT:
-            refuse(path, f"{name} has a text of {len(part)} characters; at most {MAX_TEXT} are read")
+            refuse(
+                path, f"{name} has a text of {len(part)} characters; at most {MAX_TEXT} are read"
+            )
         if isinstance(part, Mapping):
             patterns += "pattern" in part
             growth *= _growth(part, name, path)
