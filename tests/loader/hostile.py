@@ -1,6 +1,6 @@
 """Which model folders try to hang, to exhaust or to fool a loader? Each case damages a good one.
 
-`python -m tests.loader.hostile [PART ...]` loads those whose name holds a PART, each in a child with
+`python -m tests.loader.hostile [PART ...]` loads those whose name holds a PART, in a child with
 limits, and prints what became of them.
 """
 
@@ -10,6 +10,7 @@ import base64
 import codecs
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -17,8 +18,9 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,18 @@ JSON_FILES = (
 )
 DEEP = 200_000
 MAX_MESSAGE = 5_000  # characters
+NOBODY = 65534
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`match` is in the message."""
+    """`match` is a pattern that is in the message."""
 
     make: Make
     match: str
+
+    def fits(self, message: str) -> bool:
+        return re.search(self.match, message) is not None
 
 
 def _config(**changes: Any) -> Make:
@@ -93,7 +99,9 @@ def _index(weight_map: Callable[[], object], *shards: str) -> Make:
     def make(folder: Path) -> None:
         (folder / WEIGHTS).unlink()
         for shard in shards:
-            write_raw(folder / shard, {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"1")
+            write_raw(
+                folder / shard, {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"1"
+            )
         (folder / INDEX).write_text(json.dumps({"weight_map": weight_map()}))
 
     return make
@@ -106,6 +114,16 @@ def _gguf(content: Callable[[], bytes]) -> Make:
         return path
 
     return make
+
+
+def _many(item: bytes, number: int) -> bytes:
+    return b"{" + (item + b",") * number + item + b"}"
+
+
+def _vocabulary(number: int) -> Make:
+    return _file(
+        "tokenizer.json", lambda: b'{"model":{"vocab":' + _many(b'"tttt":123', number) + b"}}"
+    )
 
 
 def _tokenizer(**changes: Any) -> Make:
@@ -255,19 +273,23 @@ def _deep(opening: str, closing: str) -> bytes:
 CASES: dict[str, Case] = {
     # ---- safetensors
     "header: half a million empty tensors": Case(
-        _header(lambda: {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(500_000)}),
-        "tensors",
+        _header(lambda: _many(b'"t":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}', 500_000)),
+        "values",
     ),
-    "header: 50 MB of metadata": Case(_header(lambda: {"__metadata__": {"a": "x" * 50_000_000}}), "header"),
+    "header: 50 MB of metadata": Case(
+        _header(lambda: {"__metadata__": {"a": "x" * 50_000_000}}), "header"
+    ),
     "header: many small values of metadata": Case(
-        _header(lambda: {"__metadata__": {str(i): "x" for i in range(1_500_000)}}), "values"
+        _header(lambda: b'{"__metadata__":' + _many(b'"k":"x"', 1_500_000) + b"}"), "values"
     ),
     "header: lists in metadata": Case(
         _header(lambda: b'{"__metadata__": {"a": [' + b"[]," * 8_000_000 + b"[]]}}"), "values"
     ),
     "header: nested": Case(_header(lambda: b'{"a":' + _deep("[", "]") + b"}"), "nested|JSON"),
     "header: metadata is a list": Case(_header(lambda: {"__metadata__": []}), "__metadata__"),
-    "header: metadata of numbers": Case(_header(lambda: {"__metadata__": {"a": 1}}), "__metadata__"),
+    "header: metadata of numbers": Case(
+        _header(lambda: {"__metadata__": {"a": 1}}), "__metadata__"
+    ),
     "header: length of 2^63": Case(_weights(struct.pack("<Q", 1 << 63) + b"{}"), "claims a header"),
     "header: length beyond the file": Case(_weights(struct.pack("<Q", 1000) + b"{}"), "cut off"),
     "header: length of 0": Case(_weights(bytes(8)), "header is no JSON"),
@@ -276,55 +298,98 @@ CASES: dict[str, Case] = {
     "header: empty file": Case(_weights(b""), "is empty"),
     "header: no tensors": Case(_weights(struct.pack("<Q", 2) + b"{}"), "no tensors"),
     "header: pickle": Case(_weights(b"\x80\x02" + bytes(100)), "pickle"),
-    "header: LFS pointer": Case(_weights(b"version https://git-lfs.github.com/spec/v1\noid"), "LFS"),
+    "header: LFS pointer": Case(
+        _weights(b"version https://git-lfs.github.com/spec/v1\noid"), "LFS"
+    ),
     "header: name twice": Case(
-        _header(lambda: b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"1"),
+        _header(
+            lambda: (
+                b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+            ),
+            b"1",
+        ),
         "twice",
     ),
     "header: last of many names twice": Case(
-        _header(lambda: b'{"__metadata__":{' + b"".join(b'"k%d":"",' % i for i in range(100_000)) + b'"z":"","z":""}}'),
+        _header(
+            lambda: (
+                b'{"__metadata__":{'
+                + b"".join(b'"k%d":"",' % i for i in range(100_000))
+                + b'"z":"","z":""}}'
+            )
+        ),
         "twice",
     ),
     "header: bytes that are no UTF-8": Case(_header(lambda: b'{"\xff\xfe":{}}'), "not valid JSON"),
-    "header: NaN as an offset": Case(_header(lambda: b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,NaN]}}', b"1"), "data_offsets"),
-    "header: very long name": Case(_header(lambda: {"n" * 1_000_000: {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}, bytes(8)), "tensor"),
+    "header: NaN as an offset": Case(
+        _header(lambda: b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,NaN]}}', b"1"),
+        "data_offsets",
+    ),
+    "header: very long name": Case(
+        _header(
+            lambda: {"n" * 1_000_000: {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}},
+            bytes(8),
+        ),
+        "tensor",
+    ),
     "header: very long dtype": Case(_tensor(dtype="F" * 1_000_000), "dtype"),
     "header: dtype is a list": Case(_tensor(dtype=["F32"]), "dtype"),
     "header: negative size": Case(_tensor(shape=[-4]), "shape"),
-    "header: size of 10^300": Case(_tensor(shape=[10**300]), "bytes"),
-    "header: product of sizes overflows": Case(_tensor(shape=[1 << 62, 4, 4]), "bytes"),
+    "header: size of 10^300": Case(_tensor(shape=[10**300]), "sizes"),
+    "header: product of sizes overflows": Case(_tensor(shape=[1 << 59, 1 << 59, 4]), "bytes"),
     "header: sizes of 4000 digits": Case(_tensor(shape=[10**4000] * 16), "bytes|sizes"),
-    "header: a million dimensions": Case(_tensor(shape=[1] * 1_000_000), "shape"),
+    "header: 200000 dimensions": Case(_tensor(shape=[1] * 200_000), "shape"),
     "header: size is true": Case(_tensor(shape=[True, 4]), "shape"),
     "header: size is 4.0": Case(_tensor(shape=[4.0]), "shape"),
     "header: offsets overlap": Case(_tensor(data_offsets=[8, 24]), "hole|overlap"),
-    "header: offsets beyond the file": Case(_tensor(data_offsets=[1 << 40, (1 << 40) + 16]), "overlap|hole|cut"),
+    "header: offsets beyond the file": Case(
+        _tensor(data_offsets=[1 << 40, (1 << 40) + 16]), "overlap|hole|cut"
+    ),
     "header: offsets the wrong way round": Case(_tensor(data_offsets=[16, 0]), "data_offsets"),
     "header: negative offset": Case(_tensor(data_offsets=[-16, 0]), "data_offsets"),
     "header: three offsets": Case(_tensor(data_offsets=[0, 8, 16]), "data_offsets"),
     "header: entry is a number": Case(_header(lambda: {"a": 1}), "needs exactly"),
-    "header: bytes behind the last": Case(_header(lambda: {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, bytes(9)), "no tensor"),
+    "header: bytes behind the last": Case(
+        _header(lambda: {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, bytes(9)),
+        "no tensor",
+    ),
     # ---- index
-    "index: a million entries": Case(_index(lambda: {f"t{i}": "s.safetensors" for i in range(1_000_000)}, "s.safetensors"), "values|tensors"),
-    "index: a hundred thousand shards": Case(_index(lambda: {f"t{i}": f"s{i}.safetensors" for i in range(100_000)}), "shards"),
+    "index: a million entries": Case(
+        _file(INDEX, lambda: b'{"weight_map":' + _many(b'"t":"s.safetensors"', 1_000_000) + b"}"),
+        "values",
+    ),
+    "index: a hundred thousand shards": Case(
+        _index(lambda: {f"t{i}": f"s{i}.safetensors" for i in range(100_000)}), "shards"
+    ),
     "index: shards of large headers": Case(_many_shards(64, 8_000_000), "header"),
     "index: absent shard": Case(_index(lambda: {"a": "s.safetensors"}), "missing"),
     "index: ..": Case(_index(lambda: {"a": "../s.safetensors"}), "beside it"),
     "index: absolute": Case(_index(lambda: {"a": "/etc/s.safetensors"}), "beside it"),
     "index: number for a shard": Case(_index(lambda: {"a": 1}), "beside it"),
     "index: list for a shard": Case(_index(lambda: {"a": ["s.safetensors"]}), "beside it"),
-    "index: very long name of a shard": Case(_index(lambda: {"a": "s" * 100_000 + ".safetensors"}), "beside it|too long"),
+    "index: very long name of a shard": Case(
+        _index(lambda: {"a": "s" * 100_000 + ".safetensors"}), "beside it|too long"
+    ),
     "index: NUL in the name": Case(_index(lambda: {"a": "s\0.safetensors"}), "beside it"),
     "index: surrogate in the name": Case(_index(lambda: {"a": "\ud800.safetensors"}), "beside it"),
     "index: map is a list": Case(_index(lambda: []), "weight_map"),
     "index: map is empty": Case(_index(dict), "weight_map"),
-    "index: tensor in another shard": Case(_index(lambda: {"a": "s.safetensors", "b": "s.safetensors"}, "s.safetensors"), "no shard"),
-    "index: tensor in two shards": Case(_index(lambda: {"a": "s.safetensors", "b": "r.safetensors"}, "s.safetensors", "r.safetensors"), "shard"),
+    "index: tensor in another shard": Case(
+        _index(lambda: {"a": "s.safetensors", "b": "s.safetensors"}, "s.safetensors"), "no shard"
+    ),
+    "index: tensor in two shards": Case(
+        _index(
+            lambda: {"a": "s.safetensors", "b": "r.safetensors"}, "s.safetensors", "r.safetensors"
+        ),
+        "shard",
+    ),
     "index: list": Case(_file(INDEX, b"[]"), "object"),
     # ---- config.json
     "config: 10^9 layers": Case(_config(num_hidden_layers=10**9), "num_hidden_layers"),
     "config: hidden size of 10^9": Case(_config(hidden_size=10**9), "hidden_size"),
-    "config: intermediate size of 10^9": Case(_config(intermediate_size=10**9), "intermediate_size"),
+    "config: intermediate size of 10^9": Case(
+        _config(intermediate_size=10**9), "intermediate_size"
+    ),
     "config: vocabulary of 10^12": Case(_config(vocab_size=10**12), "vocab_size"),
     "config: positions of 10^15": Case(_config(max_position_embeddings=10**15), "max_position"),
     "config: number of 4000 digits": Case(_config(num_hidden_layers=10**4000), "num_hidden_layers"),
@@ -342,158 +407,443 @@ CASES: dict[str, Case] = {
     "config: model_type of a megabyte": Case(_config(model_type="l" * 1_000_000), "model_type"),
     "config: model_type of newlines": Case(_config(model_type="a\nb\x1b[31m"), "model_type"),
     "config: another architecture": Case(_config(architectures=["BertModel"]), "architectures"),
-    "config: architecture of code": Case(_config(architectures=["LlamaForCausalLM"], auto_map={"AutoModel": "modeling.X"}, model_type="custom"), "model_type"),
+    "config: architecture of code": Case(
+        _config(
+            architectures=["LlamaForCausalLM"],
+            auto_map={"AutoModel": "modeling.X"},
+            model_type="custom",
+        ),
+        "model_type",
+    ),
     "config: architectures is a number": Case(_config(architectures=7), "architectures"),
-    "config: a million architectures": Case(_config(architectures=["X"] * 900_000), "architectures"),
-    "config: key twice": Case(_file("config.json", b'{"model_type":"llama","model_type":"qwen2"}'), "twice"),
+    "config: 200000 architectures": Case(_config(architectures=["X"] * 200_000), "architectures"),
+    "config: key twice": Case(
+        _file("config.json", b'{"model_type":"llama","model_type":"qwen2"}'), "twice"
+    ),
     "config: last of many keys twice": Case(
-        _file("config.json", lambda: b"{" + b"".join(b'"k%d":0,' % i for i in range(100_000)) + b'"z":0,"z":0}'), "twice"
+        _file(
+            "config.json",
+            lambda: b"{" + b"".join(b'"k%d":0,' % i for i in range(100_000)) + b'"z":0,"z":0}',
+        ),
+        "twice",
     ),
     "config: a million values": Case(_config(junk=list(range(1_100_000))), "values"),
     "config: 100 MB": Case(_file("config.json", lambda: b" " * 100_000_000 + b"{}"), "bytes"),
-    "config: a million end tokens": Case(_config(eos_token_id=[2] * 900_000), "eos_token_id"),
+    "config: 200000 end tokens": Case(_config(eos_token_id=[2] * 200_000), "eos_token_id"),
     "config: experts times layers": Case(
-        _config(model_type="mixtral", num_local_experts=1024, num_experts_per_tok=2, num_hidden_layers=1024), "tensors"
+        _config(
+            model_type="mixtral",
+            num_local_experts=1024,
+            num_experts_per_tok=2,
+            num_hidden_layers=1024,
+        ),
+        "tensors",
     ),
     "config: experts of a planned family": Case(
-        _config(model_type="deepseek_v3", n_routed_experts=4096, num_hidden_layers=1024, num_key_value_heads=4, kv_lora_rank=8), "tensors"
+        _config(
+            model_type="deepseek_v3",
+            n_routed_experts=4096,
+            num_hidden_layers=1024,
+            num_key_value_heads=4,
+            kv_lora_rank=8,
+        ),
+        "tensors",
     ),
     "config: rope scaling is a list": Case(_config(rope_scaling=[1]), "rope_scaling"),
-    "config: rope factor is NaN": Case(_config(rope_scaling={"rope_type": "linear", "factor": float("nan")}), "factor"),
-    "config: nested sections": Case(_file("config.json", b'{"model_type":"llama","rope_scaling":' + _deep('{"a":', "}") [:DEEP * 5] + b"1" + b"}" * DEEP + b"}"), "nested|JSON"),
+    "config: rope factor is NaN": Case(
+        _config(rope_scaling={"rope_type": "linear", "factor": float("nan")}), "factor"
+    ),
+    "config: nested sections": Case(
+        _file(
+            "config.json",
+            b'{"model_type":"llama","rope_scaling":'
+            + _deep('{"a":', "}")[: DEEP * 5]
+            + b"1"
+            + b"}" * DEEP
+            + b"}",
+        ),
+        "nested|JSON",
+    ),
     "stored: method is a list": Case(_stored(quant_method=["gptq"]), "quant_method"),
     "stored: a pattern that never ends": Case(
-        _stored(quant_method="gptq", bits=4, dynamic={"-:(.*.*)*(.*.*)*(.*.*)*(.*)*x": {}}), "dynamic"
+        _stored(quant_method="gptq", bits=4, dynamic={"-:(.*.*)*(.*.*)*(.*.*)*(.*)*x": {}}), "steps"
     ),
     "stored: nested repetition": Case(
-        _stored(quant_method="compressed-tensors", config_groups={"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}, "targets": ["re:(\\w+\\.?)+!$"]}}),
-        "targets",
+        _stored(
+            quant_method="compressed-tensors",
+            config_groups={
+                "g": {
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "channel"},
+                    "targets": ["re:(\\w+\\.?)+!$"],
+                }
+            },
+        ),
+        "steps",
     ),
     "stored: modules that are patterns": Case(
-        _stored(quant_method="awq", bits=4, group_size=32, modules_to_not_convert=["(\\w+\\.?)+!$"]), "modules_to_not_convert"
+        _stored(
+            quant_method="awq", bits=4, group_size=32, modules_to_not_convert=["(\\w+\\.?)+!$"]
+        ),
+        "steps",
     ),
     "stored: 60000 ignored patterns": Case(
-        _stored(quant_method="compressed-tensors", ignore=[f"re:.*{i}.*x.*y" for i in range(60_000)], config_groups={"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}, "targets": ["Linear"]}}),
-        "ignore",
+        _stored(
+            quant_method="compressed-tensors",
+            ignore=[f"re:.*{i}.*x.*y" for i in range(60_000)],
+            config_groups={
+                "g": {
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "channel"},
+                    "targets": ["Linear"],
+                }
+            },
+        ),
+        "steps",
     ),
-    "stored: a pattern of repeats": Case(_stored(quant_method="gptq", bits=4, dynamic={"-:" + "(a{1,1000}){1,1000}" * 50: {}}), "dynamic"),
+    "stored: a pattern of repeats": Case(
+        _stored(quant_method="gptq", bits=4, dynamic={"-:" + "(a{1,1000}){1,1000}" * 50: {}}),
+        "steps",
+    ),
     # ---- generation_config.json
-    "generation: end token is text": Case(_json("generation_config.json", lambda: {"eos_token_id": "2"}), "eos_token_id"),
-    "generation: a million end tokens": Case(_json("generation_config.json", lambda: {"eos_token_id": list(range(1_000_000))}), "eos_token_id"),
-    "generation: temperature is NaN": Case(_file("generation_config.json", b'{"temperature":NaN}'), "temperature"),
-    "generation: temperature is text": Case(_json("generation_config.json", lambda: {"temperature": "hot"}), "temperature"),
-    "generation: temperature of 400 digits": Case(_json("generation_config.json", lambda: {"temperature": 10**400}), "temperature"),
-    "generation: top_k is a list": Case(_json("generation_config.json", lambda: {"top_k": [1]}), "top_k"),
+    "generation: end token is text": Case(
+        _json("generation_config.json", lambda: {"eos_token_id": "2"}), "eos_token_id"
+    ),
+    "generation: 200000 end tokens": Case(
+        _json("generation_config.json", lambda: {"eos_token_id": list(range(200_000))}),
+        "eos_token_id",
+    ),
+    "generation: temperature is NaN": Case(
+        _file("generation_config.json", b'{"temperature":NaN}'), "temperature"
+    ),
+    "generation: temperature is text": Case(
+        _json("generation_config.json", lambda: {"temperature": "hot"}), "temperature"
+    ),
+    "generation: temperature of 400 digits": Case(
+        _json("generation_config.json", lambda: {"temperature": 10**400}), "temperature"
+    ),
+    "generation: top_k is a list": Case(
+        _json("generation_config.json", lambda: {"top_k": [1]}), "top_k"
+    ),
     # ---- tokenizer.json
     "tokenizer: a list": Case(_file("tokenizer.json", b"[]"), "object"),
     "tokenizer: nothing": Case(_file("tokenizer.json", b"{}"), "no tokenizer"),
-    "tokenizer: nested normalizers": Case(_tokenizer(normalizer=lambda: _nested(_replace("a", "b"), 200)), "normalizer"),
-    "tokenizer: 1000 replacements": Case(_tokenizer(normalizer=_steps(_replace("a", "b"), 1000)), "normalizer"),
-    "tokenizer: 1000 patterns": Case(_tokenizer(normalizer=_steps(_replace("a+b*c?" * 20, "b", "Regex"), 1000)), "normalizer"),
-    "tokenizer: replacement of 1000 characters": Case(_tokenizer(normalizer=_replace("a", "a" * 1000)), "normalizer"),
-    "tokenizer: doubling 60 times": Case(_tokenizer(normalizer=_steps(_replace("a", "aa"), 60)), "normalizer"),
-    "tokenizer: replacing nothing": Case(_tokenizer(normalizer=_steps(_replace("", "aaaaaaaa", "Regex"), 3)), "normalizer"),
-    "tokenizer: chain of prepends": Case(_tokenizer(normalizer=_steps({"type": "Prepend", "prepend": "aa"}, 60)), "normalizer"),
-    "tokenizer: prepend of a megabyte": Case(_tokenizer(normalizer={"type": "Prepend", "prepend": "a" * 1_000_000}), "normalizer"),
-    "tokenizer: charsmap that grows": Case(_tokenizer(normalizer=lambda: {"type": "Precompiled", "precompiled_charsmap": _charsmap(100_000)}), "normalizer"),
-    "tokenizer: charsmap of rubbish": Case(_tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "normalizer|no tokenizer"),
-    "tokenizer: charsmap that lies": Case(
-        _tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\xff\xff\xff\x7f" + bytes(64)).decode()}), "normalizer|no tokenizer"
+    "tokenizer: nested normalizers": Case(
+        _tokenizer(normalizer=lambda: _nested(_replace("a", "b"), 200)), "no tokenizer"
     ),
-    "tokenizer: pattern of a megabyte": Case(_tokenizer(pre_tokenizer=lambda: _split("a" * 1_000_000)), "pre_tokenizer"),
-    "tokenizer: nested pattern": Case(_tokenizer(pre_tokenizer=lambda: _split("(" * 100_000 + ")" * 100_000)), "pre_tokenizer"),
-    "tokenizer: pattern of repeats": Case(_tokenizer(pre_tokenizer=lambda: _split("(?:" * 6 + "a" + "{1,9999})" * 6 + "x" * 9000)), "pre_tokenizer"),
-    "tokenizer: 1000 splits": Case(_tokenizer(pre_tokenizer=lambda: _steps(_split("a+"), 1000)), "pre_tokenizer"),
-    "tokenizer: broken pattern": Case(_tokenizer(pre_tokenizer=lambda: _split("(")), "no tokenizer"),
+    "tokenizer: 1000 replacements": Case(
+        _tokenizer(normalizer=_steps(_replace("a", "b"), 1000)), "normalizer"
+    ),
+    "tokenizer: 1000 patterns": Case(
+        _tokenizer(normalizer=_steps(_replace("a+b*c?" * 20, "b", "Regex"), 1000)), "normalizer"
+    ),
+    "tokenizer: replacement of 1000 characters": Case(
+        _tokenizer(normalizer=_replace("a", "a" * 1000)), "normalizer"
+    ),
+    "tokenizer: doubling 60 times": Case(
+        _tokenizer(normalizer=_steps(_replace("a", "aa"), 60)), "normalizer"
+    ),
+    "tokenizer: replacing nothing": Case(
+        _tokenizer(normalizer=_steps(_replace("", "aaaaaaaa", "Regex"), 3)), "normalizer"
+    ),
+    "tokenizer: chain of prepends": Case(
+        _tokenizer(normalizer=_steps({"type": "Prepend", "prepend": "aa"}, 60)), "normalizer"
+    ),
+    "tokenizer: prepend of a megabyte": Case(
+        _tokenizer(normalizer={"type": "Prepend", "prepend": "a" * 1_000_000}), "normalizer"
+    ),
+    "tokenizer: charsmap that grows": Case(
+        _tokenizer(
+            normalizer=lambda: {"type": "Precompiled", "precompiled_charsmap": _charsmap(100_000)}
+        ),
+        "normalizer",
+    ),
+    "tokenizer: charsmap of rubbish": Case(
+        _tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "normalizer|no tokenizer",
+    ),
+    "tokenizer: charsmap that lies": Case(
+        _tokenizer(
+            normalizer={
+                "type": "Precompiled",
+                "precompiled_charsmap": base64.b64encode(b"\xff\xff\xff\x7f" + bytes(64)).decode(),
+            }
+        ),
+        "normalizer|no tokenizer",
+    ),
+    "tokenizer: pattern of a megabyte": Case(
+        _tokenizer(pre_tokenizer=lambda: _split("a" * 1_000_000)), "pre_tokenizer"
+    ),
+    "tokenizer: nested pattern": Case(
+        _tokenizer(pre_tokenizer=lambda: _split("(" * 100_000 + ")" * 100_000)), "pre_tokenizer"
+    ),
+    "tokenizer: pattern of repeats": Case(
+        _tokenizer(pre_tokenizer=lambda: _split("(?:" * 6 + "a" + "{1,9999})" * 6 + "x" * 9000)),
+        "pre_tokenizer",
+    ),
+    "tokenizer: 1000 splits": Case(
+        _tokenizer(pre_tokenizer=lambda: _steps(_split("a+"), 1000)), "pre_tokenizer"
+    ),
+    "tokenizer: broken pattern": Case(
+        _tokenizer(pre_tokenizer=lambda: _split("(")), "no tokenizer"
+    ),
     "tokenizer: template of a million": Case(
-        _tokenizer(post_processor=lambda: {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 200_000, "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}),
+        _tokenizer(
+            post_processor=lambda: {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 200_000,
+                "pair": [],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+            }
+        ),
         "post_processor",
     ),
     "tokenizer: template of tokens that are many": Case(
-        _tokenizer(post_processor=lambda: {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 200_000, "tokens": ["<s>"] * 200_000}}}),
+        _tokenizer(
+            post_processor=lambda: {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {
+                    "<s>": {"id": "<s>", "ids": [1] * 200_000, "tokens": ["<s>"] * 200_000}
+                },
+            }
+        ),
         "post_processor",
     ),
-    "tokenizer: decoder that grows": Case(_tokenizer(decoder={"type": "Sequence", "decoders": [_replace("a", "aa")] * 60}), "decoder"),
-    "tokenizer: vocabulary of 10^7": Case(_tokenizer(model=lambda: {"vocab": {f"t{i}": i for i in range(10_000_000)}}), "bytes|values"),
-    "tokenizer: vocabulary of 2 million": Case(_tokenizer(model=lambda: {"vocab": {f"t{i}": i for i in range(2_000_000)}}), "vocab|values"),
-    "tokenizer: merges of 10^7": Case(
-        _file("tokenizer.json", lambda: b'{"model":{"type":"BPE","vocab":{"a":0,"aa":1},"merges":[' + b'"a a",' * 10_000_000 + b'"a a"]}}'), "merges|values|bytes"
+    "tokenizer: decoder that grows": Case(
+        _tokenizer(decoder={"type": "Sequence", "decoders": [_replace("a", "aa")] * 60}), "decoder"
     ),
-    "tokenizer: merges that are absent": Case(_tokenizer(model={"merges": ["x1 x2"]}), "no tokenizer"),
+    "tokenizer: vocabulary of 10^7": Case(_vocabulary(10_000_000), "bytes"),
+    "tokenizer: vocabulary of 2 million": Case(_vocabulary(2_000_000), "keys"),
+    "tokenizer: merges of 10^7": Case(
+        _file(
+            "tokenizer.json",
+            lambda: (
+                b'{"model":{"type":"BPE","vocab":{"a":0,"aa":1},"merges":['
+                + b'"a a",' * 10_000_000
+                + b'"a a"]}}'
+            ),
+        ),
+        "merges|values|bytes",
+    ),
+    "tokenizer: merges that are absent": Case(
+        _tokenizer(model={"merges": ["x1 x2"]}), "no tokenizer"
+    ),
     "tokenizer: merges of one": Case(_tokenizer(model={"merges": [["a"]]}), "no tokenizer"),
-    "tokenizer: a million added tokens": Case(_tokenizer(added_tokens=lambda: _added(1_000_000)), "bytes|values|added"),
-    "tokenizer: 150000 added tokens": Case(_tokenizer(added_tokens=lambda: _added(150_000)), "added_tokens"),
-    "tokenizer: added token of a megabyte": Case(_tokenizer(added_tokens=lambda: [{**_added(1)[0], "content": "x" * 1_000_000}]), "added_tokens"),
+    "tokenizer: a million added tokens": Case(
+        _file(
+            "tokenizer.json",
+            lambda: b'{"added_tokens":[' + b'{"id":300,"content":"<300>"},' * 1_000_000 + b"1]}",
+        ),
+        "keys",
+    ),
+    "tokenizer: 40000 added tokens": Case(
+        _tokenizer(added_tokens=lambda: _added(40_000)), "added_tokens"
+    ),
+    "tokenizer: added token of a megabyte": Case(
+        _tokenizer(added_tokens=lambda: [{**_added(1)[0], "content": "x" * 1_000_000}]),
+        "added_tokens",
+    ),
     "tokenizer: id of 2^32 - 1": Case(_tokenizer(model={"vocab": {"a": (1 << 32) - 1}}), "vocab"),
     "tokenizer: id of 2^40": Case(_tokenizer(model={"vocab": {"a": 1 << 40}}), "tokenizer"),
     "tokenizer: id is negative": Case(_tokenizer(model={"vocab": {"a": -1}}), "no tokenizer|vocab"),
-    "tokenizer: normalizer twice": Case(_file("tokenizer.json", b'{"normalizer":null,"normalizer":null,"model":{"type":"BPE","vocab":{},"merges":[]}}'), "twice"),
-    "tokenizer: unigram of NaN": Case(_tokenizer(model={"type": "Unigram", "vocab": [["a", float("nan")]]}), "tokenizer.json"),
-    "tokenizer: unigram without unknown": Case(_tokenizer(model={"type": "Unigram", "unk_id": 7, "vocab": [["a", 0.0]]}), "no tokenizer"),
-    "tokenizer: unigram of nothing": Case(_tokenizer(model={"type": "Unigram", "unk_id": None, "vocab": []}), "tokenizer"),
-    "tokenizer: cache of 2^60": Case(_tokenizer(model={"cache_capacity": 1 << 60}), "cache_capacity|tokenizer"),
+    "tokenizer: normalizer twice": Case(
+        _file(
+            "tokenizer.json",
+            b'{"normalizer":null,"normalizer":null,"model":{"type":"BPE","vocab":{},"merges":[]}}',
+        ),
+        "twice",
+    ),
+    "tokenizer: unigram of NaN": Case(
+        _tokenizer(model={"type": "Unigram", "vocab": [["a", float("nan")]]}), "tokenizer.json"
+    ),
+    "tokenizer: unigram without unknown": Case(
+        _tokenizer(model={"type": "Unigram", "unk_id": 7, "vocab": [["a", 0.0]]}), "no tokenizer"
+    ),
+    "tokenizer: unigram of nothing": Case(
+        _tokenizer(model={"type": "Unigram", "unk_id": None, "vocab": []}), "tokenizer"
+    ),
     "tokenizer: unknown model": Case(_tokenizer(model={"type": "Magic"}), "no tokenizer"),
     # ---- beside it
-    "tokens: listed tokens are a list": Case(_json("tokenizer_config.json", lambda: {"added_tokens_decoder": [1]}), "added_tokens_decoder"),
-    "tokens: key of 5000 digits": Case(_json("tokenizer_config.json", lambda: {"added_tokens_decoder": {"1" * 5000: {"content": "a"}}}), "added_tokens_decoder"),
-    "tokens: 100000 listed tokens": Case(
-        _json("tokenizer_config.json", lambda: {"added_tokens_decoder": {str(261 + i): {"content": f"<{i}>"} for i in range(100_000)}}), "added_tokens_decoder"
+    "tokens: listed tokens are a list": Case(
+        _json("tokenizer_config.json", lambda: {"added_tokens_decoder": [1]}),
+        "added_tokens_decoder",
     ),
-    "tokens: id of another token": Case(_json("tokenizer_config.json", lambda: {"added_tokens_decoder": {"99999": {"content": "<s>"}}}), "added token"),
-    "tokens: 100000 added tokens of old": Case(_json("added_tokens.json", lambda: {f"<{i}>": 261 + i for i in range(100_000)}), "added_tokens"),
-    "tokens: 100000 special tokens": Case(_json("tokenizer_config.json", lambda: {"additional_special_tokens": [f"<{i}>" for i in range(900_000)]}), "additional_special_tokens"),
+    "tokens: key of 5000 digits": Case(
+        _json(
+            "tokenizer_config.json",
+            lambda: {"added_tokens_decoder": {"1" * 5000: {"content": "a"}}},
+        ),
+        "added_tokens_decoder",
+    ),
+    "tokens: 40000 listed tokens": Case(
+        _json(
+            "tokenizer_config.json",
+            lambda: {
+                "added_tokens_decoder": {str(261 + i): {"content": f"<{i}>"} for i in range(40_000)}
+            },
+        ),
+        "added_tokens_decoder",
+    ),
+    "tokens: id of another token": Case(
+        _json(
+            "tokenizer_config.json", lambda: {"added_tokens_decoder": {"99999": {"content": "<s>"}}}
+        ),
+        "added token",
+    ),
+    "tokens: 40000 added tokens of old": Case(
+        _json("added_tokens.json", lambda: {f"<{i}>": 261 + i for i in range(40_000)}),
+        "added_tokens",
+    ),
+    "tokens: 40000 special tokens": Case(
+        _json(
+            "tokenizer_config.json",
+            lambda: {"additional_special_tokens": [f"<{i}>" for i in range(40_000)]},
+        ),
+        "additional_special_tokens",
+    ),
     # ---- tokenizer.model
     "sentencepiece: rubbish": Case(_sentencepiece(lambda: b"\xff" * 1000), "SentencePiece"),
-    "sentencepiece: cut off": Case(_sentencepiece(lambda: _pb(1, _pb(1, b"abc"))[:-1]), "SentencePiece"),
-    "sentencepiece: two million pieces": Case(_sentencepiece(lambda: _pb(1, _pb(1, b"abc")) * 2_000_000), "pieces"),
+    "sentencepiece: cut off": Case(
+        _sentencepiece(lambda: _pb(1, _pb(1, b"abc"))[:-1]), "SentencePiece"
+    ),
+    "sentencepiece: two million pieces": Case(
+        _sentencepiece(lambda: _pb(1, _pb(1, b"abc")) * 2_000_000), "pieces"
+    ),
     "sentencepiece: piece of a megabyte": Case(
-        _sentencepiece(lambda: _pb(1, _pb(1, b"<unk>")) + _pb(1, _pb(1, b"a" * 1_000_000)) + _pb(2, b"\x18\x02")), "piece"
+        _sentencepiece(
+            lambda: (
+                _pb(1, _pb(1, b"<unk>")) + _pb(1, _pb(1, b"a" * 1_000_000)) + _pb(2, b"\x18\x02")
+            )
+        ),
+        "piece",
     ),
-    "sentencepiece: no unknown piece": Case(_sentencepiece(lambda: _pb(1, _pb(1, b"a")) + _pb(2, b"\x18\x02\xc0\x02\x63")), "unk"),
+    "sentencepiece: no unknown piece": Case(
+        _sentencepiece(lambda: _pb(1, _pb(1, b"a")) + _pb(2, b"\x18\x02\xc0\x02\x63")), "unk"
+    ),
     "sentencepiece: charsmap that grows": Case(
-        _sentencepiece(lambda: _pb(1, _pb(1, b"<unk>")) + _pb(3, _pb(2, base64.b64decode(_charsmap(100_000))))), "charsmap"
+        _sentencepiece(
+            lambda: _pb(1, _pb(1, b"<unk>")) + _pb(3, _pb(2, base64.b64decode(_charsmap(100_000))))
+        ),
+        "charsmap",
     ),
-    "sentencepiece: charsmap of rubbish": Case(_sentencepiece(lambda: _pb(1, _pb(1, b"<unk>")) + _pb(3, _pb(2, b"abc"))), "SentencePiece|charsmap"),
+    "sentencepiece: charsmap of rubbish": Case(
+        _sentencepiece(lambda: _pb(1, _pb(1, b"<unk>")) + _pb(3, _pb(2, b"abc"))),
+        "SentencePiece|charsmap",
+    ),
     # ---- GGUF
     "gguf: 2^60 keys": Case(_raw_gguf(0, 1 << 60), "GGUF"),
     "gguf: 2^60 tensors": Case(_raw_gguf(1 << 60, 0), "GGUF"),
     "gguf: a million keys": Case(_raw_gguf(0, 1_000_000, _many_keys(1)), "keys"),
-    "gguf: 300000 keys": Case(_gguf(lambda: b"GGUF" + struct.pack("<IQQ", 3, 0, 300_000) + _many_keys(300_000)), "keys"),
-    "gguf: 300000 tensors": Case(_gguf(lambda: b"GGUF" + struct.pack("<IQQ", 3, 300_000, 0) + _many_infos(300_000)), "tensors"),
-    "gguf: key of 2^60 bytes": Case(_raw_gguf(0, 1, struct.pack("<Q", 1 << 60)), "cut off"),
-    "gguf: text of 2^60 bytes": Case(_raw_gguf(0, 1, text("a") + struct.pack("<IQ", 8, 1 << 60)), "cut off"),
-    "gguf: array of 2^60": Case(_raw_gguf(0, 1, text("a") + struct.pack("<IIQ", 9, 0, 1 << 60)), "array"),
-    "gguf: array of 4 million in 100 keys": Case(
-        _gguf(lambda: b"GGUF" + struct.pack("<IQQ", 3, 0, 50) + b"".join(text(f"k{i}") + struct.pack("<IIQ", 9, 2, 4_000_000) + bytes(range(256)) * 31_250 for i in range(25))), "arrays"
+    "gguf: 300000 keys": Case(
+        _gguf(lambda: b"GGUF" + struct.pack("<IQQ", 3, 0, 300_000) + _many_keys(300_000)), "keys"
     ),
-    "gguf: nested arrays": Case(_raw_gguf(0, 1, text("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000), "nested"),
-    "gguf: wide nested arrays": Case(_gguf(lambda: b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 4_000_000) + struct.pack("<IQ", 0, 0) * 4_000_000), "arrays"),
-    "gguf: array of unknown type": Case(_raw_gguf(0, 1, text("a") + struct.pack("<IIQ", 9, 77, 1) + bytes(9)), "type"),
+    "gguf: 300000 tensors": Case(
+        _gguf(lambda: b"GGUF" + struct.pack("<IQQ", 3, 300_000, 0) + _many_infos(300_000)),
+        "tensors",
+    ),
+    "gguf: key of 2^60 bytes": Case(_raw_gguf(0, 1, struct.pack("<Q", 1 << 60)), "cut off"),
+    "gguf: text of 2^60 bytes": Case(
+        _raw_gguf(0, 1, text("a") + struct.pack("<IQ", 8, 1 << 60)), "cut off"
+    ),
+    "gguf: array of 2^60": Case(
+        _raw_gguf(0, 1, text("a") + struct.pack("<IIQ", 9, 0, 1 << 60)), "array"
+    ),
+    "gguf: array of 4 million in 100 keys": Case(
+        _gguf(
+            lambda: (
+                b"GGUF"
+                + struct.pack("<IQQ", 3, 0, 50)
+                + b"".join(
+                    text(f"k{i}")
+                    + struct.pack("<IIQ", 9, 2, 4_000_000)
+                    + bytes(range(256)) * 31_250
+                    for i in range(25)
+                )
+            )
+        ),
+        "arrays",
+    ),
+    "gguf: nested arrays": Case(
+        _raw_gguf(0, 1, text("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000),
+        "nested",
+    ),
+    "gguf: wide nested arrays": Case(
+        _gguf(
+            lambda: (
+                b"GGUF"
+                + struct.pack("<IQQ", 3, 0, 1)
+                + text("a")
+                + struct.pack("<IIQ", 9, 9, 4_000_000)
+                + struct.pack("<IQ", 0, 0) * 4_000_000
+            )
+        ),
+        "arrays",
+    ),
+    "gguf: array of unknown type": Case(
+        _raw_gguf(0, 1, text("a") + struct.pack("<IIQ", 9, 77, 1) + bytes(9)), "type"
+    ),
     "gguf: value of unknown type": Case(_raw_gguf(0, 1, text("a") + struct.pack("<I", 77)), "type"),
     "gguf: key twice": Case(_raw_gguf(0, 2, (text("a") + struct.pack("<IB", 0, 1)) * 2), "twice"),
-    "gguf: tensor twice": Case(_raw_gguf(2, 0, (text("a") + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2), "twice"),
-    "gguf: 2^32 - 1 dimensions": Case(_raw_gguf(1, 0, text("a") + struct.pack("<I", (1 << 32) - 1)), "dimensions"),
+    "gguf: tensor twice": Case(
+        _raw_gguf(2, 0, (text("a") + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2), "twice"
+    ),
+    "gguf: 2^32 - 1 dimensions": Case(
+        _raw_gguf(1, 0, text("a") + struct.pack("<I", (1 << 32) - 1)), "dimensions"
+    ),
     "gguf: alignment of 0": Case(_gguf_of(general__alignment=(4, 0)), "alignment"),
     "gguf: alignment of 7": Case(_gguf_of(general__alignment=(4, 7)), "alignment"),
-    "gguf: alignment of 2^31": Case(_gguf_of(general__alignment=(4, 1 << 31)), "alignment|cut off"),
+    "gguf: alignment of 2^31": Case(_gguf_of(general__alignment=(4, 1 << 31)), "missing"),
     "gguf: alignment is text": Case(_gguf_of(general__alignment=(8, "32")), "alignment"),
     "gguf: version 1": Case(_gguf(lambda: b"GGUF" + struct.pack("<IQQ", 1, 0, 0)), "version"),
-    "gguf: version of the other byte order": Case(_gguf(lambda: b"GGUF" + struct.pack(">IQQ", 3, 0, 0)), "version"),
+    "gguf: version of the other byte order": Case(
+        _gguf(lambda: b"GGUF" + struct.pack(">IQQ", 3, 0, 0)), "version"
+    ),
     "gguf: empty": Case(_gguf(lambda: b""), "empty"),
     "gguf: 4 bytes": Case(_gguf(lambda: b"GGUF"), "cut off"),
-    "gguf: LFS pointer": Case(_gguf(lambda: b"version https://git-lfs.github.com/spec/v1\n"), "LFS"),
-    "gguf: tensors overlap": Case(_gguf_of((("a", (64,), 0, 0), ("b", (64,), 0, 32)), bytes(512)), "overlap"),
-    "gguf: tensor beyond the file": Case(_gguf_of((("a", (64,), 0, 1 << 40),), bytes(512)), "cut off"),
-    "gguf: tensor of 2^63 offset": Case(_gguf_of((("a", (64,), 0, 1 << 63),), bytes(512)), "cut off"),
+    "gguf: LFS pointer": Case(
+        _gguf(lambda: b"version https://git-lfs.github.com/spec/v1\n"), "LFS"
+    ),
+    "gguf: tensors overlap": Case(
+        _gguf_of((("a", (64,), 0, 0), ("b", (64,), 0, 32)), bytes(512)), "overlap"
+    ),
+    "gguf: tensor beyond the file": Case(
+        _gguf_of((("a", (64,), 0, 1 << 40),), bytes(512)), "cut off"
+    ),
+    "gguf: tensor of 2^63 offset": Case(
+        _gguf_of((("a", (64,), 0, 1 << 63),), bytes(512)), "cut off"
+    ),
     "gguf: size of 0": Case(_gguf_of((("a", (0,), 0, 0),), bytes(512)), "sizes"),
-    "gguf: sizes that overflow": Case(_gguf_of((("a", (1 << 40, 1 << 40), 0, 0),), bytes(512)), "cut off"),
+    "gguf: sizes that overflow": Case(
+        _gguf_of((("a", (1 << 40, 1 << 40), 0, 0),), bytes(512)), "cut off"
+    ),
     "gguf: unknown type of a tensor": Case(_gguf_of((("a", (64,), 99, 0),), bytes(512)), "type"),
-    "gguf: junk behind the last": Case(_gguf_of((("a", (64,), 0, 0),), bytes(256) + b"x" * 4096), "bytes"),
-    "gguf: hole between tensors": Case(_gguf_of((("a", (64,), 0, 0), ("b", (64,), 0, 1024)), bytes(1024 + 256)), "hole"),
-    "gguf: 10^9 layers": Case(_gguf_of((("token_embd.weight", (261, 32), 0, 0),), bytes(261 * 128), llama__block_count=(4, 10**9)), "block_count"),
-    "gguf: tokens are no list": Case(_gguf_of((("token_embd.weight", (261, 32), 0, 0),), bytes(261 * 128), tokenizer__ggml__model=(8, "gpt2"), tokenizer__ggml__tokens=(4, 7)), "tokens|lacks"),
+    "gguf: junk behind the last": Case(
+        _gguf_of((("a", (64,), 0, 0),), bytes(256) + b"x" * 4096), "bytes"
+    ),
+    "gguf: hole between tensors": Case(
+        _gguf_of((("a", (64,), 0, 0), ("b", (64,), 0, 1024)), bytes(1024 + 256)), "hole"
+    ),
+    "gguf: 10^9 layers": Case(
+        _gguf_of(
+            (("token_embd.weight", (261, 32), 0, 0),),
+            bytes(261 * 128),
+            llama__block_count=(4, 10**9),
+        ),
+        "block_count",
+    ),
+    "gguf: tokens are no list": Case(
+        _gguf_of(
+            (("token_embd.weight", (261, 32), 0, 0),),
+            bytes(261 * 128),
+            tokenizer__ggml__model=(8, "gpt2"),
+            tokenizer__ggml__tokens=(4, 7),
+        ),
+        "tokens|lacks",
+    ),
     "gguf: architecture is a number": Case(_gguf_of(general__architecture=(4, 7)), "architecture"),
-    "gguf: architecture is unknown": Case(_gguf_of(general__architecture=(8, "bert")), "architecture"),
+    "gguf: architecture is unknown": Case(
+        _gguf_of(general__architecture=(8, "bert")), "architecture"
+    ),
     # ---- what stands in the place of a file
     "place: loop of links as the folder": Case(_loop_of_folders, "link"),
     "place: weights named as the folder": Case(_varied, "is a file"),
@@ -532,6 +882,12 @@ CASES: dict[str, Case] = {
 }
 
 
+def import_all() -> None:
+    """What loading needs, once for all children."""
+    for name in ("build", "loader.stored_checkpoint", "loader.gguf_checkpoint", "text.gguf_vocab"):
+        import_module(f"ridgeline.{name}")
+
+
 def load_whole(path: Path) -> None:
     """All that is read of a model before memory for its weights is taken."""
     from ridgeline.build import build_front
@@ -550,6 +906,7 @@ class Outcome:
 
     error: str
     message: str
+    cpu_s: float
     seconds: float
     num_bytes: int
 
@@ -559,40 +916,56 @@ def _peak() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def _child(name: str, path: Path, pipe: int) -> None:
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT,) * 2)
-    before, start = _peak(), time.monotonic()
-    if "unreadable" in name:
-        codecs.lookup("unicode-escape")  # nobody may not read the codec's module
-        os.setgid(65534)
-        os.setuid(65534)  # root may read everything
+def _load(name: str, path: Path) -> Outcome:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
+    before, start, cpu = _peak(), time.monotonic(), time.process_time()
+    is_other = "unreadable" in name and os.geteuid() == 0  # root may read everything
     error = message = ""
+    signal.alarm(TIME_LIMIT_S)
     try:
+        if is_other:
+            codecs.lookup("unicode-escape")  # nobody may not read the codec's module
+            os.seteuid(NOBODY)
         load_whole(path)
     except BaseException as problem:
         error, message = type(problem).__name__, str(problem)[:MAX_MESSAGE]
-    found = [error, message, time.monotonic() - start, _peak() - before]
-    os.write(pipe, json.dumps(found).encode())
+    finally:
+        if is_other:
+            os.seteuid(0)
+    cpu, seconds = time.process_time() - cpu, time.monotonic() - start
+    return Outcome(error, message, cpu, seconds, _peak() - before)
 
 
-def load_in_child(name: str, path: Path) -> Outcome:
-    """In a copy of this process, which has imported what loading needs."""
+def _child(names: list[str], pipe: int) -> None:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_LIMIT,) * 2)
+    for name in names:
+        with tempfile.TemporaryDirectory() as where:
+            found = _load(name, hostile_folder(name, Path(where)))
+        found = replace(found, message=found.message.replace(where, ""))
+        os.write(pipe, json.dumps([name, *astuple(found)]).encode() + b"\n")
+
+
+def load_in_child(names: list[str]) -> Iterator[tuple[str, Outcome]]:
+    """One after the other in a copy of this process, which has imported what loading needs. One
+    that ends the child, or takes too long, is the last."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(TIME_LIMIT_S)
         try:
-            _child(name, path, writer)
+            _child(names, writer)
         finally:
             os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read()
+    done = 0
+    with os.fdopen(reader) as pipe:
+        for line in pipe:
+            name, *found = json.loads(line)
+            yield name, Outcome(*found)
+            done += 1
     _, status = os.waitpid(child, 0)
-    if not said:
-        return Outcome(f"signal {os.WTERMSIG(status)}", "", float(TIME_LIMIT_S), 0)
-    return Outcome(*json.loads(said))
+    if done < len(names):
+        yield names[done], Outcome(f"status {status}", "", 0.0, float(TIME_LIMIT_S), 0)
 
 
 def hostile_folder(name: str, where: Path) -> Path:
@@ -604,17 +977,14 @@ def hostile_folder(name: str, where: Path) -> Path:
 
 
 def main() -> None:
-    import ridgeline.build  # once, for all children
-    import ridgeline.loader.stored_checkpoint
-
-    wanted = sys.argv[1:] or [""]
-    for name in CASES:
-        if any(part in name for part in wanted):
-            with tempfile.TemporaryDirectory() as where:
-                path = hostile_folder(name, Path(where))
-                out = load_in_child(name, path)
-            said = out.message.replace(where, "")[:200].replace("\n", "\\n")
-            print(f"{out.seconds:6.2f} s {out.num_bytes / 1e6:6.0f} MB  {name}: {out.error}: {said}", flush=True)
+    names = [name for name in CASES if any(part in name for part in sys.argv[1:] or [""])]
+    import_all()
+    while names:
+        for name, out in load_in_child(names):
+            mark = "" if CASES[name].fits(out.message) else "  UNEXPECTED"
+            cost = f"{out.cpu_s:5.2f} {out.seconds:5.2f} s {out.num_bytes / 1e6:6.0f} MB"
+            print(f"{cost}  {name}: {out.error}: {out.message[:200]!r}{mark}", flush=True)
+        names = names[names.index(name) + 1 :]
 
 
 if __name__ == "__main__":
