@@ -28,7 +28,7 @@ class ConfigReader:
 
     def fail(self, key: str, reason: str) -> ConfigError:
         """The error for `key`, to be raised by the caller."""
-        return ConfigError(f"{self.source}: {self.path}{key} {reason}")
+        return ConfigError(f"{self.source}: {self.path}{key[:80]} {reason}")
 
     def has(self, key: str) -> bool:
         """The key is there and not null."""
@@ -89,7 +89,7 @@ class ConfigReader:
             return None
         if not isinstance(value, Mapping):
             raise self.fail(key, f"must be an object, not {_show(value)}")
-        return ConfigReader(value, f"{self.path}{key}.", self.source) if value else None
+        return ConfigReader(value, f"{self.path}{key[:80]}.", self.source) if value else None
 
     def texts(self, key: str, *, length: int) -> tuple[str, ...] | None:
         """A list of `length` strings, None when missing or null."""

@@ -99,7 +99,7 @@ def _experts(config: ConfigReader) -> DenseSpec | ExpertsSpec:
     size = config.integer("moe_intermediate_size", default=2048)
     scoring = config.text("scoring_func", default="sigmoid")
     if scoring not in ("sigmoid", "softmax"):
-        raise config.fail("scoring_func", f"is {scoring!r}; supported are sigmoid, softmax")
+        raise config.fail("scoring_func", f"is {scoring[:60]!r}; supported are sigmoid, softmax")
     return ExpertsSpec(
         num_experts=total,
         num_active=config.integer("num_experts_per_tok", high=total, default=8),

@@ -61,7 +61,9 @@ def read_eagle3(config: Mapping[str, object], target: ModelSpec) -> EagleSpec:
     values |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
     reader = ConfigReader(values)
     if (kind := reader.text("model_type", default="llama")) != "llama":
-        raise reader.fail("model_type", f"is {kind!r}; heads are read whose layer is a llama's")
+        raise reader.fail(
+            "model_type", f"is {kind[:60]!r}; heads are read whose layer is a llama's"
+        )
     model = read_llama(reader, None)
     ids = reader.integer("draft_vocab_size", high=model.vocab_size, default=model.vocab_size)
     if model.vocab_size != target.vocab_size:

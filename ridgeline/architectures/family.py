@@ -153,7 +153,7 @@ def _refuse_foreign(config: ConfigReader) -> None:
 def activation(config: ConfigReader) -> str:
     name = config.text("hidden_act", default="silu")
     if name not in ACTIVATIONS:
-        raise config.fail("hidden_act", f"is {name!r}; supported are {', '.join(ACTIVATIONS)}")
+        raise config.fail("hidden_act", f"is {name[:60]!r}; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -167,7 +167,7 @@ def sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, 
     kinds = config.texts("layer_types", length=num_layers)
     for kind in kinds or ():
         if kind not in LAYER_TYPES:
-            raise config.fail("layer_types", f"has {kind!r}; supported are {LAYER_TYPES}")
+            raise config.fail("layer_types", f"has {kind[:60]!r}; supported are {LAYER_TYPES}")
     if not config.flag("use_sliding_window", default=False) or (
         "sliding_window" in config.values and not config.has("sliding_window")
     ):
@@ -232,5 +232,5 @@ def read_dtype(config: ConfigReader) -> str:
     key = "dtype" if config.has("dtype") else "torch_dtype"
     name = config.text(key, default="float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise config.fail(key, f"is {name!r}; supported are {', '.join(DTYPES)}")
+        raise config.fail(key, f"is {name[:60]!r}; supported are {', '.join(DTYPES)}")
     return name

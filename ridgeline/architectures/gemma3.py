@@ -80,7 +80,7 @@ def _dense(config: ConfigReader) -> DenseSpec:
     name = config.text("hidden_activation", default="gelu_pytorch_tanh")
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise config.fail("hidden_activation", f"is {name!r}; supported are {known}")
+        raise config.fail("hidden_activation", f"is {name[:60]!r}; supported are {known}")
     return DenseSpec(config.integer("intermediate_size"), ACTIVATIONS[name])
 
 
@@ -89,7 +89,7 @@ def _layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
     kinds = config.texts("layer_types", length=num_layers)
     for kind in kinds or ():
         if kind not in LAYER_TYPES:
-            raise config.fail("layer_types", f"has {kind!r}; supported are {LAYER_TYPES}")
+            raise config.fail("layer_types", f"has {kind[:60]!r}; supported are {LAYER_TYPES}")
     pattern = config.integer("sliding_window_pattern", high=1024, default=6)
     return kinds or tuple(
         "sliding_attention" if (index + 1) % pattern else "full_attention"

@@ -54,7 +54,7 @@ def _kind(scaling: ConfigReader) -> str:
         nested = [name for name in scaling.values if name.endswith("_attention")]
         if nested:
             raise scaling.fail(nested[0], "differs by layer type, which is not supported")
-        raise scaling.fail(key, f"is {kind!r}; supported are {known}")
+        raise scaling.fail(key, f"is {kind[:60]!r}; supported are {known}")
     if kind == "default" and (nested := [n for n in scaling.values if n.endswith("_attention")]):
         raise scaling.fail(nested[0], "differs by layer type, which is not supported")
     return kind

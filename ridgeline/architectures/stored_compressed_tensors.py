@@ -161,7 +161,7 @@ def _act_order(weights: ConfigReader, strategy: str) -> bool:
     if value in (None, False, *STATIC_ORDERS):
         return False
     if value not in BY_GROUP or strategy != "group":
-        raise weights.fail("actorder", f"is {value!r}, which is not supported here")
+        raise weights.fail("actorder", f"is {repr(value)[:60]}, which is not supported here")
     return True
 
 

@@ -77,12 +77,8 @@ def _steps(pattern: str) -> float:
         return math.inf
     bare = re.sub(r"\(\?|[*+}]\?", "(", bare)
     groups = [1 + part.count("|") for part in bare.split("(")]
-    return (
-        MODULE ** (1 + repeats)
-        / math.factorial(repeats)
-        * math.prod(groups)
-        * 2.0 ** bare.count("?")
-    )
+    choices = math.prod(groups) << bare.count("?")
+    return float(MODULE ** (1 + repeats) // math.factorial(repeats) * min(choices, MAX_WORK))
 
 
 @cache

@@ -48,11 +48,11 @@ def with_scales(config: dict[str, object], folder: Path) -> dict[str, object]:
         if name.endswith(SCALE_NAMES):
             found.setdefault(entry.dtype, name)
     if len(found) > 1:
-        shown = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+        shown = ", ".join(f"{name[:80]} is {dtype}" for dtype, name in found.items())
         refuse(folder, f"has scales of several dtypes, which is not supported: {shown}")
     for dtype, name in found.items():
         if dtype not in FLOATS:
-            refuse(folder, f"tensor {name!r} is {dtype}; scales are {', '.join(FLOATS)}")
+            refuse(folder, f"tensor {name[:80]!r} is {dtype}; scales are {', '.join(FLOATS)}")
         return {**config, KEY: {**section, SCALES: FLOATS[dtype]}}
     return config
 

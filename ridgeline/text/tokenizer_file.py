@@ -80,7 +80,7 @@ def _check_model(model: Mapping[str, object], path: Path) -> None:
     if isinstance(vocab, dict):
         largest = max((i for i in vocab.values() if isinstance(i, int)), default=0)
         if largest > MAX_ID:
-            refuse(path, f"has a token with id {largest} in model.vocab; at most {MAX_ID} are read")
+            refuse(path, f"has a token in model.vocab whose id is above {MAX_ID}: {GET_AGAIN}")
     if isinstance(merges, list) and len(merges) > MAX_MERGES:
         refuse_many(path, "merges", len(merges), MAX_MERGES)
 
