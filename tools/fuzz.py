@@ -34,6 +34,13 @@ MAX_GROWTH_BYTES = 64 << 20  # of resident memory, after the first tenth of the 
 TARGETS: dict[str, str] = {
     "bodies": "tools.fuzz_bodies:bodies",
     "http": "tools.fuzz_http:http",
+    "safetensors": "tools.fuzz_files:safetensors",
+    "gguf": "tools.fuzz_files:gguf",
+    "index": "tools.fuzz_files:index",
+    "config": "tools.fuzz_files:config",
+    "stored": "tools.fuzz_files:stored",
+    "generation": "tools.fuzz_files:generation",
+    "tokenizer": "tools.fuzz_files:tokenizer",
 }
 
 
