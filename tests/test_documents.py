@@ -81,6 +81,14 @@ def test_files_and_links_exist(name: str) -> None:
     assert missing == set()
 
 
+def test_tests_that_are_named_exist() -> None:
+    """`tests/FILE::NAME` in a page is a test that there is."""
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for file, test in re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", text):
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), (name, test)
+
+
 def test_every_page_is_in_the_index() -> None:
     linked = re.findall(r"\]\(([\w/.-]+)\)", (ROOT / "docs/README.md").read_text(encoding="utf-8"))
     pages = {name.removeprefix("docs/") for name in DOCUMENTS if name.startswith("docs/")}
