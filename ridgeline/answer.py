@@ -23,7 +23,7 @@ from ridgeline.request import (
     plain,
 )
 from ridgeline.text.assemble import SampleAssembler
-from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Answer:
         prompt_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         *,
-        tokenizer: Tokenizer | None,
+        tokenizer: Vocabulary | None,
         end_token_ids: frozenset[int],
         arrival_time: float,
         priority: int = 0,

@@ -55,7 +55,7 @@ LIMIT_HELP = {
     "step_kill_s": "and for so long, longer than its price allows: the engine is started again",
     "first_step_kill_s": "the same for steps that may compile kernels or that have no price",
     "max_engine_restarts": "in a row before the server gives up",
-    "tokenizer_threads": "threads that turn text into tokens",
+    "tokenizer_processes": "processes that turn text into tokens, all but one for one client",
 }
 
 
@@ -151,6 +151,7 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
     for field in fields(Limits):
         parser.mark_expert(*_add_limit(group, field).option_strings)
+    group.add_argument("--tokenizer-threads", type=int, help=argparse.SUPPRESS)
     parser.mark_expert(
         "--admin-host",
         "--allowed-host",
@@ -199,6 +200,9 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.server.lifecycle import serve
 
     log.set_up(args.log_level, args.log_format, access_log=args.access_log)
+    if args.tokenizer_threads is not None:
+        log.say(logger, logging.WARNING, "--tokenizer-threads is now --tokenizer-processes")
+        args.limit_tokenizer_processes = args.tokenizer_threads
     if args.config is not None:
         words = (f"{flag[2:]}={value}" for flag, value in args.parser.settings(args))
         log.say(logger, logging.INFO, "settings", file=args.config, taken="; ".join(words))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 from starlette import routing
@@ -12,7 +13,6 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 import ridgeline
-from ridgeline.errors import RequestFault
 from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
 from ridgeline.server.calls import Call
 from ridgeline.server.chat import read_chat
@@ -25,10 +25,11 @@ from ridgeline.server.metrics_page import CONTENT_TYPE, render
 from ridgeline.server.model import ModelCard, ModelList, ServedModel
 from ridgeline.server.openapi import Page
 from ridgeline.server.service import Body, Service, send_json, unless_gone
-from ridgeline.server.tokenize import detokenize, tokenize
+from ridgeline.server.text_client import TextFault
+from ridgeline.server.tokenize import detokenize, read_tokenize, tokens
 
 Read = Callable[[Body, ServedModel], Call]
-Work = Callable[[Body, ServedModel], bytes]
+Work = Callable[[Service, Scope, Body, int], Coroutine[Any, Any, bytes]]
 
 
 class Route(routing.Route):
@@ -60,7 +61,7 @@ class Answering:
         await self._service.answer(scope, receive, send, self._read)
 
 
-class Computing:
+class Tokenizing:
     """POST of something that needs the tokenizer but not the engine."""
 
     def __init__(self, service: Service, work: Work) -> None:
@@ -72,15 +73,25 @@ class Computing:
         service = self._service
         service.need_model()
         with service.aside.open(scope["state"]["tenant"]) as ticket:
-            body = await service.read(scope, receive, ticket)
-            work = self._work_elsewhere(body, service.need_model())
+            body, size = await service.read(scope, receive, ticket)
+            work = self._work(service, scope, body, size)
             await send_json(send, await unless_gone(receive, work))
 
-    async def _work_elsewhere(self, body: Body, model: ServedModel) -> bytes:
-        try:
-            return await self._service.run_aside(self._work, body, model)
-        except RequestFault as fault:
-            raise from_fault(fault) from None
+
+async def _tokenize(service: Service, scope: Scope, body: Body, size: int) -> bytes:
+    """The token ids of a text or a conversation, and their number."""
+    model, state = service.need_model(), scope["state"]
+    question, wants_texts = await service.run(size, read_tokenize, body, model)
+    try:
+        encoded = await service.text.ids(question, state["tenant"].name, state["request_id"])
+    except TextFault as fault:
+        raise from_fault(fault) from None
+    return await service.run_aside(tokens, encoded[0], model, wants_texts)
+
+
+async def _detokenize(service: Service, scope: Scope, body: Body, size: int) -> bytes:
+    """The text of token ids, special tokens shown."""
+    return await service.run_aside(detokenize, body, service.need_model())
 
 
 def make_app(service: Service, keys: Keys) -> Gate:
@@ -125,8 +136,8 @@ def make_routes(service: Service) -> list[Route]:
         Route("/v1/models/{name:path}", _get(service, _model), methods=["GET"], right=ANY),
         Route("/v1/completions", Answering(service, completion), methods=["POST"], right="answer"),
         Route("/v1/chat/completions", Answering(service, chat), methods=["POST"], right="answer"),
-        Route("/tokenize", Computing(service, tokenize), methods=["POST"], right="tokenize"),
-        Route("/detokenize", Computing(service, detokenize), methods=["POST"], right="tokenize"),
+        Route("/tokenize", Tokenizing(service, _tokenize), methods=["POST"], right="tokenize"),
+        Route("/detokenize", Tokenizing(service, _detokenize), methods=["POST"], right="tokenize"),
         Route("/explain", _explain(service), methods=["GET"], right="explain"),
         Route("/openapi.json", Page(service), methods=["GET"], right=ANY),
         *_everywhere(service),

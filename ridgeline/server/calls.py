@@ -61,6 +61,12 @@ class Call:
     priority: int = 0
     include_cost: bool = False
 
+    @property
+    def num_sequences(self) -> int:
+        """Answers, those of `best_of` that lose and beams included."""
+        each = max(self.sampling.num_samples, self.sampling.beam_width)
+        return max(1, len(self.prompts)) * each
+
 
 def read_stream(fields: Fields) -> StreamOptions | None:
     """None when the whole answer is wanted at once."""

@@ -40,7 +40,7 @@ LIMIT_RANGES: tuple[Range, ...] = (
     ("step_kill_s", MOMENT_S, FOREVER_S),
     ("first_step_kill_s", MOMENT_S, FOREVER_S),
     ("max_engine_restarts", 0, 100),  # the pause before each is twice the last one
-    ("tokenizer_threads", 1, 1024),
+    ("tokenizer_processes", 1, 1024),
 )
 
 
@@ -79,7 +79,7 @@ class Limits:
     step_kill_s: float = 30.0
     first_step_kill_s: float = 300.0
     max_engine_restarts: int = 3  # in a row, without a healthy minute between them
-    tokenizer_threads: int = 2
+    tokenizer_processes: int = 3  # all but one of them at once for one tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

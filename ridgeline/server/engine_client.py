@@ -12,10 +12,8 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import ridgeline
 from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError, EngineFault, RequestFault
 from ridgeline.log import say
@@ -23,13 +21,12 @@ from ridgeline.observe.latency import Latency
 from ridgeline.observe.progress import Progress
 from ridgeline.observe.traffic import Traffic
 from ridgeline.observe.watchdog import Overdue, StepInFlight, Watchdog
-from ridgeline.server.auth import KEY_VARIABLE
+from ridgeline.server.child import environment
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.heartbeat import HeartbeatPage, new_page
 from ridgeline.server.live import Live
 from ridgeline.server.outlet import Relay
-from ridgeline.server.service_manager import VARIABLES as MANAGER_VARIABLES
 from ridgeline.server.tripwire import allow_spawn, arm
 from ridgeline.server.wire import (
     HEADER,
@@ -308,13 +305,12 @@ class EngineClient:
                 stderr=words.writer,
                 pass_fds=(theirs.fileno(), page),
                 start_new_session=True,
-                env=_environment(),
+                env=environment(),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         life = _Life(process, reader, writer, HeartbeatPage(page), words)
         os.close(page)
-        os.close(words.writer)
-        asyncio.get_running_loop().add_reader(words.reader, self._pass_on, words)
+        words.follow()
         config = self.config
         writer.write(
             frame(
@@ -328,10 +324,6 @@ class EngineClient:
             )
         )
         return life
-
-    def _pass_on(self, words: Relay) -> None:
-        if not words.pass_on():
-            asyncio.get_running_loop().remove_reader(words.reader)
 
     async def _listen(self, life: _Life) -> None:
         while True:
@@ -348,8 +340,7 @@ class EngineClient:
             pass
         self.kill()
         code = await life.process.wait()
-        asyncio.get_running_loop().remove_reader(life.words.reader)
-        life.words.close()
+        life.words.end()
         return code
 
     # ------------------------------------------------------------------ the engine's words
@@ -479,13 +470,3 @@ class EngineClient:
     def _send(self, message: Command) -> None:
         if self._life is not None and not self._life.writer.is_closing():
             self._life.writer.write(frame(message))
-
-
-def _environment() -> dict[str, str]:
-    """The engine's: ours without the key and the service manager's words, which are for us alone,
-    and with the place this package was found at."""
-    private = {KEY_VARIABLE, *MANAGER_VARIABLES}
-    env = {name: value for name, value in os.environ.items() if name not in private}
-    home = str(Path(ridgeline.__file__).resolve().parents[1])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, env.get("PYTHONPATH"))))
-    return env

@@ -9,15 +9,10 @@ callback; the default is ridgeline.build:build, and tests and extensions may nam
 from __future__ import annotations
 
 import argparse
-import ctypes
-import faulthandler
 import logging
 import os
 import queue
-import resource
-import signal
 import socket
-import sys
 import threading
 from contextlib import suppress
 from importlib import import_module
@@ -30,6 +25,7 @@ from ridgeline.devices.host_memory import keep_for_others
 from ridgeline.errors import ConfigError
 from ridgeline.imports import import_engine
 from ridgeline.log import say, set_up
+from ridgeline.server.child import die_with_parent, harden
 from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.engine_loop import Builder, EngineLoop, Served, ready_message
 from ridgeline.server.heartbeat import Heartbeat
@@ -52,7 +48,6 @@ from ridgeline.startup import Started, StartUp, keep_what_is_there, say_phases
 
 MAX_WAITING_COMMANDS = 4096
 PROGRESS_PERIOD_S = 0.2
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_FAULT = 70  # EX_SOFTWARE
 EXIT_CONFIG = 78  # EX_CONFIG
 
@@ -113,21 +108,6 @@ def leave() -> NoReturn:
     memory is the system's."""
     drain()
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    """Where the kernel can do it, end us even if Python never runs again (an endless kernel)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _harden() -> None:
-    os.umask(0o077)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the HTTP side asks where we are stuck
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # the HTTP side says when to stop
 
 
 def load_builder(name: str) -> Builder:
@@ -213,8 +193,8 @@ def main() -> int:
     parser.add_argument("--heartbeat-fd", type=int, help="a page for which step we are at")
     parser.add_argument("--builder", default=DEFAULT_BUILDER)
     options = parser.parse_args()
-    _die_with_parent()
-    _harden()
+    die_with_parent()
+    harden()
     never_block()
     os.set_inheritable(options.fd, False)
     return run(Wire(socket.socket(fileno=options.fd)), options.builder, options.heartbeat_fd)

@@ -251,15 +251,17 @@ class _Server:
             loop.add_signal_handler(name, self._on_signal, name)
         http = asyncio.create_task(self._answer())
         engine = asyncio.create_task(self._service.engine.run())
-        self._service.read_early()
+        text = asyncio.create_task(self._service.read_early())
         timekeeper = asyncio.create_task(self._service.keep_time())
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait((http, engine, stop), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((http, engine, text, stop), return_when=asyncio.FIRST_COMPLETED)
+            if text.done():
+                await text
             return await self._end(engine)
         finally:
-            timekeeper.cancel()
-            stop.cancel()
+            for task in (timekeeper, stop, text):
+                task.cancel()
             await self._close(http, engine)
 
     def _on_signal(self, name: int) -> None:
@@ -309,7 +311,7 @@ class _Server:
         for _, server in self._doors:
             server.should_exit = True
         await self._service.engine.stop()
-        await asyncio.gather(http, engine, return_exceptions=True)
+        await asyncio.gather(http, engine, self._service.text.close(), return_exceptions=True)
         self._service.close()
         if self._service.tracing is not None:
             self._service.tracing.close()

@@ -388,20 +388,21 @@ PROCESSES = (
     _gauge(
         "process_resident_memory_bytes",
         "Bytes of main memory that a process holds, files it has mapped included: server is the "
-        "HTTP side, engine runs the model.",
+        "HTTP side, engine runs the model, text holds its tokenizer, which its workers share.",
         lambda seen: seen.by_process("process_resident_memory_bytes"),
         "process",
     ),
     _counter(
         "process_cpu_seconds_total",
         "CPU seconds, user and system, of a process: server is the HTTP side, engine runs the "
-        "model.",
+        "model, text holds its tokenizer (without its workers).",
         lambda seen: seen.by_process("process_cpu_seconds"),
         "process",
     ),
     _gauge(
         "process_open_fds",
-        "File descriptors that a process has open: server is the HTTP side, engine runs the model.",
+        "File descriptors that a process has open: server is the HTTP side, engine runs the model, "
+        "text holds its tokenizer.",
         lambda seen: seen.by_process("process_open_fds"),
         "process",
     ),

@@ -41,7 +41,8 @@ class Seen:
         self.costs = self.gauges.costs or StepCosts()
         self.drafts: GuessCosts = self.costs.guesses
         self.prices = (None if self.ready is None else self.ready.prices) or NO_PRICES
-        pids = {"server": "self", "engine": str(self.engine.engine_pid or "")}
+        others = {"engine": self.engine.engine_pid, "text": service.text.keeper_pid}
+        pids = {"server": "self"} | {name: str(pid or "") for name, pid in others.items()}
         self._processes = {name: _process(pid) for name, pid in pids.items() if pid}
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +11,10 @@ import msgspec
 
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, quote
+from ridgeline.server.text_wire import Loaded
 from ridgeline.server.token_text import TokenTexts
 from ridgeline.server.wire import Ready
-from ridgeline.text.chat import ChatTemplate, load_chat_template
-from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
+from ridgeline.text.vocabulary import Table, Vocabulary
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -41,8 +40,8 @@ class ServedModel:
     name: str
     created: int
     ready: Ready
-    tokenizer: Tokenizer | None
-    chat_template: ChatTemplate | None
+    vocabulary: Vocabulary | None
+    has_chat_template: bool
     texts: TokenTexts
 
     @property
@@ -67,43 +66,29 @@ def epoch_s() -> int:
     return int(datetime.now(UTC).timestamp())
 
 
-@dataclass(frozen=True, slots=True)
-class ModelText:
-    """The text side of the model in `folder`."""
-
-    folder: Path
-    tokenizer: Tokenizer | None
-    chat_template: ChatTemplate | None
-    texts: TokenTexts
-
-
-def load_text(folder: Path) -> ModelText:
-    """Read the tokenizer and chat template (blocking). Raises ConfigError."""
-    tokenizer = load_tokenizer(folder)
-    template = load_chat_template(folder, tokenizer)
-    return ModelText(folder, tokenizer, template, TokenTexts(tokenizer))
-
-
-def text_folder(config: ServeConfig) -> Path | None:
-    """Where the tokenizer is, if that is known before the engine says where the model is."""
+def text_folder(config: ServeConfig, ready: Ready | None = None) -> Path | None:
+    """Where the tokenizer is; before the engine says where the model is, perhaps None."""
+    if ready is not None:
+        return Path(config.engine.tokenizer or ready.model_path).expanduser()
     folder = Path(config.engine.tokenizer or config.engine.model).expanduser()
     return folder if folder.is_dir() else None
 
 
-def load_model(
-    config: ServeConfig, ready: Ready, early: Future[ModelText] | None = None
-) -> ServedModel:
-    """The model as the engine has opened it (blocking); `early` is what was read of it before.
-    Raises ConfigError."""
-    folder = Path(config.engine.tokenizer or ready.model_path).expanduser()
-    text = None if early is None else early.result()
-    if text is None or text.folder != folder:
-        text = load_text(folder)
+def served_model(config: ServeConfig, ready: Ready, loaded: Loaded, folder: Path) -> ServedModel:
+    """The model as the engine and the tokenizer's process have opened it (blocking)."""
+    vocabulary, table = None, loaded.vocabulary
+    if table is not None and table.rule is not None:
+        pieces = Table(table.rule, *table.tables)
+        vocabulary = Vocabulary(pieces, frozenset(table.special_ids))
+    elif table is not None:
+        from ridgeline.text.tokenizer import load_tokenizer
+
+        vocabulary = load_tokenizer(folder)  # only it can decode; it was seen to load
     return ServedModel(
         config.served_model_name or ready.model_name,
         epoch_s(),
         ready,
-        text.tokenizer,
-        text.chat_template,
-        text.texts,
+        vocabulary,
+        loaded.has_template,
+        TokenTexts(vocabulary),
     )

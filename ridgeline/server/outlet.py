@@ -11,6 +11,7 @@ words among it, comes through a pipe that is always read, so no line is torn by 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import io
 import logging
@@ -137,6 +138,17 @@ class Relay:
     def pass_on(self) -> bool:
         """Some of what has come; does not wait. False: nothing more will come."""
         return self._read() != b""
+
+    def follow(self) -> None:
+        """Pass on whatever comes, in the running loop; the other process has its end by now."""
+        os.close(self.writer)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.reader, lambda: self.pass_on() or loop.remove_reader(self.reader))
+
+    def end(self) -> None:
+        """`close` after `follow`."""
+        asyncio.get_running_loop().remove_reader(self.reader)
+        self.close()
 
     def close(self) -> None:
         """With all that has come by now."""

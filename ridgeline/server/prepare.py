@@ -1,23 +1,26 @@
 """From a validated call to engine requests: template, tokens, limits, seeds, salt.
 
-Everything here may take long (a long prompt, a slow template), so it runs in a worker thread.
+Templates and tokenizers run in processes of their own: `question_of` says what they are asked, and
+`prepare` goes on with what they answer. What has many tokens takes long in both, and is for a
+worker thread.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
 from ridgeline.answer import Answer, check_prompt, resolve_sampling
 from ridgeline.errors import RequestFault
 from ridgeline.server.auth import Tenant
-from ridgeline.server.calls import Call
+from ridgeline.server.calls import Call, Conversation
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.model import ServedModel
-from ridgeline.text.tokenizer import Tokenizer
-
-CHARACTERS_PER_TOKEN = 4  # about what text has; only texts with more are looked at in parts
-CUT_TOKENS = 64  # a cut may change the tokens around it
+from ridgeline.server.text_client import TextFault
+from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Question
+from ridgeline.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,55 @@ class Prepared:
         return sum(len(answer.prompt_token_ids) for answer in self.answers)
 
 
+def question_of(call: Call, model: ServedModel) -> Question | None:
+    """What the tokenizer must be asked; None when the prompts are token ids. Raises ApiError."""
+    if call.conversation is not None:
+        return conversation_question(call.conversation, model)
+    texts = tuple(prompt for prompt in call.prompts if isinstance(prompt, str))
+    if not texts:
+        return None
+    places = (i for i, prompt in enumerate(call.prompts) if isinstance(prompt, str))
+    need_tokenizer(model, _path(call, next(places)))
+    return Encode(texts, call.add_special_tokens, model.ready.max_servable_tokens)
+
+
+def conversation_question(conversation: Conversation, model: ServedModel) -> EncodeChat:
+    if not model.has_chat_template:
+        raise ApiError(
+            "chat_template_missing",
+            "this model has no chat template; use /v1/completions",
+            "messages",
+        )
+    need_tokenizer(model, "messages")
+    return EncodeChat(
+        conversation.messages,
+        conversation.add_generation_prompt,
+        dict(conversation.template_options),
+        model.ready.max_servable_tokens,
+    )
+
+
+def fault_of(call: Call, fault: TextFault) -> ApiError:
+    """What the tokenizer found, in the client's words."""
+    if call.conversation is not None or fault.place is None:
+        return from_fault(fault)
+    texts = [i for i, prompt in enumerate(call.prompts) if isinstance(prompt, str)]
+    return from_fault(fault, {"prompt": _path(call, texts[fault.place])})
+
+
 def prepare(
-    call: Call, model: ServedModel, request_id: str, tenant: Tenant, now: float
+    call: Call,
+    model: ServedModel,
+    encoded: tuple[bytes, ...],
+    request_id: str,
+    tenant: Tenant,
+    now: float,
 ) -> Prepared:
-    """Raises ApiError naming the field as the client wrote it."""
+    """`encoded` are the token ids of the call's texts, as arrays. Raises ApiError naming the field
+    as the client wrote it."""
     place = 0
     try:
-        prompts = encode_prompts(call, model)
+        prompts = list(_prompts(call, model, encoded))
         made = []
         for place, ids in enumerate(prompts):
             made.append(_answer(call, model, f"{request_id}-{place}", ids, tenant, now))
@@ -56,18 +101,20 @@ def prepare(
     return Prepared(answers, texts if call.echo else ())
 
 
-def encode_prompts(call: Call, model: ServedModel) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises RequestFault or ApiError."""
-    if call.conversation is not None:
-        ids = encode_conversation(call, model)
-        return [check_prompt(ids, model.ready.vocab_size)]
-    encoded = []
-    for i, prompt in enumerate(call.prompts):
-        if isinstance(prompt, str):
-            encoded.append(_encode(prompt, _path(call, i), call, model))
-        else:
-            encoded.append(prompt)
-    return encoded
+def _prompts(
+    call: Call, model: ServedModel, encoded: tuple[bytes, ...]
+) -> Iterator[tuple[int, ...]]:
+    """The token ids of each prompt, or of the conversation."""
+    texts = iter(encoded)
+    for place, prompt in enumerate(call.prompts or ("",)):
+        if not isinstance(prompt, str):
+            yield prompt
+            continue
+        ids = array(IDS, next(texts))
+        if call.prompts and not ids:
+            path = _path(call, place)
+            raise ApiError("empty_input", f"{path} has no tokens", path)
+        yield check_prompt(ids, model.ready.vocab_size)
 
 
 def _path(call: Call, place: int) -> str:
@@ -75,54 +122,10 @@ def _path(call: Call, place: int) -> str:
     return "prompt" if len(call.prompts) == 1 else f"prompt[{place}]"
 
 
-def encode_conversation(call: Call, model: ServedModel) -> list[int]:
-    template, conversation = model.chat_template, call.conversation
-    if template is None or conversation is None:
-        raise ApiError(
-            "chat_template_missing",
-            "this model has no chat template; use /v1/completions",
-            "messages",
-        )
-    words = "".join(m["content"] for m in conversation.messages if m["role"] == "user").strip()
-    refuse_hopeless(need_tokenizer(model, "messages"), words, model.ready.max_servable_tokens)
-    options = dict(conversation.template_options)
-    return template.encode_chat(
-        conversation.messages, None, conversation.add_generation_prompt, **options
-    )
-
-
-def _encode(prompt: str, path: str, call: Call, model: ServedModel) -> tuple[int, ...]:
-    tokenizer = need_tokenizer(model, path)
-    refuse_hopeless(tokenizer, prompt, model.ready.max_servable_tokens, param=path)
-    ids = tokenizer.encode(prompt, call.add_special_tokens)
-    if not ids:
-        raise ApiError("empty_input", f"{path} has no tokens", path)
-    return check_prompt(ids, model.ready.vocab_size)
-
-
-def refuse_hopeless(
-    tokenizer: Tokenizer, text: str, max_tokens: int, *, param: str = "prompt"
-) -> None:
-    """Raises RequestFault when a long text is over `max_tokens` already at its beginning.
-
-    Megabytes of text for a context of kilobytes would otherwise keep a thread busy for seconds.
-    The tokens of a beginning differ from those of the whole only near the cut.
-    """
-    length = CHARACTERS_PER_TOKEN * max_tokens
-    while length < len(text):
-        if len(tokenizer.encode(text[:length], add_special_tokens=False)) > max_tokens + CUT_TOKENS:
-            raise RequestFault(
-                f"the prompt has more than the {max_tokens} tokens that can be served; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
-        length *= 2
-
-
-def need_tokenizer(model: ServedModel, param: str) -> Tokenizer:
-    if model.tokenizer is None:
+def need_tokenizer(model: ServedModel, param: str) -> Vocabulary:
+    if model.vocabulary is None:
         raise ApiError("invalid_value", "this model has no tokenizer; give token ids", param)
-    return model.tokenizer
+    return model.vocabulary
 
 
 def _answer(
@@ -139,7 +142,7 @@ def _answer(
         answer_id,
         ids,
         sampling,
-        tokenizer=model.tokenizer,
+        tokenizer=model.vocabulary,
         end_token_ids=frozenset(model.ready.end_token_ids),
         arrival_time=now,
         priority=call.priority,
@@ -158,4 +161,5 @@ def cache_salt(key: bytes, salt: str) -> bytes:
 def _echo(prompt: str | tuple[int, ...], ids: tuple[int, ...], model: ServedModel) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "" if model.tokenizer is None else model.tokenizer.decode(ids, skip_special_tokens=False)
+    vocabulary = model.vocabulary
+    return "" if vocabulary is None else vocabulary.decode(ids, skip_special_tokens=False)

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -16,7 +17,6 @@ from ridgeline.clock import Clock
 from ridgeline.errors import RequestFault
 from ridgeline.log import say
 from ridgeline.server.admission import Admission, Ticket
-from ridgeline.server.auth import Tenant
 from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
 from ridgeline.server.calls import Call, Kind
 from ridgeline.server.config import Limits, ServeConfig
@@ -26,24 +26,20 @@ from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.http_protocol import EXTENSION
 from ridgeline.server.json_body import parse_object, parsed_bytes
 from ridgeline.server.live import Live
-from ridgeline.server.model import (
-    ModelText,
-    ServedModel,
-    epoch_s,
-    load_model,
-    load_text,
-    text_folder,
-)
-from ridgeline.server.prepare import Prepared, prepare
+from ridgeline.server.model import ServedModel, epoch_s, served_model, text_folder
+from ridgeline.server.prepare import Prepared, fault_of, prepare, question_of
 from ridgeline.server.replies import Renderer
 from ridgeline.server.reports import Reports
 from ridgeline.server.service_manager import ServiceManager
 from ridgeline.server.sse import EventStream, State
+from ridgeline.server.text_client import TextClient, TextFault
 from ridgeline.server.tracing import Trace, Tracing
 from ridgeline.server.wire import Ready
 from ridgeline.startup import process_age_s
 
 SMALL_BODY_BYTES = 16 << 10  # parsed on the event loop; larger ones in a worker thread
+SEQUENCE_BYTES = 512  # a sequence is about as much work as so many bytes
+WORKER_THREADS = 2
 LARGE = 1 << 30
 ASIDE_REQUESTS = 128  # that are not answers, at once
 ASIDE_SHARE = 8  # the part of max_held_body_bytes that they may hold beside those of answers
@@ -68,28 +64,29 @@ class Service:
         self.reports = Reports(self.engine)
         self.manager = ServiceManager(os.environ)
         self.model: ServedModel | None = None
-        self._early: Future[ModelText] | None = None
         self.draining = False
         self.open: set[Live] = set()
         self.connections: Collection[object] = ()  # the HTTP side puts its own here
-        self.pool = ThreadPoolExecutor(config.limits.tokenizer_threads, "tokenize")
+        self.text = TextClient(config.limits.tokenizer_processes)
+        self.pool = ThreadPoolExecutor(WORKER_THREADS, "worker")
         self.aside_pool = ThreadPoolExecutor(1, "aside")
 
-    def read_early(self) -> None:
-        """Begin to read the tokenizer, beside the engine's start, if it is known where it is."""
+    async def read_early(self) -> None:
+        """Read the tokenizer beside the engine's start, if it is known where it is. Ends only by a
+        ConfigError: what is unusable need not wait for the engine."""
+        self.text.begin()
         if (folder := text_folder(self.config)) is not None:
-            self._early = self.pool.submit(load_text, folder)
+            await self.text.load(folder)
+        await asyncio.Event().wait()
 
     # ------------------------------------------------------------------ the engine's side
 
     async def on_ready(self, ready: Ready) -> None:
         """The engine is up (again): load the text side and set the ceilings."""
         if self.model is None or self.model.ready.model_path != ready.model_path:
-            loop = asyncio.get_running_loop()
-            self.model = await loop.run_in_executor(
-                self.pool, load_model, self.config, ready, self._early
-            )
-            self._early = None
+            folder = text_folder(self.config, ready) or Path()
+            loaded = await self.text.load(folder)
+            self.model = await self.run_in_thread(served_model, self.config, ready, loaded, folder)
         self.admission.size(
             max_num_seqs=ready.max_num_seqs, cache_tokens=ready.num_blocks * ready.block_size
         )
@@ -148,12 +145,14 @@ class Service:
 
     # ------------------------------------------------------------------ one request
 
-    async def read(self, scope: Scope, receive: Receive, ticket: Ticket) -> Body:
-        """The parsed JSON object of a request. Raises ApiError or ClientGone."""
+    async def read(self, scope: Scope, receive: Receive, ticket: Ticket) -> tuple[Body, int]:
+        """The parsed JSON object of a request, and how many bytes it was. Raises ApiError or
+        ClientGone."""
         check_headers(scope)
         body = await read_body(scope, receive, ticket, self.limits)
         ticket.hold_bytes(parsed_bytes(body))
-        return await self.run(len(body), parse_object, body, self.limits.max_json_depth)
+        parsed = await self.run(len(body), parse_object, body, self.limits.max_json_depth)
+        return parsed, len(body)
 
     async def run(self, size: int, work: Callable[..., T], *values: object) -> T:
         """`work(*values)`: here for a small body of `size` bytes, else in a worker thread."""
@@ -183,10 +182,32 @@ class Service:
             scope["state"]["trace"] = self.tracing.begin(scope)
         self.need_model()
         with self.admission.open(scope["state"]["tenant"]) as ticket:
-            body = await self.read(scope, receive, ticket)
+            body, size = await self.read(scope, receive, ticket)
             arrival = self.clock.now()
-            work = self._answer(scope, send, read, body, ticket, arrival)
+            work = self._answer(scope, send, read, body, size, ticket, arrival)
             await unless_gone(receive, work)
+
+    async def _understand(
+        self,
+        scope: Scope,
+        read: Callable[[Body, ServedModel], Call],
+        body: Body,
+        size: int,
+        arrival: float,
+    ) -> tuple[Call, Prepared]:
+        """Validate and tokenize. Raises ApiError."""
+        model = self.need_model()
+        request_id, tenant = scope["state"]["request_id"], scope["state"]["tenant"]
+        call = await self.run(size, read, body, model)
+        encoded: tuple[bytes, ...] = ()
+        if (question := question_of(call, model)) is not None:
+            try:
+                encoded = await self.text.ids(question, tenant.name, request_id)
+            except TextFault as fault:
+                raise fault_of(call, fault) from None
+        size += sum(map(len, encoded)) + SEQUENCE_BYTES * call.num_sequences
+        prepared = await self.run(size, prepare, call, model, encoded, request_id, tenant, arrival)
+        return call, prepared
 
     async def _answer(
         self,
@@ -194,15 +215,12 @@ class Service:
         send: Send,
         read: Callable[[Body, ServedModel], Call],
         body: Body,
+        size: int,
         ticket: Ticket,
         arrival: float,
     ) -> None:
-        model = self.need_model()
-        request_id = scope["state"]["request_id"]
-        tenant: Tenant = scope["state"]["tenant"]
-        call, prepared = await self.run_in_thread(
-            _understand, read, body, model, request_id, tenant, arrival
-        )
+        call, prepared = await self._understand(scope, read, body, size, arrival)
+        model, request_id = self.need_model(), scope["state"]["request_id"]
         ticket.reserve(prepared.num_sequences, prepared.num_prompt_tokens)
         trace: Trace | None = scope["state"].get("trace")
         if trace is not None:
@@ -289,19 +307,6 @@ def _aside(limits: Limits) -> Limits:
     """Of requests that are not answers: their own, so that they take no answer's place."""
     held = max(limits.max_body_bytes, limits.max_held_body_bytes // ASIDE_SHARE)
     return replace(limits, max_queued_sequences=ASIDE_REQUESTS // 2, max_held_body_bytes=held)
-
-
-def _understand(
-    read: Callable[[Body, ServedModel], Call],
-    body: Body,
-    model: ServedModel,
-    request_id: str,
-    tenant: Tenant,
-    now: float,
-) -> tuple[Call, Prepared]:
-    """Validate and tokenize; in a worker thread."""
-    call = read(body, model)
-    return call, prepare(call, model, request_id, tenant, now)
 
 
 def _renderer(

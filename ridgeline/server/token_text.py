@@ -5,13 +5,13 @@ from __future__ import annotations
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
-from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.vocabulary import Vocabulary
 
 
 class TokenTexts:
     """The bytes and the text of each token id; both empty for a model without a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Vocabulary | None) -> None:
         self._tokenizer = tokenizer
         # At most one entry per id of the vocabulary, each.
         self._texts: dict[int, str] = {}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 
 import msgspec
 
-from ridgeline.request import SamplingParams
-from ridgeline.server.calls import Call, Kind
 from ridgeline.server.chat import read_conversation
 from ridgeline.server.declared import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT
 from ridgeline.server.errors import ApiError
 from ridgeline.server.fields import Fields, check_text
 from ridgeline.server.model import ServedModel
-from ridgeline.server.prepare import encode_conversation, need_tokenizer, refuse_hopeless
+from ridgeline.server.prepare import conversation_question, need_tokenizer
 from ridgeline.server.sampling_fields import token_id
+from ridgeline.server.text_wire import IDS, Encode, Question
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -28,42 +28,33 @@ class Text(msgspec.Struct, frozen=True):
     prompt: str
 
 
-def tokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
-    """The token ids of a text or a conversation, and their number.
-
-    Raises ApiError or RequestFault.
-    """
+def read_tokenize(body: Mapping[str, object], model: ServedModel) -> tuple[Question, bool]:
+    """What to ask the tokenizer, and whether the tokens' texts are wanted. Raises ApiError."""
     chat = "messages" in body
     fields = Fields(body, TOKENIZE_CHAT if chat else TOKENIZE_TEXT)
     fields.allow()
     model.check_name(fields.text("model") or "", required=False)
-    ids = _conversation_ids(fields, model) if chat else _text_ids(fields, model)
-    wanted = fields.flag("return_token_strs")
-    texts = [model.texts.text_of(i) for i in ids] if wanted else None
-    return msgspec.json.encode(Tokens(len(ids), model.max_model_len, ids, texts))
-
-
-def _text_ids(fields: Fields, model: ServedModel) -> list[int]:
+    wanted = bool(fields.flag("return_token_strs"))
+    if chat:
+        return conversation_question(read_conversation(fields), model), wanted
     fields.require("prompt")
     text = check_text(fields.text("prompt") or "", "prompt")
     special = fields.flag("add_special_tokens")
-    tokenizer = need_tokenizer(model, "prompt")
-    # As for a completion, whose threads these are: it would wait until megabytes are counted.
-    refuse_hopeless(tokenizer, text, model.ready.max_servable_tokens)
-    return tokenizer.encode(text, True if special is None else special)
+    need_tokenizer(model, "prompt")
+    # As for a completion: the tokenizer is not there to count megabytes.
+    most = model.ready.max_servable_tokens
+    return Encode((text,), special is not False, most), wanted
 
 
-def _conversation_ids(fields: Fields, model: ServedModel) -> list[int]:
-    conversation = read_conversation(fields)
-    call = Call(Kind.CHAT, model.name, (), conversation, SamplingParams(), {})
-    return encode_conversation(call, model)
+def tokens(encoded: bytes, model: ServedModel, wants_texts: bool) -> bytes:
+    """The answer, from an array of token ids."""
+    ids = array(IDS, encoded).tolist()
+    texts = [model.texts.text_of(i) for i in ids] if wants_texts else None
+    return msgspec.json.encode(Tokens(len(ids), model.max_model_len, ids, texts))
 
 
 def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
-    """The text of token ids, special tokens shown.
-
-    Raises ApiError.
-    """
+    """The text of token ids, special tokens shown. Raises ApiError."""
     fields = Fields(body, DETOKENIZE)
     fields.allow()
     model.check_name(fields.text("model") or "", required=False)
@@ -78,5 +69,5 @@ def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
         )
     size = model.ready.vocab_size
     ids = [token_id(value, f"tokens[{i}]", size) for i, value in enumerate(values)]
-    tokenizer = need_tokenizer(model, "tokens")
-    return msgspec.json.encode(Text(tokenizer.decode(ids, skip_special_tokens=False)))
+    vocabulary = need_tokenizer(model, "tokens")
+    return msgspec.json.encode(Text(vocabulary.decode(ids, skip_special_tokens=False)))

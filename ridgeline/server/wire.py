@@ -297,7 +297,7 @@ _COMMANDS = msgspec.msgpack.Decoder(Command)
 _EVENTS = msgspec.msgpack.Decoder(Event)
 
 
-def frame(message: Command | Event) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """The bytes of one message. BrokenWire when it is larger than any reader takes."""
     payload = _ENCODER.encode(message)
     if len(payload) > MAX_FRAME_BYTES:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ridgeline.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from ridgeline.text.detokenizer import Detokenizer
 from ridgeline.text.stop import Shown, StopFinder
-from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SampleAssembler:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: Vocabulary | None,
         sampling: SamplingParams,
         prompt_token_ids: Sequence[int] = (),
         *,

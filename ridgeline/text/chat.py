@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.loader.folder import read_bytes, read_object, refuse
@@ -18,8 +17,18 @@ from ridgeline.text.tokenizer import Tokenizer
 
 MARK = "\ufdd0"  # a noncharacter: Unicode reserves it for use inside programs
 MAX_REASON_CHARS = 200
+NO_TOKENIZER = "this model has no tokenizer files; give token ids"
 
 Message = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a template made of messages; `is_marked`: MARK stands inside the control tokens that the
+    messages spell out."""
+
+    text: str
+    is_marked: bool = False
 
 
 class ChatTemplate:
@@ -74,35 +83,39 @@ class ChatTemplate:
 
         A special token that a message spells out is encoded as ordinary text.
         """
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise RequestFault(
-                "this model has no tokenizer files; give token ids", param="messages"
-            )
+        return self.encode(self.write(messages, tools, add_generation_prompt, **kwargs))
+
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> Written:
+        """The first half of that: all that the template does."""
+        if self._tokenizer is None:
+            raise RequestFault(NO_TOKENIZER, param="messages")
         _check_messages(messages)
         given: list[object] = [list(messages), tools, kwargs]
         if not any(map(self._in_foreign_words.search, _texts(given))):
-            text = self.render(messages, tools, add_generation_prompt, **kwargs)
-            return tokenizer.encode(text, add_special_tokens=False)
-        return self._encode_marked(tokenizer, messages, tools, add_generation_prompt, kwargs)
-
-    def _encode_marked(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, object],
-    ) -> list[int]:
-        safe = [self._marked_message(message) for message in messages]
+            return Written(self.render(messages, tools, add_generation_prompt, **kwargs))
         text = self.render(
-            safe,
+            [self._marked_message(message) for message in messages],
             None if tools is None else self._marked(list(tools), self._in_foreign_words),
             add_generation_prompt,
             **self._marked(dict(kwargs), self._in_foreign_words),
         )
-        ids = tokenizer.encode_marked(text, MARK)
-        if _num_special(tokenizer, ids) > len(self._everywhere.findall(text)):
+        return Written(text, is_marked=True)
+
+    def encode(self, written: Written) -> list[int]:
+        """The second half: all that the tokenizer does."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestFault(NO_TOKENIZER, param="messages")
+        if not written.is_marked:
+            return tokenizer.encode(written.text, add_special_tokens=False)
+        ids = tokenizer.encode_marked(written.text, MARK)
+        if _num_special(tokenizer, ids) > len(self._everywhere.findall(written.text)):
             raise _fault("a message spells out a special token that this vocabulary cannot avoid")
         return ids
 
@@ -185,7 +198,7 @@ def _compile(source: str, path: Path) -> Template:
         refuse(path, f"the chat template is longer than {MAX_OUTPUT_CHARS} characters")
     try:
         return Template(source)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except Exception as error:  # Jinja's own, and what Python raises for a source without end
         refuse(path, f"the chat template is not valid Jinja ({str(error)[:MAX_REASON_CHARS]})")
 
 

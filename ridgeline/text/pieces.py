@@ -134,7 +134,9 @@ class Pieces:
         return bytes([int(lone[1], 16)]) if lone else piece.encode()
 
     def _byte_level(self, token_id: int, piece: str) -> bytes:
-        alphabet = byte_alphabet()
-        if token_id in self._added_ids or not all(char in alphabet for char in piece):
+        if token_id in self._added_ids:
             return piece.encode()  # an added token is stored as it is written
-        return bytes(alphabet[char] for char in piece)
+        try:
+            return bytes(map(byte_alphabet().__getitem__, piece))
+        except KeyError:
+            return piece.encode()

@@ -1,19 +1,23 @@
 """How is a chat template run so that it can neither reach out nor run away?
 
 Templates come with the model, so they are not trusted: Jinja's immutable sandbox, no access to
-anything but what is handed in, a budget of loop turns and seconds, and a limit on the output. The
-names that templates may use are those of Transformers' `apply_chat_template`.
+anything but what is handed in, a budget of loop turns and seconds, and limits on the output and on
+what one operation may make. These are cheap, not complete: a server also renders in a process that
+may be killed. The names that templates may use are those of Transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -24,6 +28,9 @@ from ridgeline.clock import Clock, WallClock
 MAX_OUTPUT_CHARS = 1_000_000
 MAX_TURNS = 100_000
 MAX_SECONDS = 2.0
+MAX_NUMBER_BITS = 4096
+PADS = ("center", "indent", "batch", "slice")  # filters that make as much as a number says
+WIDTH = re.compile(r"%[-+ #0]*(\*|[0-9.]{7,})|\{[^{}]*:[^{}]*[0-9]{7,}")  # from a million on
 
 
 class TemplateRefusal(Exception):
@@ -72,8 +79,18 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class _Generator(CodeGenerator):
+    """Computes nothing while it compiles: a constant expression may be as large as any other."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    code_generator_class = _Generator
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Count every turn of a loop and every call of a macro."""
@@ -90,12 +107,58 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
-        if not numbers or (operator == "**" and (abs(left) > 10_000 or abs(right) > 100)):
-            length = _length(left) * _length(right)
-            if operator == "**" or length > MAX_OUTPUT_CHARS:
-                raise TemplateRefusal("the chat template multiplied into too large a value")
+        _check_binop(operator, left, right)
         return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(__obj, "__self__", None), str):
+            _check_numbers(*args, *kwargs.values())
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_widths(value.__self__)
+        return wrapped
+
+
+def _check_binop(operator: str, left: Any, right: Any) -> None:
+    """Refuse what would make a number or a text without bounds of two that have them."""
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        if operator == "**":
+            too_large = abs(left) > 10_000 or abs(right) > 100
+        else:
+            bits = (int(n).bit_length() for n in (left, right) if isinstance(n, int))
+            too_large = sum(bits) > MAX_NUMBER_BITS
+    elif operator == "%":
+        too_large = isinstance(left, str) and _check_widths(left)
+    elif operator == "+":
+        too_large = _length(left) + _length(right) > MAX_OUTPUT_CHARS
+    else:
+        too_large = operator == "**" or _length(left) * _length(right) > MAX_OUTPUT_CHARS
+    if too_large:
+        raise TemplateRefusal("the chat template multiplied into too large a value")
+
+
+def _check_widths(form: str) -> bool:
+    """False; TemplateRefusal for a format that pads to a million characters or more."""
+    if WIDTH.search(form):
+        raise TemplateRefusal("the chat template pads a text too far")
+    return False
+
+
+def _check_numbers(*values: object) -> None:
+    if any(isinstance(value, int) and value > MAX_OUTPUT_CHARS for value in values):
+        raise TemplateRefusal("the chat template pads a text too far")
+
+
+def _bounded(pads: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(pads)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _check_numbers(*args, *kwargs.values())
+        return pads(*args, **kwargs)
+
+    return bounded
 
 
 def _length(value: object) -> int:
@@ -153,8 +216,10 @@ def _environment() -> _Environment:
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
+        optimized=False,
         extensions=[_GenerationTag, _Turns, "jinja2.ext.loopcontrols"],
     )
+    environment.filters |= {name: _bounded(environment.filters[name]) for name in PADS}
     environment.filters["tojson"] = _tojson
     del environment.globals["lipsum"]  # writes as much as it is told to
     environment.globals.update(

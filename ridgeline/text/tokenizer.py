@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.loader.folder import read_bytes, read_optional, refuse
 from ridgeline.loader.gguf import is_gguf
 from ridgeline.registry import load
-from ridgeline.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from ridgeline.text.pieces import Pieces, read_rule
 from ridgeline.text.plain import PlainEncoder
 from ridgeline.text.sentencepiece import build_sentencepiece, read_sentencepiece
 from ridgeline.text.tokenizer_file import MAX_BYTES, MAX_ID, check_added, check_tokenizer_json
+from ridgeline.text.vocabulary import Vocabulary
 
 # By name, because these readers build a Tokenizer themselves.
 OTHER_READERS = {"gguf": "ridgeline.text.gguf_vocab:find_gguf_tokenizer"}
@@ -37,7 +37,7 @@ class TokenizerSettings:
     add_eos: bool = False
 
 
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """A vocabulary and its rules, over one object of the `tokenizers` package.
 
     Safe to use from several threads once made.
@@ -52,13 +52,13 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         added = backend.get_added_tokens_decoder()
         self.added_tokens: Mapping[int, str] = {i: added[i].content for i in sorted(added)}
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = _num_ids(backend)
         self._prefix, self._suffix = self._missing_ends(settings)
         rule = read_rule(backend.decoder)
-        self._pieces: Pieces | None = None
-        if rule is not None:
-            self._pieces = Pieces(rule, self.id_to_piece, frozenset(added))
+        super().__init__(
+            None if rule is None else Pieces(rule, self.id_to_piece, frozenset(added)),
+            frozenset(i for i, token in added.items() if token.special),
+        )
         self._plain: PlainEncoder | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -76,23 +76,6 @@ class Tokenizer:
             self._plain = PlainEncoder(self._backend, mark)
         return self._ids(self._plain.backend, text, add_special_tokens=False)
 
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
-        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
-        return "".join([*map(detokenizer.feed, token_ids), detokenizer.flush()])
-
-    def detokenizer(
-        self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
-    ) -> Detokenizer:
-        """A machine that takes one id at a time; its text continues that of the prompt."""
-        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
-        if self._pieces is None:
-            return WindowDetokenizer(self._decode_whole, hidden, prompt_token_ids)
-        return ByteDetokenizer(self._pieces, hidden, prompt_token_ids)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self.special_ids
-
     def id_to_piece(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it; None for an id that has none."""
         if not 0 <= token_id < self.vocab_size:
@@ -104,12 +87,6 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(piece)
         return found
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text, wherever it stands in it."""
-        if self._pieces is None:
-            return self._decode_whole([token_id]).encode()
-        return self._pieces.bytes_of(token_id)
-
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         try:
             # The batch call gives up Python's lock while it works, the single one keeps it: a long
@@ -120,9 +97,13 @@ class Tokenizer:
             raise RequestFault(
                 "the text is not valid Unicode (a lone surrogate?)", code="invalid_text"
             ) from None
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the package is no Exception
+            raise RequestFault("the model's tokenizer failed on this text") from None
         return ids
 
-    def _decode_whole(self, token_ids: list[int]) -> str:
+    def decode_whole(self, token_ids: list[int]) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 

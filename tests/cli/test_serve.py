@@ -72,7 +72,7 @@ def test_beyond_this_machine_it_wants_a_key(bare: Path, cli: Cli) -> None:
     [
         ("--port", 99999, "--port is 99999; it must be from 0 to 65535"),
         ("--port", -1, "--port is -1; it must be from 0 to 65535"),
-        ("--tokenizer-threads", 0, "--tokenizer-threads is 0; it must be from 1 to 1024"),
+        ("--tokenizer-processes", 0, "--tokenizer-processes is 0; it must be from 1 to 1024"),
         ("--max-queued-cache-fills", "nan", "--max-queued-cache-fills is nan; it must be from 0.1"),
         ("--price-per-hour", -3, "--price-per-hour is -3.0; it must be from 0 to"),
         ("--max-header-bytes", 0, "--max-header-bytes is 0; it must be from 1024 to"),

@@ -100,8 +100,16 @@ class Running:
 
     @property
     def engine_pid(self) -> int:
+        return self.child_pid("engine_process")
+
+    def child_pid(self, module: str) -> int:
+        """Of the child that runs this module of ridgeline.server; 0 while there is none."""
         pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+        return 0
 
     def num_fds(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))

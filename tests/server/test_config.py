@@ -43,12 +43,12 @@ def test_the_ends_of_a_range_are_in_it(name: str) -> None:
         ("max_body_bytes", 0),
         ("max_header_bytes", 0),
         ("max_sequences_per_request", 0),
-        ("tokenizer_threads", 0),
+        ("tokenizer_processes", 0),
         ("max_queued_cache_fills", 0.0),
         ("queue_timeout_s", 0.0),
         ("run_timeout_s", 0.0),
         ("step_kill_s", 0.0),
-        ("tokenizer_threads", 1.5),
+        ("tokenizer_processes", 1.5),
     ],
 )
 def test_limits_that_would_refuse_or_kill_everything(name: str, value: float) -> None:

@@ -12,10 +12,11 @@ import pytest
 from ridgeline.clock import WallClock
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
-from ridgeline.server import model as text_side
 from ridgeline.server.config import ServeConfig
-from ridgeline.server.model import ModelText, load_text, text_folder
+from ridgeline.server.model import text_folder
 from ridgeline.server.service import Service
+from ridgeline.server.text_client import Keeper
+from ridgeline.server.text_wire import Loaded
 from ridgeline.server.wire import Ready
 from tests.tiny_model import write_tokenizer
 
@@ -37,15 +38,24 @@ def serve(model: str) -> Service:
 def ready_in(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Reads early, becomes ready for the model in `folder`; what was read, in order."""
     read: list[Path] = []
+    load = Keeper.load
 
-    def watched(where: Path) -> ModelText:
+    async def watched(self: Keeper, where: Path) -> Loaded:
         read.append(where)
-        return load_text(where)
+        return await load(self, where)
 
-    monkeypatch.setattr(text_side, "load_text", watched)
-    monkeypatch.setattr("ridgeline.server.service.load_text", watched)
-    service.read_early()
-    asyncio.run(service.on_ready(replace_path(READY, folder)))
+    async def both() -> None:
+        early = asyncio.create_task(service.read_early())
+        await asyncio.sleep(0)
+        try:
+            await service.on_ready(replace_path(READY, folder))
+        finally:
+            early.cancel()
+            await asyncio.gather(early, return_exceptions=True)
+            await service.text.close()
+
+    monkeypatch.setattr(Keeper, "load", watched)
+    asyncio.run(both())
     service.pool.shutdown()
     return read
 
@@ -59,8 +69,8 @@ def test_it_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = serve(str(folder))
     assert ready_in(service, folder, monkeypatch) == [folder]
     assert service.model is not None
-    assert service.model.tokenizer is not None
-    assert service.model.chat_template is not None
+    assert service.model.vocabulary is not None
+    assert service.model.has_chat_template
 
 
 def test_another_folder_than_expected_is_read_again(

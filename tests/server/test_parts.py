@@ -22,9 +22,7 @@ from ridgeline.server.deadlines import enforce
 from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.hosts import HostGuard, check_admin_bind, check_bind, is_loopback
 from ridgeline.server.live import Live, merge
-from ridgeline.server.prepare import refuse_hopeless
 from ridgeline.server.sse import EventStream, State
-from ridgeline.text.tokenizer import load_tokenizer
 
 # ------------------------------------------------------------------ errors
 
@@ -366,15 +364,3 @@ def test_a_stalled_write_is_cut_and_a_silent_stream_is_nudged() -> None:
         assert cuts
 
     asyncio.run(go())
-
-
-# ------------------------------------------------------------------ hopeless prompts
-
-
-def test_hopeless_prompts_are_refused_by_their_beginning(fake_model: Path) -> None:
-    tokenizer = load_tokenizer(fake_model)
-    assert tokenizer is not None
-    refuse_hopeless(tokenizer, "x" * 400, 100)  # within reach of some vocabulary: not our business
-    with pytest.raises(RequestFault, match="more than the 100 tokens") as caught:
-        refuse_hopeless(tokenizer, "x" * 100_000_000, 100)  # would take minutes to encode
-    assert caught.value.code == "context_length_exceeded"

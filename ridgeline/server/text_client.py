@@ -1,0 +1,432 @@
+"""Who turns text into tokens for the HTTP process, and what if that takes too much? Its side of
+text_process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ridgeline.errors import ConfigError, RequestFault
+from ridgeline.log import say
+from ridgeline.server.child import environment
+from ridgeline.server.errors import ApiError
+from ridgeline.server.outlet import Relay
+from ridgeline.server.text_limits import (
+    ENCODE_S,
+    ENCODE_S_PER_BYTE,
+    LOAD_S,
+    LOAD_WALL_S,
+    TEMPLATE_S,
+    WALL_S,
+    WALL_S_PER_CHARACTER,
+    WORK_BYTES,
+)
+from ridgeline.server.text_wire import (
+    Answer,
+    Command,
+    Done,
+    EncodeChat,
+    End,
+    Ended,
+    Fork,
+    Forked,
+    Ids,
+    Loaded,
+    LoadFailed,
+    LoadText,
+    Question,
+    Refusal,
+    Stage,
+)
+from ridgeline.server.tripwire import allow_spawn
+from ridgeline.server.turns import Turns
+from ridgeline.server.wire import HEADER, BrokenWire, frame, frame_length
+
+KEEPER = (sys.executable, "-m", "ridgeline.server.text_process")
+COMMAND_WALL_S = 20.0  # the keeper takes milliseconds, if it gets a processor
+TRIES = 2  # of a question whose worker ended by itself, or was killed by somebody else
+INNOCENT = (0, -signal.SIGKILL)  # exit codes of such
+RESTART_PAUSE_S = 1.0
+GONE = (OSError, EOFError, TimeoutError, BrokenWire)
+
+T = TypeVar("T")
+_Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+_DONE: msgspec.msgpack.Decoder[Done] = msgspec.msgpack.Decoder(Done)
+_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A question and who waits for its answer."""
+
+    question: Question
+    tenant: bytes
+    request_id: str
+    answer: asyncio.Future[Ids] = field(default_factory=asyncio.Future)
+    in_template: bool = False
+    num_tries: int = 0
+    is_late: bool = False
+
+    @property
+    def field(self) -> str:
+        """Of the request, where its texts are."""
+        return "messages" if isinstance(self.question, EncodeChat) else "prompt"
+
+    @property
+    def wall_s(self) -> float:
+        question = self.question
+        if isinstance(question, EncodeChat):
+            texts = tuple(message["content"] for message in question.messages)
+        else:
+            texts = question.texts
+        return WALL_S + WALL_S_PER_CHARACTER * sum(map(len, texts))
+
+
+class _Worker(asyncio.Protocol):
+    """One worker process: at most one job at a time."""
+
+    def __init__(self, client: TextClient, keeper: Keeper, pid: int) -> None:
+        self.keeper, self.pid = keeper, pid
+        self.job: _Job | None = None
+        self._client = client
+        self._data = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def ask(self, job: _Job) -> None:
+        self.job = job
+        job.in_template = isinstance(job.question, EncodeChat)
+        job.num_tries += 1
+        self._timer = asyncio.get_running_loop().call_later(job.wall_s, self._too_late, job)
+        if self._transport is not None:
+            self._transport.write(frame(job.question))
+
+    def _too_late(self, job: _Job) -> None:
+        job.is_late = True
+        self.drop()
+
+    def drop(self) -> None:
+        """Have nothing to do with it any more; connection_lost follows, and its end."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        try:
+            while len(self._data) >= HEADER.size:
+                end = HEADER.size + frame_length(bytes(self._data[: HEADER.size]))
+                if len(self._data) < end:
+                    return
+                answer = _ANSWERS.decode(memoryview(self._data)[HEADER.size : end])
+                del self._data[:end]
+                self._take(answer)
+        except (BrokenWire, msgspec.DecodeError) as fault:
+            say(logger, logging.ERROR, "a text worker broke the protocol", reason=fault)
+            self.drop()
+
+    def _take(self, answer: Answer) -> None:
+        job = self.job
+        if job is None:
+            raise BrokenWire("an answer that nobody asked for")
+        if isinstance(answer, Stage):
+            job.in_template = answer.is_template
+            return
+        self.job = None
+        self._stop_timer()
+        self._client.on_answer(self, job, answer)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._client.on_lost(self)
+
+
+class Keeper:
+    """The process that loads and forks. Its methods raise one of GONE when it is no more."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, sock: socket.socket, wire: _Wire, words: Relay
+    ) -> None:
+        self.process = process
+        self._words = words
+        self._sock, self._wire = sock, wire
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    async def start(cls) -> Keeper:
+        (ours, theirs), words = socket.socketpair(), Relay()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *KEEPER,
+                "--fd",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=words.writer,
+                stderr=words.writer,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environment() | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
+            )
+        words.follow()
+        sending = ours.dup()  # a transport sends no descriptors
+        return cls(process, sending, await asyncio.open_unix_connection(sock=ours), words)
+
+    async def load(self, folder: Path) -> Loaded:
+        """Raises ConfigError."""
+        return await self._do(LoadText(str(folder)), Loaded, wall_s=LOAD_WALL_S)
+
+    async def fork(self, client: TextClient) -> _Worker:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                forked = await self._do(Fork(), Forked, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        worker = _Worker(client, self, forked.pid)
+        await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
+        return worker
+
+    async def end(self, worker: _Worker) -> int:
+        """Its exit code, negative for the signal that ended it."""
+        ended = await self._do(End(worker.pid), Ended)
+        return ended.code
+
+    async def _do(
+        self, command: Command, kind: type[T], *given: socket.socket, wall_s: float = COMMAND_WALL_S
+    ) -> T:
+        async with self._lock, asyncio.timeout(wall_s):
+            socket.send_fds(self._sock, [frame(command)], [sock.fileno() for sock in given])
+            reader = self._wire[0]
+            length = frame_length(await reader.readexactly(HEADER.size))
+            done = _DONE.decode(await reader.readexactly(length))
+        if isinstance(done, LoadFailed):
+            raise ConfigError(done.message)
+        if not isinstance(done, kind):
+            raise BrokenWire(f"a {type(done).__name__}, not a {kind.__name__}")
+        return done
+
+    async def close(self) -> None:
+        """End it, and its workers with it."""
+        self._wire[1].close()
+        self._sock.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+        self._words.end()
+
+
+class TextClient:
+    """The workers, and whose question each of them has."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._turns: Turns[_Job] = Turns(num_workers)
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._keeper: Keeper | None = None  # that has loaded
+        self._spare: asyncio.Task[Keeper] | None = None  # that has not
+        self._folder: Path | None = None
+        self._loading: asyncio.Task[Loaded] | None = None
+        self._lock = asyncio.Lock()  # of loading
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+
+    @property
+    def keeper_pid(self) -> int | None:
+        return None if self._keeper is None else self._keeper.process.pid
+
+    # ------------------------------------------------------------------ for the service
+
+    def begin(self) -> None:
+        """Start a process; it can import beside everything else."""
+        allow_spawn(KEEPER)
+        self._spare = self._in_background(Keeper.start())
+
+    async def load(self, folder: Path) -> Loaded:
+        """What the tokenizer and the template in `folder` are, from now on. Raises ConfigError."""
+        if self._loading is None or folder != self._folder:
+            self._folder = folder
+            self._loading = self._in_background(self._load(folder))
+        return await asyncio.shield(self._loading)
+
+    async def ids(self, question: Question, tenant: bytes, request_id: str) -> tuple[bytes, ...]:
+        """An array of token ids for each text. Raises TextFault, or ApiError when nobody can."""
+        job = _Job(question, tenant, request_id)
+        self._turns.add(tenant, job)
+        self._dispatch()
+        try:
+            return (await job.answer).prompts
+        finally:
+            job.answer.cancel()  # one that waits is not begun
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        found = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self._workers:
+            worker.drop()
+        for keeper in {self._keeper, *found}:
+            if isinstance(keeper, Keeper):
+                await keeper.close()
+
+    # ------------------------------------------------------------------ the workers' side
+
+    def on_answer(self, worker: _Worker, job: _Job, answer: Ids | Refusal) -> None:
+        self._turns.done(job.tenant)
+        self._idle.append(worker)
+        if isinstance(answer, Refusal):
+            param = answer.param or job.field
+            _fail(job, TextFault(answer.message, param, answer.code, answer.place))
+        elif not job.answer.done():
+            job.answer.set_result(answer)
+        self._dispatch()
+
+    def on_lost(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        if not self._is_closed:
+            self._in_background(self._bury(worker))
+
+    def _dispatch(self) -> None:
+        while self._idle and (found := self._turns.take()) is not None:
+            tenant, job = found
+            if job.answer.done():  # its client has gone
+                self._turns.done(tenant)
+            else:
+                self._idle.pop().ask(job)
+
+    # ------------------------------------------------------------------ lives and deaths
+
+    async def _load(self, folder: Path) -> Loaded:
+        async with self._lock:
+            return await self._load_alone(folder)
+
+    async def _load_alone(self, folder: Path) -> Loaded:
+        spare, self._spare = self._spare, None
+        old, self._keeper = self._keeper, None
+        if old is not None:
+            await old.close()
+        keeper = await (Keeper.start() if spare is None else spare)
+        try:
+            loaded = await keeper.load(folder)
+        except BaseException as fault:
+            await keeper.close()
+            if not isinstance(fault, GONE):
+                raise
+            raise ConfigError(
+                f"{folder}: tokenizer and chat template take over {LOAD_S:g} s of processor time "
+                "to load, or too much memory; they are not usable"
+            ) from None
+        self._keeper = keeper
+        for _ in range(self._num_workers if loaded.vocabulary is not None else 0):
+            self._in_background(self._hire(keeper))
+        return loaded
+
+    async def _hire(self, keeper: Keeper) -> None:
+        try:
+            worker = await keeper.fork(self)
+            self._workers.add(worker)
+            self._idle.append(worker)
+        except GONE:
+            self._lose(keeper)
+        self._dispatch()
+
+    async def _bury(self, worker: _Worker) -> None:
+        """Its job fails if it is at fault, and is done by another one else."""
+        code = 0
+        try:
+            code = await worker.keeper.end(worker)
+        except GONE:
+            self._lose(worker.keeper)
+        if (job := worker.job) is not None:
+            self._turns.done(job.tenant)
+            if code in INNOCENT and not job.is_late and job.num_tries < TRIES:
+                self._turns.add(job.tenant, job, first=True)
+            else:
+                _fail(job, _fault(job, code))
+        if worker.keeper is self._keeper:
+            await self._hire(worker.keeper)
+
+    def _lose(self, keeper: Keeper) -> None:
+        if keeper is self._keeper and not self._is_closed:
+            self._keeper = None
+            self._in_background(self._revive(keeper))
+
+    async def _revive(self, keeper: Keeper) -> None:
+        await keeper.close()
+        folder = self._folder
+        while folder is not None and folder == self._folder and self._keeper is None:
+            say(logger, logging.ERROR, "the tokenizer process ended; starting another")
+            self._loading = None
+            try:
+                await self.load(folder)
+            except (ConfigError, *GONE) as fault:
+                say(logger, logging.ERROR, "there is no tokenizer process", reason=fault)
+                error = ApiError("engine_unavailable", "the tokenizer process is being restarted")
+                for job in self._turns.drop_all():
+                    _fail(job, error)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class TextFault(RequestFault):
+    """What is wrong with text number `place` of a question; None: with one of them."""
+
+    def __init__(self, message: str, param: str, code: str, place: int | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.place = place
+
+
+def _fail(job: _Job, error: Exception) -> None:
+    if not job.answer.done():
+        job.answer.set_exception(error)
+
+
+def _fault(job: _Job, code: int) -> TextFault:
+    """The worker of this job ended with `code`."""
+    if code == -signal.SIGPROF and job.in_template:
+        why = f"took more than {TEMPLATE_S:g} s of processor time"
+    elif code == -signal.SIGPROF:
+        per_byte_us = 1e6 * ENCODE_S_PER_BYTE
+        why = f"took more than {ENCODE_S:g} s and {per_byte_us:g} us a byte of processor time"
+    elif job.is_late:
+        why = f"took more than {job.wall_s:.0f} s"
+    else:
+        why = f"needed more than {WORK_BYTES >> 20} MiB of memory, or crashed,"
+    say(
+        logger, logging.WARNING, "a text worker was lost", request_id=job.request_id,
+        code=code, template=job.in_template,
+    )  # fmt: skip
+    if job.in_template:
+        return TextFault(
+            f"the model's chat template {why} on these messages", "messages", "invalid_messages"
+        )
+    return TextFault(f"the model's tokenizer {why} on this text", job.field, "invalid_value")

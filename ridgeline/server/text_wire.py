@@ -1,0 +1,104 @@
+"""What do the HTTP process and the processes for templates and tokenizers say to each other?
+
+Frames as in wire.py. The keeper loads the model's files and makes workers, one command after the
+other; each worker answers one question at a time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ridgeline.text.pieces import DecodingRule
+
+IDS = "i"  # code of an array of token ids: 32 bits each
+
+
+class LoadText(msgspec.Struct, tag="load", array_like=True, frozen=True):
+    """The first command: read the tokenizer and the chat template of this folder or GGUF file. The
+    answer is Loaded or LoadFailed."""
+
+    folder: str
+
+
+class Fork(msgspec.Struct, tag="fork", array_like=True, frozen=True):
+    """Make a worker; its end of a socket pair comes with this message. The answer is Forked."""
+
+
+class End(msgspec.Struct, tag="end", array_like=True, frozen=True):
+    """Kill this worker, if it still runs; the answer is Ended."""
+
+    pid: int
+
+
+class VocabularyTable(msgspec.Struct, array_like=True, frozen=True):
+    """See ridgeline.text.vocabulary.Table; no `rule` where only the tokenizer itself can decode."""
+
+    special_ids: tuple[int, ...]
+    rule: DecodingRule | None
+    tables: tuple[tuple[bytes, bytes], ...]
+
+
+class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    """`vocabulary`: None for a model without a tokenizer."""
+
+    has_template: bool
+    vocabulary: VocabularyTable | None
+
+
+class LoadFailed(msgspec.Struct, tag="load failed", array_like=True, frozen=True):
+    message: str
+
+
+class Forked(msgspec.Struct, tag="forked", array_like=True, frozen=True):
+    pid: int
+
+
+class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
+    """`code`: as of subprocess, negative for a signal."""
+
+    code: int
+
+
+class Encode(msgspec.Struct, tag="encode", array_like=True, frozen=True):
+    """Texts to tokens. One that is over `max_tokens` already at its beginning is refused."""
+
+    texts: tuple[str, ...]
+    add_special_tokens: bool
+    max_tokens: int
+
+
+class EncodeChat(msgspec.Struct, tag="chat", array_like=True, frozen=True):
+    """The same of a conversation."""
+
+    messages: tuple[dict[str, str], ...]
+    add_generation_prompt: bool
+    options: dict[str, bool]
+    max_tokens: int
+
+
+class Stage(msgspec.Struct, tag="stage", array_like=True, frozen=True):
+    """On the way to an answer: who works now, the template or the tokenizer. A conversation begins
+    with its template."""
+
+    is_template: bool
+
+
+class Ids(msgspec.Struct, tag="ids", array_like=True, frozen=True):
+    """The answer: an array of token ids for each text."""
+
+    prompts: tuple[bytes, ...]
+
+
+class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
+    """The answer: the RequestFault of text number `place`."""
+
+    message: str
+    param: str | None
+    code: str
+    place: int
+
+
+Command = LoadText | Fork | End
+Done = Loaded | LoadFailed | Forked | Ended
+Question = Encode | EncodeChat
+Answer = Stage | Ids | Refusal

@@ -1,0 +1,367 @@
+"""Do templates and tokenizers in processes of their own answer as they would here, and does losing
+such a process harm nobody?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from array import array
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ridgeline.demo import folder as bundled
+from ridgeline.errors import ConfigError
+from ridgeline.server import text_client
+from ridgeline.server.model import served_model
+from ridgeline.server.text_client import TextClient, TextFault
+from ridgeline.server.text_process import Keeper, Worker, limited
+from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded
+from ridgeline.server.turns import Turns
+from ridgeline.text.chat import load_chat_template
+from ridgeline.text.tokenizer import load_tokenizer
+from tests.server.bombs import GROWTH, write_growing_decoder, write_tokenizer_bombs
+from tests.server.test_early_text import READY, serve
+from tests.text.vocabularies import ALL_WAYS, folder_for
+
+MOST = 1 << 20
+TEXTS = (
+    "",
+    "hello world",
+    " two  spaces\n\ttab",
+    "h\u00e9llo \u4e16\u754c \U0001f600 e\u0301",
+    "x" * 3000,
+)
+CHAT = ({"role": "user", "content": "say <|end|> or </s> or <|im_end|>, please"},)
+
+
+def chat(text: str) -> EncodeChat:
+    return EncodeChat(({"role": "user", "content": text},), True, {}, MOST)
+
+
+def run(folder: Path, test: Callable[[TextClient], Awaitable[None]], workers: int = 2) -> None:
+    """`test` of a client whose model is in `folder`."""
+
+    async def go() -> None:
+        client = TextClient(workers)
+        try:
+            await client.load(folder)
+            await client.ids(Encode(("a",), True, MOST), b"", "first")
+            await test(client)
+        finally:
+            await client.close()
+
+    asyncio.run(go())
+
+
+async def ids(client: TextClient, question: Encode | EncodeChat) -> list[int]:
+    return array(IDS, (await client.ids(question, b"", "id"))[0]).tolist()
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in found.split()]
+
+
+def pids(client: TextClient) -> list[int]:
+    assert client.keeper_pid is not None
+    return children(client.keeper_pid)
+
+
+async def lose(
+    client: TextClient, question: Encode | EncodeChat, how: int = signal.SIGABRT
+) -> list[int]:
+    """Ask, and end the worker that has the question."""
+    for pid in pids(client):
+        os.kill(pid, signal.SIGSTOP)
+    asked = asyncio.ensure_future(ids(client, question))
+    await asyncio.sleep(0)
+    for worker in client._workers:
+        if worker.job is not None:
+            os.kill(worker.pid, how)
+    for pid in pids(client):
+        os.kill(pid, signal.SIGCONT)
+    return await asked
+
+
+# ------------------------------------------------------------------ the same answers
+
+
+def loaded_here(folder: Path) -> tuple[Loaded, Keeper]:
+    """As the keeper's process has it, over the wire's bytes."""
+    keeper = Keeper(None)  # type: ignore[arg-type]
+    loaded = keeper._load(folder)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=Loaded), keeper
+
+
+@pytest.mark.parametrize(("name", "way"), ALL_WAYS)
+def test_every_vocabulary_is_the_same_by_its_table(shared: Path, name: str, way: str) -> None:
+    folder = folder_for(name, way)
+    folder = folder / way if way.endswith(".gguf") else folder
+    loaded, _ = loaded_here(folder)
+    whole = load_tokenizer(folder)
+    assert whole is not None
+    served = served_model(serve("m").config, READY, loaded, folder)
+    table = served.vocabulary
+    assert table is not None
+    assert served.has_chat_template == (load_chat_template(folder, whole) is not None)
+    assert type(table) is not type(whole)
+    assert table.special_ids == whole.special_ids
+    everyone = range(-1, whole.vocab_size + 2)
+    assert [*map(table.token_bytes, everyone)] == [*map(whole.token_bytes, everyone)]
+    for text in TEXTS:
+        found = whole.encode(text)
+        assert table.decode(found) == whole.decode(found)
+
+
+def test_answers_are_those_of_the_tokenizer_here(shared: Path) -> None:
+    for folder in (bundled("chat"), shared / "tokenizers" / "minimind-6400"):
+        tokenizer = load_tokenizer(folder)
+        template = load_chat_template(folder, tokenizer)
+        assert tokenizer is not None
+        assert template is not None
+
+        async def same(
+            client: TextClient, tokenizer: Any = tokenizer, template: Any = template
+        ) -> None:
+            for special in (True, False):
+                found = await client.ids(Encode(TEXTS, special, MOST), b"", "id")
+                want = [tokenizer.encode(text, special) for text in TEXTS]
+                assert [array(IDS, one).tolist() for one in found] == want
+            question = EncodeChat(CHAT, False, {"enable_thinking": False}, MOST)
+            want = template.encode_chat(CHAT, None, False, enable_thinking=False)
+            assert await ids(client, question) == want
+
+        run(folder, same)
+
+
+def test_a_million_tokens_come_back(fake_model: Path) -> None:
+    async def million(client: TextClient) -> None:
+        assert await ids(client, Encode(("x" * 1_000_000,), False, MOST)) == [ord("x")] * 1_000_000
+
+    run(fake_model, million)
+
+
+# ------------------------------------------------------------------ losses
+
+
+def test_a_worker_lost_while_idle_is_replaced(fake_model: Path) -> None:
+    async def idle(client: TextClient) -> None:
+        before = pids(client)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        want = await ids(client, chat("hello"))
+        assert want == await ids(client, chat("hello"))
+        while len(pids(client)) < len(before):
+            await asyncio.sleep(0.01)
+        assert not set(before) & set(pids(client))
+
+    run(fake_model, idle)
+
+
+def test_a_worker_lost_while_it_works_costs_its_request_alone(fake_model: Path) -> None:
+    async def working(client: TextClient) -> None:
+        with pytest.raises(TextFault, match="template needed more than 256 MiB") as caught:
+            await lose(client, chat("hello"))
+        assert (caught.value.code, caught.value.param) == ("invalid_messages", "messages")
+        with pytest.raises(TextFault, match="tokenizer needed more") as caught:
+            await lose(client, Encode(("hello",), True, MOST))
+        assert (caught.value.code, caught.value.param) == ("invalid_value", "prompt")
+        assert await ids(client, Encode(("hello",), False, MOST)) == [*b"hello"]
+
+    run(fake_model, working)
+
+
+def test_who_was_killed_by_somebody_else_is_done_again(fake_model: Path) -> None:
+    async def working(client: TextClient) -> None:
+        question = Encode(("hello",), False, MOST)
+        assert await lose(client, question, signal.SIGKILL) == [*b"hello"]
+
+    run(fake_model, working)
+
+
+def test_a_worker_lost_while_it_writes_costs_its_request_alone(
+    fake_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = text_client._Worker.data_received
+
+    def kill(self: text_client._Worker, data: bytes) -> None:
+        take(self, data)
+        if self.job is not None:
+            os.kill(self.pid, signal.SIGABRT)  # the rest is larger than a socket's buffer
+
+    async def writing(client: TextClient) -> None:
+        monkeypatch.setattr(text_client._Worker, "data_received", kill)
+        with pytest.raises(TextFault, match="tokenizer"):
+            await ids(client, Encode(("x" * 2_000_000,), False, 1 << 22))
+        monkeypatch.undo()
+        assert await ids(client, Encode(("hello",), False, MOST)) == [*b"hello"]
+
+    run(fake_model, writing)
+
+
+def test_a_lost_keeper_costs_nobody_his_request(fake_model: Path) -> None:
+    async def keeperless(client: TextClient) -> None:
+        first = client.keeper_pid
+        assert first is not None
+        workers = pids(client)
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        questions = [Encode((f"text {i}",), False, MOST) for i in range(5)]
+        asked = [asyncio.ensure_future(ids(client, question)) for question in questions]
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGKILL)
+        found = await asyncio.gather(*asked)
+        assert found == [[*question.texts[0].encode()] for question in questions]
+        assert client.keeper_pid not in (first, None)
+        while any(Path(f"/proc/{pid}").exists() for pid in (first, *workers)):
+            await asyncio.sleep(0.01)  # until init has seen them
+
+    run(fake_model, keeperless)
+
+
+def test_three_hundred_losses_leave_nothing_behind(fake_model: Path) -> None:
+    async def many(client: TextClient) -> None:
+        keeper = client.keeper_pid
+        processes, files = len(pids(client)), len(os.listdir("/proc/self/fd"))
+        theirs = len(os.listdir(f"/proc/{keeper}/fd"))
+        for _ in range(300):
+            with pytest.raises(TextFault):
+                await lose(client, chat("hello"))
+        while len(client._idle) < 2:
+            await asyncio.sleep(0.01)
+        assert client.keeper_pid == keeper
+        assert len(pids(client)) == processes
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert len(os.listdir(f"/proc/{keeper}/fd")) == theirs
+
+    run(fake_model, many)
+
+
+def test_one_that_waits_is_not_begun_when_its_client_goes(fake_model: Path) -> None:
+    async def gone(client: TextClient) -> None:
+        for pid in pids(client):
+            os.kill(pid, signal.SIGSTOP)
+        first = asyncio.ensure_future(ids(client, Encode(("a",), False, MOST)))
+        second = asyncio.ensure_future(ids(client, Encode(("b" * 9,), False, MOST)))
+        await asyncio.sleep(0)
+        second.cancel()
+        for pid in pids(client):
+            os.kill(pid, signal.SIGCONT)
+        assert await first == [*b"a"]
+        assert client._turns.take() is None
+        assert await ids(client, Encode(("c",), False, MOST)) == [*b"c"]
+
+    run(fake_model, gone)
+
+
+def test_a_worker_that_gets_no_processor_is_killed(
+    fake_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_client, "WALL_S", 0.2)
+
+    async def stopped(client: TextClient) -> None:
+        for pid in pids(client):
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(TextFault, match="took more than 0 s on this text"):
+            await ids(client, Encode(("a",), False, MOST))
+
+    run(fake_model, stopped)
+
+
+# ------------------------------------------------------------------ limits
+
+
+def end_of(work: Callable[[], None]) -> int:
+    """Of a process of its own that does this."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_limit_of_time_holds_whatever_runs() -> None:
+    def forever() -> None:
+        with limited(0.05, 1 << 40):
+            sum(iter(lambda: 1, 0))  # in C: no Python code would ever run again
+
+    assert end_of(forever) == -signal.SIGPROF
+
+
+def test_after_its_block_a_limit_is_gone() -> None:
+    def fine() -> None:
+        with limited(0.05, 1 << 40):
+            pass
+        sum(range(10_000_000))
+        os._exit(0)
+
+    assert end_of(fine) == 0
+
+
+def test_a_text_that_grows_without_bounds_costs_its_request_alone(tmp_path: Path) -> None:
+    async def growing(client: TextClient) -> None:
+        with pytest.raises(TextFault, match="needed more than 256 MiB of memory"):
+            await ids(client, Encode(("a", GROWTH), False, MOST))
+        assert await ids(client, Encode(("hello",), False, MOST)) == [*b"hello"]
+
+    run(write_tokenizer_bombs(tmp_path / "model"), growing)
+
+
+def test_what_cannot_be_loaded_in_its_limits_is_refused(tmp_path: Path) -> None:
+    async def nothing(client: TextClient) -> None:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="memory"):
+        run(write_growing_decoder(tmp_path / "model"), nothing)
+
+
+# ------------------------------------------------------------------ whose turn it is
+
+
+@pytest.fixture
+def turns() -> Turns[str]:
+    return Turns(3)
+
+
+def test_tenants_take_turns(turns: Turns[str]) -> None:
+    for item in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        turns.add(item[:1].encode(), item)
+    taken = []
+    while (found := turns.take()) is not None:
+        taken.append(found[1])
+        turns.done(found[0])
+    assert taken == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_nobody_keeps_all_workers_busy(turns: Turns[str]) -> None:
+    for i in range(9):
+        turns.add(b"a", f"a{i}")
+    assert [turns.take(), turns.take(), turns.take()] == [(b"a", "a0"), (b"a", "a1"), None]
+    turns.add(b"b", "b0")
+    assert turns.take() == (b"b", "b0")
+    turns.done(b"a")
+    assert turns.take() == (b"a", "a2")
+
+
+def test_one_alone_has_one_worker_where_there_is_one() -> None:
+    turns = Turns[str](1)
+    turns.add(b"a", "a0")
+    assert turns.take() == (b"a", "a0")
+
+
+def test_a_worker_says_when_it_is_worn(fake_model: Path) -> None:
+    tokenizer = load_tokenizer(fake_model)
+    assert tokenizer is not None
+    worker = Worker(tokenizer, None, lambda answer: None)
+    assert isinstance(worker.answer(Encode(("a",), True, MOST)), Ids)
+    assert not worker.is_worn
+    ballast = bytearray(200 << 20)
+    assert worker.is_worn
+    del ballast
