@@ -150,6 +150,7 @@ def _groups(parser: Parser) -> dict[str, list[argparse.Action]]:
             action
             for action in group._group_actions
             if action.option_strings and action.dest not in ("help", "help_all")
+            if action.help != argparse.SUPPRESS
         ]
         for group in parser._action_groups
     }

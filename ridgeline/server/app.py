@@ -86,7 +86,7 @@ async def _tokenize(service: Service, scope: Scope, body: Body, size: int) -> by
         encoded = await service.text.ids(question, state["tenant"].name, state["request_id"])
     except TextFault as fault:
         raise from_fault(fault) from None
-    return await service.run_aside(tokens, encoded[0], model, wants_texts)
+    return await service.run(len(encoded[0]), tokens, encoded[0], model, wants_texts)
 
 
 async def _detokenize(service: Service, scope: Scope, body: Body, size: int) -> bytes:

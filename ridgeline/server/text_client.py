@@ -29,7 +29,7 @@ from ridgeline.server.text_limits import (
     LOAD_WALL_S,
     TEMPLATE_S,
     WALL_S,
-    WALL_S_PER_CHARACTER,
+    WALL_S_PER_BYTE,
     WORK_BYTES,
 )
 from ridgeline.server.text_wire import (
@@ -54,6 +54,7 @@ from ridgeline.server.turns import Turns
 from ridgeline.server.wire import HEADER, BrokenWire, frame, frame_length
 
 KEEPER = (sys.executable, "-m", "ridgeline.server.text_process")
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # so that it can fork
 COMMAND_WALL_S = 20.0  # the keeper takes milliseconds, if it gets a processor
 TRIES = 2  # of a question whose worker ended by itself, or was killed by somebody else
 INNOCENT = (0, -signal.SIGKILL)  # exit codes of such
@@ -71,9 +72,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A question and who waits for its answer."""
+    """A question, as it is sent, and who waits for its answer."""
 
-    question: Question
+    data: bytes
+    is_chat: bool
     tenant: bytes
     request_id: str
     answer: asyncio.Future[Ids] = field(default_factory=asyncio.Future)
@@ -82,18 +84,13 @@ class _Job:
     is_late: bool = False
 
     @property
-    def field(self) -> str:
+    def param(self) -> str:
         """Of the request, where its texts are."""
-        return "messages" if isinstance(self.question, EncodeChat) else "prompt"
+        return "messages" if self.is_chat else "prompt"
 
     @property
     def wall_s(self) -> float:
-        question = self.question
-        if isinstance(question, EncodeChat):
-            texts = tuple(message["content"] for message in question.messages)
-        else:
-            texts = question.texts
-        return WALL_S + WALL_S_PER_CHARACTER * sum(map(len, texts))
+        return WALL_S + WALL_S_PER_BYTE * len(self.data)
 
 
 class _Worker(asyncio.Protocol):
@@ -102,6 +99,7 @@ class _Worker(asyncio.Protocol):
     def __init__(self, client: TextClient, keeper: Keeper, pid: int) -> None:
         self.keeper, self.pid = keeper, pid
         self.job: _Job | None = None
+        self.is_lost = False
         self._client = client
         self._data = bytearray()
         self._transport: asyncio.WriteTransport | None = None
@@ -112,11 +110,11 @@ class _Worker(asyncio.Protocol):
 
     def ask(self, job: _Job) -> None:
         self.job = job
-        job.in_template = isinstance(job.question, EncodeChat)
+        job.in_template = job.is_chat
         job.num_tries += 1
         self._timer = asyncio.get_running_loop().call_later(job.wall_s, self._too_late, job)
         if self._transport is not None:
-            self._transport.write(frame(job.question))
+            self._transport.write(job.data)
 
     def _too_late(self, job: _Job) -> None:
         job.is_late = True
@@ -157,6 +155,7 @@ class _Worker(asyncio.Protocol):
             self._timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
         self._stop_timer()
         self._client.on_lost(self)
 
@@ -185,7 +184,7 @@ class Keeper:
                 stderr=words.writer,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=environment() | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
+                env=environment() | ENVIRONMENT,
             )
         words.follow()
         sending = ours.dup()  # a transport sends no descriptors
@@ -272,19 +271,22 @@ class TextClient:
 
     async def ids(self, question: Question, tenant: bytes, request_id: str) -> tuple[bytes, ...]:
         """An array of token ids for each text. Raises TextFault, or ApiError when nobody can."""
-        job = _Job(question, tenant, request_id)
+        is_chat = isinstance(question, EncodeChat)
+        job = _Job(frame(question), is_chat, tenant, request_id)
         self._turns.add(tenant, job)
         self._dispatch()
         try:
             return (await job.answer).prompts
-        finally:
-            job.answer.cancel()  # one that waits is not begun
+        except asyncio.CancelledError:  # its client has gone
+            self._turns.remove(tenant, job)
+            raise
 
     async def close(self) -> None:
         self._is_closed = True
-        for task in self._tasks:
+        tasks = self._tasks if self._spare is None else {*self._tasks, self._spare}
+        for task in tasks:
             task.cancel()
-        found = await asyncio.gather(*self._tasks, return_exceptions=True)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self._workers:
             worker.drop()
         for keeper in {self._keeper, *found}:
@@ -297,7 +299,7 @@ class TextClient:
         self._turns.done(job.tenant)
         self._idle.append(worker)
         if isinstance(answer, Refusal):
-            param = answer.param or job.field
+            param = answer.param or job.param
             _fail(job, TextFault(answer.message, param, answer.code, answer.place))
         elif not job.answer.done():
             job.answer.set_result(answer)
@@ -312,11 +314,8 @@ class TextClient:
 
     def _dispatch(self) -> None:
         while self._idle and (found := self._turns.take()) is not None:
-            tenant, job = found
-            if job.answer.done():  # its client has gone
-                self._turns.done(tenant)
-            else:
-                self._idle.pop().ask(job)
+            job = found[1]
+            self._idle.pop().ask(job)
 
     # ------------------------------------------------------------------ lives and deaths
 
@@ -348,8 +347,9 @@ class TextClient:
     async def _hire(self, keeper: Keeper) -> None:
         try:
             worker = await keeper.fork(self)
-            self._workers.add(worker)
-            self._idle.append(worker)
+            if not worker.is_lost:
+                self._workers.add(worker)
+                self._idle.append(worker)
         except GONE:
             self._lose(keeper)
         self._dispatch()
@@ -363,7 +363,8 @@ class TextClient:
             self._lose(worker.keeper)
         if (job := worker.job) is not None:
             self._turns.done(job.tenant)
-            if code in INNOCENT and not job.is_late and job.num_tries < TRIES:
+            innocent = code in INNOCENT and not job.is_late and job.num_tries < TRIES
+            if innocent and not job.answer.done():
                 self._turns.add(job.tenant, job, first=True)
             else:
                 _fail(job, _fault(job, code))
@@ -429,4 +430,4 @@ def _fault(job: _Job, code: int) -> TextFault:
         return TextFault(
             f"the model's chat template {why} on these messages", "messages", "invalid_messages"
         )
-    return TextFault(f"the model's tokenizer {why} on this text", job.field, "invalid_value")
+    return TextFault(f"the model's tokenizer {why} on this text", job.param, "invalid_value")

@@ -18,5 +18,5 @@ LOAD_S = 30.0
 LOAD_BYTES = 1 << 30
 LOAD_BYTES_PER_BYTE = 40
 WALL_S = 20.0  # a worker that gets no processor for so long is killed
-WALL_S_PER_CHARACTER = 80e-6  # of which UTF-8 makes at most four bytes
+WALL_S_PER_BYTE = 20e-6
 LOAD_WALL_S = 120.0

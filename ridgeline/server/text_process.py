@@ -16,8 +16,8 @@ import os
 import resource
 import signal
 import socket
-import sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -66,6 +66,7 @@ from ridgeline.text.vocabulary import tables_of
 CHARACTERS_PER_TOKEN = 4  # about what text has; only texts with more are looked at in parts
 BROKEN = "invalid_value"  # code of faults after which this process may be in any state
 CUT_TOKENS = 64  # a cut may change the tokens around it
+STDERR = 2
 PAGE_BYTES = resource.getpagesize()
 
 _COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -251,6 +252,7 @@ class Keeper:
 
     def _load(self, folder: Path) -> Loaded | LoadFailed:
         size = LOAD_BYTES_PER_BYTE * _size_of(folder)
+        stderr = _silence()
         try:
             with limited(LOAD_S, address_space() + LOAD_BYTES + size):
                 return self._read(folder)
@@ -259,7 +261,11 @@ class Keeper:
         except MemoryError:
             return LoadFailed(f"{folder}: tokenizer and chat template need too much memory")
         except BaseException as fault:  # a panic of the tokenizers package is no Exception
-            return LoadFailed(f"{folder}: the tokenizer cannot be loaded ({type(fault).__name__})")
+            why = " ".join(str(fault).split())[:200] or type(fault).__name__
+            return LoadFailed(f"{folder}: its tokenizer is unusable ({why})")
+        finally:
+            os.dup2(stderr, STDERR)
+            os.close(stderr)
 
     def _read(self, folder: Path) -> Loaded:
         tokenizer = self._tokenizer = load_tokenizer(folder)
@@ -268,9 +274,13 @@ class Keeper:
             return Loaded(template is not None, None)
         tokenizer.encode_marked("a", MARK)  # what is made at first use, workers then share
         rule, size = None, tokenizer.vocab_size
+        tables: tuple[tuple[bytes, bytes], ...] = ()
         if tokenizer.pieces is not None:
-            rule = tokenizer.pieces.rule
-        tables = () if tokenizer.pieces is None else tables_of(tokenizer.pieces, size)
+            rule, tables = tokenizer.pieces.rule, tables_of(tokenizer.pieces, size)
+        elif tokenizer.decodes_by_regex:
+            raise ConfigError(f"{folder}: its decoder has a regular expression; that is not served")
+        else:  # the HTTP process will do that; what cannot be done fails here
+            deque(map(tokenizer.token_bytes, range(size)), 0)
         table = VocabularyTable(tuple(tokenizer.special_ids), rule, tables)
         gc.collect()
         gc.freeze()  # so that workers leave the pages of all this alone
@@ -285,12 +295,21 @@ class Keeper:
         if os.getppid() != keeper or self._tokenizer is None:
             os._exit(1)
         self._sock.close()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stderr.fileno())  # a panic writes a page about the client's text
+        os.close(_silence())
         try:
             work(sock, self._tokenizer, self._template)
         finally:
             os._exit(1)
+
+
+def _silence() -> int:
+    """Native code that ends here says so in a page about its stack and the client's text: let
+    nobody hear it. What standard error was."""
+    before = os.dup(STDERR)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDERR)
+    os.close(nowhere)
+    return before
 
 
 def _size_of(folder: Path) -> int:

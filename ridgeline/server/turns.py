@@ -8,6 +8,7 @@ bounds how many can.
 from __future__ import annotations
 
 from collections import Counter, deque
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -24,6 +25,14 @@ class Turns(Generic[T]):
     def add(self, tenant: bytes, item: T, *, first: bool = False) -> None:
         queue = self._waiting.setdefault(tenant, deque())
         (queue.appendleft if first else queue.append)(item)
+
+    def remove(self, tenant: bytes, item: T) -> None:
+        """Who does not wait any more, if it does."""
+        queue = self._waiting.get(tenant, deque())
+        with suppress(ValueError):
+            queue.remove(item)
+            if not queue:
+                del self._waiting[tenant]
 
     def take(self) -> tuple[bytes, T] | None:
         """The next for a worker that is free; `done` says that it is again. None where nobody waits

@@ -59,6 +59,8 @@ class Tokenizer(Vocabulary):
             None if rule is None else Pieces(rule, self.id_to_piece, frozenset(added)),
             frozenset(i for i, token in added.items() if token.special),
         )
+        # May take any time, for every token that is shown.
+        self.decodes_by_regex = rule is None and '"Regex"' in _state(backend.decoder)
         self._plain: PlainEncoder | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -97,14 +99,15 @@ class Tokenizer(Vocabulary):
             raise RequestFault(
                 "the text is not valid Unicode (a lone surrogate?)", code="invalid_text"
             ) from None
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # a panic of the package is no Exception
-            raise RequestFault("the model's tokenizer failed on this text") from None
+        except BaseException as fault:
+            raise _failure(fault, "the model's tokenizer failed on this text") from None
         return ids
 
     def decode_whole(self, token_ids: list[int]) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        try:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        except BaseException as fault:
+            raise _failure(fault, "the model's tokenizer failed on these tokens") from None
         return text
 
     def _named_id(self, role: str) -> int | None:
@@ -118,6 +121,15 @@ class Tokenizer(Vocabulary):
         prefix = [bos] if settings.add_bos and bos is not None and ends[:1] != [bos] else []
         suffix = [eos] if settings.add_eos and eos is not None and ends[-1:] != [eos] else []
         return prefix, suffix
+
+
+def _state(decoder: object) -> str:
+    return "" if decoder is None else decoder.__getstate__().decode()  # type: ignore[attr-defined]
+
+
+def _failure(fault: BaseException, what: str) -> BaseException:
+    """A panic of the package is no Exception; here it is a fault like others."""
+    return fault if isinstance(fault, (KeyboardInterrupt, SystemExit)) else RequestFault(what)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -67,6 +67,13 @@ def test_beyond_this_machine_it_wants_a_key(bare: Path, cli: Cli) -> None:
     assert "key" in err.splitlines()[-1]
 
 
+def test_the_old_name_of_a_flag_is_taken_with_a_warning(bare: Path, cli: Cli) -> None:
+    code, _, err = cli("serve", bare, "--load-format", "random", "--tokenizer-threads", 0)
+    assert code == 2
+    assert "--tokenizer-threads is now --tokenizer-processes" in err
+    assert "--tokenizer-processes is 0" in err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [

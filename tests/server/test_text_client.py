@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from ridgeline.demo import folder as bundled
 from ridgeline.errors import ConfigError
@@ -20,11 +22,12 @@ from ridgeline.server import text_client
 from ridgeline.server.model import served_model
 from ridgeline.server.text_client import TextClient, TextFault
 from ridgeline.server.text_process import Keeper, Worker, limited
-from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded
+from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded, LoadFailed
 from ridgeline.server.turns import Turns
 from ridgeline.text.chat import load_chat_template
-from ridgeline.text.tokenizer import load_tokenizer
+from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.bombs import GROWTH, write_growing_decoder, write_tokenizer_bombs
+from tests.server.model_folder import write_model_folder
 from tests.server.test_early_text import READY, serve
 from tests.text.vocabularies import ALL_WAYS, folder_for
 
@@ -91,11 +94,11 @@ async def lose(
 # ------------------------------------------------------------------ the same answers
 
 
-def loaded_here(folder: Path) -> tuple[Loaded, Keeper]:
+def loaded_here(folder: Path, kind: type[Any] = Loaded) -> tuple[Any, Keeper]:
     """As the keeper's process has it, over the wire's bytes."""
     keeper = Keeper(None)  # type: ignore[arg-type]
     loaded = keeper._load(folder)
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=Loaded), keeper
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=kind), keeper
 
 
 @pytest.mark.parametrize(("name", "way"), ALL_WAYS)
@@ -288,11 +291,11 @@ def end_of(work: Callable[[], None]) -> int:
 
 
 def test_a_limit_of_time_holds_whatever_runs() -> None:
-    def forever() -> None:
+    def long() -> None:
         with limited(0.05, 1 << 40):
-            sum(iter(lambda: 1, 0))  # in C: no Python code would ever run again
+            sum(range(1 << 31))  # in C: no Python code runs meanwhile
 
-    assert end_of(forever) == -signal.SIGPROF
+    assert end_of(long) == -signal.SIGPROF
 
 
 def test_after_its_block_a_limit_is_gone() -> None:
@@ -320,6 +323,44 @@ def test_what_cannot_be_loaded_in_its_limits_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="memory"):
         run(write_growing_decoder(tmp_path / "model"), nothing)
+
+
+def test_a_load_that_never_ends_is_given_up(
+    fake_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_client, "LOAD_WALL_S", 0.0)
+    with pytest.raises(ConfigError, match="take over 30 s of processor time"):
+        asyncio.run(load(fake_model))
+
+
+async def load(folder: Path) -> None:
+    client = TextClient(1)
+    try:
+        await client.load(folder)
+    finally:
+        await client.close()
+
+
+def with_decoder(folder: Path, decoder: decoders.Decoder) -> Path:
+    path = write_model_folder(folder) / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.decoder = decoder
+    tokenizer.save(str(path))
+    return folder
+
+
+def test_what_only_the_tokenizer_can_decode_it_decodes_here(tmp_path: Path) -> None:
+    folder = with_decoder(tmp_path / "model", decoders.WordPiece())
+    loaded, _ = loaded_here(folder)
+    served = served_model(serve("m").config, READY, loaded, folder)
+    assert isinstance(served.vocabulary, Tokenizer)
+    assert served.vocabulary.decode([*b"hi"]) == "h i"
+
+
+def test_a_decoder_with_a_regular_expression_is_refused(tmp_path: Path) -> None:
+    decoder = decoders.Replace(tokenizers.Regex(r"(b|b?b)+$"), "")
+    loaded, _ = loaded_here(with_decoder(tmp_path / "model", decoder), LoadFailed)
+    assert "regular expression" in loaded.message
 
 
 # ------------------------------------------------------------------ whose turn it is

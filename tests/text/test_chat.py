@@ -13,7 +13,7 @@ from tokenizers import models, normalizers
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.text.chat import MARK, ChatTemplate, load_chat_template
-from ridgeline.text.template import Template
+from ridgeline.text.template import Template, _environment
 from ridgeline.text.tokenizer import Tokenizer, TokenizerSettings
 from tests.conftest import find_shared
 from tests.loader.write import gguf
@@ -525,3 +525,36 @@ def test_the_templates_of_a_gguf_file(tmp_path: Path) -> None:
     assert template is not None
     assert template.render(USER) == "plain"
     assert template.render(USER, tools=[{"type": "function"}]) == "tools"
+
+
+# ---------------------------------------------------------------- what one operation may make
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{% set x = 10000**100 %}" + "{% set x = x * x %}" * 15,
+        "{{ 'a'.center(1500000000) }}",
+        "{{ 'a' | center(1500000000) }}",
+        "{{ 'a' | indent(10**9, true) }}",
+        "{{ [1] | batch(10**9, 1) | list }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{% set a = 'a' * 999999 %}{{ a + a }}",
+        "{{ '1'.zfill(10**9) }}",
+    ],
+)
+def test_no_operation_makes_too_much(bomb: str) -> None:
+    assert "refused them: the chat template" in refused(bomb)
+
+
+def test_formats_that_are_no_bombs() -> None:
+    source = "{{ '**%s** %5d%%' % ('b', 7) }}{{ ' {:>3}, 1234567'.format(1) }}{{ 'a'.center(3) }}"
+    assert chat(source).render(USER) == "**b**     7%   1, 1234567 a "
+
+
+def test_nothing_is_computed_while_a_template_is_compiled() -> None:
+    for bomb in ("{{ 'a' | center(999999) }}", "{% if 'a' | center(999999) %}{% endif %}"):
+        code = _environment().compile(bomb, raw=True)
+        assert len(code) < 10_000
