@@ -28,12 +28,17 @@ from ridgeline.server.declared import (
 )
 from ridgeline.server.errors import MAX_ECHO, ApiError
 from ridgeline.server.json_body import parse_object
-from ridgeline.server.model import ServedModel, load_text
-from ridgeline.server.prepare import prepare
-from ridgeline.server.tokenize import detokenize, tokenize
+from ridgeline.server.model import ServedModel
+from ridgeline.server.prepare import prepare, question_of
+from ridgeline.server.text_process import Worker
+from ridgeline.server.text_wire import Question, Refusal
+from ridgeline.server.token_text import TokenTexts
+from ridgeline.server.tokenize import detokenize, read_tokenize, tokens
 from ridgeline.server.unsupported import CHAT as NOT_IN_CHAT
 from ridgeline.server.unsupported import COMPLETIONS as NOT_IN_COMPLETIONS
 from ridgeline.server.wire import Ready
+from ridgeline.text.chat import load_chat_template
+from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.model_folder import SPECIAL, write_model_folder
 from tools.fuzz import Target
 
@@ -54,11 +59,35 @@ TEXTS = (
 
 
 @functools.cache
+def text() -> tuple[Tokenizer | None, Worker]:
+    """What a process of the server has, in this one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model_folder(Path(name))
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        worker = Worker(tokenizer, load_chat_template(folder, tokenizer), lambda _: None)
+    return tokenizer, worker
+
+
+@functools.cache
 def model() -> ServedModel:
-    with tempfile.TemporaryDirectory() as folder:
-        text = load_text(write_model_folder(Path(folder)))
     ready = Ready(0, "", "fake", VOCABULARY, MAX_LEN, 4, 16, 4, (257,), (), (), 0, MAX_LEN)
-    return ServedModel("fake", 0, ready, text.tokenizer, text.chat_template, text.texts)
+    tokenizer, _ = text()
+    return ServedModel("fake", 0, ready, tokenizer, True, TokenTexts(tokenizer))
+
+
+def _encoded(question: Question | None) -> tuple[bytes, ...]:
+    if question is None:
+        return ()
+    found = text()[1].answer(question)
+    if isinstance(found, Refusal):
+        raise RequestFault(found.message, param=found.param, code=found.code)
+    return found.prompts
+
+
+def _tokenized(body: Body) -> None:
+    question, wants_texts = read_tokenize(body, model())
+    tokens(_encoded(question)[0], model(), wants_texts)
 
 
 def _completion(body: Body) -> Call:
@@ -72,7 +101,7 @@ def _chat(body: Body) -> Call:
 def _answered(read: Callable[[Body], Call], body: Body) -> None:
     call = read(body)
     model().check_name(call.model)
-    prepared = prepare(call, model(), "req-0", Tenant(), 0.0)
+    prepared = prepare(call, model(), _encoded(question_of(call, model())), "req-0", Tenant(), 0.0)
     assert 1 <= prepared.num_sequences <= MAX_SEQUENCES
     assert 1 <= prepared.num_prompt_tokens <= MAX_SEQUENCES * MAX_LEN
 
@@ -80,8 +109,8 @@ def _answered(read: Callable[[Body], Call], body: Body) -> None:
 ROUTES: tuple[tuple[Callable[[Body], object], Declared, tuple[str, ...]], ...] = (
     (functools.partial(_answered, _completion), COMPLETION, tuple(NOT_IN_COMPLETIONS)),
     (functools.partial(_answered, _chat), CHAT, tuple(NOT_IN_CHAT)),
-    (lambda body: tokenize(body, model()), TOKENIZE_TEXT, ()),
-    (lambda body: tokenize(body, model()), TOKENIZE_CHAT, ()),
+    (_tokenized, TOKENIZE_TEXT, ()),
+    (_tokenized, TOKENIZE_CHAT, ()),
     (lambda body: detokenize(body, model()), DETOKENIZE, ()),
 )
 

@@ -170,6 +170,7 @@ class Keeper:
         self._words = words
         self._sock, self._wire = sock, wire
         self._lock = asyncio.Lock()
+        self._watch = asyncio.ensure_future(self._close_at_end())
 
     @classmethod
     async def start(cls) -> Keeper:
@@ -189,6 +190,11 @@ class Keeper:
         words.follow()
         sending = ours.dup()  # a transport sends no descriptors
         return cls(process, sending, await asyncio.open_unix_connection(sock=ours), words)
+
+    async def _close_at_end(self) -> None:
+        """A child that has not closed its copy of the other end would keep us waiting."""
+        await self.process.wait()
+        self._wire[1].close()
 
     async def load(self, folder: Path) -> Loaded:
         """Raises ConfigError."""
@@ -231,7 +237,7 @@ class Keeper:
         self._sock.close()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+        await self._watch
         self._words.end()
 
 

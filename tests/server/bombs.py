@@ -40,7 +40,7 @@ TEMPLATES: dict[str, str] = {
     "sort": "{{ range(99999) | list | sort | map('string') | list | join | wordwrap(1) }}",
     "output": "{% for i in range(9999) %}{{ 'a' * 1000 }}{% endfor %}",
 }
-GROWTH = "\x01"  # a tokenizer with this normalizer makes much of it
+GROWTH = "\x01" * 20_000  # a tokenizer with this normalizer makes 5 MB of it
 SLOW = "b" * 64 + "!"  # takes a tokenizer with this split 2**64 steps
 
 
@@ -60,9 +60,7 @@ def write_tokenizer_bombs(folder: Path) -> Path:
     write_model_folder(folder)
     path = folder / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Replace(GROWTH, GROWTH * 1_000_000) for _ in range(2)]
-    )
+    tokenizer.normalizer = normalizers.Replace(GROWTH[0], GROWTH[:256])  # more does not load
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"(b|b?b)+$"), "isolated"),

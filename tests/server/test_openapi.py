@@ -32,11 +32,11 @@ from ridgeline.server.declared import (
     Field,
 )
 from ridgeline.server.errors import CODES, SHOWN_AS, ApiError
-from ridgeline.server.model import load_text
 from ridgeline.server.openapi import PATHS, document
 from ridgeline.server.sampling_fields import MAX_TOKEN_ID
-from ridgeline.server.tokenize import detokenize, tokenize
+from ridgeline.server.tokenize import detokenize, read_tokenize
 from ridgeline.server.unsupported import HARMLESS
+from ridgeline.text.tokenizer import load_tokenizer
 from tests.server.running import Running, fake_config, running
 
 JSON = "application/json"
@@ -152,20 +152,18 @@ def whole(body: Body) -> Body:
 
 @pytest.fixture(scope="module")
 def readers(fake_model: Path) -> dict[str, Callable[[Body], object]]:
-    text = load_text(fake_model)
     model: Any = SimpleNamespace(
         check_name=lambda name, required=True: None,
         ready=SimpleNamespace(max_servable_tokens=1 << 20, vocab_size=MAX_TOKEN_ID),
-        tokenizer=text.tokenizer,
-        chat_template=text.chat_template,
-        texts=text.texts,
+        vocabulary=load_tokenizer(fake_model),
+        has_chat_template=True,
         max_model_len=1 << 20,
         name="a",
     )
     return {
         "CompletionRequest": lambda body: read_completion(body, {}, MAX_TOKEN_ID, 512),
         "ChatRequest": lambda body: read_chat(body, {}, 512),
-        "TokenizeRequest": lambda body: tokenize(body, model),
+        "TokenizeRequest": lambda body: read_tokenize(body, model),
         "DetokenizeRequest": lambda body: detokenize(body, model),
     }
 

@@ -261,7 +261,8 @@ def test_other_vocabularies_are_named(tmp_path: Path, name: str) -> None:
 def test_a_broken_vocabulary_names_the_file(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(
-        ConfigError, match=r"is empty|is no tokenizer|not valid JSON|a JSON list|is no SentencePiece"
+        ConfigError,
+        match=r"is empty|is no tokenizer|not valid JSON|a JSON list|is no SentencePiece",
     ) as caught:
         load_tokenizer(tmp_path)
     assert str(tmp_path / name) in str(caught.value)
