@@ -169,6 +169,7 @@ class Answer:
         priority: int = 0,
         cache_salt: bytes = b"",
         tenant: bytes = b"",
+        weight: float = 1.0,
     ) -> None:
         if sampling.stop and tokenizer is None:
             raise RequestFault(
@@ -200,6 +201,7 @@ class Answer:
                 cache_salt=cache_salt,
                 fork_of=first,
                 tenant=tenant,
+                weight=weight,
             )
             first = first or request_id
             self._samples[request_id] = _Sample(request, self._assembler())

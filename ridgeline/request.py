@@ -241,7 +241,8 @@ class Request:
     `sampling.stop_token_ids` already holds the model's end tokens, `max_tokens` and `seed` are
     set. `fork_of` names the request whose prompt blocks this one shares as soon as they are
     computed; if that request is gone, this one is served like any other. `tenant` says on whose
-    behalf it is: shares of the engine are counted by tenant.
+    behalf it is: shares of the engine are counted by tenant, and `weight` is how many times the
+    share of an ordinary one it gets.
     """
 
     request_id: str
@@ -252,6 +253,7 @@ class Request:
     cache_salt: bytes = b""
     fork_of: str | None = None
     tenant: bytes = b""
+    weight: float = 1.0
     # How far it has got. Only the scheduler writes below this line.
     order: int = 0  # of arrival, from 1
     stop_token_ids: frozenset[int] = frozenset()  # those of `sampling`

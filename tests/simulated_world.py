@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from hashlib import sha256
 from operator import itemgetter
@@ -24,6 +24,7 @@ from ridgeline.request import FinishReason, Request, RequestOutput, SamplingPara
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.cache_shares import IDLE_POOLS, MOST_SHARES
 from ridgeline.scheduler.policies.base import Policy, Rank
+from ridgeline.scheduler.policies.fair import Fair
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.policies.priority import Priority
 from ridgeline.scheduler.scheduler import Scheduler
@@ -99,6 +100,7 @@ class Case:
     num_salts: int
     arrival: float
     beams: float
+    weights: tuple[float, ...] = (1.0,)  # of its tenants
 
 
 def draw_case(rng: random.Random) -> Case:
@@ -114,7 +116,7 @@ def draw_case(rng: random.Random) -> Case:
         max_in_flight=rng.randint(1, 3),
         num_drafts=rng.choice([0, 0, 0, 1, 2, 3, 4]),
         prefix_caching=rng.random() < 0.7,
-        policy=rng.choice(["fcfs", "fcfs", "priority", "moody"]),
+        policy=rng.choice(["fcfs", "fair", "priority", "moody"]),
         max_bypasses=rng.choice([1, 4, 256]),
         max_preemptions=rng.choice([1, 2, 8]),
         longest_prompt=rng.choice([1.0, 0.2]),
@@ -257,10 +259,16 @@ class World:
     idle_pools = 2  # few, so that some tenants are idle for so long
 
     def draw(self) -> Case:
-        return draw_case(self.rng)
+        case = draw_case(self.rng)
+        if case.policy == "fair":
+            rng = random.Random(self.seed)
+            weights = tuple(rng.choice([0.5, 1.0, 1.0, 3.0]) for _ in range(rng.randint(1, 4)))
+            case = replace(case, weights=weights)
+        return case
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
-        self.rng = random.Random(seed)
+        self.seed, self.rng = seed, random.Random(seed)
+        self.tenants = random.Random(seed + 1)
         self.case = case = self.draw()
         self.device = CheckedDevice(
             case.num_blocks, case.block_size, case.windows, case.num_drafts, seed
@@ -274,6 +282,7 @@ class World:
             idle_pools=self.idle_pools,
         )
         policies: dict[str, Policy] = {
+            "fair": Fair(),
             "fcfs": FCFS(),
             "priority": Priority(10.0),
             "moody": Moody(seed),
@@ -335,6 +344,10 @@ class World:
         self.scheduler.check_invariants()
         if self.rng.random() < 0.05:
             self._check_hashes()
+        if isinstance(policy := self.scheduler.policy, Fair):
+            opened = Counter(request.tenant for request in self.scheduler.requests.values())
+            counted = {name: lane.num_open for name, lane in policy._lanes.items() if lane.num_open}
+            demand(opened == counted, "tenants are counted", opened, counted)
         queue = self.scheduler.waiting
         demand(queue._num_bypasses <= queue.max_bypasses, "passed over too often")
 
@@ -591,7 +604,13 @@ class World:
             tenant=self._tenant(),
         )
 
+    def _asking(self) -> int:
+        return self.tenants.randrange(len(self.case.weights))
+
     def _add(self, request: Request) -> None:
+        if len(self.case.weights) > 1:
+            tenant = self._asking()
+            request.tenant, request.weight = b"%d" % tenant, self.case.weights[tenant]
         capacity = self.scheduler.capacity
         fits = capacity.blocks_needed(request) <= self.case.num_blocks
         fits = fits and request.sampling.beam_width <= self.case.max_num_seqs
@@ -619,9 +638,73 @@ class World:
         self.live[request_id] = Live(request, truth)
 
 
+class Saturated(World):
+    """Several tenants, each of whom always wants more than it gets: over a thousand steps each has
+    its share of the tokens that are computed, within a tenth of it."""
+
+    MOST_OFF = 0.1
+
+    def draw(self) -> Case:
+        rng = self.rng
+        return replace(
+            draw_case(rng),
+            num_blocks=rng.choice([60, 200]),
+            block_size=rng.choice([3, 16]),
+            max_num_batched_tokens=rng.choice([16, 64]),
+            max_num_seqs=rng.choice([4, 8, 16]),
+            num_drafts=0,
+            policy="fair",
+            max_bypasses=256,
+            max_preemptions=8,
+            has_faults=False,
+            weights=tuple(rng.choice([1.0, 1.0, 2.0, 3.0]) for _ in range(rng.randint(2, 4))),
+        )
+
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        super().__init__(seed, traced=traced)
+        self.longest = [self.tenants.choice([4, 12, 30]) for _ in self.case.weights]
+        self.asks = 0
+        self.had: Counter[int] = Counter()
+
+    def _asking(self) -> int:
+        return self.asks
+
+    def _happen(self) -> None:
+        if self.device.num_steps >= self.until:
+            return
+        waiting = Counter(r.tenant for r in self.scheduler.requests.values() if not r.block_ids)
+        for tenant, longest in enumerate(self.longest):
+            self.asks = tenant
+            for _ in range(waiting[b"%d" % tenant], self.case.max_num_seqs):
+                total = self.rng.randint(2, longest)
+                prompt = tuple(self._tokens(self.rng.randint(1, total - 1)))
+                self._add(self._request(None, prompt, b"", total - len(prompt), beams=False))
+
+    def run(self, num_steps: int) -> None:
+        self.until = num_steps
+        super().run(num_steps)
+        total, whole = self.had.total(), sum(self.case.weights)
+        for tenant, weight in enumerate(self.case.weights):
+            share, fair = self.had[tenant] / total, weight / whole
+            demand(abs(share - fair) <= self.MOST_OFF * fair, "its share", tenant, share, fair)
+
+    def on_step(self, record: StepRecord) -> None:
+        if self.device.num_steps < self.until:
+            for owner in self.device.flown[record.plan.step_id]:
+                entry = next(e for e in record.plan.scheduled if e.request_id == owner.request_id)
+                self.had[int(owner.tenant)] += entry.num_tokens
+        super().on_step(record)
+
+
+SATURATED = 1000  # steps; fewer would not tell
+EVERY = 25  # one world in so many is saturated
+
+
 def run_seed(seed: int, num_steps: int, *, traced: bool = False) -> World:
     """One world's whole life. Violations name the seed."""
-    world = World(seed, traced=traced)
+    is_saturated = seed % EVERY == EVERY - 1 and num_steps >= SATURATED // 4
+    world = (Saturated if is_saturated else World)(seed, traced=traced)
+    num_steps = max(num_steps, SATURATED) if is_saturated else num_steps
     try:
         world.run(num_steps)
     except Exception as problem:

@@ -43,6 +43,7 @@ CACHE = "scheduler/prefix_cache.py"
 SHARES = "scheduler/cache_shares.py"
 FORKS = "scheduler/forks.py"
 QUEUE = "scheduler/queue.py"
+FAIR = "scheduler/policies/fair.py"
 MACRO = "scheduler/macro.py"
 GROUP = "scheduler/beam_group.py"
 BEAM = "scheduler/beam.py"
@@ -891,6 +892,50 @@ MUTANTS = (
         GUESS_TIMES,
         "found, self.num_steps + CORRECTED_AFTER, seen.num_changes",
         "found, self.num_steps + (1 << 40), seen.num_changes",
+    ),
+    # ------------------------------------------------------------ tenants
+    Mutant(
+        "tenants: idle time is credit",
+        FAIR,
+        "lanes[lane].tag, lanes[lane].is_fresh = max(lanes[lane].tag, floor), True",
+        "lanes[lane].is_fresh = True",
+    ),
+    Mutant("tenants: weights are ignored", FAIR, "seconds / lane.weight", "seconds"),
+    Mutant(
+        "tenants: eight answers count as one",
+        FAIR,
+        "        for entry, row, _ in flights:\n",
+        "        for entry, row, _ in [f for f in flights if f[1].fork_of is None] or flights:\n",
+    ),
+    Mutant(
+        "tenants: prompts are free",
+        FAIR,
+        "tokens[row.tenant] += entry.num_tokens",
+        "tokens[row.tenant] += entry.samples",
+    ),
+    Mutant(
+        "tenants: nobody makes way",
+        SCHEDULER,
+        "self.ledger.preempt(other, now)",
+        "pass",
+    ),
+    Mutant(
+        "tenants: who holds its share takes more",
+        FAIR,
+        "if has and has + needs > mine.weight / total:",
+        "if False:",
+    ),
+    Mutant(
+        "tenants: a prompt that is being read goes before whoever waits",
+        SCHEDULER,
+        "if self._has_lanes:  # who waits may be before it",
+        "if False:",
+    ),
+    Mutant(
+        "tenants: who has left is remembered for ever",
+        FAIR,
+        "if not lane.num_open and is_even(lane):",
+        "if False:",
     ),
 )
 

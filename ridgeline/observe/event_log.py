@@ -77,6 +77,7 @@ class Added:
     refused: str | None = None
     cpu_s: float | None = None
     tenant: bytes = b""
+    weight: float = 1.0
 
     def request(self) -> Request:
         """A fresh one, as it was when it came in."""
@@ -89,6 +90,7 @@ class Added:
             cache_salt=self.salt,
             fork_of=self.fork_of,
             tenant=self.tenant,
+            weight=self.weight,
         )
 
 
@@ -297,6 +299,7 @@ class Recorder:
             "salt": self._salt(request.cache_salt),
             "fork_of": request.fork_of,
             "tenant": self._salt(request.tenant),
+            "weight": None if request.weight == 1 else request.weight,
             "refused": None if fault is None else fault.code,
         }
         values |= {name: value for name, value in optional.items() if value}

@@ -131,6 +131,7 @@ def _header(record: dict[str, Any]) -> EngineHeader:
 
 Time = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # seconds, of the engine's clock
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 Tokens = dict[str, tuple[int, ...]]
 Row = tuple[str, Number, Count, Count, bool | Number, BlockTables]
@@ -145,6 +146,7 @@ class AddLine(TypedDict):
     priority: NotRequired[int]
     salt: NotRequired[str]
     tenant: NotRequired[str]
+    weight: NotRequired[Weight]
     fork_of: NotRequired[str]
     refused: NotRequired[str]
     cpu_s: NotRequired[Time]
@@ -209,6 +211,7 @@ def _added(line: AddLine) -> Added:
         line.get("refused"),
         line.get("cpu_s"),
         bytes.fromhex(line.get("tenant", "")),
+        line.get("weight", 1.0),
     )
 
 

@@ -102,6 +102,7 @@ class BeamGroup:
             row.priority,
             row.cache_salt,
             tenant=row.tenant,
+            weight=row.weight,
             order=self.request.order,
             num_computable_tokens=row.num_computable_tokens,
         )

@@ -111,6 +111,7 @@ class Ledger:
         del self.requests[request.request_id]
         self.waiting.discard(request)
         self.running.discard(request)
+        self.running.policy.on_end(request)
         self.forks.wake(request)
         self.forks.discard(request)
         self.num_veterans -= request.num_preemptions >= self.max_preemptions

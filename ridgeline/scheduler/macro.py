@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from ridgeline.errors import check
 from ridgeline.request import UNKNOWN_TOKEN, Request
-from ridgeline.scheduler.policies.base import Policy
-from ridgeline.scheduler.results import Flight
+from ridgeline.scheduler.policies.base import Flight, Policy
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import BlockTables, Decodes, ScheduledRequest, StepPlan
 
@@ -70,6 +69,7 @@ class QuietSteps:
         self._can_be_quiet = (
             scheduler.policy.rank_is_fixed
             and policy.token_budget is Policy.token_budget
+            and policy.on_plan is Policy.on_plan
             and not scheduler.num_drafts
         )
 

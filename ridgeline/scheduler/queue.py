@@ -23,14 +23,14 @@ class WaitingQueue:
     def __init__(self, policy: Policy, max_bypasses: int = MAX_BYPASSES) -> None:
         self.policy = policy
         self.max_bypasses = max_bypasses
-        self._line: list[tuple[Rank, int, Request]] = []  # by place
+        self._lines: dict[bytes, list[tuple[Rank, int, Request]]] = {}  # by lane, then by place
         self._places: dict[int, Place] = {}  # by order of arrival
         self._by_age: OrderedDict[int, Request] = OrderedDict()
         self._num_bypasses = 0  # of the oldest
         self._ranked_at: float | None = None
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._by_age)
 
     def __contains__(self, request: Request) -> bool:
         return self._by_age.get(request.order) is request
@@ -38,7 +38,11 @@ class WaitingQueue:
     def add(self, request: Request, now: float) -> None:
         place = (self.policy.rank(request, now), request.order)
         self._places[request.order] = place
-        insort(self._line, (*place, request))
+        lane = self.policy.lane(request)
+        if lane not in self._lines:
+            self.policy.on_line(lane, self._lines)
+            self._lines[lane] = []
+        insort(self._lines[lane], (*place, request))
         self._by_age[request.order] = request
 
     def put_back(self, request: Request, now: float) -> None:
@@ -48,13 +52,15 @@ class WaitingQueue:
         self._num_bypasses = 0
 
     def head(self, now: float) -> Request | None:
-        if not self._line:
+        if not self._lines:
             return None
         if self._num_bypasses >= self.max_bypasses:
             return next(iter(self._by_age.values()))
         if not self.policy.rank_is_fixed and self._ranked_at != now:
             self._rank_again(now)
-        return self._line[0][2]
+        lines = self._lines
+        lane = next(iter(lines)) if len(lines) == 1 else min(lines, key=self.policy.lane_rank)
+        return lines[lane][0][2]
 
     def take(self, request: Request) -> None:
         """It starts to run."""
@@ -63,6 +69,7 @@ class WaitingQueue:
         else:
             self._num_bypasses += 1
         self._remove(request)
+        self.policy.on_take(request)
 
     def discard(self, request: Request) -> None:
         """It will not run from here; safe for one that does not wait."""
@@ -74,11 +81,15 @@ class WaitingQueue:
 
     def _remove(self, request: Request) -> None:
         del self._by_age[request.order]
-        place = self._places.pop(request.order)
-        del self._line[bisect_left(self._line, place)]
+        place, lane = self._places.pop(request.order), self.policy.lane(request)
+        line = self._lines[lane]
+        del line[bisect_left(line, place)]
+        if not line:
+            del self._lines[lane]
 
     def _rank_again(self, now: float) -> None:
         self._ranked_at = now
-        self._line = [(self.policy.rank(r, now), r.order, r) for r in self._by_age.values()]
-        self._line.sort()
-        self._places = {order: (rank, order) for rank, order, _ in self._line}
+        for lane, line in self._lines.items():
+            again = sorted([(self.policy.rank(r, now), r.order, r) for _, _, r in line])
+            self._lines[lane] = again
+            self._places |= {order: (rank, order) for rank, order, _ in again}

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ridgeline.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from ridgeline.scheduler.ledger import Ledger
+from ridgeline.scheduler.policies.base import Flight
 from ridgeline.step import ScheduledRequest, StepResult
-
-Flight = tuple[ScheduledRequest, Request, int]  # what was planned, for which row and epoch
 
 
 class ResultTaker:

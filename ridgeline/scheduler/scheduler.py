@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,10 +14,10 @@ from ridgeline.scheduler.beam_group import BeamGroup
 from ridgeline.scheduler.block_manager import BlockManager, beam_blocks_needed
 from ridgeline.scheduler.forks import can_share, has_prompt
 from ridgeline.scheduler.ledger import Ledger
-from ridgeline.scheduler.policies.base import Overloaded, Policy, Refuse
+from ridgeline.scheduler.policies.base import Flight, Overloaded, Policy, Refuse
 from ridgeline.scheduler.prefix_cache import Prefix
 from ridgeline.scheduler.queue import MAX_BYPASSES
-from ridgeline.scheduler.results import Flight, ResultTaker, checked_of_the_living
+from ridgeline.scheduler.results import ResultTaker, checked_of_the_living
 from ridgeline.step import (
     BlockCopy,
     BlockTables,
@@ -139,6 +140,7 @@ class Scheduler:
         self.ledger = Ledger(blocks, policy, max_bypasses, max_preemptions)
         self.requests = self.ledger.requests
         self.running, self.waiting = self.ledger.running, self.ledger.waiting
+        self._has_lanes = type(policy).lane is not Policy.lane
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
         self._results = ResultTaker(self.ledger, may_draft=num_drafts > 0)
         self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
@@ -206,6 +208,8 @@ class Scheduler:
         step = _Step(ledger.last_planned + 1, now, self._budget(now))
         for fork in ledger.forks.take_woken():
             self.waiting.add(fork, now)
+        if self._has_lanes:
+            self._make_way(now)
         self._continue_running(step)
         self._admit_waiting(step)
         if not step.scheduled:
@@ -221,6 +225,7 @@ class Scheduler:
         ledger.preempted, ledger.finished = [], []
         ledger.last_planned = step.step_id
         self._flights[step.step_id] = (plan, step.flights)
+        self.policy.on_plan(step.flights)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -321,6 +326,8 @@ class Scheduler:
         if step.scheduled:
             step.budget = self._budget_beside(budget - step.budget, len(chunks), step.budget)
         for row in chunks:
+            if self._has_lanes:  # who waits may be before it
+                self._admit_waiting(step, before=self.policy.lane(row))
             if step.budget <= 0:
                 return
             self._continue(row, step)
@@ -525,13 +532,44 @@ class Scheduler:
 
     # ------------------------------------------------------------------ waiting requests
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _make_way(self, now: float) -> None:
+        """Who waits first finds no room: where the policy says so, the newest of another lane makes
+        way, one for each step. Nobody does before it has gained a token by the last time, nor more
+        than half as often as may be, so that a lack of memory finds somebody, too."""
+        request, running, blocks = self.waiting.head(now), self.running, self.blocks
+        if request is None or self._may_find_room(request):
+            return
+        if self._has_seat(request):
+            if blocks.num_deferred_blocks:
+                return  # some are coming back
+            needs = -(-len(request.token_ids) // blocks.block_size) * len(blocks.windows)
+            held = Counter[bytes]()
+            for other in running:
+                rows = self.ledger.rows(other)
+                held[self.policy.lane(other)] += sum(sum(blocks.num_held(row)) for row in rows)
+            total = blocks.num_blocks
+        else:
+            needs, held, total = request.sampling.beam_width, running.seats, self.max_num_seqs
+        parts = {lane: num / total for lane, num in held.items()}
+        lane = self.policy.yields(self.policy.lane(request), needs / total, parts)
+        there = running.of_lane(lane) if lane is not None else ()
+        for other in reversed(there[1:]):
+            has_gained = not other.num_preemptions or other.num_pending_tokens <= 1
+            if has_gained and 2 * other.num_preemptions < self.ledger.max_preemptions:
+                self.ledger.preempt(other, now)
+                return
+
+    def _admit_waiting(self, step: _Step, *, before: bytes | None = None) -> None:
         """What is left of the budget goes to waiting requests, in order; nobody overtakes one that
-        finds no room."""
+        finds no room. `before`: only to those of lanes that are served before this one."""
         while step.budget > 0 and not step.memory_is_short:
             request = self.waiting.head(step.now)
             if request is None or not self._may_find_room(request):
                 return
+            if before is not None:
+                rank = self.policy.lane_rank
+                if rank(self.policy.lane(request)) >= rank(before):
+                    return
             if request.num_known_tokens < len(request.token_ids):
                 return  # preempted with a step in flight: its token is still to come
             prefix = self._prefix(request, step)

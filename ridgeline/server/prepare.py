@@ -148,6 +148,7 @@ def _answer(
         priority=call.priority,
         cache_salt=cache_salt(tenant.key, call.cache_salt),
         tenant=tenant.name,
+        weight=tenant.weight,
     )
 
 

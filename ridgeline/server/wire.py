@@ -79,6 +79,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     wants_cost: bool = False
     wants_chunks: bool = False
     tenant: bytes = b""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -368,6 +369,7 @@ def pack_add(
         wants_cost,
         wants_chunks,
         first.tenant,
+        first.weight,
     )
 
 
@@ -386,6 +388,7 @@ def unpack_add(message: Add, now: float) -> list[Request]:
             cache_salt=message.cache_salt,
             fork_of=row.fork_of,
             tenant=message.tenant,
+            weight=message.weight,
         )
         for row in message.sequences
     ]

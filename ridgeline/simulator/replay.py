@@ -220,7 +220,10 @@ def _scheduler(
         header.num_blocks, header.block_size, header.windows, header.prefix_caching
     )
     pricer, journals = None, list[Journal]()
-    if registry.load(POLICIES, header.policy, "policy").needs_promise:
+    policy = registry.load(POLICIES, header.policy, "policy")
+    if policy.wants_prices and header.setup:
+        pricer = LearnedPricer(Pricer(read_setup(header.setup)))  # that nobody taught
+    elif policy.needs_promise:
         real = Pricer(read_setup(header.setup))
         pricer = LearnedPricer(real)
         watch = observatory(header, Meter(real))

@@ -26,6 +26,7 @@ from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies import POLICIES
 from ridgeline.scheduler.policies.base import Policy
+from ridgeline.scheduler.policies.fair import Fair
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.policies.priority import Priority
 from ridgeline.scheduler.scheduler import Scheduler
@@ -35,6 +36,7 @@ from tests.observe.recorded import ends, play, recorded
 from tests.simulated_world import Moody
 
 POLICY: dict[str, Callable[[int], Policy]] = {
+    "fair": lambda seed: Fair(),
     "fcfs": lambda seed: FCFS(),
     "priority": lambda seed: Priority(10.0),
     "moody": lambda seed: Moody(seed),

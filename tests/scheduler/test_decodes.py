@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from ridgeline.request import Request, RequestOutput
-from ridgeline.scheduler.results import Flight, ResultTaker
+from ridgeline.scheduler.policies.base import Flight
+from ridgeline.scheduler.results import ResultTaker
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import Decodes, ScheduledRequest, StepFuture, StepPlan, StepResult
 from tests.fake_device import FakeFuture

@@ -37,7 +37,7 @@ def test_policies_load_and_serve(name: str) -> None:
 
 
 def test_an_unknown_policy_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="fcfs, priority, slo"):
+    with pytest.raises(ConfigError, match="fair, fcfs, priority, slo"):
         make_policy("lifo", SETTING)
 
 

@@ -99,7 +99,7 @@ def test_leaving_is_safe_and_leaves_nothing() -> None:
     assert queue.head(0.0) is None
     assert not queue._places
     assert not queue._by_age
-    assert not queue._line
+    assert not queue._lines
 
 
 @pytest.mark.parametrize("policy", [FCFS(), Priority(), Turning(), Newest()])

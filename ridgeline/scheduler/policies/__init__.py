@@ -7,6 +7,7 @@ from ridgeline.errors import ConfigError, check
 from ridgeline.scheduler.policies.base import Policy, PolicySetting
 
 POLICIES = {
+    "fair": "ridgeline.scheduler.policies.fair:Fair",
     "fcfs": "ridgeline.scheduler.policies.fcfs:FCFS",
     "priority": "ridgeline.scheduler.policies.priority:Priority",
     "slo": "ridgeline.scheduler.policies.slo:SLO",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from ridgeline.errors import RequestFault
 from ridgeline.figures import seconds
 from ridgeline.request import Request
-from ridgeline.step import StepPricer, StepShape
+from ridgeline.step import ScheduledRequest, StepPricer, StepShape
 
 Rank = tuple[float, ...]
+Flight = tuple[ScheduledRequest, Request, int]  # who computes what in a step, in which epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,14 @@ class Policy:
 
     `rank_is_fixed` promises that `rank` depends neither on `now` nor on how far the request has got
     and saves sorting at each step.
+
+    A policy may keep requests in lanes (its `lane`; else all are in one): those of a lane are in
+    the order of their ranks, and the lanes in that of `lane_rank`, which is asked at each step.
     """
 
     rank_is_fixed = False
     needs_promise = False  # of a time to the first token and of a time per token
+    wants_prices = False  # of steps, where there are any
 
     @classmethod
     def make(cls, setting: PolicySetting) -> Self:
@@ -80,4 +85,30 @@ class Policy:
 
     def num_drafts(self, request: Request, shape: StepShape) -> int | None:
         """Guesses to verify in a step that has `shape` so far; None: all there are."""
+        return None
+
+    def lane(self, request: Request) -> bytes:
+        """Never another one for the same request."""
+        return b""
+
+    def lane_rank(self, lane: bytes) -> Rank:
+        """The lane with the smallest is served first."""
+        return ()
+
+    def on_line(self, lane: bytes, waiting: Iterable[bytes]) -> None:
+        """Somebody of this lane waits now, and nobody did before; `waiting` are the others."""
+
+    def on_take(self, request: Request) -> None:
+        """It waited, and is part of the step that is being planned."""
+
+    def on_plan(self, flights: Sequence[Flight]) -> None:
+        """A step was planned: who computes what in it."""
+
+    def on_end(self, request: Request) -> None:
+        """It is over; `admit` had let it in."""
+
+    def yields(self, lane: bytes, needs: float, held: Mapping[bytes, float]) -> bytes | None:
+        """Who waits first, of this lane, finds no room: the lane whose newest request makes way;
+        None: nobody's. `held` is the share of the engine, of its seats or of its cache, that each
+        lane holds, and `needs` that of who waits."""
         return None

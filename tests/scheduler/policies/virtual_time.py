@@ -93,6 +93,9 @@ class Arrival:
     at: float
     num_prompt: int
     num_output: int
+    tenant: bytes = b""
+    weight: float = 1.0
+    is_fork: bool = False  # another answer to the prompt of the one before it
 
 
 def poisson(
@@ -103,7 +106,7 @@ def poisson(
     at = rng.expovariate(rate)
     while at < lasts_s:
         lengths = [max(1, round(n * rng.uniform(0.5, 1.5))) for n in (prompt, output)]
-        found.append(Arrival(at, *lengths))
+        found.append(Arrival(at, lengths[0], lengths[1]))
         at += rng.expovariate(rate)
     return found
 
@@ -128,6 +131,7 @@ class World:
         scheduler = Scheduler(blocks, policy, max_num_batched_tokens, max_num_seqs)
         self.engine = Engine(scheduler, self.device, self.clock, max_in_flight)
         self.times: dict[str, Times] = {}
+        self.parent = ""
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Times]:
         pending = list(reversed(arrivals))
@@ -142,12 +146,18 @@ class World:
 
     def _arrive(self, arrival: Arrival) -> None:
         name = f"r{len(self.times)}"
-        first = len(self.times) * 7919
+        if not arrival.is_fork:
+            self.parent = name
+        first = int(self.parent[1:]) * 7919
         prompt = tuple(first + i for i in range(arrival.num_prompt))
         self.times[name] = Times(arrival.at, arrival.num_output)
         sampling = SamplingParams(max_tokens=2 * arrival.num_output)
         try:
-            self.engine.add(Request(name, prompt, sampling, arrival.at))
+            request = Request(name, prompt, sampling, arrival.at, tenant=arrival.tenant)
+            request.weight = arrival.weight
+            if arrival.is_fork:
+                request.fork_of = self.parent
+            self.engine.add(request)
         except Overloaded as refused:
             self.times[name].retry_after_s = refused.retry_after_s
         except RequestFault as fault:
