@@ -10,6 +10,8 @@ from numbers import Integral, Real
 
 from ridgeline.errors import ConfigError
 
+DEFAULT_POLICY = "fcfs"
+
 # A field, the least and the most that it may be; a least without a point: whole numbers only.
 Range = tuple[str, float, float]
 
@@ -73,7 +75,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_mixed_tokens: int | None = None
     prefix_caching: bool = True
-    policy: str = "fcfs"
+    policy: str | None = None  # None: fair in a server with several keys, else fcfs
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
     max_in_flight: int = 2

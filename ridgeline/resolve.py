@@ -17,7 +17,7 @@ from ridgeline.architectures.stored_config import is_stored, unpacked_matrices
 from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.asked import check_settings
 from ridgeline.attention import INVARIANT
-from ridgeline.config import Decision, EngineConfig, ResolvedConfig
+from ridgeline.config import DEFAULT_POLICY, Decision, EngineConfig, ResolvedConfig
 from ridgeline.cost.captured import (
     MAX_CHECKED_TOKENS,
     MAX_ROWS,
@@ -258,7 +258,7 @@ def _resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         prefix_caching=config.prefix_caching,
-        policy=config.policy,
+        policy=config.policy or DEFAULT_POLICY,
         ttft_slo_ms=config.ttft_slo_ms,
         tpot_slo_ms=config.tpot_slo_ms,
         max_in_flight=in_flight,

@@ -35,7 +35,9 @@ HELP = {
     "where many prompts wait: smaller makes answers steadier and first tokens later; when not "
     "given, on a GPU about as few as are read at nine tenths of the full rate, on a CPU no bound",
     "prefix_caching": "do not reuse the cache of a prompt's beginning that was seen before",
-    "policy": "which waiting request comes next; slo promises times and refuses to break them",
+    "policy": "which waiting request comes next; slo promises times and refuses to break them; "
+    "fair shares the engine among API keys, or addresses where there are none; when not given, "
+    "fair in a server with several keys, else fcfs",
     "ttft_slo_ms": "with --policy slo: milliseconds within which the first token is promised",
     "tpot_slo_ms": "with --policy slo: milliseconds promised per later token, on average",
     "max_in_flight": "2 plans the next step while one runs, 1 waits for each step's result",

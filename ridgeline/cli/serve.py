@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from dataclasses import Field, fields
 from typing import Any
 
@@ -39,7 +40,8 @@ LIMIT_HELP = {
     "max_queued_sequences": "waiting sequences beyond those that can run at once",
     "max_queued_cache_fills": "waiting prompt tokens, in sizes of the KV cache",
     "max_held_body_bytes": "memory for bodies, and for what is read from them, at once",
-    "max_requests_per_key": "requests at once for one API key",
+    "max_sequences_per_key": "sequences at once for one API key; 0: all that the server holds when "
+    "it is the only one that asks, else a part of it",
     "max_stream_bytes": "bytes made for a stream that its client has not read yet",
     "header_timeout_s": "to receive the head of a request",
     "body_timeout_s": "to receive its body",
@@ -56,6 +58,12 @@ LIMIT_HELP = {
     "first_step_kill_s": "the same for steps that may compile kernels or that have no price",
     "max_engine_restarts": "in a row before the server gives up",
     "tokenizer_processes": "processes that turn text into tokens, all but one for one client",
+}
+
+
+RENAMED = {
+    "--max-requests-per-key": "max_sequences_per_key",
+    "--tokenizer-threads": "tokenizer_processes",
 }
 
 
@@ -151,13 +159,26 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("limits", "Sizes as 4MiB or bytes, times in seconds.")
     for field in fields(Limits):
         parser.mark_expert(*_add_limit(group, field).option_strings)
-    group.add_argument("--tokenizer-threads", type=int, help=argparse.SUPPRESS)
+    for old, new in RENAMED.items():
+        group.add_argument(
+            old, type=int, action=_Renamed, dest="limit_" + new, default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
     parser.mark_expert(
         "--admin-host",
         "--allowed-host",
         "--allow-anyone-on-the-network-without-a-key",
         "--no-tripwire",
     )
+
+
+class _Renamed(argparse.Action):
+    """Its old name, for one version more."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        now = "--" + self.dest.removeprefix("limit_").replace("_", "-")
+        print(f"ridgeline: {option} is now {now}", file=sys.stderr)
 
 
 def _add_limit(group: argparse._ArgumentGroup, field: Field[Any]) -> argparse.Action:
@@ -200,9 +221,6 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.server.lifecycle import serve
 
     log.set_up(args.log_level, args.log_format, access_log=args.access_log)
-    if args.tokenizer_threads is not None:
-        log.say(logger, logging.WARNING, "--tokenizer-threads is now --tokenizer-processes")
-        args.limit_tokenizer_processes = args.tokenizer_threads
     if args.config is not None:
         words = (f"{flag[2:]}={value}" for flag, value in args.parser.settings(args))
         log.say(logger, logging.INFO, "settings", file=args.config, taken="; ".join(words))

@@ -2,6 +2,11 @@
 
 Everything runs on one event loop and no method waits, so checking and counting are one step. Each
 reservation belongs to a Ticket, and leaving its `with` block gives all of it back.
+
+A request holds a place for each sequence, one before its body is read. Where there are several keys
+none takes the last places: it may hold at most SHARE times what stays free. So alone it gets 8 of 9
+places, of k that ask for all each gets 8 of 8k + 1, and whoever holds nothing still finds one of
+8k + 1 free: with f free, one that asks for n <= 8 (f - n) is let in.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from ridgeline.server.auth import Tenant
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
 
+SHARE = 8  # times what stays free, for one of several keys
 OVERLOADED = "the server has as much work as it may hold ({what}); try again later"
 
 
@@ -23,6 +29,7 @@ class Ticket:
         self._admission = admission
         self._tenant = tenant
         self._bytes = self._sequences = self._tokens = 0
+        self._places = 1
         self._open = True
 
     def hold_bytes(self, count: int) -> None:
@@ -41,8 +48,9 @@ class Ticket:
         self._bytes += count
 
     def reserve(self, num_sequences: int, num_prompt_tokens: int) -> None:
-        """Before the engine hears of it. Raises ApiError overloaded, or limit_exceeded for a
-        request that would not fit into an empty server."""
+        """Before the engine hears of it. Raises ApiError overloaded, rate_limit_exceeded when it is
+        more than its key may hold, or limit_exceeded for a request that would not fit into an empty
+        server."""
         held = self._admission
         if num_sequences > held.max_sequences or num_prompt_tokens > held.max_tokens:
             raise ApiError(
@@ -55,6 +63,9 @@ class Ticket:
             raise ApiError("overloaded", OVERLOADED.format(what="requests"))
         if held.num_tokens + num_prompt_tokens > held.max_tokens:
             raise ApiError("overloaded", OVERLOADED.format(what="prompt tokens"))
+        if num_sequences > self._places:
+            held.take(self._tenant, num_sequences - self._places)
+            self._places = num_sequences
         held.num_sequences += num_sequences
         held.num_tokens += num_prompt_tokens
         self._sequences += num_sequences
@@ -70,7 +81,7 @@ class Ticket:
         held.num_bytes -= self._bytes
         held.num_sequences -= self._sequences
         held.num_tokens -= self._tokens
-        held.give_back(self._tenant)
+        held.give_back(self._tenant, self._places)
 
     def __enter__(self) -> Ticket:
         return self
@@ -92,7 +103,8 @@ class Admission:
         self.num_requests = self.num_bytes = self.num_sequences = self.num_tokens = 0
         self.max_sequences = limits.max_queued_sequences
         self.max_tokens = 0
-        self._by_key: Counter[bytes] = Counter()
+        self.num_keys = 0
+        self._by_key: Counter[bytes] = Counter()  # places
 
     def size(self, *, max_num_seqs: int, cache_tokens: int) -> None:
         """Set the ceilings that depend on the engine: how many sequences it runs at once, and
@@ -101,22 +113,37 @@ class Admission:
         self.max_tokens = int(cache_tokens * self.limits.max_queued_cache_fills)
 
     def open(self, tenant: Tenant) -> Ticket:
-        """A ticket for a request of this tenant. Raises ApiError rate_limit_exceeded."""
-        key = tenant.key
-        if key and self._by_key[key] >= self.limits.max_requests_per_key:
-            raise ApiError(
-                "rate_limit_exceeded",
-                f"this key has {self.limits.max_requests_per_key} requests open, its limit",
-            )
-        ceiling = 2 * self.max_sequences
-        if self.num_requests >= ceiling:  # bodies not yet read count too
+        """A ticket for a request of this tenant. Raises ApiError rate_limit_exceeded or
+        overloaded."""
+        if self.num_requests >= 2 * self.max_sequences:  # bodies not yet read count too
             raise ApiError("overloaded", OVERLOADED.format(what="requests"))
+        self.take(tenant, 1)
         self.num_requests += 1
-        self._by_key[key] += 1
         return Ticket(self, tenant)
 
-    def give_back(self, tenant: Tenant) -> None:
-        key = tenant.key
-        self._by_key[key] -= 1
-        if not self._by_key[key]:
-            del self._by_key[key]
+    def take(self, tenant: Tenant, count: int) -> None:
+        """So many more places. Raises ApiError rate_limit_exceeded, or overloaded for one that
+        holds none."""
+        held, limit = self._by_key[tenant.key], self._most(tenant.key, count)
+        if tenant.key and held + count > limit:
+            if not held and count <= (self.limits.max_sequences_per_key or count):
+                raise ApiError("overloaded", OVERLOADED.format(what="sequences"))
+            raise ApiError(
+                "rate_limit_exceeded",
+                f"this key holds {held} sequences (a request with n=8 counts as 8) and asks for "
+                f"{count} more; it may hold {limit} now: wait for answers, or have the server's "
+                "--max-sequences-per-key or --max-queued-sequences raised",
+            )
+        self._by_key[tenant.key] += count
+
+    def _most(self, key: bytes, count: int) -> int:
+        """Places that this key may hold when it has taken `count` more."""
+        most = self.max_sequences
+        if self.num_keys > 1:
+            most = max(0, SHARE * (self.max_sequences - self._by_key.total() - count))
+        return min(most, self.limits.max_sequences_per_key or most)
+
+    def give_back(self, tenant: Tenant, count: int) -> None:
+        self._by_key[tenant.key] -= count
+        if not self._by_key[tenant.key]:
+            del self._by_key[tenant.key]

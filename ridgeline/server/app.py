@@ -97,6 +97,7 @@ async def _detokenize(service: Service, scope: Scope, body: Body, size: int) -> 
 def make_app(service: Service, keys: Keys) -> Gate:
     """The whole application, as ASGI, but for what has moved to the admin port."""
     routes = make_routes(service)
+    service.admission.num_keys = service.aside.num_keys = len(keys)
     if service.config.admin_port is not None:
         routes = [route for route in routes if route.path != "/metrics"]
     return _gate(service, keys, routes, service.config.host)

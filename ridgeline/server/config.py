@@ -24,7 +24,7 @@ LIMIT_RANGES: tuple[Range, ...] = (
     ("max_queued_sequences", 0, MANY),  # 0: who cannot run at once is refused
     ("max_queued_cache_fills", 0.1, 1e9),
     ("max_held_body_bytes", SMALL_BYTES, MANY_BYTES),
-    ("max_requests_per_key", 1, MANY),
+    ("max_sequences_per_key", 0, MANY),  # 0: as many as the server holds, but for a part
     ("max_stream_bytes", SMALL_BYTES, MANY_BYTES),
     ("header_timeout_s", MOMENT_S, FOREVER_S),
     ("body_timeout_s", MOMENT_S, FOREVER_S),
@@ -60,7 +60,7 @@ class Limits:
     max_queued_sequences: int = 1024  # beyond those the engine can run at once
     max_queued_cache_fills: float = 4.0  # prompt tokens held, in sizes of the KV cache
     max_held_body_bytes: int = 256 << 20
-    max_requests_per_key: int = 64  # at once; only when keys are configured
+    max_sequences_per_key: int = 0  # at once; 0: all that the server holds, or a fair part
     max_stream_bytes: int = 256 << 10  # made for one stream and not yet read by its client
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0

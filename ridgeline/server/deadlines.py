@@ -1,4 +1,8 @@
-"""Who has waited too long? One look at all open requests, a few times a second."""
+"""Who has waited too long, or would? One look at all open requests, a few times a second.
+
+A wait is foretold from how fast the queue moves. One that was foretold is no failure, however long
+it is, as long as the answer can end in time; and time runs from the arrival.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,53 @@ from ridgeline.server.errors import ApiError
 from ridgeline.server.live import Live
 
 PERIOD_S = 0.25
+PATIENCE = 2.0  # times what a wait was foretold to be
+MEMORY = 0.99  # weight of what was known, after each step
+LEAST_STEPS = 16
+TYPICAL_ANSWER = 256.0  # tokens, until some have been seen
+MOST_ANSWERS = 256  # that are remembered
 
 
-def enforce(lives: Iterable[Live], limits: Limits, now: float) -> None:
+class Pace:
+    """How fast the queue moves: what of late was made in a second while somebody waited, and how
+    long answers were. Nothing is foretold before LEAST_STEPS such steps."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._tokens = self._seconds = 0.0  # decayed sums over steps
+        self._answer = TYPICAL_ANSWER
+        self._num_answers = 0
+        self._last: float | None = None
+
+    def on_step(self, now: float, num_tokens: int, *, is_full: bool) -> None:
+        """A step is over that made so many tokens; `is_full`: somebody waits."""
+        if is_full and self._last is not None:
+            self._num_steps += 1
+            self._tokens = MEMORY * self._tokens + num_tokens
+            self._seconds = MEMORY * self._seconds + now - self._last
+        self._last = now if is_full else None
+
+    def on_end(self, num_tokens: int) -> None:
+        self._num_answers = min(self._num_answers + 1, MOST_ANSWERS)
+        self._answer += (num_tokens - self._answer) / self._num_answers
+
+    def wait_s(self, num_before: int) -> float | None:
+        """Seconds until those who wait have their turn; None: nobody knows."""
+        if self._num_steps < LEAST_STEPS or not self._tokens:
+            return None
+        return num_before * self._answer * self._seconds / self._tokens
+
+    def run_s(self, num_tokens: int) -> float:
+        """Seconds of an answer of at most so many tokens, once it has begun."""
+        step_s = self._seconds * (1 - MEMORY) / (1 - MEMORY**self._num_steps)
+        return min(self._answer, num_tokens) * step_s
+
+
+def enforce(lives: Iterable[Live], limits: Limits, now: float, pace: Pace) -> None:
     """Fail, cut off or nudge what is over its time. `now` is the clock of `live.arrival`."""
     for live in list(lives):
         if live.error is None:
-            _enforce_wait(live, limits, now)
+            _enforce_wait(live, limits, now, pace)
         if live.sending_since is not None:
             if now - live.sending_since > limits.write_timeout_s and live.cut is not None:
                 live.cut()
@@ -23,11 +67,29 @@ def enforce(lives: Iterable[Live], limits: Limits, now: float) -> None:
             live.keep_alive()
 
 
-def _enforce_wait(live: Live, limits: Limits, now: float) -> None:
+def _enforce_wait(live: Live, limits: Limits, now: float, pace: Pace) -> None:
     waited = now - live.arrival
-    if not live.started and not live.answered and waited > limits.queue_timeout_s:
-        live.fail(
-            ApiError("queue_timeout", f"not started within {limits.queue_timeout_s:g} s; try later")
-        )
-    elif waited > limits.run_timeout_s:
+    if not live.started and not live.answered:
+        if live.expected_wait_s is None:  # nothing was known when it came
+            live.expected_wait_s = pace.wait_s(live.num_before)
+        if waited > max(limits.queue_timeout_s, PATIENCE * (live.expected_wait_s or 0.0)):
+            live.fail(ApiError("queue_timeout", f"not started within {waited:.0f} s; try later"))
+            return
+    if waited > limits.run_timeout_s:
         live.fail(ApiError("deadline_exceeded", f"not finished within {limits.run_timeout_s:g} s"))
+
+
+def check_wait(live: Live, limits: Limits, pace: Pace, num_before: int, num_tokens: int) -> None:
+    """Before the engine hears of it: `num_before` sequences wait, and an answer of it has
+    `num_tokens` at most. Raises ApiError overloaded when the answer would come after
+    `run_timeout_s`, as far as can be told."""
+    live.num_before = num_before
+    live.expected_wait_s = wait_s = pace.wait_s(num_before)
+    late_s = 0.0 if wait_s is None else wait_s + pace.run_s(num_tokens) - limits.run_timeout_s
+    if wait_s and late_s > 0:
+        raise ApiError(
+            "overloaded",
+            f"it would wait {wait_s:.0f} s for its first step, and its answer would not end within "
+            f"{limits.run_timeout_s:g} s (--run-timeout-s); try again in {late_s:.0f} s",
+            retry_after_s=late_s,
+        )

@@ -23,6 +23,7 @@ from ridgeline.observe.traffic import Traffic
 from ridgeline.observe.watchdog import Overdue, StepInFlight, Watchdog
 from ridgeline.server.child import environment
 from ridgeline.server.config import ServeConfig
+from ridgeline.server.deadlines import Pace
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.heartbeat import HeartbeatPage, new_page
 from ridgeline.server.live import Live
@@ -101,6 +102,7 @@ class EngineClient:
         self.progress = Progress(config.limits.step_deadline_s)
         self.watchdog = Watchdog(config.limits.step_overdue_multiple, config.limits.step_overdue_s)
         self.latency = Latency()
+        self.pace = Pace()
         self.traffic = Traffic()
         self.loading: Loading | None = None
         self.num_restarts = 0
@@ -373,6 +375,9 @@ class EngineClient:
         now = self.clock.now()
         self.gauges = step.gauges
         self.progress.step_done(now)
+        num_tokens = sum(len(output.new_token_ids) for output in step.outputs)
+        if num_tokens:
+            self.pace.on_step(now, num_tokens, is_full=step.gauges.num_waiting > 0)
         for reply in step.replies:
             self._reply(reply)
         for start in step.started:
@@ -422,6 +427,7 @@ class EngineClient:
             self.progress.work_ended()
             self.latency.on_end(times, now)
             self.traffic.finished[output.finish_reason] += 1
+            self.pace.on_end(times.num_tokens)
         if live.error is not None:
             self.abandon(live)
         elif stopped := live.take_aborts():

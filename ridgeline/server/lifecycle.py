@@ -89,6 +89,9 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
         import_module(config.builder.partition(":")[0])  # it may add formats, which are asked for
     check_asked(config.engine)
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
+    if config.engine.policy is None and len(keys) > 1:
+        config = replace(config, engine=replace(config.engine, policy="fair"))
+        say(logger, logging.INFO, "decided", policy="fair (nothing was asked; several keys)")
     check_bind(
         config.host,
         has_keys=bool(keys),

@@ -44,6 +44,8 @@ class Live:
         self.error: ApiError | None = None
         self.started = False
         self.answered = False  # the engine has sent something
+        self.num_before = 0  # sequences that waited when it came
+        self.expected_wait_s: float | None = None
         self.last_sent = arrival
         self.sending_since: float | None = None
         self.keepalive_due = False

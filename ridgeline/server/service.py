@@ -20,7 +20,7 @@ from ridgeline.server.admission import Admission, Ticket
 from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
 from ridgeline.server.calls import Call, Kind
 from ridgeline.server.config import Limits, ServeConfig
-from ridgeline.server.deadlines import PERIOD_S, enforce
+from ridgeline.server.deadlines import PERIOD_S, check_wait, enforce
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.http_protocol import EXTENSION
@@ -103,7 +103,7 @@ class Service:
             await asyncio.sleep(PERIOD_S)
             now = self.clock.now()
             self.manager.alive(now)
-            enforce(self.open, self.limits, now)
+            enforce(self.open, self.limits, now, self.engine.pace)
             stalled = self.engine.progress.stalled_s(now)
             self.engine.overdue(now)
             if self.engine.should_kill(now):
@@ -237,6 +237,12 @@ class Service:
         scope["state"]["live"] = live
         live.cut = _abort_of(scope)
         renderer = _renderer(call, prepared, model, request_id, self.config.price_per_hour)
+        pace, gauges = self.engine.pace, self.engine.gauges
+        num_before = max(
+            gauges.num_waiting, self.engine.progress.num_pending - model.ready.max_num_seqs
+        )
+        most = max(answer.sampling.max_tokens or 0 for answer in prepared.answers)
+        check_wait(live, self.limits, pace, num_before, most)
         self.open.add(live)
         try:
             await self._submit(live, call)

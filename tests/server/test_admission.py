@@ -54,7 +54,7 @@ def test_what_never_fits_is_the_requests_fault() -> None:
 
 
 def test_each_key_has_its_own_limit() -> None:
-    held = admission(max_requests_per_key=2)
+    held = admission(max_sequences_per_key=2)
     tickets = [held.open(Tenant(b"a")), held.open(Tenant(b"a")), held.open(Tenant(b"b"))]
     with pytest.raises(ApiError) as caught:
         held.open(Tenant(b"a"))
@@ -69,11 +69,57 @@ def test_each_key_has_its_own_limit() -> None:
 
 
 def test_without_keys_there_is_no_limit_per_key() -> None:
-    held = admission(max_requests_per_key=1, max_queued_sequences=10)
+    held = admission(max_sequences_per_key=1, max_queued_sequences=10)
     tickets = [held.open(Tenant(b"")) for _ in range(20)]
     assert held.num_requests == 20
     for ticket in tickets:
         ticket.release()
+
+
+def test_a_key_holds_sequences_not_requests() -> None:
+    held = admission(max_sequences_per_key=10)
+    with held.open(Tenant(b"a")) as eight, held.open(Tenant(b"a")) as two:
+        eight.reserve(8, 1)
+        two.reserve(1, 1)
+        with pytest.raises(ApiError, match=r"holds 9 sequences .* asks for 2 more; it may hold 10"):
+            two.reserve(3, 1)
+        two.reserve(1, 1)
+    assert not held._by_key
+
+
+def test_the_only_key_may_hold_all() -> None:
+    held = admission(max_queued_sequences=98)
+    held.num_keys = 1
+    with held.open(Tenant(b"a")) as ticket:
+        ticket.reserve(100, 1)
+
+
+def test_of_several_keys_none_takes_the_last_places() -> None:
+    """Two keys take what they get; a third, and a fourth, still find room."""
+    held = admission(max_queued_sequences=998)
+    held.num_keys = 4
+    tickets: list[Ticket] = []
+    codes: set[str] = set()
+
+    def flood(key: bytes) -> int:
+        while True:
+            try:
+                tickets.append(held.open(Tenant(key)))
+            except ApiError as refused:
+                codes.add(refused.code)
+                return held._by_key[key]
+
+    assert flood(b"a") == 888  # 8 of 9
+    assert flood(b"b") >= 90
+    tickets += [held.open(Tenant(key)) for key in (b"c", b"d")]
+    for ticket in tickets:
+        ticket.release()
+    tickets.clear()
+    while held._by_key[b"a"] < 470:  # in turn: 8 of 17 each
+        tickets += [held.open(Tenant(b"a")), held.open(Tenant(b"b"))]
+    assert flood(b"a") == 471
+    assert held._by_key[b"b"] == 470
+    assert codes == {"rate_limit_exceeded"}
 
 
 def test_open_requests_are_capped_before_their_bodies_are_read() -> None:
@@ -90,7 +136,7 @@ def test_random_use_never_exceeds_a_ceiling_and_ends_at_zero() -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
-    held = admission(max_queued_sequences=6, max_held_body_bytes=50, max_requests_per_key=5)
+    held = admission(max_queued_sequences=6, max_held_body_bytes=50, max_sequences_per_key=5)
     live: list[Ticket] = []
     for _ in range(2000):
         try:

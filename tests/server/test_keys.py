@@ -27,7 +27,7 @@ def server(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     hashed = sha256(THIRD.encode()).hexdigest()
     (folder / "keys").write_text(f"# two\n{OTHER} name=other\nsha256:{hashed} name=third\n")
     config = fake_config(
-        fake_model, {"max_requests_per_key": 3}, api_key_file=str(folder / "keys"), access_log=True
+        fake_model, {"max_sequences_per_key": 3}, api_key_file=str(folder / "keys"), access_log=True
     )
     with running(config, folder, key=KEY) as started:
         yield started

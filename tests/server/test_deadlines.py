@@ -1,0 +1,85 @@
+"""Is a wait foretold, and does what was foretold decide who is refused and who is failed?"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ridgeline.server.config import Limits
+from ridgeline.server.deadlines import Pace, check_wait, enforce
+from ridgeline.server.errors import ApiError
+from ridgeline.server.live import Live
+
+LIMITS = Limits(queue_timeout_s=60.0, run_timeout_s=600.0)
+
+
+def paced(num_steps: int = 100) -> Pace:
+    """64 tokens each tenth of a second while somebody waits, 100 tokens an answer."""
+    pace = Pace()
+    for _ in range(300):
+        pace.on_end(100)
+    for step in range(num_steps + 1):
+        pace.on_step(step * 0.1, 64, is_full=True)
+    return pace
+
+
+async def live(at: float = 0.0) -> Live:
+    return Live((), streams=True, max_bytes=1000, arrival=at)
+
+
+def failure(pace: Pace, num_before: int, now: float) -> str | None:
+    async def wait() -> str | None:
+        made = await live()
+        check_wait(made, LIMITS, pace, num_before, 100)
+        enforce([made], LIMITS, now, pace)
+        return None if made.error is None else made.error.code
+
+    return asyncio.run(wait())
+
+
+def test_a_wait_is_what_those_before_it_take() -> None:
+    assert paced().wait_s(640) == pytest.approx(100.0)
+    assert paced().run_s(50) == pytest.approx(5.0)
+    assert paced(10).wait_s(640) is None
+
+
+def test_steps_in_which_nobody_waits_do_not_count() -> None:
+    pace = paced()
+    pace.on_step(500.0, 1, is_full=False)
+    pace.on_step(900.0, 64, is_full=True)
+    assert pace.wait_s(640) == pytest.approx(100.0)
+
+
+def test_who_waits_as_foretold_is_not_failed() -> None:
+    assert failure(paced(), 640, 190.0) is None
+    assert failure(paced(), 640, 210.0) == "queue_timeout"
+
+
+def test_without_a_forecast_the_fixed_time_holds() -> None:
+    assert failure(Pace(), 640, 59.0) is None
+    assert failure(Pace(), 640, 61.0) == "queue_timeout"
+
+
+def test_what_was_not_known_at_arrival_is_foretold_later() -> None:
+    async def go() -> None:
+        made, pace = await live(), paced()
+        check_wait(made, LIMITS, Pace(), 640, 100)
+        enforce([made], LIMITS, 150.0, pace)
+        assert made.error is None
+
+    asyncio.run(go())
+
+
+def test_who_could_not_end_in_time_is_refused_at_once() -> None:
+    """590 s of waiting and 10 s of its own are just within 600 s."""
+
+    async def go() -> None:
+        made, pace = await live(), paced()
+        check_wait(made, LIMITS, pace, 3775, 100)
+        with pytest.raises(ApiError, match="try again in 16 s") as caught:
+            check_wait(made, LIMITS, pace, 3876, 100)
+        assert caught.value.code == "overloaded"
+        assert (b"retry-after", b"16") in caught.value.headers
+
+    asyncio.run(go())
