@@ -1,7 +1,7 @@
 """Who has waited too long, or would? One look at all open requests, a few times a second.
 
-A wait is foretold from how fast the queue moves. One that was foretold is no failure, however long
-it is, as long as the answer can end in time; and time runs from the arrival.
+A wait is foretold from how fast the queue moves, and may be half or twice of that. `run_timeout_s`
+counts from the first step, so that nobody pays for those before it.
 """
 
 from __future__ import annotations
@@ -75,21 +75,23 @@ def _enforce_wait(live: Live, limits: Limits, now: float, pace: Pace) -> None:
         if waited > max(limits.queue_timeout_s, PATIENCE * (live.expected_wait_s or 0.0)):
             live.fail(ApiError("queue_timeout", f"not started within {waited:.0f} s; try later"))
             return
-    if waited > limits.run_timeout_s:
+    if now - (live.arrival if live.began is None else live.began) > limits.run_timeout_s:
         live.fail(ApiError("deadline_exceeded", f"not finished within {limits.run_timeout_s:g} s"))
 
 
 def check_wait(live: Live, limits: Limits, pace: Pace, num_before: int, num_tokens: int) -> None:
     """Before the engine hears of it: `num_before` sequences wait, and an answer of it has
-    `num_tokens` at most. Raises ApiError overloaded when the answer would come after
-    `run_timeout_s`, as far as can be told."""
+    `num_tokens` at most. Raises ApiError overloaded when it would surely wait for longer than
+    `run_timeout_s` leaves it."""
     live.num_before = num_before
     live.expected_wait_s = wait_s = pace.wait_s(num_before)
-    late_s = 0.0 if wait_s is None else wait_s + pace.run_s(num_tokens) - limits.run_timeout_s
+    if wait_s is None:
+        return
+    late_s = wait_s / PATIENCE + pace.run_s(num_tokens) - limits.run_timeout_s
     if wait_s and late_s > 0:
         raise ApiError(
             "overloaded",
-            f"it would wait {wait_s:.0f} s for its first step, and its answer would not end within "
-            f"{limits.run_timeout_s:g} s (--run-timeout-s); try again in {late_s:.0f} s",
+            f"it would wait about {wait_s:.0f} s for its first step, more than twice what is left "
+            f"of --run-timeout-s ({limits.run_timeout_s:g} s); try again in {late_s:.0f} s",
             retry_after_s=late_s,
         )

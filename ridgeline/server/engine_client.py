@@ -383,6 +383,7 @@ class EngineClient:
         for start in step.started:
             if (live := self.lives.get(start.request_id)) is not None:
                 live.started = True
+                live.began = start.at if live.began is None else live.began
                 self.latency.on_start(live.times[start.request_id], start.at)
         for cost in step.costs:
             if (live := self.lives.get(cost.request_id)) is not None:

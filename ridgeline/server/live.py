@@ -43,6 +43,7 @@ class Live:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: ApiError | None = None
         self.started = False
+        self.began: float | None = None  # when its first step was planned
         self.answered = False  # the engine has sent something
         self.num_before = 0  # sequences that waited when it came
         self.expected_wait_s: float | None = None

@@ -236,6 +236,8 @@ class Simulation:
             arrival.tokens(index),
             SamplingParams(max_tokens=arrival.num_output),
             when,
+            tenant=arrival.tenant,
+            weight=arrival.weight,
         )
         timeline = RequestTimeline(
             arrival.id, arrival.time_s, arrival.num_input, arrival.num_output

@@ -41,6 +41,8 @@ class Arrival:
     prefix_hashes: tuple[int, ...] = ()
     id: str = ""
     prompt: tuple[int, ...] = ()
+    tenant: bytes = b""
+    weight: float = 1.0  # of the tenant
 
     def tokens(self, index: int) -> tuple[int, ...]:
         """Token ids that make the prefix cache find what the hashes say is shared, and no more.

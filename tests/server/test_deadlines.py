@@ -71,15 +71,27 @@ def test_what_was_not_known_at_arrival_is_foretold_later() -> None:
     asyncio.run(go())
 
 
-def test_who_could_not_end_in_time_is_refused_at_once() -> None:
-    """590 s of waiting and 10 s of its own are just within 600 s."""
+def test_who_would_surely_wait_too_long_is_refused_at_once() -> None:
+    """Half of a wait of 1180 s and its own 10 s are 600 s."""
 
     async def go() -> None:
         made, pace = await live(), paced()
-        check_wait(made, LIMITS, pace, 3775, 100)
+        check_wait(made, LIMITS, pace, 7550, 100)
         with pytest.raises(ApiError, match="try again in 16 s") as caught:
-            check_wait(made, LIMITS, pace, 3876, 100)
+            check_wait(made, LIMITS, pace, 7755, 100)
         assert caught.value.code == "overloaded"
         assert (b"retry-after", b"16") in caught.value.headers
+
+    asyncio.run(go())
+
+
+def test_time_to_run_counts_from_the_first_step() -> None:
+    async def go() -> None:
+        made = await live()
+        made.started, made.began = True, 500.0
+        enforce([made], LIMITS, 1099.0, Pace())
+        assert made.error is None
+        enforce([made], LIMITS, 1101.0, Pace())
+        assert made.error is not None
 
     asyncio.run(go())
