@@ -64,7 +64,9 @@ CODES: dict[str, Code] = {
     "rate_limit_exceeded": Code(429, RATE_LIMIT, "this key holds as many sequences as it may"),
     "internal_error": Code(500, SERVER, "a fault of the server; its log has the x-request-id"),
     "overloaded": Code(503, SERVER, "a queue of the server is full, or a promise would be broken"),
-    "queue_timeout": Code(503, SERVER, "no first step within --queue-timeout-s, or twice the wait foretold"),
+    "queue_timeout": Code(
+        503, SERVER, "no first step in --queue-timeout-s, or twice the wait foretold"
+    ),
     "starting": Code(503, SERVER, "the model is still being loaded"),
     "shutting_down": Code(503, SERVER, "the server drains running answers and ends"),
     "engine_unavailable": Code(503, SERVER, "the engine failed and is being started again"),

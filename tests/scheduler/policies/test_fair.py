@@ -133,3 +133,14 @@ def test_debts_are_forgotten_when_nobody_is_left() -> None:
 @pytest.mark.parametrize("seed", [2, 4])
 def test_shares_are_within_a_tenth_over_a_thousand_steps(seed: int) -> None:
     Saturated(seed).run(1000)
+
+
+def test_only_who_is_below_its_share_gains_a_seat_of_who_is_above() -> None:
+    policy = Fair()
+    for name in (b"a", b"b", b"c"):
+        policy.admit(make_request(name.decode(), tenant=name), 0.0)
+        policy.on_line(name, ())
+    held = {b"a": 9 / 16, b"b": 6 / 16, b"c": 1 / 16}
+    assert policy.yields(b"c", 1 / 16, held) == b"a"
+    assert policy.yields(b"b", 1 / 16, held) is None
+    assert policy.yields(b"c", 1 / 16, {b"a": 5 / 16, b"b": 5 / 16, b"c": 5 / 16}) is None
