@@ -175,3 +175,9 @@ def test_prefixes_are_not_shared_between_keys(server: Running) -> None:
     assert cached(KEY, "mine") == 0
     assert cached(KEY, "mine") == 48
     assert cached(OTHER, "mine") == 0
+
+
+def test_several_keys_share_the_engine_fairly_and_the_log_says_why(server: Running) -> None:
+    assert "policy=fair (nothing was asked; several keys)" in server.log.read_text().replace(
+        '"', ""
+    )
