@@ -18,7 +18,7 @@ from ridgeline.errors import ConfigError, InternalError, RequestFault
 from ridgeline.request import RequestOutput, SamplingParams
 from ridgeline.server.auth import ADMIN, ORDINARY, RIGHTS, Keys, Tenant, load_keys
 from ridgeline.server.config import Limits
-from ridgeline.server.deadlines import enforce
+from ridgeline.server.deadlines import Pace, enforce
 from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.hosts import HostGuard, check_admin_bind, check_bind, is_loopback
 from ridgeline.server.live import Live, merge
@@ -339,7 +339,7 @@ def test_deadlines(started: bool, now: float, code: str | None) -> None:
     async def go() -> None:
         live = live_of(one_answer())
         live.started = started
-        enforce([live], Limits(), now)
+        enforce([live], Limits(), now, Pace())
         assert (live.error.code if live.error else None) == code
         if code is not None:
             assert live.admitted.exception() is live.error
@@ -352,15 +352,15 @@ def test_a_stalled_write_is_cut_and_a_silent_stream_is_nudged() -> None:
         live, cuts = live_of(one_answer()), []
         live.cut = lambda: cuts.append(1)
         live.started = True
-        enforce([live], Limits(), 14.0)
+        enforce([live], Limits(), 14.0, Pace())
         assert not live.keepalive_due
-        enforce([live], Limits(), 16.0)
+        enforce([live], Limits(), 16.0, Pace())
         assert live.keepalive_due
         assert live.news.is_set()
         live.sending_since = 16.0
-        enforce([live], Limits(), 45.0)
+        enforce([live], Limits(), 45.0, Pace())
         assert not cuts
-        enforce([live], Limits(), 47.0)
+        enforce([live], Limits(), 47.0, Pace())
         assert cuts
 
     asyncio.run(go())
