@@ -41,6 +41,7 @@ NO_NUL = "^[^\\u0000]*$"
 TEXT: Schema = {"type": "string", "pattern": NO_NUL}
 FULL_TEXT: Schema = {**TEXT, "minLength": 1}
 STOP_TEXT: Schema = {**FULL_TEXT, "maxLength": MAX_STOP_LENGTH}
+NAME: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_:@-]+([./][A-Za-z0-9_:@-]+)*$"}
 TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1}
 TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": TOKEN_ID}
 PROMPTS: Schema = {"type": "array", "minItems": 1, "items": {"anyOf": [FULL_TEXT, TOKEN_IDS]}}
@@ -194,7 +195,7 @@ def _says(field: str, schema: Schema) -> Schema:
 
 PATHS: Mapping[str, Reference] = {
     "/v1/models": Reference("ModelList", MODEL),
-    "/v1/models/{name}": Reference("ModelCard", (*MODEL, "model_not_found")),
+    "/v1/models/{name}": Reference("ModelCard", (*MODEL, "model_not_found", "not_found")),
     "/v1/completions": Reference("Completion", ANSWER, "CompletionRequest", "Completion"),
     "/v1/chat/completions": Reference(
         "ChatCompletion", (*ANSWER, *CONVERSATION), "ChatRequest", "ChatChunk"
@@ -269,7 +270,7 @@ def _operation(path: str, doc: str, *, with_key: bool) -> Schema:
         "security": [{"key": []}] if with_key else [],
     }
     if "{name}" in path:
-        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": FULL_TEXT}]
+        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": NAME}]
     if reference.body:
         content = {JSON: {"schema": _ref(reference.body)}}
         made["requestBody"] = {"required": True, "content": content}
