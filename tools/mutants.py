@@ -370,8 +370,8 @@ MUTANTS = (
     Mutant(
         "a list of running requests changes under its reader",
         "scheduler/running.py",
-        "self._order = self._order.copy()\n            del",
-        "del",
+        "line = self._lines[lane] = self._lines[lane].copy()\n            del",
+        "line = self._lines[lane]\n            del",
     ),
     # ------------------------------------------------------------ many steps at once
     Mutant(

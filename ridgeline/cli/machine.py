@@ -59,12 +59,13 @@ def open_device(name: str, record: Path | None = None) -> tuple[Device, Calibrat
 
 
 def _open_this(path: Path | None) -> tuple[Device, Calibration | None]:
-    record = find_record(this_key()) if path is None else read_record(path)
-    return (
-        (this_device(), None)
-        if record is None
-        else (as_it_is_now(record.device), record.calibration)
-    )
+    if path is not None:  # perhaps of another machine
+        named = read_record(path)
+        return named.device, named.calibration
+    record = find_record(this_key())
+    if record is None:
+        return this_device(), None
+    return as_it_is_now(record.device), record.calibration
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -166,6 +166,7 @@ def add_arguments(parser: Parser) -> None:
         )  # fmt: skip
     parser.mark_expert(
         "--admin-host",
+        "--admin-port",
         "--allowed-host",
         "--allow-anyone-on-the-network-without-a-key",
         "--no-tripwire",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -114,7 +114,12 @@ def test_a_log_gives_the_same_accounts(seed: int, tmp_path: Path) -> None:
     again = Accounts(pricing, None)
     log.feed(pricing, again)
     assert _ids(log)
-    assert list(again.finished) == list(accounts.finished)
+    assert _nameless(again) == _nameless(accounts)
+
+
+def _nameless(accounts: Accounts) -> list[Account]:
+    """A log tells tenants apart, and not who they are."""
+    return [replace(account, tenant="") for account in accounts.finished]
 
 
 def _ids(log: EventLog) -> list[str]:

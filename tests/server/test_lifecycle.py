@@ -360,7 +360,8 @@ def test_work_that_goes_on_is_healthy(fake_model: Path, tmp_path: Path) -> None:
 def test_waiting_too_long_in_the_queue(fake_model: Path, tmp_path: Path) -> None:
     limits = {"queue_timeout_s": 0.5, "max_queued_sequences": 2}
     with serving(tmp_path, fake_model, limits, {"max_num_seqs": 1}) as server:
-        running_one = Asking(server, "!slow", max_tokens=100)
+        # So few steps that nothing is foretold: the fixed time holds.
+        running_one = Asking(server, "!crawl", max_tokens=12)
         running_one.first.wait(PATIENCE_S)
         many = Asking(server, "b", stream=False, n=3).wait()
         assert (many.status, many.error) == (503, "overloaded")  # each of n has to find room
@@ -372,7 +373,7 @@ def test_waiting_too_long_in_the_queue(fake_model: Path, tmp_path: Path) -> None
         for one in waiting:
             assert (one.wait().status, one.error) == (503, "queue_timeout")
             assert int(one.headers["retry-after"]) > 0
-        assert running_one.wait().answer == reference_text("!slow", 100)
+        assert running_one.wait().answer == reference_text("!crawl", 12)
 
 
 def test_running_too_long(fake_model: Path, tmp_path: Path) -> None:
