@@ -74,6 +74,8 @@ class Tally:
         default_factory=lambda: {"http": Memory(), "engine": Memory()}
     )
     fds: list[int] = field(default_factory=list)
+    samples: list[tuple[int, str, int, int, int]] = field(default_factory=list)
+    """Every ten seconds: second of the run, name, pid, private bytes, requests that had ended."""
 
     @property
     def num_ended(self) -> int:
@@ -87,6 +89,7 @@ class Soak:
         self.tally = Tally()
         self.known: dict[str, str] = {}
         self.url = ""
+        self.since = time.monotonic()
         self.process: subprocess.Popen[str] | None = None
 
     @contextlib.contextmanager
@@ -248,6 +251,9 @@ class Soak:
             return  # it has just ended
         memory, now = self.tally.memory[name], (size, self.tally.num_ended)
         memory.largest_bytes = max(memory.largest_bytes, size)
+        second = int(time.monotonic() - self.since)
+        if not second % 10:
+            self.tally.samples.append((second, name, pid, *now))
         if time.monotonic() - life.since >= self.args.warm:
             life.first = life.first or now
             life.last = now
