@@ -58,10 +58,10 @@ $(STAMP): pyproject.toml constraints.txt
 ifeq ($(TORCH_INDEX),)
 	@[ -e /dev/nvidiactl ] || echo "No NVIDIA GPU here: 'make TORCH_INDEX=URL' takes PyTorch's CPU" \
 	  "build, 0.2 GB instead of 3 (docs/install.md has the URL)."
-	$(BIN)/python -m pip install -c $(PINS) setuptools torch
+	$(BIN)/python -m pip install -c $(PINS) 'setuptools>=77' torch
 else
 	$(BIN)/python -m pip install -c $(PINS) --no-deps --index-url "$(TORCH_INDEX)" torch
-	$(BIN)/python -m pip install -c $(PINS) setuptools torch
+	$(BIN)/python -m pip install -c $(PINS) 'setuptools>=77' torch
 endif
 	$(BIN)/python -m pip install -c $(PINS) --no-build-isolation -e .
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from openai import BadRequestError, OpenAI
 
 from ridgeline.cli.main import main
 from ridgeline.config import EngineConfig
+from ridgeline.llm import GenerationResult
 from ridgeline.server import ServeConfig
 from tests.conftest import TEST_DEVICE
 from tests.server.running import Running, running
@@ -59,28 +61,37 @@ def test_shell(name: str, shared: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_http(name: str, client: OpenAI) -> None:
+    """All at once: the prompts as text, as ids, and streamed."""
     prompts = expected(name)["prompts"]
     from_python = load(name).generate([p["prompt_ids"] for p in prompts], greedy(logprobs=0))
     options: dict[str, Any] = {"model": name, "temperature": 0, "max_tokens": 200, "logprobs": 0}
-    extra = {"return_token_ids": True}
-    for prompt, local in zip(prompts, from_python, strict=True):
-        for form in (prompt["text"], prompt["prompt_ids"]):
-            reply = client.completions.create(prompt=form, extra_body=extra, **options)
-            (choice,) = reply.model_dump()["choices"]
-            assert choice["prompt_token_ids"] == prompt["prompt_ids"]
-            assert choice["token_ids"] == prompt["greedy_ids"]
-            assert choice["text"] == local.text
-            assert local.logprobs is not None
-            wanted = [entry.logprob for entry in local.logprobs]
-            assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
+    options["extra_body"] = {"return_token_ids": True}
+
+    def whole(prompt: dict[str, Any], local: GenerationResult, form: str) -> None:
+        reply = client.completions.create(prompt=prompt[form], **options)
+        (choice,) = reply.model_dump()["choices"]
+        assert choice["prompt_token_ids"] == prompt["prompt_ids"]
+        assert choice["token_ids"] == prompt["greedy_ids"]
+        assert choice["text"] == local.text
+        assert local.logprobs is not None
+        logprobs = [entry.logprob for entry in local.logprobs]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
         assert reply.usage is not None
         assert reply.usage.completion_tokens == len(prompt["greedy_ids"])
-        stream = client.completions.create(
-            prompt=prompt["prompt_ids"], stream=True, extra_body=extra, **options
-        )
+
+    def streamed(prompt: dict[str, Any], local: GenerationResult) -> None:
+        stream = client.completions.create(prompt=prompt["prompt_ids"], stream=True, **options)
         pieces = [choice for event in stream for choice in event.model_dump()["choices"]]
         assert [i for piece in pieces for i in piece["token_ids"]] == prompt["greedy_ids"]
         assert "".join(piece["text"] for piece in pieces) == local.text
+
+    with ThreadPoolExecutor(8) as pool:
+        calls = []
+        for prompt, local in zip(prompts, from_python, strict=True):
+            calls += [pool.submit(whole, prompt, local, form) for form in ("text", "prompt_ids")]
+            calls.append(pool.submit(streamed, prompt, local))
+        for call in calls:
+            call.result()
 
 
 def test_the_text_that_llama2c_requires_over_http(name: str, client: OpenAI) -> None:

@@ -15,7 +15,6 @@ from tests.scheduler.rig import Rig, entries, make_request
 from tests.simulated_world import MAX_LIVE, Case, World, draw_case
 
 PROMPT = tuple(range(1000, 1012))
-NUM_WORLDS = 120
 
 
 class Bursts(World):
@@ -52,9 +51,10 @@ class Bursts(World):
                 self._add(self._request(None, prompt, b"", rng.randint(1, 4), beams=False))
 
 
-def test_tokens_are_right_whatever_becomes_of_who_promised() -> None:
+@pytest.mark.parametrize("num_worlds", [40, pytest.param(240, marks=pytest.mark.slow)])
+def test_tokens_are_right_whatever_becomes_of_who_promised(num_worlds: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(NUM_WORLDS):  # a violation names its seed
+    for seed in range(num_worlds):  # a violation names its seed
         world = Bursts(700_000 + seed)
         try:
             world.run(120)
@@ -67,10 +67,12 @@ def test_tokens_are_right_whatever_becomes_of_who_promised() -> None:
         seen["preemptions"] += world.scheduler.num_preemptions
         seen["aborts"] += world.counts[str(FinishReason.ABORT)]
         assert not world.scheduler.blocks._promised
-    assert all(seen[what] > 20 for what in ("row faults", "engine faults", "preemptions"))
-    assert seen["takers"] > 200
-    assert seen["spoiled"] > 5
-    assert seen["aborts"] > 50
+    share = num_worlds / 120
+    faults = ("row faults", "engine faults", "preemptions")
+    assert all(seen[what] > 20 * share for what in faults), seen
+    assert seen["takers"] > 200 * share
+    assert seen["spoiled"] > 5 * share
+    assert seen["aborts"] > 50 * share
 
 
 def same(name: str, num_own: int = 2, **fields: Any) -> Request:
