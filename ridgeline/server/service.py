@@ -29,7 +29,7 @@ from ridgeline.server.live import Live
 from ridgeline.server.model import ServedModel, epoch_s, served_model, text_folder
 from ridgeline.server.prepare import Prepared, fault_of, prepare, question_of
 from ridgeline.server.replies import Renderer
-from ridgeline.server.reports import Reports
+from ridgeline.server.reports import Pages, Reports
 from ridgeline.server.service_manager import ServiceManager
 from ridgeline.server.sse import EventStream, State
 from ridgeline.server.text_client import TextClient, TextFault
@@ -62,6 +62,7 @@ class Service:
         self.aside = Admission(_aside(config.limits))  # for what is not an answer
         self.engine = EngineClient(config, clock, self)
         self.reports = Reports(self.engine)
+        self.pages = Pages()
         self.manager = ServiceManager(os.environ)
         self.model: ServedModel | None = None
         self.draining = False
@@ -136,7 +137,7 @@ class Service:
         return self.admission.num_requests + self.aside.num_requests
 
     def close(self) -> None:
-        for pool in (self.pool, self.aside_pool, self.reports.pool):
+        for pool in (self.pool, self.aside_pool, self.reports.pool, self.pages.pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def fail_all(self, code: str, message: str) -> None:
