@@ -35,7 +35,7 @@ from ridgeline.server.sse import EventStream, State
 from ridgeline.server.text_client import TextClient, TextFault
 from ridgeline.server.tracing import Trace, Tracing
 from ridgeline.server.wire import Ready
-from ridgeline.startup import process_age_s
+from ridgeline.startup import keep_what_is_there, process_age_s
 
 SMALL_BODY_BYTES = 16 << 10  # parsed on the event loop; larger ones in a worker thread
 SEQUENCE_BYTES = 512  # a sequence is about as much work as so many bytes
@@ -88,6 +88,7 @@ class Service:
             folder = text_folder(self.config, ready) or Path()
             loaded = await self.text.load(folder)
             self.model = await self.run_in_thread(served_model, self.config, ready, loaded, folder)
+            keep_what_is_there()  # a thousand connections began collections of 35 ms
         self.admission.size(
             max_num_seqs=ready.max_num_seqs, cache_tokens=ready.num_blocks * ready.block_size
         )
