@@ -112,19 +112,25 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The text side of a model, without its weights: all that the HTTP process needs."""
+    """A model without its weights."""
 
     folder: ModelFolder
     spec: ModelSpec
+    text: Path  # where the tokenizer is
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
 
 
 def build_front(
-    config: EngineConfig, progress: Progress | None = None, startup: StartUp | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    startup: StartUp | None = None,
+    *,
+    reads_text: bool = True,
 ) -> Front:
-    """Find the model and read everything but its weights. Raises ConfigError."""
+    """Find the model and read everything but its weights; the tokenizer and the chat template only
+    if `reads_text`. Raises ConfigError."""
     startup = startup or StartUp()
     check_asked(config)  # before the model, which may have to be downloaded first
     text = None if config.tokenizer is None else named_tokenizer(config.tokenizer)
@@ -135,14 +141,16 @@ def build_front(
         spec = read_spec(read_config(folder.path))
         check_served(spec)
     text = text or folder.path
-    with startup.phase("tokenizer"):
-        tokenizer = load_tokenizer(text)
-        chat_template = load_chat_template(text, tokenizer)
+    tokenizer = chat_template = None
+    if reads_text:
+        with startup.phase("tokenizer"):
+            tokenizer = load_tokenizer(text)
+            chat_template = load_chat_template(text, tokenizer)
     end = spec.eos_token_ids
     if not end and tokenizer is not None and tokenizer.eos_token_id is not None:
         end = (tokenizer.eos_token_id,)
     generation = generation_defaults(read_generation_config(folder.path), end)
-    return Front(folder, spec, tokenizer, chat_template, generation)
+    return Front(folder, spec, text, tokenizer, chat_template, generation)
 
 
 def build(
@@ -150,14 +158,18 @@ def build(
     progress: Progress | None = None,
     clock: Clock | None = None,
     startup: StartUp | None = None,
+    *,
+    reads_text: bool = True,
 ) -> Built:
     """A ready engine. Raises ConfigError (DoesNotFit with its table) before memory is taken.
 
-    What takes a while is noted in `startup`, by default from here on."""
+    What takes a while is noted in `startup`, by default from here on. Without `reads_text` it has
+    no tokenizer and no chat template, and their files are not opened, unless a draft model is
+    asked for, whose vocabulary must be the same."""
     startup = startup or StartUp()
     check_settings(config)  # before a device is looked for by what may be no name
     device = open_device(config.device)  # before a model is fetched for one that is not there
-    front = build_front(config, progress, startup)
+    front = build_front(config, progress, startup, reads_text=reads_text)
     path, spec = front.folder.path, front.spec
     packs = open_packs(config.pack_cache)
     with startup.phase("headers"):
@@ -200,8 +212,11 @@ def build(
     def open_draft(source: DraftSource) -> Decoder:
         return _draft_decoder(config, resolved, source, spec.vocab_size, device, packs, startup)
 
+    def tokenizer() -> Tokenizer | None:
+        return front.tokenizer if reads_text else load_tokenizer(front.text)
+
     try:
-        drafting = open_drafting(resolved, decoder, kv, front.tokenizer, open_draft)
+        drafting = open_drafting(resolved, decoder, kv, tokenizer, open_draft)
     except ConfigError as problem:
         if config.speculate != "auto":
             raise
@@ -256,6 +271,13 @@ def build(
         kernels,
         warm_up,
     )
+
+
+def build_without_text(config: EngineConfig, progress: Progress | None = None) -> Built:
+    """The server's engine: what a hostile tokenizer or template might do is done where it is
+    bounded (ridgeline.server.text_process), and tells which token ends an answer if the model's
+    configuration does not."""
+    return build(config, progress, reads_text=False)
 
 
 def _open(config: EngineConfig, path: Path, spec: ModelSpec) -> Checkpoint | None:

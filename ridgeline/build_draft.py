@@ -54,7 +54,7 @@ def open_drafting(
     resolved: ResolvedConfig,
     decoder: Decoder,
     kv: KVCache,
-    tokenizer: Tokenizer | None,
+    tokenizer: Callable[[], Tokenizer | None],
     open_decoder: OpenDecoder,
 ) -> Drafting | None:
     """What the executor is told of guesses; None where there are none. Raises ConfigError."""
@@ -87,7 +87,7 @@ def open_drafting(
         source.spec,
         max_model_len=resolved.max_model_len,
         draft_context=longest_context(source.spec),
-        tokenizers=(tokenizer, theirs),
+        tokenizers=(tokenizer(), theirs),
     )
     method = open_draft_model(
         open_decoder(source),

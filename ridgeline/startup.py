@@ -98,8 +98,8 @@ def without_collections() -> Iterator[None]:
 
 
 def keep_what_is_there() -> None:
-    """Once an engine is built, in a process of ours: what is there by then is not looked through
-    for garbage again, which took a tenth of a second now and then, in the middle of the steps."""
+    """Once all is loaded, in a process of ours: what is there by then is not looked through for
+    garbage again, which took a tenth of a second now and then, in the middle of the steps."""
     gc.collect()
     gc.freeze()
 

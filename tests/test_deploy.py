@@ -15,8 +15,8 @@ from ridgeline.cli.serve import serve_config
 from ridgeline.server.auth import KEY_VARIABLE
 from ridgeline.server.config import ServeConfig, check_serve_numbers
 from ridgeline.server.engine_client import EXIT_WAIT_S
-from ridgeline.server.gate import OPEN_PATHS
 from ridgeline.server.hosts import is_loopback
+from ridgeline.server.http_protocol import OPEN_PATHS
 from ridgeline.server.lifecycle import LAST_WORDS_S
 from ridgeline.server.tracing import LAST_EXPORT_S
 

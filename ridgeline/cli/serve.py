@@ -35,7 +35,7 @@ LIMIT_HELP = {
     "max_header_bytes": "largest request head",
     "max_headers": "most header lines",
     "max_json_depth": "deepest nesting of a body",
-    "max_connections": "most open connections",
+    "max_connections": "most open connections; one address may hold 8 times what is free",
     "max_sequences_per_request": "prompts times answers of one request",
     "max_queued_sequences": "waiting sequences beyond those that can run at once",
     "max_queued_cache_fills": "waiting prompt tokens, in sizes of the KV cache",

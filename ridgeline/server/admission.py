@@ -49,8 +49,8 @@ class Ticket:
 
     def reserve(self, num_sequences: int, num_prompt_tokens: int) -> None:
         """Before the engine hears of it. Raises ApiError overloaded, rate_limit_exceeded when it is
-        more than its key may hold, or limit_exceeded for a request that would not fit into an empty
-        server."""
+        more than its key may hold now, or limit_exceeded for a request that would not fit into an
+        empty server, or is more than its key may ever hold."""
         held = self._admission
         if num_sequences > held.max_sequences or num_prompt_tokens > held.max_tokens:
             raise ApiError(
@@ -59,6 +59,7 @@ class Ticket:
                 f"{held.max_tokens} tokens; send them in several requests",
                 "prompt",
             )
+        held.check_key(self._tenant, num_sequences)
         if held.num_sequences + num_sequences > held.max_sequences:
             raise ApiError("overloaded", OVERLOADED.format(what="requests"))
         if held.num_tokens + num_prompt_tokens > held.max_tokens:
@@ -124,9 +125,9 @@ class Admission:
     def take(self, tenant: Tenant, count: int) -> None:
         """So many more places. Raises ApiError rate_limit_exceeded, or overloaded for one that
         holds none."""
-        held, limit = self._by_key[tenant.key], self._most(tenant.key, count)
+        held, limit = self._by_key[tenant.key], self._most(count)
         if tenant.key and held + count > limit:
-            if not held and count <= (self.limits.max_sequences_per_key or count):
+            if not held:
                 raise ApiError("overloaded", OVERLOADED.format(what="sequences"))
             raise ApiError(
                 "rate_limit_exceeded",
@@ -136,11 +137,25 @@ class Admission:
             )
         self._by_key[tenant.key] += count
 
-    def _most(self, key: bytes, count: int) -> int:
-        """Places that this key may hold when it has taken `count` more."""
-        most = self.max_sequences
-        if self.num_keys > 1:
-            most = max(0, SHARE * (self.max_sequences - self._by_key.total() - count))
+    def check_key(self, tenant: Tenant, count: int) -> None:
+        """Raises ApiError limit_exceeded for more places than this key gets in an empty server:
+        waiting would not help."""
+        most = self._limit(self.max_sequences - count)
+        if tenant.key and count > most:
+            raise ApiError(
+                "limit_exceeded",
+                f"this request makes {count} sequences (n=8 counts as 8) and a key may hold {most} "
+                "at most: ask for fewer, or have the server's --max-sequences-per-key or "
+                "--max-queued-sequences raised",
+            )
+
+    def _most(self, count: int) -> int:
+        """Places that a key may hold when it has taken `count` more."""
+        return self._limit(self.max_sequences - self._by_key.total() - count)
+
+    def _limit(self, num_free: int) -> int:
+        """Places that a key may hold when so many are free then."""
+        most = max(0, SHARE * num_free) if self.num_keys > 1 else self.max_sequences
         return min(most, self.limits.max_sequences_per_key or most)
 
     def give_back(self, tenant: Tenant, count: int) -> None:

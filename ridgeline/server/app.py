@@ -34,7 +34,7 @@ Work = Callable[[Service, Scope, Body, int], Coroutine[Any, Any, bytes]]
 
 class Route(routing.Route):
     """A path, and the right that its caller must have: an administrator's, unless it says another.
-    What is OPEN stands among ridgeline.server.gate.OPEN_PATHS too."""
+    What is OPEN stands among ridgeline.server.http_protocol.OPEN_PATHS too."""
 
     def __init__(
         self, path: str, endpoint: Callable[..., object], *, methods: list[str],
@@ -153,7 +153,7 @@ def _everywhere(service: Service) -> list[Route]:
     return [
         Route("/health/live", _get(service, _live), methods=["GET"], right=OPEN),
         Route("/health/ready", _get(service, _ready), methods=["GET"], right=OPEN),
-        Route("/metrics", _get(service, _metrics), methods=["GET"], right="metrics"),
+        Route("/metrics", _metrics(service), methods=["GET"], right="metrics"),
         Route("/version", _get(service, _version), methods=["GET"], right=ANY),
     ]
 
@@ -224,9 +224,13 @@ def _ready(service: Service, request: Request) -> Response:
     return _json({"status": "ready"})
 
 
-def _metrics(service: Service, request: Request) -> Response:
-    """Counters and times in Prometheus' text format."""
-    return Response(render(service, METRICS), headers={"content-type": CONTENT_TYPE})
+def _metrics(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        """Counters and times in Prometheus' text format."""
+        page = await render(service, METRICS)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    return endpoint
 
 
 def _version(service: Service, request: Request) -> Response:

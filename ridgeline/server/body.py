@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.types import Receive, Scope
 
 from ridgeline.server.admission import Ticket
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
-from ridgeline.server.http_protocol import EXTENSION
+from ridgeline.server.http_protocol import EXTENSION, GuardedProtocol
 
 
 class ClientGone(Exception):
@@ -41,23 +39,24 @@ async def read_body(scope: Scope, receive: Receive, ticket: Ticket, limits: Limi
         raise _too_large(limits)
     if length:
         ticket.hold_bytes(length)
+    connection: GuardedProtocol = scope["extensions"][EXTENSION]
+    timer = connection.expect_body()
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            return await _collect(scope, receive, ticket if length is None else None, limits)
-    except TimeoutError:
-        limit = limits.body_timeout_s
-        raise ApiError("request_timeout", f"the body did not arrive within {limit:g} s") from None
+        return await _collect(connection, receive, ticket if length is None else None, limits)
+    finally:
+        timer.cancel()
 
 
-async def _collect(scope: Scope, receive: Receive, ticket: Ticket | None, limits: Limits) -> bytes:
-    connection = scope.get("extensions", {}).get(EXTENSION)
+async def _collect(
+    connection: GuardedProtocol, receive: Receive, ticket: Ticket | None, limits: Limits
+) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        if connection is not None and connection.fault is not None:
+        if connection.fault is not None:
             raise connection.fault
         part = message.get("body", b"")
         size += len(part)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.config import EngineConfig, Range, check_numbers, check_ranges
 
-DEFAULT_BUILDER = "ridgeline.build:build"
+DEFAULT_BUILDER = "ridgeline.build:build_without_text"
 
 # What is below the least here would refuse everybody, or let the server end or kill what is well.
 MOMENT_S = 0.1  # who has waited too long is looked for a few times a second

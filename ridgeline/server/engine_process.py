@@ -3,7 +3,8 @@
 It is started by the HTTP process with one end of a socket pair, which is its only way in and out:
 nobody else can connect to it, and it ends as soon as the other end is closed, however that came
 about. `--builder module:function` names what makes the engine from an EngineConfig and a progress
-callback; the default is ridgeline.build:build, and tests and extensions may name another.
+callback; the default is ridgeline.build:build_without_text, and tests and extensions may name
+another.
 """
 
 from __future__ import annotations

@@ -61,7 +61,12 @@ CODES: dict[str, Code] = {
     "unsupported_media_type": _invalid("Content-Type is not application/json", 415),
     "unsupported_encoding": _invalid("the body is compressed", 415),
     "invalid_host": _invalid("the Host header is no name of this server (--allowed-host)", 421),
-    "rate_limit_exceeded": Code(429, RATE_LIMIT, "this key holds as many sequences as it may"),
+    "rate_limit_exceeded": Code(
+        429,
+        RATE_LIMIT,
+        "this key holds as many sequences, or this address as many connections, as it may; or too "
+        "many ask for metrics at once",
+    ),
     "internal_error": Code(500, SERVER, "a fault of the server; its log has the x-request-id"),
     "overloaded": Code(503, SERVER, "a queue of the server is full, or a promise would be broken"),
     "queue_timeout": Code(

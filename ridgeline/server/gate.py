@@ -1,6 +1,6 @@
 """Who gets in, and how does every reply leave? The outermost layer, around all routes.
 
-Closed by default: a route is open without a key only if it is listed here.
+Closed by default: a route is open without a key only if it is among OPEN_PATHS.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from ridgeline.server.auth import Keys, Tenant
 from ridgeline.server.body import ClientGone, header_values
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
-from ridgeline.server.http_protocol import EXTENSION, new_request_id
+from ridgeline.server.http_protocol import EXTENSION, OPEN_PATHS, new_request_id
 from ridgeline.server.live import Live
 
 MAX_PATH = 200  # characters of a path that the access log repeats
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
 
 logger = logging.getLogger(__name__)
 

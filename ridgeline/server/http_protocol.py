@@ -20,7 +20,9 @@ import secrets
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ridgeline.log import ACCESS, say
 from ridgeline.server.config import Limits
+from ridgeline.server.connections import Places, Slices
 from ridgeline.server.errors import ApiError
 
 FRAMING_BYTES = 9  # a chunk of one byte has 5 around it, if its size is not padded
@@ -36,8 +39,9 @@ MAX_DISCARDED_BYTES = 16 << 20  # sent after a refusal, before we hang up
 LINGER_S = 2.0  # without a byte from or to the client, then we hang up
 NUM_LINGERING = 64  # connections over the limit that may still read why they are refused
 NUM_LAST_FDS = 16  # file descriptors that no connection gets: a new engine needs some
-PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
-           503: b"Service Unavailable"}  # fmt: skip
+PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests",
+           431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}  # fmt: skip
+OPEN_PATHS = frozenset({"/health/live", "/health/ready"})  # they need no key, and start at once
 
 EXTENSION = "ridgeline.connection"
 
@@ -57,9 +61,11 @@ def new_request_id() -> str:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. `limits` is set by `protocol_class`."""
+    """One connection. What it shares with others is set by `protocol_class`."""
 
     limits = Limits()
+    places = Places(limits)
+    slices = Slices()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         # Chunks of one byte come by the ten thousand; the parser calls this without Python.
@@ -76,29 +82,43 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
+        self._has_place = False
 
     # ------------------------------------------------------------------ the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        excess = len(self.connections) - self.limits.max_connections
         is_last = _is_last_fd(transport)
-        if excess <= 0 and not is_last:
-            self._start_header_timer()
-            return
+        error = ApiError("overloaded", "too many connections; try again later")
+        if not is_last:
+            refusal = self.places.take(self._address)
+            if refusal is None:
+                self._has_place = True
+                self._start_header_timer()
+                return
+            error = refusal
         say(
             logger, logging.WARNING, "connections are refused", open=len(self.connections),
             reason="no file descriptors are left" if is_last else "--max-connections",
         )  # fmt: skip
-        self._refuse(ApiError("overloaded", "too many connections; try again later"))
-        if is_last or excess > NUM_LINGERING:
+        self.places.num_refused += 1
+        self._refuse(error)
+        if is_last or self.places.num_refused > NUM_LINGERING:
             self.transport.close()
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop(self._header_timer)
         self._stop(self._linger_timer)
         self._unset_keepalive_if_required()
-        super().connection_lost(exc)
+        if self._has_place:
+            self.places.give_back(self._address)
+        else:
+            self.places.num_refused -= 1
+        self.slices.do(self.loop, partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         if self._header_timer is None and self._phase is not Phase.BODY:
@@ -215,6 +235,24 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             self._unset_keepalive_if_required()
 
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Probes go first: who asks them restarts a server that answers late."""
+        start = partial(super()._start_asgi_task, cycle, app)
+        if cycle.scope["path"] in OPEN_PATHS:
+            start()
+        else:
+            self.slices.do(self.loop, start)
+
+    def expect_body(self) -> asyncio.TimerHandle:
+        """From now on the rest of the body has `body_timeout_s`, then `fault` is set."""
+        return self._later(self.limits.body_timeout_s, self._body_too_slow, self.cycle)
+
+    def _body_too_slow(self, cycle: object) -> None:
+        if self.cycle is cycle and self._phase is Phase.BODY:
+            limit = self.limits.body_timeout_s
+            self.fault = ApiError("request_timeout", f"the body did not arrive within {limit:g} s")
+            self.cycle.message_event.set()
+
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -245,7 +283,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         moved = (self._discarded, unsent := self.transport.get_write_buffer_size())
         if moved != before and self.loop.time() < deadline:
-            self._linger_timer = self.loop.call_later(LINGER_S, self._linger_on, deadline, moved)
+            self._linger_timer = self._later(LINGER_S, self._linger_on, deadline, moved)
         elif unsent:
             self.abort()
         else:
@@ -303,7 +341,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.write(b"\r\n".join(lines))
 
     def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self._too_slow)
+        self._header_timer = self._later(self.limits.header_timeout_s, self._too_slow)
+
+    def _later(
+        self, seconds: float, work: Callable[..., object], *values: object
+    ) -> asyncio.TimerHandle:
+        """In so many seconds, or when those have had theirs whose time came before."""
+        return self.loop.call_later(seconds, self.slices.do, self.loop, partial(work, *values))
 
     @staticmethod
     def _stop(timer: asyncio.TimerHandle | None) -> None:
@@ -322,6 +366,8 @@ def _is_last_fd(transport: asyncio.Transport) -> bool:
     return sock is not None and sock.fileno() >= max_open_files() - NUM_LAST_FDS
 
 
-def protocol_class(limits: Limits) -> type[GuardedProtocol]:
-    """A protocol with these limits; uvicorn makes one object of it per connection."""
-    return type("GuardedProtocolWithLimits", (GuardedProtocol,), {"limits": limits})
+def protocol_class(limits: Limits, *, shared: bool = True) -> type[GuardedProtocol]:
+    """A protocol with these limits; uvicorn makes one object of it per connection. `shared`: no
+    client address may take all connections."""
+    own = {"limits": limits, "places": Places(limits, shared=shared), "slices": Slices()}
+    return type("GuardedProtocolWithLimits", (GuardedProtocol,), own)

@@ -39,6 +39,7 @@ from ridgeline.server.service import Service
 from ridgeline.server.tracing import open_tracing
 
 BACKLOG = 2048
+ACCEPTS_PER_TURN = 16  # connections that asyncio accepts in one turn of its loop; uvloop: one
 ADMIN_CONNECTIONS = 16  # of the admin port, beside those of the other
 NUM_OWN_FILES = 128  # a server without a client has about 30 open; 64 may be refused and linger
 SEND_BUFFER_BYTES = 256 << 10  # the kernel's, per connection; by itself it would take megabytes
@@ -115,7 +116,7 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
         if config.admin_port is not None:
             admin = stack.enter_context(listen(config.admin_host, config.admin_port))
             limits = replace(config.limits, max_connections=ADMIN_CONNECTIONS)
-            server.add(admin, uvicorn_config(limits, make_admin_app(service, keys)))
+            server.add(admin, uvicorn_config(limits, make_admin_app(service, keys), shared=False))
             say(logger, logging.INFO, f"admin port: listening on {url_of(admin)}")
         url = url_of(sock)
         say(logger, logging.INFO, f"listening on {url}")
@@ -191,10 +192,10 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def uvicorn_config(limits: Limits, app: object) -> uvicorn.Config:
+def uvicorn_config(limits: Limits, app: object, *, shared: bool = True) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=protocol_class(limits),
+        http=protocol_class(limits, shared=shared),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -202,7 +203,7 @@ def uvicorn_config(limits: Limits, app: object) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
+        backlog=ACCEPTS_PER_TURN,
         timeout_keep_alive=limits.idle_connection_timeout_s,
         timeout_graceful_shutdown=1,
     )
@@ -228,6 +229,15 @@ def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
+class Http(uvicorn.Server):
+    """Its backlog says how many connections are accepted at once, not how many may wait for it."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
+
+
 class _Server:
     """The event loop's main task: HTTP, engine supervisor, timekeeper, signals."""
 
@@ -240,7 +250,7 @@ class _Server:
 
     def add(self, sock: socket.socket, config: uvicorn.Config) -> uvicorn.Server:
         """One more socket to answer on."""
-        http = uvicorn.Server(config)
+        http = Http(config)
         self._doors.append((sock, http))
         return http
 

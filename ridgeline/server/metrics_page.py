@@ -33,7 +33,7 @@ Value = float | Rows | Histogram
 class Seen:
     """The server at one moment."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, processes: Mapping[str, Mapping[str, float]]) -> None:
         self.service = service
         self.engine: EngineClient = service.engine
         self.ready = service.engine.ready
@@ -41,9 +41,7 @@ class Seen:
         self.costs = self.gauges.costs or StepCosts()
         self.drafts: GuessCosts = self.costs.guesses
         self.prices = (None if self.ready is None else self.ready.prices) or NO_PRICES
-        others = {"engine": self.engine.engine_pid, "text": service.text.keeper_pid}
-        pids = {"server": "self"} | {name: str(pid or "") for name, pid in others.items()}
-        self._processes = {name: _process(pid) for name, pid in pids.items() if pid}
+        self._processes = processes
 
     @property
     def model_name(self) -> str:
@@ -83,6 +81,16 @@ class Seen:
         return amount / best if best > 0 else 0.0
 
 
+def _pids(service: Service) -> Mapping[str, str]:
+    others = {"engine": service.engine.engine_pid, "text": service.text.keeper_pid}
+    return {"server": "self"} | {name: str(pid) for name, pid in others.items() if pid}
+
+
+def _processes(pids: Mapping[str, str]) -> Mapping[str, Mapping[str, float]]:
+    """Of each process: numbers of the system, which take long when many files are open."""
+    return {name: _process(pid) for name, pid in pids.items()}
+
+
 def _process(pid: str) -> Mapping[str, float]:
     found = ProcessCollector(pid=lambda: pid, registry=None).collect()
     return {metric.name: metric.samples[0].value for metric in found}
@@ -104,22 +112,31 @@ class Declared:
         return ("model_name", *self.labels) if self.of_model else self.labels
 
 
-def render(service: Service, metrics: Sequence[Declared]) -> bytes:
-    """The whole page."""
+async def render(service: Service, metrics: Sequence[Declared]) -> bytes:
+    """The whole page. Raises ApiError rate_limit_exceeded."""
+    pages = service.pages
+    async with pages.turn():
+        processes = await pages.run(_processes, _pids(service))
+        families = pages.run_here(_families, Seen(service, processes), metrics)
+        return await pages.run(_write, families)
+
+
+def _families(seen: Seen, metrics: Sequence[Declared]) -> Sequence[Metric]:
+    return [_family(declared, seen) for declared in metrics]
+
+
+def _write(families: Sequence[Metric]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(service, metrics))
+    registry.register(_Collected(families))
     return generate_latest(registry)
 
 
-class _Collector(Collector):
-    def __init__(self, service: Service, metrics: Sequence[Declared]) -> None:
-        self._service = service
-        self._metrics = metrics
+class _Collected(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        seen = Seen(self._service)
-        for declared in self._metrics:
-            yield _family(declared, seen)
+        return iter(self._families)
 
 
 def _family(declared: Declared, seen: Seen) -> Metric:

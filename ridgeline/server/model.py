@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.errors import ApiError, quote
@@ -84,6 +85,8 @@ def served_model(config: ServeConfig, ready: Ready, loaded: Loaded, folder: Path
         from ridgeline.text.tokenizer import load_tokenizer
 
         vocabulary = load_tokenizer(folder)  # only it can decode; it was seen to load
+    if not ready.end_token_ids and loaded.end_token_id is not None:
+        ready = replace(ready, end_token_ids=(loaded.end_token_id,))
     return ServedModel(
         config.served_model_name or ready.model_name,
         epoch_s(),

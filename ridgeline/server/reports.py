@@ -1,13 +1,19 @@
 """What does one who asks where the time went get to read, and how often is that worked out?
 
 Pricing takes long, so there is one report in the making at a time, in a thread of its own; each
-reader waits for one at most, and reads it again while it is fresh.
+reader waits for one at most, and reads it again while it is fresh. Other pages that are no answers
+(metrics, the API's document) have a thread and a limit too: whoever asks for them without end gets
+a fifth of a processor and is refused beyond.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +24,10 @@ from ridgeline.server.errors import ApiError
 
 FRESH_S = 1.0
 MAX_WAITING = 8  # tenants
+MAX_READERS = 8  # of pages that must be made
+REST = 4.0  # times what a page took of a processor, until the next one is made
+
+T = TypeVar("T")
 
 
 class Reports:
@@ -60,6 +70,56 @@ class Reports:
                 return report
         finally:
             del self._making[tenant]
+
+
+class Pages:
+    """Pages that are made when they are asked for, one after the other."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1, "pages")
+        self.num_readers = 0
+        self._lock = asyncio.Lock()
+        self._spent_s = 0.0  # of processor time, for the page in the making
+        self._next_at = 0.0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Within it, `run` and `run_here` make a page. Raises ApiError rate_limit_exceeded."""
+        if self.num_readers >= MAX_READERS:
+            raise ApiError(
+                "rate_limit_exceeded",
+                f"{MAX_READERS} others wait for metrics or the API's document; ask less often",
+            )
+        self.num_readers += 1
+        try:
+            async with self._lock:
+                loop = asyncio.get_running_loop()
+                await asyncio.sleep(self._next_at - loop.time())
+                self._spent_s = 0.0
+                try:
+                    yield
+                finally:
+                    self._next_at = loop.time() + REST * self._spent_s
+        finally:
+            self.num_readers -= 1
+
+    async def run(self, work: Callable[..., T], *values: object) -> T:
+        """In the pages' thread."""
+
+        def timed() -> tuple[T, float]:
+            began = time.thread_time()
+            return work(*values), time.thread_time() - began
+
+        found, spent_s = await asyncio.get_running_loop().run_in_executor(self.pool, timed)
+        self._spent_s += spent_s
+        return found
+
+    def run_here(self, work: Callable[..., T], *values: object) -> T:
+        """On the event loop: what reads the server's state."""
+        began = time.thread_time()
+        found = work(*values)
+        self._spent_s += time.thread_time() - began
+        return found
 
 
 def _look(task: asyncio.Task[bytes]) -> None:

@@ -29,13 +29,13 @@ from ridgeline.server.live import Live
 from ridgeline.server.model import ServedModel, epoch_s, served_model, text_folder
 from ridgeline.server.prepare import Prepared, fault_of, prepare, question_of
 from ridgeline.server.replies import Renderer
-from ridgeline.server.reports import Reports
+from ridgeline.server.reports import Pages, Reports
 from ridgeline.server.service_manager import ServiceManager
 from ridgeline.server.sse import EventStream, State
 from ridgeline.server.text_client import TextClient, TextFault
 from ridgeline.server.tracing import Trace, Tracing
 from ridgeline.server.wire import Ready
-from ridgeline.startup import process_age_s
+from ridgeline.startup import keep_what_is_there, process_age_s
 
 SMALL_BODY_BYTES = 16 << 10  # parsed on the event loop; larger ones in a worker thread
 SEQUENCE_BYTES = 512  # a sequence is about as much work as so many bytes
@@ -62,6 +62,7 @@ class Service:
         self.aside = Admission(_aside(config.limits))  # for what is not an answer
         self.engine = EngineClient(config, clock, self)
         self.reports = Reports(self.engine)
+        self.pages = Pages()
         self.manager = ServiceManager(os.environ)
         self.model: ServedModel | None = None
         self.draining = False
@@ -87,6 +88,7 @@ class Service:
             folder = text_folder(self.config, ready) or Path()
             loaded = await self.text.load(folder)
             self.model = await self.run_in_thread(served_model, self.config, ready, loaded, folder)
+            keep_what_is_there()  # a thousand connections began collections of 35 ms
         self.admission.size(
             max_num_seqs=ready.max_num_seqs, cache_tokens=ready.num_blocks * ready.block_size
         )
@@ -136,7 +138,7 @@ class Service:
         return self.admission.num_requests + self.aside.num_requests
 
     def close(self) -> None:
-        for pool in (self.pool, self.aside_pool, self.reports.pool):
+        for pool in (self.pool, self.aside_pool, self.reports.pool, self.pages.pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def fail_all(self, code: str, message: str) -> None:

@@ -305,6 +305,11 @@ class TextClient:
         self._turns.done(job.tenant)
         self._idle.append(worker)
         if isinstance(answer, Refusal):
+            if answer.crash:
+                say(
+                    logger, logging.WARNING, "the model's tokenizer or chat template crashed",
+                    request_id=job.request_id, fault=answer.crash, template=job.in_template,
+                )  # fmt: skip
             param = answer.param or job.param
             _fail(job, TextFault(answer.message, param, answer.code, answer.place))
         elif not job.answer.done():

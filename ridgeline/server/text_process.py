@@ -64,7 +64,7 @@ from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from ridgeline.text.vocabulary import tables_of
 
 CHARACTERS_PER_TOKEN = 4  # about what text has; only texts with more are looked at in parts
-BROKEN = "invalid_value"  # code of faults after which this process may be in any state
+BROKEN = "invalid_value"
 CUT_TOKENS = 64  # a cut may change the tokens around it
 STDERR = 2
 PAGE_BYTES = resource.getpagesize()
@@ -145,10 +145,10 @@ class Worker:
                 found.append(self._text(text, question))
             return _ids(found)
         except RequestFault as fault:
-            return Refusal(str(fault), fault.param, fault.code, self._place)
-        except Exception as fault:
-            reason = f"the text could not be encoded ({type(fault).__name__})"
-            return Refusal(reason, None, BROKEN, self._place)
+            return Refusal(str(fault), fault.param, fault.code, self._place, _kind(fault.__cause__))
+        except BaseException as fault:  # a panic of the tokenizers package is no Exception
+            reason = f"the text could not be encoded ({_kind(fault)})"
+            return Refusal(reason, None, BROKEN, self._place, _kind(fault))
 
     def _text(self, text: str, question: Encode) -> list[int]:
         self._refuse_hopeless(text, question.max_tokens, "prompt")
@@ -202,6 +202,11 @@ class Worker:
         return limited(ENCODE_S + ENCODE_S_PER_BYTE * size, memory)
 
 
+def _kind(fault: BaseException | None) -> str:
+    """Its words may be the client's."""
+    return "" if fault is None else type(fault).__name__
+
+
 def _ids(found: list[list[int]]) -> Ids:
     if sum(map(len, found)) > MAX_IDS:
         raise RequestFault(
@@ -217,8 +222,8 @@ def work(sock: socket.socket, tokenizer: Tokenizer, template: ChatTemplate | Non
         question = _QUESTIONS.decode(read(sock, frame_length(read(sock, HEADER.size))))
         answer = worker.answer(question)
         write(sock, answer)
-        broke = isinstance(answer, Refusal) and answer.code == BROKEN
-        if broke or worker.is_worn:
+        crashed = isinstance(answer, Refusal) and answer.crash  # it may be in any state
+        if crashed or worker.is_worn:
             os._exit(0)
 
 
@@ -284,7 +289,7 @@ class Keeper:
         table = VocabularyTable(tuple(tokenizer.special_ids), rule, tables)
         gc.collect()
         gc.freeze()  # so that workers leave the pages of all this alone
-        return Loaded(template is not None, table)
+        return Loaded(template is not None, table, tokenizer.eos_token_id)
 
     def _fork(self, sock: socket.socket) -> int:
         keeper, pid = os.getpid(), os.fork()

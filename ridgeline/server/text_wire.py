@@ -39,10 +39,12 @@ class VocabularyTable(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    """`vocabulary`: None for a model without a tokenizer."""
+    """`vocabulary`: None for a model without a tokenizer. `end_token_id`: what its files say; the
+    model's own configuration may say others."""
 
     has_template: bool
     vocabulary: VocabularyTable | None
+    end_token_id: int | None = None
 
 
 class LoadFailed(msgspec.Struct, tag="load failed", array_like=True, frozen=True):
@@ -90,12 +92,14 @@ class Ids(msgspec.Struct, tag="ids", array_like=True, frozen=True):
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
-    """The answer: the RequestFault of text number `place`."""
+    """The answer: the RequestFault of text number `place`. `crash`: the kind of exception or panic
+    that it was; "" where everything works and the text is refused."""
 
     message: str
     param: str | None
     code: str
     place: int
+    crash: str = ""
 
 
 Command = LoadText | Fork | End

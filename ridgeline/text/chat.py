@@ -70,7 +70,7 @@ class ChatTemplate:
         except RequestFault:
             raise
         except Exception as error:  # a template can fail in any way that an expression can
-            raise _fault(f"the chat template failed ({type(error).__name__})") from None
+            raise _fault(f"the chat template failed ({type(error).__name__})") from error
 
     def encode_chat(
         self,

@@ -100,14 +100,14 @@ class Tokenizer(Vocabulary):
                 "the text is not valid Unicode (a lone surrogate?)", code="invalid_text"
             ) from None
         except BaseException as fault:
-            raise _failure(fault, "the model's tokenizer failed on this text") from None
+            raise _failure(fault, "the model's tokenizer failed on this text") from fault
         return ids
 
     def decode_whole(self, token_ids: list[int]) -> str:
         try:
             text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         except BaseException as fault:
-            raise _failure(fault, "the model's tokenizer failed on these tokens") from None
+            raise _failure(fault, "the model's tokenizer failed on these tokens") from fault
         return text
 
     def _named_id(self, role: str) -> int | None:
@@ -128,7 +128,7 @@ def _state(decoder: object) -> str:
 
 
 def _failure(fault: BaseException, what: str) -> BaseException:
-    """A panic of the package is no Exception; here it is a fault like others."""
+    """A panic of the package is no Exception; here it is a fault like others, and their cause."""
     return fault if isinstance(fault, (KeyboardInterrupt, SystemExit)) else RequestFault(what)
 
 

@@ -1,4 +1,4 @@
-"""One fake-model server per test module."""
+"""One fake-model server for all modules that leave it as it was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("models") / "fake")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(fake_config(fake_model), tmp_path_factory.mktemp("server")) as started:
         yield started

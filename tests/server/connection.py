@@ -26,8 +26,8 @@ from ridgeline.server.service import send_json
 class Pipe(asyncio.Transport):
     """Keeps what is written to it. `reset`: the client may have lost some of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        super().__init__({"peername": (address, 1)})
         self.written = bytearray()
         self.is_paused = self.at_end = self.closed = self.reset = False
 
@@ -114,8 +114,8 @@ class Server:
         self.methods.append(scope["method"])
         await self._gate(scope, receive, send)
 
-    def connect(self) -> Connection:
-        return Connection(self, self._make())
+    def connect(self, address: str = "127.0.0.1") -> Connection:
+        return Connection(self, self._make(), address)
 
     def settle(self) -> None:
         """Let the tasks run as far as they come."""
@@ -127,12 +127,12 @@ class Server:
 
 
 class Connection:
-    def __init__(self, server: Server, protocol: Any) -> None:
+    def __init__(self, server: Server, protocol: Any, address: str) -> None:
         self.server = server
         self.protocol = protocol  # its parser's calls are counted
         self.protocol.num_parsed = 0
         self.protocol.parser = Counting(self.protocol)
-        self.pipe = Pipe()
+        self.pipe = Pipe(address)
         self.protocol.connection_made(self.pipe)
 
     def send(self, data: bytes) -> bool:

@@ -71,11 +71,18 @@ class Running:
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels (or the sum over its labels)."""
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """The same of several, at one moment."""
         with self.http as http:
             page = http.get("/metrics").text
-        rows = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
-        assert rows, f"{name} is not on the page"
-        return sum(map(float, rows))
+        found = []
+        for name in names:
+            rows = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+            assert rows, f"{name} is not on the page"
+            found.append(sum(map(float, rows)))
+        return found
 
     def is_ready(self) -> bool:
         with self.http as http:
@@ -89,7 +96,7 @@ class Running:
             "kv_cache_used_blocks",
             "http_open_requests",
         )
-        return all(self.metric(f"ridgeline_{name}") == 0 for name in names)
+        return not any(self.metrics(*(f"ridgeline_{name}" for name in names)))
 
     def wait_until_idle(self) -> float:
         return until(self.is_idle, "nothing left in the engine")

@@ -87,6 +87,21 @@ def test_a_key_holds_sequences_not_requests() -> None:
     assert not held._by_key
 
 
+@pytest.mark.parametrize(("keys", "own", "most"), [(1, 5, 5), (3, 0, 8), (3, 5, 5)])
+def test_more_than_a_key_ever_gets_is_the_requests_fault(keys: int, own: int, most: int) -> None:
+    """Whatever others hold: with 10 places, one of several keys gets 8."""
+    held = admission(max_queued_sequences=8, max_sequences_per_key=own)
+    held.num_keys = keys
+    with held.open(Tenant(b"a")) as ticket, held.open(Tenant(b"b")) as other:
+        other.reserve(1, 1)
+        with pytest.raises(ApiError, match=rf"may hold {most} at most: ask for fewer") as caught:
+            ticket.reserve(most + 1, 1)
+        assert (code(caught), caught.value.status) == ("limit_exceeded", 400)
+        assert not [name for name, _ in caught.value.headers if name == b"retry-after"]
+    with held.open(Tenant(b"a")) as ticket:
+        ticket.reserve(most, 1)
+
+
 def test_the_only_key_may_hold_all() -> None:
     held = admission(max_queued_sequences=98)
     held.num_keys = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -101,3 +102,12 @@ def test_where_the_tokenizer_is(folder: Path, tmp_path: Path) -> None:
     elsewhere = replace(config, engine=replace(config.engine, tokenizer=str(tmp_path)))
     assert text_folder(elsewhere) == tmp_path
     assert text_folder(replace(config, engine=EngineConfig(model="demo:chat"))) is None
+
+
+def test_what_is_there_when_it_is_ready_is_not_collected_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.unfreeze()
+    ready_in(serve(str(folder)), folder, monkeypatch)
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()

@@ -255,32 +255,38 @@ def test_an_idle_server_ends_at_once_and_cleanly(fake_model: Path, tmp_path: Pat
 # ------------------------------------------------------------------ death
 
 
-def test_the_engine_is_killed_and_comes_back(fake_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, fake_model, {}) as server:
-        first = server.engine_pid
-        streaming = Asking(server, "!slow", max_tokens=400)
-        whole = Asking(server, "!slow", stream=False, max_tokens=400)
-        streaming.first.wait(PATIENCE_S)
-        until(lambda: server.metric("ridgeline_sequences_running") == 2, "both to run")
-        os.kill(first, signal.SIGKILL)
-        assert streaming.wait().error == "engine_unavailable"
-        assert whole.wait().error == "engine_unavailable"
-        assert whole.status == 503
-        assert int(whole.headers["retry-after"]) > 0
-        server.wait_until_ready()
-        assert server.engine_pid != first
-        assert server.metric("ridgeline_engine_restarts_total") == 1
-        assert Asking(server, "hello").wait().answer == reference_text("hello")
-        server.wait_until_idle()
+@pytest.fixture(scope="module")
+def mortal(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Its engine dies of each test, and is there again after it."""
+    folder = tmp_path_factory.mktemp("mortal")
+    with serving(folder, fake_model, {"max_engine_restarts": 10}) as server:
+        yield server
 
 
-def test_an_engine_that_dies_of_a_request(fake_model: Path, tmp_path: Path) -> None:
+def test_the_engine_is_killed_and_comes_back(mortal: Running) -> None:
+    first, deaths = mortal.engine_pid, mortal.metric("ridgeline_engine_restarts_total")
+    streaming = Asking(mortal, "!slow", max_tokens=400)
+    whole = Asking(mortal, "!slow", stream=False, max_tokens=400)
+    streaming.first.wait(PATIENCE_S)
+    until(lambda: mortal.metric("ridgeline_sequences_running") == 2, "both to run")
+    os.kill(first, signal.SIGKILL)
+    assert streaming.wait().error == "engine_unavailable"
+    assert whole.wait().error == "engine_unavailable"
+    assert whole.status == 503
+    assert int(whole.headers["retry-after"]) > 0
+    mortal.wait_until_ready()
+    assert mortal.engine_pid != first
+    assert mortal.metric("ridgeline_engine_restarts_total") == deaths + 1
+    assert Asking(mortal, "hello").wait().answer == reference_text("hello")
+    mortal.wait_until_idle()
+
+
+def test_an_engine_that_dies_of_a_request(mortal: Running) -> None:
     """The request that kills it is not tried again; those after it are served."""
-    with serving(tmp_path, fake_model) as server:
-        poison = Asking(server, "!die", n=1)
-        assert poison.wait().error == "engine_unavailable"
-        server.wait_until_ready()
-        assert Asking(server, "hello").wait().answer == reference_text("hello")
+    poison = Asking(mortal, "!die", n=1)
+    assert poison.wait().error == "engine_unavailable"
+    mortal.wait_until_ready()
+    assert Asking(mortal, "hello").wait().answer == reference_text("hello")
 
 
 def test_too_many_deaths_end_the_server(fake_model: Path, tmp_path: Path) -> None:
@@ -305,18 +311,17 @@ def test_the_engine_does_not_outlive_the_http_process(fake_model: Path, tmp_path
                 asking.wait()
 
 
-def test_a_failed_step_fails_its_requests_only(fake_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, fake_model) as server:
-        first = server.engine_pid
-        assert Asking(server, "!fault", stream=False).wait().error == "internal_error"
-        assert Asking(server, "hello").wait().answer == reference_text("hello")
-        assert server.engine_pid == first
-        for _ in range(3):  # in a row: the device will not recover
-            assert Asking(server, "!fault").wait().status in (500, 503)
-        until(lambda: server.metric("ridgeline_engine_restarts_total") == 1, "a new engine")
-        server.wait_until_ready()
-        assert Asking(server, "hello").wait().answer == reference_text("hello")
-        assert server.engine_pid != first
+def test_a_failed_step_fails_its_requests_only(mortal: Running) -> None:
+    first, deaths = mortal.engine_pid, mortal.metric("ridgeline_engine_restarts_total")
+    assert Asking(mortal, "!fault", stream=False).wait().error == "internal_error"
+    assert Asking(mortal, "hello").wait().answer == reference_text("hello")
+    assert mortal.engine_pid == first
+    for _ in range(3):  # in a row: the device will not recover
+        assert Asking(mortal, "!fault").wait().status in (500, 503)
+    until(lambda: mortal.metric("ridgeline_engine_restarts_total") > deaths, "a new engine")
+    mortal.wait_until_ready()
+    assert Asking(mortal, "hello").wait().answer == reference_text("hello")
+    assert mortal.engine_pid != first
 
 
 # ------------------------------------------------------------------ slowness

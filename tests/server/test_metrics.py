@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ from tests.server.running import Running, fake_config, running
 UNITS = {"_seconds": "econds", "_bytes": "ytes", "_ratio": "0 to 1", "_per_second": "a second"}
 # A text that begins so leans on the one before it.
 NO_BEGINNING = {"it", "its", "of", "they", "their", "them", "these", "that", "this", "the", "and"}
+
+
+@pytest.fixture(scope="module")
+def server(fake_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One that has counted nothing yet."""
+    with running(fake_config(fake_model), tmp_path_factory.mktemp("server")) as started:
+        yield started
 
 
 def page(server: Running) -> str:

@@ -254,7 +254,7 @@ def test_upgrades_are_ignored(server: Running) -> None:
 def test_too_many_connections(server: Running) -> None:
     socks = [connect(server) for _ in range(45)]
     try:
-        refused = [sock for sock in socks if _says(sock, b"503")]
+        refused = [sock for sock in socks if _says(sock, b"429")]
         assert 3 <= len(refused) <= 10
     finally:
         for sock in socks:

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from ridgeline.clock import WallClock
-from ridgeline.server.auth import Tenant
+from ridgeline.server import reports as module
+from ridgeline.server.app import make_app
+from ridgeline.server.auth import Keys, Tenant
 from ridgeline.server.errors import ApiError
-from ridgeline.server.reports import FRESH_S, MAX_WAITING, Reports
+from ridgeline.server.reports import FRESH_S, MAX_READERS, MAX_WAITING, REST, Pages, Reports
 from ridgeline.server.service import ASIDE_REQUESTS, Service
 from tests.observe.test_explain import ask, bench
 from tests.server.running import PATIENCE_S, fake_config
@@ -174,3 +177,53 @@ def test_and_threads_of_its_own(service: Service) -> None:
 
     asyncio.run(story())
     service.close()
+
+
+# ------------------------------------------------------------------ pages
+
+
+def get(service: Service, *paths: str) -> list[httpx.Response]:
+    """All at once."""
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=make_app(service, Keys()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return list(await asyncio.gather(*map(http.get, paths)))
+
+    return asyncio.run(ask())
+
+
+def test_pages_are_made_beside_answers(service: Service) -> None:
+    """Where no thread for answers is free."""
+    for pool in (service.pool, service.aside_pool, service.reports.pool):
+        pool.shutdown()
+    replies = get(service, "/metrics", "/openapi.json", "/openapi.json", "/metrics")
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert "ridgeline_ready" in replies[0].text
+    assert service.admission.num_requests == service.aside.num_requests == 0
+
+
+def test_a_flood_of_scrapes_is_refused(service: Service) -> None:
+    replies = get(service, *["/metrics"] * (MAX_READERS + 3), "/version")
+    assert sorted(reply.status_code for reply in replies) == [200] * (MAX_READERS + 1) + [429] * 3
+    refused = next(reply for reply in replies if reply.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert get(service, "/metrics")[0].status_code == 200
+    assert service.pages.num_readers == 0
+
+
+def test_pages_get_a_fifth_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def make() -> tuple[float, float]:
+        loop, pages = asyncio.get_running_loop(), Pages()
+        times = iter((0.0, 0.02, 5.0, 5.01))
+        monkeypatch.setattr(module.time, "thread_time", times.__next__)
+        async with pages.turn():
+            assert await pages.run(sum, (1, 2)) == 3
+            assert pages.run_here(max, 1, 2) == 2
+        made = loop.time()
+        async with pages.turn():
+            return made, loop.time()
+
+    made, again = asyncio.run(make())
+    assert again - made > REST * 0.03 - 0.01

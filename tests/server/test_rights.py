@@ -14,7 +14,8 @@ from ridgeline.clock import WallClock
 from ridgeline.server.app import Route, make_admin_app, make_admin_routes, make_app, make_routes
 from ridgeline.server.auth import ADMIN, ANY, OPEN, RIGHTS, Keys, Tenant
 from ridgeline.server.config import ServeConfig
-from ridgeline.server.gate import OPEN_PATHS, Gate
+from ridgeline.server.gate import Gate
+from ridgeline.server.http_protocol import OPEN_PATHS
 from ridgeline.server.service import Service
 from tests.server.running import fake_config
 

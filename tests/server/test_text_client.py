@@ -4,8 +4,10 @@ such a process harm nobody?"""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import sys
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,15 +18,19 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
+from ridgeline import build
+from ridgeline.config import EngineConfig
 from ridgeline.demo import folder as bundled
 from ridgeline.errors import ConfigError
-from ridgeline.server import text_client
+from ridgeline.log import RateLimit
+from ridgeline.server import text_client, text_process
+from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.model import served_model
 from ridgeline.server.text_client import TextClient, TextFault
 from ridgeline.server.text_process import Keeper, Worker, limited
-from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded, LoadFailed
+from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded, LoadFailed, Refusal
 from ridgeline.server.turns import Turns
-from ridgeline.text.chat import load_chat_template
+from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.bombs import GROWTH, write_growing_decoder, write_tokenizer_bombs
 from tests.server.model_folder import write_model_folder
@@ -412,3 +418,105 @@ def test_a_worker_says_when_it_is_worn(fake_model: Path) -> None:
     ballast = bytearray(200 << 20)
     assert worker.is_worn
     del ballast
+
+
+# ------------------------------------------------------------------ crashes
+
+
+class Panic(BaseException):
+    """What the tokenizers package raises when its own code panics."""
+
+
+class Panicking:
+    def encode_batch_fast(self, *args: object, **options: object) -> None:
+        raise Panic("byte 3 is inside the client's words")
+
+
+def test_a_panic_is_told_apart_from_a_refusal(
+    fake_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the worker that met it is not asked again."""
+    nobody: Any = None
+    tokenizer = load_tokenizer(fake_model)
+    assert tokenizer is not None
+    template = load_chat_template(fake_model, tokenizer)
+    worker = Worker(tokenizer, template, lambda answer: None)
+    refused = worker.answer(Encode(("\ud800",), True, MOST))
+    assert isinstance(refused, Refusal)
+    assert (refused.crash, refused.code) == ("", "invalid_text")
+    tokenizer._backend = Panicking()  # type: ignore[assignment]
+    crashed = worker.answer(Encode(("a",), True, MOST))
+    assert isinstance(crashed, Refusal)
+    assert (crashed.crash, crashed.code) == ("Panic", "invalid_value")
+    assert "words" not in crashed.message
+    asked = msgspec.msgpack.encode(Encode(("a",), True, MOST))
+    patches = {"read": lambda *_: asked, "frame_length": len, "write": lambda *_: None}
+    for name, patch in patches.items():
+        monkeypatch.setattr(text_process, name, patch)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        text_process.work(nobody, tokenizer, template)
+
+
+def test_a_template_that_crashes_is_told_apart_from_one_that_refuses(fake_model: Path) -> None:
+    tokenizer = load_tokenizer(fake_model)
+    for source, kind in (
+        ("{{ raise_exception('no') }}", ""),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+    ):
+        template = ChatTemplate({"default": source}, tokenizer, fake_model)
+        worker = Worker(tokenizer, template, lambda answer: None)  # type: ignore[arg-type]
+        answer = worker.answer(chat("hello"))
+        assert isinstance(answer, Refusal)
+        assert (answer.crash, answer.code) == (kind, "invalid_messages")
+
+
+def test_a_crash_is_one_line_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    """However many there are in a second; a refusal is none."""
+    caplog.handler.addFilter(limit := RateLimit(period_s=1000.0))
+
+    async def meet(crash: str) -> None:
+        client = TextClient(1)
+        asking = asyncio.ensure_future(client.ids(chat("a"), b"t", f"req-{crash or 'refused'}"))
+        await asyncio.sleep(0)
+        _, job = client._turns.take() or pytest.fail("nobody asks")
+        worker: Any = object()
+        client.on_answer(worker, job, Refusal("why", None, "invalid_value", 0, crash))
+        with pytest.raises(TextFault, match="why"):
+            await asking
+
+    with caplog.at_level(logging.INFO, "ridgeline"):
+        for crash in ("", "Panic", "Panic", "Panic"):
+            asyncio.run(meet(crash))
+    caplog.handler.removeFilter(limit)
+    (line,) = caplog.messages
+    assert "crashed" in line
+    assert "request_id=req-Panic" in line
+
+
+# ------------------------------------------------------------------ the engine's process
+
+
+def test_the_servers_engine_opens_no_file_of_the_text_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a tokenizer is read in the engine's process")
+
+    monkeypatch.setattr(build, "load_tokenizer", never)
+    monkeypatch.setattr(build, "load_chat_template", never)
+    config = EngineConfig(model="demo:draft", device="cpu", num_blocks=16)
+    module, _, function = DEFAULT_BUILDER.partition(":")
+    assert module == build.__name__
+    built = getattr(build, function)(config, lambda *_: None)
+    assert built.tokenizer is None
+    with pytest.raises(AssertionError, match="a tokenizer is read"):
+        build.build(config)
+
+
+def test_the_tokenizer_says_what_ends_an_answer_if_nothing_else_does(fake_model: Path) -> None:
+    loaded, _ = loaded_here(fake_model)
+    assert loaded.end_token_id == 257
+    config = serve("m").config
+    silent = msgspec.structs.replace(READY, end_token_ids=())
+    assert served_model(config, silent, loaded, fake_model).ready.end_token_ids == (257,)
+    spoken = msgspec.structs.replace(READY, end_token_ids=(2,))
+    assert served_model(config, spoken, loaded, fake_model).ready.end_token_ids == (2,)
