@@ -17,13 +17,13 @@ from ridgeline.cli.session import add_session_flags, note, open_llm, paper
 from ridgeline.cli.values import positive, whole, words
 
 if TYPE_CHECKING:
-    from ridgeline.evaluation.questions import Answered
-    from ridgeline.evaluation.rows import Row
+    from ridgeline.evaluation.answers import Answered
+    from ridgeline.evaluation.intervals import Row
     from ridgeline.evaluation.run import Report, Wanted
     from ridgeline.llm import LLM
 
 DRAFT_OPTIONS = ("device", "dtype", "load_format", "attention_backend", "threads")
-EXAMPLES = """Each task draws --num problems that no training run has seen; --seed draws others.
+EXAMPLES = """Each task asks --num of its 500 problems, which no training run has seen; --seed asks others.
 Answers are greedy, by the model's chat template, or in a plain "User: ... Assistant:" form where
 it has none. Problems that are too long for the model's context are left out and counted.
 
@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
         "--num", type=positive, default=200, metavar="N", help="problems of each (default: 200)"
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="draws the problems (default: 0)"
+        "--seed", type=int, default=0, metavar="S", help="chooses the problems (default: 0)"
     )
     group.add_argument(
         "--data", metavar="FILE", help="perplexity of this text (UTF-8, perhaps gzipped) as well"
@@ -151,7 +151,7 @@ def as_json(args: argparse.Namespace, llm: LLM, report: Report, seconds: float) 
 
 def shown(report: Report, count: int) -> list[Answered]:
     """The first `count` answers of each task."""
-    from ridgeline.evaluation.tasks import by_task
+    from ridgeline.evaluation.answers import by_task
 
     return [one for group in by_task(report.answered).values() for one in group[:count]]
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ridgeline.compression.stream import Job, Progress, Report, Texts
-    from ridgeline.evaluation.calibration import Marked
-    from ridgeline.evaluation.rows import Row
+    from ridgeline.evaluation.intervals import Row
+    from ridgeline.evaluation.texts import Marked
     from ridgeline.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq", "awq")
@@ -287,8 +287,7 @@ def read_texts(args: argparse.Namespace, model: Path) -> Texts:
 def _marked(
     tokenizer: Tokenizer, model: Path, file: str | None, split: Any, num_tokens: int
 ) -> Marked:
-    from ridgeline.evaluation.calibration import bundled_tokens, text_tokens
-    from ridgeline.evaluation.texts import read_text
+    from ridgeline.evaluation.texts import bundled_tokens, read_text, text_tokens
     from ridgeline.text.chat import load_chat_template
 
     if file is not None:

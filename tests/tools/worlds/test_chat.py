@@ -6,14 +6,13 @@ import random
 
 import pytest
 
-from ridgeline.evaluation import worlds
-from ridgeline.evaluation.worlds import basics, conversations
-from ridgeline.evaluation.worlds.problem import split_of
-from ridgeline.evaluation.worlds.scoring import contains
-from ridgeline.evaluation.worlds.talk import TOPICS
+from ridgeline.evaluation.problems import Split, contains, is_right
+from tools.worlds import basics, conversations
+from tools.worlds.problem import split_of
+from tools.worlds.talk import TOPICS
 
 DRAWS = 1_000
-SPLITS: tuple[worlds.Split, ...] = ("train", "test")
+SPLITS: tuple[Split, ...] = ("train", "test")
 PLAIN = (
     "Hi",
     "Hello!",
@@ -50,23 +49,23 @@ def test_every_reply_on_a_topic_is_accepted(name: str) -> None:
 @pytest.mark.parametrize("make", conversations.CONVERSATIONS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_kind_of_conversation_can_be_drawn(
-    make: conversations.Conversation, split: worlds.Split
+    make: conversations.Conversation, split: Split
 ) -> None:
     rng = random.Random(31)
     for _ in range(150):
         p = make(rng, split)
         assert p.task == "chat"
-        assert worlds.score(p, p.answer)
+        assert is_right(p, p.answer)
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_what_is_recalled_was_told(split: worlds.Split) -> None:
+def test_what_is_recalled_was_told(split: Split) -> None:
     rng = random.Random(32)
     for _ in range(DRAWS):
         p = conversations.recalled(rng, split)
         told = [m.content for m in p.messages[:-1] if m.role == "user"]
         assert any(contains(text, p.accept[0]) for text in told), p
-        assert not worlds.score(p, "Your name is Nobody.")
+        assert not is_right(p, "Your name is Nobody.")
 
 
 def test_sums_go_on_from_the_last_result() -> None:

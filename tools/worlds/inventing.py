@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.problem import Rng
+from random import Random as Rng
+
+from tools.worlds import words as w
 
 SIGNS = "ABCDEFGHJKLMNPQRSTUVWXYZ0123456789"
 

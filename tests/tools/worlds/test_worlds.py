@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from ridgeline.errors import ConfigError, InternalError
-from ridgeline.evaluation import worlds
-from ridgeline.evaluation.worlds.problem import TEST_EVERY, draw, split_of
-from ridgeline.evaluation.worlds.records import content, drawn
+from ridgeline.evaluation.problems import Message, Problem, Split, is_right
+from tools import worlds
+from tools.worlds.problem import TEST_EVERY, draw, split_of
+from tools.worlds.records import content, drawn
 
 TASKS = tuple(worlds.TASKS)
 DRAWS = 10_000
@@ -20,18 +21,18 @@ FEWER_TEST_DRAWS = {
     "lookup": 1_000,
     "records": 1_000,
 }  # those that take long; all when slow
-SPLITS: tuple[worlds.Split, ...] = ("train", "test")
+SPLITS: tuple[Split, ...] = ("train", "test")
 MAX_CHARACTERS = 5_500
 
 
-def problems(task: str, count: int, seed: int, split: worlds.Split) -> list[worlds.Problem]:
+def problems(task: str, count: int, seed: int, split: Split) -> list[Problem]:
     rng = random.Random(seed)
     return [worlds.problem(task, rng, split) for _ in range(count)]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("task", TASKS)
-def test_the_same_seed_draws_the_same(task: str, split: worlds.Split) -> None:
+def test_the_same_seed_draws_the_same(task: str, split: Split) -> None:
     assert problems(task, 30, 1, split) == problems(task, 30, 1, split)
     assert problems(task, 30, 1, split) != problems(task, 30, 2, split)
 
@@ -77,7 +78,7 @@ def check_conversations(num_tests: int, num_conversations: int) -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("task", TASKS)
-def test_conversations_are_well_formed(task: str, split: worlds.Split) -> None:
+def test_conversations_are_well_formed(task: str, split: Split) -> None:
     for p in problems(task, 500, 7, split):
         assert [m.role for m in p.messages[::2]] == ["user"] * (len(p.messages) // 2 + 1)
         assert {m.role for m in p.messages[1::2]} <= {"assistant"}
@@ -91,21 +92,21 @@ def test_conversations_are_well_formed(task: str, split: worlds.Split) -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("task", TASKS)
-def test_the_answer_scores_and_another_does_not(task: str, split: worlds.Split) -> None:
+def test_the_answer_scores_and_another_does_not(task: str, split: Split) -> None:
     for p in problems(task, 500, 8, split):
-        assert worlds.score(p, p.answer), p
-        assert worlds.score(p, f" {p.answer}\n"), p
+        assert is_right(p, p.answer), p
+        assert is_right(p, f" {p.answer}\n"), p
         if p.words or task != "stories":
-            assert not worlds.score(p, "Xyzzy."), p
-            assert not worlds.score(p, ""), p
+            assert not is_right(p, "Xyzzy."), p
+            assert not is_right(p, ""), p
         if not p.accept and task != "stories":
-            assert not worlds.score(p, p.answer + "1")
+            assert not is_right(p, p.answer + "1")
 
 
 def test_a_word_inside_another_word_does_not_count() -> None:
-    asked = worlds.Problem("stories", (worlds.Message("user", "?"),), "", words=("cat",))
-    assert worlds.score(asked, "The Cat sat.")
-    assert not worlds.score(asked, "The catalog.")
+    asked = Problem("stories", (Message("user", "?"),), "", words=("cat",))
+    assert is_right(asked, "The Cat sat.")
+    assert not is_right(asked, "The catalog.")
 
 
 def test_an_unknown_task_is_refused_by_name() -> None:
@@ -120,7 +121,7 @@ def test_one_part_of_all_contents_is_for_tests() -> None:
 
 def test_drawing_what_cannot_be_had_ends() -> None:
     make: Callable[[], str] = lambda: "always the same"  # noqa: E731
-    absent: worlds.Split = "test" if split_of(make()) == "train" else "train"
+    absent: Split = "test" if split_of(make()) == "train" else "train"
     with pytest.raises(InternalError, match="draws"):
         draw(make, str, absent)
 
@@ -129,7 +130,7 @@ def test_drawing_what_cannot_be_had_ends() -> None:
 
 
 def test_training_conversations_alternate_and_repeat() -> None:
-    def draw() -> list[tuple[worlds.Message, ...]]:
+    def draw() -> list[tuple[Message, ...]]:
         found = []
         for seed in range(500):
             lessons = (worlds.FIRST_LESSONS, worlds.LATER_LESSONS)[seed % 2]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.evaluation.worlds.words import each
+from tools.worlds.words import each
 
 SKILLS = (
     "I can tell short stories with words that you choose, add and subtract, look up facts in a "

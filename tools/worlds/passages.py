@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds import inventing
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.casting import cast_fields
-from ridgeline.evaluation.worlds.patterns import with_articles
-from ridgeline.evaluation.worlds.problem import Message, Problem, Rng, Split, asked, draw
-from ridgeline.evaluation.worlds.telling import NATURE
+from ridgeline.evaluation.problems import Message, Problem, Split
+from tools.worlds import inventing
+from tools.worlds import words as w
+from tools.worlds.casting import cast_fields
+from tools.worlds.patterns import with_articles
+from tools.worlds.problem import asked, draw
+from tools.worlds.telling import NATURE
 
 MIN_TOKENS, MAX_TOKENS = 30, 1450
 PAIRS = 2  # the fewest facts in a passage

@@ -7,9 +7,9 @@ pieces (they nest), and `a~` an article that becomes `a` or `an`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from random import Random as Rng
 
 from ridgeline.errors import check
-from ridgeline.evaluation.worlds.problem import Rng
 
 Fields = Mapping[str, str]
 Piece = Callable[[Rng, Fields], str]

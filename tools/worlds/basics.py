@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds.fields import DAYS, MONTHS
-from ridgeline.evaluation.worlds.problem import Rng
-from ridgeline.evaluation.worlds.words import each
+from tools.worlds.fields import DAYS, MONTHS
+from tools.worlds.words import each
 
 Said = tuple[str, str, tuple[str, ...]]  # what the user says, the reply, what it must contain
 

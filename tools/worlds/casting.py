@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.problem import Rng
-from ridgeline.evaluation.worlds.scenery import NATURE
+from tools.worlds import words as w
+from tools.worlds.scenery import NATURE
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "animal": w.ANIMALS,

@@ -8,14 +8,15 @@ import re
 import pytest
 
 from ridgeline.errors import InternalError
-from ridgeline.evaluation import worlds
-from ridgeline.evaluation.worlds import telling
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.casting import CLASSES, NOUNS, class_of
-from ridgeline.evaluation.worlds.patterns import compile_one, sentence, with_articles
+from ridgeline.evaluation.problems import Split
+from tools import worlds
+from tools.worlds import telling
+from tools.worlds import words as w
+from tools.worlds.casting import CLASSES, NOUNS, class_of
+from tools.worlds.patterns import compile_one, sentence, with_articles
 
 DRAWS = 1_500
-SPLITS: tuple[worlds.Split, ...] = ("train", "test")
+SPLITS: tuple[Split, ...] = ("train", "test")
 
 
 def texts() -> list[str]:
@@ -25,7 +26,7 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_story_has_the_words_asked_for_and_its_length(split: worlds.Split) -> None:
+def test_a_story_has_the_words_asked_for_and_its_length(split: Split) -> None:
     rng = random.Random(22)
     for _ in range(DRAWS):
         p = worlds.problem("stories", rng, split)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds import inventing
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.patterns import with_articles
-from ridgeline.evaluation.worlds.problem import Problem, Rng, Split, asked, draw
+from ridgeline.evaluation.problems import Problem, Split
+from tools.worlds import inventing
+from tools.worlds import words as w
+from tools.worlds.patterns import with_articles
+from tools.worlds.problem import asked, draw
 
 Value = str | int | bool
 

@@ -6,54 +6,17 @@ whatever the seed of either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from hashlib import sha256
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TypeVar
 
 from ridgeline.errors import InternalError
+from ridgeline.evaluation.problems import Message, Problem, Split
 
-Split = Literal["train", "test"]
-Role = Literal["system", "user", "assistant"]
 Item = TypeVar("Item")
 
 TEST_EVERY = 20
 MAX_DRAWS = 20_000
-
-
-class Rng(Protocol):
-    """The part of `random.Random` that the worlds use."""
-
-    def random(self) -> float: ...
-
-    def choice(self, seq: Sequence[Item]) -> Item: ...
-
-    def randrange(self, start: int, stop: int | None = None) -> int: ...
-
-    def sample(self, population: Sequence[Item], k: int) -> list[Item]: ...
-
-    def shuffle(self, x: MutableSequence[Any]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    role: Role
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A conversation whose last message is the user's, and what should be said next.
-
-    `words` are those that a story has to contain. `accept`, where given, are the words or phrases
-    of which one must occur in the reply; otherwise the reply must be `answer` itself.
-    """
-
-    task: str
-    messages: tuple[Message, ...]
-    answer: str
-    words: tuple[str, ...] = ()
-    accept: tuple[str, ...] = ()
 
 
 def asked(

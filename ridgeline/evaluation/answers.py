@@ -1,13 +1,17 @@
-"""How is a problem put to a model, and what comes back? Greedy, all problems in one batch."""
+"""How is a problem put to a model, what comes back, and how much of it is right?
+
+Greedy, all problems in one batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ridgeline.errors import EngineFault
-from ridgeline.evaluation.worlds import Message, Problem
+from ridgeline.evaluation.intervals import Row, wilson
+from ridgeline.evaluation.problems import TASKS, Message, Problem, is_right, problems
 from ridgeline.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,6 +61,21 @@ def question(llm: LLM, problem: Problem) -> Question | None:
     return Question(problem, tuple(ids), sampling)
 
 
+def questions(
+    llm: LLM, tasks: Sequence[str], num: int, seed: int
+) -> tuple[list[Question], dict[str, int]]:
+    """`num` questions for each task, and how many of a task were left out as too long."""
+    asked: list[Question] = []
+    skipped: dict[str, int] = {}
+    for task in tasks:
+        made = [question(llm, problem) for problem in problems(task, num, seed)]
+        fitting = [one for one in made if one is not None]
+        asked += fitting
+        if len(fitting) < len(made):
+            skipped[task] = len(made) - len(fitting)
+    return asked, skipped
+
+
 def plain_prompt(messages: Iterable[Message]) -> str:
     """A dialogue as text, for models that know no chat."""
     turns = [f"{TITLES.get(m.role, m.role)}: {m.content}" for m in messages]
@@ -91,3 +110,19 @@ def _end_token(llm: LLM) -> tuple[int, ...]:
     it was."""
     ends = tuple(llm.end_token_ids)
     return ends if len(ends) == 1 else ()
+
+
+def by_task(answered: Sequence[Answered]) -> dict[str, list[Answered]]:
+    """The answers of each task, tasks in order of appearance."""
+    groups: dict[str, list[Answered]] = {}
+    for one in answered:
+        groups.setdefault(one.question.problem.task, []).append(one)
+    return groups
+
+
+def score_rows(answered: Sequence[Answered]) -> Iterator[Row]:
+    """For each task the share of right answers, with Wilson's interval."""
+    for task, group in by_task(answered).items():
+        right = sum(is_right(one.question.problem, one.text) for one in group)
+        low, high = wilson(right, len(group))
+        yield Row(task, TASKS[task], right / len(group), len(group), low, high)

@@ -1,4 +1,4 @@
-"""Which problems with known answers are there, for training and for the test?
+"""Which problems with known answers are there, for training and for the test of the bundled models?
 
 Everything is drawn from the `rng` passed in, so the same seed gives the same text everywhere.
 """
@@ -6,31 +6,18 @@ Everything is drawn from the `rng` passed in, so the same seed gives the same te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from random import Random as Rng
 
 from ridgeline.errors import ConfigError
-from ridgeline.evaluation.worlds.conversations import chat
-from ridgeline.evaluation.worlds.fields import json_object
-from ridgeline.evaluation.worlds.lists import copy, sort
-from ridgeline.evaluation.worlds.passages import lookup, lookups
-from ridgeline.evaluation.worlds.problem import Message, Problem, Rng, Split
-from ridgeline.evaluation.worlds.records import records, several_records
-from ridgeline.evaluation.worlds.scoring import score
-from ridgeline.evaluation.worlds.sums import arithmetic
-from ridgeline.evaluation.worlds.telling import document, stories
-
-__all__ = [
-    "FIRST_LESSONS",
-    "LATER_LESSONS",
-    "TASKS",
-    "Message",
-    "Problem",
-    "Rng",
-    "Split",
-    "document",
-    "problem",
-    "score",
-    "training_conversation",
-]
+from ridgeline.evaluation.problems import Message, Problem, Split
+from tools.worlds.conversations import chat
+from tools.worlds.fields import json_object
+from tools.worlds.lists import copy, sort
+from tools.worlds.passages import lookup, lookups
+from tools.worlds.records import records, several_records
+from tools.worlds.sums import arithmetic
+from tools.worlds.telling import document as document
+from tools.worlds.telling import stories
 
 TASKS: Mapping[str, Callable[[Rng, Split], Problem]] = {
     "arithmetic": arithmetic,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds import fields, inventing, lists
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.basics import BASICS
-from ridgeline.evaluation.worlds.passages import lookup, lookup_again
-from ridgeline.evaluation.worlds.patterns import compiled
-from ridgeline.evaluation.worlds.problem import Message, Problem, Rng, Split, draw
-from ridgeline.evaluation.worlds.sums import arithmetic, operand
-from ridgeline.evaluation.worlds.sums import content as sum_content
-from ridgeline.evaluation.worlds.talk import COUNTRIES, LANGUAGES, TOPICS
-from ridgeline.evaluation.worlds.telling import stories, told_story
+from ridgeline.evaluation.problems import Message, Problem, Split
+from tools.worlds import fields, inventing, lists
+from tools.worlds import words as w
+from tools.worlds.basics import BASICS
+from tools.worlds.passages import lookup, lookup_again
+from tools.worlds.patterns import compiled
+from tools.worlds.problem import draw
+from tools.worlds.sums import arithmetic, operand
+from tools.worlds.sums import content as sum_content
+from tools.worlds.talk import COUNTRIES, LANGUAGES, TOPICS
+from tools.worlds.telling import stories, told_story
 
 SHORT_PASSAGE = 200  # tokens
 

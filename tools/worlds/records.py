@@ -8,10 +8,12 @@ which is what guesses from the prompt are good for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds import inventing, lists, passages
-from ridgeline.evaluation.worlds.passages import Fact, Kind, colored, said
-from ridgeline.evaluation.worlds.problem import Message, Problem, Rng, Split, asked, draw
+from ridgeline.evaluation.problems import Message, Problem, Split
+from tools.worlds import inventing, lists, passages
+from tools.worlds.passages import Fact, Kind, colored, said
+from tools.worlds.problem import asked, draw
 
 RECORDS = range(2, 9)  # in a text
 ITEMS = range(6, 17)  # of a list

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ridgeline.evaluation.worlds.problem import Problem, Rng, Split, asked, draw
+from random import Random as Rng
+
+from ridgeline.evaluation.problems import Problem, Split
+from tools.worlds.problem import asked, draw
 
 TENS = (0, 10, 100, 1000, 10000)
 SUMS = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds import more_plots, plots, scenery
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.casting import CLASSES, NOUNS, WEATHER, cast_fields, class_of
-from ridgeline.evaluation.worlds.patterns import (
+from ridgeline.evaluation.problems import Problem, Split
+from tools.worlds import more_plots, plots, scenery
+from tools.worlds import words as w
+from tools.worlds.casting import CLASSES, NOUNS, WEATHER, cast_fields, class_of
+from tools.worlds.patterns import (
     Fields,
     Piece,
     Pools,
@@ -17,7 +19,7 @@ from ridgeline.evaluation.worlds.patterns import (
     sentence,
     with_articles,
 )
-from ridgeline.evaluation.worlds.problem import Problem, Rng, Split, asked, draw
+from tools.worlds.problem import asked, draw
 
 MIN_WORDS, MAX_WORDS = 80, 220
 POOLS: Pools = {

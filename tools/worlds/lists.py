@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random as Rng
 
-from ridgeline.evaluation.worlds import inventing
-from ridgeline.evaluation.worlds import words as w
-from ridgeline.evaluation.worlds.problem import Problem, Rng, Split, asked, draw
+from ridgeline.evaluation.problems import Problem, Split
+from tools.worlds import inventing
+from tools.worlds import words as w
+from tools.worlds.problem import asked, draw
 
 COPY = (
     "Copy this list: {items}",

@@ -7,7 +7,7 @@ import random
 import re
 from functools import cache
 
-from ridgeline.evaluation import worlds
+from tools import worlds
 
 DRAWS = 2_000
 NUMBERS = re.compile(r"\d+")
