@@ -21,8 +21,7 @@ from ridgeline.figures import fixed, percent, scaled
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ridgeline.benchmark.batching import BatchingResult
-    from ridgeline.benchmark.caching import CachingResult
+    from ridgeline.benchmark.compare import BatchingResult, CachingResult
     from ridgeline.benchmark.speed import Bench, LoadResult, SplitResult
     from ridgeline.llm import LLM
     from ridgeline.observe.readout import ReadOut
@@ -120,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
         if name not in WORKLOADS:
             raise ConfigError(f"--workload: unknown {name!r}; choose among {', '.join(WORKLOADS)}")
     if args.compare:
-        from ridgeline.benchmark.caching import check_modes
+        from ridgeline.benchmark.compare import check_modes
 
         check_modes(args.compare)
     if args.url and (args.workload != ("serving",) or args.compare or args.continuous_vs_static):
@@ -177,7 +176,7 @@ def _describe(args: argparse.Namespace, report: Report, llm: LLM) -> None:
 
     from ridgeline.architectures.counts import num_parameters
     from ridgeline.benchmark.environment import environment
-    from ridgeline.measure.bandwidth import measure_bandwidth
+    from ridgeline.measure.machine import measure_bandwidth
 
     device = torch.device(llm.resolved.device)
     resolved = asdict(llm.resolved)
@@ -238,7 +237,7 @@ _WORK = {
 
 
 def _compare(args: argparse.Namespace, report: Report) -> None:
-    from ridgeline.benchmark.caching import compare_caching
+    from ridgeline.benchmark.compare import compare_caching
 
     @contextmanager
     def opener(**options: Any) -> Iterator[LLM]:
@@ -260,7 +259,7 @@ def _compare(args: argparse.Namespace, report: Report) -> None:
 
 
 def _batching(args: argparse.Namespace, report: Report) -> None:
-    from ridgeline.benchmark.batching import compare_batching
+    from ridgeline.benchmark.compare import compare_batching
 
     with open_llm(args, max_num_seqs=args.slots) as llm:
         _describe(args, report, llm)
@@ -303,7 +302,7 @@ def _serve_load(args: argparse.Namespace, server: Any) -> LoadResult:
     from ridgeline.benchmark.http_client import run_http
     from ridgeline.benchmark.jobs import fit, poisson, uniform
     from ridgeline.benchmark.speed import load_result
-    from ridgeline.cli.described import describe
+    from ridgeline.cli.machine import describe
 
     spec = describe(args.model).spec
     context = getattr(args, "engine_max_model_len", None) or spec.max_position_embeddings

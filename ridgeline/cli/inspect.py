@@ -24,8 +24,8 @@ from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.architectures.stored_config import words as stored_words
-from ridgeline.cli.described import describe
 from ridgeline.cli.engine_flags import CHOICES, add_model
+from ridgeline.cli.machine import describe
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.tables import Column, answer, grid, places, table
 from ridgeline.cli.values import positive

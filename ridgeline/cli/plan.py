@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_model
-from ridgeline.cli.machine_flags import THIS
+from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
 from ridgeline.cli.tables import Column, answer, bold, grid, table, whole_percent
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from ridgeline.cli.described import Described
+    from ridgeline.cli.machine import Described
     from ridgeline.cost.constants import Calibration
     from ridgeline.cost.hardware import Device
     from ridgeline.planner.estimate import Rejection
@@ -92,7 +92,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from random import Random
 
-    from ridgeline.cli.described import describe
+    from ridgeline.cli.machine import describe
     from ridgeline.planner.plan import plan
 
     question = make_question(args, describe(args.model))
@@ -188,8 +188,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Times in milliseconds, rates per second, dollars per hour."""
     from dataclasses import asdict
 
+    from ridgeline.planner.plan import reasons
     from ridgeline.planner.question import ATTAINMENT
-    from ridgeline.planner.words import reasons
 
     question = plan.question
     return {
@@ -208,7 +208,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "runner_up": deployment_json(plan.runner_up, question),
         "not_served_yet": deployment_json(plan.unserved, question),
         "reasons": [asdict(reason) for reason in reasons(plan)],
-        "flips": [asdict(flip) for flip in plan.flips],
+        "flips": [asdict(change) for change in plan.sensitivity],
         "rejected": [
             {
                 "device": one.hardware.device.name,
@@ -219,17 +219,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for one in plan.out
         ],
         "num_candidates": len(plan.estimates),
-        "num_simulations": plan.num_trials,
+        "num_simulations": plan.num_validations,
     }
 
 
 def deployment_json(found: Deployment | None, question: Question) -> dict[str, Any] | None:
     """`commands` is empty for what this version does not serve, which `why_not_served` says."""
-    from ridgeline.planner.words import commands
+    from ridgeline.planner.plan import commands
 
     if found is None:
         return None
-    estimate, trial = found.estimate, found.trial
+    estimate, validation = found.estimate, found.validation
     hardware, price = estimate.hardware, estimate.hardware.offer.price
     weights, kv = hardware.precision.names
     band = found.dollars
@@ -251,11 +251,11 @@ def deployment_json(found: Deployment | None, question: Question) -> dict[str, A
         "usd_per_million_output": _per_million(found, question),
         "share_of_saturation": found.load,
         "saturation_per_s": estimate.saturation * found.replicas,
-        "goodput_per_s": found.rate * trial.share,
-        "share_kept": trial.share,
-        "ttft_p95_ms": trial.ttft_s * 1e3,
-        "tpot_p95_ms": trial.tpot_s * 1e3,
-        "in_flight_per_replica": trial.in_flight,
+        "goodput_per_s": found.rate * validation.share,
+        "share_kept": validation.share,
+        "ttft_p95_ms": validation.ttft_s * 1e3,
+        "tpot_p95_ms": validation.tpot_s * 1e3,
+        "in_flight_per_replica": validation.in_flight,
         "origin": estimate.priced.setup.constants.origin,
         "served": not hardware.why_not_served,
         "why_not_served": hardware.why_not_served,
@@ -275,7 +275,7 @@ def _per_million(found: Deployment, question: Question) -> float | None:
 
 
 def shown(plan: Plan) -> Iterator[Table | Text | str]:
-    from ridgeline.planner.words import count_words, dollars, promise_words
+    from ridgeline.planner.plan import count_words, dollars, promise_words
 
     question = plan.question
     yield (
@@ -300,7 +300,7 @@ def shown(plan: Plan) -> Iterator[Table | Text | str]:
 
 
 def _winner(plan: Plan, winner: Deployment) -> Iterator[Table | Text | str]:
-    from ridgeline.planner.words import commands, promise_flags, reasons
+    from ridgeline.planner.plan import commands, promise_flags, reasons
 
     typed = commands(plan.question, winner)
     for command in typed[:MANY_COMMANDS]:
@@ -312,16 +312,16 @@ def _winner(plan: Plan, winner: Deployment) -> Iterator[Table | Text | str]:
     yield _figures(plan)
     why = (Column("what", "what"), Column("choice", "choice"), Column("why", "because"))
     yield table(reasons(plan), why)
-    if plan.flips:
+    if plan.sensitivity:
         yield "what would change the answer:"
-        for flip in plan.flips:
-            yield f"  {flip.words}"
+        for change in plan.sensitivity:
+            yield f"  {change.words}"
     flags = promise_flags(plan.question)
     yield f"to keep the promise in overload too, by refusing what would break it, add: {flags}"
 
 
 def _figures(plan: Plan) -> Table:
-    from ridgeline.planner.words import count_words, dollars
+    from ridgeline.planner.plan import count_words, dollars
 
     rows = [("answer", plan.winner), ("runner-up", plan.runner_up), (NOT_SERVED, plan.unserved)]
     columns = (
@@ -329,10 +329,10 @@ def _figures(plan: Plan) -> Table:
         Column("what", lambda row: count_words(row[1])),
         Column("price", lambda row: dollars(row[1])),
         Column("load", lambda row: row[1].load, whole_percent),
-        Column("promise kept", lambda row: row[1].trial.share, percent),
-        Column("TTFT p95", lambda row: row[1].trial.ttft_s, seconds),
-        Column("TPOT p95", lambda row: row[1].trial.tpot_s, seconds),
-        Column("in flight each", lambda row: row[1].trial.in_flight, number),
+        Column("promise kept", lambda row: row[1].validation.share, percent),
+        Column("TTFT p95", lambda row: row[1].validation.ttft_s, seconds),
+        Column("TPOT p95", lambda row: row[1].validation.tpot_s, seconds),
+        Column("in flight each", lambda row: row[1].validation.in_flight, number),
     )
     return table([row for row in rows if row[1] is not None], columns, "in simulation")
 
@@ -348,7 +348,7 @@ def _rejections(out: Iterable[Rejection]) -> Table:
 
 def _footnote(plan: Plan) -> str:
     shown = [found for found in (plan.winner, plan.runner_up, plan.unserved) if found is not None]
-    said = f"{len(plan.estimates)} candidates, {plan.num_trials} simulations"
+    said = f"{len(plan.estimates)} candidates, {plan.num_validations} simulations"
     prices = {
         f"{found.estimate.hardware.device.name}: {price.source_type} {price.date}".strip()
         for found in shown

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
 from ridgeline.cli.engine_flags import add_model
-from ridgeline.cli.machine_flags import THIS
+from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note
 from ridgeline.cli.tables import Column, answer, grid, table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.asked import check_writable
 from ridgeline.cli.engine_flags import add_model
-from ridgeline.cli.machine_flags import add_machine_flags
+from ridgeline.cli.machine import add_machine_flags
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
 from ridgeline.cli.tables import answer

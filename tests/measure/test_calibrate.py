@@ -13,6 +13,7 @@ import torch
 from bench.calibration import Unseen, look, median_error
 from bench.calibration import main as bench_main
 from ridgeline import records
+from ridgeline.cli.machine import as_it_is_now, this_device, this_key
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import catalogue, find_device
 from ridgeline.cost.pricer import Pricer
@@ -32,7 +33,6 @@ from ridgeline.measure.calibrate import (
     launch_seconds,
     step_errors,
 )
-from ridgeline.measure.here import as_it_is_now, this_device, this_key
 from ridgeline.measure.machine import figures, last_cache_bytes
 from ridgeline.measure.steps import StepBench
 from ridgeline.records import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.measure.bandwidth import measure_bandwidth
+from ridgeline.measure.machine import measure_bandwidth
 
 
 def test_figures_are_of_the_right_size() -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import sqrt
 
 from ridgeline.figures import number
-from ridgeline.planner.candidates import GRID, Grid, Hardware
 from ridgeline.planner.estimate import Estimate, Priced, quick_estimate, under, with_promise
-from ridgeline.planner.question import Question
+from ridgeline.planner.question import GRID, Grid, Hardware, Question
 from ridgeline.planner.search import Deployment, best_of_each, in_order
 
 RATES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 1.75, 2, 3, 4, 6, 10)
@@ -18,7 +17,7 @@ NEAR = 1.02  # times: so close a change is found between two that were tried
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
+class BreakEven:
     """`what` (a price, the rate, a promise) would lead to `answer` at `at` instead of `now`."""
 
     what: str
@@ -36,19 +35,22 @@ class Flip:
         )
 
 
-def flips_of(
+def sensitivity_of(
     question: Question, winner: Deployment, estimates: Sequence[Estimate], grid: Grid = GRID
-) -> tuple[Flip, ...]:
+) -> tuple[BreakEven, ...]:
     """The nearest changes of price, rate and promises that another hardware would win by."""
-    found = [*price_flips(question, winner, estimates), *rate_flips(question, winner, estimates)]
+    found = [
+        *price_sensitivity(question, winner, estimates),
+        *rate_sensitivity(question, winner, estimates),
+    ]
     priced = {estimate.hardware: estimate.priced for estimate in estimates}
-    found += promise_flips(question, winner, tuple(priced.values()), grid)
+    found += promise_sensitivity(question, winner, tuple(priced.values()), grid)
     return tuple(found)
 
 
-def price_flips(
+def price_sensitivity(
     question: Question, winner: Deployment, estimates: Iterable[Estimate]
-) -> list[Flip]:
+) -> list[BreakEven]:
     """At which price of its device the next best would be as cheap; and that of the winner's."""
     own, found = winner.estimate.hardware, []
     for rival in best_of_each(estimates, question.rate):
@@ -57,17 +59,21 @@ def price_flips(
             continue
         count = rival.replicas(question.rate) * rival.hardware.layout.devices
         found.append(
-            Flip(f"price of {device.name}", price, winner.cost / count, "$/h", rival.hardware.words)
+            BreakEven(
+                f"price of {device.name}", price, winner.cost / count, "$/h", rival.hardware.words
+            )
         )
         if (now := own.offer.per_hour) is not None:
             at = count * price / winner.num_devices
             what = f"price of {own.device.name}"
-            found.append(Flip(what, now, at, "$/h", rival.hardware.words))
+            found.append(BreakEven(what, now, at, "$/h", rival.hardware.words))
         break
-    return [flip for flip in found if flip.at != flip.now]
+    return [change for change in found if change.at != change.now]
 
 
-def rate_flips(question: Question, winner: Deployment, estimates: Sequence[Estimate]) -> list[Flip]:
+def rate_sensitivity(
+    question: Question, winner: Deployment, estimates: Sequence[Estimate]
+) -> list[BreakEven]:
     """The nearest lower and higher rate at which another hardware is cheaper."""
     own, found = winner.estimate.hardware, []
     each = list(best_of_each(estimates, question.rate))
@@ -78,9 +84,9 @@ def rate_flips(question: Question, winner: Deployment, estimates: Sequence[Estim
         return None if best in (own, first) else best.words
 
     for factors in _both_ways(RATES):
-        if (flip := nearest(factors, other)) is not None:
-            rate = flip[0] * question.rate
-            found.append(Flip("rate", question.rate, rate, "requests/s", flip[1]))
+        if (change := nearest(factors, other)) is not None:
+            rate = change[0] * question.rate
+            found.append(BreakEven("rate", question.rate, rate, "requests/s", change[1]))
     return found
 
 
@@ -111,11 +117,11 @@ def nearest(
     return None
 
 
-def promise_flips(
+def promise_sensitivity(
     question: Question, winner: Deployment, priced: Sequence[Priced], grid: Grid
-) -> list[Flip]:
+) -> list[BreakEven]:
     """The nearest shorter and longer promises with another answer."""
-    found: list[Flip] = []
+    found: list[BreakEven] = []
     usual = _quick_winner(question, priced, grid)
     for name, now in (("ttft", question.ttft_s), ("tpot", question.tpot_s)):
 
@@ -127,9 +133,9 @@ def promise_flips(
             return "nothing that is looked at" if best is None else best.words
 
         for factors in _both_ways(TIMES):
-            if (flip := nearest(factors, other)) is not None:
-                at = flip[0] * now * 1e3
-                found.append(Flip(f"{name.upper()} promise", now * 1e3, at, "ms", flip[1]))
+            if (change := nearest(factors, other)) is not None:
+                at = change[0] * now * 1e3
+                found.append(BreakEven(f"{name.upper()} promise", now * 1e3, at, "ms", change[1]))
     return found
 
 
