@@ -398,12 +398,13 @@ def _about_lines(about: dict[str, Any]) -> Iterator[str]:
 def _split_table(results: Sequence[SplitResult]) -> Table:
     rows: list[Sequence[str]] = []
     for r in results:
+        prefill, decode = f"{r.prefill_tokens_per_s:.0f}", f"{r.decode_tokens_per_s:.1f}"
         for name, tokens, took, share, rate in (
-            ("prefill", r.prompt_len, r.prefill_s, 1 - r.decode_share, r.prefill_tokens_per_s),
-            ("decode", r.output_len, r.decode_s, r.decode_share, r.decode_tokens_per_s),
+            ("prefill", r.prompt_len, r.prefill_s, 1 - r.decode_share, prefill),
+            ("decode", r.output_len, r.decode_s, r.decode_share, decode),
         ):
             moved = [c.cell(r) for c in MEMORY_RATE] if name == "decode" else []
-            rows.append([name, str(tokens), fixed(took, 3), percent(share), f"{rate:.1f}", *moved])
+            rows.append([name, str(tokens), fixed(took, 3), percent(share), rate, *moved])
     return grid(SPLIT, rows, "where the time of one request goes")
 
 

@@ -13,11 +13,12 @@ from ridgeline.asked import check_model
 from ridgeline.cli.engine_flags import engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm
-from ridgeline.cli.tables import Column, answer, table
+from ridgeline.cli.tables import Column, answer, table, unbroken
 from ridgeline.cli.values import positive, whole, words
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from ridgeline.evaluation.answers import Answered
     from ridgeline.evaluation.intervals import Row
@@ -165,15 +166,15 @@ def _answer_json(one: Answered) -> dict[str, Any]:
     }
 
 
-def _shown(args: argparse.Namespace, report: Report) -> Iterator[Table | str]:
+def _shown(args: argparse.Namespace, report: Report) -> Iterator[Table | Text | str]:
     from rich import box
 
     for one in shown(report, args.show) if args.show else []:
         problem = one.question.problem
         yield f"--- {problem.task}"
         for message in problem.messages:
-            yield f"{message.role}: {message.content}"
-        yield f"assistant: {one.text.strip()}\n"
+            yield unbroken(f"{message.role}: {message.content}")
+        yield unbroken(f"assistant: {one.text.strip()}\n")
     yield table(report.rows, COLUMNS, box=box.SIMPLE)
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.tables import Column, answer, grid, table
+from ridgeline.cli.tables import Column, answer, grid, table, unbroken
 from ridgeline.cli.values import whole
 from ridgeline.errors import ConfigError
 from ridgeline.figures import percent, scaled, seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 PARTS = {
     "queue": "queue",
@@ -97,7 +98,7 @@ def _some(num: int, what: str) -> str:
     return f"{num} {what}" if num == 1 else f"{num} {what}s"
 
 
-def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | str]:
+def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | Text | str]:
     """The report of `ridgeline.observe.explain`, as JSON has it, with the `most` slowest."""
     from ridgeline.observe.readout import NOT_CALIBRATED
 
@@ -121,12 +122,12 @@ def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | str]:
         yield from _advice(report, server)
 
 
-def _advice(report: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[Table | str]:
+def _advice(report: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[Table | Text | str]:
     if report.get("findings"):
         unexplained = percent(server["unexplained_share"], 0)
         yield f"{unexplained} of the time is unexplained, so no change is advised. To be seen:"
         for finding in report["findings"]:
-            yield f"  {finding['what']}\n    -> {finding['how']}"
+            yield unbroken(f"  {finding['what']}\n    -> {finding['how']}")
         return
     yield f"what binds: {server['binds']}"
     if report["changes"]:

@@ -10,7 +10,7 @@ from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
-from ridgeline.cli.tables import Column, answer, bold, grid, table, whole_percent
+from ridgeline.cli.tables import Column, answer, bold, grid, table, unbroken, whole_percent
 from ridgeline.cli.values import above_zero, positive, time_span
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number, percent, seconds
@@ -304,7 +304,7 @@ def _winner(plan: Plan, winner: Deployment) -> Iterator[Table | Text | str]:
 
     typed = commands(plan.question, winner)
     for command in typed[:MANY_COMMANDS]:
-        yield bold(f"  {command}")
+        yield unbroken(f"  {command}", "bold")
     if len(typed) > MANY_COMMANDS:
         yield f"  ... and {len(typed) - MANY_COMMANDS} more like these, on further devices"
     if len(typed) > 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.architectures.serving import missing
 from ridgeline.cli.machine import make_setup, price_band
-from ridgeline.cli.tables import Column, grid, places, table, whole_percent
+from ridgeline.cli.tables import Column, grid, places, table, unbroken, whole_percent
 from ridgeline.cost.constants import Origin
 from ridgeline.cost.memory import MemoryPlan
 from ridgeline.cost.money import (
@@ -27,6 +27,7 @@ from ridgeline.figures import ROUNDING_S, number, percent, seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 128
 BAR = 24  # characters of the longest bar
@@ -270,7 +271,7 @@ def _costs_json(money: Costs) -> dict[str, Any]:
 # ---------------------------------------------------------------------- for people
 
 
-def shown(prediction: Prediction) -> Iterator[Table | str]:
+def shown(prediction: Prediction) -> Iterator[Table | Text | str]:
     """The largest figures first."""
     found = prediction.found
     yield _speed(prediction)
@@ -286,7 +287,7 @@ def shown(prediction: Prediction) -> Iterator[Table | str]:
     if prediction.costs is not None:
         yield _money(prediction.costs, found)
     for line in _notes(prediction):
-        yield f"  {line}"
+        yield unbroken(f"  {line}")
 
 
 def _speed(prediction: Prediction) -> Table:

@@ -15,7 +15,7 @@ from ridgeline.architectures.counts import (
 from ridgeline.cli.plots import Chart, Series
 from ridgeline.cli.prediction import calibration_caveats
 from ridgeline.cli.simulate_case import SWEEP_BATCHES
-from ridgeline.cli.tables import UNKNOWN, Column, grid, table
+from ridgeline.cli.tables import UNKNOWN, Column, grid, table, unbroken
 from ridgeline.cost.totals import attention_kinds
 from ridgeline.figures import number, percent, seconds
 from ridgeline.simulator.report import Spread, Summary, thinned, used_blocks
@@ -24,6 +24,7 @@ from ridgeline.simulator.workload import mean_rate
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from ridgeline.cli.simulate_case import Case
     from ridgeline.cost.pace import Pace
@@ -93,13 +94,15 @@ def flop_share(case: Case, outcome: Outcome) -> float:
 # ---------------------------------------------------------------------- one run, for a person
 
 
-def run_shown(case: Case, report: SimulationReport, outcome: Outcome) -> Iterator[Table | str]:
+def run_shown(
+    case: Case, report: SimulationReport, outcome: Outcome
+) -> Iterator[Table | Text | str]:
     yield title(case)
     yield traffic(case)
     yield _latencies(outcome.summary, growing=grows(case, outcome))
     yield grid(("what", "value", ""), _facts(case, report, outcome), show_header=False)
     for line in _notes(case, outcome):
-        yield f"  {line}"
+        yield unbroken(f"  {line}")
 
 
 def _latencies(summary: Summary, *, growing: bool) -> Table:
@@ -308,11 +311,11 @@ SWEEP = (
 GOODPUT = Column("goodput/s", "goodput_per_s", number)
 
 
-def sweep_shown(case: Case, found: Sweep, pace: Pace) -> Iterator[Table | str]:
+def sweep_shown(case: Case, found: Sweep, pace: Pace) -> Iterator[Table | Text | str]:
     yield title(case)
     yield table(found.points, (*SWEEP, GOODPUT) if case.slo.is_given else SWEEP)
     for line in sweep_words(case, found, pace):
-        yield f"  {line}"
+        yield unbroken(f"  {line}")
 
 
 def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:

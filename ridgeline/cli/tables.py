@@ -92,6 +92,13 @@ def bold(text: str) -> Text:
     return Text(text, style="bold")
 
 
+def unbroken(text: str, style: str = "") -> Text:
+    """A line to copy, or somebody's own text: not broken between words."""
+    from rich.text import Text
+
+    return Text(text, style=style, no_wrap=True)
+
+
 def answer(
     args: argparse.Namespace,
     as_json: Callable[[], Any],
@@ -103,10 +110,4 @@ def answer(
         return
     out = paper()
     for piece in shown():
-        out.print(piece, soft_wrap=not _is_table(piece))
-
-
-def _is_table(piece: object) -> bool:
-    from rich.table import Table
-
-    return isinstance(piece, Table)
+        out.print(piece, soft_wrap=bool(getattr(piece, "no_wrap", False)))
