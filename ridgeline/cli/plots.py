@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.errors import ConfigError
 
@@ -26,7 +26,7 @@ COLOURS = (  # told apart by the colour-blind too (Okabe and Ito)
 )
 PANEL_INCHES = 4.6, 3.0  # a chart's width and height
 MAX_COLUMNS = 2
-STYLE = {
+STYLE: dict[Any, Any] = {  # newer versions type the keys
     "font.size": 8,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
