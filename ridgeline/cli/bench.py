@@ -357,11 +357,8 @@ PREFILL = (
 SPLIT = ("part", "tokens", "seconds", "share", "tok/s", *(c.heading for c in MEMORY_RATE))
 LATENCIES = (("TTFT ms", "ttft_ms"), ("ITL ms", "itl_ms"), ("TPOT ms", "tpot_ms"))
 LOAD = (
-    Column("what", lambda row: row[0]),
-    *(
-        Column(name, lambda row, name=name: getattr(row[1], name), places(2))
-        for name in ("p50", "p90", "p99")
-    ),
+    Column("what", "what"),
+    *(Column(name, f"spread.{name}", places(2)) for name in ("p50", "p90", "p99")),
 )
 
 
@@ -416,7 +413,7 @@ def _load_table(results: Sequence[LoadResult]) -> Table:
         f"{last.output_tokens} tokens in {last.wall_s:.2f} s, {last.tokens_per_s:.1f} tok/s"
     )
     latencies = (*LATENCIES, ("E2E ms", "e2e_ms"))
-    rows = [(name, getattr(r, key)) for r in results for name, key in latencies]
+    rows = [{"what": name, "spread": getattr(r, key)} for r in results for name, key in latencies]
     return table(rows, LOAD, title)
 
 

@@ -79,11 +79,13 @@ def grid(
     headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, **style: Any
 ) -> Table:
     """Cells that are words already: facts, each with its own unit."""
-    columns = [
-        Column(heading, lambda row, at=at: row[at] if at < len(row) else "")
-        for at, heading in enumerate(headings)
-    ]
+    columns = [Column(heading, _place(at)) for at, heading in enumerate(headings)]
     return table(rows, columns, title, **style)
+
+
+def _place(at: int) -> Callable[[Sequence[str]], str]:
+    """The cell there; empty where a row ends before."""
+    return lambda row: row[at] if at < len(row) else ""
 
 
 def bold(text: str) -> Text:
