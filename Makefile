@@ -102,7 +102,7 @@ test-full: setup-dev
 	@$(BIN)/python -m pytest -m "not gpu and not multi_gpu" $(IN_PROCESSES) $(ARGS)
 
 # Rooms that know no device: `make test` is theirs. The others share the GPU (tests/gpu/sharing.py).
-SAME_ANYWHERE := architectures cost evaluation/worlds kernels/cpu observe planner router scheduler \
+SAME_ANYWHERE := architectures cost kernels/cpu observe planner router scheduler \
   simulator text tools
 GPU_TEST_JOBS ?= 16
 

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline import LLM, SamplingParams, __version__
-from ridgeline.evaluation import worlds
+from ridgeline.evaluation.answers import Question, ask, by_task, questions
 from ridgeline.evaluation.perplexity import windows
-from ridgeline.evaluation.questions import Question, ask
-from ridgeline.evaluation.tasks import by_task, questions
+from ridgeline.evaluation.problems import TASKS, is_right
 from ridgeline.evaluation.texts import read_text
 from ridgeline.request import MAX_LOGPROBS, TokenLogprobs
 
@@ -95,7 +94,7 @@ def material(llm: LLM, args: argparse.Namespace) -> tuple[list[Passage], list[Qu
         text = read_text(args.text)[: args.each * PASSAGE]
         pieces = [text[i : i + PASSAGE] for i in range(0, len(text), PASSAGE)]
         return [Passage(window.token_ids, 1) for window in windows(llm, pieces)], []
-    asked, _ = questions(llm, list(worlds.TASKS), args.each, args.seed)
+    asked, _ = questions(llm, list(TASKS), args.each, args.seed)
     longest = llm.resolved.max_model_len - 1
     passages = []
     for one in ask(llm, asked, progress=False):
@@ -106,7 +105,7 @@ def material(llm: LLM, args: argparse.Namespace) -> tuple[list[Passage], list[Qu
 
 def solved(llm: LLM, asked: Sequence[Question]) -> dict[str, int]:
     return {
-        task: sum(worlds.score(one.question.problem, one.text) for one in group)
+        task: sum(is_right(one.question.problem, one.text) for one in group)
         for task, group in by_task(ask(llm, asked, progress=False)).items()
     }
 

@@ -5,7 +5,7 @@ r"""How much faster are answers with guesses, and are they ever slower? Tables, 
     python -m bench.speculation batches --model DIR --dtype bfloat16 --rates 0.4,0.6,0.8 \
         --guesses 0,1,2,3,4,6,8,auto --batches 1,2,4,8,16,32,64,128,256 --out batches.json
 
-`tasks`: held-out problems of `ridgeline.evaluation.worlds`, the same for every engine, one at a
+`tasks`: held-out problems of `ridgeline eval`, the same for every engine, one at a
 time; all engines live side by side and are asked in turns. Medians of the rounds; `decode_tok_s` is
 that of tokens behind the first of each answer. `tokens_per_step` are those of a step of a row that
 decodes, its own among them; `by_position` is how often guess 1, 2, .. was right where all before it
@@ -43,8 +43,7 @@ from bench.guess_counts import Counts
 from bench.speculation_batches import OFF, batches, options, prices_of
 from bench.speculation_device import device
 from ridgeline import LLM, SamplingParams
-from ridgeline.evaluation.tasks import problems
-from ridgeline.evaluation.worlds import TASKS
+from ridgeline.evaluation.problems import TASKS, problems
 from ridgeline.startup import keep_what_is_there
 
 Row = dict[str, Any]

@@ -33,9 +33,9 @@ from bench.adapter import RidgelineEngine
 from bench.guess_counts import Counts
 from ridgeline import LLM
 from ridgeline.cost.speculation import GuessPrices
-from ridgeline.evaluation.tasks import problems
 from ridgeline.request import Request
 from ridgeline.scheduler.guessing import GuessChooser
+from tools import worlds
 
 Row = dict[str, Any]
 OFF, AUTO, IN_TURNS = "off", "auto", "in turns"
@@ -144,10 +144,10 @@ def prompts_of(
     """Random tokens, of lengths that differ, as coins depend on where a token stands; or problems
     that nobody was asked before."""
     vocab = llm.spec.vocab_size
-    asked = iter(problems(args.task, batch, random.randrange(1 << 30)) if args.task else ())
     for _ in range(batch):
         if args.task:
-            messages = [{"role": m.role, "content": m.content} for m in next(asked).messages]
+            asked = worlds.problem(args.task, random, "test").messages
+            messages = [{"role": m.role, "content": m.content} for m in asked]
             yield llm.encode_chat(messages)
         else:
             length = args.prompt_len + random.randrange(args.prompt_len)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python bench/ties.py [--device cuda] [--json ties.json]
 
-Prompts are problems of the bundled models' own worlds. Each is answered alone, without a cached
+Prompts are held-out problems of `ridgeline eval`. Each is answered alone, without a cached
 prefix: these answers are what the others are compared with. Then again alone (nothing may change),
 in company (8 at a time, and all at once), and alone with the prompt in the prefix cache. Where
 the two likeliest tokens of a place have the same logit, to the last bit, is counted too: then the
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ridgeline import LLM, SamplingParams, __version__
-from ridgeline.evaluation import worlds
-from ridgeline.evaluation.tasks import questions
+from ridgeline.evaluation.answers import questions
+from ridgeline.evaluation.problems import TASKS
 from ridgeline.kernels.cpu import native
 
 Answer = tuple[int, ...]
@@ -97,7 +97,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo:chat")
-    parser.add_argument("--tasks", nargs="+", default=["stories"], choices=list(worlds.TASKS))
+    parser.add_argument("--tasks", nargs="+", default=["stories"], choices=list(TASKS))
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer, at most")
     parser.add_argument("--seed", type=int, default=0)

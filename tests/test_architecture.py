@@ -51,6 +51,8 @@ NEVER = (  # (part, part it must not import although its level would allow it)
     ("executor", "scheduler"),
     *((front, inner) for front in LEVELS[-1] for inner in ("executor", "layers")),
 )
+LABORATORY = {"measure", "simulator", "planner", "benchmark", "evaluation"}
+FRONT_OF_LABORATORY = {"cli", "__main__"}  # nothing else imports it: what answers does not measure
 BANNED_MODULES = {
     "pickle",
     "cPickle",
@@ -150,6 +152,17 @@ def test_imports_go_down() -> None:
                 continue
             if LEVEL[other] > LEVEL[me] or (me, other) in NEVER:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong, wrong
+
+
+def test_only_commands_import_the_laboratory() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in modules()
+        if part(dotted(path)) not in LABORATORY | FRONT_OF_LABORATORY
+        for module in of_ours(path)
+        if part(module) in LABORATORY
+    ]
     assert not wrong, wrong
 
 

@@ -22,9 +22,9 @@ from ridgeline.architectures.spec import ExpertsSpec
 from ridgeline.build import build_front
 from ridgeline.cli import main
 from ridgeline.config import EngineConfig
-from ridgeline.evaluation import worlds
 from tests.conftest import TEST_DEVICE
 from tests.tiny_model import make_tiny_model
+from tools import worlds
 
 ROOM_BYTES = 34_000_000
 FEW = 20

@@ -18,7 +18,7 @@ import pytest
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.errors import ConfigError
-from ridgeline.evaluation.tasks import problems
+from ridgeline.evaluation.problems import problems
 from ridgeline.kernels.cpu import native
 from ridgeline.llm import GenerationResult
 from tests.captures import captures

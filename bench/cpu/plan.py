@@ -45,7 +45,7 @@ def row(case: Case) -> dict[str, object]:
         "best": _words(found.best),
         "goodput_per_dollar_ratio": found.ratio,
         "seconds_on_the_full_grid": took_s,
-        "simulations_on_the_full_grid": full.num_trials,
+        "simulations_on_the_full_grid": full.num_validations,
         "candidates_on_the_full_grid": len(full.estimates),
     }
 
@@ -57,7 +57,7 @@ def _words(found: Deployment) -> dict[str, object]:
         "usd_per_hour": found.cost,
         "max_num_seqs": candidate.max_num_seqs,
         "max_num_batched_tokens": candidate.max_num_batched_tokens,
-        "share_kept": found.trial.share,
+        "share_kept": found.validation.share,
     }
 
 

@@ -31,7 +31,7 @@ from bench.cpu.latest import LATEST, Row, merge, row, show, write_raw
 from bench.gpu.processes import MODEL_NAME, READY_LIMIT_S, STOP_LIMIT_S, served
 from ridgeline.benchmark.http_client import Endpoint, ServerFault, endpoint, fetch, run_http
 from ridgeline.benchmark.jobs import Job
-from ridgeline.benchmark.record import Run, percentile
+from ridgeline.benchmark.run import Run, percentile
 
 PROMPT, NEW = 128, 128  # tokens
 WAVES = {1: 4, 8: 2}  # runs of so many streams; 1 of all others

@@ -1,7 +1,7 @@
 """Does the simulator foresee what the living engine does on this CPU?
 
 Run from the checkout:
-    python bench/cpu/simulator_vs_engine.py --calibration record.json --output FILE.json
+    python -m bench.cpu.simulator_vs_engine --calibration record.json --output FILE.json
 
 The engine serves Poisson arrivals and keeps its event log. Then (1) a fresh scheduler is given the
 log's events at the recorded clock readings and must decide byte for byte the same, and (2) the
@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from bench.simulator_comparison import Comparison, simulate
+from bench.simulator_replay import Replay, decision_log, replay
 from ridgeline.benchmark.environment import environment
 from ridgeline.benchmark.jobs import Job, poisson, random_prompt
 from ridgeline.benchmark.run import run_jobs
@@ -30,8 +32,6 @@ from ridgeline.config import EngineConfig
 from ridgeline.demo import DEFAULT
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.scheduler.policies.step_times import LearnedPricer
-from ridgeline.simulator.comparison import Comparison, simulate
-from ridgeline.simulator.replay import Replay, decision_log, replay
 
 WARM_UP = 16
 LEARNING = 100  # requests

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.benchmark.record import percentile
+from ridgeline.benchmark.run import percentile
 from tests.server.model_folder import write_model_folder
 from tests.server.running import PATIENCE_S, fake_config, running
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from ridgeline.benchmark.record import percentile
+from ridgeline.benchmark.run import percentile
 from tests.server.bombs import (
     GROWTH,
     SLOW,

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ridgeline.benchmark.jobs import Job
-from ridgeline.benchmark.record import JobTimes, Run
+from ridgeline.benchmark.run import JobTimes, Run
 from ridgeline.errors import ConfigError, RidgelineError
 
 MAX_LINE_BYTES = 1 << 20

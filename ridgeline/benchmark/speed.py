@@ -10,16 +10,16 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ridgeline.benchmark.jobs import Job, Lengths, fit, mixed, poisson, uniform
-from ridgeline.benchmark.record import (
+from ridgeline.benchmark.run import (
     Pace,
     Run,
     Spread,
     StepSeen,
     pace_of,
+    run_jobs,
     spread_ms,
     steady_steps,
 )
-from ridgeline.benchmark.run import run_jobs
 from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.asked import check_writable
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm, stage
+from ridgeline.cli.tables import Column, amount, answer, grid, places, table
 from ridgeline.cli.values import above_zero, numbers, positive, words
 from ridgeline.errors import ConfigError
+from ridgeline.figures import fixed, percent, scaled
 
 if TYPE_CHECKING:
-    from ridgeline.benchmark.speed import Bench, LoadResult
+    from rich.table import Table
+
+    from ridgeline.benchmark.compare import BatchingResult, CachingResult
+    from ridgeline.benchmark.speed import Bench, LoadResult, SplitResult
     from ridgeline.llm import LLM
+    from ridgeline.observe.readout import ReadOut
 
 WORKLOADS = ("decode", "prefill", "split", "mixed", "serving")
 EXAMPLES = """workloads (--workload, several with commas):
@@ -98,14 +104,8 @@ def run(args: argparse.Namespace) -> int:
         _measure_server(args, report)
     else:
         _measure_here(args, report)
-    text = json.dumps(report.as_json(), indent=2)
-    problem = _write(args, text) if args.output else None
-    if args.json:
-        print(text)
-    else:
-        from ridgeline.cli.bench_tables import show
-
-        show(report.about, report.sections)
+    problem = _write(args, json.dumps(report.as_json(), indent=2)) if args.output else None
+    answer(args, report.as_json, lambda: shown(report))
     if problem is not None:  # said last: what was measured has been shown all the same
         raise problem
     return 0
@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
         if name not in WORKLOADS:
             raise ConfigError(f"--workload: unknown {name!r}; choose among {', '.join(WORKLOADS)}")
     if args.compare:
-        from ridgeline.benchmark.caching import check_modes
+        from ridgeline.benchmark.compare import check_modes
 
         check_modes(args.compare)
     if args.url and (args.workload != ("serving",) or args.compare or args.continuous_vs_static):
@@ -176,7 +176,7 @@ def _describe(args: argparse.Namespace, report: Report, llm: LLM) -> None:
 
     from ridgeline.architectures.counts import num_parameters
     from ridgeline.benchmark.environment import environment
-    from ridgeline.measure.bandwidth import measure_bandwidth
+    from ridgeline.measure.machine import measure_bandwidth
 
     device = torch.device(llm.resolved.device)
     resolved = asdict(llm.resolved)
@@ -237,7 +237,7 @@ _WORK = {
 
 
 def _compare(args: argparse.Namespace, report: Report) -> None:
-    from ridgeline.benchmark.caching import compare_caching
+    from ridgeline.benchmark.compare import compare_caching
 
     @contextmanager
     def opener(**options: Any) -> Iterator[LLM]:
@@ -259,7 +259,7 @@ def _compare(args: argparse.Namespace, report: Report) -> None:
 
 
 def _batching(args: argparse.Namespace, report: Report) -> None:
-    from ridgeline.benchmark.batching import compare_batching
+    from ridgeline.benchmark.compare import compare_batching
 
     with open_llm(args, max_num_seqs=args.slots) as llm:
         _describe(args, report, llm)
@@ -302,7 +302,7 @@ def _serve_load(args: argparse.Namespace, server: Any) -> LoadResult:
     from ridgeline.benchmark.http_client import run_http
     from ridgeline.benchmark.jobs import fit, poisson, uniform
     from ridgeline.benchmark.speed import load_result
-    from ridgeline.cli.described import describe
+    from ridgeline.cli.machine import describe
 
     spec = describe(args.model).spec
     context = getattr(args, "engine_max_model_len", None) or spec.max_position_embeddings
@@ -330,3 +330,162 @@ def first_key(name: str | None) -> str | None:
     if not keys:
         raise ConfigError(f"--api-key-file {name} holds no key")
     return keys[0]
+
+
+# ---------------------------------------------------------------------- tables
+
+MEMORY_RATE = (
+    Column("achieved", "achieved_bytes_per_s", amount("B/s")),
+    Column("of read bandwidth", "share_of_bandwidth", percent),
+)
+LENGTHS = Column("prompt + answer", lambda r: f"{r.prompt_len} + {r.output_len}")
+DECODE = (
+    Column("batch", "batch"),
+    LENGTHS,
+    Column("step ms p50", "step_ms.p50", places(3)),
+    Column("p99", "step_ms.p99", places(3)),
+    Column("tokens a step", "tokens_per_step", ".2f"),
+    Column("tok/s", "tokens_per_s", ".1f"),
+    Column("bytes a step", "bytes_per_step", amount("B")),
+    *MEMORY_RATE,
+)
+PREFILL = (
+    Column("prompt tokens", "prompt_len"),
+    Column("TTFT ms", "ttft_ms", places(2)),
+    Column("tok/s", "tokens_per_s", ".0f"),
+)
+SPLIT = ("part", "tokens", "seconds", "share", "tok/s", *(c.heading for c in MEMORY_RATE))
+LATENCIES = (("TTFT ms", "ttft_ms"), ("ITL ms", "itl_ms"), ("TPOT ms", "tpot_ms"))
+LOAD = (
+    Column("what", "what"),
+    *(Column(name, f"spread.{name}", places(2)) for name in ("p50", "p90", "p99")),
+)
+
+
+def shown(report: Report) -> Iterator[Table | str]:
+    """One table a section, figures with their units."""
+    yield from _about_lines(report.about)
+    for name, results in report.sections.items():
+        yield _TABLES[name](results)
+        for text in dict.fromkeys(result.note for result in results if result.note):
+            yield f"  note: {text}"
+    for result in report.sections.get("cost", ()):
+        if result.guesses is not None:
+            words = result.guesses.words(is_calibrated=result.is_calibrated)
+            yield f"{result.what}, drafts: {'; '.join(words)}"
+
+
+def _about_lines(about: dict[str, Any]) -> Iterator[str]:
+    place, model = about["environment"], about["model"]
+    yield (
+        f"{place['date']}  ridgeline {place['ridgeline']} ({place['commit'] or 'no commit'})  "
+        f"torch {place['packages'].get('torch', '?')}  {place['device_name']}, "
+        f"{place['threads']} threads"
+    )
+    if "bandwidth" in about:
+        read, copy = (
+            scaled(about["bandwidth"][f"{what}_bytes_per_s"], "B/s") for what in ("read", "copy")
+        )
+        yield (
+            f"{model['model_name']}: {model['family']}, {model['parameters']:,} parameters, "
+            f"{model['dtype']} on {model['device']}; memory read {read}, copy {copy}"
+        )
+
+
+def _split_table(results: Sequence[SplitResult]) -> Table:
+    rows: list[Sequence[str]] = []
+    for r in results:
+        prefill, decode = f"{r.prefill_tokens_per_s:.0f}", f"{r.decode_tokens_per_s:.1f}"
+        for name, tokens, took, share, rate in (
+            ("prefill", r.prompt_len, r.prefill_s, 1 - r.decode_share, prefill),
+            ("decode", r.output_len, r.decode_s, r.decode_share, decode),
+        ):
+            moved = [c.cell(r) for c in MEMORY_RATE] if name == "decode" else []
+            rows.append([name, str(tokens), fixed(took, 3), percent(share), rate, *moved])
+    return grid(SPLIT, rows, "where the time of one request goes")
+
+
+def _load_table(results: Sequence[LoadResult]) -> Table:
+    last = results[-1]
+    rate = "all at once" if last.rate is None else f"{last.rate:g} a second"
+    title = (
+        f"{rate}: {last.num_requests - last.failed} of {last.num_requests} answered, "
+        f"{last.output_tokens} tokens in {last.wall_s:.2f} s, {last.tokens_per_s:.1f} tok/s"
+    )
+    latencies = (*LATENCIES, ("E2E ms", "e2e_ms"))
+    rows = [{"what": name, "spread": getattr(r, key)} for r in results for name, key in latencies]
+    return table(rows, LOAD, title)
+
+
+def _caching_table(results: Sequence[CachingResult]) -> Table:
+    first = results[0]
+    columns = (
+        Column("mode", "mode"),
+        LENGTHS,
+        Column("seconds", "seconds", places(3)),
+        Column("tok/s", "tokens_per_s", ".1f"),
+        Column("speed-up", lambda r: f"{first.seconds / r.seconds:.2f}x"),
+        Column("same tokens", lambda r: "yes" if r.token_ids == first.token_ids else "no"),
+        Column("cache tokens", "cache_tokens"),
+        Column("ran at once", lambda r: r.crowd and f"{r.most_running} of {r.crowd}"),
+        Column("all, tok/s", "crowd_tokens_per_s", ".1f"),
+    )
+    return table(results, columns, "what the KV cache and its pages buy")
+
+
+def _batching_table(results: Sequence[BatchingResult]) -> Table:
+    r = results[-1]
+    title = (
+        f"{r.num_requests} requests, {r.slots} places, answers of {r.shortest} .. "
+        f"{r.longest} tokens: {r.step_ratio:.2f}x fewer steps, {r.time_ratio:.2f}x faster"
+    )
+    rows = [
+        (
+            *(name, str(steps), percent(idle / (steps * r.slots))),
+            *(f"{took:.2f}", f"{r.output_tokens / took:.1f}"),
+        )
+        for name, steps, idle, took in (
+            ("static", r.static_steps, r.static_idle_slot_steps, r.static_s),
+            ("continuous", r.continuous_steps, r.continuous_idle_slot_steps, r.continuous_s),
+        )
+    ]
+    return grid(("batching", "steps", "idle places", "seconds", "tok/s"), rows, title)
+
+
+def _known(name: str) -> Callable[[ReadOut], Any]:
+    """A share of the device's limits, where they are not assumed."""
+    return lambda r: None if r.is_assumed_device else getattr(r, name)
+
+
+COST = (
+    Column("steps of", "what"),
+    Column("count", "num_steps"),
+    Column("achieved", "bytes_per_s", amount("B/s")),
+    Column("of bandwidth", _known("share_of_bandwidth"), percent),
+    Column("computed", "flops_per_s", amount("FLOP/s")),
+    Column("of peak", _known("share_of_peak"), percent),
+    Column("of expected time", lambda r: f"{r.expected_ratio:.2f}x" if r.is_calibrated else None),
+    Column("host gaps", "host_share", percent),
+    Column("graph padding", "padded_share", percent),
+)
+
+
+def _cost_table(results: Sequence[ReadOut]) -> Table:
+    """All steps of each workload, warm-up included, against their prices and the limits."""
+    from ridgeline.observe.readout import NOT_CALIBRATED
+
+    first = results[0]
+    prices = f"prices {first.origin}" if first.is_calibrated else NOT_CALIBRATED
+    return table(results, COST, f"achieved against the limit of {first.device}; {prices}")
+
+
+_TABLES: dict[str, Callable[[Sequence[Any]], Table]] = {
+    "decode": lambda results: table(results, DECODE, "decode"),
+    "prefill": lambda results: table(results, PREFILL, "prefill, one prompt alone"),
+    "split": _split_table,
+    "mixed": _load_table,
+    "serving": _load_table,
+    "caching": _caching_table,
+    "batching": _batching_table,
+    "cost": _cost_table,
+}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from ridgeline.asked import check_threads, check_writable
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.session import console, note, paper
+from ridgeline.cli.session import console, note
+from ridgeline.cli.tables import Column, answer, grid, table
 from ridgeline.cli.values import positive, words
 from ridgeline.config import check_device
 from ridgeline.figures import percent, scaled, seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import TaskID
+    from rich.table import Table
 
     from ridgeline.cost.constants import Calibration
     from ridgeline.measure.calibrate import Answer
@@ -85,18 +85,15 @@ def run(args: argparse.Namespace) -> int:
             f"{'; '.join(busy)}: this machine is busy. {WAY_OUT}, or go on: the record says so",
         )
     with bars(args) as progress:
-        answer = calibrate(question, progress)
-    kept = record_path(answer.device.name)
-    write_record(answer.record, kept)
+        found = calibrate(question, progress)
+    kept = record_path(found.device.name)
+    write_record(found.record, kept)
     note(args, f"kept in {kept}")
     if args.output:
-        write_record(answer.record, Path(args.output))
+        write_record(found.record, Path(args.output))
         note(args, f"written to {args.output}")
-    if args.json:
-        print(json.dumps(answer.record, indent=1))
-    else:
-        show(answer, paper())
-    if caveat := answer.fit.calibration.caveat:
+    answer(args, lambda: found.record, lambda: shown(found))
+    if caveat := found.fit.calibration.caveat:
         note(args, f"{caveat}. {WAY_OUT}. Until then other commands repeat this")
     return 0
 
@@ -136,69 +133,51 @@ def _lines() -> Callable[[str, int, int], None]:
     return report
 
 
-def show(answer: Answer, out: Console) -> None:
+def shown(found: Answer) -> Iterator[Table]:
     """The device, its constants and how well they predict."""
-    _show_device(answer, out)
-    _show_constants(answer.fit.calibration, out)
-    _show_errors(answer, out)
+    yield grid(("figure", "value"), _device_rows(found), found.device.label)
+    headings = ("class", "of the peak", "of the bandwidth", "a launch")
+    yield grid(headings, _constants(found.fit.calibration), "constants")
+    columns = (
+        Column("points kept out", lambda row: row[0]),
+        Column("number", lambda row: row[1].count),
+        Column("median error", lambda row: row[1].median, percent),
+        Column("90 %", lambda row: row[1].p90, percent),
+    )
+    yield table(found.fit.errors.items(), columns, "does it predict?")
 
 
-def _show_device(answer: Answer, out: Console) -> None:
-    from rich.table import Table
-
-    device, about = answer.device, answer.record["about"]
-    table = Table("figure", "value", title=device.label)
+def _device_rows(found: Answer) -> Iterator[tuple[str, str]]:
+    device, about = found.device, found.record["about"]
     for dtype, flops in device.peak_flops.items():
-        table.add_row(f"peak {dtype}", scaled(flops, "FLOP/s"))
-    table.add_row("memory, read (measured)", scaled(about["read_bytes_per_s"], "B/s"))
-    table.add_row("memory, copy (measured)", scaled(about["copy_bytes_per_s"], "B/s"))
-    table.add_row("bandwidth that shares refer to", scaled(device.bandwidth, "B/s"))
-    table.add_row("one small operator, host side", seconds(about["launch_s"]))
-    host = answer.fit.calibration.host
-    table.add_row("step, host side", f"{seconds(host.c0_s)} + {seconds(host.c1_s)} a request")
+        yield f"peak {dtype}", scaled(flops, "FLOP/s")
+    yield "memory, read (measured)", scaled(about["read_bytes_per_s"], "B/s")
+    yield "memory, copy (measured)", scaled(about["copy_bytes_per_s"], "B/s")
+    yield "bandwidth that shares refer to", scaled(device.bandwidth, "B/s")
+    yield "one small operator, host side", seconds(about["launch_s"])
+    host = found.fit.calibration.host
+    yield "step, host side", f"{seconds(host.c0_s)} + {seconds(host.c1_s)} a request"
     if host.check_request_s:
-        checked = f"{seconds(host.check_request_s)} a request more"
-        table.add_row("step that checks guesses, host side", checked)
+        yield (
+            "step that verifies drafts, host side",
+            f"{seconds(host.check_request_s)} a request more",
+        )
     if host.captured_s:
-        beside = f"{seconds(host.captured_s)}, {seconds(host.pass_s)} a guess of a model"
-        table.add_row("captured step, beside its operators", beside)
-    out.print(table)
+        beside = f"{seconds(host.captured_s)}, {seconds(host.pass_s)} a draft of a model"
+        yield "captured step, beside its operators", beside
 
 
-def _show_constants(calibration: Calibration, out: Console) -> None:
-    from rich.table import Table
-
-    table = Table("class", "of the peak", "of the bandwidth", "a launch", title="constants")
+def _constants(calibration: Calibration) -> Iterator[tuple[str, str, str, str]]:
     measured = {
         name.rpartition(" ")[2] for name in calibration.held_out if name.startswith("matmul")
     }
     for dtype in measured:
-        product, attention = calibration.matmul[dtype], calibration.attention_for(dtype)
+        product, a = calibration.matmul[dtype], calibration.attention_for(dtype)
         for name, share, stream, launch in (
-            (f"products {dtype}", product.e_c, product.e_m, product.t0_s),
-            (
-                f"prefill attention {dtype}",
-                attention.prefill_e_c,
-                attention.prefill_e_m,
-                attention.prefill_t0_s,
-            ),
-            (
-                f"decode attention {dtype}",
-                attention.decode_e_c,
-                attention.decode_e_m,
-                attention.decode_t0_s,
-            ),
+            ("products", product.e_c, product.e_m, product.t0_s),
+            ("prefill attention", a.prefill_e_c, a.prefill_e_m, a.prefill_t0_s),
+            ("decode attention", a.decode_e_c, a.decode_e_m, a.decode_t0_s),
         ):
-            table.add_row(name, percent(share), percent(stream), seconds(launch))
+            yield f"{name} {dtype}", percent(share), percent(stream), seconds(launch)
     for name, passes in calibration.streams.items():
-        table.add_row(name, "", percent(passes.e_m), seconds(passes.t0_s))
-    out.print(table)
-
-
-def _show_errors(answer: Answer, out: Console) -> None:
-    from rich.table import Table
-
-    table = Table("points kept out", "number", "median error", "90 %", title="does it predict?")
-    for name, error in answer.fit.errors.items():
-        table.add_row(name, str(error.count), percent(error.median), percent(error.p90))
-    out.print(table)
+        yield name, "", percent(passes.e_m), seconds(passes.t0_s)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +12,23 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.asked import check_model
 from ridgeline.cli.engine_flags import engine_options
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.session import add_session_flags, note, open_llm, paper
+from ridgeline.cli.session import add_session_flags, note, open_llm
+from ridgeline.cli.tables import Column, answer, table, unbroken
 from ridgeline.cli.values import positive, whole, words
 
 if TYPE_CHECKING:
-    from ridgeline.evaluation.questions import Answered
-    from ridgeline.evaluation.rows import Row
+    from rich.table import Table
+    from rich.text import Text
+
+    from ridgeline.evaluation.answers import Answered
+    from ridgeline.evaluation.intervals import Row
     from ridgeline.evaluation.run import Report, Wanted
     from ridgeline.llm import LLM
 
 DRAFT_OPTIONS = ("device", "dtype", "load_format", "attention_backend", "threads")
-EXAMPLES = """Each task draws --num problems that no training run has seen; --seed draws others.
-Answers are greedy, by the model's chat template, or in a plain "User: ... Assistant:" form where
-it has none. Problems that are too long for the model's context are left out and counted.
+EXAMPLES = """Each task asks --num of its 500 problems, which no training run has seen; --seed asks
+others. Answers are greedy, by the model's chat template, or in a plain "User: ... Assistant:" form
+where it has none. Problems that are too long for the model's context are left out and counted.
 
 metrics (with 95 % intervals):
   exact_match           share of answers equal to the expected one, spaces around it aside
@@ -62,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
         "--num", type=positive, default=200, metavar="N", help="problems of each (default: 200)"
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="draws the problems (default: 0)"
+        "--seed", type=int, default=0, metavar="S", help="chooses the problems (default: 0)"
     )
     group.add_argument(
         "--data", metavar="FILE", help="perplexity of this text (UTF-8, perhaps gzipped) as well"
@@ -95,11 +98,7 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - started
         for task, count in report.skipped.items():
             note(args, f"{task}: {count} of {args.num} left out, too long for the model's context")
-        if args.json:
-            print(json.dumps(as_json(args, llm, report, seconds), indent=2, ensure_ascii=False))
-        else:
-            _show_answers(args, report)
-            _show_rows(report.rows)
+        answer(args, lambda: as_json(args, llm, report, seconds), lambda: _shown(args, report))
         note(args, f"[{seconds:.1f} s]")
     return 0
 
@@ -151,7 +150,7 @@ def as_json(args: argparse.Namespace, llm: LLM, report: Report, seconds: float) 
 
 def shown(report: Report, count: int) -> list[Answered]:
     """The first `count` answers of each task."""
-    from ridgeline.evaluation.tasks import by_task
+    from ridgeline.evaluation.answers import by_task
 
     return [one for group in by_task(report.answered).values() for one in group[:count]]
 
@@ -167,25 +166,16 @@ def _answer_json(one: Answered) -> dict[str, Any]:
     }
 
 
-def _show_answers(args: argparse.Namespace, report: Report) -> None:
+def _shown(args: argparse.Namespace, report: Report) -> Iterator[Table | Text | str]:
+    from rich import box
+
     for one in shown(report, args.show) if args.show else []:
         problem = one.question.problem
-        print(f"--- {problem.task}")
+        yield f"--- {problem.task}"
         for message in problem.messages:
-            print(f"{message.role}: {message.content}")
-        print(f"assistant: {one.text.strip()}\n")
-
-
-def _show_rows(rows: tuple[Row, ...]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table("task", "metric", box=box.SIMPLE)
-    for heading in ("value", "95 % interval", "n"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(row.task, row.metric, number(row.value), interval(row), str(row.n))
-    paper().print(table)
+            yield unbroken(f"{message.role}: {message.content}")
+        yield unbroken(f"assistant: {one.text.strip()}\n")
+    yield table(report.rows, COLUMNS, box=box.SIMPLE)
 
 
 def number(value: float) -> str:
@@ -197,3 +187,12 @@ def interval(row: Row) -> str:
     if row.low is None or row.high is None:
         return "unknown"
     return f"{number(row.low)} - {number(row.high)}"
+
+
+COLUMNS = (
+    Column("task", "task"),
+    Column("metric", "metric"),
+    Column("value", "value", number, right=True),
+    Column("95 % interval", interval, right=True),
+    Column("n", "n", right=True),
+)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.catalogue import Entry, catalogue
 from ridgeline.architectures.counts import (
     kv_bytes,
     kv_bytes_per_token,
@@ -22,12 +24,12 @@ from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.architectures.stored_config import words as stored_words
-from ridgeline.cli.described import describe, show_catalogue
 from ridgeline.cli.engine_flags import CHOICES, add_model
+from ridgeline.cli.machine import describe
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.session import paper
+from ridgeline.cli.tables import Column, answer, grid, places, table
 from ridgeline.cli.values import positive
-from ridgeline.figures import fixed, percent
+from ridgeline.figures import percent
 from ridgeline.formats import STORED
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ examples:
   ridgeline inspect path/to/model --context 8192 --batch 16
   ridgeline inspect path/to/model --dtype bfloat16 --json
 """
+HALF = 2  # bytes of a number in 16 bits
 LEAST_MEMORY = "weights and KV cache only; a running engine also needs some working space"
 
 
@@ -119,7 +122,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.list:
-        show_catalogue(as_json=args.json)
+        lines = [Line(entry, read_spec(entry.config)) for entry in catalogue().values()]
+        answer(args, lambda: [line.as_json for line in lines], lambda: [_catalogue_table(lines)])
         return 0
     found = describe(args.model)
     spec = found.spec
@@ -135,10 +139,7 @@ def run(args: argparse.Namespace) -> int:
         None if found.folder is None else check_weights(found.folder, spec),
         found.source,
     )
-    if args.json:
-        print(json.dumps(as_json(sheet), indent=2))
-    else:
-        _show(sheet)
+    answer(args, lambda: as_json(sheet), lambda: _shown(sheet))
     return 0
 
 
@@ -254,58 +255,48 @@ def as_json(sheet: Sheet) -> dict[str, Any]:
     }
 
 
-def _show(sheet: Sheet) -> None:
-    from rich.table import Table
-
-    out = paper()
-    architecture = Table(title=sheet.model, show_header=False)
-    for name, words in facts(sheet.spec).items():
-        architecture.add_row(name, words)
-    out.print(architecture)
-    out.print(_parts_table(sheet))
-    out.print(_memory_table(sheet))
-    out.print(f"  {LEAST_MEMORY}")
-    out.print(_weights_line(sheet))
+def _shown(sheet: Sheet) -> Iterator[Table | str]:
+    yield grid(("", ""), facts(sheet.spec).items(), sheet.model, show_header=False)
+    yield _parts_table(sheet)
+    yield _memory_table(sheet)
+    yield f"  {LEAST_MEMORY}"
+    yield _weights_line(sheet)
 
 
 def _parts_table(sheet: Sheet) -> Table:
-    from rich.table import Table
-
     parts = sheet.parts
-    table = Table("parameters", "count", "share", title=f"{parts.total:,} parameters")
+    rows = []
     for name in ("embedding", "layer_matrices", "output_matrix", "other"):
         value = getattr(parts, name)
-        table.add_row(name.replace("_", " "), f"{value:,}", percent(value / parts.total))
+        rows.append((name.replace("_", " "), f"{value:,}", percent(value / parts.total)))
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in sheet.spec.layers):
-        table.add_row("active per token", f"{parts.active:,}", "")
-    return table
+        rows.append(("active per token", f"{parts.active:,}", ""))
+    return grid(("parameters", "count", "share"), rows, f"{parts.total:,} parameters")
 
 
 def _memory_table(sheet: Sheet) -> Table:
-    from rich.table import Table
-
     unit, decimal, binary = _unit(max(row.total for row in sheet.needs))
-    table = Table(
-        *("dtype", f"weights {unit}B", f"{unit}iB", "KV per token"),
-        *(f"KV cache {unit}B", f"{unit}iB", f"together {unit}B", f"{unit}iB"),
-        title=f"memory for {sheet.batch} x {sheet.context} tokens",
+
+    def both(heading: str, field: str) -> tuple[Column, Column]:
+        """In decimal and binary units, which differ by up to 7 %."""
+        return (
+            Column(f"{heading} {unit}B", lambda row: getattr(row, field) / decimal, places(3)),
+            Column(f"{unit}iB", lambda row: getattr(row, field) / binary, places(3)),
+        )
+
+    columns = (
+        Column("dtype", "dtype"),
+        *both("weights", "weights"),
+        Column("KV per token", lambda row: f"{row.kv_per_token:,} B"),
+        *both("KV cache", "kv_cache"),
+        *both("together", "total"),
     )
-    for row in sheet.needs:
-        cells = [row.dtype, *_both(row.weights, decimal, binary), f"{row.kv_per_token:,} B"]
-        for value in (row.kv_cache, row.total):
-            cells += _both(value, decimal, binary)
-        table.add_row(*cells)
-    return table
+    return table(sheet.needs, columns, f"memory for {sheet.batch} x {sheet.context} tokens")
 
 
 def _unit(largest: int) -> tuple[str, float, float]:
     """Letter, decimal size and binary size of the unit in which `largest` reads well."""
     return ("G", 1e9, 2.0**30) if largest >= 100_000_000 else ("M", 1e6, 2.0**20)
-
-
-def _both(num_bytes: int, decimal: float, binary: float) -> tuple[str, str]:
-    """In decimal and binary units, which differ by up to 7 %."""
-    return fixed(num_bytes / decimal, 3), fixed(num_bytes / binary, 3)
 
 
 def size(num_bytes: int) -> str:
@@ -323,3 +314,52 @@ def _weights_line(sheet: Sheet) -> str:
         f"stored as {', '.join(weights.dtypes)}; all that the model needs are there"
         f"{packed if weights.is_packed else ''}"
     )
+
+
+# ---------------------------------------------------------------------- the public models
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One model of the list."""
+
+    entry: Entry
+    spec: ModelSpec
+
+    @property
+    def as_json(self) -> dict[str, object]:
+        needs = missing(self.spec)
+        return {
+            "name": self.entry.name,
+            "family": self.spec.family,
+            "hub_id": self.entry.hub_id,
+            "source": self.entry.source,
+            "parameters": num_parameters(self.spec),
+            "active_parameters": num_active_parameters(self.spec),
+            "num_layers": self.spec.num_layers,
+            "context": self.spec.max_position_embeddings,
+            "kv_bytes_per_token": kv_bytes_per_token(self.spec, HALF),
+            "served": not needs,
+            "needs": list(needs),
+        }
+
+
+LINES = (
+    Column("name", "entry.name"),
+    Column("parameters", lambda line: f"{num_parameters(line.spec) / 1e9:.4g} B", right=True),
+    Column(
+        "KV a token",
+        lambda line: f"{kv_bytes_per_token(line.spec, HALF) / 1024:.4g} KiB",
+        right=True,
+    ),
+    Column("context", "spec.max_position_embeddings", right=True),
+    Column("served", lambda line: "no" if missing(line.spec) else "yes"),
+    Column("hub id", "entry.hub_id"),
+)
+
+
+def _catalogue_table(lines: Sequence[Line]) -> Table:
+    """The public models that are known by name."""
+    made = table(lines, LINES, box=None, padding=(0, 1, 0, 0))
+    made.columns[-1].overflow = "fold"
+    return made

@@ -1,26 +1,96 @@
-"""Which model on which machine? What the flags of `machine_flags` mean."""
+"""Which model and which machine did the person name, and how is the one spread on the other?
+
+A model is a bundled one, then a folder or a GGUF file, then a name of the catalogue, then a hub id;
+weights are not needed. Importing this loads no library, as flags are read before anything else.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored_config import is_stored
-from ridgeline.cli.described import describe
-from ridgeline.cli.machine_flags import THIS
-from ridgeline.cost.captured import as_served
-from ridgeline.cost.constants import Calibration
-from ridgeline.cost.hardware import Device, find_device, load_device_file
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.money import Band, fixed_price, rent_band
-from ridgeline.cost.precision import SHORT, Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cli.parser import Parser
+from ridgeline.cli.values import number, positive
 from ridgeline.errors import ConfigError
-from ridgeline.formats import STORED
-from ridgeline.measure.here import as_it_is_now, this_device, this_key
-from ridgeline.records import find_calibration, find_record, read_record
+
+if TYPE_CHECKING:
+    from ridgeline.architectures.catalogue import Entry
+    from ridgeline.architectures.spec import ModelSpec
+    from ridgeline.cost.constants import Calibration
+    from ridgeline.cost.hardware import Device
+    from ridgeline.cost.money import Band
+    from ridgeline.cost.setup import Setup
+
+THIS = "this"
+NUMBER_FORMATS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
+
+
+def add_machine_flags(parser: Parser) -> None:
+    """--device, how the model is spread and stored, and what a device costs."""
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--device",
+        default=THIS,
+        metavar="D",
+        help="a name of the catalogue such as h100-sxm, a device file (.json), or this: the "
+        "machine you are on (default: %(default)s)",
+    )
+    for name, what in (
+        ("tp", "devices that split every layer"),
+        ("pp", "stages that split the layers"),
+        ("ep", "of the tp devices, those that divide the experts"),
+    ):
+        group.add_argument(f"--{name}", type=positive, default=1, metavar="N", help=what)
+    group.add_argument(
+        "--weights", choices=NUMBER_FORMATS, help="number format of weights (the checkpoint's own)"
+    )
+    group.add_argument(
+        "--kv", choices=("auto", *NUMBER_FORMATS), default="auto", help="and of the KV cache"
+    )
+    parser.mark_expert("--pp", "--ep")
+    group.add_argument("--calibration", type=Path, metavar="FILE", help="of ridgeline calibrate")
+    group.add_argument(
+        "--price",
+        type=number(0),
+        metavar="USD",
+        help="of one device for an hour, not the catalogue's",
+    )
+
+
+# ---------------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """`source` says where the description is from. `folder` None: from `entry`."""
+
+    spec: ModelSpec
+    source: str
+    folder: Path | None
+    entry: Entry | None = None
+
+
+def describe(model: str) -> Described:
+    """What MODEL is. Of a hub id only config.json is fetched; the catalogue asks nobody. Raises
+    ConfigError."""
+    from ridgeline import demo
+    from ridgeline.architectures import read_spec
+    from ridgeline.architectures.catalogue import find_entry
+    from ridgeline.loader import read_config
+    from ridgeline.loader.hub import find_config
+
+    path, entry = Path(demo.located(model)).expanduser(), find_entry(model)
+    if entry is not None and not path.exists():
+        return Described(read_spec(entry.config), entry.source, None, entry)
+    if entry is not None:
+        said = f"{model} is a folder here, and a name of the catalogue; the folder is used"
+        print(f"ridgeline: {said}", file=sys.stderr)
+    folder = path if path.exists() else find_config(model)
+    return Described(read_spec(read_config(folder)), f"config.json of {model}", folder)
 
 
 def read_model(model: str) -> ModelSpec:
@@ -28,8 +98,18 @@ def read_model(model: str) -> ModelSpec:
     return describe(model).spec
 
 
+# ---------------------------------------------------------------------- the machine
+
+
 def make_setup(args: argparse.Namespace) -> Setup:
     """Raises ConfigError for a model, device, format or layout that is not there."""
+    from ridgeline.architectures.stored_config import is_stored
+    from ridgeline.cost.captured import as_served
+    from ridgeline.cost.layout import Layout
+    from ridgeline.cost.precision import Precision
+    from ridgeline.cost.setup import Setup
+    from ridgeline.formats import STORED
+
     spec = read_model(args.model)
     device, calibration = open_device(args.device, args.calibration)
     own = own_format(spec, device)
@@ -41,6 +121,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
 
 def own_format(spec: ModelSpec, device: Device) -> str:
     """The checkpoint's format, as the engine would serve it: a CPU computes fp16 in fp32."""
+    from ridgeline.cost.precision import SHORT
+
     own = SHORT.get(spec.dtype, "bf16")
     return "fp32" if own == "fp16" and device.kind == "cpu" else own
 
@@ -50,6 +132,9 @@ def open_device(name: str, record: Path | None = None) -> tuple[Device, Calibrat
 
     "this" is the machine one stands on: its record, or a measurement of a few seconds.
     """
+    from ridgeline.cost.hardware import find_device, load_device_file
+    from ridgeline.records import find_calibration
+
     if name == THIS:
         return _open_this(record)
     device = load_device_file(Path(name)) if name.endswith(".json") else find_device(name)
@@ -59,6 +144,8 @@ def open_device(name: str, record: Path | None = None) -> tuple[Device, Calibrat
 
 
 def _open_this(path: Path | None) -> tuple[Device, Calibration | None]:
+    from ridgeline.records import find_record, read_record
+
     if path is not None:  # perhaps of another machine
         named = read_record(path)
         return named.device, named.calibration
@@ -70,6 +157,8 @@ def _open_this(path: Path | None) -> tuple[Device, Calibration | None]:
 
 def read_calibration(path: Path) -> Calibration:
     """A record of `ridgeline calibrate`. ConfigError if it cannot be read."""
+    from ridgeline.cost.constants import Calibration
+
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -81,4 +170,35 @@ def read_calibration(path: Path) -> Calibration:
 
 def price_band(args: argparse.Namespace, device: Device) -> Band | None:
     """Dollars of one device for an hour: --price, or the catalogue's; None: nobody knows."""
+    from ridgeline.cost.money import fixed_price, rent_band
+
     return rent_band(device) if args.price is None else fixed_price(args.price)
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def this_key(device: str = "auto", threads: int | None = None) -> str:
+    """What the records of this machine's device are called."""
+    from ridgeline.measure.machine import key_here
+
+    return key_here(device, threads)
+
+
+def as_it_is_now(recorded: Device, device: str = "auto") -> Device:
+    """With no more memory than this process may have: limits may have come since."""
+    from ridgeline.devices import open_device
+
+    total = open_device(device).memory_total()
+    return replace(recorded, memory_bytes=min(recorded.memory_bytes, total))
+
+
+def this_device(device: str = "auto", threads: int | None = None) -> Device:
+    """The machine one stands on: the figures of its calibration, else measured in seconds."""
+    from ridgeline.records import find_record
+
+    if (found := find_record(this_key(device, threads))) is not None:
+        return as_it_is_now(found.device, device)
+    from ridgeline.measure.machine import measured_here
+
+    return measured_here(device, threads)

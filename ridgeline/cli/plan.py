@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.engine_flags import add_model
-from ridgeline.cli.machine_flags import THIS
+from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
+from ridgeline.cli.tables import Column, answer, bold, grid, table, unbroken, whole_percent
 from ridgeline.cli.values import above_zero, positive, time_span
 from ridgeline.errors import ConfigError
+from ridgeline.figures import number, percent, seconds
 
 if TYPE_CHECKING:
-    from ridgeline.cli.described import Described
+    from rich.table import Table
+    from rich.text import Text
+
+    from ridgeline.cli.machine import Described
     from ridgeline.cost.constants import Calibration
     from ridgeline.cost.hardware import Device
+    from ridgeline.planner.estimate import Rejection
+    from ridgeline.planner.plan import Plan
     from ridgeline.planner.question import Offer, Question
+    from ridgeline.planner.search import Deployment
 
 EXAMPLES = """Nothing is run and no weights are needed. Every device, format and limit is priced in
 closed form, the best are simulated with the real scheduler, and the answer is the `ridgeline serve`
@@ -34,6 +42,8 @@ examples:
 The exit code is 1 where nothing that this version serves keeps the promise.
 """
 EXIT_NOTHING = 1
+NOT_SERVED = "NOT SERVED BY THIS VERSION"
+MANY_COMMANDS = 8
 
 
 def add_arguments(parser: Parser) -> None:
@@ -82,17 +92,13 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from random import Random
 
-    from ridgeline.cli.described import describe
-    from ridgeline.cli.plan_tables import as_json, show
+    from ridgeline.cli.machine import describe
     from ridgeline.planner.plan import plan
 
     question = make_question(args, describe(args.model))
     with stage(args, f"comparing {len(question.offers)} devices"):
         found = plan(question, lambda: Random(args.seed))
-    if args.json:
-        print(json.dumps(as_json(found), indent=2))
-    else:
-        show(found)
+    answer(args, lambda: as_json(found), lambda: shown(found))
     return 0 if found.winner is not None else EXIT_NOTHING
 
 
@@ -173,3 +179,188 @@ def _device(name: str) -> tuple[Device, Calibration | None]:
     device, record = open_device(name)
     is_known = record is not None or name == THIS or name.endswith(".json")
     return device, record if is_known else find_calibration(device.name)
+
+
+# ---------------------------------------------------------------------- for programs
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Times in milliseconds, rates per second, dollars per hour."""
+    from dataclasses import asdict
+
+    from ridgeline.planner.plan import reasons
+    from ridgeline.planner.question import ATTAINMENT
+
+    question = plan.question
+    return {
+        "model": question.model,
+        "rate_per_s": question.rate,
+        "input": question.num_input,
+        "output": question.num_output,
+        "promise": {
+            "ttft_ms": question.ttft_s * 1e3,
+            "tpot_ms": question.tpot_s * 1e3,
+            "share": ATTAINMENT,
+        },
+        "feasible": plan.winner is not None,
+        "because": plan.why_none,
+        "answer": deployment_json(plan.winner, question),
+        "runner_up": deployment_json(plan.runner_up, question),
+        "not_served_yet": deployment_json(plan.unserved, question),
+        "reasons": [asdict(reason) for reason in reasons(plan)],
+        "flips": [asdict(change) for change in plan.sensitivity],
+        "rejected": [
+            {
+                "device": one.hardware.device.name,
+                "hardware": one.hardware.words,
+                "kind": one.kind,
+                "because": one.because,
+            }
+            for one in plan.out
+        ],
+        "num_candidates": len(plan.estimates),
+        "num_simulations": plan.num_validations,
+    }
+
+
+def deployment_json(found: Deployment | None, question: Question) -> dict[str, Any] | None:
+    """`commands` is empty for what this version does not serve, which `why_not_served` says."""
+    from ridgeline.planner.plan import commands
+
+    if found is None:
+        return None
+    estimate, validation = found.estimate, found.validation
+    hardware, price = estimate.hardware, estimate.hardware.offer.price
+    weights, kv = hardware.precision.names
+    band = found.dollars
+    return {
+        "device": hardware.device.name,
+        "num_devices": found.num_devices,
+        "replicas": found.replicas,
+        "tp": hardware.layout.tp,
+        "pp": hardware.layout.pp,
+        "ep": hardware.layout.ep,
+        "weights": weights,
+        "kv": kv,
+        "num_drafts": hardware.num_drafts,
+        "max_num_seqs": estimate.candidate.max_num_seqs,
+        "max_num_batched_tokens": estimate.candidate.max_num_batched_tokens,
+        "max_model_len": question.max_model_len,
+        "usd_per_hour": band and dict(zip(("low", "mid", "high"), band, strict=True)),
+        "price": price and {"type": price.source_type, "source": price.source, "date": price.date},
+        "usd_per_million_output": _per_million(found, question),
+        "share_of_saturation": found.load,
+        "saturation_per_s": estimate.saturation * found.replicas,
+        "goodput_per_s": found.rate * validation.share,
+        "share_kept": validation.share,
+        "ttft_p95_ms": validation.ttft_s * 1e3,
+        "tpot_p95_ms": validation.tpot_s * 1e3,
+        "in_flight_per_replica": validation.in_flight,
+        "origin": estimate.priced.setup.constants.origin,
+        "served": not hardware.why_not_served,
+        "why_not_served": hardware.why_not_served,
+        "commands": [] if hardware.why_not_served else list(commands(question, found)),
+    }
+
+
+def _per_million(found: Deployment, question: Question) -> float | None:
+    from ridgeline.cost.money import per_million_tokens
+
+    if found.dollars is None:
+        return None
+    return per_million_tokens(found.dollars[1], found.rate * question.num_output)
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def shown(plan: Plan) -> Iterator[Table | Text | str]:
+    from ridgeline.planner.plan import count_words, dollars, promise_words
+
+    question = plan.question
+    yield (
+        f"{question.model}: {number(question.rate)} requests/s of {question.num_input} + "
+        f"{question.num_output} tokens; {promise_words(question)}"
+    )
+    if plan.winner is None:
+        yield bold(plan.why_none)
+    else:
+        yield from _winner(plan, plan.winner)
+    if plan.unserved is not None:
+        unserved = plan.unserved
+        yield (
+            f"{NOT_SERVED}: {count_words(unserved)}, {dollars(unserved)} "
+            f"({unserved.estimate.hardware.why_not_served})"
+        )
+        if plan.winner is None:
+            yield _figures(plan)
+    if plan.out:
+        yield _rejections(plan.out)
+    yield _footnote(plan)
+
+
+def _winner(plan: Plan, winner: Deployment) -> Iterator[Table | Text | str]:
+    from ridgeline.planner.plan import commands, promise_flags, reasons
+
+    typed = commands(plan.question, winner)
+    for command in typed[:MANY_COMMANDS]:
+        yield unbroken(f"  {command}", "bold")
+    if len(typed) > MANY_COMMANDS:
+        yield f"  ... and {len(typed) - MANY_COMMANDS} more like these, on further devices"
+    if len(typed) > 1:
+        yield "  (one process a device; spread the requests over their ports)"
+    yield _figures(plan)
+    why = (Column("what", "what"), Column("choice", "choice"), Column("why", "because"))
+    yield table(reasons(plan), why)
+    if plan.sensitivity:
+        yield "what would change the answer:"
+        for change in plan.sensitivity:
+            yield f"  {change.words}"
+    flags = promise_flags(plan.question)
+    yield f"to keep the promise in overload too, by refusing what would break it, add: {flags}"
+
+
+def _figures(plan: Plan) -> Table:
+    from ridgeline.planner.plan import count_words, dollars
+
+    rows = [("answer", plan.winner), ("runner-up", plan.runner_up), (NOT_SERVED, plan.unserved)]
+    columns = (
+        Column("", lambda row: row[0]),
+        Column("what", lambda row: count_words(row[1])),
+        Column("price", lambda row: dollars(row[1])),
+        Column("load", lambda row: row[1].load, whole_percent),
+        Column("promise kept", lambda row: row[1].validation.share, percent),
+        Column("TTFT p95", lambda row: row[1].validation.ttft_s, seconds),
+        Column("TPOT p95", lambda row: row[1].validation.tpot_s, seconds),
+        Column("in flight each", lambda row: row[1].validation.in_flight, number),
+    )
+    return table([row for row in rows if row[1] is not None], columns, "in simulation")
+
+
+def _rejections(out: Iterable[Rejection]) -> Table:
+    """The first reason for each device."""
+    first: dict[str, tuple[str, str, str]] = {}
+    for one in out:
+        name = one.hardware.device.name
+        first.setdefault(name, (name, one.kind, one.because))
+    return grid(("not", "", "because"), first.values(), "out of the question")
+
+
+def _footnote(plan: Plan) -> str:
+    shown = [found for found in (plan.winner, plan.runner_up, plan.unserved) if found is not None]
+    said = f"{len(plan.estimates)} candidates, {plan.num_validations} simulations"
+    prices = {
+        f"{found.estimate.hardware.device.name}: {price.source_type} {price.date}".strip()
+        for found in shown
+        if (price := found.estimate.hardware.offer.price) is not None
+    }
+    if prices:
+        said += f"; prices are of {', '.join(sorted(prices))}"
+    assumed = {
+        found.estimate.hardware.device.name
+        for found in shown
+        if found.estimate.hardware.offer.calibration is None
+    }
+    if assumed:
+        said += f"; efficiencies of {', '.join(sorted(assumed))} are assumed, not calibrated"
+    return said

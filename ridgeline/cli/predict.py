@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from ridgeline.cli.engine_flags import add_model
-from ridgeline.cli.machine_flags import THIS, add_machine_flags
+from ridgeline.cli.machine import THIS, add_machine_flags
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
+from ridgeline.cli.tables import answer
 from ridgeline.cli.values import positive, share
 
 EXAMPLES = """Nothing is run: the operators of a step are priced one by one. B requests are in
@@ -46,14 +46,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ridgeline.cli.prediction import as_json, predict
+    from ridgeline.cli.prediction import as_json, predict, shown
 
     with stage(args, "measuring this machine" if args.device == THIS else "pricing"):
         prediction = predict(args)
-    if args.json:
-        print(json.dumps(as_json(prediction), indent=2))
-    else:
-        from ridgeline.cli.predict_tables import show
-
-        show(prediction)
+    answer(args, lambda: as_json(prediction), lambda: shown(prediction))
     return 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ridgeline.architectures.serving import missing
 from ridgeline.cli.machine import make_setup, price_band
+from ridgeline.cli.tables import Column, grid, places, table, unbroken, whole_percent
 from ridgeline.cost.constants import Origin
 from ridgeline.cost.memory import MemoryPlan
 from ridgeline.cost.money import (
@@ -19,11 +20,18 @@ from ridgeline.cost.money import (
     split_cost,
 )
 from ridgeline.cost.pace import Pace
-from ridgeline.cost.roofline import OpCost
+from ridgeline.cost.roofline import OpCost, StepCost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.steady import Part, Steady, context_limit, steady
+from ridgeline.figures import ROUNDING_S, number, percent, seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 128
+BAR = 24  # characters of the longest bar
+SMALL = 0.01  # operators with less of the time are shown as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +266,135 @@ def _costs_json(money: Costs) -> dict[str, Any]:
         "usd_per_million_input_share": asdict(money.input_share),
         "usd_per_million_output_share": asdict(money.output_share),
     }
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def shown(prediction: Prediction) -> Iterator[Table | Text | str]:
+    """The largest figures first."""
+    found = prediction.found
+    yield _speed(prediction)
+    for title, parts, total in (
+        ("where the time to the first token goes", found.ttft_parts, found.ttft_s),
+        ("where the time between two tokens goes", found.tpot_parts, found.tpot_s),
+    ):
+        if parts:
+            yield _waterfall(title, parts, total)
+    yield _operators("a step of decodes", found.decode)
+    yield _operators("a step that reads a prompt", found.prefill)
+    yield _memory(found.memory)
+    if prediction.costs is not None:
+        yield _money(prediction.costs, found)
+    for line in _notes(prediction):
+        yield unbroken(f"  {line}")
+
+
+def _speed(prediction: Prediction) -> Table:
+    found = prediction.found
+    setup, load = found.setup, found.pace.load
+    weights, kv = setup.precision.names
+    both = (found.pace, found.saturated)
+    limit = "memory" if found.batch_limited_by == "memory" else "--max-num-batched-tokens"
+    per_token = ("time per token (TPOT)", *(seconds(p.tpot_s) for p in both))
+    rows = (
+        ("time to first token (TTFT)", *(seconds(p.ttft_s) for p in both)),
+        *((per_token,) if load.num_output > 1 else ()),
+        ("whole request", *(seconds(p.e2e_s) for p in both)),
+        ("tokens/s per user", *(number(p.tokens_per_s_per_user) for p in both)),
+        ("tokens/s in all", *(number(p.tokens_per_s) for p in both)),
+        ("requests/s", *(number(p.request_rate) for p in both)),
+        ("most requests that fit", f"{found.max_batch} ({limit})"),
+        ("what binds", _bounds(found)),
+        ("figures are", found.origin),
+    )
+    title = (
+        f"{prediction.model} on {setup.device.label}:\n"
+        f"{setup.layout.words}, {weights} weights, {kv} cache; "
+        f"{load.num_input} + {load.num_output} tokens"
+    )
+    full = f"{found.saturated.load.batch} in flight (full)"
+    return grid(("", f"{load.batch} in flight", full), rows, title)
+
+
+def _bounds(found: Steady) -> str:
+    by_bound = found.seconds_by_bound
+    total = sum(by_bound.values())
+    shares = sorted(by_bound.items(), key=lambda item: -item[1])
+    return ", ".join(
+        f"{name} {percent(value / total, 0)}" for name, value in shares if value / total > SMALL
+    )
+
+
+def _waterfall(title: str, parts: Sequence[Part], total: float) -> Table:
+    """One part after the other; bars begin where the one above ends."""
+    rows, before = [], 0.0
+    for part in parts:
+        if abs(part.seconds) < ROUNDING_S:
+            continue
+        start = round(BAR * before / total)
+        end = round(BAR * (before + part.seconds) / total)
+        rows.append((part.what, seconds(part.seconds), " " * start + "#" * (end - start)))
+        before += part.seconds
+    rows.append(("expected", seconds(total), ""))
+    return grid(("", "time", ""), rows, title)
+
+
+def _operators(title: str, cost: StepCost) -> Table:
+    total = sum(one.expected_s for one in cost.ops)
+    columns = (
+        Column("operator", "op.name"),
+        Column("times", "op.count"),
+        Column("time", "expected_s", seconds),
+        Column("share", lambda one: one.expected_s / total, whole_percent),
+        Column("ideal", "ideal_s", seconds),
+        Column("binds", "bound"),
+        Column("GFLOP", lambda one: one.op.count * one.op.flops / 1e9, number),
+        Column("MB", lambda one: one.op.count * (one.op.bytes + one.op.sent_bytes) / 1e6, number),
+    )
+    large = [one for one in by_time(cost.ops) if one.expected_s / total >= SMALL]
+    both = f"{seconds(cost.expected_s)}, at best {seconds(cost.ideal_s)}"
+    made = table(large, columns, f"{title}: {both}")
+    if small := sum(one.expected_s for one in cost.ops if one.expected_s / total < SMALL):
+        made.add_row("others", "", seconds(small), percent(small / total, 0))
+    return made
+
+
+def _memory(plan: MemoryPlan) -> Table:
+    unit, decimal, binary = ("G", 1e9, 2**30) if plan.total_bytes >= 1e9 else ("M", 1e6, 2**20)
+    rows = [(item.what, item.bytes, item.note) for item in plan.items]
+    rows.append(("together", plan.total_bytes, ""))
+    rows.append(("may be taken", plan.capacity_bytes, ""))
+    columns = (
+        Column("memory of each device", lambda row: row[0]),
+        Column(f"{unit}B", lambda row: row[1] / decimal, places(3)),
+        Column(f"{unit}iB", lambda row: row[1] / binary, places(3)),
+        Column("", lambda row: row[2]),
+    )
+    return table(rows, columns, "what it takes")
+
+
+def _money(costs: Costs, found: Steady) -> Table:
+    rows = (
+        ("a device for an hour", costs.device_hour),
+        ("a million answer tokens, prompts included", costs.output),
+        ("by time: a million prompt tokens", costs.input_share),
+        ("by time: a million answer tokens", costs.output_share),
+    )
+    columns = (
+        Column("", lambda row: row[0]),
+        Column("low", lambda row: row[1].low, number),
+        Column("middle", lambda row: row[1].mid, number),
+        Column("high", lambda row: row[1].high, number),
+    )
+    devices = found.setup.layout.devices
+    return table(rows, columns, f"dollars, {devices} x {found.setup.device.label}")
+
+
+def _notes(prediction: Prediction) -> tuple[str, ...]:
+    device = prediction.found.setup.device.name
+    price = () if prediction.costs else (f"no price is known for {device}; say --price USD",)
+    energy: tuple[str, ...] = ()
+    if (kwh := prediction.kwh) is not None:
+        energy = (f"energy of a million answer tokens: {number(kwh)} kWh",)
+    return (*energy, *price, *prediction.caveats)

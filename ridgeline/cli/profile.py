@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.asked import check_writable
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.session import add_session_flags, note, open_llm, paper
+from ridgeline.cli.session import add_session_flags, note, open_llm
+from ridgeline.cli.tables import Column, answer, places, table, whole_percent
 from ridgeline.cli.values import positive
-from ridgeline.figures import fixed, number, percent, seconds
+from ridgeline.figures import number, seconds
 from ridgeline.observe.readout import NOT_CALIBRATED
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ridgeline.measure.profile import Profile
 
 EXAMPLES = """A step is run with PyTorch's profiler on. Each kernel counts in the class of the
@@ -78,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
             trace=args.trace,
         )
         name = llm.resolved.model_name
-    if args.json:
-        print(json.dumps(as_json(name, found), indent=1))
-    else:
-        _show(name, found, args.top)
+    answer(args, lambda: as_json(name, found), lambda: _shown(name, found, args.top))
     if args.trace is not None:
         note(args, f"trace written to {args.trace}")
     return 0
@@ -109,44 +109,22 @@ def as_json(model: str, found: Profile) -> dict[str, Any]:
     }
 
 
-def _show(model: str, found: Profile, top: int) -> None:
-    from rich.table import Table
-
-    rows, is_calibrated = len(found.shape), found.cost.origin != "assumed"
-    checked = f", {number(found.num_guesses)} of them guesses," if any(found.guesses) else ""
-    classes = Table(
-        "class", "kernels", "measured ms", "share", "expected ms", "ideal ms", "GB/s", "GFLOP/s",
-        title=f"{model}: a {found.phase} step of {number(found.num_tokens)} tokens{checked} "
-        f"for {rows} requests",
-    )  # fmt: skip
-    for row in found.classes:
-        rate = 1 / row.seconds if row.seconds else 0.0
-        classes.add_row(
-            row.kind,
-            f"{row.calls:.0f}",
-            fixed(row.seconds * 1e3, 3),
-            percent(row.seconds / found.kernels_s, 0) if found.kernels_s else "",
-            fixed(row.expected_s * 1e3, 3) if is_calibrated else "-",
-            fixed(row.ideal_s * 1e3, 3),
-            number(row.bytes * rate / 1e9),
-            number(row.flops * rate / 1e9),
-        )
-    kernels = Table("kernel", "class", "calls", "us each", "ms", "share", title="longest kernels")
-    for kernel in found.kernels[:top]:
-        kernels.add_row(
-            kernel.name[:60],
-            kernel.kind,
-            f"{kernel.calls:.0f}",
-            fixed(kernel.seconds / kernel.calls * 1e6, 1),
-            fixed(kernel.seconds * 1e3, 3),
-            percent(kernel.seconds / found.kernels_s, 0) if found.kernels_s else "",
-        )
-    out = paper()
-    out.print(classes)
-    out.print(kernels)
-    # With guesses, the steps without the profiler are others than those with it.
+def _shown(model: str, found: Profile, top: int) -> Iterator[Table | str]:
+    is_calibrated = found.cost.origin != "assumed"
+    drafts = f", {number(found.num_guesses)} of them drafts," if any(found.guesses) else ""
+    yield _class_table(model, found, drafts, is_calibrated=is_calibrated)
+    kernels = (
+        Column("kernel", lambda kernel: kernel.name[:60]),
+        Column("class", "kind"),
+        Column("calls", "calls", ".0f"),
+        Column("us each", lambda kernel: kernel.seconds / kernel.calls * 1e6, places(1)),
+        Column("ms", lambda kernel: kernel.seconds * 1e3, places(3)),
+        _share_of(found),
+    )
+    yield table(found.kernels[:top], kernels, "longest kernels")
+    # With drafts, the steps without the profiler are others than those with it.
     plain = ""
-    if checked and is_calibrated:
+    if drafts and is_calibrated:
         plain = f" (expected {seconds(found.plain_expected_s)})"
     drafting = ""
     if found.cost.draft_s and is_calibrated:
@@ -154,9 +132,37 @@ def _show(model: str, found: Profile, top: int) -> None:
     expected = f"expected {seconds(found.cost.expected_s)} ({found.cost.origin})"
     if not is_calibrated:
         expected = NOT_CALIBRATED
-    out.print(
+    yield (
         f"step without the profiler {seconds(found.plain_s)}{plain}, with it "
         f"{seconds(found.wall_s)}, of which kernels {seconds(found.kernels_s)}; "
         f"{expected}{drafting}, ideal "
         f"{seconds(found.cost.ideal_s)}, bound by {found.cost.bound}"
     )
+
+
+def _share_of(found: Profile) -> Column:
+    total = found.kernels_s
+    return Column("share", lambda row: row.seconds / total if total else "", whole_percent)
+
+
+def _class_table(model: str, found: Profile, drafts: str, *, is_calibrated: bool) -> Table:
+    def rate(amount: float, seconds: float) -> float:
+        return amount / seconds / 1e9 if seconds else 0.0
+
+    columns = (
+        Column("class", "kind"),
+        Column("kernels", "calls", ".0f"),
+        Column("measured ms", lambda row: row.seconds * 1e3, places(3)),
+        _share_of(found),
+        Column(
+            "expected ms", lambda row: row.expected_s * 1e3 if is_calibrated else None, places(3)
+        ),
+        Column("ideal ms", lambda row: row.ideal_s * 1e3, places(3)),
+        Column("GB/s", lambda row: rate(row.bytes, row.seconds), number),
+        Column("GFLOP/s", lambda row: rate(row.flops, row.seconds), number),
+    )
+    title = (
+        f"{model}: a {found.phase} step of {number(found.num_tokens)} tokens{drafts} "
+        f"for {len(found.shape)} requests"
+    )
+    return table(found.classes, columns, title)

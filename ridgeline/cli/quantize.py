@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
 from ridgeline.cli.engine_flags import add_model
-from ridgeline.cli.machine_flags import THIS
+from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.session import console, note, paper
+from ridgeline.cli.session import console, note
+from ridgeline.cli.tables import Column, answer, grid, table
 from ridgeline.cli.values import number, positive, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ridgeline.compression.stream import Job, Progress, Report, Texts
-    from ridgeline.evaluation.calibration import Marked
-    from ridgeline.evaluation.rows import Row
+    from ridgeline.evaluation.intervals import Row
+    from ridgeline.evaluation.texts import Marked
     from ridgeline.text.tokenizer import Tokenizer
 
 METHODS = ("rtn", "gptq", "awq")
@@ -155,13 +155,7 @@ def run(args: argparse.Namespace) -> int:
     record["advice"] = None if advice is None else asdict(advice)
     record["predicted"] = speeds
     write_json(job.out / REPORT_FILE, record)
-    if args.json:
-        print(json.dumps(record, indent=2, ensure_ascii=False))
-    else:
-        for table in _tables(report, scores):
-            paper().print(table)
-        for what, rate in speeds.items():
-            print(f"predicted on {args.predict_on}, {what} weights: {rate:.1f} tokens/s")
+    answer(args, lambda: record, lambda: _shown(args, report, scores, speeds))
     note(args, f"[{report.seconds:.1f} s, written to {job.out}]")
     return 0
 
@@ -287,8 +281,7 @@ def read_texts(args: argparse.Namespace, model: Path) -> Texts:
 def _marked(
     tokenizer: Tokenizer, model: Path, file: str | None, split: Any, num_tokens: int
 ) -> Marked:
-    from ridgeline.evaluation.calibration import bundled_tokens, text_tokens
-    from ridgeline.evaluation.texts import read_text
+    from ridgeline.evaluation.texts import bundled_tokens, read_text, text_tokens
     from ridgeline.text.chat import load_chat_template
 
     if file is not None:
@@ -373,48 +366,45 @@ def as_json(
     }
 
 
-def _tables(report: Report, scores: dict[str, tuple[Row, ...]]) -> Iterator[Table]:
+def _shown(
+    args: argparse.Namespace,
+    report: Report,
+    scores: dict[str, tuple[Row, ...]],
+    speeds: dict[str, float],
+) -> Iterator[Table | str]:
     from rich import box
-    from rich.table import Table
 
     quality = report.quality
-    whole = Table("all layers", box=box.SIMPLE)
-    for heading in ("original", "quantized"):
-        whole.add_column(heading, justify="right")
-    whole.add_row("KL, nats a token", "0", f"{quality.kl:.5f}")
-    whole.add_row("perplexity", f"{quality.original_perplexity:.4f}", f"{quality.perplexity:.4f}")
-    whole.add_row("same top", "1", f"{quality.same_top:.4f}")
-    whole.add_row("MB", f"{report.original_bytes / 1e6:.2f}", f"{report.num_bytes / 1e6:.2f}")
-    yield whole
-    layers = Table(box=box.SIMPLE)
-    headings = ["layer", "bits", "MB", "drift", "s"]
+    rows = (
+        ("KL, nats a token", "0", f"{quality.kl:.5f}"),
+        ("perplexity", f"{quality.original_perplexity:.4f}", f"{quality.perplexity:.4f}"),
+        ("same top", "1", f"{quality.same_top:.4f}"),
+        ("MB", f"{report.original_bytes / 1e6:.2f}", f"{report.num_bytes / 1e6:.2f}"),
+    )
+    yield grid(("all layers", "original", "quantized"), rows, box=box.SIMPLE)
     alone = any(one.alone for one in report.layers)
-    for heading in [*headings, "KL alone", "perplexity alone"] if alone else headings:
-        layers.add_column(heading, justify="right")
-    for one in report.layers:
-        seconds = "done before" if one.resumed else f"{one.seconds:.1f}"
-        cells = [
-            str(one.layer),
-            str(one.bits),
-            f"{one.num_bytes / 1e6:.2f}",
-            f"{one.drift:.2e}",
-            seconds,
-        ]
-        if one.alone is not None:
-            cells += [f"{one.alone.kl:.5f}", f"{one.alone.perplexity:.4f}"]
-        layers.add_row(*cells)
-    yield layers
+    yield table(report.layers, (*LAYERS, *ALONE) if alone else LAYERS, box=box.SIMPLE)
     if scores:
-        yield _score_table(scores)
+        pairs = zip(scores["original"], scores["quantized"], strict=True)
+        yield table(pairs, SCORES, box=box.SIMPLE)
+    for what, rate in speeds.items():
+        yield f"predicted on {args.predict_on}, {what} weights: {rate:.1f} tokens/s"
 
 
-def _score_table(scores: dict[str, tuple[Row, ...]]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table("task", "metric", box=box.SIMPLE)
-    for heading in ("original", "quantized"):
-        table.add_column(heading, justify="right")
-    for before, after in zip(scores["original"], scores["quantized"], strict=True):
-        table.add_row(before.task, before.metric, f"{before.value:.4f}", f"{after.value:.4f}")
-    return table
+LAYERS = (
+    Column("layer", "layer", right=True),
+    Column("bits", "bits", right=True),
+    Column("MB", lambda one: one.num_bytes / 1e6, ".2f", right=True),
+    Column("drift", "drift", ".2e", right=True),
+    Column("s", lambda one: "done before" if one.resumed else one.seconds, ".1f", right=True),
+)
+ALONE = (
+    Column("KL alone", "alone.kl", ".5f", right=True),
+    Column("perplexity alone", "alone.perplexity", ".4f", right=True),
+)
+SCORES = (
+    Column("task", lambda pair: pair[0].task),
+    Column("metric", lambda pair: pair[0].metric),
+    Column("original", lambda pair: pair[0].value, ".4f", right=True),
+    Column("quantized", lambda pair: pair[1].value, ".4f", right=True),
+)

@@ -16,7 +16,7 @@ from ridgeline.cli.engine_flags import add_engine_flags, engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.config import EngineConfig
 from ridgeline.devices import wake_driver
-from ridgeline.figures import count, fixed
+from ridgeline.figures import count
 from ridgeline.imports import import_engine
 from ridgeline.startup import StartUp, keep_what_is_there, say_phases, total_s
 
@@ -138,24 +138,23 @@ def _bars() -> Progress:
 
 
 def _show_decisions(llm: LLM) -> None:
-    from rich.table import Table
+    from ridgeline.cli.tables import Column, places, table
 
-    decided = Table("what", "asked", "got", "because", title="decided at start")
-    for row in llm.resolved.decisions:
-        decided.add_row(row.field, row.asked, row.got, row.because)
-    memory = Table("memory", "GB", "GiB", "measured GB", title="where the memory goes")
-    for line in llm.memory:
-        measured = "" if line.measured is None else fixed(line.measured / 1e9, 3)
-        memory.add_row(
-            line.what, fixed(line.predicted / 1e9, 3), fixed(line.predicted / 2**30, 3), measured
-        )
-    start = Table("start-up", "s", "", title="where the time went")
-    for phase in llm.built.startup:
-        start.add_row(phase.name, f"{phase.seconds:.2f}", phase.detail)
+    decided = (
+        *(Column("what", "field"), Column("asked", "asked")),
+        *(Column("got", "got"), Column("because", "because")),
+    )
+    memory = (
+        Column("memory", "what"),
+        Column("GB", lambda line: line.predicted / 1e9, places(3)),
+        Column("GiB", lambda line: line.predicted / 2**30, places(3)),
+        Column("measured GB", lambda line: line.measured and line.measured / 1e9, places(3)),
+    )
+    start = (Column("start-up", "name"), Column("s", "seconds", ".2f"), Column("", "detail"))
     out = console()
-    out.print(decided)
-    out.print(memory)
-    out.print(start)
+    out.print(table(llm.resolved.decisions, decided, "decided at start"))
+    out.print(table(llm.memory, memory, "where the memory goes"))
+    out.print(table(llm.built.startup, start, "where the time went"))
 
 
 @contextmanager

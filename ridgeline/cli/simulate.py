@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.asked import check_writable
 from ridgeline.cli.engine_flags import add_model
-from ridgeline.cli.machine_flags import add_machine_flags
+from ridgeline.cli.machine import add_machine_flags
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage
+from ridgeline.cli.tables import answer
 from ridgeline.cli.values import above_zero, positive, share, time_span
 from ridgeline.errors import ConfigError
 from ridgeline.formats import MAX_GUESSES
@@ -180,7 +181,12 @@ def _add_output(group: Any) -> None:
     group.add_argument(
         "--sweep", action="store_true", help="try many rates and find where it saturates"
     )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .svg or .png")
+    group.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="a picture, .svg or .png (pip install 'ridgeline[plots]')",
+    )
     group.add_argument("--timeline", type=Path, metavar="FILE", help="a JSON line per request")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress, no notes")
@@ -191,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.cli.simulate_case import make_case
 
     if args.plot is not None:
-        plots.check_name(args.plot)
+        plots.check_plot(args.plot)
     for flag in ("plot", "timeline"):
         if getattr(args, flag) is not None:
             check_writable(f"--{flag}", getattr(args, flag))
@@ -207,10 +213,11 @@ def run(args: argparse.Namespace) -> int:
         _write_timeline(args.timeline, report)
     if args.plot is not None:
         plots.save(args.plot, simulate_tables.title(case), simulate_tables.run_charts(report))
-    if args.json:
-        print(json.dumps(simulate_tables.run_json(case, report, outcome), indent=2))
-    else:
-        simulate_tables.show_run(case, report, outcome)
+    answer(
+        args,
+        lambda: simulate_tables.run_json(case, report, outcome),
+        lambda: simulate_tables.run_shown(case, report, outcome),
+    )
     return 0
 
 
@@ -222,10 +229,11 @@ def _run_sweep(case: Case) -> int:
     found = case.sweep(pace)
     if args.plot is not None:
         plots.save(args.plot, simulate_tables.title(case), simulate_tables.sweep_charts(found))
-    if args.json:
-        print(json.dumps(simulate_tables.sweep_json(case, found, pace), indent=2))
-    else:
-        simulate_tables.show_sweep(case, found, pace)
+    answer(
+        args,
+        lambda: simulate_tables.sweep_json(case, found, pace),
+        lambda: simulate_tables.sweep_shown(case, found, pace),
+    )
     return 0
 
 

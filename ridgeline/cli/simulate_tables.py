@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ridgeline import figures
 from ridgeline.architectures.counts import (
     behind_last_attention_flops,
     layer_attention_flops,
@@ -15,16 +14,17 @@ from ridgeline.architectures.counts import (
 )
 from ridgeline.cli.plots import Chart, Series
 from ridgeline.cli.prediction import calibration_caveats
-from ridgeline.cli.session import paper
 from ridgeline.cli.simulate_case import SWEEP_BATCHES
+from ridgeline.cli.tables import UNKNOWN, Column, grid, table, unbroken
 from ridgeline.cost.totals import attention_kinds
-from ridgeline.figures import number
+from ridgeline.figures import number, percent, seconds
 from ridgeline.simulator.report import Spread, Summary, thinned, used_blocks
 from ridgeline.simulator.sweep import Point, Sweep, is_saturated
 from ridgeline.simulator.workload import mean_rate
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from ridgeline.cli.simulate_case import Case
     from ridgeline.cost.pace import Pace
@@ -94,70 +94,55 @@ def flop_share(case: Case, outcome: Outcome) -> float:
 # ---------------------------------------------------------------------- one run, for a person
 
 
-def show_run(case: Case, report: SimulationReport, outcome: Outcome) -> None:
-    out = paper()
-    out.print(title(case))
-    out.print(traffic(case))
-    out.print(_latencies(outcome.summary, growing=grows(case, outcome)))
-    out.print(_facts(case, report, outcome))
+def run_shown(
+    case: Case, report: SimulationReport, outcome: Outcome
+) -> Iterator[Table | Text | str]:
+    yield title(case)
+    yield traffic(case)
+    yield _latencies(outcome.summary, growing=grows(case, outcome))
+    yield grid(("what", "value", ""), _facts(case, report, outcome), show_header=False)
     for line in _notes(case, outcome):
-        out.print(f"  {line}", soft_wrap=True)
+        yield unbroken(f"  {line}")
 
 
 def _latencies(summary: Summary, *, growing: bool) -> Table:
-    from rich.table import Table
-
-    table = Table("latency", *COLUMNS)
+    rows = []
     for name, key in LATENCIES:
         spread: Spread = getattr(summary, f"{key}_s")
-        words = [SATURATED] if growing and key in GROWING else _times(spread)
-        table.add_row(name, *words)
-    return table
+        words = [time_words(getattr(spread, column)) for column in COLUMNS]
+        rows.append((name, *([SATURATED] if growing and key in GROWING else words)))
+    return grid(("latency", *COLUMNS), rows)
 
 
-def _times(spread: Spread) -> list[str]:
-    return [time_words(getattr(spread, column)) for column in COLUMNS]
-
-
-def time_words(seconds: float | None) -> str:
+def time_words(value_s: float | None) -> str:
     """In the unit that reads well: "85.2 ms"."""
-    if seconds is None:
-        return "-"
-    return figures.seconds(seconds)
+    return UNKNOWN if value_s is None else seconds(value_s)
 
 
 def share_words(share: float | None) -> str:
-    return "-" if share is None else figures.percent(share)
+    return UNKNOWN if share is None else percent(share)
 
 
-def _facts(case: Case, report: SimulationReport, outcome: Outcome) -> Table:
-    from rich.table import Table
-
+def _facts(
+    case: Case, report: SimulationReport, outcome: Outcome
+) -> Iterator[tuple[str, str, str]]:
     s, dtype = outcome.summary, case.setup.precision.compute_dtype
-    table = Table("what", "value", "", show_header=False)
     tokens = f"{s.output_tokens_per_s:,.0f} out, {s.input_tokens_per_s:,.0f} in"
-    table.add_row(
-        "finished", f"{s.num_finished} of {s.num_requests}", f"in {figures.seconds(s.duration_s)}"
-    )
-    table.add_row("throughput", f"{number(s.requests_per_s)} requests/s", f"tokens/s: {tokens}")
+    yield "finished", f"{s.num_finished} of {s.num_requests}", f"in {seconds(s.duration_s)}"
+    yield "throughput", f"{number(s.requests_per_s)} requests/s", f"tokens/s: {tokens}"
     if s.goodput_per_s is not None:
         kept = f"{share_words(s.slo_share)} kept {_promise(case)}"
-        table.add_row("goodput", f"{number(s.goodput_per_s)} requests/s", kept)
+        yield "goodput", f"{number(s.goodput_per_s)} requests/s", kept
     places = report.num_slots * report.num_replicas
     idle = f"{s.num_idle_slot_steps:,} places stayed empty in {s.num_steps:,} steps"
-    table.add_row(
-        "in the system", f"{number(s.mean_in_flight)} on average", f"{places} places to run"
-    )
-    table.add_row("device busy", share_words(s.busy_share), "of the time")
-    table.add_row("arithmetic", share_words(flop_share(case, outcome)), f"of the peak in {dtype}")
-    table.add_row("places used", share_words(s.slot_share), idle)
-    table.add_row(
-        "KV cache", share_words(s.kv_mean_share), f"at most {share_words(s.kv_max_share)}"
-    )
-    table.add_row("prefix hits", share_words(s.cached_share), "of the prompt tokens")
-    table.add_row("preemptions", f"{s.num_preemptions:,}", "")
-    table.add_row("cost", *_money(case, s))
-    return table
+    yield "in the system", f"{number(s.mean_in_flight)} on average", f"{places} places to run"
+    yield "device busy", share_words(s.busy_share), "of the time"
+    yield "arithmetic", share_words(flop_share(case, outcome)), f"of the peak in {dtype}"
+    yield "places used", share_words(s.slot_share), idle
+    yield "KV cache", share_words(s.kv_mean_share), f"at most {share_words(s.kv_max_share)}"
+    yield "prefix hits", share_words(s.cached_share), "of the prompt tokens"
+    yield "preemptions", f"{s.num_preemptions:,}", ""
+    yield ("cost", *_money(case, s))
 
 
 def _promise(case: Case) -> str:
@@ -283,10 +268,6 @@ def run_charts(report: SimulationReport) -> list[Chart]:
     ]
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
-
-
 def shares_within(values: Iterable[float | None]) -> list[tuple[float, float]]:
     """(value, share of the values that are no larger), thinned."""
     ordered = sorted(value for value in values if value is not None)
@@ -305,33 +286,36 @@ def _counts(report: SimulationReport, count: Callable[[Any], int]) -> list[tuple
 # ---------------------------------------------------------------------- a sweep
 
 
-def show_sweep(case: Case, found: Sweep, pace: Pace) -> None:
-    from rich.table import Table
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
-    out = paper()
-    out.print(title(case))
-    table = Table(
-        *("offered/s", "done/s", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99"),
-        *("inside", "KV", *(("goodput/s",) if case.slo.is_given else ())),
-    )
-    for point in found.points:
-        table.add_row(*_sweep_row(point))
-    out.print(table)
+
+def _wait(percentile: str) -> Callable[[Point], float | str | None]:
+    """Of the time to the first token, where waits do not grow without end."""
+    if percentile == "p50":
+        return lambda p: SATURATED if p.is_saturated else _ms(p.summary.ttft_s.p50)
+    return lambda p: "" if p.is_saturated else _ms(p.summary.ttft_s.p99)
+
+
+SWEEP = (
+    Column("offered/s", "rate", number),
+    Column("done/s", "done_per_s", number),
+    Column("tokens/s", "tokens_per_s", number),
+    Column("TTFT ms", _wait("p50"), number),
+    Column("p99", _wait("p99"), number),
+    Column("TPOT ms", lambda p: _ms(p.summary.tpot_s.p50), number),
+    Column("p99", lambda p: _ms(p.summary.tpot_s.p99), number),
+    Column("inside", "summary.mean_in_flight", number),
+    Column("KV", "summary.kv_mean_share", percent),
+)
+GOODPUT = Column("goodput/s", "goodput_per_s", number)
+
+
+def sweep_shown(case: Case, found: Sweep, pace: Pace) -> Iterator[Table | Text | str]:
+    yield title(case)
+    yield table(found.points, (*SWEEP, GOODPUT) if case.slo.is_given else SWEEP)
     for line in sweep_words(case, found, pace):
-        out.print(f"  {line}", soft_wrap=True)
-
-
-def _sweep_row(point: Point) -> list[str]:
-    s, over = point.summary, point.is_saturated
-    row = [*map(number, (point.rate, point.done_per_s, point.tokens_per_s))]
-    row += [SATURATED, ""] if over else [_ms_words(s.ttft_s.p50), _ms_words(s.ttft_s.p99)]
-    row += [_ms_words(s.tpot_s.p50), _ms_words(s.tpot_s.p99)]
-    row += [number(s.mean_in_flight), share_words(s.kv_mean_share)]
-    return row + ([] if point.goodput_per_s is None else [number(point.goodput_per_s)])
-
-
-def _ms_words(seconds: float | None) -> str:
-    return "-" if seconds is None else number(seconds * 1e3)
+        yield unbroken(f"  {line}")
 
 
 def sweep_words(case: Case, found: Sweep, pace: Pace) -> Iterable[str]:

@@ -20,10 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ridgeline.errors import ConfigError, EngineFault
-from ridgeline.evaluation.intervals import clustered_share, ratio
-from ridgeline.evaluation.questions import Answered
-from ridgeline.evaluation.rows import Row
-from ridgeline.evaluation.tasks import by_task
+from ridgeline.evaluation.answers import Answered, by_task
+from ridgeline.evaluation.intervals import Row, clustered_share, ratio
 from ridgeline.request import SamplingParams
 
 if TYPE_CHECKING:

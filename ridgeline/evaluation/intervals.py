@@ -1,4 +1,4 @@
-"""How sure is a score? 95 % intervals for shares and for ratios of sums."""
+"""How sure is a score? Its row, with 95 % intervals for shares and for ratios of sums."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from math import sqrt
 from ridgeline.errors import check
 
 Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`value` with its 95 % interval over `n` trials (answers, tokens, bytes or steps, as the
+    metric says); `low` and `high` are None where one unit alone says nothing about the error."""
+
+    task: str
+    metric: str
+    value: float
+    n: int
+    low: float | None
+    high: float | None
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:

@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import exp
-from random import Random
 from typing import TYPE_CHECKING
 
 from ridgeline.errors import ConfigError, EngineFault
-from ridgeline.evaluation import worlds
-from ridgeline.evaluation.intervals import ratio
-from ridgeline.evaluation.rows import Row
+from ridgeline.evaluation.intervals import Row, ratio
 from ridgeline.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,12 +43,6 @@ class Scored:
 
     window: Window
     nll: float
-
-
-def stories(num: int, seed: int) -> list[str]:
-    """Held-out stories of the worlds."""
-    rng = Random(f"{seed}:documents")
-    return [worlds.document(rng, "test") for _ in range(num)]
 
 
 def windows(llm: LLM, texts: Iterable[str]) -> list[Window]:

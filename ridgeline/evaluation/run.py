@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ridgeline.errors import ConfigError
-from ridgeline.evaluation import worlds
 from ridgeline.evaluation.agreement import agreement_rows, check_pair, matches
-from ridgeline.evaluation.perplexity import perplexity_rows, score, stories, windows
-from ridgeline.evaluation.questions import Answered, ask
-from ridgeline.evaluation.rows import Row
-from ridgeline.evaluation.tasks import questions, score_rows
+from ridgeline.evaluation.answers import Answered, ask, questions, score_rows
+from ridgeline.evaluation.intervals import Row
+from ridgeline.evaluation.perplexity import perplexity_rows, score, windows
+from ridgeline.evaluation.problems import TASKS, stories
 
 if TYPE_CHECKING:
     from ridgeline.llm import LLM
@@ -51,7 +50,7 @@ class Report:
 
 
 def all_tasks() -> tuple[str, ...]:
-    return (*worlds.TASKS, PERPLEXITY)
+    return (*TASKS, PERPLEXITY)
 
 
 def check_tasks(names: Sequence[str]) -> tuple[str, ...]:

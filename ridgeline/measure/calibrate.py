@@ -22,10 +22,9 @@ from ridgeline.kernels import nvrtc
 from ridgeline.kernels.guessed_tiles import LEAST
 from ridgeline.kernels.launching import has_warpgroup_products
 from ridgeline.kernels.tiles import own_products
-from ridgeline.measure.bandwidth import Bandwidth, measure_bandwidth
 from ridgeline.measure.disturbance import Disturbance, watch
 from ridgeline.measure.host import guess_seconds, host_seconds, line_through
-from ridgeline.measure.machine import figures, last_cache_bytes
+from ridgeline.measure.machine import Bandwidth, figures, last_cache_bytes, measure_bandwidth
 from ridgeline.measure.models import Grid, grid_for
 from ridgeline.measure.points import Effort, Progress, Session
 from ridgeline.measure.stopwatch import open_stopwatch, typical

@@ -21,9 +21,16 @@ from ridgeline.cost.totals import attention_kinds, step_totals
 from ridgeline.costing import engine_host
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, EngineFault
-from ridgeline.measure.attention_cases import NUM_LAYERS, attention_cases, open_attention
 from ridgeline.measure.models import Grid, Sample
-from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
+from ridgeline.measure.operators import (
+    NUM_LAYERS,
+    Bench,
+    Case,
+    attention_cases,
+    matmul_series,
+    open_attention,
+    stream_series,
+)
 from ridgeline.measure.steps import (
     GUESSES,
     LOOK_UPS,

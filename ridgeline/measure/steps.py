@@ -1,8 +1,13 @@
-"""How long do whole steps take? The real engine and scheduler, contexts reached by a shortcut.
+"""How long do whole steps take? The real engine and scheduler, contexts of synthetic KV.
 
 A decode step is timed as the engine lives: from one collected step to the next, with as many in
 flight as it keeps. A step with a prompt in it is timed alone, from its plan to its tokens. What a
 GPU does in a decode step is timed by its own clock too: of a small model the host takes longer.
+
+What a step costs depends on how many tokens lie in the cache, not on what they are. So while
+`is_skipping` is set, plans are answered here with made-up tokens, and a request's row is opened on
+the real executor only when a plan comes that is to be computed: with the whole context as known
+tokens, and with the blocks that it got meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -25,10 +30,85 @@ from ridgeline.costing import engine_host
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, check
 from ridgeline.formats import MAX_GUESSES
-from ridgeline.measure.shortcut import ShortcutExecutor
 from ridgeline.measure.stopwatch import DeviceTimer, host_clock, open_device_timer
 from ridgeline.request import Request, RequestOutput, SamplingParams
-from ridgeline.step import StepRecord, StepShape
+from ridgeline.step import (
+    Executor,
+    NewRequest,
+    StepFuture,
+    StepPlan,
+    StepRecord,
+    StepResult,
+    StepShape,
+)
+
+MADE_UP_TOKEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeUp:
+    answer: StepResult
+
+    def result(self) -> StepResult:
+        return self.answer
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A row that the executor does not have yet."""
+
+    new: NewRequest
+    tokens: list[int]
+    blocks: list[list[int]]
+
+    def opened(self) -> NewRequest:
+        return replace(
+            self.new,
+            token_ids=tuple(self.tokens),
+            block_ids=tuple(tuple(ids) for ids in self.blocks),
+        )
+
+
+class ShortcutExecutor:
+    """The executor inside, except for the plans that are skipped. A request whose row is open
+    there must not be scheduled by a skipped plan. What `timer` is set to times the others."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.num_blocks = inner.num_blocks
+        self.block_size = inner.block_size
+        self.is_skipping = False
+        self.timer: DeviceTimer | None = None
+        self._waiting: dict[str, _Waiting] = {}
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        for request_id in (*plan.preempted, *plan.finished):
+            self._waiting.pop(request_id, None)
+        if self.is_skipping:
+            return self._skip(plan)
+        named = {entry.request_id for entry in plan.scheduled}
+        come = [self._waiting.pop(name).opened() for name in list(self._waiting) if name in named]
+        whole = replace(plan, new=(*come, *plan.new)) if come else plan
+        if self.timer is None:
+            return self.inner.submit(whole)
+        return self.timer.send(lambda: self.inner.submit(whole))
+
+    def _skip(self, plan: StepPlan) -> StepFuture:
+        if plan.preempted or plan.finished:
+            self.inner.submit(replace(plan, scheduled=(), new=(), copies=())).result()
+        for new in plan.new:
+            blocks = [list(ids) for ids in new.block_ids]
+            self._waiting[new.request_id] = _Waiting(new, list(new.token_ids), blocks)
+        tokens: dict[str, tuple[int, ...]] = {}
+        for entry in plan.scheduled:
+            row = self._waiting[entry.request_id]
+            for table, ids in zip(row.blocks, entry.new_block_ids, strict=False):
+                table.extend(ids)
+            if entry.samples:
+                row.tokens.append(MADE_UP_TOKEN)
+                tokens[entry.request_id] = (MADE_UP_TOKEN,)
+        return _MadeUp(StepResult(tokens))
+
 
 WARM_UP = 3  # steps of a series that are not counted
 ANSWER_TOKENS = 40  # of an answer whose begin and end are told from its middle:

@@ -14,9 +14,8 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.ways_to_fit import Limits
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.planner.candidates import GRID, Candidate, Grid, Hardware
 from ridgeline.planner.drafting import Drafting, drafting
-from ridgeline.planner.question import MAX_LOAD, Question
+from ridgeline.planner.question import GRID, MAX_LOAD, Candidate, Grid, Hardware, Question
 from ridgeline.scheduler.block_manager import blocks_needed
 from ridgeline.step import StepPricer
 

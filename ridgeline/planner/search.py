@@ -1,22 +1,137 @@
-"""Which candidate is the cheapest that keeps the promise? Branch and bound over simulated trials.
+"""Which candidate is the cheapest that keeps the promise? Branch and bound over validation runs.
 
 The closed form orders the candidates and says what none of them can do (carry more than a fixed
-share of its saturation); the simulator says how many replicas each really needs.
+share of its saturation); the simulator, under requests that come as they do, says how many
+replicas each really needs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf, log
+from typing import Protocol
 
+from ridgeline.cost.chunk import mixed_tokens
 from ridgeline.planner.estimate import Estimate
-from ridgeline.planner.question import Question
-from ridgeline.planner.trial import RngMaker, Trial, num_requests, try_out
+from ridgeline.planner.question import ATTAINMENT, Question
+from ridgeline.simulator.executor import Speculation
+from ridgeline.simulator.options import PLANS_AHEAD_S, Machine, Options
+from ridgeline.simulator.report import Slo, percentile
+from ridgeline.simulator.simulation import Simulation
+from ridgeline.simulator.sweep import is_saturated
+from ridgeline.simulator.workload import Lengths, Workload, generate
+
+LEAST_REQUESTS, MOST_REQUESTS = 120, 500  # that count
+LEAST_WARM_UP = 20
+
+
+class Rng(Protocol):
+    """The part of random.Random that workloads and simulations use."""
+
+    def random(self) -> float: ...
+
+    def randrange(self, stop: int, /) -> int: ...
+
+    def gammavariate(self, alpha: float, beta: float, /) -> float: ...
+
+    def randint(self, a: int, b: int, /) -> int: ...
+
+
+RngMaker = Callable[[], Rng]  # each call begins the same sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """One replica at `rate` requests a second. `share` of its requests got what was promised;
+    times are the 95th percentiles in seconds. `is_saturated`: the queue kept growing."""
+
+    rate: float
+    share: float
+    ttft_s: float
+    tpot_s: float
+    in_flight: float
+    is_saturated: bool
+    num_requests: int
+
+    @property
+    def keeps_promise(self) -> bool:
+        return self.share >= ATTAINMENT and not self.is_saturated
+
+
+def num_warm_up(estimate: Estimate, rate: float) -> int:
+    """Arrivals until the first ones have left: Little's law."""
+    return max(LEAST_WARM_UP, ceil(1.2 * rate * estimate.pace.e2e_s))
+
+
+def num_requests(estimate: Estimate, rate: float) -> int:
+    """How many a validation simulates: enough for the batch to fill up and change a few times."""
+    warm_up = num_warm_up(estimate, rate)
+    return warm_up + min(MOST_REQUESTS, max(LEAST_REQUESTS, 2 * warm_up))
+
+
+def validate(question: Question, estimate: Estimate, rate: float, rng_of: RngMaker) -> Validation:
+    """Simulate one replica of this candidate at `rate` requests a second, with Poisson arrivals."""
+    work = workload(question, num_requests(estimate, rate), rate, rng_of)
+    candidate, priced = estimate.candidate, estimate.priced
+    most = candidate.max_num_batched_tokens
+    options = Options(
+        num_replicas=1,
+        max_num_seqs=candidate.max_num_seqs,
+        max_num_batched_tokens=most,
+        max_num_mixed_tokens=mixed_tokens(priced.setup, priced.target, most),
+        max_model_len=question.max_model_len,
+        speculation=_speculation(estimate),
+        computes_in_submit=priced.setup.device.kind == "cpu",
+        plans_ahead_s=PLANS_AHEAD_S,
+    )
+    machine = Machine(priced.target, estimate.memory.num_blocks, priced.windows)
+    report = Simulation(machine, work, options, rng=rng_of()).run()
+    counted = report.requests[num_warm_up(estimate, rate) :]
+    slo = Slo(question.ttft_s, question.tpot_s)
+    mean_e2e_s = sum(r.e2e_s or 0.0 for r in counted) / len(counted)
+    return Validation(
+        rate,
+        sum(slo.is_kept(request) for request in counted) / len(counted),
+        _p95([request.ttft_s for request in counted]),
+        _p95([request.tpot_s for request in counted]),
+        rate * mean_e2e_s,
+        bool(is_saturated(report.requests)),
+        len(work),
+    )
+
+
+def workload(question: Question, count: int, rate: float, rng_of: RngMaker) -> Workload:
+    """Poisson arrivals; lengths evenly spread around their means."""
+    return generate(
+        rng_of(),
+        rate=rate,
+        num_requests=count,
+        num_input=_around(question.num_input, question.spread),
+        num_output=_around(question.num_output, question.spread),
+    )
+
+
+def _around(mean: int, spread: float) -> Lengths:
+    reach = int(spread * mean)
+    return Lengths(max(1, mean - reach), mean + reach)
+
+
+def _speculation(estimate: Estimate) -> Speculation | None:
+    drafts = estimate.priced.drafts
+    if drafts is None:
+        return None
+    return Speculation.from_curve(drafts.num_drafts, drafts.curve, drafts.draft_seconds)
+
+
+def _p95(values: Sequence[float | None]) -> float:
+    ordered = sorted(value for value in values if value is not None)
+    return percentile(ordered, 0.95) if ordered else 0.0
+
 
 WORK = 3000  # requests that are simulated for one question
-HOPELESS = 1.4  # times what the closed form says a replica can carry
+FAR_TOO_FULL = 1.4  # times what the closed form says a replica can carry
 SIMILAR = 1.15  # times: rates that are no reason to choose between candidates
 TRIES = 3  # candidates of one hardware that are simulated
 GROWTH = (1.15, 1.4, 2.0, 3.0)  # times the first number of replicas, when they are too few
@@ -30,7 +145,7 @@ class Deployment:
     estimate: Estimate
     replicas: int
     rate: float  # requests a second, of all replicas
-    trial: Trial
+    validation: Validation
 
     @property
     def cost(self) -> float:
@@ -63,7 +178,7 @@ class Search:
     question: Question
     rng_of: RngMaker
     work_left: int = WORK
-    num_trials: int = 0
+    num_validations: int = 0
 
     def cheapest(self, estimates: Sequence[Estimate]) -> Deployment | None:
         """The best of them, in dollars an hour; None where none keeps the promise in budget."""
@@ -88,8 +203,8 @@ class Search:
         count = estimate.replicas(rate)
         while estimate.cost(count) >= below and count > estimate.least_replicas(rate):
             count -= 1
-        is_hopeless = rate / count > HOPELESS * estimate.kept
-        return None if estimate.cost(count) >= below or is_hopeless else count
+        is_too_full = rate / count > FAR_TOO_FULL * estimate.kept
+        return None if estimate.cost(count) >= below or is_too_full else count
 
     def settle(self, estimate: Estimate, start: int, below: float = inf) -> Deployment | None:
         """The fewest replicas that keep the promise and cost less than `below`, tried from `start`
@@ -116,7 +231,7 @@ class Search:
     def _fewer(self, estimate: Estimate, too_few: int, enough: int) -> int | None:
         """How many to try between what is too few and what is enough; None: it is settled."""
         rate = self.question.rate
-        least = max(estimate.least_replicas(rate), ceil(rate / (HOPELESS * estimate.kept)))
+        least = max(estimate.least_replicas(rate), ceil(rate / (FAR_TOO_FULL * estimate.kept)))
         low = max(too_few + 1, least)
         if low >= enough or enough - low < CLOSE_ENOUGH * enough - 1:
             return None
@@ -128,15 +243,15 @@ class Search:
         rate = self.question.rate / count
         if rate > estimate.most * (1 + 1e-9):
             return None
-        trial = self._try(estimate, rate)
-        if not trial.keeps_promise:
+        validation = self._try(estimate, rate)
+        if not validation.keeps_promise:
             return None
-        return Deployment(estimate, count, self.question.rate, trial)
+        return Deployment(estimate, count, self.question.rate, validation)
 
-    def _try(self, estimate: Estimate, rate: float) -> Trial:
-        self.num_trials += 1
+    def _try(self, estimate: Estimate, rate: float) -> Validation:
+        self.num_validations += 1
         self.work_left -= num_requests(estimate, rate)
-        return try_out(self.question, estimate, rate, self.rng_of)
+        return validate(self.question, estimate, rate, self.rng_of)
 
 
 def in_order(estimates: Iterable[Estimate], rate: float) -> list[Estimate]:

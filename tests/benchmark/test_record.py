@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.benchmark.record import (
+from ridgeline.benchmark.run import (
     JobTimes,
     Run,
     StepSeen,

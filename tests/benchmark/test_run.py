@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ridgeline import LLM
-from ridgeline.benchmark.batching import BatchingResult, compare_batching
-from ridgeline.benchmark.caching import compare_caching
+from ridgeline.benchmark.compare import BatchingResult, compare_batching, compare_caching
 from ridgeline.benchmark.jobs import Job
 from ridgeline.benchmark.run import _Driver, run_jobs, run_static
 from ridgeline.errors import ConfigError, EngineFault

@@ -11,7 +11,7 @@ import pytest
 
 from ridgeline import LLM
 from ridgeline.benchmark import speed
-from ridgeline.benchmark.record import JobTimes, Run, StepSeen
+from ridgeline.benchmark.run import JobTimes, Run, StepSeen
 from ridgeline.benchmark.speed import VERIFYING_ALONE, Bench
 from tests.captures import captures
 from tests.tiny_model import make_tiny_model

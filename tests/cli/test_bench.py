@@ -12,7 +12,7 @@ import torch
 from ridgeline.asked import check_writable
 from ridgeline.cli import bench as command
 from ridgeline.cli.main import main
-from ridgeline.measure import bandwidth
+from ridgeline.measure import machine
 from tests.captures import captures
 from tests.cli.conftest import Cli
 from tests.tiny_model import make_tiny_model
@@ -23,7 +23,7 @@ SHORT = ("--prompt-len", 16, "--output-len", 12, "--repeats", 1)
 
 @pytest.fixture(autouse=True)
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "CPU_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "CPU_BYTES", 1 << 20)
 
 
 def bench(cli: Cli, folder: Path, *argv: object) -> dict[str, Any]:

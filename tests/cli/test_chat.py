@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 
 from ridgeline import LLM, SamplingParams
-from ridgeline.cli.conversing import Wrapped
+from ridgeline.cli.chat import Wrapped
 from tests.cli.conftest import Cli
 
 RANDOM = ("--load-format", "random", "--num-blocks", "200", "--max-tokens", 6, "--ignore-eos")

@@ -12,8 +12,8 @@ import pytest
 from ridgeline.cli import eval as command
 from ridgeline.cli.main import parse
 from ridgeline.errors import ConfigError
-from ridgeline.evaluation import worlds
-from ridgeline.evaluation.rows import Row
+from ridgeline.evaluation.intervals import Row
+from ridgeline.evaluation.problems import TASKS
 from ridgeline.evaluation.run import PERPLEXITY, all_tasks
 from tests.cli.conftest import Cli
 
@@ -39,9 +39,9 @@ def test_every_task_has_its_row(cli: Cli, chatty: Path) -> None:
     rows = {(row["task"], row["metric"]): row for row in found["rows"]}
     for row in rows.values():
         check_row(row)
-    scored = set(worlds.TASKS) - {task for task, n in found["skipped"].items() if n == 2}
+    scored = set(TASKS) - {task for task, n in found["skipped"].items() if n == 2}
     wanted = {(task, "exact_match") for task in EXACT} | {("stories", "words"), ("chat", "accept")}
-    assert {key for key in rows if key[0] in worlds.TASKS} == {w for w in wanted if w[0] in scored}
+    assert {key for key in rows if key[0] in TASKS} == {w for w in wanted if w[0] in scored}
     for task in scored:
         ((key, row),) = [item for item in rows.items() if item[0][0] == task]
         assert row["n"] == 2 - found["skipped"].get(task, 0), key
@@ -132,7 +132,7 @@ def test_a_wrong_task_lists_the_tasks(cli: Cli, chatty: Path) -> None:
     assert (code, out) == (2, "")
     known = ", ".join(all_tasks())
     assert err == f"ridgeline: error: unknown --task 'arithmetics'; choose among {known}\n"
-    assert all_tasks() == (*worlds.TASKS, PERPLEXITY)
+    assert all_tasks() == (*TASKS, PERPLEXITY)
 
 
 def test_missing_files_and_tokenizers_are_explained(

@@ -59,7 +59,7 @@ def test_guesses_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     asked = ["profile", model, *FEW, "--speculate", "early:1:3"]
     assert main.main(asked) == 0
     out, _ = capsys.readouterr()
-    assert "a decode step of 4 tokens, 3 of them guesses" in out
+    assert "a decode step of 4 tokens, 3 of them drafts" in out
     assert "not calibrated: ridgeline" in out
     assert main.main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -326,7 +326,7 @@ def test_gptq_and_awq_beat_rounding_on_real_models(
 @pytest.mark.parametrize("bits", [4, 3])
 def test_gptq_and_awq_beat_rounding_on_the_demo_model(bits: int, tmp_path: Path) -> None:
     from ridgeline import demo
-    from ridgeline.evaluation.calibration import bundled_tokens
+    from ridgeline.evaluation.texts import bundled_tokens
     from ridgeline.text.chat import load_chat_template
     from ridgeline.text.tokenizer import load_tokenizer
 

@@ -22,8 +22,7 @@ from ridgeline.architectures.counts import (
 )
 from ridgeline.architectures.spec import DenseSpec, ModelSpec
 from ridgeline.benchmark.jobs import Job
-from ridgeline.benchmark.record import Run
-from ridgeline.benchmark.run import run_jobs, run_static
+from ridgeline.benchmark.run import Run, run_jobs, run_static
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.attention_traffic import (
     score_matrix_bytes,

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ridgeline import LLM, ConfigError, SamplingParams
 from ridgeline.evaluation.agreement import agreement_rows, check_pair, matches, num_steps
-from ridgeline.evaluation.questions import Answered, Question, ask
-from ridgeline.evaluation.worlds import Message, Problem
+from ridgeline.evaluation.answers import Answered, Question, ask
+from ridgeline.evaluation.problems import Message, Problem
 from tests.conftest import TEST_DEVICE
 from tests.tiny_model import make_tiny_model
 

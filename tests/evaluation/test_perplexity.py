@@ -16,7 +16,6 @@ from ridgeline.evaluation.perplexity import (
     Window,
     perplexity_rows,
     score,
-    stories,
     windows,
 )
 from tests.conftest import TEST_DEVICE
@@ -92,11 +91,6 @@ def test_one_window_has_no_interval_and_a_hopeless_model_a_finite_figure() -> No
     assert (row.low, row.high) == (None, None)
     row = perplexity_rows("t", [Scored(window, 1e9), Scored(window, 1e9)])[0]
     assert row.value < float("inf")
-
-
-def test_stories_are_held_out_ones_by_the_seed() -> None:
-    assert stories(3, 1) == stories(5, 1)[:3]
-    assert stories(5, 1) != stories(5, 2)
 
 
 def test_no_tokenizer_no_perplexity(tmp_path: Path) -> None:

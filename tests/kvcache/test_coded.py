@@ -12,10 +12,9 @@ import torch
 from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.evaluation import worlds
 from ridgeline.evaluation.agreement import matches
-from ridgeline.evaluation.questions import ask
-from ridgeline.evaluation.tasks import questions
+from ridgeline.evaluation.answers import ask, questions
+from ridgeline.evaluation.problems import TASKS
 from ridgeline.formats import KV_FORMATS
 from ridgeline.kernels.paged_kv import read_tokens
 from ridgeline.kernels.qk_norm_rope_write import qk_norm_rope_write, qk_norm_rope_write_reference
@@ -191,7 +190,7 @@ AGREEMENT = {"fp8": 0.98, "int8": 0.99, "int4": 0.97}
 def test_the_bundled_model_says_the_same(name: str) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "num_blocks": 4000}
     with LLM("demo:chat", **options) as plain:
-        asked, _ = questions(plain, list(worlds.TASKS), 12, 0)
+        asked, _ = questions(plain, list(TASKS), 12, 0)
         answered = ask(plain, asked, progress=False)
     with LLM("demo:chat", kv_cache_dtype=name, **options) as small:
         found = [same for row in matches(small, answered, progress=False) for same in row]

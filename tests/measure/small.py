@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.measure import bandwidth, calibrate, points
+from ridgeline.measure import calibrate, machine, points
 from ridgeline.measure.models import Grid, Sample, config
 
 SAMPLE = Sample(
@@ -36,4 +36,4 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point is measured as briefly as can be."""
     monkeypatch.setattr(calibrate, "QUICK_OPERATOR_S", {"cpu": 0.002})
     monkeypatch.setattr(points, "STEP_BUDGET_S", 0.01)
-    monkeypatch.setattr(bandwidth, "CPU_BYTES", 8 << 20)
+    monkeypatch.setattr(machine, "CPU_BYTES", 8 << 20)

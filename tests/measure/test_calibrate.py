@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from dataclasses import replace
@@ -11,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.calibration import Unseen, look, median_error
+from bench.calibration import main as bench_main
 from ridgeline import records
+from ridgeline.cli.machine import as_it_is_now, this_device, this_key
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import catalogue, find_device
 from ridgeline.cost.pricer import Pricer
@@ -31,10 +33,8 @@ from ridgeline.measure.calibrate import (
     launch_seconds,
     step_errors,
 )
-from ridgeline.measure.here import as_it_is_now, this_device, this_key
 from ridgeline.measure.machine import figures, last_cache_bytes
 from ridgeline.measure.steps import StepBench
-from ridgeline.measure.unseen import Unseen, look, median_error
 from ridgeline.records import (
     find_calibration,
     find_record,
@@ -257,12 +257,6 @@ def test_unknown_names_are_refused() -> None:
 def test_the_bench_script_writes_its_table(
     answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(__file__).resolve().parents[2] / "bench" / "calibration.py"
-    spec = importlib.util.spec_from_file_location("bench_calibration", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     model = tmp_path / "model"
     model.mkdir()
     SAMPLE.write(model)
@@ -272,7 +266,7 @@ def test_the_bench_script_writes_its_table(
     monkeypatch.setattr(
         "sys.argv", ["calibration.py", *flags.split(), "--out", str(out), str(model)]
     )
-    assert script.main() == 0
+    assert bench_main() == 0
     table = json.loads(out.read_text())
     assert len(table["rows"]) == 7
     for row in table["rows"]:

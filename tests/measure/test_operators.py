@@ -8,9 +8,17 @@ import torch
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.devices import open_device
-from ridgeline.measure.attention_cases import attention_cases, open_attention, ragged, shapes
 from ridgeline.measure.models import grid_for
-from ridgeline.measure.operators import Bench, Case, matmul_series, stream_series
+from ridgeline.measure.operators import (
+    Bench,
+    Case,
+    attention_cases,
+    matmul_series,
+    open_attention,
+    ragged,
+    shapes,
+    stream_series,
+)
 from ridgeline.measure.stopwatch import CpuStopwatch, open_stopwatch, typical
 from tests.measure.small import SAMPLE, SMALL
 

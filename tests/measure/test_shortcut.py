@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.build import Built
-from ridgeline.measure.shortcut import MADE_UP_TOKEN, ShortcutExecutor
-from ridgeline.measure.steps import random_engine
+from ridgeline.measure.steps import MADE_UP_TOKEN, ShortcutExecutor, random_engine
 from ridgeline.request import Request, SamplingParams
 from ridgeline.step import NewRequest, ScheduledRequest, StepPlan, StepResult
 from tests.measure.small import SAMPLE

@@ -11,12 +11,10 @@ from typing import Any
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.hardware import find_device
-from ridgeline.planner.candidates import Grid, hardware_of
 from ridgeline.planner.estimate import Estimate, Rejection, estimates_of, open_bench, with_promise
 from ridgeline.planner.plan import plan
-from ridgeline.planner.question import MAX_LOAD, Question, offer
-from ridgeline.planner.search import Deployment
-from ridgeline.planner.trial import try_out, workload
+from ridgeline.planner.question import MAX_LOAD, Grid, Question, hardware_of, offer
+from ridgeline.planner.search import Deployment, validate, workload
 from ridgeline.simulator.simulation import Machine, Options, Simulation
 from ridgeline.simulator.sweep import capacity_seen
 from tests.tiny_model import tiny_config
@@ -145,7 +143,7 @@ def fewest(question: Question, estimate: Estimate, below: float, seed: int) -> D
     count = max(count, ceil(question.rate / (MAX_LOAD * capacity(question, estimate))))
     while estimate.cost(count) < below and count <= MOST_REPLICAS:
         rate = question.rate / count
-        found = try_out(question, estimate, rate, lambda: random.Random(seed))
+        found = validate(question, estimate, rate, lambda: random.Random(seed))
         if found.keeps_promise:
             return Deployment(estimate, count, question.rate, found)
         count = max(count + 1, round(1.05 * count))
@@ -167,11 +165,11 @@ def best_of_all(question: Question, grid: Grid = GRID, seed: int = 0) -> Deploym
 def goodput_per_dollar(question: Question, deployment: Deployment) -> float:
     """Requests that got what was promised, per dollar, in fresh runs."""
     rate = question.rate / deployment.replicas
-    trials = [
-        try_out(question, deployment.estimate, rate, lambda seed=seed: random.Random(seed))  # type: ignore[misc]
+    validations = [
+        validate(question, deployment.estimate, rate, lambda seed=seed: random.Random(seed))  # type: ignore[misc]
         for seed in SEEDS
     ]
-    share = sum(trial.share for trial in trials) / len(trials)
+    share = sum(validation.share for validation in validations) / len(validations)
     return question.rate * share / deployment.cost * 3600
 
 
@@ -183,7 +181,7 @@ class Comparison:
     chosen: Deployment
     best: Deployment
     ratio: float
-    num_trials: int
+    num_validations: int
 
 
 def compare(case: Case, grid: Grid = GRID) -> Comparison:
@@ -196,7 +194,7 @@ def compare(case: Case, grid: Grid = GRID) -> Comparison:
         raise AssertionError(f"{case.name}: {found.why_none or 'the search found nothing'}")
     chosen = min(answers, key=lambda one: one.cost)
     ratio = goodput_per_dollar(question, chosen) / goodput_per_dollar(question, best)
-    return Comparison(case, chosen, best, ratio, found.num_trials)
+    return Comparison(case, chosen, best, ratio, found.num_validations)
 
 
 def table(rows: Sequence[Comparison]) -> str:

@@ -16,12 +16,19 @@ from ridgeline.cli.simulate_case import make_case, make_options
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.errors import ConfigError
-from ridgeline.planner.candidates import Grid, Hardware, hardware_of, layouts
 from ridgeline.planner.estimate import DOES_NOT_FIT, INFEASIBLE, NO_PRICE
-from ridgeline.planner.flips import NEAR, nearest
-from ridgeline.planner.plan import Plan, plan
-from ridgeline.planner.question import MAX_LOAD, Question, offer, rate_of_users
-from ridgeline.planner.words import commands, promise_flags, reasons
+from ridgeline.planner.plan import Plan, commands, plan, promise_flags, reasons
+from ridgeline.planner.question import (
+    MAX_LOAD,
+    Grid,
+    Hardware,
+    Question,
+    hardware_of,
+    layouts,
+    offer,
+    rate_of_users,
+)
+from ridgeline.planner.sensitivity import NEAR, nearest
 from ridgeline.simulator.simulation import Machine, Options, Simulation
 from ridgeline.simulator.workload import Workload
 from tests.planner.exhaustive import EXPERTS, LARGE, MEDIUM, SMALL
@@ -70,7 +77,7 @@ def test_of_two_equal_devices_the_cheaper_wins_and_the_price_that_flips_it_is_na
     assert found.winner.estimate.hardware.device.name == "other"
     assert found.runner_up is not None
     assert found.runner_up.estimate.hardware.device.name == "l4"
-    prices = {flip.what: flip.at for flip in found.flips if flip.unit == "$/h"}
+    prices = {flip.what: flip.at for flip in found.sensitivity if flip.unit == "$/h"}
     same = found.runner_up.replicas == found.winner.replicas
     assert same
     assert prices == {"price of l4": pytest.approx(0.6), "price of other": pytest.approx(1.0)}
@@ -80,7 +87,7 @@ def test_a_price_beyond_the_flip_changes_the_answer() -> None:
     first = ask(device("l4", 1.0), device("rtx-4090", 1.1))
     assert first.winner is not None
     winner = first.winner.estimate.hardware.device.name
-    flip = next(f for f in first.flips if f.what == f"price of {winner}")
+    flip = next(f for f in first.sensitivity if f.what == f"price of {winner}")
     prices = {"l4": 1.0, "rtx-4090": 1.1} | {winner: 1.05 * flip.at}
     second = ask(*(device(name, price) for name, price in prices.items()))
     assert second.winner is not None
@@ -93,7 +100,7 @@ def test_the_rate_decides_the_number_of_replicas_and_none_is_too_full() -> None:
         winner = ask(device("l4", 1.0), rate=rate).winner
         assert winner is not None
         assert winner.load <= MAX_LOAD + 1e-9
-        assert winner.trial.keeps_promise
+        assert winner.validation.keeps_promise
         counts.append(winner.replicas)
     assert counts[0] < counts[1] < counts[2]
     assert counts[2] == pytest.approx(10 * counts[1], rel=0.3)
@@ -198,7 +205,7 @@ def test_a_promise_that_nobody_can_keep(changes: dict[str, object], words: str) 
     assert found.why_none.startswith("infeasible because on rtx-4090")  # the nearest miss
     assert words in found.why_none
     assert {one.kind for one in found.out} == {INFEASIBLE}
-    assert found.num_trials == 0
+    assert found.num_validations == 0
 
 
 def test_a_budget_that_is_too_small_says_what_it_takes() -> None:
@@ -312,7 +319,7 @@ def test_the_longest_request_is_within_the_context() -> None:
 def test_the_same_question_has_the_same_answer() -> None:
     first, second = (ask(device("l4", 1.0), device("rtx-4090", 1.0)) for _ in range(2))
     assert first.winner == second.winner
-    assert first.flips == second.flips
+    assert first.sensitivity == second.sensitivity
 
 
 @pytest.mark.parametrize("name", ["h100-sxm", "epyc-9654"])
@@ -327,7 +334,7 @@ def test_a_trial_runs_steps_as_an_engine_that_is_started_with_its_command(
             seen.append(options)
             super().__init__(setup, work, options, rng=rng)
 
-    monkeypatch.setattr("ridgeline.planner.trial.Simulation", Watched)
+    monkeypatch.setattr("ridgeline.planner.search.Simulation", Watched)
     winner = ask(device(name, 1.0), rate=1.0, tpot_s=0.5, ttft_s=5.0).winner
     assert winner is not None
     limits = winner.estimate.candidate
@@ -372,7 +379,7 @@ def test_of_several_answers_the_nearest_one_is_named() -> None:
 def test_what_lies_beyond_a_flip_is_the_answer_there_and_not_before() -> None:
     devices = (device("l4", 0.5), device("h100-sxm", 4.0))
     found = ask(*devices, rate=1.0, tpot_s=0.02, ttft_s=2.0)
-    flip = next(f for f in found.flips if f.what == "TPOT promise" and f.at < f.now)
+    flip = next(f for f in found.sensitivity if f.what == "TPOT promise" and f.at < f.now)
     assert flip.answer.startswith("h100-sxm")
     beyond = ask(*devices, rate=1.0, tpot_s=0.8 * flip.at / 1e3, ttft_s=2.0).winner
     before = ask(*devices, rate=1.0, tpot_s=1.3 * flip.at / 1e3, ttft_s=2.0).winner

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.simulator_comparison import Comparison, simulate
+from bench.simulator_replay import decision_log, recorded_decisions, replay
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import RequestFault
@@ -25,10 +27,8 @@ from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.simulator.comparison import Comparison, simulate
 from ridgeline.simulator.executor import Answer, SimulatedExecutor, Speculation
 from ridgeline.simulator.macro import LeapingEngine
-from ridgeline.simulator.replay import decision_log, recorded_decisions, replay
 from ridgeline.simulator.report import RequestTimeline
 from ridgeline.simulator.simulation import Machine, Options, Simulation, SimulationReport
 from ridgeline.simulator.workload import all_at_once

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from ridgeline.evaluation import worlds
+from tools import worlds
 from tools.train_demo import model as models
 from tools.train_demo import shards, tokenizer, train
 

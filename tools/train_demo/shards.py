@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from ridgeline.evaluation import worlds
+from tools import worlds
 from tools.train_demo.tokenizer import BEGIN, END, ROLE_IDS
 
 SEQUENCES = 64

@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
-from ridgeline.evaluation import worlds
+from tools import worlds
 from tools.train_demo import model as models
 from tools.train_demo.shards import LEARN, LENGTH, SEQUENCES, wait_for
 from tools.train_demo.tokenizer import (
