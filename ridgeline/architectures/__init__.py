@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ridgeline.architectures.config_reader import MAX_TENSORS, ConfigReader
-from ridgeline.architectures.shapes import SHAPES
-from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
-from ridgeline.architectures.stored_config import described
-from ridgeline.architectures.tensor_names import (
+from ridgeline.architectures.parts import (
     expected_tensors,
     is_ignored,
     leftover_tensors,
     optional_tensors,
 )
+from ridgeline.architectures.shapes import SHAPES
+from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.stored_config import described
 from ridgeline.errors import ConfigError
 from ridgeline.registry import load
 

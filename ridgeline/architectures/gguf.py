@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.architectures.config_reader import (
@@ -18,8 +18,8 @@ from ridgeline.architectures.config_reader import (
     MAX_VOCAB,
     ConfigReader,
 )
+from ridgeline.architectures.parts import layer_tensors
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -49,7 +49,9 @@ NAMES: Mapping[str, str] = {
     "norm": "output_norm.weight",
     "lm_head": OUTPUT,
     "input_norm": f"{_BLOCK}attn_norm.weight",
-    "post_norm": f"{_BLOCK}ffn_norm.weight",
+    "pre_feed_forward_norm": f"{_BLOCK}ffn_norm.weight",
+    "post_attention_norm": f"{_BLOCK}post_attention_norm.weight",
+    "post_feed_forward_norm": f"{_BLOCK}post_ffw_norm.weight",
     "q_norm": f"{_BLOCK}attn_q_norm.weight",
     "k_norm": f"{_BLOCK}attn_k_norm.weight",
     **{
@@ -285,16 +287,11 @@ class Source:
 
 def sources(spec: ModelSpec, layout: Layout) -> dict[str, Source]:
     """Checkpoint name -> name in the file, for every tensor that the model needs."""
-    return dict(_sources(spec, layout))
-
-
-def _sources(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, Source]]:
-    expected = expected_tensors(spec)
-    for role, name in spec.tensor_names.items():
-        for index, layer in enumerate(spec.layers):
-            attention = layer.attention
-            heads = {"q": attention.num_heads, "k": attention.num_kv_heads}
-            own = name.format(layer=index)
-            if role in NAMES and own in expected:
-                turned = heads.get(role.removesuffix("_bias"), 0) if layout.interleaved else 0
-                yield own, Source(NAMES[role].format(layer=index), turned)
+    shared = ("embedding", "norm") if spec.tie_embeddings else ("embedding", "norm", "lm_head")
+    found = {spec.tensor_names[role]: Source(NAMES[role]) for role in shared}
+    for index, layer in enumerate(spec.layers):
+        heads = {"q": layer.attention.num_heads, "k": layer.attention.num_kv_heads}
+        for name, part in layer_tensors(spec, index).items():
+            turned = heads.get(part.role.removesuffix("_bias"), 0) if layout.interleaved else 0
+            found[name] = Source(NAMES[part.role].format(layer=index), turned)
+    return found

@@ -138,7 +138,7 @@ def mtp_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
         "up": (size, width),
         "down": (width, size),
     }
-    norms = ("token_norm", "hidden_norm", "norm", "input_norm", "post_norm")
+    norms = ("token_norm", "hidden_norm", "norm", "input_norm", "pre_feed_forward_norm")
     shapes |= dict.fromkeys(norms, (width,))
     if attention.qkv_bias:
         shapes |= {f"{role}_bias": (shapes[role][0],) for role in "qkv"}

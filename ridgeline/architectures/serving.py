@@ -32,8 +32,6 @@ def _missing_in(layer: LayerSpec) -> Iterator[str]:
         yield "latent attention"
     if attention.cache_layer is not None:
         yield "layers that read another layer's cache"
-    if layer.output_norms:
-        yield "norms after attention and feed-forward"
     if isinstance(inner, ExpertsSpec):
         if inner.shared_size:
             yield "shared experts"

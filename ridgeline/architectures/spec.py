@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ridgeline.architectures.stored import Stored
 
@@ -77,6 +78,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
+    norms_all_heads: bool = False  # `qk_norm` is over all heads of a token together
     scale: float | None = None  # None: head_dim ** -0.5
     latent: LatentSpec | None = None
     cache_layer: int | None = None
@@ -111,16 +113,20 @@ class ExpertsSpec:
     score_bias: bool = False
 
 
+NormPlaces = Literal["before", "after", "around"]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`output_norms`: attention and feed-forward are normalised once more before they are added.
-    `stored`: role -> how the checkpoint stores those matrices that somebody quantized. `unlisted`:
-    how many numbers it has beside those that these fields say (below 0: fewer), such as sinks and
-    biases of experts, in families that are only planned for."""
+    """`norms`: where the hidden states are normalised: "before" attention and feed-forward read
+    them, "after" (what the two add is normalised), or "around", both. `stored`: role -> how the
+    checkpoint stores those matrices that somebody quantized. `unlisted`: how many numbers it has
+    beside those that these fields say (below 0: fewer), such as sinks and biases of experts, in
+    families that are only planned for."""
 
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
-    output_norms: bool = False
+    norms: NormPlaces = "before"
     stored: tuple[tuple[str, Stored], ...] = ()
     unlisted: int = 0
 
@@ -132,7 +138,7 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only model. `tensor_names` maps our parameter roles to checkpoint names, with
-    `{layer}` and `{expert}` to fill in (see `architectures/tensor_names.py` for the roles).
+    `{layer}` and `{expert}` to fill in (see `architectures/parts.py` for the roles).
     `unserved` says what the numbers of this family need and this version does not compute.
     `stored`: as that of a layer, of the matrices of the vocabulary."""
 

@@ -107,7 +107,7 @@ class Block:
 
     def feed(self, hidden_BSE: torch.Tensor, watch: Watch = no_watch) -> torch.Tensor:
         """The states with the feed-forward added."""
-        x_TE = self._norm("post_norm", hidden_BSE.reshape(-1, hidden_BSE.shape[-1]))
+        x_TE = self._norm("pre_feed_forward_norm", hidden_BSE.reshape(-1, hidden_BSE.shape[-1]))
         spec = self.spec.feed_forward
         if isinstance(spec, DenseSpec):
             y_TE = self._gated("", spec.activation, x_TE, watch)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
-from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.compression.block import Block
 from ridgeline.layers.piece import TensorSource
 from ridgeline.layers.rope import Rotation

@@ -180,7 +180,7 @@ def _fold(
     folded: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """Divide what makes this input by the scale; the scale that this comes to, as stored."""
-    norms: Mapping[str, str] = {"qkv": "input_norm", "gate_up": "post_norm"}
+    norms: Mapping[str, str] = {"qkv": "input_norm", "gate_up": "pre_feed_forward_norm"}
     if one.name in norms:
         role = norms[one.name]
         norm_E = block.weights[role]

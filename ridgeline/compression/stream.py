@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ridgeline.architectures import read_spec
+from ridgeline.architectures.parts import expected_tensors, optional_tensors
 from ridgeline.architectures.serving import check_served
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import stored_matrices
 from ridgeline.architectures.stored_config import words as stored_words
-from ridgeline.architectures.tensor_names import expected_tensors, optional_tensors
 from ridgeline.compression.block import Block
 from ridgeline.compression.layers import (
     layer_names,

@@ -15,10 +15,10 @@ from ridgeline.architectures.gguf import (
     layout_of,
     sources,
 )
+from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import KEY
 from ridgeline.architectures.stored_gguf import described
-from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.gguf import GGUFHeader, read_gguf
