@@ -256,11 +256,20 @@ def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Part]:
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensor name -> shape, for every tensor that the model needs."""
-    names, width = spec.tensor_names, spec.hidden_size
-    tensors: dict[str, tuple[int, ...]] = {names["embedding"]: (spec.vocab_size, width)}
+    embedding, *behind = shared_tensors(spec).items()
+    tensors = dict([embedding])
     for index in range(spec.num_layers):
         tensors |= {name: part.shape for name, part in layer_tensors(spec, index).items()}
-    tensors[names["norm"]] = (width,)
+    return tensors | dict(behind)
+
+
+def shared_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The same of those that are no layer's: what begins, then what ends."""
+    names, width = spec.tensor_names, spec.hidden_size
+    tensors: dict[str, tuple[int, ...]] = {
+        names["embedding"]: (spec.vocab_size, width),
+        names["norm"]: (width,),
+    }
     if not spec.tie_embeddings:
         tensors[names["lm_head"]] = (spec.vocab_size, width)
     return tensors
