@@ -69,9 +69,9 @@ def _read(config: ConfigReader, max_model_len: int | None, names: dict[str, str]
         ),
         feed_forward=_dense(filled),
         tensor_names=names,
+        norms="around",
     )
-    layers = tuple(replace(layer, norms="around") for layer in spec.layers)
-    return replace(spec, layers=layers, unserved=UNSERVED)
+    return replace(spec, unserved=UNSERVED)
 
 
 def _dense(config: ConfigReader) -> DenseSpec:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ridgeline.architectures import FAMILIES
 from ridgeline.architectures.config_reader import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -25,21 +26,10 @@ from ridgeline.errors import ConfigError
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What sets a family's files apart. `interleaved`: the rows of q and k lie as llama.cpp
-    rotates them, pair by pair, where a safetensors checkpoint has the halves of each head."""
-
-    model_type: str
-    interleaved: bool = False
-
-
-# general.architecture of the file -> ours
-ARCHITECTURES: Mapping[str, Layout] = {
-    "llama": Layout("llama", interleaved=True),
-    "qwen2": Layout("qwen2"),
-    "qwen3": Layout("qwen3"),
-}
+# Families whose rows of q and k lie as llama.cpp rotates them, pair by pair, where a safetensors
+# checkpoint has the halves of each head.
+INTERLEAVED = ("llama",)
+AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _BLOCK = "blk.{layer}."
@@ -94,18 +84,23 @@ FOREIGN: Mapping[str, tuple[object, ...]] = {
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 
 
-def layout_of(metadata: Mapping[str, object], source: str) -> Layout:
-    """ConfigError names the architecture when it is none of `ARCHITECTURES`."""
+def readable_families() -> list[str]:
+    """What general.architecture of a file may be: a family that is served, by its own name."""
+    return [name for name in FAMILIES if name not in AS_LLAMA]
+
+
+def family_of(metadata: Mapping[str, object], source: str) -> str:
+    """The model_type of the file. ConfigError names the architecture when it is not read."""
     reader = ConfigReader(metadata, source=source)
     kind = reader.text("general.type", default="model")
     if kind != "model":
         raise reader.fail("general.type", f"is {kind[:60]!r}; only a model can be served")
     name = reader.text("general.architecture")
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if name not in readable_families():
+        known = ", ".join(readable_families())
         reason = f"is {name[:60]!r}; GGUF files are read of {known}, others from safetensors"
         raise reader.fail("general.architecture", reason)
-    return ARCHITECTURES[name]
+    return name
 
 
 def config_of(
@@ -118,8 +113,7 @@ def config_of(
 ) -> dict[str, object]:
     """What config.json would say. `shapes` are those of the tensors, `rope_factors` the numbers of
     `ROPE_FACTORS` if there is one; `source` is the file. ConfigError names the key."""
-    layout = layout_of(metadata, source)
-    name = str(metadata["general.architecture"])
+    name = family_of(metadata, source)
     own = {key[len(name) + 1 :]: v for key, v in metadata.items() if key.startswith(f"{name}.")}
     reader = ConfigReader(own, f"{name}.", source)
     for key, harmless in FOREIGN.items():
@@ -129,7 +123,7 @@ def config_of(
             f"{source}: split.count says that this is one of several files; merge them first "
             "(llama-gguf-split --merge)"
         )
-    config: dict[str, object] = {"model_type": layout.model_type, "torch_dtype": dtype}
+    config: dict[str, object] = {"model_type": name, "torch_dtype": dtype}
     config |= _sizes(reader, shapes, source)
     config |= _rope(reader, config, rope_factors)
     config |= _tokens(ConfigReader(metadata, source=source), config)
@@ -285,13 +279,20 @@ class Source:
     heads: int = 0
 
 
-def sources(spec: ModelSpec, layout: Layout) -> dict[str, Source]:
-    """Checkpoint name -> name in the file, for every tensor that the model needs."""
+def sources(spec: ModelSpec) -> dict[str, Source]:
+    """Checkpoint name -> name in the file, for every tensor that the model needs. ConfigError for
+    a parameter that no such file has a name for."""
     shared = ("embedding", "norm") if spec.tie_embeddings else ("embedding", "norm", "lm_head")
     found = {spec.tensor_names[role]: Source(NAMES[role]) for role in shared}
     for index, layer in enumerate(spec.layers):
         heads = {"q": layer.attention.num_heads, "k": layer.attention.num_kv_heads}
         for name, part in layer_tensors(spec, index).items():
-            turned = heads.get(part.role.removesuffix("_bias"), 0) if layout.interleaved else 0
+            if part.role not in NAMES or part.is_experts:
+                raise ConfigError(
+                    f"{name} has no place in a GGUF file that this version reads; serve models of"
+                    f" {spec.family} from safetensors"
+                )
+            interleaved = heads if spec.family in INTERLEAVED else {}
+            turned = interleaved.get(part.role.removesuffix("_bias"), 0)
             found[name] = Source(NAMES[part.role].format(layer=index), turned)
     return found

@@ -215,6 +215,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         attention=_attention(filled, shape, trunk),
         feed_forward=tuple(_feed_forward(filled, shape, i) for i in range(trunk.num_layers)),
         tensor_names=GEMMA_NAMES if shape.norms == "around" else DEEPSEEK_NAMES,
+        norms=shape.norms,
     )
     layers = tuple(_with_rest(layer, shape, trunk.hidden_size) for layer in spec.layers)
     return replace(spec, layers=layers, unserved=shape.needs)
@@ -222,7 +223,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
 
 def _with_rest(layer: LayerSpec, shape: Shape, width: int) -> LayerSpec:
     parts = (SMALL[name](width, layer.attention, layer.feed_forward) for name in shape.small)
-    return replace(layer, norms=shape.norms, unlisted=sum(parts))
+    return replace(layer, unlisted=sum(parts))
 
 
 def _rope_kind(config: ConfigReader) -> str:
@@ -241,8 +242,8 @@ def _attention(config: ConfigReader, shape: Shape, trunk: Trunk) -> tuple[Attent
         qkv_bias=asked(shape.qkv_bias),
         out_bias=asked(shape.out_bias),
         qk_norm=asked(shape.qk_norm),
+        norms_all_heads=shape.norms_all_heads,
     )
-    full = replace(full, norms_all_heads=shape.norms_all_heads)
     if shape.full_every == 1 or not config.has(shape.window):
         return (full,) * trunk.num_layers
     sliding = replace(full, window=config.integer(shape.window, high=MAX_POSITIONS))

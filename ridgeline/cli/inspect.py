@@ -17,9 +17,16 @@ from ridgeline.architectures.counts import (
     num_parameters,
     weight_bytes,
 )
+from ridgeline.architectures.parts import branches
 from ridgeline.architectures.serving import missing
 from ridgeline.architectures.shapes import SHAPES
-from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+)
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.cli.described import describe, show_catalogue
@@ -200,12 +207,22 @@ def facts(spec: ModelSpec) -> dict[str, str]:
         described["not served"] = f"for planning alone; it needs {', '.join(needs)}"
     if stored := stored_words(spec):
         described["quantized matrices"] = stored
+    described["order of a layer"] = "; ".join(dict.fromkeys(map(_order_words, spec.layers)))
     for index, ((attention, feed_forward), count) in enumerate(layers.items()):
         suffix = f" ({count} layers)" if len(layers) > 1 else ""
         number = f" {index + 1}" if len(layers) > 1 else ""
         described[f"attention{number}"] = _attention_words(attention) + suffix
         described[f"feed-forward{number}"] = _feed_forward_words(feed_forward) + suffix
     return described
+
+
+def _order_words(layer: LayerSpec) -> str:
+    """What the layer does, one after the other."""
+    words: list[str] = []
+    for one in branches(layer):
+        steps = (one.norm_in and "norm", one.does.replace("_", "-"), one.norm_out and "norm", "add")
+        words += [step for step in steps if step]
+    return ", ".join(words)
 
 
 def _attention_words(a: AttentionSpec) -> str:
