@@ -3,17 +3,18 @@ are all built from. Pure Python.
 
 Letters: E hidden, H query heads, K KV heads, D head size, F feed-forward, V vocabulary, X experts.
 
-What this version can serve is less than what it can describe: `architectures/serving.py` says which
-of these fields the decoder follows today. The cost model and the planner follow all of them.
+What this version can serve is less than what it can describe: `missing` says which of these fields
+the decoder does not follow. The cost model and the planner follow all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ridgeline.architectures.stored import Stored
+from ridgeline.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +160,37 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+
+# ------------------------------------------------------------------------ can it be served?
+
+
+def check_served(spec: ModelSpec) -> None:
+    """ConfigError that says what is missing, for a model that can only be planned for."""
+    reasons = missing(spec)
+    if reasons:
+        raise ConfigError(
+            f"model family {spec.family!r} can be planned for, cannot be served by this version: "
+            f"it needs {', '.join(reasons)}"
+        )
+
+
+def missing(spec: ModelSpec) -> tuple[str, ...]:
+    """What the model needs and the decoder does not have; empty when it can be served."""
+    found = [spec.unserved] if spec.unserved else []
+    for layer in dict.fromkeys(spec.layers):
+        found += _missing_in(layer)
+    return tuple(dict.fromkeys(found))
+
+
+def _missing_in(layer: LayerSpec) -> Iterator[str]:
+    attention, inner = layer.attention, layer.feed_forward
+    if attention.latent is not None:
+        yield "latent attention"
+    if attention.cache_layer is not None:
+        yield "layers that read another layer's cache"
+    if isinstance(inner, ExpertsSpec):
+        if inner.shared_size:
+            yield "shared experts"
+        if inner.scoring != "softmax" or inner.score_bias:
+            yield f"{inner.scoring} scores of experts"

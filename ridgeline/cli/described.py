@@ -19,8 +19,7 @@ from ridgeline.architectures.counts import (
     num_active_parameters,
     num_parameters,
 )
-from ridgeline.architectures.serving import missing
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ModelSpec, missing
 
 HALF = 2  # bytes of a number in 16 bits
 

@@ -18,7 +18,6 @@ from ridgeline.architectures.counts import (
     weight_bytes,
 )
 from ridgeline.architectures.parts import branches
-from ridgeline.architectures.serving import missing
 from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import (
     AttentionSpec,
@@ -26,6 +25,7 @@ from ridgeline.architectures.spec import (
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
+    missing,
 )
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.architectures.stored_config import words as stored_words
@@ -230,7 +230,7 @@ def _attention_words(a: AttentionSpec) -> str:
         f"rotary {a.rope.kind}, theta {a.rope.theta:g}",
         f"window of {a.window} tokens" if a.window else "all of the past",
         *(["bias on q, k, v"] if a.qkv_bias else []),
-        *(["norm on q and k"] if a.qk_norm else []),
+        *([f"norm {'over all heads of' if a.norms_all_heads else 'on'} q and k"] * a.qk_norm),
     ]
     heads = f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads"
     if a.latent is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ridgeline.architectures.serving import missing
+from ridgeline.architectures.spec import missing
 from ridgeline.cli.machine import make_setup, price_band
 from ridgeline.cost.constants import Origin
 from ridgeline.cost.memory import MemoryPlan

@@ -28,8 +28,7 @@ from ridgeline.architectures.parts import (
     shared_tensors,
     tensor_name,
 )
-from ridgeline.architectures.serving import check_served
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.architectures.stored_config import stored_matrices
 from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.compression.checkpoints import FileTensors, read_layer

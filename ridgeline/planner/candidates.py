@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.serving import missing
-from ridgeline.architectures.spec import DenseSpec, ModelSpec
+from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.layout import ONE_DEVICE, Layout

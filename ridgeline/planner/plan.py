@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.serving import missing
+from ridgeline.architectures.spec import missing
 from ridgeline.figures import number
 from ridgeline.planner.candidates import GRID, Grid, Hardware, hardware_of
 from ridgeline.planner.estimate import (
