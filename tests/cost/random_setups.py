@@ -15,6 +15,7 @@ from ridgeline.architectures.spec import (
     LatentSpec,
     LayerSpec,
     ModelSpec,
+    NormPlaces,
     RopeSpec,
 )
 from ridgeline.cost.constants import Calibration, default_calibration
@@ -128,6 +129,9 @@ GEMMA_3_27B: dict[str, Any] = {
 }
 
 
+NORMS: tuple[NormPlaces, ...] = ("around", "after")
+
+
 def spec_of(config: dict[str, Any], **changes: Any) -> ModelSpec:
     return read_spec(config | changes)
 
@@ -150,7 +154,8 @@ def random_spec(rng: random.Random, *, latent: bool | None = None) -> ModelSpec:
         if not is_latent and index and rng.random() < 0.2:
             own = replace(own, cache_layer=0, window=layers[0].attention.window)
         inner = _experts(rng) if rng.random() < 0.4 else DenseSpec(64 * rng.randint(1, 10))
-        layers.append(LayerSpec(own, inner, norms="around" if rng.random() < 0.2 else "before"))
+        norms = rng.choice(NORMS) if rng.random() < 0.3 else "before"
+        layers.append(LayerSpec(own, inner, norms=norms))
     return ModelSpec(
         family="random",
         vocab_size=rng.randint(50, 5000),
