@@ -162,7 +162,7 @@ class Attention:
         """In place: the queries of a token are one row of the norm, and so are its keys."""
         if self.q_norm is None or self.k_norm is None:
             return
-        q_TC, k_TC, _ = qkv_TC.split([self.q_size, self.kv_size, self.kv_size], -1)
+        q_TC, k_TC, _ = torch.split(qkv_TC, [self.q_size, self.kv_size, self.kv_size], dim=-1)
         q_TC.copy_(self.q_norm(q_TC))
         k_TC.copy_(self.k_norm(k_TC))
 
