@@ -13,8 +13,7 @@ import torch
 from ridgeline import __version__, demo
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.serving import check_served
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.architectures.stored_config import (
     is_stored,
     stored_matrices,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from ridgeline import demo
 from ridgeline.architectures import read_spec
-from ridgeline.architectures.serving import check_served
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.config import ResolvedConfig
 from ridgeline.costing import asked_guesses
 from ridgeline.errors import ConfigError

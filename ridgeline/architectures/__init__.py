@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ridgeline.architectures.config_reader import MAX_TENSORS, ConfigReader
-from ridgeline.architectures.shapes import SHAPES
-from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
-from ridgeline.architectures.stored_config import described
-from ridgeline.architectures.tensor_names import (
+from ridgeline.architectures.parts import (
     expected_tensors,
     is_ignored,
     leftover_tensors,
     optional_tensors,
 )
+from ridgeline.architectures.shapes import SHAPES
+from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.stored_config import described
 from ridgeline.errors import ConfigError
 from ridgeline.registry import load
 
@@ -35,7 +35,7 @@ FAMILIES: dict[str, str] = {
     "qwen2": "ridgeline.architectures.qwen2:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
 }
-# Described, priced and planned for; `serving.check_served` says why they are not served.
+# Described, priced and planned for; `spec.check_served` says why they are not served.
 PLANNED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(SHAPES, "ridgeline.architectures.shapes:read"),
     **dict.fromkeys(
@@ -52,7 +52,7 @@ def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None)
 
     `max_model_len` is only checked against what the model's positions can serve. ConfigError
     names the key that is missing, of a wrong type, out of range or not supported. A family that
-    can only be planned for is read too: `serving.check_served` tells.
+    can only be planned for is read too: `spec.check_served` tells.
     """
     reader = ConfigReader(config)
     model_type = reader.text("model_type")

@@ -7,44 +7,53 @@ PyTorch counts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from math import prod
 
-from ridgeline.architectures.spec import (
-    AttentionSpec,
-    DenseSpec,
-    ExpertsSpec,
-    LatentSpec,
-    LayerSpec,
-    ModelSpec,
-)
-from ridgeline.architectures.stored_counts import kept_bytes
-from ridgeline.architectures.tensor_names import expected_tensors
+from ridgeline.architectures.parts import Part, parts, products
+from ridgeline.architectures.spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.stored import Stored
 from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
 
 
 def num_parameters(spec: ModelSpec) -> int:
     """Numbers in the checkpoint; a tied output matrix counts once."""
-    listed = sum(prod(shape) for shape in expected_tensors(spec).values())
-    return listed + sum(layer.unlisted for layer in spec.layers)
+    matrices = 1 if spec.tie_embeddings else 2
+    shared = matrices * spec.vocab_size * spec.hidden_size + spec.hidden_size
+    return shared + linear_weights(spec) + sum(small_parameters(spec, one) for one in spec.layers)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
     """Numbers that one token is multiplied by: only the chosen experts, no embedding look-up."""
     idle = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
-    for layer in spec.layers:
-        if isinstance(layer.feed_forward, ExpertsSpec):
-            unused = layer.feed_forward.num_experts - layer.feed_forward.num_active
-            idle += unused * expert_weights(spec, layer.feed_forward)
+    idle += sum(_idle_weights(layer, part) for layer, part in _every(spec))
     return num_parameters(spec) - idle
+
+
+def _every(spec: ModelSpec) -> Iterator[tuple[LayerSpec, Part]]:
+    """All parameters of all layers."""
+    return ((layer, part) for layer in spec.layers for part in parts(layer, spec.hidden_size))
+
+
+def _idle_weights(layer: LayerSpec, part: Part) -> int:
+    """Of experts that a token does not choose."""
+    inner = layer.feed_forward
+    if not part.is_experts or not isinstance(inner, ExpertsSpec):
+        return 0
+    return (inner.num_experts - inner.num_active) * part.num_weights
 
 
 def linear_weights(spec: ModelSpec) -> int:
     """Weights that a weight format stores: attention and feed-forward matrices without routers.
     Embedding and output matrix are in the format's `vocabulary`, norms, biases and routers in the
     serving dtype."""
-    return sum(_packed_weights(spec, layer) for layer in spec.layers)
+    return sum(part.num_numbers for _, part in _every(spec) if part.is_packed)
+
+
+def small_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Numbers of a layer that no weight format packs: norms, biases and the router."""
+    small = (part for part in parts(layer, spec.hidden_size) if not part.is_packed)
+    return layer.unlisted + sum(part.num_numbers for part in small)
 
 
 def layer_scale_bytes(
@@ -55,32 +64,13 @@ def layer_scale_bytes(
     matrices that are split by their columns are held by all."""
     if weight_format == STORED:
         return _stored_bytes(hidden_size, layer, 1, ranks)[1]
-    line = weight_line(weight_format)
-    return sum(
-        count * _matrix_scale_bytes(line, rows, columns)
-        for rows, columns, count in _held_matrices(hidden_size, layer, ranks)
-    )
-
-
-def _held_matrices(
-    hidden_size: int, layer: LayerSpec, ranks: int
-) -> Iterator[tuple[int, int, int]]:
-    """Rows, columns and number of the matrices of one rank; q, k and v are one."""
-    qkv_rows = 0
-    for matrix, count in _packed_matrices(hidden_size, layer):
-        rows, columns = _share(matrix, ranks)
-        if matrix.role in ("q", "k", "v"):
-            qkv_rows += rows
-        else:
-            yield rows, columns, count
-    yield qkv_rows, hidden_size, 1
-
-
-def _share(matrix: Matrix, ranks: int) -> tuple[int, int]:
-    """Rows and columns that each rank holds of it."""
-    is_whole, by_columns = matrix.role in ("q_a", "kv_a"), matrix.role in ("o", "down")
-    rows = matrix.rows if is_whole or by_columns else matrix.rows // ranks
-    return rows, matrix.columns // ranks if by_columns else matrix.columns
+    line, total = weight_line(weight_format), 0
+    for matrices in products(layer, hidden_size).values():
+        if matrices[0].is_packed:  # a product's matrices lie one below the other
+            shares = [part.share(ranks) for part in matrices]
+            rows, columns = sum(share[0] for share in shares), shares[0][1]
+            total += matrices[0].copies * _matrix_scale_bytes(line, rows, columns)
+    return total
 
 
 def _matrix_scale_bytes(line: WeightFormatLine, rows: int, columns: int) -> int:
@@ -88,31 +78,22 @@ def _matrix_scale_bytes(line: WeightFormatLine, rows: int, columns: int) -> int:
     return -(-rows // line.group_rows) * groups * line.scale_bytes + rows * line.row_bytes
 
 
-def _packed_matrices(hidden_size: int, layer: LayerSpec) -> Iterator[tuple[Matrix, int]]:
-    """Those of a layer that a weight format stores, and how many there are of each."""
-    for matrix in attention_matrices(layer.attention, hidden_size):
-        yield matrix, 1
-    inner = layer.feed_forward
-    sizes = [(inner.intermediate_size, 1 if isinstance(inner, DenseSpec) else inner.num_experts)]
-    if not isinstance(inner, DenseSpec) and inner.shared_size:
-        sizes.append((inner.shared_size, 1))
-    for size, count in sizes:
-        yield Matrix("gate_up", 2 * size, hidden_size), count
-        yield Matrix("down", hidden_size, size), count
-
-
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain") -> int:
     """Bytes of all weights as served, scales included."""
     packed, line = linear_weights(spec), weight_line(weight_format)
     stored = packed * (8 * dtype_bytes if line.bits is None else line.bits) // 8
+    every = Counter(spec.layers).items()
     if weight_format == STORED:
-        every = [_stored_bytes(spec.hidden_size, layer, dtype_bytes) for layer in spec.layers]
-        stored = sum(numbers for numbers, _ in every)
-    stored += sum(layer_scale_bytes(spec.hidden_size, one, weight_format) for one in spec.layers)
+        width = spec.hidden_size
+        stored = sum(n * _stored_bytes(width, layer, dtype_bytes)[0] for layer, n in every)
+    stored += sum(n * layer_scale_bytes(spec.hidden_size, one, weight_format) for one, n in every)
     matrices = 1 if spec.tie_embeddings else 2
     rest = num_parameters(spec) - packed - matrices * spec.vocab_size * spec.hidden_size
     vocabulary = sum(vocabulary_bytes(spec, dtype_bytes, weight_format))
     return stored + matrices * vocabulary + rest * dtype_bytes
+
+
+# ------------------------------------------------------------------------ kept as they are stored
 
 
 def _stored_bytes(
@@ -120,27 +101,48 @@ def _stored_bytes(
 ) -> tuple[int, int]:
     """Of the matrices of a layer that are kept as the checkpoint stores them: bytes of numbers, and
     of what stands beside them."""
-    total, beside = 0, 0
-    for matrix, count in _packed_matrices(hidden_size, layer):
-        rows, columns = _share(matrix, ranks)
-        own = kept_bytes(layer, matrix.role, rows, columns, dtype_bytes)
-        total, beside = total + count * own[0], beside + count * own[1]
-    return total, beside
+    packed = (part for part in parts(layer, hidden_size) if part.is_packed)
+    each = [(part.copies, _kept_bytes(layer, part, dtype_bytes, ranks)) for part in packed]
+    return sum(n * own[0] for n, own in each), sum(n * own[1] for n, own in each)
 
 
-def kept_bits(layer: LayerSpec, role: str, hidden_size: int, dtype_bytes: int) -> float:
-    """Bits of one weight of a product (qkv and gate_up are some) whose matrices are kept as the
-    checkpoint stores them, with its part of what stands beside them."""
-    roles = ("q", "k", "v") if role == "qkv" else (role,)
-    found = [m for m, _ in _packed_matrices(hidden_size, layer) if m.role in roles]
-    held = [sum(kept_bytes(layer, m.role, m.rows, m.columns, dtype_bytes)) for m in found]
-    return 8 * sum(held) / sum(matrix.num_weights for matrix in found)
+def _kept_bytes(layer: LayerSpec, part: Part, dtype_bytes: int, ranks: int = 1) -> tuple[int, int]:
+    """The same of one matrix."""
+    rows, columns = part.share(ranks)
+    stored = layer.stored_as(part.role)
+    bits = None if stored is None else stored.kept_bits
+    if stored is None or bits is None:
+        return rows * columns * dtype_bytes, 0
+    return rows * -(-columns * bits // 8), stored.beside_bytes(rows, columns)
+
+
+def kept_bits(matrices: Iterable[Part], layer: LayerSpec, dtype_bytes: int) -> float:
+    """Bits of one weight of these matrices of a layer, kept as the checkpoint stores them, with its
+    part of what stands beside them."""
+    each = list(matrices)
+    held = sum(part.copies * sum(_kept_bytes(layer, part, dtype_bytes)) for part in each)
+    return 8 * held / sum(part.num_numbers for part in each)
 
 
 def mean_kept_bits(spec: ModelSpec, dtype_bytes: int) -> float:
     """The same of all matrices of a model's layers together."""
     every = [_stored_bytes(spec.hidden_size, layer, dtype_bytes) for layer in spec.layers]
     return 8 * sum(map(sum, every)) / linear_weights(spec)
+
+
+def nearest_format(matrices: Iterable[Part], layer: LayerSpec) -> str:
+    """The weight format of ours whose kernels do most nearly what is done for such a product."""
+    found = (layer.stored_as(part.role) for part in matrices)
+    return next((_format_of(stored) for stored in found if stored and stored.keeps), "plain")
+
+
+def _format_of(stored: Stored) -> str:
+    if stored.keeps == "codes":
+        return f"int{stored.kept_bits}"
+    return "fp8" if stored.keeps == "e4m3" else "fp8-block"
+
+
+# ------------------------------------------------------------------------ vocabulary and cache
 
 
 def vocabulary_rows(vocab_size: int, weight_format: str = "plain", ranks: int = 1) -> int:
@@ -200,7 +202,12 @@ def _caching(spec: ModelSpec) -> list[AttentionSpec]:
 
 def linear_flops_per_token(spec: ModelSpec) -> int:
     """Operations of the layers' matrix products for one token, the output matrix not included."""
-    return sum(2 * _layer_weights(spec, layer) for layer in spec.layers)
+    return sum(_product_flops(layer, part) for layer, part in _every(spec))
+
+
+def _product_flops(layer: LayerSpec, part: Part) -> int:
+    """Operations of one token with this matrix: of experts, with those that it chooses."""
+    return 2 * (part.num_numbers - _idle_weights(layer, part)) if part.product else 0
 
 
 def logits_flops(spec: ModelSpec) -> int:
@@ -252,9 +259,8 @@ def behind_last_attention_flops(spec: ModelSpec) -> int:
     """Operations of one token behind the attention of the last layer, up to the output matrix. They
     are for its own logits alone, as no layer attends any more."""
     last = spec.layers[-1]
-    matrices = attention_matrices(last.attention, spec.hidden_size)
-    kept = sum(matrix.num_weights for matrix in matrices if matrix.role != "o")
-    return 2 * (_layer_weights(spec, last) - kept)
+    every = parts(last, spec.hidden_size)
+    return sum(_product_flops(last, part) for part in every if not part.feeds_attention)
 
 
 def step_flops(spec: ModelSpec, shape: Iterable[tuple[int, int]], num_logits: int) -> int:
@@ -264,73 +270,6 @@ def step_flops(spec: ModelSpec, shape: Iterable[tuple[int, int]], num_logits: in
         new * (linear_flops_per_token(spec) - behind) + attention_flops(spec, new, before)
         for new, before in shape
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """[rows, columns] of a layer; `role` as in `tensor_names`."""
-
-    role: str
-    rows: int
-    columns: int
-
-    @property
-    def num_weights(self) -> int:
-        return self.rows * self.columns
-
-
-def attention_matrices(attention: AttentionSpec, hidden_size: int) -> tuple[Matrix, ...]:
-    """The matrices of one layer's attention, unsplit."""
-    if attention.latent is not None:
-        return _latent_matrices(attention.num_heads, attention.latent, hidden_size)
-    width = attention.num_heads * attention.head_dim
-    kv_width = attention.num_kv_heads * attention.head_dim
-    kv_roles = ("k", "v") if attention.cache_layer is None else ()
-    return (
-        Matrix("q", width, hidden_size),
-        *(Matrix(role, kv_width, hidden_size) for role in kv_roles),
-        Matrix("o", hidden_size, width),
-    )
-
-
-def _latent_matrices(heads: int, latent: LatentSpec, hidden_size: int) -> tuple[Matrix, ...]:
-    queries = heads * latent.qk_head_dim
-    rank = latent.q_lora_rank
-    down_and_up = (
-        (Matrix("q", queries, hidden_size),)
-        if rank is None
-        else (Matrix("q_a", rank, hidden_size), Matrix("q_b", queries, rank))
-    )
-    both = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    return (
-        *down_and_up,
-        Matrix("kv_a", latent.cached_width, hidden_size),
-        Matrix("kv_b", both, latent.kv_lora_rank),
-        Matrix("o", hidden_size, heads * latent.v_head_dim),
-    )
-
-
-def small_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Numbers of a layer that no weight format packs: norms, biases and the router."""
-    attention, inner, width = layer.attention, layer.feed_forward, spec.hidden_size
-    total = width * (4 if layer.output_norms else 2) + layer.unlisted
-    kv_width = 0 if attention.cache_layer is not None else attention.num_kv_heads
-    if attention.qk_norm:
-        total += attention.head_dim * (2 if kv_width else 1)
-    if attention.qkv_bias:
-        total += (attention.num_heads + 2 * kv_width) * attention.head_dim
-    if attention.out_bias:
-        total += width
-    if attention.latent is not None:
-        total += attention.latent.kv_lora_rank + (attention.latent.q_lora_rank or 0)
-    if isinstance(inner, DenseSpec):
-        return total + (2 * inner.intermediate_size + width if inner.bias else 0)
-    return total + inner.num_experts * (width + (1 if inner.score_bias else 0))
-
-
-def expert_weights(spec: ModelSpec, experts: ExpertsSpec) -> int:
-    """Weights of one expert."""
-    return 3 * spec.hidden_size * experts.intermediate_size
 
 
 def num_visible(attention: AttentionSpec, num_tokens: int) -> int:
@@ -345,25 +284,3 @@ def num_pairs(attention: AttentionSpec, num_new: int, num_before: int) -> int:
         return (first + last) * num_new // 2
     growing = max(0, attention.window - num_before)  # queries that still see everything
     return growing * (first + attention.window) // 2 + (num_new - growing) * attention.window
-
-
-def _attention_weights(spec: ModelSpec, attention: AttentionSpec) -> int:
-    return sum(m.num_weights for m in attention_matrices(attention, spec.hidden_size))
-
-
-def _packed_weights(spec: ModelSpec, layer: LayerSpec) -> int:
-    inner, width = layer.feed_forward, 3 * spec.hidden_size
-    attention = _attention_weights(spec, layer.attention)
-    if isinstance(inner, DenseSpec):
-        return attention + width * inner.intermediate_size
-    experts = inner.num_experts * expert_weights(spec, inner)
-    return attention + experts + width * inner.shared_size
-
-
-def _layer_weights(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Weights that one token meets in a layer."""
-    inner = layer.feed_forward
-    if isinstance(inner, DenseSpec):
-        return _packed_weights(spec, layer)
-    unused = (inner.num_experts - inner.num_active) * expert_weights(spec, inner)
-    return _packed_weights(spec, layer) - unused + spec.hidden_size * inner.num_experts

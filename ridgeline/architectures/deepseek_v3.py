@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ridgeline.architectures.config_reader import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, ConfigReader
 from ridgeline.architectures.family import Trunk, activation, dense, model_spec, read_num_layers
+from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.rope_config import check_context, read_rope
 from ridgeline.architectures.spec import (
     AttentionSpec,
@@ -18,7 +19,6 @@ from ridgeline.architectures.spec import (
     LatentSpec,
     ModelSpec,
 )
-from ridgeline.architectures.tensor_names import LLAMA_NAMES
 
 MAX_EXPERTS = 4096
 _ATTENTION = "model.layers.{layer}.self_attn."

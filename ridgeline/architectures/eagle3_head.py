@@ -127,7 +127,7 @@ def eagle3_names(names: Collection[str]) -> dict[str, str]:
         "lm_head": "lm_head.weight",
         "hidden_norm": f"{stem}hidden_norm.weight",
         "input_norm": f"{stem}input_layernorm.weight",
-        "post_norm": f"{stem}post_attention_layernorm.weight",
+        "pre_feed_forward_norm": f"{stem}post_attention_layernorm.weight",
         **{role: f"{stem}self_attn.{role}_proj.weight" for role in "qkvo"},
         **{role: f"{stem}mlp.{role}_proj.weight" for role in ("gate", "up", "down")},
     }
@@ -149,7 +149,7 @@ def eagle3_shapes(spec: EagleSpec) -> dict[str, tuple[int, ...]]:
     queries, keys = (
         heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads)
     )
-    norms = ("norm", "hidden_norm", "input_norm", "post_norm")
+    norms = ("norm", "hidden_norm", "input_norm", "pre_feed_forward_norm")
     return {
         "fc": (width, NUM_TAPS * spec.target_hidden_size),
         "lm_head": (model.vocab_size, width),

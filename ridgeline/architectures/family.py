@@ -19,6 +19,7 @@ from ridgeline.architectures.spec import (
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
+    NormPlaces,
     RopeSpec,
 )
 
@@ -70,6 +71,7 @@ class Trunk:
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: bool = False,
+        norms_all_heads: bool = False,
     ) -> AttentionSpec:
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -80,6 +82,7 @@ class Trunk:
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             qk_norm=qk_norm,
+            norms_all_heads=norms_all_heads,
         )
 
 
@@ -208,15 +211,16 @@ def model_spec(
     attention: tuple[AttentionSpec, ...],
     feed_forward: FeedForwardSpec | tuple[FeedForwardSpec, ...],
     tensor_names: Mapping[str, str],
+    norms: NormPlaces = "before",
 ) -> ModelSpec:
-    """`feed_forward` is that of every layer, or one for each."""
+    """`feed_forward` is that of every layer, or one for each; `norms` are those of every layer."""
     inner = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,) * trunk.num_layers
     bos = config.token_ids("bos_token_id", vocab_size=trunk.vocab_size)
     return ModelSpec(
         family=family,
         vocab_size=trunk.vocab_size,
         hidden_size=trunk.hidden_size,
-        layers=tuple(map(LayerSpec, attention, inner)),
+        layers=tuple(LayerSpec(*both, norms=norms) for both in zip(attention, inner, strict=True)),
         norm_eps=trunk.norm_eps,
         tie_embeddings=config.flag("tie_word_embeddings", default=False),
         max_position_embeddings=trunk.max_positions,

@@ -17,9 +17,9 @@ from ridgeline.architectures.family import (
     model_spec,
     read_trunk,
 )
+from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.rope_config import read_rope
 from ridgeline.architectures.spec import DenseSpec, ModelSpec, RopeSpec
-from ridgeline.architectures.tensor_names import LLAMA_NAMES
 
 DEFAULTS = Defaults(
     rope_theta=1_000_000.0, norm_eps=1e-6, max_positions=131_072, num_kv_heads=4, head_dim=256
@@ -29,9 +29,7 @@ UNSERVED = "norms that add one to their weight and embeddings that are scaled"
 _STEM = "model.layers.{layer}."
 NAMES = {
     **LLAMA_NAMES,
-    "attention_norm": f"{_STEM}post_attention_layernorm.weight",
-    "post_norm": f"{_STEM}pre_feedforward_layernorm.weight",
-    "feed_forward_norm": f"{_STEM}post_feedforward_layernorm.weight",
+    "pre_feed_forward_norm": f"{_STEM}pre_feedforward_layernorm.weight",
 }
 
 
@@ -71,9 +69,9 @@ def _read(config: ConfigReader, max_model_len: int | None, names: dict[str, str]
         ),
         feed_forward=_dense(filled),
         tensor_names=names,
+        norms="around",
     )
-    layers = tuple(replace(layer, output_norms=True) for layer in spec.layers)
-    return replace(spec, layers=layers, unserved=UNSERVED)
+    return replace(spec, unserved=UNSERVED)
 
 
 def _dense(config: ConfigReader) -> DenseSpec:

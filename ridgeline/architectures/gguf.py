@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ridgeline.architectures import FAMILIES
 from ridgeline.architectures.config_reader import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -18,28 +19,17 @@ from ridgeline.architectures.config_reader import (
     MAX_VOCAB,
     ConfigReader,
 )
+from ridgeline.architectures.parts import layer_tensors
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What sets a family's files apart. `interleaved`: the rows of q and k lie as llama.cpp
-    rotates them, pair by pair, where a safetensors checkpoint has the halves of each head."""
-
-    model_type: str
-    interleaved: bool = False
-
-
-# general.architecture of the file -> ours
-ARCHITECTURES: Mapping[str, Layout] = {
-    "llama": Layout("llama", interleaved=True),
-    "qwen2": Layout("qwen2"),
-    "qwen3": Layout("qwen3"),
-}
+# Families whose rows of q and k lie as llama.cpp rotates them, pair by pair, where a safetensors
+# checkpoint has the halves of each head.
+INTERLEAVED = ("llama",)
+AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _BLOCK = "blk.{layer}."
@@ -49,7 +39,9 @@ NAMES: Mapping[str, str] = {
     "norm": "output_norm.weight",
     "lm_head": OUTPUT,
     "input_norm": f"{_BLOCK}attn_norm.weight",
-    "post_norm": f"{_BLOCK}ffn_norm.weight",
+    "pre_feed_forward_norm": f"{_BLOCK}ffn_norm.weight",
+    "post_attention_norm": f"{_BLOCK}post_attention_norm.weight",
+    "post_feed_forward_norm": f"{_BLOCK}post_ffw_norm.weight",
     "q_norm": f"{_BLOCK}attn_q_norm.weight",
     "k_norm": f"{_BLOCK}attn_k_norm.weight",
     **{
@@ -92,18 +84,23 @@ FOREIGN: Mapping[str, tuple[object, ...]] = {
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 
 
-def layout_of(metadata: Mapping[str, object], source: str) -> Layout:
-    """ConfigError names the architecture when it is none of `ARCHITECTURES`."""
+def readable_families() -> list[str]:
+    """What general.architecture of a file may be: a family that is served, by its own name."""
+    return [name for name in FAMILIES if name not in AS_LLAMA]
+
+
+def family_of(metadata: Mapping[str, object], source: str) -> str:
+    """The model_type of the file. ConfigError names the architecture when it is not read."""
     reader = ConfigReader(metadata, source=source)
     kind = reader.text("general.type", default="model")
     if kind != "model":
         raise reader.fail("general.type", f"is {kind[:60]!r}; only a model can be served")
     name = reader.text("general.architecture")
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if name not in readable_families():
+        known = ", ".join(readable_families())
         reason = f"is {name[:60]!r}; GGUF files are read of {known}, others from safetensors"
         raise reader.fail("general.architecture", reason)
-    return ARCHITECTURES[name]
+    return name
 
 
 def config_of(
@@ -116,8 +113,7 @@ def config_of(
 ) -> dict[str, object]:
     """What config.json would say. `shapes` are those of the tensors, `rope_factors` the numbers of
     `ROPE_FACTORS` if there is one; `source` is the file. ConfigError names the key."""
-    layout = layout_of(metadata, source)
-    name = str(metadata["general.architecture"])
+    name = family_of(metadata, source)
     own = {key[len(name) + 1 :]: v for key, v in metadata.items() if key.startswith(f"{name}.")}
     reader = ConfigReader(own, f"{name}.", source)
     for key, harmless in FOREIGN.items():
@@ -127,7 +123,7 @@ def config_of(
             f"{source}: split.count says that this is one of several files; merge them first "
             "(llama-gguf-split --merge)"
         )
-    config: dict[str, object] = {"model_type": layout.model_type, "torch_dtype": dtype}
+    config: dict[str, object] = {"model_type": name, "torch_dtype": dtype}
     config |= _sizes(reader, shapes, source)
     config |= _rope(reader, config, rope_factors)
     config |= _tokens(ConfigReader(metadata, source=source), config)
@@ -283,18 +279,20 @@ class Source:
     heads: int = 0
 
 
-def sources(spec: ModelSpec, layout: Layout) -> dict[str, Source]:
-    """Checkpoint name -> name in the file, for every tensor that the model needs."""
-    return dict(_sources(spec, layout))
-
-
-def _sources(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, Source]]:
-    expected = expected_tensors(spec)
-    for role, name in spec.tensor_names.items():
-        for index, layer in enumerate(spec.layers):
-            attention = layer.attention
-            heads = {"q": attention.num_heads, "k": attention.num_kv_heads}
-            own = name.format(layer=index)
-            if role in NAMES and own in expected:
-                turned = heads.get(role.removesuffix("_bias"), 0) if layout.interleaved else 0
-                yield own, Source(NAMES[role].format(layer=index), turned)
+def sources(spec: ModelSpec) -> dict[str, Source]:
+    """Checkpoint name -> name in the file, for every tensor that the model needs. ConfigError for
+    a parameter that no such file has a name for."""
+    shared = ("embedding", "norm") if spec.tie_embeddings else ("embedding", "norm", "lm_head")
+    found = {spec.tensor_names[role]: Source(NAMES[role]) for role in shared}
+    for index, layer in enumerate(spec.layers):
+        heads = {"q": layer.attention.num_heads, "k": layer.attention.num_kv_heads}
+        for name, part in layer_tensors(spec, index).items():
+            if part.role not in NAMES or part.is_experts:
+                raise ConfigError(
+                    f"{name} has no place in a GGUF file that this version reads; serve models of"
+                    f" {spec.family} from safetensors"
+                )
+            interleaved = heads if spec.family in INTERLEAVED else {}
+            turned = interleaved.get(part.role.removesuffix("_bias"), 0)
+            found[name] = Source(NAMES[part.role].format(layer=index), turned)
+    return found

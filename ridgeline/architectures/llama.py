@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.family import Defaults, dense, model_spec, one_window, read_trunk
+from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.tensor_names import LLAMA_NAMES
 
 DEFAULTS = Defaults(rope_theta=10_000.0, norm_eps=1e-6, max_positions=2048)
 

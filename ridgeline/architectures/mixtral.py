@@ -10,8 +10,8 @@ from ridgeline.architectures.family import (
     one_window,
     read_trunk,
 )
+from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
-from ridgeline.architectures.tensor_names import LLAMA_NAMES
 
 DEFAULTS = Defaults(rope_theta=1_000_000.0, norm_eps=1e-5, max_positions=131_072, num_kv_heads=8)
 MAX_EXPERTS = 1024

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.serving import missing
-from ridgeline.architectures.spec import DenseSpec, ModelSpec
+from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
 from ridgeline.errors import ConfigError
 
 
@@ -82,6 +81,8 @@ def read_mtp(target: ModelSpec, names: Collection[str], module: int = 0) -> MTPS
     model = replace(target, layers=(layer,), stored=())
     if reasons := missing(model):
         raise ConfigError(f"the model's MTP module needs {', '.join(reasons)}, which is not served")
+    if layer.norms != "before":
+        raise ConfigError("the MTP module has norms behind its branches, which is not served")
     if not isinstance(layer.feed_forward, DenseSpec):
         raise ConfigError("the model's MTP module has experts; modules without are served")
     stem = _stem(layout, target, module)
@@ -138,7 +139,7 @@ def mtp_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
         "up": (size, width),
         "down": (width, size),
     }
-    norms = ("token_norm", "hidden_norm", "norm", "input_norm", "post_norm")
+    norms = ("token_norm", "hidden_norm", "norm", "input_norm", "pre_feed_forward_norm")
     shapes |= dict.fromkeys(norms, (width,))
     if attention.qkv_bias:
         shapes |= {f"{role}_bias": (shapes[role][0],) for role in "qkv"}

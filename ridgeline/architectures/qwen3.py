@@ -11,8 +11,8 @@ from ridgeline.architectures.family import (
     read_trunk,
     sliding_windows,
 )
+from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.tensor_names import LLAMA_NAMES
 
 DEFAULTS = Defaults(
     rope_theta=10_000.0, norm_eps=1e-6, max_positions=32_768, num_kv_heads=32, head_dim=128

@@ -26,6 +26,7 @@ from ridgeline.architectures.spec import (
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
+    NormPlaces,
     RopeSpec,
 )
 
@@ -67,19 +68,14 @@ class Shape:
     qkv_bias: bool | str = False
     out_bias: bool | str = False
     qk_norm: bool | str = False
-    output_norms: bool = False
+    norms_all_heads: bool = False
+    norms: NormPlaces = "before"
     tied: bool = False
     head_dim: int | None = None
     window: str = "sliding_window"
     full_every: int = 1
     experts: Experts | None = None
     small: tuple[str, ...] = ()
-
-
-def _norms_over_all_heads(width: int, attention: AttentionSpec, inner: FeedForwardSpec) -> int:
-    """Of queries and keys, where one norm for all heads of one size is counted."""
-    heads = attention.num_heads + attention.num_kv_heads
-    return (heads - 2) * attention.head_dim if attention.qk_norm else 0
 
 
 def _biases_of_experts(width: int, attention: AttentionSpec, inner: FeedForwardSpec) -> int:
@@ -91,7 +87,6 @@ def _biases_of_experts(width: int, attention: AttentionSpec, inner: FeedForwardS
 
 # Numbers of a layer that its record has no field for.
 SMALL: Mapping[str, Callable[[int, AttentionSpec, FeedForwardSpec], int]] = {
-    "norms over all heads": _norms_over_all_heads,
     "biases of experts": _biases_of_experts,
     "one norm a layer": lambda width, attention, inner: -width,
     "biases of norms": lambda width, attention, inner: 2 * width,
@@ -126,12 +121,11 @@ READER = "a reader of its weights"
 SIDE_BY_SIDE = Shape(
     "attention and feed-forward side by side",
     tied=True,
-    small=("one norm a layer", "norms over all heads"),
+    norms_all_heads=True,
+    small=("one norm a layer",),
 )
 HALF_ROTATED = Shape("positions of half of a head", qkv_bias="attention_bias", head_dim=128)
-NORMS_AFTER = Shape(
-    "norms after, not before each part", qk_norm=True, small=("norms over all heads",)
-)
+NORMS_AFTER = Shape(READER, qk_norm=True, norms_all_heads=True, norms="after")
 # model_type of config.json -> its layers
 SHAPES: Mapping[str, Shape] = {
     "cohere": replace(SIDE_BY_SIDE, qk_norm="use_qk_norm"),
@@ -142,13 +136,13 @@ SHAPES: Mapping[str, Shape] = {
     "gemma": Shape("norms that add one to their weight", tied=True, head_dim=256),
     "gemma2": Shape(
         "norms that add one to their weight, soft caps",
-        output_norms=True,
+        norms="around",
         tied=True,
         head_dim=256,
         full_every=2,
     ),
     "glm": HALF_ROTATED,
-    "glm4": replace(HALF_ROTATED, output_norms=True),
+    "glm4": replace(HALF_ROTATED, norms="around"),
     "glm4_moe": replace(HALF_ROTATED, qk_norm="use_qk_norm", experts=DEEPSEEK_MIXTURE),
     "gpt_oss": Shape(
         "attention sinks, biases of experts",
@@ -169,18 +163,18 @@ SHAPES: Mapping[str, Shape] = {
         experts=LLAMA_4_MIXTURE,
     ),
     "minimax_m2": Shape(
-        "norms over all heads",
+        READER,
         qk_norm="use_qk_norm",
+        norms_all_heads=True,
         experts=replace(MIXTURE, scoring="sigmoid", score_bias=True),
-        small=("norms over all heads",),
     ),
     "olmo2": NORMS_AFTER,
     "olmo3": replace(NORMS_AFTER, full_every=4),
     "olmoe": Shape(
-        "norms over all heads",
+        READER,
         qk_norm=True,
+        norms_all_heads=True,
         experts=Experts(size="intermediate_size"),
-        small=("norms over all heads",),
     ),
     "phi3": Shape("products of several matrices as one in the checkpoint", full_every=0),
     "phimoe": Shape(
@@ -220,7 +214,8 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         family=family,
         attention=_attention(filled, shape, trunk),
         feed_forward=tuple(_feed_forward(filled, shape, i) for i in range(trunk.num_layers)),
-        tensor_names=GEMMA_NAMES if shape.output_norms else DEEPSEEK_NAMES,
+        tensor_names=GEMMA_NAMES if shape.norms == "around" else DEEPSEEK_NAMES,
+        norms=shape.norms,
     )
     layers = tuple(_with_rest(layer, shape, trunk.hidden_size) for layer in spec.layers)
     return replace(spec, layers=layers, unserved=shape.needs)
@@ -228,7 +223,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
 
 def _with_rest(layer: LayerSpec, shape: Shape, width: int) -> LayerSpec:
     parts = (SMALL[name](width, layer.attention, layer.feed_forward) for name in shape.small)
-    return replace(layer, output_norms=shape.output_norms, unlisted=sum(parts))
+    return replace(layer, unlisted=sum(parts))
 
 
 def _rope_kind(config: ConfigReader) -> str:
@@ -247,6 +242,7 @@ def _attention(config: ConfigReader, shape: Shape, trunk: Trunk) -> tuple[Attent
         qkv_bias=asked(shape.qkv_bias),
         out_bias=asked(shape.out_bias),
         qk_norm=asked(shape.qk_norm),
+        norms_all_heads=shape.norms_all_heads,
     )
     if shape.full_every == 1 or not config.has(shape.window):
         return (full,) * trunk.num_layers

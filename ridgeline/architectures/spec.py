@@ -3,16 +3,18 @@ are all built from. Pure Python.
 
 Letters: E hidden, H query heads, K KV heads, D head size, F feed-forward, V vocabulary, X experts.
 
-What this version can serve is less than what it can describe: `architectures/serving.py` says which
-of these fields the decoder follows today. The cost model and the planner follow all of them.
+What this version can serve is less than what it can describe: `missing` says which of these fields
+the decoder does not follow. The cost model and the planner follow all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ridgeline.architectures.stored import Stored
+from ridgeline.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
+    norms_all_heads: bool = False  # `qk_norm` is over all heads of a token together
     scale: float | None = None  # None: head_dim ** -0.5
     latent: LatentSpec | None = None
     cache_layer: int | None = None
@@ -111,16 +114,20 @@ class ExpertsSpec:
     score_bias: bool = False
 
 
+NormPlaces = Literal["before", "after", "around"]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`output_norms`: attention and feed-forward are normalised once more before they are added.
-    `stored`: role -> how the checkpoint stores those matrices that somebody quantized. `unlisted`:
-    how many numbers it has beside those that these fields say (below 0: fewer), such as sinks and
-    biases of experts, in families that are only planned for."""
+    """`norms`: where the hidden states are normalised: "before" attention and feed-forward read
+    them, "after" (what the two add is normalised), or "around", both. `stored`: role -> how the
+    checkpoint stores those matrices that somebody quantized. `unlisted`: how many numbers it has
+    beside those that these fields say (below 0: fewer), such as sinks and biases of experts, in
+    families that are only planned for."""
 
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
-    output_norms: bool = False
+    norms: NormPlaces = "before"
     stored: tuple[tuple[str, Stored], ...] = ()
     unlisted: int = 0
 
@@ -132,7 +139,7 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only model. `tensor_names` maps our parameter roles to checkpoint names, with
-    `{layer}` and `{expert}` to fill in (see `architectures/tensor_names.py` for the roles).
+    `{layer}` and `{expert}` to fill in (see `architectures/parts.py` for the roles).
     `unserved` says what the numbers of this family need and this version does not compute.
     `stored`: as that of a layer, of the matrices of the vocabulary."""
 
@@ -153,3 +160,37 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+
+# ------------------------------------------------------------------------ can it be served?
+
+
+def check_served(spec: ModelSpec) -> None:
+    """ConfigError that says what is missing, for a model that can only be planned for."""
+    reasons = missing(spec)
+    if reasons:
+        raise ConfigError(
+            f"model family {spec.family!r} can be planned for, cannot be served by this version: "
+            f"it needs {', '.join(reasons)}"
+        )
+
+
+def missing(spec: ModelSpec) -> tuple[str, ...]:
+    """What the model needs and the decoder does not have; empty when it can be served."""
+    found = [spec.unserved] if spec.unserved else []
+    for layer in dict.fromkeys(spec.layers):
+        found += _missing_in(layer)
+    return tuple(dict.fromkeys(found))
+
+
+def _missing_in(layer: LayerSpec) -> Iterator[str]:
+    attention, inner = layer.attention, layer.feed_forward
+    if attention.latent is not None:
+        yield "latent attention"
+    if attention.cache_layer is not None:
+        yield "layers that read another layer's cache"
+    if isinstance(inner, ExpertsSpec):
+        if inner.shared_size:
+            yield "shared experts"
+        if inner.scoring != "softmax" or inner.score_bias:
+            yield f"{inner.scoring} scores of experts"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import ConfigReader
+from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
 from ridgeline.architectures.stored import Stored, raw_name, tensors_of
 from ridgeline.architectures.stored_match import Find, check_work
-from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.registry import load
 
 KEY = "quantization_config"

@@ -19,9 +19,16 @@ from ridgeline.architectures.counts import (
     num_parameters,
     weight_bytes,
 )
-from ridgeline.architectures.serving import missing
+from ridgeline.architectures.parts import branches
 from ridgeline.architectures.shapes import SHAPES
-from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    missing,
+)
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.cli.engine_flags import CHOICES, add_model
@@ -201,6 +208,7 @@ def facts(spec: ModelSpec) -> dict[str, str]:
         described["not served"] = f"for planning alone; it needs {', '.join(needs)}"
     if stored := stored_words(spec):
         described["quantized matrices"] = stored
+    described["order of a layer"] = "; ".join(dict.fromkeys(map(_order_words, spec.layers)))
     for index, ((attention, feed_forward), count) in enumerate(layers.items()):
         suffix = f" ({count} layers)" if len(layers) > 1 else ""
         number = f" {index + 1}" if len(layers) > 1 else ""
@@ -209,12 +217,21 @@ def facts(spec: ModelSpec) -> dict[str, str]:
     return described
 
 
+def _order_words(layer: LayerSpec) -> str:
+    """What the layer does, one after the other."""
+    words: list[str] = []
+    for one in branches(layer):
+        steps = (one.norm_in and "norm", one.does.replace("_", "-"), one.norm_out and "norm", "add")
+        words += [step for step in steps if step]
+    return ", ".join(words)
+
+
 def _attention_words(a: AttentionSpec) -> str:
     extras = [
         f"rotary {a.rope.kind}, theta {a.rope.theta:g}",
         f"window of {a.window} tokens" if a.window else "all of the past",
         *(["bias on q, k, v"] if a.qkv_bias else []),
-        *(["norm on q and k"] if a.qk_norm else []),
+        *([f"norm {'over all heads of' if a.norms_all_heads else 'on'} q and k"] * a.qk_norm),
     ]
     heads = f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads"
     if a.latent is not None:

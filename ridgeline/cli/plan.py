@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def make_question(args: argparse.Namespace, model: Described) -> Question:
     """What the command line asks. Of a model that this version does not serve all is looked at, as
     with --all. Raises ConfigError."""
-    from ridgeline.architectures.serving import missing
+    from ridgeline.architectures.spec import missing
     from ridgeline.planner.question import Question
 
     return Question(

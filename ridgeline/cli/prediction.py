@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.architectures.serving import missing
+from ridgeline.architectures.spec import missing
 from ridgeline.cli.machine import make_setup, price_band
 from ridgeline.cli.tables import Column, grid, places, table, unbroken, whole_percent
 from ridgeline.cost.constants import Origin

@@ -243,7 +243,7 @@ def read_texts(args: argparse.Namespace, model: Path) -> Texts:
     import torch
 
     from ridgeline.architectures import read_spec
-    from ridgeline.compression.states import cut
+    from ridgeline.compression.layer import cut
     from ridgeline.compression.stream import Texts
     from ridgeline.errors import ConfigError
     from ridgeline.loader import read_config
@@ -309,7 +309,7 @@ def predicted(args: argparse.Namespace) -> dict[str, float]:
 
 def _scores(args: argparse.Namespace, job: Job) -> dict[str, tuple[Row, ...]]:
     """Rows of `ridgeline eval` for the original and for the dequantized weights."""
-    from ridgeline.compression.written import write_plain
+    from ridgeline.compression.checkpoints import write_plain
 
     with tempfile.TemporaryDirectory(prefix="plain-", dir=job.out) as folder:
         plain = Path(folder) / "model"

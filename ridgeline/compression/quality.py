@@ -10,7 +10,7 @@ from math import exp
 
 import torch
 
-from ridgeline.compression.states import States
+from ridgeline.compression.layer import States
 from ridgeline.errors import check
 from ridgeline.kernels.rms_norm import rms_norm_reference
 

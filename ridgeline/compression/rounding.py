@@ -1,26 +1,18 @@
 """How are the matrices of one layer quantized, given the states that come into it?
 
-`round_layer` changes the block to what will be served and says what it became. Letters: I inputs,
-O outputs, E hidden, F feed-forward, K KV heads, D head size.
+`round_layer` changes the layer to what will be served and says what it became. Letters: I inputs,
+O outputs, E hidden, K KV heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import groupby
 
 import torch
 
-from ridgeline.compression.block import (
-    Block,
-    Input,
-    Watch,
-    attention_inputs,
-    feed_forward_inputs,
-    no_watch,
-)
-from ridgeline.compression.states import States
+from ridgeline.compression.layer import Input, Layer, Names, States, Watch
 from ridgeline.errors import ConfigError
 from ridgeline.quantization.algorithms.awq import clip_and_round, search_scales
 from ridgeline.quantization.algorithms.gptq import GptqSettings, gptq
@@ -29,12 +21,6 @@ from ridgeline.quantization.algorithms.rtn import round_to_nearest
 from ridgeline.quantization.algorithms.statistics import InputStatistics
 
 METHODS = ("rtn", "gptq", "awq")
-
-
-class Half(Protocol):
-    """Attention or feed-forward of a block, with what is around it."""
-
-    def __call__(self, hidden_BSE: torch.Tensor, watch: Watch = no_watch) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,112 +43,105 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """`matrices` by role; `folded`: other parameters that changed, in the stored dtype."""
+    """By name: `matrices`, and `folded`, other parameters that changed, in the stored dtype."""
 
     matrices: dict[str, Quantized]
     folded: dict[str, torch.Tensor]
 
 
-def roles_of(block: Block) -> list[str]:
-    """The matrices that are quantized: all but the router."""
-    stages = (*attention_inputs(), *feed_forward_inputs(block.spec.feed_forward))
-    return [role for stage in stages for one in stage for role in one.roles]
-
-
-def round_layer(block: Block, states: States, method: Method, device: torch.device) -> Rounded:
-    """Afterwards `block` holds the dequantized matrices and `states` are what it makes of them."""
+def round_layer(layer: Layer, states: States, method: Method) -> Rounded:
+    """Afterwards `layer` holds the dequantized matrices and `states` are what it makes of them."""
+    if method.name == "gptq":
+        return _by_stages(layer, states, method)
     if method.name == "rtn":
-        made = {r: round_to_nearest(block.weights[r], method.grid) for r in roles_of(block)}
+        names = layer.matrices
+        made = {name: round_to_nearest(layer.tensors[name], method.grid) for name in names}
         rounded = Rounded(made, {})
-        put(block, rounded)
-    elif method.name == "gptq":
-        return _by_stages(block, states, method, device)
     else:
-        rounded = _by_scales(block, states, method, device)
-    states.advance(block, device)
+        rounded = _by_scales(layer, states, method)
+    put(layer, rounded)
+    states.advance(layer, layer.device)
     return rounded
 
 
-def put(block: Block, rounded: Rounded) -> None:
-    """The block computes with what was made of it."""
-    for role, one in rounded.matrices.items():
-        block.weights[role] = one.dequantize()
-    for role, parameter in rounded.folded.items():
-        block.weights[role] = parameter.float()
+def put(layer: Layer, rounded: Rounded) -> None:
+    """The layer computes with what was made of it."""
+    for name, one in rounded.matrices.items():
+        layer.tensors[name].copy_(one.dequantize())
+    for name, parameter in rounded.folded.items():
+        layer.tensors[name].copy_(parameter)
 
 
-def _by_stages(block: Block, states: States, method: Method, device: torch.device) -> Rounded:
-    """GPTQ: each matrix sees inputs made by the quantized ones before it."""
+def _by_stages(layer: Layer, states: States, method: Method) -> Rounded:
+    """GPTQ: each matrix sees inputs made by the quantized ones before it. Matrices of a stage do
+    not see each other: those of one product, or of that product of all experts."""
     made: dict[str, Quantized] = {}
-    halves: tuple[tuple[Half, tuple[tuple[Input, ...], ...]], ...] = (
-        (block.attend, attention_inputs()),
-        (block.feed, feed_forward_inputs(block.spec.feed_forward)),
-    )
-    for half, stages in halves:
-        for stage in stages:
-            seen = watched(half, states, block, stage, device)
-            for one in stage:
-                for role in one.roles:
-                    weight_OI, hessian_II = block.weights[role], seen[one.name].hessian_II
-                    made[role] = gptq(weight_OI, hessian_II, method.grid, method.gptq)
-                    block.weights[role] = made[role].dequantize()
-        states.advance(half, device)
+    stages: dict[str, list[Input]] = {}
+    for one in layer.inputs:
+        stages.setdefault(one.product, []).append(one)
+    halves = groupby(stages.values(), key=lambda stage: stage[0].is_of_attention)
+    for is_of_attention, own in halves:
+        half = layer.attend if is_of_attention else layer.feed
+        for stage in own:
+            seen = watched(half, states, layer, stage)
+            for name, statistics in ((n, seen[one.names]) for one in stage for n in one.names):
+                weight_OI, hessian_II = layer.tensors[name], statistics.hessian_II
+                made[name] = gptq(weight_OI, hessian_II, method.grid, method.gptq)
+                weight_OI.copy_(made[name].dequantize())
+        states.advance(half, layer.device)
     return Rounded(made, {})
 
 
 def watched(
-    half: Half, states: States, block: Block, stage: Iterable[Input], device: torch.device
-) -> dict[str, InputStatistics]:
+    run: Callable[[torch.Tensor, Watch], torch.Tensor],
+    states: States,
+    layer: Layer,
+    inputs: list[Input],
+) -> dict[Names, InputStatistics]:
     """Statistics of these inputs over all states."""
     seen = {
-        one.name: InputStatistics(block.weights[one.roles[0]].shape[1], device) for one in stage
+        one.names: InputStatistics(layer.tensors[one.names[0]].shape[1], layer.device)
+        for one in inputs
     }
 
-    def watch(name: str, x_TI: torch.Tensor) -> None:
-        if name in seen:
-            seen[name].add(x_TI)
+    def watch(names: Names, x_TI: torch.Tensor) -> None:
+        if names in seen:
+            seen[names].add(x_TI)
 
     for part_BSE in states.parts():
-        half(part_BSE.to(device), watch)
+        run(part_BSE.to(layer.device), watch)
     return seen
 
 
-def _by_scales(block: Block, states: States, method: Method, device: torch.device) -> Rounded:
+def _by_scales(layer: Layer, states: States, method: Method) -> Rounded:
     """AWQ: all scales of the layer first, as one changes the rows that another's columns meet."""
-    feeds = feed_forward_inputs(block.spec.feed_forward)
-    inputs = [one for stage in (*attention_inputs(), *feeds) for one in stage]
-
-    def whole(hidden_BSE: torch.Tensor, watch: Watch = no_watch) -> torch.Tensor:
-        return block.feed(block.attend(hidden_BSE, watch), watch)
-
-    seen = watched(whole, states, block, inputs, device)
-    scales = {one.name: _scale_of(block, one, seen[one.name], method.grid) for one in inputs}
+    inputs, tensors = layer.inputs, layer.tensors
+    seen = watched(layer, states, layer, inputs)
+    found = [_scale_of(layer, one, seen[one.names], method.grid) for one in inputs]
     folded: dict[str, torch.Tensor] = {}
-    for one in inputs:
-        scales[one.name] = _fold(block, one, scales[one.name], method.stored, folded)
-    for one in inputs:
-        for role in one.roles:
-            block.weights[role] = block.weights[role] * scales[one.name]
+    scales = [
+        _fold(layer, one, scale_I, method.stored, folded)
+        for one, scale_I in zip(inputs, found, strict=True)
+    ]
+    for one, scale_I in zip(inputs, scales, strict=True):
+        for name in one.names:
+            tensors[name].mul_(scale_I)
     made: dict[str, Quantized] = {}
-    for one in inputs:
-        scale_I = scales[one.name]
-        hessian_II = seen[one.name].hessian_II / torch.outer(scale_I, scale_I)
-        for role in one.roles:
-            made[role] = clip_and_round(block.weights[role], hessian_II, method.grid)
-    rounded = Rounded(made, folded)
-    put(block, rounded)
-    return rounded
+    for one, scale_I in zip(inputs, scales, strict=True):
+        hessian_II = seen[one.names].hessian_II / torch.outer(scale_I, scale_I)
+        for name in one.names:
+            made[name] = clip_and_round(tensors[name], hessian_II, method.grid)
+    return Rounded(made, folded)
 
 
-def _scale_of(block: Block, one: Input, seen: InputStatistics, grid: Grid) -> torch.Tensor:
-    weights = [block.weights[role] for role in one.roles]
+def _scale_of(layer: Layer, one: Input, seen: InputStatistics, grid: Grid) -> torch.Tensor:
+    weights = [layer.tensors[name] for name in one.names]
     magnitude_I = seen.magnitude_I
-    if one.name.startswith("gate_up.") or not seen.num_tokens:
-        # Experts and their router share one norm: a scale would be the same for all of them.
+    if one.made_by is None or not seen.num_tokens:
         return torch.ones_like(magnitude_I)
-    if one.name != "o":
+    if one.product != "attention_out":
         return search_scales(weights, seen.hessian_II, magnitude_I, grid)
-    spec = block.spec.attention
+    spec = layer.spec.layers[layer.index].attention
 
     def share(values_I: torch.Tensor) -> torch.Tensor:
         heads_KRD = values_I.view(spec.num_kv_heads, -1, spec.head_dim)
@@ -173,40 +152,29 @@ def _scale_of(block: Block, one: Input, seen: InputStatistics, grid: Grid) -> to
 
 
 def _fold(
-    block: Block,
+    layer: Layer,
     one: Input,
     scale_I: torch.Tensor,
     stored: torch.dtype,
     folded: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """Divide what makes this input by the scale; the scale that this comes to, as stored."""
-    norms: Mapping[str, str] = {"qkv": "input_norm", "gate_up": "post_norm"}
-    if one.name in norms:
-        role = norms[one.name]
-        norm_E = block.weights[role]
+    if one.made_by is None:
+        return scale_I
+    made_by = layer.tensors[one.made_by]
+    if made_by.dim() == 1:
+        norm_E = made_by.clone()
         divided_E = (norm_E / scale_I).to(stored)
         holds_E = torch.isfinite(divided_E) & (divided_E != 0)
-        folded[role] = torch.where(holds_E, divided_E, norm_E.to(stored))
-        block.weights[role] = folded[role].float()
-        return torch.where(holds_E, norm_E / block.weights[role], torch.ones_like(norm_E))
-    if one.name == "o":
-        spec = block.spec.attention
+        folded[one.made_by] = torch.where(holds_E, divided_E, norm_E.to(stored))
+        made_by.copy_(folded[one.made_by])
+        return torch.where(holds_E, norm_E / made_by, torch.ones_like(norm_E))
+    rows_O = scale_I
+    if one.product == "attention_out":
+        spec = layer.spec.layers[layer.index].attention
         rows_O = scale_I.view(spec.num_kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
-        _divide_rows(block, "v", rows_O, stored, folded)
-    elif one.name.startswith("down"):
-        _divide_rows(block, "up" + one.name.removeprefix("down"), scale_I, stored, folded)
+    made_by.div_(rows_O[:, None])
+    if (bias := layer.bias_of(one.made_by)) is not None:
+        folded[bias] = (layer.tensors[bias] / rows_O).to(stored)
+        layer.tensors[bias].copy_(folded[bias])
     return scale_I
-
-
-def _divide_rows(
-    block: Block,
-    role: str,
-    rows_O: torch.Tensor,
-    stored: torch.dtype,
-    folded: dict[str, torch.Tensor],
-) -> None:
-    block.weights[role] = block.weights[role] / rows_O[:, None]
-    bias = f"{role}_bias"
-    if bias in block.weights:
-        folded[bias] = (block.weights[bias] / rows_O).to(stored)
-        block.weights[bias] = folded[bias].float()

@@ -20,24 +20,21 @@ from typing import Any
 import torch
 
 from ridgeline.architectures import read_spec
-from ridgeline.architectures.serving import check_served
-from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.parts import (
+    ROUTER,
+    expected_tensors,
+    layer_tensors,
+    optional_tensors,
+    shared_tensors,
+    tensor_name,
+)
+from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.architectures.stored_config import stored_matrices
 from ridgeline.architectures.stored_config import words as stored_words
-from ridgeline.architectures.tensor_names import expected_tensors, optional_tensors
-from ridgeline.compression.block import Block
-from ridgeline.compression.layers import (
-    layer_names,
-    matrix_names,
-    read_block,
-    rest_names,
-    rotations,
-)
+from ridgeline.compression.checkpoints import FileTensors, read_layer
+from ridgeline.compression.layer import Layer, States, embed
 from ridgeline.compression.quality import Head, Quality, compare
-from ridgeline.compression.rounding import Method, Rounded, put, roles_of, round_layer
-from ridgeline.compression.source import FileTensors
-from ridgeline.compression.states import States, embed
-from ridgeline.compression.written import read_layer
+from ridgeline.compression.rounding import Method, Rounded, put, round_layer
 from ridgeline.errors import ConfigError
 from ridgeline.loader.checkpoint import check_tensors, open_checkpoint
 from ridgeline.loader.folder import read_config
@@ -127,8 +124,7 @@ def stored_dtype(model: Path) -> torch.dtype:
     check_plain(model, spec)
     source = FileTensors(model)
     source.check_floats()
-    name = layer_names(spec, 0)["o"]
-    return source.tensor(name).dtype
+    return source.tensor(tensor_name(spec.tensor_names, "o", 0)).dtype
 
 
 def check_plain(model: Path, spec: ModelSpec) -> None:
@@ -164,9 +160,8 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
 
 def columns(spec: ModelSpec) -> dict[str, int]:
     """Of each matrix that is quantized, by name."""
-    shapes = expected_tensors(spec)
-    names = [n for i in range(spec.num_layers) for n in matrix_names(spec, i).values()]
-    return {name: shapes[name][1] for name in names}
+    every = (item for i in range(spec.num_layers) for item in layer_tensors(spec, i).items())
+    return {name: part.shape[1] for name, part in every if part.is_packed}
 
 
 def fitting_groups(spec: ModelSpec) -> tuple[int, ...]:
@@ -257,8 +252,7 @@ class _Run:
         self.original = self._states(texts.held_out_NS, embedding_VE)
         self.quantized = self._states(texts.held_out_NS, embedding_VE)
         self.alone: list[States] = []
-        longest = max(texts.calibration_NS.shape[1], texts.held_out_NS.shape[1])
-        self.rotations = rotations(spec, longest, job.device)
+        self.max_tokens = max(texts.calibration_NS.shape[1], texts.held_out_NS.shape[1])
 
     def _states(self, windows_NS: torch.Tensor, embedding_VE: torch.Tensor) -> States:
         states = self._empty(windows_NS)
@@ -287,7 +281,7 @@ class _Run:
             LayerReport(*row, alone=alone[index] if alone else None)
             for index, row in enumerate(rows)
         ]
-        names = rest_names(self.spec)
+        names = list(shared_tensors(self.spec))
         rest = write_shard(
             self.job.out / shard_name(self.count - 1, self.count),
             {name: self.source.tensor(name) for name in names},
@@ -311,26 +305,27 @@ class _Run:
         started = time.perf_counter()
         job, device = self.job, self.job.device
         path = job.out / shard_name(index, self.count)
-        names = layer_names(self.spec, index)
-        block = read_block(self.source, self.spec, index, self.rotations[index], device)
+        names = list(layer_tensors(self.spec, index))
+        layer = Layer(self.source, self.spec, index, max_tokens=self.max_tokens, device=device)
         if job.alone:
             self.alone.append(self._branch())
-        self.original.advance(block, device)
+        self.original.advance(layer, device)
         for one in self.alone[:-1]:
-            one.advance(block, device)
+            one.advance(layer, device)
         resumed = path.exists()
         if resumed:
-            tensors = self._resume(block, path, names, job.method_of(index))
+            tensors = self._resume(layer, path, job.method_of(index))
         else:
-            rounded = round_layer(block, self.calibration, job.method_of(index), device)
-            tensors = self._tensors(rounded, names)
+            tensors = self._tensors(
+                round_layer(layer, self.calibration, job.method_of(index)), names
+            )
             write_shard(path, tensors, {"layer": index})
         self.shard_of.update(dict.fromkeys(tensors, path.name))
-        self.quantized.advance(block, device)
+        self.quantized.advance(layer, device)
         if self.alone:
-            self.alone[-1].advance(block, device)
+            self.alone[-1].advance(layer, device)
         num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-        was = sum(self.source.num_bytes(name) for name in names.values())
+        was = sum(self.source.num_bytes(name) for name in names)
         seconds = time.perf_counter() - started
         bits, moved = job.method_of(index).grid.bits, drift(self.original, self.quantized)
         return index, bits, num_bytes, was, seconds, resumed, moved
@@ -341,26 +336,24 @@ class _Run:
         states.all_NSE.copy_(self.original.all_NSE)
         return states
 
-    def _tensors(self, rounded: Rounded, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    def _tensors(self, rounded: Rounded, names: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for role, name in names.items():
-            if role in rounded.matrices:
-                found |= tensors_of(rounded.matrices[role], name)
-            elif role in rounded.folded:
-                found[name] = rounded.folded[role]
+        for name in names:
+            if name in rounded.matrices:
+                found |= tensors_of(rounded.matrices[name], name)
+            elif name in rounded.folded:
+                found[name] = rounded.folded[name]
             else:
                 found[name] = self.source.tensor(name)
         return found
 
-    def _resume(
-        self, block: Block, path: Path, names: Mapping[str, str], method: Method
-    ) -> dict[str, torch.Tensor]:
-        """What an earlier run made of this layer; the block and the states are as they were."""
+    def _resume(self, layer: Layer, path: Path, method: Method) -> dict[str, torch.Tensor]:
+        """What an earlier run made of this layer; the layer and the states are as they were."""
         tensors, _ = read_shard(path)
         device = self.job.device
-        grids = dict.fromkeys(roles_of(block), method.grid)
-        put(block, read_layer({n: t.to(device) for n, t in tensors.items()}, names, grids))
-        self.calibration.advance(block, device)
+        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        put(layer, read_layer(moved, layer.parts, dict.fromkeys(layer.matrices, method.grid)))
+        self.calibration.advance(layer, device)
         return tensors
 
     def _head(self) -> Head:
@@ -392,9 +385,9 @@ def _finish(
             if path.name not in ("config.json", INDEX_FILE, SETTINGS_FILE, REPORT_FILE):
                 shutil.copyfile(path, job.out / path.name)
     ignored = ["lm_head"]
-    for index, layer in enumerate(spec.layers):
-        if isinstance(layer.feed_forward, ExpertsSpec):
-            ignored.append(layer_names(spec, index)["router"].removesuffix(".weight"))
+    for index in range(spec.num_layers):
+        named = layer_tensors(spec, index).items()
+        ignored += [name.removesuffix(".weight") for name, part in named if part.role == ROUTER]
     act_order = job.method.name == "gptq" and job.method.gptq.act_order
     described = quantization_config(_targets(job, spec), ignore=ignored, act_order=act_order)
     write_json(job.out / "config.json", {**config, "quantization_config": described})
@@ -407,8 +400,7 @@ def _targets(job: Job, spec: ModelSpec) -> dict[str, Grid]:
     if job.bits is None:
         return {"Linear": job.method.grid}
     stem = spec.tensor_names["o"].partition("{layer}")[0]
-    names = {name for i in range(spec.num_layers) for name in matrix_names(spec, i).values()}
-    modules = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in names})
+    modules = sorted({n.removesuffix(".weight").rpartition(".")[2] for n in columns(spec)})
     ending = f"[.]({'|'.join(modules)})$"  # norms and routers are no targets
     found: dict[str, Grid] = {}
     for bits in sorted(set(job.bits)):

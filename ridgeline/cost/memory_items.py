@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from ridgeline.architectures.counts import (
-    attention_matrices,
-    layer_scale_bytes,
-    small_parameters,
-    vocabulary_bytes,
-)
-from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.counts import layer_scale_bytes, vocabulary_bytes
+from ridgeline.architectures.parts import Part, parts
+from ridgeline.architectures.spec import LayerSpec, ModelSpec
 from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
 from ridgeline.formats import STORED
 
-WEIGHTS = ("embedding", "attention", "feed-forward", "experts", "norms", "LM head", "scales")
+LAYER_ITEMS = ("attention", "feed-forward", "experts", "norms")
+WEIGHTS = ("embedding", *LAYER_ITEMS, "LM head", "scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,11 @@ def _stage_items(
     is_first, is_last = stage == 0, stage == layout.pp - 1
     size, tp = precision.dtype_bytes, layout.tp
     vocabulary, of_vocabulary = vocabulary_bytes(spec, size, precision.weights, tp)
-    attention = dense = experts = small = 0
+    held = dict.fromkeys(LAYER_ITEMS, 0)  # bits
     for layer, count in counts.items():
-        attention += count * _attention_bits(spec, layer, tp, precision)
-        experts += count * _expert_bits(spec, layer, tp, precision)
-        dense += count * _dense_bits(spec, layer, tp, precision)
-        small += count * small_parameters(spec, layer)
-    plain = attention // 8, dense // 8, experts // 8
+        held["norms"] += count * layer.unlisted * 8 * size
+        for part in parts(layer, spec.hidden_size):
+            held[_item(part)] += count * _held_bits(layer, part, tp, precision)
     scales = sum(
         count * layer_scale_bytes(spec.hidden_size, layer, precision.weights, tp)
         for layer, count in counts.items()
@@ -71,10 +67,10 @@ def _stage_items(
     scales += of_vocabulary * (has_embedding + has_head)
     amounts = (
         (vocabulary if has_embedding else 0, f"{spec.vocab_size} x {spec.hidden_size}"),
-        (plain[0], "q, k, v and output matrices"),
-        (plain[1], "gate, up and down matrices"),
-        (plain[2], "gate, up and down matrices of all experts"),
-        ((small + (spec.hidden_size if is_last else 0)) * size, "norms, biases and routers"),
+        (held["attention"] // 8, "q, k, v and output matrices"),
+        (held["feed-forward"] // 8, "gate, up and down matrices"),
+        (held["experts"] // 8, "gate, up and down matrices of all experts"),
+        (held["norms"] // 8 + is_last * spec.hidden_size * size, "norms, biases and routers"),
         (vocabulary if has_head else 0, "output matrix"),
         (scales, f"of {precision.weights} weights"),
     )
@@ -85,46 +81,22 @@ def _stage_items(
     )
 
 
-def _bits(layer: LayerSpec, role: str, precision: Precision) -> int:
-    """Of one weight of such a matrix, scales apart."""
-    size, bits = 8 * precision.dtype_bytes, precision.weight_line.bits
-    if precision.weights == STORED:
-        stored = layer.stored_as(role)
-        bits = None if stored is None else stored.kept_bits
-    return size if bits is None else bits
+def _item(part: Part) -> str:
+    """The line that a parameter of a layer is part of."""
+    if not part.is_packed:
+        return "norms"
+    if part.is_experts:
+        return "experts"
+    is_attention = part.feeds_attention or part.product == "attention_out"
+    return "attention" if is_attention else "feed-forward"
 
 
-def _attention_bits(spec: ModelSpec, layer: LayerSpec, tp: int, precision: Precision) -> int:
-    """Of the weights of one rank: q, o and what belongs to heads are split, k and v as far as there
-    are KV heads, what all heads share is not."""
-    attention = layer.attention
-    total = 0
-    for matrix in attention_matrices(attention, spec.hidden_size):
-        if matrix.role in ("q_a", "kv_a"):
-            held = matrix.num_weights
-        elif matrix.role in ("k", "v"):
-            per_head = matrix.num_weights // attention.num_kv_heads
-            held = -(-attention.num_kv_heads // tp) * per_head
-        else:
-            held = matrix.num_weights // tp
-        total += held * _bits(layer, matrix.role, precision)
-    return total
-
-
-def _dense_bits(spec: ModelSpec, layer: LayerSpec, tp: int, precision: Precision) -> int:
-    inner = layer.feed_forward
-    size = inner.intermediate_size if isinstance(inner, DenseSpec) else inner.shared_size
-    return spec.hidden_size * size * _gated_bits(layer, precision) // tp
-
-
-def _expert_bits(spec: ModelSpec, layer: LayerSpec, tp: int, precision: Precision) -> int:
-    inner = layer.feed_forward
-    if isinstance(inner, DenseSpec):
-        return 0
-    numbers = inner.num_experts * spec.hidden_size * inner.intermediate_size
-    return numbers * _gated_bits(layer, precision) // tp
-
-
-def _gated_bits(layer: LayerSpec, precision: Precision) -> int:
-    """Of one weight of gate, up and down each."""
-    return sum(_bits(layer, role, precision) for role in ("gate", "up", "down"))
+def _held_bits(layer: LayerSpec, part: Part, tp: int, precision: Precision) -> int:
+    """On one rank, scales apart. Experts may be split among ranks whole or each by its rows."""
+    bits: int | None = None
+    if part.is_packed:
+        bits, stored = precision.weight_line.bits, layer.stored_as(part.role)
+        if precision.weights == STORED:
+            bits = None if stored is None else stored.kept_bits
+    numbers = part.num_numbers // tp if part.is_experts else prod(part.share(tp))
+    return numbers * (8 * precision.dtype_bytes if bits is None else bits)

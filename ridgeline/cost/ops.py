@@ -18,10 +18,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.counts import (
-    attention_matrices,
     flops_per_key,
     kept_bits,
     layer_kv_bytes,
+    nearest_format,
+)
+from ridgeline.architectures.parts import (
+    BEFORE_ATTENTION,
+    ROUTER,
+    Part,
+    branch_norms,
+    branches,
+    products,
 )
 from ridgeline.architectures.spec import (
     AttentionSpec,
@@ -30,7 +38,6 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
-from ridgeline.architectures.stored_counts import nearest_format
 from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.precision import LOGIT_BYTES, PLAIN, Precision
 from ridgeline.cost.totals import (
@@ -57,15 +64,6 @@ KINDS = (
     "point_to_point",
 )
 COLLECTIVES = KINDS[-4:]
-# Of a layer whose matrices are kept as a checkpoint stores them: product -> matrices.
-MATRICES = {
-    "qkv": "qkv",
-    "attention_out": "o",
-    "gate_up": "gate_up",
-    "experts_gate_up": "gate_up",
-    "down": "down",
-    "experts_down": "down",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +247,24 @@ class _Builder:
         """In what precision the weights of this product are, and the bits of one and its part of
         the scales. Where they are kept as a checkpoint stores them that is the layer's matter."""
         precision, layer = self.precision, self.layer
-        if precision.weights != STORED or layer is None or name not in MATRICES:
+        if precision.weights != STORED or layer is None or name == ROUTER:
             return precision, precision.weight_bits
-        weights = nearest_format(layer, MATRICES[name])
-        bits = kept_bits(layer, MATRICES[name], self.spec.hidden_size, precision.dtype_bytes)
-        return replace(precision, weights=weights), bits
+        matrices = self._matrices(layer)[name]
+        bits = kept_bits(matrices, layer, precision.dtype_bytes)
+        return replace(precision, weights=nearest_format(matrices, layer)), bits
+
+    def _matrices(self, layer: LayerSpec) -> Mapping[str, tuple[Part, ...]]:
+        return products(layer, self.spec.hidden_size)
+
+    def product(self, layer: LayerSpec, name: str, count: int) -> Op:
+        """Of all tokens, with what this rank holds of its matrices."""
+        n, k = self._share(layer, name, self.layout.tp)
+        return self.matmul(name, count, n, k, is_packed=name != ROUTER)
+
+    def _share(self, layer: LayerSpec, name: str, ranks: int) -> tuple[int, int]:
+        """Rows and columns of a product on one of `ranks`."""
+        shares = [part.share(ranks) for part in self._matrices(layer)[name]]
+        return sum(rows for rows, _ in shares), shares[0][1]
 
     # -- layers
 
@@ -274,33 +285,32 @@ class _Builder:
 
     def before_attention(self, layer: LayerSpec, count: int) -> Iterator[Op]:
         """What it needs of every token: queries, keys and values."""
-        yield self._norms(count)
-        yield from self._projections(layer.attention, count)
+        attention, tp = layer.attention, self.layout.tp
+        if branches(layer)[0].norm_in is not None:
+            yield self._norms(count)
+        for name in BEFORE_ATTENTION:
+            if name in self._matrices(layer):
+                yield self.product(layer, name, count)
+        heads = attention.num_heads // tp
+        if attention.latent is not None:
+            down, _ = self._share(layer, "latent_down", tp)
+            yield self.elementwise("latent_norm", count, down, down)
+            turned = (heads + 1) * attention.latent.qk_rope_head_dim
+        else:
+            kv_heads = 0 if attention.cache_layer is not None else -(-attention.num_kv_heads // tp)
+            turned = (heads + kv_heads) * attention.head_dim * (2 if attention.qk_norm else 1)
+        yield self._rotate_and_write(attention, count, turned)
 
     def behind_attention(self, layer: LayerSpec, count: int) -> Iterator[Op]:
         """What becomes of its results."""
-        attention, tp = layer.attention, self.layout.tp
-        size = attention.head_dim if attention.latent is None else attention.latent.v_head_dim
-        width = attention.num_heads // tp * size
-        yield self.matmul("attention_out", count, self.spec.hidden_size, width)
-        yield from self._feed_forward(layer.feed_forward, count)
-        yield self._norms(count * (3 if layer.output_norms else 1))
+        yield self.product(layer, "attention_out", count)
+        yield from self._feed_forward(layer, count)
+        norms = len(branch_norms(layer)) - (branches(layer)[0].norm_in is not None)
+        yield self._norms(count * norms)
 
     def _norms(self, count: int) -> Op:
         width = 2 * self.spec.hidden_size  # the residual and what is added to it
         return self.elementwise("norm", count, width, width)
-
-    def _projections(self, attention: AttentionSpec, count: int) -> Iterator[Op]:
-        if attention.latent is not None:
-            yield from self._latent_projections(attention, count)
-            return
-        tp, width = self.layout.tp, self.spec.hidden_size
-        heads = attention.num_heads // tp
-        kv_heads = 0 if attention.cache_layer is not None else -(-attention.num_kv_heads // tp)
-        total = (heads + 2 * kv_heads) * attention.head_dim
-        yield self.matmul("qkv", count, total, width)
-        turned = (heads + kv_heads) * attention.head_dim * (2 if attention.qk_norm else 1)
-        yield self._rotate_and_write(attention, count, turned)
 
     def _rotate_and_write(self, attention: AttentionSpec, count: int, turned: int) -> Op:
         """Rotation (and head norms) in place; new keys and values go to the cache."""
@@ -324,53 +334,32 @@ class _Builder:
             kv_bytes=cached,
         )
 
-    def _latent_projections(self, attention: AttentionSpec, count: int) -> Iterator[Op]:
-        """What no head owns (q_a, kv_a) is computed by every rank; kv_b is multiplied per token
-        whether it makes keys and values or is absorbed into query and output."""
-        latent = attention.latent
-        if latent is None:
-            return
-        tp, width = self.layout.tp, self.spec.hidden_size
-        heads = attention.num_heads // tp
-        by_role = {m.role: m for m in attention_matrices(attention, width)}
-        down = by_role["kv_a"].rows + (by_role["q_a"].rows if "q_a" in by_role else 0)
-        yield self.matmul("latent_down", count, down, width)
-        up = by_role.get("q_b", by_role.get("q"))
-        if up is not None:
-            yield self.matmul("q_up", count, up.rows // tp, up.columns)
-        kv_up = by_role["kv_b"]
-        yield self.matmul("kv_up", count, kv_up.rows // tp, kv_up.columns)
-        yield self.elementwise("latent_norm", count, down, down)
-        turned = (heads + 1) * latent.qk_rope_head_dim
-        yield self._rotate_and_write(attention, count, turned)
-
-    def _feed_forward(self, inner: DenseSpec | ExpertsSpec, count: int) -> Iterator[Op]:
+    def _feed_forward(self, layer: LayerSpec, count: int) -> Iterator[Op]:
+        inner = layer.feed_forward
         if isinstance(inner, DenseSpec):
-            yield from self._gated("", count, inner.intermediate_size // self.layout.tp)
+            yield from self._gated(layer, "", count)
             return
-        yield self.matmul(
-            "router", count, inner.num_experts, self.spec.hidden_size, is_packed=False
-        )
-        yield from self._experts(inner, count)
+        yield self.product(layer, ROUTER, count)
+        yield from self._experts(layer, inner, count)
         if inner.shared_size:
-            yield from self._gated("shared_", count, inner.shared_size // self.layout.tp)
+            yield from self._gated(layer, "shared_", count)
 
-    def _gated(self, prefix: str, count: int, inner: int) -> Iterator[Op]:
-        width = self.spec.hidden_size
-        yield self.matmul(f"{prefix}gate_up", count, 2 * inner, width)
-        yield self.elementwise(f"{prefix}activation", count, 2 * inner, inner)
-        yield self.matmul(f"{prefix}down", count, width, inner)
+    def _gated(self, layer: LayerSpec, prefix: str, count: int) -> Iterator[Op]:
+        both, _ = self._share(layer, f"{prefix}gate_up", self.layout.tp)
+        yield self.product(layer, f"{prefix}gate_up", count)
+        yield self.elementwise(f"{prefix}activation", count, both, both // 2)
+        yield self.product(layer, f"{prefix}down", count)
 
-    def _experts(self, inner: ExpertsSpec, count: int) -> Iterator[Op]:
+    def _experts(self, layer: LayerSpec, inner: ExpertsSpec, count: int) -> Iterator[Op]:
         """Tokens of this rank's experts, on average: a grouped product of M * active / ep rows."""
-        ep = self.layout.ep
-        width, size = self.spec.hidden_size, inner.intermediate_size * ep // self.layout.tp
+        ep, width = self.layout.ep, self.spec.hidden_size
+        both, _ = self._share(layer, "experts_gate_up", self.layout.tp // ep)
         active = inner.num_active / ep
         rows = self.num_tokens * inner.num_active if ep == 1 else self.num_tokens * active
         hit = experts_hit(inner.num_experts, inner.num_active, self.num_tokens) / ep
-        yield self.matmul("experts_gate_up", count, 2 * size, width, m=rows, copies=hit)
-        yield self.elementwise("experts_activation", count, 2 * size * active, size * active)
-        yield self.matmul("experts_down", count, width, size, m=rows, copies=hit)
+        yield self.matmul("experts_gate_up", count, both, width, m=rows, copies=hit)
+        yield self.elementwise("experts_activation", count, both * active, both // 2 * active)
+        yield self.matmul("experts_down", count, width, both // 2, m=rows, copies=hit)
         yield self.elementwise("experts_sum", count, width * active, width)
 
     # -- messages

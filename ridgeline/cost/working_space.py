@@ -17,6 +17,7 @@ from functools import cached_property
 
 from ridgeline.architectures.counts import layer_kv_bytes
 from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.parts import branches
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.cost.memory_items import MemoryItem
 from ridgeline.request import MAX_LOGPROBS
@@ -179,9 +180,23 @@ class _Space:
         """What the layers hold at most, when requests that are answered together have `each` new
         tokens. The sum so far and its norm are what waits outside of a product."""
         return max(
-            max(self._attention(layer, tokens, each), self._feed_forward(layer, tokens))
+            max(
+                self._attention(layer, tokens, each),
+                self._feed_forward(layer, tokens),
+                self._normed(layer, tokens),
+            )
             for layer in dict.fromkeys(self.spec.layers)
         )
+
+    def _normed(self, layer: LayerSpec, tokens: int) -> int:
+        """Where a branch has a norm behind it: the sum so far, what the branch gives and what that
+        was made of, and its norm."""
+        if branches(layer)[0].norm_out is None:
+            return 0
+        inner, attention = layer.feed_forward, layer.attention
+        queries = attention.num_heads * attention.head_dim
+        product = max(queries, inner.intermediate_size) // self.ranks
+        return tokens * (3 * self.spec.hidden_size + product) * self.size
 
     def _attention(self, layer: LayerSpec, tokens: int, each: int) -> int:
         attention = layer.attention

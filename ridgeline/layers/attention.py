@@ -16,7 +16,7 @@ from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttendsLast, AttentionBackend, TakesProduct
 from ridgeline.attention.layout import Wanted
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.errors import InternalError
+from ridgeline.errors import ConfigError, InternalError
 from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
 from ridgeline.kernels.paged_decode_cuda import Front
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV, qk_norm_rope_write
@@ -88,22 +88,29 @@ class Attention:
             columns=_times(q_heads, head_dim),
         )
         self.q_norm = self.k_norm = None
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(name("q_norm"), head_dim, norm_eps, dtype, device)
-            self.k_norm = RMSNorm(name("k_norm"), head_dim, norm_eps, dtype, device)
         self.q_size = q_heads.length * head_dim
         self.kv_size = kv_heads.length * head_dim
+        if spec.qk_norm:
+            sizes = (self.q_size, self.kv_size) if spec.norms_all_heads else (head_dim, head_dim)
+            self.q_norm = RMSNorm(name("q_norm"), sizes[0], norm_eps, dtype, device)
+            self.k_norm = RMSNorm(name("k_norm"), sizes[1], norm_eps, dtype, device)
+        if spec.norms_all_heads and placement.size > 1:
+            raise ConfigError(
+                f"this model norms the queries of all heads together, which {placement.size} ranks"
+                " cannot share; serve it on one device"
+            )
 
     def __call__(
         self,
         hidden: Hidden,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         step: AttentionStep,
         layer_kv: LayerKV,
         wanted: Wanted | None = None,
+        norm_out: RMSNorm | None = None,
     ) -> None:
-        """Adds attention of the normed states; writes new keys and values to the cache. Only the
-        tokens that are `wanted` are left afterwards."""
+        """Adds attention of the normed states, and its own norm of that; writes new keys and values
+        to the cache. Only the tokens that are `wanted` are left afterwards."""
         is_last = wanted is not None and wanted.is_last
         out_THD = self._attend(self.qkv.of_normed(hidden, norm), step, layer_kv, is_last=is_last)
         out_TC = out_THD.reshape(len(out_THD), self.q_size)
@@ -113,12 +120,14 @@ class Attention:
                 return
             is_alone = is_last and len(out_TC) == 1
             out_TC = out_TC if is_alone else out_TC.index_select(0, wanted.rows_R)
-        self.out.add_to(hidden, out_TC)
+        self.out.add_to(hidden, out_TC, norm=norm_out)
 
     def _attend(
         self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV, *, is_last: bool = False
     ) -> torch.Tensor:
         """[T, H, D]; `is_last`: perhaps of the last token alone."""
+        if self.spec.norms_all_heads:
+            self._norm_all_heads(qkv_TC)
         backend = self._of_product
         if step.turned_T1D is None:
             if backend is not None and backend.takes_product(
@@ -149,9 +158,18 @@ class Attention:
             qkv_TC, table, positions_T, slots_T, views, norms=self._head_norms
         )
 
+    def _norm_all_heads(self, qkv_TC: torch.Tensor) -> None:
+        """In place: the queries of a token are one row of the norm, and so are its keys."""
+        if self.q_norm is None or self.k_norm is None:
+            return
+        q_TC, k_TC, _ = torch.split(qkv_TC, [self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q_TC.copy_(self.q_norm(q_TC))
+        k_TC.copy_(self.k_norm(k_TC))
+
     @property
     def _head_norms(self) -> HeadNorms | None:
-        if self.q_norm is None or self.k_norm is None:
+        """Of each head alone."""
+        if self.q_norm is None or self.k_norm is None or self.spec.norms_all_heads:
             return None
         return HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
 
@@ -162,7 +180,8 @@ class Attention:
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         tokens, width = qkv_TC.shape
         turned_TND = qkv_TC.as_strided((tokens, heads + kv_heads, size), (width, size, 1))
-        if self.q_norm is not None and self.k_norm is not None:
+        by_head = not self.spec.norms_all_heads
+        if by_head and self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = turned_TND[:, :heads], turned_TND[:, heads:]
             q_THD.copy_(self.q_norm(q_THD))
             k_TKD.copy_(self.k_norm(k_TKD))

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
-from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
+from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import tensors_read
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, Wanted
@@ -41,17 +42,22 @@ COMPARED_ROWS = 4096  # of a matrix of the vocabulary, at once
 
 
 class DecoderLayer:
+    """`norms` by role; `around` says which of them stand around the two branches."""
+
     def __init__(
         self,
         attention: Attention,
         feed_forward: FeedForward | Experts,
-        input_norm: RMSNorm,
-        post_norm: RMSNorm,
+        norms: Mapping[str, RMSNorm],
+        around: tuple[Branch, Branch],
     ) -> None:
         self.attention = attention
         self.feed_forward = feed_forward
-        self.input_norm = input_norm
-        self.post_norm = post_norm
+        self.norms = norms
+        self._attention_norms, self._feed_forward_norms = (
+            tuple(None if role is None else norms[role] for role in (one.norm_in, one.norm_out))
+            for one in around
+        )
 
     def __call__(
         self,
@@ -61,9 +67,95 @@ class DecoderLayer:
         wanted: Wanted | None = None,
     ) -> None:
         """Adds to `hidden` what the layer adds; the tokens that are `wanted` alone are left."""
-        self.attention(hidden, self.input_norm, step, layer_kv, wanted)
+        self.attend(hidden, step, layer_kv, wanted)
         if len(hidden.sum_TE):
-            self.feed_forward(hidden, self.post_norm)
+            self.feed(hidden)
+
+    def attend(
+        self,
+        hidden: Hidden,
+        step: AttentionStep,
+        layer_kv: LayerKV,
+        wanted: Wanted | None = None,
+    ) -> None:
+        norm_in, norm_out = self._attention_norms
+        self.attention(hidden, norm_in, step, layer_kv, wanted, norm_out)
+
+    def feed(self, hidden: Hidden) -> None:
+        norm_in, norm_out = self._feed_forward_norms
+        self.feed_forward(hidden, norm_in, norm_out)
+
+    def parts(self) -> Iterator[RMSNorm | Linear]:
+        """All that holds parameters."""
+        yield from self.norms.values()
+        yield from self.attention.norms
+        yield from self.attention.linears
+        yield from self.feed_forward.linears
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMaker:
+    """Builds one rank's share of any layer of a model, with nothing loaded."""
+
+    spec: ModelSpec
+    weight_format: WeightFormat
+    backend: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+    placement: Placement
+    deterministic: bool = False
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(name, self.spec.hidden_size, self.spec.norm_eps, self.dtype, self.device)
+
+    def layer(self, index: int) -> DecoderLayer:
+        spec, layer = self.spec, self.spec.layers[index]
+
+        def name(role: str, expert: int | None = None) -> str:
+            return tensor_name(spec.tensor_names, role, index, expert)
+
+        linear = partial(
+            Linear,
+            weight_format=self.weight_format,
+            dtype=self.dtype,
+            device=self.device,
+            placement=self.placement,
+        )
+        attention = (InvariantAttention if self.deterministic else Attention)(
+            layer.attention,
+            spec.hidden_size,
+            spec.norm_eps,
+            name,
+            linear,
+            self.backend,
+            self.dtype,
+            self.device,
+            self.placement,
+        )
+        norms = {role: self.norm(name(role)) for role in branch_norms(layer)}
+        feed_forward = self._feed_forward(layer.feed_forward, name, linear)
+        return DecoderLayer(attention, feed_forward, norms, branches(layer))
+
+    def _feed_forward(
+        self,
+        inner: DenseSpec | ExpertsSpec,
+        name: Callable[..., str],
+        linear: Callable[..., Linear],
+    ) -> FeedForward | Experts:
+        width = self.spec.hidden_size
+        if isinstance(inner, DenseSpec):
+            return FeedForward(inner, width, name, linear, self.placement)
+        # Routers are tiny and decide much: they stay as they are in every format.
+        plain = PlainWeights().invariant() if self.deterministic else PlainWeights()
+        return Experts(
+            inner,
+            width,
+            name,
+            linear,
+            partial(linear, weight_format=plain),
+            self.placement,
+            deterministic=self.deterministic,
+        )
 
 
 class Decoder:
@@ -99,12 +191,6 @@ class Decoder:
         if isinstance(weight_format, OfModel):
             weight_format = weight_format.of_model(spec)
             self._expected = tensors_read(spec)
-        self._linear = partial(
-            Linear, weight_format=weight_format, dtype=dtype, device=device, placement=placement
-        )
-        # Routers are tiny and decide much: they stay as they are in every format.
-        plain = PlainWeights().invariant() if deterministic else PlainWeights()
-        self._plain_linear = partial(self._linear, weight_format=plain)
         self.num_token_ids = max(spec.vocab_size, min_token_ids)
         self._matrix = partial(
             VocabularyMatrix,
@@ -120,49 +206,15 @@ class Decoder:
         )
         self.embedding = self._matrix(names["embedding"])
         self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
-        self.layers = [self._layer(i, layer) for i, layer in enumerate(spec.layers)]
-        self.norm = self._norm(names["norm"])
+        maker = LayerMaker(
+            spec, weight_format, attention, dtype, device, placement, deterministic=deterministic
+        )
+        self.layers = [maker.layer(index) for index in range(spec.num_layers)]
+        self.norm = maker.norm(names["norm"])
         ropes = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
         kinds = list(dict.fromkeys(ropes))
         self.rotations = [Rotation(*kind, max_model_len, device) for kind in kinds]
         self.rotation_of_layer = [kinds.index(kind) for kind in ropes]
-
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(name, self.spec.hidden_size, self.spec.norm_eps, self.dtype, self.device)
-
-    def _layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
-        width = self.spec.hidden_size
-
-        def name(role: str, expert: int | None = None) -> str:
-            return self.spec.tensor_names[role].format(layer=index, expert=expert)
-
-        attention = (InvariantAttention if self.deterministic else Attention)(
-            spec.attention,
-            width,
-            self.spec.norm_eps,
-            name,
-            self._linear,
-            self.backend,
-            self.dtype,
-            self.device,
-            self.placement,
-        )
-        inner = spec.feed_forward
-        feed_forward = (
-            FeedForward(inner, width, name, self._linear, self.placement)
-            if isinstance(inner, DenseSpec)
-            else Experts(
-                inner,
-                width,
-                name,
-                self._linear,
-                self._plain_linear,
-                self.placement,
-                deterministic=self.deterministic,
-            )
-        )
-        norms = self._norm(name("input_norm")), self._norm(name("post_norm"))
-        return DecoderLayer(attention, feed_forward, *norms)
 
     def _parts(self) -> Iterator[VocabularyMatrix | RMSNorm | Linear]:
         """All that holds parameters, each once, in the order in which it is loaded: matrices of
@@ -172,11 +224,7 @@ class Decoder:
         if self.lm_head is not self.embedding:
             yield self.lm_head
         for layer in self.layers:
-            yield layer.input_norm
-            yield from layer.attention.norms
-            yield from layer.attention.linears
-            yield layer.post_norm
-            yield from layer.feed_forward.linears
+            yield from layer.parts()
         yield self.norm
 
     @torch.inference_mode()

@@ -50,9 +50,11 @@ class Experts:
             for expert in range(spec.num_experts)
         ]
 
-    def __call__(self, hidden: Hidden, norm: RMSNorm) -> None:
-        """Adds what the experts make of the normed states."""
-        hidden.pending_TE = self.of(hidden.normed(norm))
+    def __call__(
+        self, hidden: Hidden, norm: RMSNorm | None, norm_out: RMSNorm | None = None
+    ) -> None:
+        """Adds what the experts make of the normed states, and its own norm of that."""
+        hidden.add(self.of(hidden.normed(norm)), norm_out)
 
     def of(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], with nothing around it."""

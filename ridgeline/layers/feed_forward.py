@@ -38,11 +38,13 @@ class FeedForward:
             [part("down", Shard(0, hidden_size))], spec.intermediate_size, columns=inner
         )
 
-    def __call__(self, hidden: Hidden, norm: RMSNorm) -> None:
-        """Adds what the layer makes of the normed states."""
+    def __call__(
+        self, hidden: Hidden, norm: RMSNorm | None, norm_out: RMSNorm | None = None
+    ) -> None:
+        """Adds what the layer makes of the normed states, and its own norm of that."""
         later = self.activation == "silu" and self.down.gates_input(hidden.sum_TE)
         inner_TF = self.gate_up.of_normed(hidden, norm, None if later else self.activation)
-        self.down.add_to(hidden, inner_TF, of_gated=later)
+        self.down.add_to(hidden, inner_TF, of_gated=later, norm=norm_out)
 
     def of(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], with nothing around it."""

@@ -19,8 +19,10 @@ class Hidden:
         self.sum_TE = sum_TE
         self.pending_TE: torch.Tensor | None = None
 
-    def normed(self, norm: RMSNorm) -> torch.Tensor:
-        """[T, E], of the whole sum."""
+    def normed(self, norm: RMSNorm | None) -> torch.Tensor:
+        """[T, E], of the whole sum; without a norm the sum itself."""
+        if norm is None:
+            return self.whole()
         pending_TE, self.pending_TE = self.pending_TE, None
         return norm.of_sum(pending_TE, self.sum_TE)
 
@@ -50,6 +52,11 @@ class Hidden:
         self.sum_TE = self.sum_TE.index_select(0, wanted_R)
         if self.pending_TE is not None:
             self.pending_TE = self.pending_TE.index_select(0, wanted_R)
+
+    def add(self, y_TE: torch.Tensor, norm: RMSNorm | None = None) -> None:
+        """y, or its norm, is still to be added."""
+        self.whole()
+        self.pending_TE = y_TE if norm is None else norm(y_TE)
 
     def whole(self) -> torch.Tensor:
         """[T, E], nothing pending any more."""

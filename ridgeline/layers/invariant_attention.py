@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.errors import InternalError
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write_reference
+from ridgeline.kernels.qk_norm_rope_write import qk_norm_rope_write_reference
 from ridgeline.kvcache import LayerKV
 from ridgeline.layers.attention import Attention, AttentionStep
 
@@ -22,9 +22,7 @@ class InvariantAttention(Attention):
     ) -> torch.Tensor:
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not written in place")
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
+        norms = self._head_norms
         where = step.table_L2D, step.positions_T, step.slots_T, views
         if not qkv_TC.is_cuda:
             return qk_norm_rope_write_reference(qkv_TC, *where, norms=norms)

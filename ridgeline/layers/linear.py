@@ -84,12 +84,12 @@ class Linear:
         return y_TO if self.columns is None else self.placement.all_reduce(y_TO)
 
     def of_normed(
-        self, hidden: Hidden, norm: RMSNorm, activation: str | None = None
+        self, hidden: Hidden, norm: RMSNorm | None, activation: str | None = None
     ) -> torch.Tensor:
-        """Of the normed states; with an activation the first half of the rows gates the second,
-        [T, O / 2]. One kernel where the format has one for so few tokens."""
+        """Of the normed states, or the states themselves; with an activation the first half of the
+        rows gates the second, [T, O / 2]. One kernel where the format has one for so few tokens."""
         is_gated = activation == "silu"
-        if is_gated or activation is None:
+        if norm is not None and (is_gated or activation is None):
             y_TO = self._fused(*hidden.unnormed(norm, is_gated=is_gated))
             if y_TO is not None:
                 hidden.pending_TE = None
@@ -110,16 +110,23 @@ class Linear:
         known = self.format
         return isinstance(known, GatesInput) and known.gates_input(like_T, self.parameters)
 
-    def add_to(self, hidden: Hidden, x_TI: torch.Tensor, *, of_gated: bool = False) -> None:
-        """Of x, added to the hidden states; `of_gated`: a row of x is gate and up, 2 * I, and
-        silu(gate) * up is meant. Only where `gates_input` says so."""
+    def add_to(
+        self,
+        hidden: Hidden,
+        x_TI: torch.Tensor,
+        *,
+        of_gated: bool = False,
+        norm: RMSNorm | None = None,
+    ) -> None:
+        """Of x, added to the hidden states, after its `norm` if there is one; `of_gated`: a row of
+        x is gate and up, 2 * I, and silu(gate) * up is meant. Only where `gates_input` says so."""
         is_whole = self.columns is None or self.placement.size == 1
-        if is_whole and hidden.pending_TE is None:
+        if is_whole and norm is None and hidden.pending_TE is None:
             fusion = Fusion(residual_TO=hidden.sum_TE, of_gated=of_gated)
             if self._fused(x_TI, fusion) is not None:
                 return
         hidden.whole()
-        hidden.pending_TE = self._of_gated(x_TI) if of_gated else self(x_TI)
+        hidden.add(self._of_gated(x_TI) if of_gated else self(x_TI), norm)
 
     def _of_gated(self, x_TG: torch.Tensor) -> torch.Tensor:
         check(isinstance(self.format, GatesInput), "a format that gates", format=self.format.name)

@@ -12,13 +12,13 @@ from ridgeline.architectures.gguf import (
     ROPE_FACTORS,
     Source,
     config_of,
-    layout_of,
+    family_of,
     sources,
 )
+from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import KEY
 from ridgeline.architectures.stored_gguf import described
-from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.gguf import GGUFHeader, read_gguf
@@ -45,7 +45,7 @@ def read_gguf_model(path: Path) -> GGUFModel:
     another architecture or type, missing, of another shape, or more than the model needs.
     """
     header = read_gguf(path)
-    layout = layout_of(header.metadata, str(path))
+    family_of(header.metadata, str(path))  # before tensors are looked for
     found = locate(header)
     config = config_of(
         header.metadata,
@@ -58,7 +58,7 @@ def read_gguf_model(path: Path) -> GGUFModel:
         spec = read_spec(config)
     except ConfigError as error:
         refuse(path, f"its metadata describe no model that can be served: {error}")
-    wanted = sources(spec, layout)
+    wanted = sources(spec)
     entries = _entries(path, spec, wanted, found)
     stored = described({name: entry.dtype for name, entry in entries.items()})
     config = config if stored is None else {**config, KEY: stored}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.catalogue import Entry, find_entry, suggestions
-from ridgeline.architectures.serving import missing
+from ridgeline.architectures.spec import missing
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import check_folder
 from ridgeline.loader.gguf import is_gguf

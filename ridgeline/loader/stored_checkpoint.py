@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored import FLOATS, ZERO, Raw, Stored, raw_name, tensors_of
 from ridgeline.architectures.stored_awq import MIDDLE, ZEROS
@@ -20,7 +21,6 @@ from ridgeline.architectures.stored_config import (
     optional_checkpoint_tensors,
     stored_matrices,
 )
-from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.errors import ConfigError, check
 from ridgeline.layers.piece import Piece
 from ridgeline.layers.piece import fill as fill_plain

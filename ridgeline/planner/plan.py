@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.serving import missing
+from ridgeline.architectures.spec import missing
 from ridgeline.figures import number, scaled
 from ridgeline.planner.estimate import (
     DOES_NOT_FIT,

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from ridgeline.architectures.serving import missing
-from ridgeline.architectures.spec import DenseSpec, ModelSpec
+from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device, Price

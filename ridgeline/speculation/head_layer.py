@@ -69,7 +69,7 @@ class HeadLayer(Generic[A]):
         self.feed_forward = FeedForward(
             layer.feed_forward, spec.hidden_size, names.__getitem__, self._linear, place
         )
-        self.input_norm, self.post_norm = self.norm("input_norm"), self.norm("post_norm")
+        self.input_norm, self.post_norm = map(self.norm, ("input_norm", "pre_feed_forward_norm"))
         rope = layer.attention.rope, layer.attention.head_dim
         self._rotation = Rotation(*rope, max_model_len, device)
 

@@ -18,9 +18,8 @@ from ridgeline.architectures.counts import (
     num_active_parameters,
     num_parameters,
 )
-from ridgeline.architectures.serving import missing
 from ridgeline.architectures.shapes import SHAPES
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ModelSpec, missing
 
 # As the weights on the hub count them (total of their index files).
 PUBLISHED = {

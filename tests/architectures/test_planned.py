@@ -23,8 +23,14 @@ from ridgeline.architectures.counts import (
     small_parameters,
 )
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.serving import check_served, missing
-from ridgeline.architectures.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.spec import (
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    check_served,
+    missing,
+)
 from ridgeline.build import build_front
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError

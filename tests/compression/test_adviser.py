@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ridgeline.compression.adviser import CANDIDATES, advise
+from ridgeline.compression.checkpoints import write_plain
 from ridgeline.compression.stream import Job, quantize_model
-from ridgeline.compression.written import write_plain
 from ridgeline.errors import ConfigError
 from tests.compression.test_stream import all_tensors, method, texts, written
 

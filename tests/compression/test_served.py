@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ridgeline import LLM
+from ridgeline.compression.checkpoints import write_plain
 from ridgeline.compression.stream import Job, quantize_model
-from ridgeline.compression.written import write_plain
 from ridgeline.formats import STORED
 from tests.compression.test_stream import CONFIGS, method, texts, written
 from tests.conftest import TEST_DEVICE

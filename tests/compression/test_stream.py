@@ -16,13 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ridgeline.compression.block import Block
-from ridgeline.compression.layers import read_block, rotations
+from ridgeline.compression.checkpoints import FileTensors, write_plain
+from ridgeline.compression.layer import Layer, cut
 from ridgeline.compression.rounding import METHODS, Method
-from ridgeline.compression.source import FileTensors
-from ridgeline.compression.states import cut
 from ridgeline.compression.stream import Job, Report, Texts, quantize_model, stored_dtype
-from ridgeline.compression.written import write_plain
 from ridgeline.errors import ConfigError
 from ridgeline.quantization.algorithms.gptq import GptqSettings
 from ridgeline.quantization.algorithms.grid import Grid
@@ -115,13 +112,11 @@ def test_the_layers_compute_what_transformers_does(name: str, tmp_path: Path) ->
     from ridgeline.architectures import read_spec
 
     spec, source = read_spec(CONFIGS[name]), FileTensors(folder)
-    turned = rotations(spec, spec_ids.shape[1], CPU)
     states = source.tensor(spec.tensor_names["embedding"])[spec_ids]
     with torch.no_grad():
         wanted = reference(name).model(spec_ids, output_hidden_states=True).hidden_states
     for index in range(spec.num_layers - 1):
-        block: Block = read_block(source, spec, index, turned[index], CPU)
-        states = block(states)
+        states = Layer(source, spec, index, max_tokens=spec_ids.shape[1], device=CPU)(states)
         assert torch.allclose(states, wanted[index + 1], rtol=1e-4, atol=1e-4), index
 
 

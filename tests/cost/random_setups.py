@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.architectures import read_spec
+from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -14,9 +15,9 @@ from ridgeline.architectures.spec import (
     LatentSpec,
     LayerSpec,
     ModelSpec,
+    NormPlaces,
     RopeSpec,
 )
-from ridgeline.architectures.tensor_names import LLAMA_NAMES
 from ridgeline.cost.constants import Calibration, default_calibration
 from ridgeline.cost.hardware import Device, catalogue
 from ridgeline.cost.layout import Layout
@@ -128,6 +129,9 @@ GEMMA_3_27B: dict[str, Any] = {
 }
 
 
+NORMS: tuple[NormPlaces, ...] = ("around", "after")
+
+
 def spec_of(config: dict[str, Any], **changes: Any) -> ModelSpec:
     return read_spec(config | changes)
 
@@ -150,7 +154,8 @@ def random_spec(rng: random.Random, *, latent: bool | None = None) -> ModelSpec:
         if not is_latent and index and rng.random() < 0.2:
             own = replace(own, cache_layer=0, window=layers[0].attention.window)
         inner = _experts(rng) if rng.random() < 0.4 else DenseSpec(64 * rng.randint(1, 10))
-        layers.append(LayerSpec(own, inner, output_norms=rng.random() < 0.2))
+        norms = rng.choice(NORMS) if rng.random() < 0.3 else "before"
+        layers.append(LayerSpec(own, inner, norms=norms))
     return ModelSpec(
         family="random",
         vocab_size=rng.randint(50, 5000),
@@ -166,8 +171,8 @@ def random_spec(rng: random.Random, *, latent: bool | None = None) -> ModelSpec:
 
 NAMES = {
     **LLAMA_NAMES,
-    "attention_norm": "a{layer}",
-    "feed_forward_norm": "f{layer}",
+    "post_attention_norm": "a{layer}",
+    "post_feed_forward_norm": "f{layer}",
     "router": "r{layer}",
     "score_bias": "b{layer}",
     **{role: f"{role}{{layer}}" for role in ("q_a", "q_b", "kv_a", "kv_b", "q_a_norm")},

@@ -17,7 +17,7 @@ NAMES = {
     "norm": "last_norm",
     "lm_head": "readout",
     "input_norm": "block{layer}.norm1",
-    "post_norm": "block{layer}.norm2",
+    "pre_feed_forward_norm": "block{layer}.norm2",
     "q": "block{layer}.wq",
     "k": "block{layer}.wk",
     "v": "block{layer}.wv",

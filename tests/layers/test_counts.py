@@ -17,8 +17,11 @@ from ridgeline.architectures.counts import (
     step_flops,
     weight_bytes,
 )
+from ridgeline.architectures.parts import layer_tensors
+from ridgeline.distributed.placement import Placement
 from tests.layers.driving import Driver, build_decoder
 from tests.layers.reference_models import ReferenceModel, tiny_config
+from tests.layers.test_vocabulary import Alone
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": tiny_config("llama"),
@@ -61,6 +64,18 @@ def test_meta_decoder_has_the_parameters_of_the_spec(name: str) -> None:
     assert decoder.num_parameters() == num_parameters(spec)
     packed = sum(p.target.numel() for p in decoder.pieces() if is_packed(p.name))
     assert packed == linear_weights(spec)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_rank_holds_the_share_that_the_description_says(name: str, ranks: int) -> None:
+    spec = read_spec(CONFIGS[name])
+    said = {n: p.share(ranks) for i in range(3) for n, p in layer_tensors(spec, i).items()}
+    for rank in range(ranks):
+        placement = Placement(rank, ranks, Alone())
+        decoder = build_decoder(spec, max_model_len=16, device="meta", placement=placement)
+        held = {piece.name: tuple(piece.target.shape) for piece in decoder.pieces()}
+        assert {key: held[key] for key in said} == said
 
 
 def is_packed(name: str) -> bool:

@@ -1,0 +1,293 @@
+"""What is a layer made of, and what does it do, in which order? The one description that the tensor
+check, the counts, the costs, the names in GGUF files, the quantizer and `inspect` loop over.
+
+A layer is two branches, attention and feed-forward, each added to the hidden states:
+x + norm_out(branch(norm_in(x))), where either norm may be missing.
+
+Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
+
+  embedding, norm, lm_head          [V, E], [E], [V, E] (no lm_head when embeddings are tied)
+  input_norm                        [E], before attention
+  post_attention_norm               [E], of what attention adds
+  pre_feed_forward_norm             [E], before the feed-forward
+  post_feed_forward_norm            [E], of what the feed-forward adds
+  q, k, v, o                        [H*D, E], [K*D, E], [K*D, E], [E, H*D]
+  q_bias, k_bias, v_bias, o_bias    [rows of the matrix]
+  q_norm, k_norm                    [D] each head alone, or [H*D] and [K*D] all heads together
+  gate, up, down                    [F, E], [F, E], [E, F]; with {expert} for experts
+  gate_bias, up_bias, down_bias     [rows of the matrix]
+  router                            [X, E]
+
+Of families that can be planned for:
+
+  q_a, q_b, kv_a, kv_b, q_a_norm, kv_a_norm      latent attention, see `LatentSpec`
+  expert_gate, expert_up, expert_down            as gate, up, down, where layers without experts
+                                                 have those names
+  shared_gate, shared_up, shared_down            the experts that every token passes, as one
+  score_bias                        [X]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+)
+
+# In files of older libraries: recomputed from the config, never read.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
+ROUTER = "router"
+BEFORE_ATTENTION = ("latent_down", "q_up", "kv_up", "qkv")  # products whose results attention reads
+
+_STEM = "model.layers.{layer}."
+LLAMA_NAMES: Mapping[str, str] = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+    "input_norm": f"{_STEM}input_layernorm.weight",
+    # A Llama names the norm before its feed-forward by what it stands behind.
+    "pre_feed_forward_norm": f"{_STEM}post_attention_layernorm.weight",
+    "post_attention_norm": f"{_STEM}post_attention_layernorm.weight",
+    "post_feed_forward_norm": f"{_STEM}post_feedforward_layernorm.weight",
+    "q_norm": f"{_STEM}self_attn.q_norm.weight",
+    "k_norm": f"{_STEM}self_attn.k_norm.weight",
+    **{
+        f"{role}{suffix}": f"{_STEM}{module}.{role}_proj.{kind}"
+        for module, roles in (("self_attn", "q k v o"), ("mlp", "gate up down"))
+        for role in roles.split()
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """`does` is "attention" or "feed_forward"; the norms are roles."""
+
+    does: str
+    norm_in: str | None
+    norm_out: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter of a layer, or one for each of its experts (`copies`): [rows, columns] of a
+    matrix, or a list of numbers.
+
+    Matrices of the same `product` multiply the same input, one below the other. Of several devices
+    each holds a share of the rows or columns (`split`), or all of it ("") ; at most `units` shares
+    can be made, beyond which several devices hold the same.
+    """
+
+    role: str
+    shape: tuple[int, ...]
+    product: str = ""
+    split: str = ""
+    units: int = 1
+    copies: int = 1
+
+    @property
+    def is_packed(self) -> bool:
+        """A weight format stores it; norms, biases and routers stay in the serving dtype."""
+        return self.product not in ("", ROUTER)
+
+    @property
+    def is_experts(self) -> bool:
+        return self.product.startswith("experts_")
+
+    @property
+    def feeds_attention(self) -> bool:
+        return self.product in BEFORE_ATTENTION
+
+    @property
+    def num_weights(self) -> int:
+        """Of one."""
+        return prod(self.shape)
+
+    @property
+    def num_numbers(self) -> int:
+        """Of all copies."""
+        return self.num_weights * self.copies
+
+    def share(self, ranks: int) -> tuple[int, ...]:
+        """The shape of what each of `ranks` devices holds of it."""
+        parts = min(ranks, self.units)
+        if self.split == "rows":
+            return self.shape[0] // parts, *self.shape[1:]
+        return (self.shape[0], self.shape[1] // parts) if self.split else self.shape
+
+
+def branches(layer: LayerSpec) -> tuple[Branch, Branch]:
+    """What the layer does, in this order."""
+    before, after = layer.norms != "after", layer.norms != "before"
+    first, second = (
+        Branch(does, norm_in if before else None, norm_out if after else None)
+        for does, norm_in, norm_out in (
+            ("attention", "input_norm", "post_attention_norm"),
+            ("feed_forward", "pre_feed_forward_norm", "post_feed_forward_norm"),
+        )
+    )
+    return first, second
+
+
+@lru_cache(maxsize=1024)
+def parts(layer: LayerSpec, width: int) -> tuple[Part, ...]:
+    """All parameters of a layer of this hidden size: norms, then matrices as they are used."""
+    inner = layer.feed_forward
+    return (
+        *(Part(role, (width,)) for role in branch_norms(layer)),
+        *_attention(layer.attention, width),
+        *(_dense(inner, width) if isinstance(inner, DenseSpec) else _experts(inner, width)),
+    )
+
+
+def branch_norms(layer: LayerSpec) -> tuple[str, ...]:
+    """Roles of the norms around the branches, those in front first."""
+    around = branches(layer)
+    roles = (*(one.norm_in for one in around), *(one.norm_out for one in around))
+    return tuple(role for role in roles if role is not None)
+
+
+@lru_cache(maxsize=1024)
+def products(layer: LayerSpec, width: int) -> Mapping[str, tuple[Part, ...]]:
+    """The matrices of the layer by the product that they are rows of, in the order of use."""
+    found: dict[str, tuple[Part, ...]] = {}
+    for part in parts(layer, width):
+        if part.product:
+            found[part.product] = (*found.get(part.product, ()), part)
+    return found
+
+
+def _attention(spec: AttentionSpec, width: int) -> Iterator[Part]:
+    if spec.latent is not None:
+        yield from _latent(spec.num_heads, spec.latent, width)
+        return
+    heads = {"q": spec.num_heads}
+    if spec.cache_layer is None:
+        heads |= dict.fromkeys("kv", spec.num_kv_heads)
+    for role, num in heads.items():
+        if spec.qk_norm and role != "v":
+            together = num if spec.norms_all_heads else 1
+            yield Part(f"{role}_norm", (together * spec.head_dim,))
+    for role, num in heads.items():
+        rows = num * spec.head_dim
+        yield Part(role, (rows, width), "qkv", "rows", num)
+        if spec.qkv_bias:
+            yield Part(f"{role}_bias", (rows,), split="rows", units=num)
+    queries = spec.num_heads * spec.head_dim
+    yield Part("o", (width, queries), "attention_out", "columns", spec.num_heads)
+    if spec.out_bias:
+        yield Part("o_bias", (width,))
+
+
+def _latent(heads: int, latent: LatentSpec, width: int) -> Iterator[Part]:
+    """What no head owns (q_a, kv_a) is held by every device."""
+    queries, rank = heads * latent.qk_head_dim, latent.q_lora_rank
+    if rank is None:
+        yield Part("q", (queries, width), "q_up", "rows", heads)
+    else:
+        yield Part("q_a", (rank, width), "latent_down")
+        yield Part("q_a_norm", (rank,))
+        yield Part("q_b", (queries, rank), "q_up", "rows", heads)
+    yield Part("kv_a", (latent.cached_width, width), "latent_down")
+    yield Part("kv_a_norm", (latent.kv_lora_rank,))
+    both = latent.qk_nope_head_dim + latent.v_head_dim
+    yield Part("kv_b", (heads * both, latent.kv_lora_rank), "kv_up", "rows", heads)
+    yield Part("o", (width, heads * latent.v_head_dim), "attention_out", "columns", heads)
+
+
+def _dense(spec: DenseSpec, width: int) -> Iterator[Part]:
+    for part in _gated(spec.intermediate_size, width):
+        yield part
+        if spec.bias:
+            rows = part.shape[:1]
+            yield Part(f"{part.role}_bias", rows, split=_split_of_rows(part), units=part.units)
+
+
+def _split_of_rows(part: Part) -> str:
+    return "rows" if part.split == "rows" else ""
+
+
+def _gated(size: int, width: int, prefix: str = "", role: str = "", copies: int = 1) -> list[Part]:
+    up, down = f"{prefix}gate_up", f"{prefix}down"
+    return [
+        Part(f"{role}gate", (size, width), up, "rows", size, copies),
+        Part(f"{role}up", (size, width), up, "rows", size, copies),
+        Part(f"{role}down", (width, size), down, "columns", size, copies),
+    ]
+
+
+def _experts(spec: ExpertsSpec, width: int) -> Iterator[Part]:
+    yield Part(ROUTER, (spec.num_experts, width), ROUTER)
+    if spec.score_bias:
+        yield Part("score_bias", (spec.num_experts,))
+    if spec.shared_size:
+        yield from _gated(spec.shared_size, width, "shared_", "shared_")
+    yield from _gated(spec.intermediate_size, width, "experts_", copies=spec.num_experts)
+
+
+# ------------------------------------------------------------------------ names in a checkpoint
+
+
+def tensor_name(names: Mapping[str, str], role: str, layer: int, expert: int | None = None) -> str:
+    """The checkpoint's name of a parameter of this layer, or of this expert of it."""
+    own = None if expert is None else names.get(f"expert_{role}")
+    return (own or names[role]).format(layer=layer, expert=expert)
+
+
+def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Part]:
+    """Checkpoint tensor name -> what it is, of one layer; expert after expert."""
+    every, names = parts(spec.layers[index], spec.hidden_size), spec.tensor_names
+    experts = [part for part in every if part.is_experts]
+    found = {tensor_name(names, p.role, index): p for p in every if not p.is_experts}
+    for expert in range(experts[0].copies if experts else 0):
+        found |= {tensor_name(names, part.role, index, expert): part for part in experts}
+    return found
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensor name -> shape, for every tensor that the model needs."""
+    embedding, *behind = shared_tensors(spec).items()
+    tensors = dict([embedding])
+    for index in range(spec.num_layers):
+        tensors |= {name: part.shape for name, part in layer_tensors(spec, index).items()}
+    return tensors | dict(behind)
+
+
+def shared_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The same of those that are no layer's: what begins, then what ends."""
+    names, width = spec.tensor_names, spec.hidden_size
+    tensors: dict[str, tuple[int, ...]] = {
+        names["embedding"]: (spec.vocab_size, width),
+        names["norm"]: (width,),
+    }
+    if not spec.tie_embeddings:
+        tensors[names["lm_head"]] = (spec.vocab_size, width)
+    return tensors
+
+
+def optional_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Tensors that may be there and are then compared: the output matrix of a tied model."""
+    if not spec.tie_embeddings:
+        return {}
+    return {spec.tensor_names["lm_head"]: (spec.vocab_size, spec.hidden_size)}
+
+
+def leftover_tensors(spec: ModelSpec, names: Iterable[str]) -> tuple[str, ...]:
+    """Tensors of a checkpoint that the model does not use and that might have meant something."""
+    known = expected_tensors(spec).keys() | optional_tensors(spec).keys()
+    return tuple(name for name in names if name not in known and not is_ignored(name))
+
+
+def is_ignored(name: str) -> bool:
+    """A leftover tensor of this name changes nothing."""
+    return name.endswith(IGNORED_SUFFIXES)
