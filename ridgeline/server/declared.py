@@ -7,7 +7,9 @@ meanings from here.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from ridgeline.request import (
     MAX_LOGIT_BIAS,
@@ -50,7 +52,7 @@ class Field:
 
 
 Declared = Mapping[str, Field]
-_DEFAULTS = {row.name: row.default for row in fields(SamplingParams)}
+_DEFAULTS = {row.name: row.default for row in structs.fields(SamplingParams)}
 
 
 def default_of(name: str, field: Field) -> str:

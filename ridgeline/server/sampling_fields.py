@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ridgeline.errors import RequestFault
@@ -88,8 +87,7 @@ def _with_beams(sampling: SamplingParams, fields: Fields) -> SamplingParams:
     for name, neutral in BEAM_NEUTRAL.items():
         if fields.get(name) is not None and fields.get(name) not in neutral:
             raise ApiError("unsupported_parameter", f"{name} has no effect on beams", name)
-    return replace(
-        sampling,
+    return sampling.replace(
         temperature=0.0,
         top_p=1.0,
         top_k=0,

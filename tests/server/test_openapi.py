@@ -15,13 +15,6 @@ import httpx
 import jsonschema_rs
 import pytest
 import schemathesis
-from schemathesis.engine import events, from_schema
-from schemathesis.engine.recorder import ScenarioRecorder
-from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
-
-from ridgeline.server.app import make_routes
-from ridgeline.server.chat import read_chat
-from ridgeline.server.completions import read_completion
 from ridgeline.server.declared import (
     CHAT,
     COMPLETION,
@@ -31,6 +24,13 @@ from ridgeline.server.declared import (
     Declared,
     Field,
 )
+from schemathesis.engine import events, from_schema
+from schemathesis.engine.recorder import ScenarioRecorder
+from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
+
+from ridgeline.server.app import make_routes
+from ridgeline.server.chat import read_chat
+from ridgeline.server.completions import read_completion
 from ridgeline.server.errors import CODES, SHOWN_AS, ApiError
 from ridgeline.server.openapi import PATHS, document
 from ridgeline.server.sampling_fields import MAX_TOKEN_ID
