@@ -27,12 +27,12 @@ _ERROR = re.compile(r"(?P<what>.*?)(?: - at (?P<is_key>`key` in )?`\$(?P<path>[^
 _NAMED = re.compile(r"Object (?P<what>missing required|contains unknown) field `(?P<name>.*)`")
 _LENGTH = re.compile(r"Expected `\w+` of length (?P<sign>[<>]=) \d+")
 _TYPE = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<given>[^`]+)`")
-_STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[\d*\]")
+_STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 _WANTED = {
     "int": "an integer", "float": "a number", "bool": "true or false", "str": "a string",
     "array": "a list", "object": "an object",
 }  # fmt: skip
-_GIVEN = _WANTED | {"int": "a number", "bool": "a boolean"}
+_GIVEN = _WANTED | {"int": "a number", "float": "a float", "bool": "a boolean"}
 
 
 def says(
@@ -59,15 +59,11 @@ def says(
         "over": over, "under": under, "wrong": wrong, "kind": kind, "default": default,
         "choices": choices, "fields": fields, "example": example, "most": most,
     }  # fmt: skip
-    return msgspec.Meta(
-        description=meaning or None,
-        extra={name: value for name, value in extra.items() if value not in (None, ())},
-        ge=ge,
-        gt=gt,
-        le=le,
-        min_length=lengths[0],
-        max_length=lengths[1],
-    )
+    bounds: dict[str, Any] = {
+        "ge": ge, "gt": gt, "le": le, "min_length": lengths[0], "max_length": lengths[1],
+    }  # fmt: skip
+    told = {name: value for name, value in extra.items() if value not in (None, ())}
+    return msgspec.Meta(description=meaning or None, extra=told, **bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class Field:
     choices: Collection[str] = ()
     fields: Mapping[str, Field] | None = None
     example: object = None
-    items: Field | None = None
+    items: tuple[Field, ...] = ()  # of a list, or each of a list of as many
 
 
 Declared = Mapping[str, Field]
@@ -107,10 +103,10 @@ def declared(record: type[msgspec.Struct]) -> Declared:
 def _field(kind: inspect.Type, required: bool = False, default: object = None) -> Field:
     node, words, extra = _unwrapped(kind)
     low, high, above = _bounds(node)
-    shown = "" if default in (None, inspect.NODEFAULT, (), frozenset()) else f"{default}".lower()
+    shown = "" if default in (None, msgspec.NODEFAULT, (), frozenset()) else f"{default}".lower()
     is_list = isinstance(node, _LISTS)
+    inner = (node.item_type,) if isinstance(node, _LISTS) else getattr(node, "item_types", ())
     fields = extra.get("fields") or (node.cls if isinstance(node, inspect.StructType) else None)
-    inner = node.item_type if isinstance(node, _LISTS) else None
     return Field(
         extra.get("kind") or _kind(node),
         words,
@@ -125,7 +121,7 @@ def _field(kind: inspect.Type, required: bool = False, default: object = None) -
         choices=extra.get("choices", ()),
         fields=None if fields is None else declared(fields),
         example=extra.get("example"),
-        items=None if inner is None else _field(inner),
+        items=tuple(map(_field, inner)),
     )
 
 
@@ -142,7 +138,7 @@ _KINDS: dict[type[inspect.Type], str] = {
 
 def _unwrapped(kind: inspect.Type) -> tuple[inspect.Type, str, dict[str, Any]]:
     """The type without None and without what is said beside it; its meaning; the rest of it."""
-    words, extra = "", {}
+    words, extra = "", dict[str, Any]()
     while True:
         if isinstance(kind, inspect.Metadata):
             words = words or (kind.extra_json_schema or {}).get("description", "")
@@ -164,7 +160,7 @@ def _bounds(node: inspect.Type) -> tuple[float | None, float | None, bool]:
 
 def _kind(node: inspect.Type) -> str:
     if isinstance(node, _LISTS):
-        inner = _kind(node.item_type)
+        inner = _kind(_unwrapped(node.item_type)[0])
         return "list of token ids" if inner == "integer" else f"list of {inner}s"
     return _KINDS.get(type(node), "")
 
@@ -187,6 +183,10 @@ def _unreadable(values: Mapping[str, object], path: str) -> tuple[str, str]:
     """The place of a name or a text that is no Unicode, where none may be."""
     for name, value in values.items():
         place = f"{path}.{name}".lstrip(".")
+        if isinstance(value, dict):
+            found = _unreadable(value, place)
+            if found[0] != place:
+                return found
         for text in (name, value):
             if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
                 return _shown(place), "has a lone surrogate"
@@ -226,7 +226,8 @@ def _at(fields: Declared, path: str) -> Field:
     field = Field("")
     for step in _STEP.finditer(path):
         if step["name"] is None:
-            field = field.items or field
+            at = int(step["index"]) if step["index"].isdecimal() else 0
+            field = field.items[min(at, len(field.items) - 1)] if field.items else Field("")
         else:
             field = (fields or {}).get(step["name"], Field(""))
         fields = field.fields or {}
@@ -238,9 +239,8 @@ def _wrong(what: str, field: Field) -> tuple[str, str]:
     if length := _LENGTH.fullmatch(what):
         return _wrong_length(length["sign"] == "<=", field)
     if kinds := _TYPE.fullmatch(what):
-        wanted = " or ".join(
-            _WANTED.get(word, word) for word in kinds["wanted"].split(" | ") if word != "null"
-        )
+        words = [_WANTED.get(word, word) for word in kinds["wanted"].split(" | ") if word != "null"]
+        wanted = f"a {field.kind}" if " or list" in field.kind else " or ".join(words)
         given = kinds["given"]
         is_number = field.kind in ("integer", "number") and given in ("bool", "float")
         code = field.wrong or ("invalid_value" if is_number else "invalid_type")
@@ -257,6 +257,6 @@ def _wrong(what: str, field: Field) -> tuple[str, str]:
 def _wrong_length(is_over: bool, field: Field) -> tuple[str, str]:
     if not is_over:
         return "must not be empty", field.under
-    if field.items is None:
+    if not field.items:
         return f"is longer than {field.high:g} characters", field.over
-    return f"takes at most {field.high:g}", field.over
+    return f"takes at most {field.high:g} items", field.over

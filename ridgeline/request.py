@@ -194,7 +194,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = False
 
 
-class SamplingParams(Sampling, metaclass=_Checked, omit_defaults=True):
+class SamplingParams(Sampling, metaclass=_Checked, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the tokens of an answer. Bad values raise RequestFault with the field's name.
 
     temperature 0 is greedy. top_k 0 or -1 is off. `max_tokens=None` means up to the context's end.
