@@ -122,7 +122,7 @@ def sampling() -> Declared:
 
 
 def of_both() -> Declared:
-    others = sampling() | dict(HARMLESS)
+    others = {*sampling(), *HARMLESS}
     return {name: field for name, field in declared(Asking).items() if name not in others}
 
 

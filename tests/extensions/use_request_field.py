@@ -26,8 +26,8 @@ from ridgeline.text.tokenizer import load_tokenizer
 from tests.server.model_folder import write_model_folder
 from tools import make_docs
 
-COMPLETION = {"model": "m", "prompt": "a"}
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+COMPLETION: dict[str, object] = {"model": "m", "prompt": "a"}
+CHAT: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 
 
 def is_shown() -> None:
@@ -55,7 +55,7 @@ def refusal(call: Any, body: dict[str, object]) -> tuple[str, str | None, str]:
 def is_checked() -> None:
     for given, words in (("yes", "a string"), (1, "a number"), ([True], "a list")):
         wanted = ("invalid_type", "shouts", f"shouts must be true or false, not {words}")
-        bad = {"shouts": given}
+        bad: dict[str, object] = {"shouts": given}
         assert refusal(lambda body: read_completion(body, {}, 8), COMPLETION | bad) == wanted
         assert refusal(lambda body: read_chat(body, {}, 8), CHAT | bad) == wanted
         assert refusal(lambda body: SamplingParams(**body), bad) == wanted
