@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from operator import countOf
 from typing import Any
+
+import msgspec
+from msgspec import structs
 
 from ridgeline.errors import RequestFault
 from ridgeline.request import (
@@ -22,12 +25,12 @@ from ridgeline.request import (
     TokenLogprobs,
     plain,
 )
+from ridgeline.text.assemble import ChoiceDelta as ChoiceDelta
 from ridgeline.text.assemble import SampleAssembler
 from ridgeline.text.vocabulary import Vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """One finished answer. `cumulative_logprob` is known when log-probabilities were computed."""
 
     index: int
@@ -37,18 +40,6 @@ class Choice:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """What one step added to choice `index`."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -92,7 +83,7 @@ def resolve_sampling(
     if sampling.min_tokens > max_tokens:
         raise RequestFault(f"min_tokens must not exceed {max_tokens}", param="min_tokens")
     for name, ids in (
-        ("logit_bias", [token_id for token_id, _ in _pairs(sampling)]),
+        ("logit_bias", dict(sampling.logit_bias)),
         ("stop_token_ids", sampling.stop_token_ids),
     ):
         for token_id in ids:
@@ -104,11 +95,6 @@ def resolve_sampling(
                 )
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     return sampling.resolved(max_tokens, seed, end_token_ids)
-
-
-def _pairs(sampling: SamplingParams) -> list[tuple[int, float]]:
-    bias = sampling.logit_bias
-    return list(bias) if isinstance(bias, tuple) else list(bias.items())
 
 
 def check_prompt(token_ids: Sequence[object], vocab_size: int) -> tuple[int, ...]:
@@ -204,7 +190,7 @@ class Answer:
                 weight=weight,
             )
             first = first or request_id
-            self._samples[request_id] = _Sample(request, self._assembler())
+            self._samples[request_id] = _Sample(request, self._assembler(index))
             self._index[request_id] = index
 
     def _sampling_of(self, index: int) -> SamplingParams:
@@ -218,14 +204,15 @@ class Answer:
             changes["prompt_logprobs"] = None
         if sampling.seed is not None:
             changes["seed"] = sample_seed(sampling.seed, index)
-        return replace(sampling, **changes)  # type: ignore[arg-type]
+        return structs.replace(sampling, **changes)
 
-    def _assembler(self) -> SampleAssembler:
+    def _assembler(self, index: int) -> SampleAssembler:
         return SampleAssembler(
             self._tokenizer,
             self.sampling,
             self.prompt_token_ids,
             end_token_ids=self._end_token_ids,
+            index=index,
         )
 
     @property
@@ -271,17 +258,13 @@ class Answer:
         sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.finish_reason and output.finish_reason is None:
             self._aborts.append(output.request_id)  # a stop string: the engine does not know yet
-        shown = delta.logprobs if self.sampling.logprobs is not None else ()
-        return [
-            ChoiceDelta(
-                self._index[output.request_id],
-                delta.text,
-                delta.token_ids,
-                shown,
-                delta.finish_reason,
-                delta.stop_reason,
-            )
-        ]
+        return [self._shown(delta)]
+
+    def _shown(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """Without the log-probabilities that nobody asked for but `best_of`."""
+        if self.sampling.logprobs is not None or not delta.logprobs:
+            return delta
+        return structs.replace(delta, logprobs=())
 
     def take_aborts(self) -> list[str]:
         """Request ids that the engine need not go on with; each is named once."""
@@ -295,7 +278,9 @@ class Answer:
         made = [self._choice(s, self._index[i]) for i, s in self._samples.items()]
         if len(made) > self.sampling.n:
             made.sort(key=_mean_logprob, reverse=True)
-        return [replace(choice, index=i) for i, choice in enumerate(made[: self.sampling.n])]
+        return [
+            structs.replace(choice, index=i) for i, choice in enumerate(made[: self.sampling.n])
+        ]
 
     def _choice(self, sample: _Sample, index: int) -> Choice:
         total = sum(entry.logprob for entry in sample.logprobs) if sample.logprobs else None
@@ -314,25 +299,23 @@ class Answer:
         for index, (token_ids, score, logprobs) in enumerate(output.beams):
             ended = bool(token_ids) and token_ids[-1] in frozenset(self.sampling.stop_token_ids)
             reason = FinishReason.STOP if ended else FinishReason.LENGTH
-            assembler = self._assembler()
-            delta = assembler.push(
-                RequestOutput(output.request_id, token_ids, reason, logprobs=logprobs)
+            assembler = self._assembler(index)
+            delta = self._shown(
+                assembler.push(
+                    RequestOutput(output.request_id, token_ids, reason, logprobs=logprobs)
+                )
             )
-            shown = delta.logprobs if self.sampling.logprobs is not None else ()
-            finish = delta.finish_reason or reason.value
             choices.append(
                 Choice(
                     index,
                     assembler.text,
                     tuple(assembler.token_ids),
-                    finish,
+                    delta.finish_reason or reason.value,
                     delta.stop_reason,
-                    shown if self.sampling.logprobs is not None else None,
+                    delta.logprobs if self.sampling.logprobs is not None else None,
                     score,
                 )
             )
-            deltas.append(
-                ChoiceDelta(index, delta.text, delta.token_ids, shown, finish, delta.stop_reason)
-            )
+            deltas.append(delta)
         self._beams = choices
         return deltas

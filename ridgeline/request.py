@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from operator import attrgetter
-from typing import NoReturn, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, dataclass_transform
 
+import msgspec
+from msgspec import structs
+
+from ridgeline.declared import LIMIT, NOT_A_TOKEN, made, says
 from ridgeline.errors import RequestFault
 
 T = TypeVar("T")
@@ -49,73 +51,150 @@ def plain(value: object) -> object:
     return tolist() if callable(tolist) else value
 
 
-def _fail(field_name: str, message: str, code: str = "invalid_value") -> NoReturn:
-    raise RequestFault(f"{field_name} {message}", param=field_name, code=code)
+def _fail(name: str, message: str, code: str = "invalid_value") -> NoReturn:
+    raise RequestFault(f"{name} {message}", param=name, code=code)
 
 
-def _number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        _fail(name, f"must be a number, not {type(value).__name__}", "invalid_type")
-    elif not math.isfinite(value) or not low <= value <= high:
-        _fail(name, f"must be between {low:g} and {high:g}")
+# ---------------------------------------------------------------------- sampling parameters
+
+MAX_TOKEN_COUNT = 1 << 30
+MAX_TOKEN_ID = 1 << 31
+MAX_SEED = (1 << 63) - 1
+
+TokenId = Annotated[int, says(ge=0, le=MAX_TOKEN_ID - 1, over=NOT_A_TOKEN, wrong=NOT_A_TOKEN)]
+StopText = Annotated[str, says(lengths=(1, MAX_STOP_LENGTH), over=LIMIT, under="empty_input")]
+Bias = Annotated[float, says(ge=-100, le=100)]
+Samples = Annotated[
+    int,
+    says(
+        "make that many answers and give the n likeliest", ge=1, le=MAX_N, over=LIMIT, default="n"
+    ),
+]
+TopLogprobs = Annotated[
+    int,
+    says(
+        "log-probability of each token, and of the k likeliest beside it",
+        ge=0,
+        le=MAX_LOGPROBS,
+        over=LIMIT,
+    ),
+]
+TEMPERATURE = "0 always takes the likeliest token, 1 samples from the model's distribution"
+if TYPE_CHECKING:  # what a caller may give
+    Texts = str | Iterable[str]
+    TokenIds = Iterable[int]
+    Biases = Mapping[int, float] | tuple[tuple[int, float], ...]
+else:  # what a record holds
+    Texts = tuple[StopText, ...]
+    TokenIds = frozenset[TokenId]
+    Biases = tuple[tuple[TokenId, Bias], ...]
 
 
-def _integer(name: str, value: object, low: int, high: int, code: str = "invalid_value") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        _fail(name, f"must be an integer, not {type(value).__name__}", "invalid_type")
-    elif not low <= value <= high:
-        _fail(name, f"must be between {low} and {high}", code)
+class _Checked(msgspec.StructMeta):
+    """Whoever calls the class may be wrong; what is decoded msgspec has checked already, and
+    `structs.replace` is for values that are known to be right."""
+
+    def __call__(cls, **given: object) -> Any:
+        return checked(cls, given)  # type: ignore[arg-type]
 
 
-def _items(name: str, values: object, most: int, what: str) -> tuple[object, ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        _fail(name, f"must be a list of {what}", "invalid_type")
-    items = tuple(map(plain, islice(values, most + 1)))
-    if len(items) > most:
-        _fail(name, f"takes at most {most} {what}", "limit_exceeded")
-    return items
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every way to ask for an answer may say of its tokens: the Python API, the command and
+    both kinds of HTTP requests. A field that is added here is a keyword, a flag and a field of
+    both, and goes to the engine."""
+
+    temperature: Annotated[float, says(TEMPERATURE, ge=0, le=100)] = 1.0
+    top_p: Annotated[
+        float,
+        says("sample among the likeliest tokens that together have this probability", gt=0, le=1),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        says("sample among the k likeliest tokens; 0 and -1 are off", ge=-1, le=MAX_TOKEN_COUNT),
+    ] = 0
+    min_p: Annotated[
+        float,
+        says(
+            "drop tokens less likely than this share of the likeliest one's probability", ge=0, le=1
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        says(
+            "above 1 makes tokens that occurred less likely, multiplying",
+            ge=1 / MAX_REPETITION,
+            le=MAX_REPETITION,
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, says("above 0 makes tokens of the answer less likely, once", ge=-2, le=2)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, says("above 0 makes tokens of the answer less likely, per occurrence", ge=-2, le=2)
+    ] = 0.0
+    logit_bias: Annotated[
+        Biases,
+        says(
+            "token id (a string of digits) to a number from -100 to 100 that is added to its logit",
+            lengths=(None, MAX_LOGIT_BIAS),
+            kind="object of numbers",
+        ),
+    ] = ()
+    seed: (
+        Annotated[
+            int,
+            says(
+                "the same seed gives the same answer",
+                ge=-MAX_SEED - 1,
+                le=MAX_SEED,
+                default="one from the request's id",
+            ),
+        ]
+        | None
+    ) = None
+    stop: Annotated[
+        Texts,
+        says(
+            f"the answer ends before this text; each has at most {MAX_STOP_LENGTH} characters",
+            lengths=(None, MAX_STOP_STRINGS),
+            kind="string or list of strings",
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        TokenIds,
+        # No bound of the type: in what is resolved the model's own end tokens are among them.
+        says("token ids that end the answer", most=MAX_STOP_TOKEN_IDS),
+    ] = frozenset()
+    ignore_eos: Annotated[
+        bool, says("go on after the model's own end token, up to the last token allowed")
+    ] = False
+    n: Annotated[int, says("answers for each prompt", ge=1, le=MAX_N, over=LIMIT)] = 1
+    min_tokens: Annotated[int, says("no end before that many tokens", ge=0, le=MAX_TOKEN_COUNT)] = 0
+    skip_special_tokens: Annotated[bool, says("leave special tokens out of the text")] = True
+    prompt_logprobs: (
+        Annotated[
+            int,
+            says(
+                "log-probability of each prompt token, and of the k likeliest beside it",
+                ge=0,
+                le=MAX_LOGPROBS,
+                over=LIMIT,
+            ),
+        ]
+        | None
+    ) = None
+    beam_width: Annotated[
+        int, says("how many beams", ge=1, le=MAX_N, over=LIMIT, default="best_of or n")
+    ] = 1
+    length_penalty: Annotated[
+        float, says("beams are ranked by log-probability / length ** this", ge=-10, le=10)
+    ] = 1.0
+    early_stopping: Annotated[
+        bool, says("end the beam search as soon as enough beams are complete")
+    ] = False
 
 
-def _strings(name: str, values: object) -> tuple[str, ...]:
-    texts: list[str] = []
-    items = (
-        (values,) if isinstance(values, str) else _items(name, values, MAX_STOP_STRINGS, "strings")
-    )
-    for text in items:
-        if not isinstance(text, str):
-            _fail(name, "must be a string or a list of strings", "invalid_type")
-        if not text:
-            _fail(name, "must not contain an empty string")
-        if len(text) > MAX_STOP_LENGTH:
-            _fail(name, f"strings are at most {MAX_STOP_LENGTH} long", "limit_exceeded")
-        texts.append(text)
-    return tuple(texts)
-
-
-def _token_ids(name: str, values: object) -> frozenset[int]:
-    ids: list[int] = []
-    for token_id in _items(name, values, MAX_STOP_TOKEN_IDS, "token ids"):
-        _integer(name, token_id, 0, 1 << 31, "invalid_token_id")
-        if isinstance(token_id, int):
-            ids.append(token_id)
-    return frozenset(ids)
-
-
-def _bias(name: str, values: object) -> tuple[tuple[int, float], ...]:
-    pairs = values.items() if isinstance(values, Mapping) else values
-    found: dict[int, float] = {}
-    for pair in _items(name, pairs, MAX_LOGIT_BIAS, "tokens"):
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            _fail(name, "must map token ids to numbers", "invalid_type")
-        token_id, value = map(plain, pair)
-        _integer(name, token_id, 0, 1 << 31, "invalid_token_id")
-        _number(name, value, -100.0, 100.0)
-        found[token_id] = value  # type: ignore[index, assignment]
-    return tuple(sorted(found.items()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Sampling, metaclass=_Checked, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the tokens of an answer. Bad values raise RequestFault with the field's name.
 
     temperature 0 is greedy. top_k 0 or -1 is off. `max_tokens=None` means up to the context's end.
@@ -127,73 +206,11 @@ class SamplingParams:
     k likeliest.
     """
 
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    stop: str | Iterable[str] = ()
-    stop_token_ids: Iterable[int] = frozenset()
-    ignore_eos: bool = False
-    n: int = 1
-    best_of: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    beam_width: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-    skip_special_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        put = object.__setattr__  # normalise the values of a frozen record, once
-        if not PLAIN_TYPES.issuperset(map(type, _values(self))):
-            for name in self.__slots__:
-                put(self, name, plain(getattr(self, name)))
-        put(self, "stop", _strings("stop", self.stop))
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        put(self, "logit_bias", _bias("logit_bias", self.logit_bias))
-        self._check_numbers()
-        for name in ("ignore_eos", "early_stopping", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                _fail(name, "must be true or false", "invalid_type")
-
-    def _check_numbers(self) -> None:
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 1 << 30)
-        _integer("min_tokens", self.min_tokens, 0, 1 << 30)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _fail("min_tokens", f"must not exceed max_tokens ({self.max_tokens})")
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1, 1 << 30)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            _fail("top_p", "must be above 0 (use temperature 0 for greedy)")
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        _integer("n", self.n, 1, MAX_N, "limit_exceeded")
-        if self.best_of is not None:
-            _integer("best_of", self.best_of, 1, MAX_N, "limit_exceeded")
-            if self.best_of < self.n:
-                _fail("best_of", f"must be at least n ({self.n})")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                _integer(name, value, 0, MAX_LOGPROBS, "limit_exceeded")
-        _integer("beam_width", self.beam_width, 1, MAX_N, "limit_exceeded")
-        if self.beam_width > 1 and self.n > self.beam_width:
-            _fail("n", f"must not exceed beam_width ({self.beam_width})")
-        if self.beam_width > 1 and self.best_of is not None:
-            _fail("best_of", "cannot be combined with beam_width")
+    max_tokens: (
+        Annotated[int, says("most tokens of the answer", ge=1, le=MAX_TOKEN_COUNT)] | None
+    ) = 16
+    best_of: Samples | None = None
+    logprobs: TopLogprobs | None = None
 
     @property
     def num_samples(self) -> int:
@@ -204,24 +221,91 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def replace(self, **changes: Any) -> SamplingParams:
+        """The same but for `changes`, which are checked as those of a new one are."""
+        return SamplingParams(**{**structs.asdict(self), **changes})
+
+    __replace__ = replace
+
     def resolved(self, max_tokens: int, seed: int, end_token_ids: Iterable[int]) -> SamplingParams:
         """The same with what was open: numbers that are right, and, unless ignored, the model's own
         end tokens among `stop_token_ids`. Nothing is checked once more: prompts wait for this."""
-        made, put = object.__new__(SamplingParams), object.__setattr__
-        for name in self.__slots__:
-            put(made, name, getattr(self, name))
-        put(made, "max_tokens", max_tokens)
-        put(made, "seed", seed)
+        stops = frozenset(self.stop_token_ids)
         if not self.ignore_eos:
-            put(made, "stop_token_ids", frozenset(self.stop_token_ids).union(end_token_ids))
-        return made
+            stops = stops.union(end_token_ids)
+        return structs.replace(self, max_tokens=max_tokens, seed=seed, stop_token_ids=stops)
 
 
-_values = attrgetter(*SamplingParams.__slots__)
+def checked(kind: type[SamplingParams], given: Mapping[str, object]) -> SamplingParams:
+    """A record of what a caller of the Python API gave: numbers of numpy and lists of any kind are
+    welcome. RequestFault names the field that is wrong."""
+    values = {
+        name: FORMS[name](value) if name in FORMS else plain(value) for name, value in given.items()
+    }
+    try:
+        found = made(kind, values)
+    except RequestFault as fault:
+        if fault.code == "unknown_parameter":
+            raise TypeError(f"{kind.__name__} has no field {fault.param!r}") from None
+        name = (fault.param or "").partition("[")[0]
+        message = str(fault).removeprefix(fault.param or "")
+        raise RequestFault(name + message, param=name, code=fault.code) from None
+    check_together(found)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+def check_together(sampling: SamplingParams) -> None:
+    """RequestFault where fields that are right contradict each other."""
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        _fail("min_tokens", f"must not exceed max_tokens ({sampling.max_tokens})")
+    if sampling.best_of is not None and sampling.best_of < sampling.n:
+        _fail("best_of", f"must be at least n ({sampling.n})")
+    if sampling.beam_width > 1 and sampling.n > sampling.beam_width:
+        _fail("n", f"must not exceed beam_width ({sampling.beam_width})")
+    if sampling.beam_width > 1 and sampling.best_of is not None:
+        _fail("best_of", "cannot be combined with beam_width")
+
+
+def biases(given: object) -> object:
+    """Sorted pairs of token id and number, of a mapping or of such pairs."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        rows = [_pair(pair) for pair in islice(pairs, MAX_LOGIT_BIAS + 1)]  # type: ignore[call-overload]
+        return tuple(sorted(dict(rows).items()))
+    except (TypeError, ValueError):
+        _fail("logit_bias", "must map token ids to numbers", "invalid_type")
+
+
+def _pair(given: object) -> Any:
+    return tuple(map(plain, given)) if isinstance(given, tuple) else given
+
+
+def _texts(given: object) -> object:
+    return (given,) if isinstance(given, str) else _listed(given, MAX_STOP_STRINGS)
+
+
+def _stop_ids(given: object) -> object:
+    ids = _listed(given, MAX_STOP_TOKEN_IDS)
+    if isinstance(ids, list) and len(ids) > MAX_STOP_TOKEN_IDS:
+        _fail("stop_token_ids", f"takes at most {MAX_STOP_TOKEN_IDS}", LIMIT)
+    return ids
+
+
+def _listed(given: object, most: int) -> object:
+    """As a list of at most one more than may be, whatever kind of list it is."""
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        return plain(given)
+    return list(map(plain, islice(given, most + 1)))
+
+
+# Fields that may be given in other forms than the one that a record holds.
+FORMS = {"stop": _texts, "stop_token_ids": _stop_ids, "logit_bias": biases}
+
+
+# ---------------------------------------------------------------------- requests and their outputs
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of one token and of the likeliest ones at its position, likeliest first.
 
     Taken from the log-softmax of the raw logits (before penalties, temperature and filters), as
@@ -300,8 +384,7 @@ class Request:
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
-@record
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """What one step (or an abort, or a fault) gave one request. Nothing follows a finish_reason.
 
     A stop token is part of `new_token_ids`. `prompt_logprobs` come with the chunk that computed

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "ridgeline"
 # A part imports from its own level and from those before it, and never in a circle.
 LEVELS = (
     {"clock", "demo", "errors", "figures", "registry", "log"},
-    {"request", "step", "config", "formats", "architectures"},
+    {"declared", "request", "step", "config", "formats", "architectures"},
     {"scheduler", "cost"},
     {"engine", "router", "observe"},
     {"simulator", "planner"},

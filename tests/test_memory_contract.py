@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_requests_stay_within_it() -> None:
     def serve(built: Built) -> None:
         for index in range(12):
             ids = (TOKEN + index,) * (60 + 10 * index)
-            sampling = replace(EVERYTHING, max_tokens=12, ignore_eos=True, seed=index)
+            sampling = EVERYTHING.replace(max_tokens=12, ignore_eos=True, seed=index)
             built.engine.add(Request(f"r{index}", ids, sampling, arrival_time=0.0))
         while not built.engine.is_idle:
             served.extend(o.request_id for o in built.engine.step() if o.finish_reason)

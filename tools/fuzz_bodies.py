@@ -13,19 +13,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
+from ridgeline.declared import Declared, declared
 from ridgeline.errors import RequestFault
 from ridgeline.server.auth import Tenant
-from ridgeline.server.calls import Call
-from ridgeline.server.chat import read_chat
-from ridgeline.server.completions import read_completion
-from ridgeline.server.declared import (
-    CHAT,
-    COMPLETION,
-    DETOKENIZE,
-    TOKENIZE_CHAT,
-    TOKENIZE_TEXT,
-    Declared,
+from ridgeline.server.bodies import (
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChat,
+    TokenizeText,
 )
+from ridgeline.server.calls import Call, read_completion
+from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import MAX_ECHO, ApiError
 from ridgeline.server.json_body import parse_object
 from ridgeline.server.model import ServedModel
@@ -34,8 +36,6 @@ from ridgeline.server.text_process import Worker
 from ridgeline.server.text_wire import Question, Refusal
 from ridgeline.server.token_text import TokenTexts
 from ridgeline.server.tokenize import detokenize, read_tokenize, tokens
-from ridgeline.server.unsupported import CHAT as NOT_IN_CHAT
-from ridgeline.server.unsupported import COMPLETIONS as NOT_IN_COMPLETIONS
 from ridgeline.server.wire import Ready
 from ridgeline.text.chat import load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
@@ -91,7 +91,7 @@ def _tokenized(body: Body) -> None:
 
 
 def _completion(body: Body) -> Call:
-    return read_completion(body, model().defaults, VOCABULARY, MAX_SEQUENCES)
+    return read_completion(body, model().defaults, MAX_SEQUENCES)
 
 
 def _chat(body: Body) -> Call:
@@ -100,18 +100,18 @@ def _chat(body: Body) -> Call:
 
 def _answered(read: Callable[[Body], Call], body: Body) -> None:
     call = read(body)
-    model().check_name(call.model)
+    model().check_name(call.body.model)
     prepared = prepare(call, model(), _encoded(question_of(call, model())), "req-0", Tenant(), 0.0)
     assert 1 <= prepared.num_sequences <= MAX_SEQUENCES
     assert 1 <= prepared.num_prompt_tokens <= MAX_SEQUENCES * MAX_LEN
 
 
-ROUTES: tuple[tuple[Callable[[Body], object], Declared, tuple[str, ...]], ...] = (
-    (functools.partial(_answered, _completion), COMPLETION, tuple(NOT_IN_COMPLETIONS)),
-    (functools.partial(_answered, _chat), CHAT, tuple(NOT_IN_CHAT)),
-    (_tokenized, TOKENIZE_TEXT, ()),
-    (_tokenized, TOKENIZE_CHAT, ()),
-    (lambda body: detokenize(body, model()), DETOKENIZE, ()),
+ROUTES: tuple[tuple[Callable[[Body], object], type[Struct]], ...] = (
+    (functools.partial(_answered, _completion), CompletionBody),
+    (functools.partial(_answered, _chat), ChatBody),
+    (_tokenized, TokenizeText),
+    (_tokenized, TokenizeChat),
+    (lambda body: detokenize(body, model()), DetokenizeBody),
 )
 
 
@@ -131,11 +131,11 @@ def _anything(rng: random.Random, depth: int = 0) -> Any:
     }
 
 
-def _value(rng: random.Random, name: str, declared: Declared, odd: float) -> Any:
+def _value(rng: random.Random, name: str, fields: Declared, odd: float) -> Any:
     """Of a declared field; usually one that it may have."""
     if rng.random() < odd:
         return _anything(rng)
-    field = declared[name]
+    field = fields[name]
     if name == "model":
         return "fake"
     if field.kind == "list of objects":
@@ -162,10 +162,10 @@ def _value(rng: random.Random, name: str, declared: Declared, odd: float) -> Any
     return rng.choice(("hello", "word", *TEXTS))
 
 
-def _object(rng: random.Random, declared: Declared, odd: float, share: float) -> dict[str, Any]:
+def _object(rng: random.Random, fields: Declared, odd: float, share: float) -> dict[str, Any]:
     """The required fields, and others with the chance `share`."""
-    names = [n for n, f in declared.items() if f.required or rng.random() < share]
-    made = {n: _value(rng, n, declared, odd) for n in names if rng.random() > odd / 4}
+    names = [n for n, f in fields.items() if f.required or rng.random() < share]
+    made = {n: _value(rng, n, fields, odd) for n in names if rng.random() > odd / 4}
     if rng.random() < odd:
         made[rng.choice(TEXTS)] = _anything(rng)
     return made
@@ -192,9 +192,10 @@ def _damage(rng: random.Random, data: bytes) -> bytes:
 
 def make(rng: random.Random) -> bytes:
     route = rng.randrange(len(ROUTES))
-    _, declared, unsupported = ROUTES[route]
+    kind = ROUTES[route][1]
+    unsupported = tuple(UNSUPPORTED.get(kind, ()))
     odd = rng.choice((0.0, 0.0, 0.05, 0.3))
-    body = _object(rng, declared, odd, rng.choice((0.0, 0.1, 0.3)))
+    body = _object(rng, declared(kind), odd, rng.choice((0.0, 0.1, 0.3)))
     if unsupported and rng.random() < 0.2:
         body[rng.choice(unsupported)] = _anything(rng)
     data = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
@@ -202,7 +203,7 @@ def make(rng: random.Random) -> bytes:
 
 
 def check(case: bytes) -> None:
-    use, _, _ = ROUTES[case[0] % len(ROUTES) if case else 0]
+    use, _ = ROUTES[case[0] % len(ROUTES) if case else 0]
     try:
         use(parse_object(case[1:], MAX_DEPTH))
     except RequestFault:

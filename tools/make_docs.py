@@ -14,11 +14,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from ridgeline.cli.main import COMMANDS, build_parser
 from ridgeline.cli.parser import Parser
-from ridgeline.server import declared, unsupported
+from ridgeline.declared import Declared, Field, declared
+from ridgeline.request import Sampling
 from ridgeline.server.app import make_routes
-from ridgeline.server.declared import Declared, Field, default_of
+from ridgeline.server.bodies import (
+    ANYTHING,
+    HARMLESS,
+    UNSUPPORTED,
+    Asking,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeText,
+    Unsupported,
+)
 from ridgeline.server.errors import CODES, RETRY_AFTER_S
 from tools import docs_metrics
 
@@ -70,7 +83,7 @@ def body(fields_: Declared) -> Callable[[], str]:
 def _field_rows(fields_: Declared, path: str = "") -> list[Row]:
     rows: list[Row] = []
     for name, field in fields_.items():
-        default = "**required**" if field.required else default_of(name, field)
+        default = "**required**" if field.required else field.default
         rows.append((f"`{path}{name}`", field.kind, _bounds(field), default, field.meaning))
         inner = "[]." if field.kind.startswith("list") or "or list" in field.kind else "."
         rows += _field_rows(field.fields or {}, path + name + inner)
@@ -97,12 +110,23 @@ def _shown(bound: float) -> str:
     return f"{bound:g}"
 
 
-def without(fields_: Declared, *others: Declared) -> Declared:
-    left_out = {name for other in others for name in other}
-    return {name: field for name, field in fields_.items() if name not in left_out}
+def without(kind: type[Struct], base: type[Struct]) -> Declared:
+    """What a record has beyond one that it is made of, and what it has in other bounds."""
+    known = declared(base)
+    return {n: field for n, field in declared(kind).items() if known.get(n) != field}
 
 
-def refused(fields_: unsupported.Unsupported) -> Callable[[], str]:
+def sampling() -> Declared:
+    every = declared(Asking)
+    return {name: every[name] for name in (*Sampling.__struct_fields__, "use_beam_search")}
+
+
+def of_both() -> Declared:
+    others = {*sampling(), *HARMLESS}
+    return {name: field for name, field in declared(Asking).items() if name not in others}
+
+
+def refused(fields_: Unsupported) -> Callable[[], str]:
     """Those that are refused whatever they hold, and those that may hold some value."""
 
     def made() -> str:
@@ -114,13 +138,13 @@ def refused(fields_: unsupported.Unsupported) -> Callable[[], str]:
 
 
 def _allowed(values: tuple[object, ...]) -> str:
-    if values is unsupported.ANYTHING:
+    if values is ANYTHING:
         return "(any value)"
     return " or ".join(f"`{json.dumps(value)}`" for value in values)
 
 
 def harmless() -> str:
-    names = (f"`{name}` ({words})" for name, (_, words) in unsupported.HARMLESS.items())
+    names = (f"`{name}` ({field.kind})" for name, field in HARMLESS.items())
     return ", ".join(names) + ".\n"
 
 
@@ -235,14 +259,14 @@ def _reference(title: str, same: Sequence[str], common: Mapping[str, Row]) -> st
 
 PARTS: dict[str, Callable[[], str]] = {
     "endpoints": endpoints,
-    "completion fields": body(without(declared.COMPLETION, declared.CALL, declared.SAMPLING)),
-    "chat fields": body(without(declared.CHAT, declared.CALL, declared.SAMPLING)),
-    "call fields": body(declared.CALL),
-    "sampling fields": body(declared.SAMPLING),
-    "tokenize fields": body(declared.TOKENIZE_TEXT),
-    "detokenize fields": body(declared.DETOKENIZE),
-    "refused by completions": refused(unsupported.COMPLETIONS),
-    "refused by chat": refused(unsupported.CHAT),
+    "completion fields": body(without(CompletionBody, Asking)),
+    "chat fields": body(without(ChatBody, Asking)),
+    "call fields": body(of_both()),
+    "sampling fields": body(sampling()),
+    "tokenize fields": body(declared(TokenizeText)),
+    "detokenize fields": body(declared(DetokenizeBody)),
+    "refused by completions": refused(UNSUPPORTED[CompletionBody]),
+    "refused by chat": refused(UNSUPPORTED[ChatBody]),
     "harmless fields": harmless,
     "error codes": errors,
     "commands": commands,

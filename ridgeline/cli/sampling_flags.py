@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
-from dataclasses import Field, fields
 from typing import Any
 
 from ridgeline.cli.parser import Parser
+from ridgeline.declared import declared
 from ridgeline.errors import RequestFault
 from ridgeline.request import SamplingParams
-from ridgeline.server.declared import COMPLETION
 
-_NAMES = [field.name for field in fields(SamplingParams) if field.name in COMPLETION]
-HELP = {name: COMPLETION[name].meaning for name in _NAMES} | {
-    "max_tokens": "most tokens of the answer",
+FIELDS = declared(SamplingParams)
+HELP = {  # where a flag is given in another form than the field, or means less
     "top_k": "sample among the k likeliest tokens only; 0 is off",
     "logit_bias": "add VALUE to the logit of token ID; may be repeated",
     "seed": "the same seed gives the same answer (and the same random weights)",
@@ -24,8 +22,6 @@ HELP = {name: COMPLETION[name].meaning for name in _NAMES} | {
     "beam_width": "beam search with that many beams instead of sampling",
     "skip_special_tokens": "show special tokens in the text",
 }
-
-
 COMMON = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "n", "logprobs")
 
 
@@ -50,23 +46,31 @@ def bias(text: str) -> tuple[int, float]:
 
 
 _SPECIAL: dict[str, dict[str, Any]] = {
-    "ignore_eos": {"action": "store_true"},
-    "early_stopping": {"action": "store_true"},
-    "skip_special_tokens": {"action": "store_false"},
     "stop": {"action": "append", "metavar": "TEXT"},
     "stop_token_ids": {"type": ids, "metavar": "IDS"},
     "logit_bias": {"action": "append", "type": bias, "metavar": "ID:VALUE"},
 }
 
 
-def _kind(field: Field[Any]) -> Callable[[str], object]:
-    return {"int": int, "float": float}[str(field.type).partition(" ")[0]]
+def _kind(name: str) -> Callable[[str], object]:
+    return {"integer": int, "number": float}[FIELDS[name].kind]
+
+
+def _options(name: str) -> dict[str, Any]:
+    """Of a flag: a switch turns a field from its default."""
+    if FIELDS[name].kind == "boolean":
+        is_on = FIELDS[name].default == "true"
+        return {"action": "store_false" if is_on else "store_true"}
+    if name in _SPECIAL:
+        return _SPECIAL[name]
+    return {"type": _kind(name), "metavar": "N" if _kind(name) is int else "X"}
 
 
 def _flag(name: str) -> str:
     if name == "skip_special_tokens":
         return "--show-special-tokens"
-    return "--" + name.replace("_", "-")
+    is_on = FIELDS[name].kind == "boolean" and FIELDS[name].default == "true"
+    return f"--{'no-' * is_on}{name.replace('_', '-')}"
 
 
 def _dest(name: str) -> str:
@@ -78,34 +82,24 @@ def add_sampling_flags(parser: Parser, without: Collection[str] = ()) -> None:
     group = parser.add_argument_group(
         "sampling", "What is not given here is taken from the model's generation_config.json."
     )
-    for field in fields(SamplingParams):
-        if field.name in without:
+    for name, field in FIELDS.items():
+        if name in without:
             continue
-        options = _SPECIAL.get(field.name) or {
-            "type": _kind(field),
-            "metavar": "N" if _kind(field) is int else "X",
-        }
         group.add_argument(
-            _flag(field.name),
-            dest=_dest(field.name),
+            _flag(name),
+            dest=_dest(name),
             default=argparse.SUPPRESS,
-            help=HELP[field.name],
-            **options,
+            help=HELP.get(name, field.meaning),
+            **_options(name),
         )
-        if field.name not in COMMON:
-            parser.mark_expert(_flag(field.name))
+        if name not in COMMON:
+            parser.mark_expert(_flag(name))
 
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that were given on the command line. RequestFault for one that
     no model could serve."""
-    given = {
-        field.name: getattr(args, _dest(field.name))
-        for field in fields(SamplingParams)
-        if hasattr(args, _dest(field.name))
-    }
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
+    given = {name: getattr(args, _dest(name)) for name in FIELDS if hasattr(args, _dest(name))}
     SamplingParams(**{"max_tokens": None, **given})
     return given
 
@@ -117,8 +111,7 @@ def setting(text: str, allowed: Collection[str]) -> tuple[str, Any]:
         raise RequestFault(f"write NAME=VALUE with NAME one of {', '.join(sorted(allowed))}")
     if value.lower() in ("", "none", "default"):
         return name, None
-    field = next(field for field in fields(SamplingParams) if field.name == name)
     try:
-        return name, _kind(field)(value)
+        return name, _kind(name)(value)
     except ValueError:
         raise RequestFault(f"{name}: {value!r} is not a number", param=name) from None

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.log import say
@@ -355,7 +357,7 @@ class Recorder:
 
     def _result_fields(self, result: StepResult) -> dict[str, Any]:
         beams = {
-            row: asdict(entries[-1])
+            row: structs.asdict(entries[-1])
             for row, entries in result.logprobs.items()
             if self._beams and row.partition(ROW_MARK)[0] in self._beams
         }
@@ -406,8 +408,8 @@ _PRIVATE = {"stop"}  # a user's own words, which no scheduler reads
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
     """The fields that differ from the defaults."""
     values: dict[str, Any] = {}
-    for row in fields(SamplingParams):
+    for row in structs.fields(SamplingParams):
         value = getattr(sampling, row.name)
-        if row.name not in _PRIVATE and (row.default is MISSING or value != row.default):
+        if row.name not in _PRIVATE and value != row.default:
             values[row.name] = sorted(value) if isinstance(value, frozenset) else value
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from ridgeline.errors import InternalError
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -15,7 +15,8 @@ ROW_MARK = "/beam-"  # no request's own id has it
 
 def row_sampling(sampling: SamplingParams) -> SamplingParams:
     """What the executor is asked for each beam: its likeliest next tokens, from raw logits."""
-    return replace(sampling, logprobs=num_candidates(sampling), temperature=0.0, min_tokens=0)
+    asked = num_candidates(sampling)
+    return structs.replace(sampling, logprobs=asked, temperature=0.0, min_tokens=0)
 
 
 class BeamGroup:

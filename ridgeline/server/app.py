@@ -14,9 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 import ridgeline
 from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
-from ridgeline.server.calls import Call
+from ridgeline.server.calls import Call, read_completion
 from ridgeline.server.chat import read_chat
-from ridgeline.server.completions import read_completion
 from ridgeline.server.errors import from_fault
 from ridgeline.server.gate import Gate
 from ridgeline.server.hosts import HostGuard
@@ -120,16 +119,14 @@ def make_routes(service: Service) -> list[Route]:
 
     def completion(body: Body, model: ServedModel) -> Call:
         """An answer that continues a text or token ids, whole or streamed."""
-        call = read_completion(
-            body, model.defaults, model.ready.vocab_size, limits.max_sequences_per_request
-        )
-        model.check_name(call.model)
+        call = read_completion(body, model.defaults, limits.max_sequences_per_request)
+        model.check_name(call.body.model)
         return call
 
     def chat(body: Body, model: ServedModel) -> Call:
         """The next message of a conversation, whole or streamed."""
         call = read_chat(body, model.defaults, limits.max_sequences_per_request)
-        model.check_name(call.model)
+        model.check_name(call.body.model)
         return call
 
     return [

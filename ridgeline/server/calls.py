@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from typing import Any, TypeGuard
 
-from ridgeline.request import SamplingParams
-from ridgeline.server.errors import ApiError
-from ridgeline.server.fields import Fields
+from msgspec import structs
+
+from ridgeline.errors import RequestFault
+from ridgeline.request import Sampling, SamplingParams, check_together
+from ridgeline.server.bodies import (
+    Asking,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+    check_text,
+    read,
+    wrong_type,
+)
+from ridgeline.server.errors import ApiError, from_fault
 
 Message = dict[str, str]  # as the chat template takes it
+Prompt = str | tuple[Any, ...]
 
-
-class Kind(Enum):
-    COMPLETION = "completion"
-    CHAT = "chat"
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
-    include_usage: bool = False
-    continuous_usage: bool = False
-
-    @property
-    def shows_usage(self) -> bool:
-        return self.include_usage or self.continuous_usage
+# What a beam search cannot honour, and the values that ask for nothing. The model's own defaults
+# for these are put aside.
+BEAM_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+}
+DEFAULT = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +54,33 @@ class Call:
     None for no log-probabilities. `drop_output` answers with the echo alone (max_tokens 0).
     """
 
-    kind: Kind
-    model: str
-    prompts: tuple[str | tuple[int, ...], ...]
+    body: CompletionBody | ChatBody
+    prompts: tuple[Prompt, ...]
     conversation: Conversation | None
     sampling: SamplingParams
     rename: dict[str, str]
-    stream: StreamOptions | None = None
     top_logprobs: int | None = None
-    echo: bool = False
     drop_output: bool = False
-    add_special_tokens: bool = True
-    return_token_ids: bool = False
-    cache_salt: str = ""
-    priority: int = 0
-    include_cost: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return self.conversation is not None
+
+    @property
+    def has_list_of_prompts(self) -> bool:
+        return isinstance(self.body, CompletionBody) and _is_list_of_prompts(self.body.prompt)
+
+    @property
+    def echo(self) -> bool:
+        return isinstance(self.body, CompletionBody) and self.body.echo
+
+    @property
+    def add_special_tokens(self) -> bool:
+        return isinstance(self.body, CompletionBody) and self.body.add_special_tokens
+
+    @property
+    def stream_options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
 
     @property
     def num_sequences(self) -> int:
@@ -68,24 +89,120 @@ class Call:
         return max(1, len(self.prompts)) * each
 
 
-def read_stream(fields: Fields) -> StreamOptions | None:
-    """None when the whole answer is wanted at once."""
-    streams = fields.flag("stream")
-    options = fields.nested("stream_options")
-    if options is None:
-        return StreamOptions() if streams else None
-    if not streams:
-        raise ApiError("invalid_value", "stream_options needs stream: true", "stream_options")
-    options.allow()
-    options.flag("include_obfuscation")
-    return StreamOptions(
-        bool(options.flag("include_usage")), bool(options.flag("continuous_usage_stats"))
+def read_completion(
+    body: Mapping[str, object], defaults: Mapping[str, Any], max_sequences: int
+) -> Call:
+    """The call that a parsed body makes. Raises ApiError naming the field at fault."""
+    asked = read(body, CompletionBody)
+    prompts = _prompts(asked.prompt, max_sequences)
+    given = names_given(body)
+    shows_prompt = asked.echo and asked.logprobs is not None
+    if asked.max_tokens == 0 and not asked.echo:
+        raise ApiError("invalid_value", "max_tokens must be at least 1 without echo", "max_tokens")
+    more: dict[str, object] = {"prompt_logprobs": asked.logprobs} if asked.echo else {}
+    sampling = sampling_of(
+        asked,
+        given,
+        {
+            **defaults,
+            **more,
+            "best_of": asked.best_of,
+            "logprobs": asked.logprobs,
+            "max_tokens": max(1, asked.max_tokens),
+        },
+    )
+    refuse_unservable(asked, sampling, len(prompts), max_sequences, shows_prompt=shows_prompt)
+    if shows_prompt and "prompt_logprobs" in given:
+        raise ApiError(
+            "invalid_value",
+            "echo with logprobs has those of the prompt; leave prompt_logprobs out",
+            "prompt_logprobs",
+        )
+    return Call(
+        asked,
+        prompts,
+        None,
+        sampling,
+        {},
+        top_logprobs=asked.logprobs,
+        drop_output=asked.max_tokens == 0,
     )
 
 
-def refuse_too_many(num_prompts: int, sampling: SamplingParams, most: int) -> None:
-    """Answers of one request, those of `best_of` that lose and beams included."""
-    each = max(sampling.num_samples, sampling.beam_width)
+def names_given(body: Mapping[str, object]) -> frozenset[str]:
+    """null counts as absent."""
+    return frozenset(name for name, value in body.items() if value is not None)
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def sampling_of(asked: Asking, given: Collection[str], others: Mapping[str, Any]) -> SamplingParams:
+    """What the body says itself, over `others`, over OpenAI's defaults. Raises ApiError naming the
+    field."""
+    own = {name: getattr(asked, name) for name in Sampling.__struct_fields__ if name in given}
+    sampling = structs.replace(DEFAULT, **{**others, **own})
+    try:
+        sampling = _with_beams(sampling, asked, given)
+        check_together(sampling)
+    except RequestFault as fault:
+        raise from_fault(fault) from None
+    return sampling
+
+
+def _with_beams(sampling: SamplingParams, asked: Asking, given: Collection[str]) -> SamplingParams:
+    """`use_beam_search` with `beam_width` (or, as older clients have it, `best_of`) beams."""
+    width = asked.beam_width if "beam_width" in given else None
+    wanted = asked.use_beam_search
+    if wanted is None:
+        wanted = width is not None and width > 1
+    elif not wanted and width is not None and width > 1:
+        raise ApiError(
+            "invalid_value",
+            f"beam_width {width} is for a beam search, which use_beam_search false refuses",
+            "beam_width",
+        )
+    if not wanted:
+        if asked.length_penalty != 1 or asked.early_stopping:
+            name = "early_stopping" if asked.early_stopping else "length_penalty"
+            raise ApiError("invalid_value", f"{name} needs use_beam_search", name)
+        return sampling
+    if width is not None and sampling.best_of not in (None, width):
+        raise ApiError("invalid_value", "best_of cannot be combined with beam_width", "best_of")
+    width = width or sampling.num_samples
+    if width < 2:
+        raise ApiError(
+            "missing_required_parameter", "use_beam_search needs a beam_width above 1", "beam_width"
+        )
+    for name, neutral in BEAM_NEUTRAL.items():
+        if name in given and getattr(asked, name) not in neutral:
+            raise ApiError("unsupported_parameter", f"{name} has no effect on beams", name)
+    return structs.replace(
+        sampling,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        best_of=None,
+        beam_width=width,
+    )
+
+
+# ---------------------------------------------------------------------- what cannot be served
+
+
+def refuse_unservable(
+    asked: Asking,
+    sampling: SamplingParams,
+    num_prompts: int,
+    most: int,
+    *,
+    shows_prompt: bool = False,
+) -> None:
+    """Raises ApiError for fields that are right and contradict each other or a limit of ours.
+    `shows_prompt`: with its log-probabilities."""
+    each = max(sampling.num_samples, sampling.beam_width)  # those of `best_of` that lose included
     if num_prompts * each > most:
         raise ApiError(
             "limit_exceeded",
@@ -93,11 +210,21 @@ def refuse_too_many(num_prompts: int, sampling: SamplingParams, most: int) -> No
             "one request may ask for",
             "prompt" if num_prompts > 1 else "n",
         )
-
-
-def refuse_cost_unseen(stream: StreamOptions | None, *, include_cost: bool) -> None:
-    """It comes with the usage, which a stream has only where it was asked for."""
-    if include_cost and stream is not None and not stream.shows_usage:
+    options = asked.stream_options
+    if not asked.stream:
+        if options is not None:
+            raise ApiError("invalid_value", "stream_options needs stream: true", "stream_options")
+        return
+    # What is known only at the end cannot be streamed.
+    if shows_prompt:
+        raise ApiError("invalid_value", "echo with logprobs cannot be streamed", "stream")
+    if sampling.beam_width > 1:
+        raise ApiError("invalid_value", "beam search cannot be streamed", "stream")
+    if sampling.num_samples != sampling.n:
+        raise ApiError("invalid_value", "best_of above n cannot be streamed", "best_of")
+    if sampling.prompt_logprobs is not None:
+        raise ApiError("invalid_value", "prompt_logprobs cannot be streamed", "prompt_logprobs")
+    if asked.include_cost and (options is None or not options.shows_usage):
         raise ApiError(
             "invalid_value",
             "include_cost of a stream needs stream_options.include_usage: true",
@@ -105,13 +232,27 @@ def refuse_cost_unseen(stream: StreamOptions | None, *, include_cost: bool) -> N
         )
 
 
-def refuse_unstreamable(sampling: SamplingParams, stream: StreamOptions | None) -> None:
-    """What is known only at the end cannot be streamed."""
-    if stream is None:
-        return
-    if sampling.beam_width > 1:
-        raise ApiError("invalid_value", "beam search cannot be streamed", "stream")
-    if sampling.num_samples != sampling.n:
-        raise ApiError("invalid_value", "best_of above n cannot be streamed", "best_of")
-    if sampling.prompt_logprobs is not None:
-        raise ApiError("invalid_value", "prompt_logprobs cannot be streamed", "prompt_logprobs")
+# ---------------------------------------------------------------------- prompts
+
+
+def _prompts(value: object, most: int) -> tuple[Prompt, ...]:
+    """One prompt or many, as texts or token ids, which are looked at later: there are many. Raises
+    ApiError with the path of the fault."""
+    if _is_list_of_prompts(value):
+        if len(value) > most:
+            raise ApiError("limit_exceeded", f"prompt takes at most {most} prompts", "prompt")
+        return tuple(_prompt(item, f"prompt[{i}]") for i, item in enumerate(value))
+    return (_prompt(value, "prompt"),)
+
+
+def _is_list_of_prompts(value: object) -> TypeGuard[list[object]]:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+
+
+def _prompt(item: object, param: str) -> Prompt:
+    if not isinstance(item, (str, list)):
+        wanted = "a string, a list of strings or token ids"
+        raise wrong_type(param, wanted if param == "prompt" else "a string or token ids", item)
+    if not item:
+        raise ApiError("empty_input", f"{param} is empty", param)
+    return check_text(item, param) if isinstance(item, str) else tuple(item)

@@ -21,6 +21,7 @@ from ridgeline.observe.latency import Latency
 from ridgeline.observe.progress import Progress
 from ridgeline.observe.traffic import Traffic
 from ridgeline.observe.watchdog import Overdue, StepInFlight, Watchdog
+from ridgeline.request import RequestOutput
 from ridgeline.server.child import environment
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.deadlines import Pace
@@ -41,7 +42,6 @@ from ridgeline.server.wire import (
     Faulted,
     Gauges,
     Loading,
-    Output,
     Ready,
     Refused,
     Start,
@@ -51,7 +51,6 @@ from ridgeline.server.wire import (
     frame_length,
     pack_add,
     read_event,
-    unpack_output,
 )
 
 FRONT_BYTES = 64 << 20  # what the HTTP process grows by in use, without the bodies that it holds
@@ -413,7 +412,7 @@ class EngineClient:
         )
         live.admitted.set_exception(fault)
 
-    def _output(self, output: Output, now: float) -> None:
+    def _output(self, output: RequestOutput, now: float) -> None:
         live = self.lives.get(output.request_id)
         if live is None:
             self.traffic.num_late_outputs += 1
@@ -427,17 +426,17 @@ class EngineClient:
             live.open_ids.discard(output.request_id)
             self.progress.work_ended()
             self.latency.on_end(times, now)
-            self.traffic.finished[output.finish_reason] += 1
+            self.traffic.finished[output.finish_reason.value] += 1
             self.pace.on_end(times.num_tokens)
         if live.error is not None:
             self.abandon(live)
         elif stopped := live.take_aborts():
             self._stopped(live, stopped, now)
 
-    def _push(self, live: Live, output: Output) -> None:
+    def _push(self, live: Live, output: RequestOutput) -> None:
         """No output, whatever is in it, may harm anyone but its own request."""
         try:
-            live.push(unpack_output(output))
+            live.push(output)
         except Exception:
             say(
                 logger, logging.ERROR, "an output could not be assembled", trace=True,

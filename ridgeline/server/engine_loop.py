@@ -37,7 +37,6 @@ from ridgeline.server.wire import (
     Refused,
     Scheduled,
     Step,
-    pack_output,
     unpack_add,
 )
 from ridgeline.startup import Phase, Started, WarmsUp, say_first_token
@@ -235,7 +234,7 @@ class EngineLoop:
                     Scheduled(row.partition(ROW_MARK)[0], at)
                     for row, at in self._watch.take_started()
                 ),
-                tuple(pack_output(output) for output in outputs),
+                tuple(outputs),
                 self._gauges.read(),
                 self._costs(outputs),
                 self._chunks.take(outputs),

@@ -139,11 +139,13 @@ class ApiError(Exception):
 def from_fault(fault: RequestFault, rename: dict[str, str] | None = None) -> ApiError:
     """The reply to a fault that text, answer or engine found; `rename` maps its field names to
     those of the request body."""
-    param = fault.param
+    param, message = fault.param, str(fault)
     if param is not None and rename:
         head = param.partition("[")[0]
         param = rename.get(head, head) + param[len(head) :]
-    return ApiError(fault.code, str(fault), param, retry_after_s=fault.retry_after_s)
+        if param != fault.param and message.startswith(f"{fault.param}:"):
+            message = param + message[len(fault.param or "") :]
+    return ApiError(fault.code, message, param, retry_after_s=fault.retry_after_s)
 
 
 def internal_error() -> ApiError:

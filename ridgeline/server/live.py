@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from ridgeline.answer import Answer, ChoiceDelta
 from ridgeline.observe.accounts import PromptChunk
 from ridgeline.observe.latency import SequenceTimes
@@ -124,8 +126,9 @@ class Live:
 
     def _keep(self, first_index: int, pieces: list[ChoiceDelta]) -> None:
         for piece in pieces:
-            shifted = piece if not first_index else shift(piece, first_index)
-            self._slot.append(shifted)
+            if first_index:
+                piece = structs.replace(piece, index=piece.index + first_index)
+            self._slot.append(piece)
             self._slot_bytes += len(piece.text.encode()) + 8 * len(piece.token_ids)
             for entry in piece.logprobs:
                 self._slot_bytes += BYTES_PER_LOGPROB * (1 + len(entry.top))
@@ -133,17 +136,6 @@ class Live:
             self.fail(ApiError("slow_client", "the client reads its stream too slowly"))
             if self.cut is not None:
                 self.cut()
-
-
-def shift(piece: ChoiceDelta, by: int) -> ChoiceDelta:
-    return ChoiceDelta(
-        piece.index + by,
-        piece.text,
-        piece.token_ids,
-        piece.logprobs,
-        piece.finish_reason,
-        piece.stop_reason,
-    )
 
 
 def merge(pieces: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:

@@ -1,12 +1,12 @@
 """What may be asked of this server, and what comes back, in the words of OpenAPI?
 
-Bodies come from the tables of declared.py, replies from the records that are written out, errors
+Bodies come from the records of bodies.py, replies from the records that are written out, errors
 from those of errors.py. Here stands only which of them belongs to which path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,26 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import ridgeline
+from ridgeline.declared import Declared, Field, declared
 from ridgeline.observe.explain import OwnReport, Report
-from ridgeline.request import MAX_STOP_LENGTH
-from ridgeline.server import declared
-from ridgeline.server.declared import Declared, Field, default_of
+from ridgeline.request import MAX_STOP_LENGTH, MAX_TOKEN_ID
+from ridgeline.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChat,
+    TokenizeText,
+)
 from ridgeline.server.errors import CODES, RETRY_AFTER_S, SHOWN_AS, ErrorBody
 from ridgeline.server.http_protocol import OPEN_PATHS
 from ridgeline.server.metrics_page import CONTENT_TYPE
 from ridgeline.server.model import ModelCard, ModelList
 from ridgeline.server.replies import ChatChoice, ChatPiece, CompletionChoice, Reply
-from ridgeline.server.sampling_fields import MAX_TOKEN_ID
 from ridgeline.server.service import Service, send_json
 from ridgeline.server.tokenize import Text, Tokens
-from ridgeline.server.unsupported import HARMLESS
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
-TYPES = {str: "string", dict: "object", bool: "boolean"}
 JSON = "application/json"
 EVENTS = "text/event-stream"
 
@@ -69,7 +72,7 @@ def _list(field: Field, items: Schema) -> Schema:
 
 
 def _object(field: Field) -> Schema:
-    return object_schema(field.fields or {})
+    return {"type": "object"} if field.fields is None else object_schema(field.fields)
 
 
 def _biases(field: Field) -> Schema:
@@ -77,7 +80,7 @@ def _biases(field: Field) -> Schema:
         "type": "object",
         **_within(field, "minProperties", "maxProperties"),
         "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
-        "additionalProperties": schema_of("", declared.BIAS),
+        "additionalProperties": {"anyOf": [_number(field.items[0].items[1]), {"type": "null"}]},
     }
 
 
@@ -99,13 +102,12 @@ KINDS: Mapping[str, Callable[[Field], Schema]] = {
 }
 
 
-def schema_of(name: str, field: Field) -> Schema:
+def schema_of(field: Field) -> Schema:
     """Of one field. null counts as absent."""
     made = dict(KINDS[field.kind](field))
     if not field.required:
         made = {"anyOf": [made, {"type": "null"}]}
-    default = default_of(name, field)
-    words = field.meaning + (f" (default: {default})" if default else "")
+    words = field.meaning + (f" (default: {field.default})" if field.default else "")
     if words:
         made["description"] = words
     if field.example is not None:
@@ -113,33 +115,27 @@ def schema_of(name: str, field: Field) -> Schema:
     return made
 
 
-def object_schema(fields: Declared, more: Mapping[str, Schema] | None = None) -> Schema:
+def object_schema(fields: Declared) -> Schema:
     return {
         "type": "object",
-        "properties": {name: schema_of(name, field) for name, field in fields.items()}
-        | dict(more or {}),
+        "properties": {name: schema_of(field) for name, field in fields.items()},
         "required": [name for name, field in fields.items() if field.required],
         "additionalProperties": False,
     }
 
 
-def _asked(fields: Declared) -> Schema:
-    """With what is accepted and without effect."""
-    harmless = {
-        name: {"type": [TYPES[kind], "null"], "description": "without effect"}
-        for name, (kind, _) in HARMLESS.items()
-    }
-    return object_schema(fields, harmless)
-
-
-BODIES: Mapping[str, Schema] = {
-    "CompletionRequest": _asked(declared.COMPLETION),
-    "ChatRequest": _asked(declared.CHAT),
-    "TokenizeRequest": {
-        "anyOf": [object_schema(declared.TOKENIZE_TEXT), object_schema(declared.TOKENIZE_CHAT)]
-    },
-    "DetokenizeRequest": object_schema(declared.DETOKENIZE),
+BODIES: Mapping[str, tuple[type[msgspec.Struct], ...]] = {
+    "CompletionRequest": (CompletionBody,),
+    "ChatRequest": (ChatBody,),
+    "TokenizeRequest": (TokenizeText, TokenizeChat),
+    "DetokenizeRequest": (DetokenizeBody,),
 }
+
+
+def _body_schema(kinds: Sequence[type[msgspec.Struct]]) -> Schema:
+    first, *others = (object_schema(declared(kind)) for kind in kinds)
+    return {"anyOf": [first, *others]} if others else first
+
 
 # ---------------------------------------------------------------------- what comes back
 
@@ -252,7 +248,8 @@ def _schemas() -> Schema:
     refs, made = msgspec.json.schema_components(RECORDS.values(), ref_template=REF)
     ours = [ref["$ref"].rpartition("/")[2] for ref in refs]
     named = {name: made.pop(our) for name, our in zip(RECORDS, ours, strict=True)}
-    return {**BODIES, **named, **made}
+    bodies = {name: _body_schema(kinds) for name, kinds in BODIES.items()}
+    return {**bodies, **named, **made}
 
 
 def _ref(what: str | Schema) -> Schema:

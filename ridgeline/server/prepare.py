@@ -8,14 +8,13 @@ worker thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
 from ridgeline.answer import Answer, check_prompt, resolve_sampling
 from ridgeline.errors import RequestFault
 from ridgeline.server.auth import Tenant
-from ridgeline.server.calls import Call, Conversation
+from ridgeline.server.calls import Call, Conversation, Prompt
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.model import ServedModel
 from ridgeline.server.text_client import TextFault
@@ -85,41 +84,27 @@ def prepare(
 ) -> Prepared:
     """`encoded` are the token ids of the call's texts, as arrays. Raises ApiError naming the field
     as the client wrote it."""
-    place = 0
-    try:
-        prompts = list(_prompts(call, model, encoded))
-        made = []
-        for place, ids in enumerate(prompts):
-            made.append(_answer(call, model, f"{request_id}-{place}", ids, tenant, now))
-        answers = tuple(made)
-    except RequestFault as fault:
-        names = call.rename
-        if fault.param == "prompt" and call.prompts:
-            names = {"prompt": _path(call, place)} | names
-        raise from_fault(fault, names) from None
-    texts = tuple(_echo(p, ids, model) for p, ids in zip(call.prompts, prompts, strict=False))
-    return Prepared(answers, texts if call.echo else ())
-
-
-def _prompts(
-    call: Call, model: ServedModel, encoded: tuple[bytes, ...]
-) -> Iterator[tuple[int, ...]]:
-    """The token ids of each prompt, or of the conversation."""
+    answers, echoes = [], []
     texts = iter(encoded)
     for place, prompt in enumerate(call.prompts or ("",)):
-        if not isinstance(prompt, str):
-            yield prompt
-            continue
-        ids = array(IDS, next(texts))
-        if call.prompts and not ids:
+        given = array(IDS, next(texts)) if isinstance(prompt, str) else prompt
+        if call.prompts and not given:
             path = _path(call, place)
             raise ApiError("empty_input", f"{path} has no tokens", path)
-        yield check_prompt(ids, model.ready.vocab_size)
+        try:
+            ids = check_prompt(given, model.ready.vocab_size)
+            answers.append(_answer(call, model, f"{request_id}-{place}", ids, tenant, now))
+        except RequestFault as fault:
+            names = {"prompt": _path(call, place)} if call.prompts else {}
+            raise from_fault(fault, names | call.rename) from None
+        if call.echo:
+            echoes.append(_echo(prompt, ids, model))
+    return Prepared(tuple(answers), tuple(echoes))
 
 
 def _path(call: Call, place: int) -> str:
     """Of one of the prompts, as the client wrote it."""
-    return "prompt" if len(call.prompts) == 1 else f"prompt[{place}]"
+    return f"prompt[{place}]" if call.has_list_of_prompts else "prompt"
 
 
 def need_tokenizer(model: ServedModel, param: str) -> Vocabulary:
@@ -145,8 +130,8 @@ def _answer(
         tokenizer=model.vocabulary,
         end_token_ids=frozenset(model.ready.end_token_ids),
         arrival_time=now,
-        priority=call.priority,
-        cache_salt=cache_salt(tenant.key, call.cache_salt),
+        priority=call.body.priority,
+        cache_salt=cache_salt(tenant.key, call.body.cache_salt),
         tenant=tenant.name,
         weight=tenant.weight,
     )
@@ -159,7 +144,7 @@ def cache_salt(key: bytes, salt: str) -> bytes:
     return sha256(b"ridgeline prefix cache\0" + key + b"\0" + salt.encode()).digest()
 
 
-def _echo(prompt: str | tuple[int, ...], ids: tuple[int, ...], model: ServedModel) -> str:
+def _echo(prompt: Prompt, ids: tuple[int, ...], model: ServedModel) -> str:
     if isinstance(prompt, str):
         return prompt
     vocabulary = model.vocabulary

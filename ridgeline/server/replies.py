@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.answer import Answer, Choice, ChoiceDelta
 from ridgeline.request import TokenLogprobs
-from ridgeline.server.calls import Call, Kind
+from ridgeline.server.calls import Call
 from ridgeline.server.live import Live
 from ridgeline.server.token_text import Places, TokenTexts, places_of_prompt
 
@@ -201,7 +201,7 @@ class Renderer:
         self._prompt_texts = prompt_texts  # for echo; one per answer
         self._places: dict[int, Places] = {}  # of each choice that is streamed with offsets
         self._begun: set[int] = set()  # choices of which something was streamed
-        self._show_ids = call.return_token_ids or not texts.has_text
+        self._show_ids = call.body.return_token_ids or not texts.has_text
         self.opened = False
 
     # ------------------------------------------------------------------ the whole answer
@@ -211,17 +211,17 @@ class Renderer:
         for number, answer in enumerate(live.answers):
             first = number * answer.sampling.n
             parts += [self._part(number, answer, c, first + c.index) for c in answer.choices()]
-        name: Name = "chat.completion" if self._call.kind is Kind.CHAT else "text_completion"
+        name: Name = "chat.completion" if self._call.is_chat else "text_completion"
         usage = self._usage(live)
         asked = live.answers[0].sampling.prompt_logprobs is not None
-        chat = self._call.kind is Kind.CHAT
+        chat = self._call.is_chat
         shown = self._prompt_rows(live.answers[0]) if asked and chat else UNSET
         return _ENCODE(
             Reply(
                 self._id,
                 name,
                 self._created,
-                self._call.model,
+                self._call.body.model,
                 parts,
                 usage,
                 None,
@@ -232,7 +232,7 @@ class Renderer:
 
     def _part(self, number: int, answer: Answer, choice: Choice, index: int) -> Part:
         entries = choice.logprobs
-        if self._call.kind is Kind.CHAT:
+        if self._call.is_chat:
             logprobs = None if entries is None else self._chat_logprobs(entries)
             message = ChatMessage("assistant", choice.text)
             return ChatChoice(
@@ -281,7 +281,7 @@ class Renderer:
     def opening(self, num_choices: int) -> bytes:
         """The events before the first token: each message's role, or the prompts to echo."""
         self.opened = True
-        if self._call.kind is Kind.CHAT:
+        if self._call.is_chat:
             role = ChatDelta("assistant", "")
             return b"".join(self._event(ChatPiece(i, role)) for i in range(num_choices))
         if not self._call.echo:
@@ -298,7 +298,7 @@ class Renderer:
             delta = ChoiceDelta(delta.index, "", (), (), delta.finish_reason and "length")
         usage = self._running_usage(live)
         prompt_ids = self._prompt_ids(delta, live)
-        if self._call.kind is Kind.COMPLETION:
+        if not self._call.is_chat:
             return self._completion_piece(delta, usage, prompt_ids)
         events = b""
         entries = delta.logprobs if self._call.top_logprobs is not None else ()
@@ -326,15 +326,15 @@ class Renderer:
         )
 
     def _running_usage(self, live: Live) -> Usage | None:
-        options = self._call.stream
-        return self._usage(live) if options is not None and options.continuous_usage else None
+        is_asked = self._call.stream_options.continuous_usage_stats
+        return self._usage(live) if is_asked else None
 
     def _prompt_ids(self, delta: ChoiceDelta, live: Live) -> tuple[int, ...] | UnsetType:
         """With the first tokens of a choice of a completion, and of the first one of a chat."""
         if not self._show_ids or not delta.token_ids or delta.index in self._begun:
             return UNSET
         self._begun.add(delta.index)
-        if self._call.kind is Kind.CHAT:
+        if self._call.is_chat:
             return UNSET if len(self._begun) > 1 else live.answers[0].prompt_token_ids
         return live.answers[delta.index // self._call.sampling.n].prompt_token_ids
 
@@ -369,16 +369,14 @@ class Renderer:
         usage: Usage | None = None,
         prompt_ids: tuple[int, ...] | UnsetType = UNSET,
     ) -> bytes:
-        name: Name = "chat.completion.chunk" if self._call.kind is Kind.CHAT else "text_completion"
-        options = self._call.stream
-        asked = options is not None and options.shows_usage
+        name: Name = "chat.completion.chunk" if self._call.is_chat else "text_completion"
         reply = Reply(
             self._id,
             name,
             self._created,
-            self._call.model,
+            self._call.body.model,
             () if part is None else (part,),
-            usage if asked else UNSET,
+            usage if self._call.stream_options.shows_usage else UNSET,
             prompt_token_ids=prompt_ids,
         )
         return b"data: " + _ENCODE(reply) + b"\n\n"

@@ -18,7 +18,7 @@ from ridgeline.errors import RequestFault
 from ridgeline.log import say
 from ridgeline.server.admission import Admission, Ticket
 from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
-from ridgeline.server.calls import Call, Kind
+from ridgeline.server.calls import Call
 from ridgeline.server.config import Limits, ServeConfig
 from ridgeline.server.deadlines import PERIOD_S, check_wait, enforce
 from ridgeline.server.engine_client import EngineClient
@@ -229,10 +229,10 @@ class Service:
             trace.asked(call)
         live = Live(
             prepared.answers,
-            streams=call.stream is not None,
+            streams=call.body.stream,
             max_bytes=self.limits.max_stream_bytes,
             arrival=arrival,
-            wants_cost=call.include_cost,
+            wants_cost=call.body.include_cost,
             wants_chunks=trace is not None and trace.is_wanted,
             request_id=request_id,
         )
@@ -248,7 +248,7 @@ class Service:
         self.open.add(live)
         try:
             await self._submit(live, call)
-            if call.stream is not None:
+            if call.body.stream:
                 await self._stream(live, call, renderer, EventStream(send), scope)
             else:
                 await self._send_whole(live, call, renderer, send)
@@ -301,7 +301,7 @@ class Service:
             data = renderer.opening(len(live.answers) * call.sampling.n) + data
         live.sending_since = self.clock.now()
         if finished:
-            wants_usage = call.stream is not None and call.stream.include_usage
+            wants_usage = call.body.stream and call.stream_options.include_usage
             await stream.finish(data + (renderer.usage(live) if wants_usage else b""))
         elif data:
             await stream.write(data)
@@ -324,7 +324,7 @@ def _renderer(
     request_id: str,
     price_per_hour: float | None,
 ) -> Renderer:
-    prefix = "chatcmpl-" if call.kind is Kind.CHAT else "cmpl-"
+    prefix = "chatcmpl-" if call.is_chat else "cmpl-"
     reply_id = prefix + request_id.removeprefix("req-")
     return Renderer(call, reply_id, epoch_s(), model.texts, prepared.prompt_texts, price_per_hour)
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ridgeline.server.chat import read_conversation
-from ridgeline.server.declared import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT
-from ridgeline.server.errors import ApiError
-from ridgeline.server.fields import Fields, check_text
+from ridgeline.answer import check_prompt
+from ridgeline.errors import RequestFault
+from ridgeline.server.bodies import DetokenizeBody, TokenizeChat, TokenizeText, read
+from ridgeline.server.chat import conversation_of
+from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.model import ServedModel
 from ridgeline.server.prepare import conversation_question, need_tokenizer
-from ridgeline.server.sampling_fields import token_id
 from ridgeline.server.text_wire import IDS, Encode, Question
 
 
@@ -30,20 +30,16 @@ class Text(msgspec.Struct, frozen=True):
 
 def read_tokenize(body: Mapping[str, object], model: ServedModel) -> tuple[Question, bool]:
     """What to ask the tokenizer, and whether the tokens' texts are wanted. Raises ApiError."""
-    chat = "messages" in body
-    fields = Fields(body, TOKENIZE_CHAT if chat else TOKENIZE_TEXT)
-    fields.allow()
-    model.check_name(fields.text("model") or "", required=False)
-    wanted = bool(fields.flag("return_token_strs"))
-    if chat:
-        return conversation_question(read_conversation(fields), model), wanted
-    fields.require("prompt")
-    text = check_text(fields.text("prompt") or "", "prompt")
-    special = fields.flag("add_special_tokens")
+    if "messages" in body:
+        chat = read(body, TokenizeChat)
+        model.check_name(chat.model, required=False)
+        return conversation_question(conversation_of(chat), model), chat.return_token_strs
+    text = read(body, TokenizeText)
+    model.check_name(text.model, required=False)
     need_tokenizer(model, "prompt")
     # As for a completion: the tokenizer is not there to count megabytes.
     most = model.ready.max_servable_tokens
-    return Encode((text,), special is not False, most), wanted
+    return Encode((text.prompt,), text.add_special_tokens, most), text.return_token_strs
 
 
 def tokens(encoded: bytes, model: ServedModel, wants_texts: bool) -> bytes:
@@ -55,19 +51,19 @@ def tokens(encoded: bytes, model: ServedModel, wants_texts: bool) -> bytes:
 
 def detokenize(body: Mapping[str, object], model: ServedModel) -> bytes:
     """The text of token ids, special tokens shown. Raises ApiError."""
-    fields = Fields(body, DETOKENIZE)
-    fields.allow()
-    model.check_name(fields.text("model") or "", required=False)
-    fields.require("tokens")
-    values = fields.items("tokens") or []
+    asked = read(body, DetokenizeBody)
+    model.check_name(asked.model, required=False)
     most = model.ready.max_servable_tokens
-    if len(values) > most:  # a million would keep a thread of completions for a second
+    if len(asked.tokens) > most:  # a million would keep a thread of completions for a second
         raise ApiError(
             "context_length_exceeded",
-            f"tokens has {len(values)} ids, more than the {most} that can be served; send fewer",
+            f"tokens has {len(asked.tokens)} ids, more than the {most} that can be served; send "
+            "fewer",
             "tokens",
         )
-    size = model.ready.vocab_size
-    ids = [token_id(value, f"tokens[{i}]", size) for i, value in enumerate(values)]
+    try:
+        ids = check_prompt(asked.tokens, model.ready.vocab_size)
+    except RequestFault as fault:
+        raise from_fault(fault, {"prompt": "tokens"}) from None
     vocabulary = need_tokenizer(model, "tokens")
     return msgspec.json.encode(Text(vocabulary.decode(ids, skip_special_tokens=False)))

@@ -22,7 +22,7 @@ from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError
 from ridgeline.observe.accounts import PromptChunk
 from ridgeline.observe.latency import SequenceTimes
-from ridgeline.server.calls import Call, Kind
+from ridgeline.server.calls import Call
 from ridgeline.server.live import Live
 
 TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
@@ -44,9 +44,9 @@ class Trace:
 
     def asked(self, call: Call) -> None:
         """What is known once the body is read."""
-        chat = call.kind is Kind.CHAT
+        chat = call.is_chat
         self._span.set_attribute("gen_ai.operation.name", "chat" if chat else "text_completion")
-        self._span.set_attribute("gen_ai.request.model", call.model)
+        self._span.set_attribute("gen_ai.request.model", call.body.model)
 
     def end(self, status: int | None, error: str | None, live: Live | None, now: float) -> None:
         """`status` is what the client was sent, if anything; `error` the code of what ended it."""

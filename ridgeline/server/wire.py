@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import fields
 
 import msgspec
 
 from ridgeline.config import EngineConfig
 from ridgeline.errors import RidgelineError
 from ridgeline.observe.accounts import PromptChunk
-from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from ridgeline.request import Request, RequestOutput, SamplingParams
 
 MAX_FRAME_BYTES = 256 << 20
 HEADER = struct.Struct("<I")
@@ -27,39 +26,12 @@ class BrokenWire(RidgelineError):
     """The other side sent what is not in the schema, or too much of it."""
 
 
-class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The fields of SamplingParams, in its order, as plain data."""
-
-    max_tokens: int | None
-    min_tokens: int
-    temperature: _NUMBER
-    top_k: int
-    top_p: _NUMBER
-    min_p: _NUMBER
-    repetition_penalty: _NUMBER
-    presence_penalty: _NUMBER
-    frequency_penalty: _NUMBER
-    logit_bias: tuple[tuple[int, _NUMBER], ...]
-    seed: int | None
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    n: int
-    best_of: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    beam_width: int
-    length_penalty: _NUMBER
-    early_stopping: bool
-    skip_special_tokens: bool
-
-
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """One engine request. `prompt` and `sampling` are places in the lists of its Add message."""
+    """One engine request. `prompt` is a place in the list of its Add message."""
 
     request_id: str
     prompt: int
-    sampling: int
+    sampling: SamplingParams
     fork_of: str | None
 
 
@@ -71,7 +43,6 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
 
     ticket: int
     prompts: tuple[tuple[int, ...], ...]
-    samplings: tuple[Sampling, ...]
     sequences: tuple[Row, ...]
     priority: int
     cache_salt: bytes
@@ -151,34 +122,6 @@ class StartFailed(msgspec.Struct, tag="start_failed", array_like=True, frozen=Tr
     """The engine cannot be built as asked; trying again would not help."""
 
     message: str
-
-
-class Logprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    token_id: int
-    logprob: _NUMBER
-    rank: int
-    top: tuple[tuple[int, _NUMBER], ...]
-
-
-class Beam(msgspec.Struct, array_like=True, frozen=True):
-    token_ids: tuple[int, ...]
-    score: _NUMBER
-    logprobs: tuple[Logprob, ...]
-
-
-class Output(msgspec.Struct, array_like=True, frozen=True):
-    """A RequestOutput as plain data."""
-
-    request_id: str
-    new_token_ids: tuple[int, ...]
-    finish_reason: str | None
-    num_cached_tokens: int
-    error: str | None
-    logprobs: tuple[Logprob, ...] = ()
-    prompt_logprobs: tuple[Logprob, ...] = ()
-    beams: tuple[Beam, ...] = ()
-    num_accepted: int = 0
-    num_rejected: int = 0
 
 
 class Admitted(msgspec.Struct, tag="admitted", array_like=True, frozen=True):
@@ -272,7 +215,7 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
     replies: tuple[Admitted | Refused, ...]
     started: tuple[Scheduled, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[RequestOutput, ...]
     gauges: Gauges
     costs: tuple[Cost, ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
@@ -330,17 +273,6 @@ def read_event(payload: bytes) -> Event:
         raise BrokenWire(f"not an event: {fault}") from None
 
 
-def pack_sampling(sampling: SamplingParams) -> Sampling:
-    values = {row.name: getattr(sampling, row.name) for row in fields(SamplingParams)}
-    values["stop_token_ids"] = tuple(sorted(values["stop_token_ids"]))
-    return Sampling(**values)
-
-
-def unpack_sampling(sampling: Sampling) -> SamplingParams:
-    """Raises RequestFault for values that no validated request has."""
-    return SamplingParams(**msgspec.structs.asdict(sampling))
-
-
 def pack_add(
     ticket: int,
     requests: Sequence[Request],
@@ -351,17 +283,14 @@ def pack_add(
 ) -> Add:
     """One message for all requests of a client's call; they share priority, salt and tenant."""
     prompts: dict[tuple[int, ...], int] = {}
-    samplings: list[Sampling] = []
     rows = []
     for request in requests:
         prompt = prompts.setdefault(request.prompt_token_ids, len(prompts))
-        samplings.append(pack_sampling(request.sampling))
-        rows.append(Row(request.request_id, prompt, len(samplings) - 1, request.fork_of))
+        rows.append(Row(request.request_id, prompt, request.sampling, request.fork_of))
     first = requests[0]
     return Add(
         ticket,
         tuple(prompts),
-        tuple(samplings),
         tuple(rows),
         first.priority,
         first.cache_salt,
@@ -374,15 +303,13 @@ def pack_add(
 
 
 def unpack_add(message: Add, now: float) -> list[Request]:
-    """The engine's requests: to it they arrive when they are sent, not when it has time to look.
-    Raises RequestFault like SamplingParams."""
+    """The engine's requests: to it they arrive when they are sent, not when it has time to look."""
     arrival = min(message.queued_at, now)
-    samplings = [unpack_sampling(sampling) for sampling in message.samplings]
     return [
         Request(
             row.request_id,
             message.prompts[row.prompt],
-            samplings[row.sampling],
+            row.sampling,
             arrival,
             priority=message.priority,
             cache_salt=message.cache_salt,
@@ -392,43 +319,3 @@ def unpack_add(message: Add, now: float) -> list[Request]:
         )
         for row in message.sequences
     ]
-
-
-def _pack_logprobs(entries: Sequence[TokenLogprobs]) -> tuple[Logprob, ...]:
-    return tuple(Logprob(e.token_id, e.logprob, e.rank, e.top) for e in entries)
-
-
-def _unpack_logprobs(entries: Sequence[Logprob]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(e.token_id, e.logprob, e.rank, e.top) for e in entries)
-
-
-def pack_output(output: RequestOutput) -> Output:
-    reason = output.finish_reason
-    return Output(
-        output.request_id,
-        output.new_token_ids,
-        None if reason is None else reason.value,
-        output.num_cached_tokens,
-        output.error,
-        _pack_logprobs(output.logprobs),
-        _pack_logprobs(output.prompt_logprobs),
-        tuple(Beam(ids, score, _pack_logprobs(rows)) for ids, score, rows in output.beams),
-        output.num_accepted,
-        output.num_rejected,
-    )
-
-
-def unpack_output(output: Output) -> RequestOutput:
-    reason = output.finish_reason
-    return RequestOutput(
-        output.request_id,
-        output.new_token_ids,
-        None if reason is None else FinishReason(reason),
-        _unpack_logprobs(output.logprobs),
-        _unpack_logprobs(output.prompt_logprobs),
-        output.num_cached_tokens,
-        output.error,
-        tuple((b.token_ids, b.score, _unpack_logprobs(b.logprobs)) for b in output.beams),
-        output.num_accepted,
-        output.num_rejected,
-    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ridgeline.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from ridgeline.text.detokenizer import Detokenizer
@@ -11,14 +12,15 @@ from ridgeline.text.stop import Shown, StopFinder
 from ridgeline.text.vocabulary import Vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one output added. `finish_reason` is stop, length, abort or error on the last one.
+class ChoiceDelta(msgspec.Struct, frozen=True):
+    """What one step added to choice `index`. `finish_reason` is stop, length, abort or error on the
+    last one.
 
     `stop_reason` is the stop string, or the stop token's id, that ended it; None for one of the
     model's own end tokens.
     """
 
+    index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -43,7 +45,9 @@ class SampleAssembler:
         prompt_token_ids: Sequence[int] = (),
         *,
         end_token_ids: Collection[int] = frozenset(),
+        index: int = 0,
     ) -> None:
+        self._index = index
         self._parts: list[str] = []
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -64,10 +68,10 @@ class SampleAssembler:
         self._parts[:] = ["".join(self._parts)]
         return self._parts[0]
 
-    def push(self, output: RequestOutput) -> Delta:
+    def push(self, output: RequestOutput) -> ChoiceDelta:
         """Take in one output. After the end this gives empty deltas without a finish_reason."""
         if self.finish_reason is not None:
-            return Delta()
+            return ChoiceDelta(self._index)
         token_ids = self._without_stop_token(output)
         texts: list[str] = []
         if self._stops.is_empty:
@@ -117,11 +121,14 @@ class SampleAssembler:
         if reason is FinishReason.STOP and ids and ids[-1] not in self._end_token_ids:
             self.stop_reason = ids[-1]
 
-    def _delta(self, texts: list[str], token_ids: tuple[int, ...], output: RequestOutput) -> Delta:
+    def _delta(
+        self, texts: list[str], token_ids: tuple[int, ...], output: RequestOutput
+    ) -> ChoiceDelta:
         text = "".join(texts)
         if text:
             self._parts.append(text)
-        return Delta(
+        return ChoiceDelta(
+            self._index,
             text,
             token_ids,
             output.logprobs[: len(token_ids)],

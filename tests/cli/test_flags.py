@@ -113,8 +113,7 @@ SAMPLING_ARGV = [
 
 def test_every_sampling_field_has_a_flag() -> None:
     given = sampling_flags.sampling_changes(parse(["generate", "m", *SAMPLING_ARGV]))
-    names = {field.name for field in fields(SamplingParams)}
-    assert set(sampling_flags.HELP) == names
+    names = set(SamplingParams.__struct_fields__)
     assert set(given) == names - {"beam_width"}
     assert SamplingParams(**given) == SamplingParams(
         max_tokens=9,
@@ -191,7 +190,7 @@ def test_every_limit_has_a_help() -> None:
     [
         ("generate -p x --temperature -1", "--temperature must be between 0 and 100"),
         ("generate -p x --min-tokens 9 --max-tokens 3", "--min-tokens must not exceed"),
-        ("generate -p x --stop=", "--stop must not contain an empty string"),
+        ("generate -p x --stop=", "--stop must not be empty"),
         ("generate -p x --token-ids -5", "argument --token-ids: '-5' is no list of token ids"),
         ("generate /nowhere -p x", "/nowhere: folder not found, and it is no hub id"),
         ("generate -p x --threads 100000", "--threads is 100000; this machine runs "),

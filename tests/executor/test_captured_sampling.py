@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,8 +26,8 @@ KINDS: dict[str, SamplingParams] = {
     "seeded": SamplingParams(seed=3, temperature=1.5),
     "filtered": SamplingParams(seed=4, top_k=20, top_p=0.9, min_p=0.02),
     "nucleus": SamplingParams(seed=8, top_p=0.7, temperature=1.3),
-    "penalised": replace(PENALISED, temperature=0.0),
-    "all": replace(PENALISED, top_k=30, logit_bias={3: 4.0, 9: -100.0, 50: 1.0}),
+    "penalised": PENALISED.replace(temperature=0.0),
+    "all": PENALISED.replace(top_k=30, logit_bias={3: 4.0, 9: -100.0, 50: 1.0}),
     "biased": SamplingParams(
         seed=5, logit_bias={3: 4.0, 9: -100.0}, min_tokens=6, stop_token_ids=[3]
     ),
@@ -112,7 +111,7 @@ def test_counts_are_those_of_the_tokens() -> None:
 
 
 def test_padding_and_captures_count_for_nobody() -> None:
-    kinds = {f"r{i}": replace(PENALISED, seed=i) for i in range(5)}
+    kinds = {f"r{i}": PENALISED.replace(seed=i) for i in range(5)}
     host = start(kinds)
     host.decode(list(kinds), 2)
     host.decode(["r3", "r1", "r4"], 2)  # a bucket of four: the rows of the step before are there
@@ -129,12 +128,12 @@ def test_padding_and_captures_count_for_nobody() -> None:
 
 
 def test_counts_that_move_are_found_again() -> None:
-    kinds = {"r0": KINDS["filtered"]} | {f"r{i}": replace(PENALISED, seed=i) for i in range(1, 4)}
+    kinds = {"r0": KINDS["filtered"]} | {f"r{i}": PENALISED.replace(seed=i) for i in range(1, 4)}
     host = start(kinds, captured=4)
     host.decode(list(kinds), 3)
     before = host.executor._rows.counts.counts_PV
     for i in range(4, 7):  # one more than there is room for
-        host.add(f"r{i}", prompt(i, 6), replace(PENALISED, seed=i))
+        host.add(f"r{i}", prompt(i, 6), PENALISED.replace(seed=i))
     host.run({"r4": 6, "r5": 6, "r6": 6})
     host.decode(["r1", "r6", "r5"], 4)
     host.decode(["r0", "r2", "r4"], 4)

@@ -7,7 +7,6 @@ steps in flight on one side, a full forward pass for each token on the other.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -90,11 +89,11 @@ def sampling_for(rng: random.Random) -> SamplingParams:
         stop_token_ids=rng.sample(range(VOCAB), 2),
     )
     if rng.random() < 0.3:
-        sampling = replace(sampling, top_k=rng.randint(1, 40), top_p=rng.uniform(0.5, 1.0))
+        sampling = sampling.replace(top_k=rng.randint(1, 40), top_p=rng.uniform(0.5, 1.0))
     if rng.random() < 0.2:
-        sampling = replace(sampling, repetition_penalty=1.3, frequency_penalty=0.2)
+        sampling = sampling.replace(repetition_penalty=1.3, frequency_penalty=0.2)
     if rng.random() < 0.2:
-        sampling = replace(sampling, min_tokens=sampling.max_tokens or 0, min_p=0.01)
+        sampling = sampling.replace(min_tokens=sampling.max_tokens or 0, min_p=0.01)
     return sampling
 
 

@@ -8,7 +8,6 @@ beginnings, by rules of sampling that are written down in the tests of the sampl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -132,7 +131,7 @@ def observed(name: str, method: str | None, num: int, num_guesses: int) -> torch
         finds_guesses=method == "suffix",
     )
     engine = Engine(scheduler, executor, VirtualClock(), 1 if num_guesses == MOST else 2)
-    sampling = replace(PARAMS[name], max_tokens=NUM_NEW - 1)
+    sampling = PARAMS[name].replace(max_tokens=NUM_NEW - 1)
     answers: dict[str, list[int]] = {}
     for begin in range(0, num, ROWS):
         for i in range(begin, begin + ROWS):

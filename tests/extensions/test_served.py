@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,8 @@ def test_a_draft_method_from_outside_is_served(
     with pytest.raises(ConfigError, match="toy"):
         opened(folder, speculate="toy:3")
     monkeypatch.setitem(DRAFT_METHODS, "toy", toy_draft.LINE)
-    greedy = replace(GREEDY, max_tokens=40)
-    sampling = [greedy, replace(greedy, temperature=0.6, seed=5)]
+    greedy = GREEDY.replace(max_tokens=40)
+    sampling = [greedy, greedy.replace(temperature=0.6, seed=5)]
     tokens = {}
     for speculate in ("off", "toy:3", "toy"):
         llm, guesses = opened(folder, speculate=speculate), Guesses()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from ridgeline.errors import InternalError, RequestFault
@@ -40,9 +38,9 @@ def test_a_window_lets_long_requests_in() -> None:
 
 def test_beams_that_do_not_fit_side_by_side_are_refused() -> None:
     rig = Rig(num_blocks=6, block_size=4)
-    rig.add(make_request("a", 8, 5, sampling=replace(BEAMS, max_tokens=5)))  # 2 + 3 * 1 blocks
+    rig.add(make_request("a", 8, 5, sampling=BEAMS.replace(max_tokens=5)))  # 2 + 3 * 1 blocks
     with pytest.raises(RequestFault, match="need 8 blocks") as caught:
-        rig.add(make_request("b", 8, 6, sampling=replace(BEAMS, max_tokens=6)))
+        rig.add(make_request("b", 8, 6, sampling=BEAMS.replace(max_tokens=6)))
     assert caught.value.param == "beam_width"
     assert caught.value.code == "context_length_exceeded"
 
@@ -72,10 +70,10 @@ def test_what_a_beam_search_would_ignore_is_refused(field: str, value: object) -
 
 def test_beams_within_their_limits_are_taken() -> None:
     rig = Rig(num_blocks=40, seats=8)
-    most = replace(BEAMS, beam_width=8, temperature=0.0, min_tokens=2, logprobs=3, top_k=-1)
-    rig.add(make_request("a", sampling=replace(most, stop_token_ids=range(12))))
+    most = BEAMS.replace(beam_width=8, temperature=0.0, min_tokens=2, logprobs=3, top_k=-1)
+    rig.add(make_request("a", sampling=most.replace(stop_token_ids=range(12))))
     with pytest.raises(RequestFault, match="at most 12 stop_token_ids"):
-        rig.add(make_request("b", sampling=replace(most, stop_token_ids=range(13))))
+        rig.add(make_request("b", sampling=most.replace(stop_token_ids=range(13))))
     with pytest.raises(RequestFault, match="max_num_seqs"):
         Rig(seats=2).add(make_request("c", sampling=BEAMS))
 
@@ -105,7 +103,7 @@ def test_empty_prompts_and_open_ends_are_refused() -> None:
 
 def test_a_refused_request_leaves_no_trace() -> None:
     rig = Rig(num_blocks=2)
-    for bad in (make_request("a", 30), make_request("b", sampling=replace(BEAMS, top_k=2))):
+    for bad in (make_request("a", 30), make_request("b", sampling=BEAMS.replace(top_k=2))):
         with pytest.raises(RequestFault):
             rig.add(bad)
     assert not rig.scheduler.requests

@@ -16,13 +16,13 @@ from ridgeline.clock import VirtualClock
 from ridgeline.config import EngineConfig
 from ridgeline.errors import RequestFault
 from ridgeline.observe.watchdog import StepInFlight
-from ridgeline.request import SamplingParams
+from ridgeline.request import FinishReason, RequestOutput, SamplingParams
 from ridgeline.server import engine_client
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError
 from ridgeline.server.live import Live
-from ridgeline.server.wire import Admitted, Gauges, Output, Prices, Ready, Refused, Step
+from ridgeline.server.wire import Admitted, Gauges, Prices, Ready, Refused, Step
 from tests.server.running import PATIENCE_S
 
 PRICES = Prices("a", "b", 1.0, 1.0)
@@ -34,11 +34,11 @@ class Nobody:
         """Not called here."""
 
 
-def output(request_id: str, *token_ids: int, finish: str | None = None) -> Output:
-    return Output(request_id, token_ids, finish, 0, None)
+def output(request_id: str, *token_ids: int, finish: str | None = None) -> RequestOutput:
+    return RequestOutput(request_id, token_ids, None if finish is None else FinishReason(finish))
 
 
-def step(*outputs: Output, replies: tuple[Admitted | Refused, ...] = ()) -> Step:
+def step(*outputs: RequestOutput, replies: tuple[Admitted | Refused, ...] = ()) -> Step:
     return Step(replies, (), outputs, Gauges())
 
 
@@ -113,7 +113,7 @@ def test_an_error_on_one_sample_ends_the_whole_request() -> None:
         task = await submitted(client, live)
         client.on_step(step(replies=(Admitted(0),)))
         await task
-        broken = Output("q-1", (), "error", 0, "the logits are not numbers")
+        broken = RequestOutput("q-1", (), FinishReason.ERROR, error="the logits are not numbers")
         client.on_step(step(broken))
         assert live.error is not None
         assert live.error.code == "internal_error"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.config import EngineConfig
-from ridgeline.request import Request, SamplingParams
+from ridgeline.request import FinishReason, Request, SamplingParams
 from ridgeline.server.wire import (
     HEADER,
     Abort,
@@ -112,7 +112,7 @@ def test_a_whole_conversation(fake_model: Path) -> None:
             for output in event.outputs:
                 tokens += output.new_token_ids
                 finish = output.finish_reason
-        assert (tokens, finish, started) == (reference((1, 2, 3), 3), "length", ["a-0"])
+        assert (tokens, finish, started) == (reference((1, 2, 3), 3), FinishReason.LENGTH, ["a-0"])
         assert (gauges.num_used_blocks, gauges.num_running) == (0, 0)
         talk.say(Abort(("a-0", "nobody")))
         assert isinstance(talk.hear(), Step)
@@ -152,7 +152,7 @@ def test_a_crash_has_last_words(fake_model: Path) -> None:
             talk.say(pack_add(i, [request], 0.0))
             while not (isinstance(event := talk.hear(), Step) and event.outputs):
                 pass
-            assert event.outputs[0].finish_reason == "error"
+            assert event.outputs[0].finish_reason is FinishReason.ERROR
         while not isinstance(event := talk.hear(), Faulted):
             pass
         assert "EngineFault" in event.message

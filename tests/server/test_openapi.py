@@ -13,29 +13,30 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
+import msgspec
 import pytest
 import schemathesis
 from schemathesis.engine import events, from_schema
 from schemathesis.engine.recorder import ScenarioRecorder
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
+from ridgeline.answer import check_prompt
+from ridgeline.declared import Declared, Field, declared
+from ridgeline.errors import RequestFault
+from ridgeline.request import MAX_TOKEN_ID
 from ridgeline.server.app import make_routes
-from ridgeline.server.chat import read_chat
-from ridgeline.server.completions import read_completion
-from ridgeline.server.declared import (
-    CHAT,
-    COMPLETION,
-    DETOKENIZE,
-    TOKENIZE_CHAT,
-    TOKENIZE_TEXT,
-    Declared,
-    Field,
+from ridgeline.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChat,
+    TokenizeText,
 )
+from ridgeline.server.calls import read_completion
+from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import CODES, SHOWN_AS, ApiError
 from ridgeline.server.openapi import PATHS, document
-from ridgeline.server.sampling_fields import MAX_TOKEN_ID
 from ridgeline.server.tokenize import detokenize, read_tokenize
-from ridgeline.server.unsupported import HARMLESS
 from ridgeline.text.tokenizer import load_tokenizer
 from tests.server.running import Running, fake_config, running
 
@@ -131,15 +132,15 @@ def putting(base: Body, name: str, then: Callable[[Body], Body]) -> Put:
 
 def places(fields: Declared, then: Callable[[Body], Body], base: Body) -> Iterator[tuple[str, Put]]:
     """Each field, and each in the objects in it, and how to put a value there."""
-    for name, declared in fields.items():
+    for name, row in fields.items():
         beside = {k: v for k, v in BESIDE.get(name, {}).items() if k in fields}
         at = putting(base | beside, name, then)
         yield name, at
-        if declared.fields:
+        if row.fields:
             inner = INNER.get(name, {})
-            into = at if declared.kind == "object" else in_a_list(at)
+            into = at if row.kind == "object" else in_a_list(at)
             yield "bogus", putting(inner, "bogus", into)
-            yield from places(declared.fields, into, inner)
+            yield from places(row.fields, into, inner)
 
 
 def in_a_list(at: Put) -> Callable[[Body], Body]:
@@ -148,6 +149,13 @@ def in_a_list(at: Put) -> Callable[[Body], Body]:
 
 def whole(body: Body) -> Body:
     return body
+
+
+def completion(body: Body) -> None:
+    """Token ids are looked at when the engine's requests are made."""
+    for prompt in read_completion(body, {}, 512).prompts:
+        if not isinstance(prompt, str):
+            check_prompt(prompt, MAX_TOKEN_ID)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +169,7 @@ def readers(fake_model: Path) -> dict[str, Callable[[Body], object]]:
         name="a",
     )
     return {
-        "CompletionRequest": lambda body: read_completion(body, {}, MAX_TOKEN_ID, 512),
+        "CompletionRequest": completion,
         "ChatRequest": lambda body: read_chat(body, {}, 512),
         "TokenizeRequest": lambda body: read_tokenize(body, model),
         "DetokenizeRequest": lambda body: detokenize(body, model),
@@ -169,26 +177,25 @@ def readers(fake_model: Path) -> dict[str, Callable[[Body], object]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "base"),
+    ("name", "kind", "base"),
     [
-        ("CompletionRequest", COMPLETION, {"model": "a", "prompt": "a"}),
-        ("ChatRequest", CHAT, {"model": "a", "messages": [MESSAGE]}),
-        ("TokenizeRequest", TOKENIZE_TEXT, {"prompt": "a"}),
-        ("TokenizeRequest", TOKENIZE_CHAT, {"messages": [MESSAGE]}),
-        ("DetokenizeRequest", DETOKENIZE, {"tokens": [1]}),
+        ("CompletionRequest", CompletionBody, {"model": "a", "prompt": "a"}),
+        ("ChatRequest", ChatBody, {"model": "a", "messages": [MESSAGE]}),
+        ("TokenizeRequest", TokenizeText, {"prompt": "a"}),
+        ("TokenizeRequest", TokenizeChat, {"messages": [MESSAGE]}),
+        ("DetokenizeRequest", DetokenizeBody, {"tokens": [1]}),
     ],
 )
 def test_readers_take_what_is_described_and_nothing_else(
     doc: Body,
     readers: dict[str, Callable[[Body], object]],
     name: str,
-    fields: Declared,
+    kind: type[msgspec.Struct],
     base: Body,
 ) -> None:
     """Every field, and every field of the objects in it, with every kind of value."""
-    schema = named(doc, name)
-    others = ["bogus", *(HARMLESS if "stream" in fields else ())]
-    every = [*places(fields, whole, base), *((key, putting(base, key, whole)) for key in others)]
+    schema, fields = named(doc, name), declared(kind)
+    every = [*places(fields, whole, base), ("bogus", putting(base, "bogus", whole))]
     nested = [row.fields or {} for row in fields.values()]
     bounded = {name: row for some in (*nested, fields) for name, row in some.items()}
     taken: Counter[bool] = Counter()
@@ -198,10 +205,10 @@ def test_readers_take_what_is_described_and_nothing_else(
             body = put(value)
             try:
                 readers[name](body)
-                fault = None
-            except ApiError as error:
+                fault: Exception | None = None
+            except (ApiError, RequestFault) as error:
                 fault = error
-            assert schema.is_valid(body) == (fault is None), (body, fault and fault.message)
+            assert schema.is_valid(body) == (fault is None), (body, fault)
             taken[fault is None] += 1
     for key in base:
         rest = {k: v for k, v in base.items() if k != key}

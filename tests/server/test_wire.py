@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import msgspec
 import pytest
+from msgspec import structs
 
 from ridgeline.config import EngineConfig
 from ridgeline.request import (
+    MAX_STOP_TOKEN_IDS,
     FinishReason,
     Request,
     RequestOutput,
@@ -18,18 +18,12 @@ from ridgeline.request import (
 from ridgeline.server import wire
 from ridgeline.server.wire import (
     BrokenWire,
-    Output,
-    Sampling,
     frame,
     frame_length,
     pack_add,
-    pack_output,
-    pack_sampling,
     read_command,
     read_event,
     unpack_add,
-    unpack_output,
-    unpack_sampling,
 )
 
 FULL = SamplingParams(
@@ -42,11 +36,25 @@ FULL = SamplingParams(
 
 
 def test_every_field_of_sampling_crosses() -> None:
-    assert [row.name for row in fields(SamplingParams)] == list(Sampling.__struct_fields__)
-    for sampling in (FULL, SamplingParams(), SamplingParams(beam_width=3, max_tokens=None)):
-        payload = msgspec.msgpack.encode(pack_sampling(sampling))
-        back = unpack_sampling(msgspec.msgpack.decode(payload, type=Sampling))
-        assert back == sampling
+    """What is resolved may have more stop tokens than a caller may give."""
+    resolved = SamplingParams(stop_token_ids=range(MAX_STOP_TOKEN_IDS)).resolved(9, 0, [5000])
+    beams = SamplingParams(beam_width=3, max_tokens=None)
+    different = [
+        name
+        for name in SamplingParams.__struct_fields__
+        if getattr(FULL, name) != getattr(SamplingParams(), name)
+    ]
+    assert set(different) == set(SamplingParams.__struct_fields__) - {"beam_width"}
+    for sampling in (FULL, SamplingParams(), beams, resolved):
+        request = Request("a", (1,), sampling, 0.0)
+        (back,) = unpack_add(read_command(frame(pack_add(1, [request], 2.0))[4:]), 3.0)  # type: ignore[arg-type]
+        assert back.sampling == sampling
+
+
+def test_sampling_out_of_bounds_does_not_cross() -> None:
+    wrong = structs.replace(SamplingParams(), n=99)
+    with pytest.raises(BrokenWire, match=r"<= 8 - at `\$\[3\]\[0\]\[2\]\.n`"):
+        read_command(frame(pack_add(1, [Request("a", (1,), wrong, 0.0)], 2.0))[4:])
 
 
 def test_every_field_of_an_output_crosses() -> None:
@@ -55,9 +63,9 @@ def test_every_field_of_an_output_crosses() -> None:
         "a", (1, 2), FinishReason.ERROR, (entry,), (entry, entry), 16, "why",
         (((1, 2), -3.0, (entry,)),), 3, 4,
     )  # fmt: skip
-    payload = msgspec.msgpack.encode(pack_output(output))
-    assert unpack_output(msgspec.msgpack.decode(payload, type=Output)) == output
-    assert {row.name for row in fields(RequestOutput)} == set(Output.__struct_fields__)
+    assert read_event(frame(wire.Step((), (), (output,), wire.Gauges()))[4:]) == wire.Step(
+        (), (), (output,), wire.Gauges()
+    )
 
 
 def test_requests_cross_with_their_prompt_once() -> None:

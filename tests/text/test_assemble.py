@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from ridgeline.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from ridgeline.text.assemble import Delta, SampleAssembler
+from ridgeline.text.assemble import ChoiceDelta, SampleAssembler
 from ridgeline.text.tokenizer import Tokenizer, TokenizerSettings
 
 EOS, HIDDEN, PAIR = 256, 257, 258
@@ -50,11 +50,11 @@ def assembler(**options: Any) -> SampleAssembler:
 
 def test_the_model_s_end_token_is_not_seen() -> None:
     sample = assembler()
-    assert sample.push(output(ids_of("hi"))) == Delta(
-        "hi", ids_of("hi"), output(ids_of("hi")).logprobs
+    assert sample.push(output(ids_of("hi"))) == ChoiceDelta(
+        0, "hi", ids_of("hi"), output(ids_of("hi")).logprobs
     )
     last = sample.push(output((EOS,), FinishReason.STOP))
-    assert last == Delta("", (), (), "stop", None)
+    assert last == ChoiceDelta(0, "", (), (), "stop", None)
     assert (sample.text, sample.token_ids, sample.finish_reason) == (
         "hi",
         list(ids_of("hi")),
@@ -97,7 +97,7 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
     assert (last.finish_reason, last.stop_reason) == ("stop", "END")
     assert sample.text == "some "
     assert sample.token_ids == list(ids_of("some END"))
-    assert sample.push(output(ids_of("x"), FinishReason.ABORT)) == Delta()
+    assert sample.push(output(ids_of("x"), FinishReason.ABORT)) == ChoiceDelta(0)
     assert sample.text == "some "
 
 
@@ -145,7 +145,7 @@ def test_the_first_min_tokens_are_not_searched() -> None:
 def test_without_a_tokenizer_there_are_ids_only() -> None:
     sampling = SamplingParams().resolved(9, 0, [EOS])
     sample = SampleAssembler(None, sampling, (1,), end_token_ids=[EOS])
-    assert sample.push(output((5, 6))) == Delta("", (5, 6), output((5, 6)).logprobs)
+    assert sample.push(output((5, 6))) == ChoiceDelta(0, "", (5, 6), output((5, 6)).logprobs)
     assert sample.push(output((7, EOS), FinishReason.STOP)).token_ids == (7,)
     assert (sample.text, sample.token_ids, sample.finish_reason) == ("", [5, 6, 7], "stop")
 
