@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ridgeline.cost.speculation import GuessPrices
-from ridgeline.observe.guesses import rows_taken
 from ridgeline.request import RequestOutput
+from ridgeline.speculation.price import DraftPrices
+from ridgeline.speculation.report import rows_taken
 from ridgeline.step import Journal, StepPlan, StepResult
 
 
@@ -77,7 +77,7 @@ class Counts(Journal):
             "tried": list(self.tried),
         }
 
-    def predicted_gain(self, prices: GuessPrices, batch: int) -> float | None:
+    def predicted_gain(self, prices: DraftPrices, batch: int) -> float | None:
         """Times the speed without guesses, of steps of so many rows: these tokens and numbers of
         guesses a step, at the prices of the cost model; of one row these answers, each from its
         first token to its last. None: there were no steps."""

@@ -171,7 +171,8 @@ class DraftMethodLine:
     were right, until some were checked. `looks_ahead`: guesses are looked up in a row's own tokens
     and cost no pass of a model, so that what was found is measured even while nothing is checked.
     `has_cache`: it keeps keys and values of its own, which miss what it was not asked about.
-    `is_served` is False for what only measures the engine: its tokens are no model's."""
+    `is_served` is False for what only measures the engine: its tokens are no model's. `is_head`: it
+    drafts from the hidden states of the model that verifies."""
 
     where: str
     argument: str
@@ -180,6 +181,7 @@ class DraftMethodLine:
     looks_ahead: bool = False
     is_served: bool = True
     has_cache: bool = False
+    is_head: bool = False
 
 
 MODEL, LAYERS, RATE = "MODEL", "N", "RATE"  # kinds of arguments

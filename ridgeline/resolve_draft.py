@@ -16,18 +16,18 @@ from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.config import EngineConfig
 from ridgeline.cost.captured import RECORDED_KV
-from ridgeline.cost.draft_memory import (
+from ridgeline.cost.memory import device_kind
+from ridgeline.errors import ConfigError
+from ridgeline.executor.rows import FIRST_ROWS
+from ridgeline.formats import AUTO_GUESSES, LAYERS, MODEL, STORED, AskedGuesses, read_speculate
+from ridgeline.kernels.cpu.native import library, why_no_library
+from ridgeline.speculation.memory import (
     DraftMemory,
     DraftSetting,
     draft_model,
     early_layers,
     looking_up,
 )
-from ridgeline.cost.memory import device_kind
-from ridgeline.errors import ConfigError
-from ridgeline.executor.rows import FIRST_ROWS
-from ridgeline.formats import AUTO_GUESSES, LAYERS, MODEL, STORED, AskedGuesses, read_speculate
-from ridgeline.kernels.cpu.native import library, why_no_library
 
 KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from bench.guess_counts import Counts
-from ridgeline.cost.speculation import Free, GuessPrices
 from ridgeline.request import FinishReason, RequestOutput
+from ridgeline.speculation.price import Drafter, DraftPrices
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
-from tests.cost.test_speculation import Line
+from tests.speculation.test_price import Line
 
 LINE = Line(weights_s=0.75, row_s=0.25, key_s=1e-4)
-AT_HAND = GuessPrices(LINE, Free())
+AT_HAND = DraftPrices(LINE, Drafter())
 
 
 def collected(
@@ -52,7 +52,7 @@ def test_a_gain_is_that_over_an_engine_whose_host_neither_chooses_nor_gets_sever
     counts = Counts()
     for num_new in (3, 5):
         collected(counts, 4, num_new, 0)
-    prices = GuessPrices(LINE, Free(), choice_s=8.0, token_s=1.0)
+    prices = DraftPrices(LINE, Drafter(), choice_s=8.0, token_s=1.0)
     assert counts.predicted_gain(prices, 1) == pytest.approx(
         prices.plain_seconds(1, 0) * 4 / (8 + 3)
     )
@@ -62,9 +62,9 @@ def test_what_the_host_does_for_answers_beside_their_steps_is_in_a_gain_of_one_r
     counts = Counts()
     for reason in (None, FinishReason.LENGTH, None, FinishReason.STOP):
         collected(counts, 4, 5, 0, reason)
-    prices = GuessPrices(LINE, Free(), begin_s=30.0)  # the longer part, of each step a share
+    prices = DraftPrices(LINE, Drafter(), begin_s=30.0)  # the longer part, of each step a share
     assert counts.predicted_gain(prices, 1) == pytest.approx(1.0)
-    prices = GuessPrices(LINE, Free(), begin_s=12.0)
+    prices = DraftPrices(LINE, Drafter(), begin_s=12.0)
     plain_s, check_s = prices.plain_seconds(1, 0), prices.seconds(1, 0, 4)
     assert plain_s * 20 < 2 * 12 < check_s * 4 * 20
     assert counts.predicted_gain(prices, 1) == pytest.approx(max(plain_s * 20, 24) / 24)

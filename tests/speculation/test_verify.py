@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.cost.speculation import emitted
 from ridgeline.errors import InternalError
 from ridgeline.kernels.checked_rows import (
     GuessOdds,
@@ -33,6 +32,7 @@ from ridgeline.speculation.verify import (
     is_checked_by_odds,
 )
 from tests.sampling.build import batch_of, open_rows, p_value, params, upload
+from tests.speculation.acceptance_law import emitted
 from tests.speculation.table_models import (
     Guesser,
     Samples,

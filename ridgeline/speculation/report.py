@@ -23,7 +23,7 @@ ENOUGH_STEPS = 16  # without guesses, to say what such steps take over their pri
 
 
 @dataclass(slots=True)
-class GuessTotals:
+class DraftTotals:
     """Sums over steps that checked guesses; all only rise. `num_rows`: rows of these steps, each
     time. `num_looked`, `num_right`: by position, guesses that were reached, and right ones.
     `drafting_s` is part of `measured_s`. `plain_s`: the price of the same tokens without guesses.
@@ -41,9 +41,9 @@ class GuessTotals:
     num_looked: list[int] = field(default_factory=lambda: [0] * MAX_GUESSES)
     num_right: list[int] = field(default_factory=lambda: [0] * MAX_GUESSES)
 
-    def since(self, start: GuessTotals) -> GuessTotals:
+    def since(self, start: DraftTotals) -> DraftTotals:
         """What came after the snapshot `start`."""
-        return GuessTotals(
+        return DraftTotals(
             self.num_steps - start.num_steps,
             self.num_rows - start.num_rows,
             self.num_guesses - start.num_guesses,
@@ -131,7 +131,7 @@ def rows_taken(
 
 
 @dataclass(frozen=True, slots=True)
-class GuessReport:
+class DraftReport:
     """`accepted_length`: tokens that a row of a step with guesses gives, its own one included.
     `by_position`: how often a guess that is reached is right. `drafting_share` and
     `checking_share` are of the time of these steps, by price. `gain`: tokens per second over those
@@ -164,9 +164,9 @@ class GuessReport:
         return tuple(said)
 
 
-def guess_report(
-    totals: GuessTotals, num_plain: int, plain_measured_s: float, plain_expected_s: float
-) -> GuessReport | None:
+def draft_report(
+    totals: DraftTotals, num_plain: int, plain_measured_s: float, plain_expected_s: float
+) -> DraftReport | None:
     """None when nothing was guessed. `num_plain` steps without guesses or prompts took
     `plain_measured_s` and should have taken `plain_expected_s`."""
     if not totals.num_steps or not totals.num_guesses:
@@ -177,7 +177,7 @@ def guess_report(
         ratio = plain_measured_s / plain_expected_s
     share = _ratio(totals.drafting_s, totals.measured_s)
     looked = [num for num in totals.num_looked if num]
-    return GuessReport(
+    return DraftReport(
         totals.num_steps,
         totals.num_guesses,
         totals.num_accepted,

@@ -21,30 +21,27 @@ from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import (
-    Choice,
+from ridgeline.cost.totals import StepTotals, step_totals
+from ridgeline.errors import ConfigError
+from ridgeline.speculation.price import (
+    DeviceLookup,
+    Drafter,
+    DraftPrices,
     DraftSteps,
-    Free,
-    GuessPrices,
-    IndependentAcceptance,
-    LookAhead,
-    Lookup,
-    MeasuredAcceptance,
-    Speculation,
+    HostLookup,
+    expected_curve,
+    expected_tokens,
+    head_spec,
+)
+from ridgeline.step import StepShape
+from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_70B
+from tests.speculation.acceptance_law import (
     acceptance_rate,
     after_rejection,
     best_simple,
     emitted,
-    expected_accepted,
-    expected_tokens,
-    expected_tokens_from_curve,
-    head_spec,
     simple_speedup,
 )
-from ridgeline.cost.totals import StepTotals, step_totals
-from ridgeline.errors import ConfigError
-from ridgeline.step import StepShape
-from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_70B
 
 PLAIN = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, rope=RopeSpec())
 
@@ -76,7 +73,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Guesser:
+class Drafts(Drafter):
     step_s: float
     key_s: float = 0.0
 
@@ -100,7 +97,8 @@ def test_bounds_of_the_mean() -> None:
     assert expected_tokens(0.0, 5) == 1
     assert expected_tokens(1.0, 5) == 6
     assert expected_tokens(0.6, 0) == 1
-    assert expected_accepted(0.7, 5) < 0.7 * 5  # a miss ends the run
+    assert expected_tokens(0.7, 5) - 1 < 0.7 * 5  # a miss ends the run
+    assert expected_curve(0.6, 2) == pytest.approx((1, 1.6, 1.96))
     assert expected_tokens(0.999999, 5) == pytest.approx(6, rel=1e-4)
 
 
@@ -115,21 +113,6 @@ def test_negative_guesses_are_refused() -> None:
         expected_tokens(0.5, -1)
 
 
-def test_a_measured_curve_replaces_the_formula() -> None:
-    curve = (1.80, 2.33, 2.75)
-    assert expected_tokens_from_curve(curve, 0) == 1
-    assert expected_tokens_from_curve(curve, 2) == 2.33
-    with pytest.raises(ConfigError, match="up to 3"):
-        expected_tokens_from_curve(curve, 4)
-    assert MeasuredAcceptance(curve).max_drafts == 3
-
-
-@pytest.mark.parametrize("curve", [(0.8, 1.33), (2.5,)])
-def test_a_curve_that_forgets_the_own_token_is_refused(curve: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="own token"):
-        MeasuredAcceptance(curve)
-
-
 def test_what_is_emitted_follows_the_target() -> None:
     target, draft = (0.5, 0.3, 0.2, 0.0), (0.1, 0.6, 0.1, 0.2)
     assert emitted(target, draft) == pytest.approx(target)
@@ -140,48 +123,30 @@ def test_what_is_emitted_follows_the_target() -> None:
 
 
 def test_the_simple_form_is_the_full_one_where_checking_is_free() -> None:
-    whole = Speculation(Line(1.0), Guesser(0.05), IndependentAcceptance(0.8))
-    for k in range(1, 12):
-        assert whole.speedup(1, 100, k) == pytest.approx(simple_speedup(0.8, k, 0.05))
-    assert whole.best(1, 100) == best_simple(0.8, 0.05)
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "draft_ratio", "num_drafts", "speedup"),
-    [
-        (0.8, 0.05, 8, 3.092),
-        (0.7, 0.07, 5, 2.18),
-        (0.6, 0.05, 4, 1.92),
-        (0.8, 0.1, 6, 2.47),
-        (0.9, 0.05, 13, 4.67),
-    ],
-)
-def test_the_best_number_of_guesses_of_the_simple_form(
-    acceptance: float, draft_ratio: float, num_drafts: int, speedup: float
-) -> None:
-    best = best_simple(acceptance, draft_ratio)
-    assert best.num_drafts == num_drafts
-    assert best.speedup == pytest.approx(speedup, rel=0.003)
+    prices = DraftPrices(Line(1.0), Drafts(0.05))
+    for k, tokens in enumerate(expected_curve(0.8, 11)):
+        assert prices.speedup(1, 100, k, tokens) == pytest.approx(simple_speedup(0.8, k, 0.05))
+    assert prices.best(1, 100, expected_curve(0.8)) == pytest.approx(best_simple(0.8, 0.05))
 
 
 def test_no_guess_is_best_when_none_pays() -> None:
-    assert best_simple(0.1, 0.5) == Choice(0, 1.0)
-    assert best_simple(0.8, 0.05, max_drafts=3).num_drafts == 3
+    assert DraftPrices(Line(1.0), Drafts(0.5)).best(1, 100, expected_curve(0.1)) == (0, 1.0)
+    assert DraftPrices(Line(1.0), Drafts(0.05)).best(1, 100, expected_curve(0.8, 3))[0] == 3
 
 
 def test_checking_prices_every_row_and_its_logits() -> None:
     target = Line(1.0, row_s=0.01, logits_s=0.1)
-    whole = Speculation(target, Lookup(0.001), IndependentAcceptance(0.5), overhead_s=0.5)
-    expected = 1.0 + 4 * 3 * 0.01 + 4 * 3 * 0.1 + 4 * 0.001 + 0.5
-    assert whole.step_seconds(4, 100, 2) == pytest.approx(expected)
-    assert whole.step_seconds(4, 100, 0) == pytest.approx(1.0 + 4 * 0.01 + 4 * 0.1)
-    assert Lookup().seconds(8, 100, 0) == 0
+    prices = DraftPrices(target, HostLookup(0.001))
+    expected = 1.0 + 4 * 3 * 0.01 + 4 * 3 * 0.1 + 4 * 0.001
+    assert prices.seconds(4, 100, 2) == pytest.approx(expected)
+    assert prices.seconds(4, 100, 0) == pytest.approx(1.0 + 4 * 0.01 + 4 * 0.1)
+    assert HostLookup().seconds(8, 100, 0) == 0
 
 
 def test_rows_that_cost_arithmetic_end_the_gain_at_large_batches() -> None:
     target = Line(1.0, row_s=0.01)
-    whole = Speculation(target, Guesser(0.02), IndependentAcceptance(0.7))
-    gains = [whole.best(batch, 10).speedup for batch in (1, 16, 64, 256)]
+    prices, curve = DraftPrices(target, Drafts(0.02)), expected_curve(0.7)
+    gains = [prices.best(batch, 10, curve)[1] for batch in (1, 16, 64, 256)]
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 2
     assert gains[-1] < 1.2
@@ -190,11 +155,11 @@ def test_rows_that_cost_arithmetic_end_the_gain_at_large_batches() -> None:
 def test_a_long_context_brings_the_gain_back_for_a_light_drafter() -> None:
     """The check reads the cache once for all its rows; a drafter with a cache reads its own."""
     target = Line(1.0, row_s=0.01, key_s=1e-5)
-    curve = MeasuredAcceptance((1.8, 2.3, 2.75, 3.06))
-    light = Speculation(target, Guesser(0.02), curve)
-    heavy = Speculation(target, Guesser(0.02, key_s=1e-5), curve)
-    assert light.best(128, 16_000).speedup > light.best(128, 100).speedup
-    assert heavy.best(128, 16_000).speedup < light.best(128, 16_000).speedup
+    curve = (1, 1.8, 2.3, 2.75, 3.06)
+    light = DraftPrices(target, Drafts(0.02))
+    heavy = DraftPrices(target, Drafts(0.02, key_s=1e-5))
+    assert light.best(128, 16_000, curve)[1] > light.best(128, 100, curve)[1]
+    assert heavy.best(128, 16_000, curve)[1] < light.best(128, 16_000, curve)[1]
 
 
 def h100_in_fp8() -> Calibration:
@@ -243,10 +208,8 @@ def priced(spec: ModelSpec, tp: int) -> Pricer:
 def test_a_small_model_that_drafts_for_a_70b(context: int, batch: int, speedup: float) -> None:
     """A 1B on one device for a 70B on eight, acceptance 0.8: what an independent model of the same
     hardware said. The draft reads a cache of its own, so a long context takes the gain away."""
-    whole = Speculation(
-        priced(LLAMA_3_70B, 8), DraftSteps(priced(LLAMA_3_1B, 1)), IndependentAcceptance(0.8)
-    )
-    assert whole.best(batch, context).speedup == pytest.approx(speedup, rel=0.04)
+    prices = DraftPrices(priced(LLAMA_3_70B, 8), DraftSteps(priced(LLAMA_3_1B, 1)))
+    assert prices.best(batch, context, expected_curve(0.8))[1] == pytest.approx(speedup, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -263,11 +226,11 @@ def test_a_small_model_that_drafts_for_a_70b(context: int, batch: int, speedup: 
 )
 def test_a_head_that_drafts_for_a_70b(context: int, batch: int, speedup: float) -> None:
     """One more layer, with a measured acceptance curve: at a long context it goes on paying."""
-    curve = MeasuredAcceptance((1.80, 2.33, 2.75, 3.06, 3.25, 3.43, 3.46, 3.51))
-    whole = Speculation(
-        priced(LLAMA_3_70B, 8), DraftSteps(priced(head_spec(LLAMA_3_70B), 8)), curve
-    )
-    assert whole.best(batch, context).speedup == pytest.approx(speedup, rel=0.12)
+    curve = (1, 1.80, 2.33, 2.75, 3.06, 3.25, 3.43, 3.46, 3.51)
+    head = DraftSteps(priced(head_spec(LLAMA_3_70B), 8))
+    assert DraftPrices(priced(LLAMA_3_70B, 8), head).best(batch, context, curve)[
+        1
+    ] == pytest.approx(speedup, rel=0.12)
 
 
 def test_the_host_works_more_where_guesses_are_checked() -> None:
@@ -278,7 +241,7 @@ def test_the_host_works_more_where_guesses_are_checked() -> None:
     plain, checked = (pricer.cost(((new, 100),) * 128, 128 * new) for new in (1, 2))
     assert plain.host_s == pytest.approx(1e-4 + 128e-6)
     assert checked.host_s == pytest.approx(1e-4 + 5 * 128e-6)
-    prices = GuessPrices(pricer, Free())
+    prices = DraftPrices(pricer, Drafter())
     assert prices.seconds(128, 100, 1) == pytest.approx(checked.expected_s)
     light = replace(calibration, host=replace(host, check_request_s=0.0))
     prompts = ((40, 0),) * 128  # they have no guesses
@@ -287,16 +250,15 @@ def test_the_host_works_more_where_guesses_are_checked() -> None:
 
 
 def test_looking_guesses_up_takes_as_long_where_none_is_checked() -> None:
-    prices = GuessPrices(Line(1.0), LookAhead(0.25))
+    prices = DraftPrices(Line(1.0), DeviceLookup(0.25))
     assert prices.plain_seconds(1, 64) == 1.0
     assert prices.seconds(1, 64, 0) == 1.25
     assert prices.seconds(1, 64, 4) == 1.25
-    assert prices.check_seconds(1, 64, 4) == 1.0
 
 
 def test_what_the_host_does_for_guesses_counts_where_it_is_the_longer_part() -> None:
-    prices = GuessPrices(Line(1.0), Free(), choice_s=0.9, token_s=0.1)
+    prices = DraftPrices(Line(1.0), Drafter(), choice_s=0.9, token_s=0.1)
     assert prices.seconds(1, 64, 4) == prices.plain_seconds(1, 64) == 1.0
     assert prices.seconds(1, 64, 4, tokens=4.0) == pytest.approx(0.9 + 0.3)
     assert prices.seconds(2, 64, 4, tokens=4.0) == pytest.approx(0.9 + 0.6)
-    assert prices.seconds(1, 64, 4, tokens=1.0) == prices.check_seconds(1, 64, 4) == 1.0
+    assert prices.seconds(1, 64, 4, tokens=1.0) == prices.plain_seconds(1, 64) == 1.0

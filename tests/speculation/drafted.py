@@ -10,7 +10,7 @@ from ridgeline.cost.hardware import find_device
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import DraftSteps, Free, GuessPrices
+from ridgeline.speculation.price import Drafter, DraftPrices, DraftSteps
 from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_8B
 
 MAX_TOKENS = 512  # of a step that checks guesses, all of them captured
@@ -31,5 +31,5 @@ def h200(spec: ModelSpec) -> Pricer:
 
 
 PLAIN = h200(LLAMA_3_8B)
-DRAFTED = GuessPrices(PLAIN, DraftSteps(h200(LLAMA_3_1B)))
-AT_HAND = GuessPrices(PLAIN, Free())
+DRAFTED = DraftPrices(PLAIN, DraftSteps(h200(LLAMA_3_1B)))
+AT_HAND = DraftPrices(PLAIN, Drafter())

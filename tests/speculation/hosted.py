@@ -13,9 +13,9 @@ from ridgeline.engine import Engine
 from ridgeline.observe.pricing import Pricing, StepPrice
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import GuessPlanner, Scheduler
+from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 
 MICRO = 1e-6
@@ -158,7 +158,7 @@ def run(
     scheduler = Scheduler(blocks, FCFS(), 2048, 8, num_drafts=MOST, guesses=guesses)
     engine = Engine(scheduler, hosted, hosted.clock, in_flight)
     pricing = Pricing(lambda shape, num_logits: StepPrice(PRICE_S, PRICE_S, 1.0, 1.0))
-    if isinstance(guesses, GuessChooser):
+    if isinstance(guesses, DraftLengthController):
         pricing.followers.append(guesses)
     engine.journals.append(pricing)
     num_tokens = 0

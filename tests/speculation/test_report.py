@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.observe.guesses import ENOUGH_STEPS, GuessTotals, guess_report
 from ridgeline.observe.pricing import Pricing, StepPrice
 from ridgeline.observe.readout import guesses_between, snapshot
 from ridgeline.request import FinishReason, RequestOutput
+from ridgeline.speculation.report import ENOUGH_STEPS, DraftTotals, draft_report
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 DRAFT_S = 0.25  # for each guess
@@ -114,7 +114,7 @@ def test_what_failed_or_read_prompts_is_left_out() -> None:
     prompt = ScheduledRequest("p", 0, 40, (), samples=True)
     mixed = StepPlan(2, (prompt, *plan(2, 2).scheduled))
     run(pricing, mixed, result(3), seconds=1.0)
-    assert pricing.totals.guesses == GuessTotals()
+    assert pricing.totals.guesses == DraftTotals()
     assert pricing.totals.regimes["mixed"].num_steps == 1
 
 
@@ -139,14 +139,14 @@ def test_a_step_that_nobody_was_left_for_does_not_count() -> None:
     step = plan(1, 3)
     pricing.on_plan(step, 0.0)
     pricing.on_collect(step, result(2), [], None, 1.0)
-    assert pricing.totals.guesses == GuessTotals()
+    assert pricing.totals.guesses == DraftTotals()
     assert pricing.totals.regimes["verify"].num_steps == 1
 
 
 def test_a_row_whose_logits_went_wrong_gives_nothing() -> None:
-    totals = GuessTotals()
+    totals = DraftTotals()
     totals.count_step(1.0, 1.0, 0.0)
     got = StepResult({"0": (1, 2)})
     assert totals.count_result(plan(1, 2, 2), got, outputs_of(got), plain_s=1.0) == 1
     assert (totals.num_rows, totals.num_tokens, totals.plain_s) == (1, 2, 2.0)
-    assert guess_report(GuessTotals(), 0, 0.0, 0.0) is None
+    assert draft_report(DraftTotals(), 0, 0.0, 0.0) is None

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.cost import draft_memory
-from ridgeline.cost.draft_memory import DraftSetting
 from ridgeline.errors import ConfigError
 from ridgeline.kernels import history
 from ridgeline.speculation import draft_model, passes
+from ridgeline.speculation import memory as draft_memory
 from ridgeline.speculation.draft_model import open_draft_model
 from ridgeline.speculation.early_layers import EarlyLayers
+from ridgeline.speculation.memory import DraftSetting
 from tests.speculation.scene import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, make_cache, make_decoder
 
 SETTING = DraftSetting(
