@@ -86,32 +86,51 @@ class Acceptance:
         self.weight = 4.0 if is_looked_up else 20.0  # tokens that it counts for in one row
         self._at = [[0.0, 0.0] for _ in range(max_drafts)]  # verified, accepted
         self._at[0] = [20.0, 20 * prior]
-        self.rate, self.chances = prior, [prior] * max_drafts
+        self._chances: list[float] = []  # empty: to be made anew
         self.found = [1.0, 1.0]
 
     def add_step(self, results: Mapping[tuple[int, int], int]) -> None:
         """How many rows had (verified, accepted) tokens; the first miss ends a row's tokens."""
         kept = max(self._rows_memory ** sum(results.values()), self._steps_memory)
-        for position, seen in enumerate(self._at):
-            reached = [
-                (accepted, n) for (verified, accepted), n in results.items() if verified > position
-            ]
-            seen[0] = seen[0] * kept + sum([n for _, n in reached])
-            seen[1] = seen[1] * kept + sum([n for accepted, n in reached if accepted > position])
-        self.rate = sum([seen[1] for seen in self._at]) / sum([seen[0] for seen in self._at])
-        chance = self.rate
-        for position, (verified, accepted) in enumerate(self._at):
-            chance = (accepted + FEW * chance) / (verified + FEW)
-            self.chances[position] = chance
+        for seen in self._at:
+            seen[0] *= kept
+            seen[1] *= kept
+        for (verified, accepted), count in results.items():
+            for seen in self._at[:verified]:
+                seen[0] += count
+            for seen in self._at[:accepted]:
+                seen[1] += count
+        self._chances = []
+
+    @property
+    def rate(self) -> float:
+        return sum([seen[1] for seen in self._at]) / sum([seen[0] for seen in self._at])
+
+    @property
+    def chances(self) -> list[float]:
+        """Where few were verified, as at the position before."""
+        if not self._chances:
+            chance = self.rate
+            for verified, accepted in self._at:
+                chance = (accepted + FEW * chance) / (verified + FEW)
+                self._chances.append(chance)
+        return self._chances
 
     def tokens(self, row: RowAcceptance | None) -> list[float]:
         """Expected of a row, by k; of one that nothing is known of, without `row`."""
         factor = 1.0
-        if row is not None and self.rate > 0:
-            mean = (row.accepted + self.weight * self.rate) / (row.verified + self.weight)
-            factor = mean / self.rate
+        if row is not None and (rate := self.rate) > 0:
+            mean = (row.accepted + self.weight * rate) / (row.verified + self.weight)
+            factor = mean / rate
         chances = [min(SURE, chance * factor) for chance in self.chances]
         return list(accumulate(accumulate(chances, float.__mul__), initial=1.0))
+
+    def add_found(self, row: RowAcceptance, is_some: bool) -> None:
+        """Prompt lookup has found something for this row, or not."""
+        if (before := row.had_some) is not None:
+            row.found[before] += ROW_FOUND * (is_some - row.found[before])
+            self.found[before] += SHARED_FOUND * (is_some - self.found[before])
+        row.had_some = is_some
 
 
 class DraftLengthController:
@@ -148,6 +167,7 @@ class DraftLengthController:
         self._expected: float | None = None  # acceptance of an exploration that is under way
         self._explorers: frozenset[str] | None = None  # rows that take part in it; None: all
         self._may_pay = True
+        self._hoped = list(accumulate([OPTIMISTIC**k for k in range(most + 1)]))
         self._unread: list[tuple[Callable[[Any], None], Any]] = []
         self._num_unread = 0
 
@@ -236,30 +256,31 @@ class DraftLengthController:
         self._rows.pop(name, None)
 
     def _add_result(self, results: Mapping[str, tuple[int, int]]) -> None:
-        seen = {name: (min(there, good + 1), good) for name, (there, good) in results.items()}
-        counts = Counter([one for one in seen.values() if one[0]])
+        counts: Counter[tuple[int, int]] = Counter()
+        for (num_drafts, accepted), count in Counter(results.values()).items():
+            if num_drafts:
+                counts[min(num_drafts, accepted + 1), accepted] += count
         self._acceptance.add_step(counts)
-        stride = -(-len(seen) // ROWS_PER_RESULT)  # of many rows each one matters less
         self._num_results += 1
+        stride = -(-len(results) // ROWS_PER_RESULT)  # of many rows each one matters less
         begin = self._num_results % stride
-        for name, (num_verified, num_accepted) in islice(seen.items(), begin, None, stride):
-            if name not in self._rows and len(self._rows) >= MAX_ROWS:
-                del self._rows[next(iter(self._rows))]
-            row = self._rows.setdefault(name, RowAcceptance(list(self._acceptance.found)))
-            if num_verified:
-                row.add(num_verified, num_accepted)
-            if row.had_some is not None:
-                for found, weight in (
-                    (row.found, ROW_FOUND),
-                    (self._acceptance.found, SHARED_FOUND),
-                ):
-                    found[row.had_some] += weight * ((num_verified > 0) - found[row.had_some])
-            row.had_some = num_verified > 0
+        for name, (num_drafts, accepted) in islice(results.items(), begin, None, stride):
+            row = self._rows.get(name) or self._new_row(name)
+            if num_drafts:
+                row.add(min(num_drafts, accepted + 1), accepted)
+            if self._looks_ahead:
+                self._acceptance.add_found(row, num_drafts > 0)
         if self._expected is not None:
-            share = sum([good > 0 for _, good in seen.values()]) / len(seen)
+            share = sum([n for (_, accepted), n in counts.items() if accepted]) / len(results)
             if share > self._expected + SURPRISE:
                 self._break, self._undrafted = self._shortest, self._shortest
             self._expected = None
+
+    def _new_row(self, name: str) -> RowAcceptance:
+        if len(self._rows) >= MAX_ROWS:
+            del self._rows[next(iter(self._rows))]
+        row = self._rows[name] = RowAcceptance(list(self._acceptance.found))
+        return row
 
     # ------------------------------------------------------------------ choosing
 
@@ -294,8 +315,7 @@ class DraftLengthController:
             for k, tokens in enumerate(self._tokens(request)):
                 total[k] += tokens
         speeds = {k: total[k] / seconds[k] for k in self.choices if k <= most}
-        hoped = list(accumulate([OPTIMISTIC**k for k in range(len(total))]))
-        self._may_pay = any(hoped[k] * seconds[0] > MARGIN * seconds[k] for k in speeds)
+        self._may_pay = any(self._hoped[k] * seconds[0] > MARGIN * seconds[k] for k in speeds)
         loss = 1 - speeds.get(1, 0.0) / speeds[0]  # of plain steps, by exploring
         loss += CATCHING_UP * (self._has_cache and num_rows > FEW_ROWS)
         self._shortest = max(EXPLORED_AFTER, round(loss / EXPLORING))
