@@ -184,7 +184,7 @@ class DraftMethodLine:
     is_head: bool = False
 
 
-MODEL, LAYERS, RATE = "MODEL", "N", "RATE"  # kinds of arguments
+MODEL, LAYERS, RATE, FOLDER = "MODEL", "N", "RATE", "FOLDER"  # kinds of arguments
 DRAFT_METHODS: dict[str, DraftMethodLine] = {
     "ngram": DraftMethodLine(
         "ridgeline.speculation.ngram:NGram", "", 0.4, "what followed the same words before", True
@@ -208,6 +208,20 @@ DRAFT_METHODS: dict[str, DraftMethodLine] = {
         0.7,
         "what a smaller model says",
         has_cache=True,
+    ),
+    "eagle3": DraftMethodLine(
+        "ridgeline.speculation.eagle3:Eagle3Head",
+        FOLDER,
+        0.7,
+        "what an EAGLE-3 head says of the model's hidden states",
+        is_head=True,
+    ),
+    "mtp": DraftMethodLine(
+        "ridgeline.speculation.mtp:MTPHead",
+        "",
+        0.7,
+        "what the model's own MTP module says of its hidden states",
+        is_head=True,
     ),
     "synthetic": DraftMethodLine(
         "ridgeline.speculation.synthetic:Synthetic",

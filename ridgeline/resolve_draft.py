@@ -24,10 +24,12 @@ from ridgeline.kernels.cpu.native import library, why_no_library
 from ridgeline.speculation.memory import (
     DraftMemory,
     DraftSetting,
+    draft_head,
     draft_model,
     early_layers,
     looking_up,
 )
+from ridgeline.speculation.price import head_spec
 
 KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
 
@@ -66,6 +68,8 @@ class Guessing:
         """What it takes on the device, beside the model `spec`."""
         if self.asked is None:
             return DraftMemory(())
+        if self.draft is not None and self.asked.line.is_head:
+            return draft_head(spec, self.draft, setting)
         if self.draft is not None:
             weights = STORED if is_stored(self.draft) else "plain"
             return draft_model(spec, self.draft, replace(setting, weight_format=weights))
@@ -176,6 +180,8 @@ def _as_asked(
             f"speculate {text!r}: the model has {spec.num_layers} layers; guess with fewer, at most"
             f" {spec.num_layers - 1}"
         )
+    if asked.line.is_head:
+        draft = head_spec(spec)
     if wanted == MODEL and read_draft is not None:
         draft = read_draft(asked.argument)
         draft_groups(kv_groups(spec), draft)  # raises

@@ -135,6 +135,9 @@ class GuessGraphs:
         self._draws = DeviceDraws([most, rows_most], transfer, where, num_flags=rows_most)
         self._drawn_for: tuple[RowDraws, int] | None = None
         self._workspace = make_workspace(where, 3 * most * (vocab_size // 4096 + 1), most)
+        # States of the target that a draft head reads, of the last step.
+        shape = len(method.taps), most if method.taps else 0, decoder.spec.hidden_size
+        self._tapped = torch.empty(shape, dtype=decoder.dtype, device=where)
         self.has_odds = not (method.looks_ahead or isinstance(method, Synthetic))
         self.num_steps = 0
         self._graphs: dict[Key, tuple[Callable[[], None], torch.Tensor | None]] = {}
@@ -210,6 +213,7 @@ class GuessGraphs:
         num = len(checked.rows_R)
         answer = self._answer_of(num, len(ids_T) // num)
         self._accept(ids_T, is_sound_T, checked.rows_R, checked.limits_R, answer)
+        self._take_states(checked.rows_R, len(ids_T) // num)
         return answer
 
     def add(
@@ -236,6 +240,7 @@ class GuessGraphs:
     def _follow(self) -> None:
         """Forget what was captured over memory that is not used any more."""
         self._tables.follow()
+        self._method.make_room(len(self._history.lens_N))
         if self._captured_tables is not self._tables.tables_gNM:
             self._captured_tables = self._tables.tables_gNM
             self._graphs.clear()
@@ -281,17 +286,38 @@ class GuessGraphs:
             rows_B, limits_B, self._history, tables_gNM, inputs, size,
             num_new=num_new, first=0, max_positions=self._decoder.max_model_len,
         )  # fmt: skip
-        layout = DecodeLayout(
-            rows_B, tuple(tables_gNM), inputs.seq_lens_B, self._starts[k][: num + 1],
-            tuple(inputs.slots_gB), size, num_new,
-        )  # fmt: skip
-        batch = ForwardBatch(inputs.token_ids_B, inputs.positions_B, layout)
+        batch = self._batch(rows_B, num_new)
         logits_TV = self._logits[: num * num_new]
-        self._decoder.forward_logits(batch, self._kv, logits_TV)
+        if taps := self._method.taps:
+            tapped_nTE = self._tapped[:, : num * num_new]
+            hidden_TE = self._decoder.forward_tapped(batch, self._kv, taps, tapped_nTE)
+            logits_TV.copy_(self._decoder.logits(hidden_TE))
+        else:
+            self._decoder.forward_logits(batch, self._kv, logits_TV)
         if check is not Check.LOGITS:
             ids, is_sound = self._draw(logits_TV, inputs, guess_logits, rows_B, check)
             self._accept(ids, is_sound, rows_B, limits_B, self._answer_of(num, num_new))
+            self._take_states(rows_B, num_new)
         return guess_logits
+
+    def _batch(self, rows_B: torch.Tensor, num_new: int) -> ForwardBatch:
+        """Of a step whose inputs are there."""
+        num = len(rows_B)
+        inputs = first_inputs(self._inputs, num, num_new)
+        layout = DecodeLayout(
+            rows_B, tuple(self._tables.tables_gNM), inputs.seq_lens_B,
+            self._starts[num_new - 1][: num + 1], tuple(inputs.slots_gB),
+            self._kv.block_size, num_new,
+        )  # fmt: skip
+        return ForwardBatch(inputs.token_ids_B, inputs.positions_B, layout)
+
+    def _take_states(self, rows_B: torch.Tensor, num_new: int) -> None:
+        """Once the tokens that came out are in the history."""
+        if self._method.taps:
+            rows_T = rows_B.repeat_interleave(num_new)
+            tapped_nTE = self._tapped[:, : len(rows_T)]
+            batch = self._batch(rows_B, num_new)
+            self._method.take_states(tapped_nTE, batch, rows_T, self._history)
 
     def _draw(
         self,

@@ -8,10 +8,12 @@ want log-probabilities, Y numbers of a row's answer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from ridgeline.attention.layout import ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.executor.device_tables import DeviceTables
 from ridgeline.executor.future import Answers
@@ -53,6 +55,8 @@ class Guesser:
     ) -> None:
         self.method = method
         self._rows, self._transfer = rows, transfer
+        self._decoder, self._kv = decoder, kv
+        self._untaken: tuple[torch.Tensor, ForwardBatch, torch.Tensor] | None = None
         self._vocab_size = decoder.spec.vocab_size
         self._always = not method.looks_ahead
         self._is_on_host = decoder.device.type == "cpu"
@@ -81,6 +85,26 @@ class Guesser:
         """Tokens that are computed without guesses."""
         if self.method.needs_tokens:
             self.method.follow(self.builder.send(step))
+
+    def forward(self, step: MixedStep) -> torch.Tensor:
+        """Hidden states of a step that drafts nothing, as `LocalExecutor._forward` has them, for a
+        method that reads the target's; behind it, `take_states`."""
+        batch, taps, spec = self.builder.send(step), self.method.taps, self._decoder.spec
+        whole = replace(batch, wanted=None)
+        shape = len(taps), len(step.token_ids_T), spec.hidden_size
+        tapped_nTE = torch.empty(shape, dtype=self._decoder.dtype, device=self._decoder.device)
+        hidden_TE = self._decoder.forward_tapped(whole, self._kv, taps, tapped_nTE)
+        rows_T = self._transfer.send(np.repeat(step.rows_B, step.num_new_B))
+        self._untaken = tapped_nTE, whole, rows_T
+        wanted = batch.wanted
+        return hidden_TE if wanted is None else hidden_TE.index_select(0, wanted.rows_R)
+
+    def take_states(self) -> None:
+        """The tokens of the last `forward` have been sampled."""
+        if (untaken := self._untaken) is not None and (history := self._rows.history) is not None:
+            self._untaken = None
+            self.method.make_room(len(history.lens_N))
+            self.method.take_states(*untaken, history)
 
     def run(self, batch: GuessBatch) -> tuple[torch.Tensor, Checked]:
         """One step: each row's answer [R, Y], which the next step overwrites."""

@@ -215,11 +215,17 @@ class LocalExecutor:
                 step, hidden_TE, self._decoder, self._transfer, self._max_logit_rows
             )
         if sampling is None:
+            self._take_states()
             return self._pending(plan, [], None, prompt)
         places = sampling.places_R
         hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
         answer = self._sample(sampling, self._decoder.logits(hidden_RE))
+        self._take_states()
         return self._pending(plan, sampling.kept.request_ids, answer, prompt)
+
+    def _take_states(self) -> None:
+        if self._guesser is not None:
+            self._guesser.take_states()
 
     def _forward(self, step: ForwardBatch | MixedStep) -> torch.Tensor:
         """Hidden states of the step's tokens, [T, E], or of those that are wanted; the next step
@@ -227,6 +233,8 @@ class LocalExecutor:
         if isinstance(step, ForwardBatch):
             return self._decoder.forward(step, self._kv)
         if self._guesser is not None:
+            if self._guesser.method.taps:
+                return self._guesser.forward(step)
             self._guesser.follow(step)
         hidden_TE = None if self._mixed is None else self._mixed.run(step)
         if hidden_TE is None:

@@ -15,13 +15,13 @@ from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, GuessStep
 from ridgeline.speculation.passes import ModelPasses
 
 UNSEEN = 2  # tokens at the end of a row that the draft has not computed, at most
 
 
-class DraftModel:
+class DraftModel(DraftMethod):
     """A DraftMethod. `kv` is the draft's, over the target's block ids; `vocab_size` the target's,
     and that of the logits that `guess` returns: ids that the draft has not are at minus infinity.
 
@@ -31,7 +31,6 @@ class DraftModel:
     """
 
     name = "draft"
-    looks_ahead = False
     needs_tokens = True
 
     def __init__(
@@ -64,9 +63,6 @@ class DraftModel:
 
     def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
         return self._passes.guess(step, num_guesses, begin=UNSEEN)
-
-    def look_ahead(self, step: GuessStep) -> None:
-        """Guesses are made by the step that checks them."""
 
     def follow(self, batch: ForwardBatch) -> None:
         self.decoder.fill(batch, self.kv)

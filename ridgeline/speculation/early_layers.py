@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import ConfigError
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, GuessStep
 from ridgeline.speculation.passes import ModelPasses
 
 
-class EarlyLayers:
+class EarlyLayers(DraftMethod):
     """A DraftMethod over the target's own decoder and cache."""
 
     name = "early"
-    looks_ahead = False
-    needs_tokens = False
 
     def __init__(
         self,
@@ -54,15 +51,6 @@ class EarlyLayers:
 
     def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
         return self._passes.guess(step, num_guesses)
-
-    def look_ahead(self, step: GuessStep) -> None:
-        """Guesses are made by the step that checks them."""
-
-    def follow(self, batch: ForwardBatch) -> None:
-        """The target's cache has it all."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """The target's blocks are copied by the target."""
 
     @property
     def num_bytes(self) -> int:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import check
 from ridgeline.kernels.look_up import LookUp, look_up, make_look_up_room
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, GuessStep
 
 
-class LooksUp:
+class LooksUp(DraftMethod):
     """A DraftMethod but for its name."""
 
     looks_ahead = True
-    needs_tokens = False
 
     def __init__(self, device: torch.device, max_rows: int, rule: LookUp) -> None:
         """For steps of up to `max_rows` rows, padding included."""
@@ -32,12 +30,6 @@ class LooksUp:
 
     def look_ahead(self, step: GuessStep) -> None:
         look_up(step.rows_B, step.history, self._rule, self._room)
-
-    def follow(self, batch: ForwardBatch) -> None:
-        """There is no cache."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """There is no cache."""
 
     @property
     def num_bytes(self) -> int:

@@ -84,6 +84,25 @@ def draft_model(target: ModelSpec, draft: ModelSpec, setting: DraftSetting) -> D
     return DraftMemory(items, stores * setting.block_size * per_token)
 
 
+def draft_head(target: ModelSpec, head: ModelSpec, setting: DraftSetting) -> DraftMemory:
+    """A head that reads the target's hidden states; `head` is one of the target's layers and its
+    matrices of the vocabulary, which is no less than a head has. ConfigError if its layer finds no
+    block tables."""
+    draft_groups(kv_groups(target), head)
+    per_token = layer_kv_bytes(head.layers[0].attention, setting.dtype_bytes)
+    states = target.hidden_size * setting.dtype_bytes
+    weights = weight_bytes(head, setting.dtype_bytes) + 3 * target.hidden_size * states
+    # Three states of each token of a step, and one of each row.
+    kept = (3 * max(setting.max_rows, setting.max_logit_rows) + setting.num_rows) * states
+    items = (
+        MemoryItem("draft weights", weights, "a head of one layer"),
+        MemoryItem("draft states", kept, "hidden states that the head reads"),
+        _buffers(target.vocab_size, head, setting, 1),
+        _rows(setting),
+    )
+    return DraftMemory(items, setting.block_size * per_token)
+
+
 def _working(target: ModelSpec, draft: ModelSpec, setting: DraftSetting) -> Iterator[MemoryItem]:
     """Draft and target compute one after the other, in the same memory."""
     mine, its = (_working_bytes(spec, setting) for spec in (draft, target))

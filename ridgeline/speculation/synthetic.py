@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.guesses import put_guesses
 from ridgeline.kernels.noise import uniforms
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, GuessStep
 
 
-class Synthetic:
+class Synthetic(DraftMethod):
     """A DraftMethod whose guesses are right with probability `rate`, each for itself, if the
     executor draws the ids of its steps with `synthetic_ids`."""
 
     name = "synthetic"
-    looks_ahead = False
-    needs_tokens = False
 
     def __init__(
         self, rate: float, *, max_guesses: int, max_rows: int, device: torch.device
@@ -38,15 +35,6 @@ class Synthetic:
         there to say how many there are."""
         put_guesses(self._ids[: len(step.rows_B)], step.rows_B, step.history, num_guesses - 1)
         return None
-
-    def look_ahead(self, step: GuessStep) -> None:
-        """Guesses are made by the step that checks them."""
-
-    def follow(self, batch: ForwardBatch) -> None:
-        """Nothing is known of any token."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """There is no cache."""
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.attention.layout import ForwardBatch
 from ridgeline.executor.guesser import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.kernels.guesses import put_guesses
@@ -54,14 +53,11 @@ def expected(name: str, seed: int, length: int, num: int) -> list[int]:
     return alone(decoder(), prompt(seed, length), KINDS[name], num, name)
 
 
-class Told:
+class Told(DraftMethod):
     """Guesses what a test says comes next after these tokens, and now and then something else."""
 
     name = "told"
     max_guesses = MOST
-    looks_ahead = False
-    needs_tokens = False
-    num_bytes = 0
 
     def __init__(self, says: Callable[[list[int]], list[int]], wrong: float, seed: int) -> None:
         self.says, self.wrong, self.rng = says, wrong, random.Random(seed)
@@ -78,10 +74,6 @@ class Told:
         for i in range(num_guesses):
             put_guesses(guesses[:, i].contiguous().to(step.rows_B.device), step.rows_B, history, i)
         return None
-
-    def look_ahead(self, step: GuessStep) -> None: ...
-    def follow(self, batch: ForwardBatch) -> None: ...
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None: ...
 
 
 def guessing(method: DraftMethod, *, max_checked_tokens: int = 64, **changes: Any) -> LocalExecutor:

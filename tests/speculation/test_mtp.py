@@ -130,7 +130,7 @@ def test_it_says_what_the_formulas_say(name: str, kind: str, tmp_path: Path) -> 
     for begin, end in ((0, 7), (7, 10)):
         batch, hidden = rig.batch(tokens[begin:end], tokens[begin + 1 : end + 1])
         given.append(hidden.clone())
-        states = rig.head.forward(rig.head.of_target(hidden), batch, rig.kv)
+        states = rig.head.forward(rig.head.of_target(hidden[None]), batch, rig.kv)
         said.append(rig.head.logits(states))
     guesses: list[int] = []
     state = states[-1:].clone()
