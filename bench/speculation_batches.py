@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from bench.adapter import RidgelineEngine
-from bench.guess_counts import Counts
+from bench.draft_counts import Counts
 from ridgeline import LLM
 from ridgeline.evaluation.tasks import problems
 from ridgeline.request import Request

@@ -32,7 +32,7 @@ from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
-from ridgeline.executor.guesser import Drafting
+from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import NUMBERS_OF_GUESSES, WARM_UP_S, WarmUp

@@ -1,7 +1,7 @@
-"""Who guesses for this engine? The part of `build` that opens draft methods.
+"""Who drafts for this engine? The part of `build` that opens draft methods.
 
 A method that has no line here is opened by the class of its line in `formats.DRAFT_METHODS` as a
-look-up is: with the device, the rows of a step and the guesses of a row.
+look-up is: with the device, the rows of a step and the drafts of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ridgeline.config import ResolvedConfig
 from ridgeline.costing import asked_guesses
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
-from ridgeline.executor.guesser import Drafting
+from ridgeline.executor.drafter import Drafting
 from ridgeline.formats import DRAFT_METHODS, FOLDER, LAYERS, MODEL, RATE, AskedGuesses
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
@@ -40,7 +40,7 @@ from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """The model that guesses, before it is opened."""
+    """The model that drafts, before it is opened."""
 
     folder: ModelFolder
     spec: ModelSpec
@@ -64,7 +64,7 @@ def open_drafting(
     tokenizer: Tokenizer | None,
     open_decoder: OpenDecoder,
 ) -> Drafting | None:
-    """What the executor is told of guesses; None where there are none. Raises ConfigError."""
+    """What the executor is told of drafts; None where there are none. Raises ConfigError."""
     if (asked := asked_guesses(resolved)) is None:
         return None
     most, rows = resolved.max_guesses, resolved.max_captured_rows

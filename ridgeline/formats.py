@@ -187,10 +187,14 @@ class DraftMethodLine:
 MODEL, LAYERS, RATE, FOLDER = "MODEL", "N", "RATE", "FOLDER"  # kinds of arguments
 DRAFT_METHODS: dict[str, DraftMethodLine] = {
     "ngram": DraftMethodLine(
-        "ridgeline.speculation.ngram:NGram", "", 0.4, "what followed the same words before", True
+        "ridgeline.speculation.prompt_lookup:NGram",
+        "",
+        0.4,
+        "what followed the same words before",
+        True,
     ),
     "suffix": DraftMethodLine(
-        "ridgeline.speculation.suffix:Suffix",
+        "ridgeline.speculation.prompt_lookup:Suffix",
         "",
         0.4,
         "what followed the longest repeated passage",

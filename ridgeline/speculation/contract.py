@@ -1,6 +1,6 @@
 """What does a draft method have to do?
 
-Letters: B rows of a step, N rows there is room for, M blocks per table row, g KV groups, k guesses
+Letters: B rows of a step, N rows there is room for, M blocks per table row, g KV groups, k drafts
 of a row, V vocabulary.
 """
 
@@ -16,13 +16,13 @@ from ridgeline.kernels.history import History
 
 
 @dataclass(frozen=True, slots=True)
-class GuessStep:
-    """Rows whose next tokens are to be guessed; a captured step reads all of it anew.
+class DraftStep:
+    """Rows whose next tokens are to be drafted; a captured step reads all of it anew.
 
     `rows_B` (int64) are their places among N, different from each other but for padding (row 0);
-    `limits_B` (int64): how many guesses of each count; there may be no block for what lies behind
-    them, so that keys and values of those go to the null block. `draws`: how guesses of models are
-    drawn (None: all greedily); the keys are those of the request's own noise where guesses are
+    `limits_B` (int64): how many drafts of each count; there may be no block for what lies behind
+    them, so that keys and values of those go to the null block. `draws`: how drafts of models are
+    drawn (None: all greedily); the keys are those of the request's own noise where drafts are
     checked against the token that this noise draws, and others where they are checked by their
     odds.
     """
@@ -50,13 +50,13 @@ class DraftMethod:
     needs_tokens = False  # has a cache of its own: each computed token has to go through `follow`
     taps: tuple[int, ...] = ()  # layers of the target whose states it reads by `take_states`
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
         """Draft so many tokens of each row, at least 1. The logits [B, k, V] that they were drawn
         from, in the serving dtype, valid until the step has ended; None: they were chosen, not
         drawn."""
         return None
 
-    def look_ahead(self, step: GuessStep) -> None:
+    def look_ahead(self, step: DraftStep) -> None:
         """Leave up to `max_guesses` tokens behind each row's own; `limits_B` is not asked."""
 
     def follow(self, batch: ForwardBatch) -> None:

@@ -2,11 +2,11 @@
 
 At each position it is given what the target made of the tokens up to there (its states before
 three layers, low, middle and high) and the token that came out of it, and says the token after
-that. Its own state stands in for the target's when it goes on to guess. Its output matrix has the
+that. Its own state stands in for the target's when it goes on to draft. Its output matrix has the
 most frequent ids alone; `target_ids` tells which. Source: see `architectures.eagle3_head`.
 
 Letters: T tokens, R rows, E hidden of the head, X = 3 hidden states of the target side by side,
-D ids that the head can guess, V ids of the target.
+D ids that the head can draft, V ids of the target.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Eagle3Head(DraftHead):
     @torch.inference_mode()
     def forward(self, states_TE: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Its own states [T, E]; fills the cache. `states_TE` (overwritten) are fused ones, or its
-        own of the position before where it guesses on; tokens are those that came out there, so
+        own of the position before where it drafts on; tokens are those that came out there, so
         that token i stands one place behind position i."""
         embedded_TE = self._layer.input_norm(self._embedding.embed(batch.token_ids_T))
         normed_TE = self._hidden_norm(states_TE)
@@ -180,7 +180,7 @@ class Eagle3Head(DraftHead):
 
     @torch.inference_mode()
     def target_logits(self, states_RE: torch.Tensor) -> torch.Tensor:
-        """The same as the target counts, [R, V]: minus infinity for ids that it cannot guess."""
+        """The same as the target counts, [R, V]: minus infinity for ids that it cannot draft."""
         logits_RD = self.logits(states_RE)
         shape = len(states_RE), self.spec.num_target_ids
         whole_RV = torch.full(shape, -torch.inf, device=logits_RD.device)

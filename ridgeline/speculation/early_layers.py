@@ -1,6 +1,6 @@
-"""What would the model say if it stopped after its first layers? Guesses without another model.
+"""What would the model say if it stopped after its first layers? Drafts without another model.
 
-The first layers, the final norm and the output matrix guess; their keys and values go to the very
+The first layers, the final norm and the output matrix draft; their keys and values go to the very
 places of the target's cache where the check writes the same numbers a moment later, so nothing has
 to be kept or followed. Source of the idea: Zhang et al., "Draft & Verify: Lossless Large Language
 Model Acceleration via Self-Speculative Decoding", 2023 (who leave out other layers than the last).
@@ -13,7 +13,7 @@ import torch
 from ridgeline.errors import ConfigError
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.contract import DraftMethod, GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 from ridgeline.speculation.passes import ModelPasses
 
 
@@ -32,7 +32,7 @@ class EarlyLayers(DraftMethod):
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
-        """Steps of up to `max_rows` rows; with draws, of rows * guesses <= `max_logit_rows`.
+        """Steps of up to `max_rows` rows; with draws, of rows * drafts <= `max_logit_rows`.
         ConfigError if so many layers are none, or all."""
         if not 0 < num_layers < decoder.spec.num_layers:
             raise ConfigError(
@@ -49,7 +49,7 @@ class EarlyLayers(DraftMethod):
             num_layers=num_layers,
         )
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
         return self._passes.guess(step, num_guesses)
 
     @property

@@ -19,14 +19,14 @@ import torch
 from ridgeline.architectures.draft_groups import draft_groups
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch
+from ridgeline.kernels.drafts import draft_inputs, first_inputs, put_drafts
 from ridgeline.kernels.draw_rows import draw_rows
-from ridgeline.kernels.guesses import first_inputs, guess_inputs, put_guesses
 from ridgeline.kernels.history import History
 from ridgeline.kernels.step_inputs import make_step_inputs
 from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.contract import DraftMethod, GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 from ridgeline.speculation.passes import DRAW_CHUNK
 
 
@@ -96,7 +96,7 @@ class HeadDrafts(DraftMethod):
             room = self._states_NE.new_zeros(more, self._states_NE.shape[1])
             self._states_NE = torch.cat((self._states_NE, room))
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
         rows_B, history, num = step.rows_B, step.history, len(step.rows_B)
         each = 1 if step.draws is None else num_guesses
         logits_BkV = self._logits[: num * each].view(num, each, -1)
@@ -107,16 +107,16 @@ class HeadDrafts(DraftMethod):
             out_BV = logits_BkV[:, index % each]
             out_BV.copy_(self.head.draft_logits(states_BE))
             ids_B = draw_rows(out_BV, lens_B + index, step.draws, workspace=self._workspace)[0]
-            put_guesses(ids_B, rows_B, history, index)
+            put_drafts(ids_B, rows_B, history, index)
         return None if step.draws is None else logits_BkV
 
     def _pass(
-        self, step: GuessStep, lens_B: torch.Tensor, index: int, states_BE: torch.Tensor
+        self, step: DraftStep, lens_B: torch.Tensor, index: int, states_BE: torch.Tensor
     ) -> torch.Tensor:
         """Over the draft token before this one, at the position before that."""
         num, tokens_NL = len(step.rows_B), step.history.tokens_NL
         inputs = first_inputs(self._inputs, num, 1)
-        guess_inputs(
+        draft_inputs(
             step.rows_B,
             step.limits_B,
             step.history,

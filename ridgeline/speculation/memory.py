@@ -1,7 +1,7 @@
-"""What does guessing take on the device, beside the model that checks the guesses?
+"""What does drafting take on the device, beside the model that checks the drafts?
 
 Rows of tokens that stay on the device; of a draft model its weights, its tables, the logits that
-its guesses are drawn from, and in each block of the cache room for its keys and values. All in
+its drafts are drawn from, and in each block of the cache room for its keys and values. All in
 bytes; `speculation/` allocates it.
 """
 
@@ -27,8 +27,8 @@ PASS_TOKENS = 2  # of a row, in the longest pass of a draft model
 
 @dataclass(frozen=True, slots=True)
 class DraftSetting:
-    """`num_rows` rows of up to `max_model_len` tokens and `max_guesses` guesses stay on the device;
-    of a step at most `max_rows` are guessed for, and with odds at most `max_logit_rows` guesses in
+    """`num_rows` rows of up to `max_model_len` tokens and `max_guesses` drafts stay on the device;
+    of a step at most `max_rows` are drafted for, and with odds at most `max_logit_rows` drafts in
     all. A draft model is served in `weight_format` and has its cache in `kv_format`."""
 
     max_model_len: int
@@ -58,17 +58,17 @@ class DraftMemory:
 
 
 def looking_up(setting: DraftSetting) -> DraftMemory:
-    """Guesses that are found in a row's own tokens, or are nobody's."""
+    """Drafts that are found in a row's own tokens, or are nobody's."""
     return DraftMemory((_rows(setting),))
 
 
 def early_layers(target: ModelSpec, setting: DraftSetting) -> DraftMemory:
-    """Guesses of the target's first layers: their cache is the target's."""
+    """Drafts of the target's first layers: their cache is the target's."""
     return DraftMemory((_rows(setting), _buffers(target.vocab_size, target, setting, 1)))
 
 
 def draft_model(target: ModelSpec, draft: ModelSpec, setting: DraftSetting) -> DraftMemory:
-    """Guesses of a smaller model. ConfigError if its layers find no block tables."""
+    """Drafts of a smaller model. ConfigError if its layers find no block tables."""
     groups = draft_groups(kv_groups(target), draft)
     # Ids of the target that the draft has not are looked up as well.
     held = replace(draft, vocab_size=max(draft.vocab_size, target.vocab_size))

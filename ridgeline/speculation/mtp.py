@@ -92,7 +92,7 @@ class MTPHead(DraftHead):
     @torch.inference_mode()
     def forward(self, states_TE: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Its own states [T, E]; fills the cache. `states_TE` are the target's, or its own of the
-        position before where it guesses on; tokens are those that came out there, so that token i
+        position before where it drafts on; tokens are those that came out there, so that token i
         stands one place behind position i."""
         layout = self.spec.layout
         token_TE = self._token_norm(self._target.embedding.embed(batch.token_ids_T))

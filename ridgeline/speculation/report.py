@@ -1,8 +1,8 @@
-"""What did guessing tokens bring? How many were right, at which positions, what making and checking
+"""What did drafting tokens bring? How many were right, at which positions, what making and checking
 them took, and how much longer the same tokens would have taken without.
 
-Counted are steps that check guesses and read no prompts. Their measured time is shared between
-drafting and checking by the prices of the two; what they would have taken without guesses is the
+Counted are steps that check drafts and read no prompts. Their measured time is shared between
+drafting and checking by the prices of the two; what they would have taken without drafts is the
 price of as many plain decode steps as their tokens needed, times what such steps were measured to
 take over their price.
 """
@@ -19,14 +19,14 @@ from ridgeline.formats import MAX_GUESSES
 from ridgeline.request import RequestOutput
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 
-ENOUGH_STEPS = 16  # without guesses, to say what such steps take over their price
+ENOUGH_STEPS = 16  # without drafts, to say what such steps take over their price
 
 
 @dataclass(slots=True)
 class DraftTotals:
-    """Sums over steps that checked guesses; all only rise. `num_rows`: rows of these steps, each
-    time. `num_looked`, `num_right`: by position, guesses that were reached, and right ones.
-    `drafting_s` is part of `measured_s`. `plain_s`: the price of the same tokens without guesses.
+    """Sums over steps that checked drafts; all only rise. `num_rows`: rows of these steps, each
+    time. `num_looked`, `num_right`: by position, drafts that were reached, and right ones.
+    `drafting_s` is part of `measured_s`. `plain_s`: the price of the same tokens without drafts.
     """
 
     num_steps: int = 0
@@ -58,7 +58,7 @@ class DraftTotals:
         )
 
     def count_step(self, seconds: float, expected_s: float, drafting_s: float) -> None:
-        """A step has run; of its price, `drafting_s` was for making the guesses."""
+        """A step has run; of its price, `drafting_s` was for making the drafts."""
         self.num_steps += 1
         self.measured_s += seconds
         self.expected_s += expected_s
@@ -72,7 +72,7 @@ class DraftTotals:
         outputs: Sequence[RequestOutput],
         plain_s: float,
     ) -> int:
-        """A step was taken in; without guesses it would have cost `plain_s`, and given one token
+        """A step was taken in; without drafts it would have cost `plain_s`, and given one token
         to each row. How many rows got any: not those that had ended while it was under way."""
         num_rows = num_tokens = 0
         kinds = [kind for _, kind in rows_taken(plan, result, outputs)]
@@ -96,7 +96,7 @@ class DraftTotals:
 
 
 class Taken(NamedTuple):
-    """A row of a step with guesses: so many were planned, of which `num_there` were looked at (a
+    """A row of a step with drafts: so many were planned, of which `num_there` were looked at (a
     look-up may have found fewer, or none); `num_sampled` tokens came out, `num_taken` of them up to
     where the answer ends."""
 
@@ -107,7 +107,7 @@ class Taken(NamedTuple):
 
     @property
     def num_right(self) -> int:
-        """Guesses of the answer."""
+        """Drafts of the answer."""
         return min(self.num_sampled - 1, self.num_taken)
 
     @property
@@ -132,10 +132,10 @@ def rows_taken(
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """`accepted_length`: tokens that a row of a step with guesses gives, its own one included.
-    `by_position`: how often a guess that is reached is right. `drafting_share` and
+    """`accepted_length`: tokens that a row of a step with drafts gives, its own one included.
+    `by_position`: how often a draft that is reached is right. `drafting_share` and
     `checking_share` are of the time of these steps, by price. `gain`: tokens per second over those
-    of steps without guesses; `is_measured` says that such steps have run here, else the error of
+    of steps without drafts; `is_measured` says that such steps have run here, else the error of
     their price is taken to be that of the others."""
 
     num_steps: int
@@ -167,7 +167,7 @@ class DraftReport:
 def draft_report(
     totals: DraftTotals, num_plain: int, plain_measured_s: float, plain_expected_s: float
 ) -> DraftReport | None:
-    """None when nothing was guessed. `num_plain` steps without guesses or prompts took
+    """None when nothing was drafted. `num_plain` steps without drafts or prompts took
     `plain_measured_s` and should have taken `plain_expected_s`."""
     if not totals.num_steps or not totals.num_guesses:
         return None

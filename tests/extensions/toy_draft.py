@@ -1,7 +1,7 @@
 """A draft method from outside: what followed the newest token when it stood here last, in PyTorch.
 
 Its table line: `DRAFT_METHODS["toy"] = LINE`. Letters: B rows of a step, L tokens of the longest,
-k guesses.
+k drafts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.formats import DraftMethodLine
-from ridgeline.speculation.contract import DraftMethod, GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 
 LINE = DraftMethodLine(
     "tests.extensions.toy_draft:Again",
@@ -28,7 +28,7 @@ class Again(DraftMethod):
         self.max_guesses = max_guesses
         self._next_k = torch.arange(max_guesses, device=device)
 
-    def look_ahead(self, step: GuessStep) -> None:
+    def look_ahead(self, step: DraftStep) -> None:
         history, rows_B = step.history, step.rows_B
         tokens_BL, lens_B = history.tokens_NL[rows_B], history.lens_N[rows_B]
         newest_B1 = tokens_BL.gather(1, lens_B[:, None] - 1)

@@ -1,4 +1,4 @@
-"""An 8B on an H200 with a 1B that guesses for it, priced, for tests of how many guesses pay."""
+"""An 8B on an H200 with a 1B that drafts for it, priced, for tests of how many drafts pay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.speculation.price import Drafter, DraftPrices, DraftSteps
 from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_8B
 
-MAX_TOKENS = 512  # of a step that checks guesses, all of them captured
+MAX_TOKENS = 512  # of a step that checks drafts, all of them captured
 
 
 def h200(spec: ModelSpec) -> Pricer:

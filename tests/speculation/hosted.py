@@ -1,5 +1,5 @@
 """An engine on a virtual clock whose steps are launched in some time of the host and run in some
-time of the device; what is guessed is found and right with known chances."""
+time of the device; what is drafted is found and right with known chances."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 
 MICRO = 1e-6
-MOST = 8  # guesses of a row
+MOST = 8  # drafts of a row
 PROMPT_S, COLLECT_S = 600 * MICRO, 20 * MICRO
 PRICE_S = 139 * MICRO  # of any step: what is priced knows nothing of this host
 UNEVEN = 0.1  # that a step takes more, at most
 PROMPT, ANSWER = 30, 200  # tokens
 
-Seconds = Callable[[int], float]  # of a step by its guesses
+Seconds = Callable[[int], float]  # of a step by its drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """How often there is something to check, and how likely the first guess and each later one is
-    right. `is_drafted`: a model guesses, and without a check nothing is known."""
+    """How often there is something to check, and how likely the first draft and each later one is
+    right. `is_drafted`: a model drafts, and without a check nothing is known."""
 
     found: float
     first: float
@@ -57,7 +57,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class AlwaysPlanned:
-    """So many guesses in every step."""
+    """So many drafts in every step."""
 
     num_guesses: int
 

@@ -1,6 +1,6 @@
-"""Are as many guesses checked as pay, whatever is right and whatever steps really take?
+"""Are as many drafts checked as pay, whatever is right and whatever steps really take?
 
-A small world stands in for the engine: rows whose guesses are right with a known chance, and steps
+A small world stands in for the engine: rows whose drafts are right with a known chance, and steps
 that take their price times a factor that the chooser is not told.
 """
 
@@ -38,12 +38,12 @@ from ridgeline.speculation.step_times import (
 from ridgeline.step import ScheduledRequest, StepPlan
 from tests.speculation.drafted import AT_HAND, DRAFTED, MAX_TOKENS
 
-Chance = Callable[[int], float]  # of a guess, by the number of the step
+Chance = Callable[[int], float]  # of a draft, by the number of the step
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a step: 1 + per_token for each, and draft_s for each guess."""
+    """Seconds of a step: 1 + per_token for each, and draft_s for each draft."""
 
     per_token: float = 0.0
     draft_s: float = 0.0
@@ -70,7 +70,7 @@ class Ran:
 
 @dataclass(slots=True)
 class World:
-    """Rows that decode for ever. `factor`: measured over priced seconds, by number of guesses."""
+    """Rows that decode for ever. `factor`: measured over priced seconds, by number of drafts."""
 
     prices: DraftPrices | Line | TooCheap | Short
     num_rows: int
@@ -78,7 +78,7 @@ class World:
     seed: int
     factor: Callable[[int], float] = lambda k: 1.0
     context: int = 1000
-    catching_up_s: float = 0.0  # of a step with guesses after one without
+    catching_up_s: float = 0.0  # of a step with drafts after one without
     speed: Callable[[float], float] = lambda now: 1.0  # of the host, by the time
     rng: Random = field(init=False)
     rows: list[Request] = field(init=False)
@@ -174,7 +174,7 @@ def chooser_for(
 
 
 def fixed(world: Callable[[], World], num_steps: int, num_rows: int) -> dict[int, float]:
-    """Tokens per second by the number of guesses."""
+    """Tokens per second by the number of drafts."""
     most = MAX_TOKENS // num_rows - 1
     return {k: world().run(num_steps, k) for k in CHOICES if k <= min(8, most)}
 
@@ -277,7 +277,7 @@ def test_a_draft_that_has_to_catch_up_is_seldom_asked_where_it_does_not_pay(chan
 
 @pytest.mark.parametrize("dearer", [0.6, 1.8, 4.0])
 def test_prices_that_are_wrong_about_checking_are_learned(dearer: float) -> None:
-    """Steps with guesses take `dearer` times what they should, all others what they should."""
+    """Steps with drafts take `dearer` times what they should, all others what they should."""
 
     def world() -> World:
         return World(DRAFTED, 8, lambda _: 0.7, seed=5, factor=lambda k: dearer if k else 1.0)
@@ -303,7 +303,7 @@ def test_a_stall_and_a_first_step_that_is_captured_change_nothing() -> None:
 
 
 def test_steps_that_were_slow_for_a_while_leave_no_trace_on_the_others() -> None:
-    """The host was busy; steps with a guess, which did not run meanwhile, are no slower for it."""
+    """The host was busy; steps with a draft, which did not run meanwhile, are no slower for it."""
     times = StepTimes(Line(), (0, 1))
     world = World(Line(), 4, lambda _: 0.5, seed=1)
     for k, seconds, count in ((1, 1.3, 10), (0, 1.0, 80), (0, 3.0, 20)):
@@ -468,7 +468,7 @@ class Short:
 def choices_made(
     chooser: DraftLengthController, rows: list[Request], results: list[int]
 ) -> list[int]:
-    """In which of the steps, that had eight guesses and so many right ones, a number was chosen."""
+    """In which of the steps, that had eight drafts and so many right ones, a number was chosen."""
     made, done, best = [], list[int](), chooser._best
 
     def counted(decoding: Sequence[Request], most: int, before: int) -> int:
@@ -535,7 +535,7 @@ def test_a_copy_that_begins_is_a_reason_to_choose(others: int, is_chosen: bool) 
 
 
 def test_what_is_known_now_and_then_shortens_no_choice() -> None:
-    """Of each answer the first step, where three guesses are all there is."""
+    """Of each answer the first step, where three drafts are all there is."""
     (row,) = World(Short(), 1, lambda _: 1.0, seed=1).rows
     chooser = chooser_for(Short(), looks_ahead=True)
     made = 0
@@ -659,7 +659,7 @@ def test_steps_with_prompts_say_nothing() -> None:
 
 
 def test_looking_once_more_asks_a_few_of_many_rows() -> None:
-    """A draft has to catch up with each; all have guesses again once they pay."""
+    """A draft has to catch up with each; all have drafts again once they pay."""
     world = World(Line(per_token=0.05), 64, lambda _: 0.1, seed=1)
     chooser = chooser_for(world.prices, has_cache=True, max_verified_tokens=512)
     asked = []
@@ -727,7 +727,7 @@ def test_times_of_steps_are_learned_when_somebody_chooses_or_asks() -> None:
 
 
 def test_a_surprise_of_a_step_in_flight_is_followed_at_once() -> None:
-    """What one guess now and then was for is learned before the next number is chosen."""
+    """What one draft now and then was for is learned before the next number is chosen."""
     world = World(Line(draft_s=0.05), 1, lambda _: 0.0, seed=1)
     chooser = chooser_for(world.prices)
     world.run(200, chooser)

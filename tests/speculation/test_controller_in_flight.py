@@ -1,7 +1,7 @@
-"""Are as many guesses checked as pay where the host takes most of a step, and the next one is
+"""Are as many drafts checked as pay where the host takes most of a step, and the next one is
 planned before the last result is known?
 
-The price of a step is wrong on purpose: it knows of no host, and each guess comes for nothing.
+The price of a step is wrong on purpose: it knows of no host, and each draft comes for nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def looked_up() -> DraftLengthController:
 
 
 def best(machine: Machine, text: Text, in_flight: int) -> tuple[float, float]:
-    """Tokens per second of the best number, and without guesses."""
+    """Tokens per second of the best number, and without drafts."""
     ran = {
         k: run(machine, text, AlwaysPlanned(k), in_flight=in_flight, seed=9).tokens_per_s
         for k in (0, 1, 2, 3, 4, 6, 8)
@@ -52,7 +52,7 @@ def best(machine: Machine, text: Text, in_flight: int) -> tuple[float, float]:
 def test_what_is_seldom_found_and_right_is_left_alone(
     machine: Machine, in_flight: int, before: Text
 ) -> None:
-    """After answers whose guesses were good, too: what steps take was learned among those."""
+    """After answers whose drafts were good, too: what steps take was learned among those."""
     chooser = looked_up()
     run(machine, before, chooser, in_flight=in_flight, seed=1)
     off = run(machine, STORIES, AlwaysPlanned(0), in_flight=in_flight, seed=2, num_requests=40)
@@ -101,7 +101,7 @@ def test_guesses_of_a_small_model(in_flight: int, right: float) -> None:
 
 
 def checking(k: int) -> StepPlan:
-    """A step that checks so many guesses of one row."""
+    """A step that checks so many drafts of one row."""
     return StepPlan(1, (ScheduledRequest("a", 100, k + 1, (), samples=True, num_draft=k),))
 
 
@@ -161,7 +161,7 @@ def test_what_is_new_while_the_machine_is_slow_is_no_slower_than_the_others() ->
 
 
 def test_what_is_known_well_does_not_follow_a_machine_that_swings() -> None:
-    """Its pace is another each time another number of guesses follows, up to twofold."""
+    """Its pace is another each time another number of drafts follows, up to twofold."""
     times, rng = StepTimes(Flat(), (0, 1, 2)), Random(5)
     cost = {0: 1.0, 1: 1.5, 2: 1.8}
     kinds = [0, 1, 2] * 40

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.guess_counts import Counts
+from bench.draft_counts import Counts
 from ridgeline import LLM, ConfigError, SamplingParams
 from ridgeline.executor.local import LocalExecutor
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftStep
 from ridgeline.speculation.heads import HeadDrafts
 from tests.captures import captures
 from tests.conftest import TEST_DEVICE
@@ -96,15 +96,15 @@ class Spy:
     def __init__(self, llm: LLM) -> None:
         executor = llm.engine.executor
         assert isinstance(executor, LocalExecutor)
-        assert executor.guesser is not None
-        self.method = executor.guesser.method
-        self.decoder = executor.guesser.graphs._decoder
+        assert executor.drafter is not None
+        self.method = executor.drafter.method
+        self.decoder = executor.drafter.graphs._decoder
         assert isinstance(self.method, HeadDrafts)
         self._guess, self.seen = self.method.guess, list[tuple[list[int], list[int]]]()
         self.logits: list[torch.Tensor] = []
         self.method.guess = self.guess  # type: ignore[method-assign]
 
-    def guess(self, step: GuessStep, k: int) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, k: int) -> torch.Tensor | None:
         made = self._guess(step, k)
         tokens_NL = step.history.tokens_NL
         for place, row in enumerate(step.rows_B.tolist()):

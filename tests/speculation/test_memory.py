@@ -1,4 +1,4 @@
-"""What guessing is said to take is what it takes."""
+"""What drafting is said to take is what it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the speedup of guessing what the formulas, a simulation and the step's price say?"""
+"""Is the speedup of drafting what the formulas, a simulation and the step's price say?"""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_the_host_works_more_where_guesses_are_checked() -> None:
     prices = DraftPrices(pricer, Drafter())
     assert prices.seconds(128, 100, 1) == pytest.approx(checked.expected_s)
     light = replace(calibration, host=replace(host, check_request_s=0.0))
-    prompts = ((40, 0),) * 128  # they have no guesses
+    prompts = ((40, 0),) * 128  # they have no drafts
     without = Pricer(Setup(LLAMA_3_1B, device, calibration=light)).cost(prompts, 128)
     assert pricer.cost(prompts, 128).host_s == without.host_s
 

@@ -1,4 +1,4 @@
-"""Is what guessing brought counted as it was, and its time shared as it is said to be?"""
+"""Is what drafting brought counted as it was, and its time shared as it is said to be?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.speculation.report import ENOUGH_STEPS, DraftTotals, draft_report
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
-DRAFT_S = 0.25  # for each guess
+DRAFT_S = 0.25  # for each draft
 
 
 def price(shape: StepShape, num_logits: int) -> StepPrice:
@@ -84,7 +84,7 @@ def test_the_gain_is_over_plain_steps_that_have_run_here() -> None:
 
 
 def test_what_a_look_up_has_not_found_was_not_wrong() -> None:
-    """Of three rows with four guesses planned: nothing was there, two that were right, and three of
+    """Of three rows with four drafts planned: nothing was there, two that were right, and three of
     which the second was wrong."""
     pricing = Pricing(price)
     got = result(1, 3, 2)
@@ -119,7 +119,7 @@ def test_what_failed_or_read_prompts_is_left_out() -> None:
 
 
 def test_what_came_behind_the_end_of_an_answer_is_no_part_of_it() -> None:
-    """Row 0 ends with its second guess, row 1 has ended before; of row 2 the first was wrong."""
+    """Row 0 ends with its second draft, row 1 has ended before; of row 2 the first was wrong."""
     pricing = Pricing(price, draft_price=lambda rows, context, k: DRAFT_S * k)
     step, got = plan(1, 3, 3, 3), result(4, 3, 1)
     outputs = [

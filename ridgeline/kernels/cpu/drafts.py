@@ -1,4 +1,4 @@
-"""The small kernels of steps with guesses, in C: the meaning of each is in `kernels.guesses`.
+"""The small kernels of steps with drafts, in C: the meaning of each is in `kernels.drafts`.
 
 Letters: B rows of a step, T tokens of all of them, N rows of the history, L tokens of the longest,
 M blocks per table row, g KV groups.
@@ -76,7 +76,7 @@ def _check_tables(what: str, tables_gNM: torch.Tensor, fresh_XB: torch.Tensor | 
 
 
 def enter_blocks(rows_B: torch.Tensor, fresh_XB: torch.Tensor, tables_gNM: torch.Tensor) -> None:
-    """As `kernels.guesses.enter_blocks`."""
+    """As `kernels.drafts.enter_blocks`."""
     check_whole("enter blocks", rows_B)
     _check_tables("enter blocks", tables_gNM, fresh_XB)
     arguments = _Blocks(
@@ -86,7 +86,7 @@ def enter_blocks(rows_B: torch.Tensor, fresh_XB: torch.Tensor, tables_gNM: torch
     launch(kernel_of("rl_enter_blocks"), arguments, rows_B, fresh_XB, tables_gNM)
 
 
-def guess_inputs(
+def draft_inputs(
     rows_B: torch.Tensor,
     limits_B: torch.Tensor,
     history: History,
@@ -99,7 +99,7 @@ def guess_inputs(
     max_positions: int,
     fresh_XB: torch.Tensor | None = None,
 ) -> None:
-    """As `kernels.guesses.guess_inputs`."""
+    """As `kernels.drafts.draft_inputs`."""
     outs = out.token_ids_B, out.positions_B, out.next_positions_B, out.slots_gB
     check_whole("guess inputs", rows_B, limits_B, *outs)
     check_history("guess inputs", history)
@@ -130,7 +130,7 @@ def accept(
     history: History,
     out_BY: torch.Tensor,
 ) -> None:
-    """As `kernels.guesses.accept`."""
+    """As `kernels.drafts.accept`."""
     check_whole("accept", ids_T, rows_B, limits_B, out_BY)
     check_history("accept", history)
     is_known = is_sound_T.dtype == torch.bool and is_sound_T.is_contiguous()
@@ -146,8 +146,8 @@ def accept(
     launch(kernel_of("rl_accept"), arguments, *kept)
 
 
-def put_guesses(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int) -> None:
-    """As `kernels.guesses.put_guesses`."""
+def put_drafts(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int) -> None:
+    """As `kernels.drafts.put_drafts`."""
     check_whole("put guesses", ids_B, rows_B)
     check_history("put guesses", history)
     check(len(ids_B) == len(rows_B), "an id for each row", rows=len(rows_B))
@@ -160,7 +160,7 @@ def put_guesses(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, ind
 
 
 def tell_found(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> None:
-    """As `kernels.guesses.tell_found`."""
+    """As `kernels.drafts.tell_found`."""
     check_whole("tell found", rows_B)
     check_history("tell found", history)
     check(out_B.dtype == torch.int64 and len(out_B) == len(rows_B), "a number for each row")

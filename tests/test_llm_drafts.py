@@ -1,4 +1,4 @@
-"""Does an offline answer say what became of the guesses that were checked for it?"""
+"""Does an offline answer say what became of the drafts that were checked for it?"""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_accepted_and_rejected_guesses_of_an_answer() -> None:
 
 
 class Scripted:
-    """In the place of the choice: so many guesses by the number of the step, and only of some rows
-    where they are named. Counts guesses that were looked at, and right ones."""
+    """In the place of the choice: so many drafts by the number of the step, and only of some rows
+    where they are named. Counts drafts that were looked at, and right ones."""
 
     def __init__(self, steps: Sequence[tuple[int, Sequence[str] | None]]) -> None:
         self.steps = steps
@@ -66,7 +66,7 @@ class Scripted:
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_draft_catches_up_with_rows_that_had_no_guesses_for_a_while(in_flight: int) -> None:
     """It is the model itself, so all is right as long as it has read all there is. Between steps
-    without guesses some rows have some, and the others go on missing what they missed."""
+    without drafts some rows have some, and the others go on missing what they missed."""
     with LLM("demo:chat", speculate="draft:demo:chat", device="cpu", dtype="float32") as llm:
         plain: tuple[int, None] = (0, None)
         some, others = (2, ("q0-0", "q2-0")), (2, ("q1-0", "q3-0"))

@@ -1,10 +1,10 @@
-"""One token for each position of a checked run: is the guess kept that stands there?
+"""One token for each position of a checked run: is the draft kept that stands there?
 
-A guess g that was drawn from odds q is kept with probability min(1, p(g) / q(g)); in place of one
+A draft g that was drawn from odds q is kept with probability min(1, p(g) / q(g)); in place of one
 that is not, a token is drawn from max(0, p - q), normalised. What comes out has exactly the odds p
 (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). Coin, draw
-in place and guess have streams of noise of their own (see `noise`).
-Letters: B rows of the step, k guesses of each, T = B * (k + 1) positions in order, O positions that
+in place and draft have streams of noise of their own (see `noise`).
+Letters: B rows of the step, k drafts of each, T = B * (k + 1) positions in order, O positions that
 are checked by odds, V vocabulary.
 """
 
@@ -21,22 +21,22 @@ from ridgeline.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
-class GuessOdds:
-    """What a step's guesses were drawn from. `guesses_Bk` (int64) follow positions 0 .. k - 1 of
+class DraftOdds:
+    """What a step's drafts were drawn from. `guesses_Bk` (int64) follow positions 0 .. k - 1 of
     their rows; `logits_BkV` gave them at the rows' temperatures, nothing else. `is_checked_B`
     (bool): rows at temperatures without a seed; the others get the token they would have drawn
-    anyway, as all rows do behind the last guess."""
+    anyway, as all rows do behind the last draft."""
 
     guesses_Bk: torch.Tensor
     logits_BkV: torch.Tensor
     is_checked_B: torch.Tensor
 
 
-def checked_rows(
+def verified_rows(
     logits_TV: torch.Tensor,
     positions_T: torch.Tensor,
     draws: Draws | None,
-    odds: GuessOdds | None,
+    odds: DraftOdds | None,
     *,
     workspace: Workspace | None = None,
     pdl: bool | None = None,
@@ -44,7 +44,7 @@ def checked_rows(
     """(ids, int64; is sound, bool): the token that comes out if this position is reached.
 
     As `draw_rows`, which it is without odds, or where all rows are greedy; `draws` has T rows.
-    With odds, positions of a row behind its first token that was not guessed, which nobody
+    With odds, positions of a row behind its first token that was not drafted, which nobody
     reaches, may get any token.
     """
     if odds is None or draws is None:
@@ -56,23 +56,23 @@ def checked_rows(
         from ridgeline.kernels.cpu import elementwise
 
         if elementwise.serves(logits_TV) and elementwise.serves(odds.logits_BkV):
-            from ridgeline.kernels.cpu.checked_rows import checked_rows as native_checked_rows
+            from ridgeline.kernels.cpu.verified_rows import verified_rows as native_verified_rows
 
-            return native_checked_rows(logits_TV, positions_T, draws, odds)
+            return native_verified_rows(logits_TV, positions_T, draws, odds)
     if logits_TV.is_cuda:
-        from ridgeline.kernels.checked_rows_triton import checked_rows_triton
+        from ridgeline.kernels.verified_rows_triton import verified_rows_triton
 
-        return checked_rows_triton(
+        return verified_rows_triton(
             logits_TV, positions_T, draws, odds, workspace=workspace, pdl=pdl
         )
-    return checked_rows_reference(logits_TV, positions_T, draws, odds, workspace=workspace)
+    return verified_rows_reference(logits_TV, positions_T, draws, odds, workspace=workspace)
 
 
-def checked_rows_reference(
+def verified_rows_reference(
     logits_TV: torch.Tensor,
     positions_T: torch.Tensor,
     draws: Draws,
-    odds: GuessOdds,
+    odds: DraftOdds,
     *,
     workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +114,7 @@ def odds_draw(
     workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, int64; is decided, bool). Where nothing is decided, the caller's own draw from p
-    stands: there is no guess (below 0), its odds are not numbers, or p and q are the same.
+    stands: there is no draft (below 0), its odds are not numbers, or p and q are the same.
 
     Scores are logarithms of p and q (float32) up to a constant for each row, minus infinity for
     what cannot be drawn; `keys_O` (int64) are the rows' own. Never waits for the device.

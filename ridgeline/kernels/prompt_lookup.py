@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.guesses import runs_native
+from ridgeline.kernels.drafts import runs_native
 from ridgeline.kernels.history import History
 
 MOST_SPLITS = 64  # of a row that is looked through by a GPU, at most
@@ -53,19 +53,19 @@ def make_look_up_room(device: torch.device, max_rows: int) -> LookUpRoom:
 def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRoom) -> None:
     """Leave behind each row's tokens what followed when its last tokens stood there before.
 
-    The longest match counts, of equally long ones the most recent. Guesses that go beyond the
+    The longest match counts, of equally long ones the most recent. Drafts that go beyond the
     row's tokens repeat them with the period that the match shows. Without a match none is found.
     """
     check(0 < rule.min_match <= rule.max_match, "1 <= min_match <= max_match", rule=rule)
     check(rule.max_guesses > 0 and rule.guesses_per_match >= 0, "guesses are made", rule=rule)
     if rows_B.is_cuda:
-        from ridgeline.kernels.look_up_triton import look_up_triton
+        from ridgeline.kernels.prompt_lookup_triton import look_up_triton
 
         # Prompts that end in one step may be more rows than a captured step has.
         for some_B in torch.split(rows_B, len(room.arrivals_B)):
             look_up_triton(some_B, history, rule, room)
     elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.look_up import look_up as native_look_up
+        from ridgeline.kernels.cpu.prompt_lookup import look_up as native_look_up
 
         native_look_up(rows_B, history, rule)
     else:

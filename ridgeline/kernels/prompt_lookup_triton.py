@@ -1,4 +1,4 @@
-"""`look_up` in Triton: a row is shared between programs, the last of which writes the guesses."""
+"""`look_up` in Triton: a row is shared between programs, the last of which writes the drafts."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
 
@@ -11,10 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
 from ridgeline.kernels.arrival_triton import arrived_last, reset
-from ridgeline.kernels.guesses_triton import check_history
+from ridgeline.kernels.drafts_triton import check_history
 from ridgeline.kernels.history import History
 from ridgeline.kernels.launching import launches_early
-from ridgeline.kernels.look_up import MOST_SPLITS, LookUp, LookUpRoom
+from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookUp, LookUpRoom
 
 SPAN = 1024  # tokens of a row that a program looks at together
 MOST_PROGRAMS = 512  # of a launch, about: what a GPU runs at once

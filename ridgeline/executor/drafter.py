@@ -1,4 +1,4 @@
-"""How does an executor guess and check? A draft method, its captured steps, and what is sampled
+"""How does an executor draft and check? A draft method, its captured steps, and what is sampled
 otherwise.
 
 Letters: R rows that sample, T = R * Q tokens, Q new tokens of each row, V vocabulary, L rows that
@@ -16,9 +16,9 @@ import torch
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.draft_batch import DraftBatch, DraftBatchBuilder
+from ridgeline.executor.draft_graphs import BEFORE_IDS, Check, Checked, DraftGraphs
 from ridgeline.executor.future import Answers
-from ridgeline.executor.guess_batch import GuessBatch, GuessBatchBuilder
-from ridgeline.executor.guess_graphs import BEFORE_IDS, Check, Checked, GuessGraphs
 from ridgeline.executor.mixed_graphs import MixedStep
 from ridgeline.executor.rows import Rows
 from ridgeline.executor.transfer import Transfer
@@ -26,19 +26,19 @@ from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.sampling.batch import LogprobRows
 from ridgeline.speculation.contract import DraftMethod
-from ridgeline.speculation.verify import CheckedRun, check_run
+from ridgeline.speculation.verify import VerifiedRun, verify_run
 from ridgeline.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What an executor is told: who guesses, and how many tokens a captured step may check."""
+    """What an executor is told: who drafts, and how many tokens a captured step may check."""
 
     method: DraftMethod
     max_checked_tokens: int
 
 
-class Guesser:
+class DraftRunner:
     def __init__(
         self,
         decoder: Decoder,
@@ -60,7 +60,7 @@ class Guesser:
         self._vocab_size = decoder.spec.vocab_size
         self._always = not method.looks_ahead
         self._is_on_host = decoder.device.type == "cpu"
-        self.graphs = GuessGraphs(
+        self.graphs = DraftGraphs(
             decoder,
             kv,
             rows,
@@ -71,7 +71,7 @@ class Guesser:
             max_rows=max_rows,
             max_tokens=max_tokens,
         )
-        self.builder = GuessBatchBuilder(
+        self.builder = DraftBatchBuilder(
             rows,
             block_size,
             self._vocab_size,
@@ -82,7 +82,7 @@ class Guesser:
         )
 
     def follow(self, step: MixedStep) -> None:
-        """Tokens that are computed without guesses."""
+        """Tokens that are computed without drafts."""
         if self.method.needs_tokens:
             self.method.follow(self.builder.send(step))
 
@@ -106,7 +106,7 @@ class Guesser:
             self.method.make_room(len(history.lens_N))
             self.method.take_states(*untaken, history)
 
-    def run(self, batch: GuessBatch) -> tuple[torch.Tensor, Checked]:
+    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, Checked]:
         """One step: each row's answer [R, Y], which the next step overwrites."""
         if batch.missed is not None:
             self.method.follow(batch.missed)
@@ -131,13 +131,13 @@ class Guesser:
             self._rows.counts.add_run(kept.counts_slots_C, ids_CQ)
         return answer_RY, checked
 
-    def _drawn(self, batch: GuessBatch, checked: Checked) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(self, batch: DraftBatch, checked: Checked) -> tuple[torch.Tensor, torch.Tensor]:
         """What comes out at each place, by torch: whatever the rows ask for."""
         num_guesses = batch.step.num_guesses
         rows = batch.rows.run_of(num_guesses, self._vocab_size, self._transfer)
         guesses_T = checked.token_ids_T.roll(-1)
-        run = CheckedRun(rows, checked.positions_T, guesses_T, checked.guess_logits_BkV)
-        sampled = check_run(checked.logits_TV, run, self._rows.counts)
+        run = VerifiedRun(rows, checked.positions_T, guesses_T, checked.guess_logits_BkV)
+        sampled = verify_run(checked.logits_TV, run, self._rows.counts)
         return sampled.token_ids_R, sampled.is_sound_R
 
     def answers(self, answer_RY: torch.Tensor, limits: list[int]) -> Answers:
@@ -149,7 +149,7 @@ class Guesser:
 
     def flying(self, plan: StepPlan) -> Callable[[], None] | None:
         """A step was sent off; to be called when it is over, unless None. As long as one whose
-        guesses may all be right is in flight, the host knows only how long its rows may be."""
+        drafts may all be right is in flight, the host knows only how long its rows may be."""
         if plan.decodes is not None or not any(entry.num_draft for entry in plan.scheduled):
             return None
         builder = self.builder

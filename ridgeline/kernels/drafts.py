@@ -1,8 +1,8 @@
-"""How do guessed tokens come into a step, and which of them come out of it? The small kernels of
-steps with guesses; rows are those of a `History`.
+"""How do drafted tokens come into a step, and which of them come out of it? The small kernels of
+steps with drafts; rows are those of a `History`.
 
-A decode step with Q new tokens a row computes the newest token and Q - 1 guesses behind it. The
-token that comes out at each position is compared with the guess that stands there: as long as they
+A decode step with Q new tokens a row computes the newest token and Q - 1 drafts behind it. The
+token that comes out at each position is compared with the draft that stands there: as long as they
 are equal the next one counts too. Nothing here waits for the host. Of row 0, which is padding,
 nothing is ever written. Letters: B rows of the step, N rows there is room for, L tokens of the
 longest, Q new tokens of each row, T = B * Q of them row by row, M blocks per table row, g KV
@@ -23,7 +23,7 @@ NUM_COUNTS = 3  # columns of what `accept` tells before the tokens
 
 
 def first_inputs(inputs: StepInputs, num_rows: int, num_new: int) -> StepInputs:
-    """The views of larger buffers that `guess_inputs` fills for so many rows."""
+    """The views of larger buffers that `draft_inputs` fills for so many rows."""
     num = num_rows * num_new
     return StepInputs(
         inputs.token_ids_B[:num],
@@ -39,11 +39,11 @@ def enter_blocks(rows_B: torch.Tensor, fresh_XB: torch.Tensor, tables_gNM: torch
     lines: for each group the new block, -1 where there is none, then its index in the row's table.
     """
     if tables_gNM.is_cuda:
-        from ridgeline.kernels.guesses_triton import enter_blocks_triton
+        from ridgeline.kernels.drafts_triton import enter_blocks_triton
 
         enter_blocks_triton(rows_B, fresh_XB, tables_gNM)
     elif runs_native(tables_gNM):
-        from ridgeline.kernels.cpu.guesses import enter_blocks as native_enter_blocks
+        from ridgeline.kernels.cpu.drafts import enter_blocks as native_enter_blocks
 
         native_enter_blocks(rows_B, fresh_XB, tables_gNM)
     else:
@@ -59,7 +59,7 @@ def enter_blocks_reference(
         table_NM[rows_B[is_new_B], places_B[is_new_B]] = blocks_B[is_new_B].int()
 
 
-def guess_inputs(
+def draft_inputs(
     rows_B: torch.Tensor,
     limits_B: torch.Tensor,
     history: History,
@@ -74,21 +74,21 @@ def guess_inputs(
 ) -> None:
     """Fills `out` with `num_new` tokens of each row, from `first` places after its newest token.
 
-    `rows_B` and `limits_B` (int64) are places among N and how many guesses each has blocks for;
+    `rows_B` and `limits_B` (int64) are places among N and how many drafts each has blocks for;
     what lies behind them goes to the null block. Tokens, positions, next positions and slots of
     `out` are row by row; its lengths, one for each row, count all of `num_new`. Positions stop at
     `max_positions` - 1, the last that there is a rotation for; next positions and lengths do not.
     `fresh_XB` is entered as by `enter_blocks`, and used.
     """
-    run: Callable[..., None] = guess_inputs_reference
+    run: Callable[..., None] = draft_inputs_reference
     if rows_B.is_cuda:
-        from ridgeline.kernels.guesses_triton import guess_inputs_triton
+        from ridgeline.kernels.drafts_triton import draft_inputs_triton
 
-        run = guess_inputs_triton
+        run = draft_inputs_triton
     elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.guesses import guess_inputs as native_guess_inputs
+        from ridgeline.kernels.cpu.drafts import draft_inputs as native_draft_inputs
 
-        run = native_guess_inputs
+        run = native_draft_inputs
     run(
         rows_B,
         limits_B,
@@ -103,7 +103,7 @@ def guess_inputs(
     )
 
 
-def guess_inputs_reference(
+def draft_inputs_reference(
     rows_B: torch.Tensor,
     limits_B: torch.Tensor,
     history: History,
@@ -146,22 +146,22 @@ def accept(
     """What came out of a step with Q = T / B new tokens a row is taken into its history.
 
     `ids_T` (int64): the token that comes out at each position, `is_sound_T` (bool): whether it
-    could be drawn. Guesses that are equal to it are right, up to the first that is not, the row's
+    could be drawn. Drafts that are equal to it are right, up to the first that is not, the row's
     limit or the number that was found; the row gets the ids of the right ones and one more. A row
-    with an unsound one among these gets none. Its guesses are used up.
+    with an unsound one among these gets none. Its drafts are used up.
 
-    `out_BY` (int64, Y >= Q + 3) is for the host: how many tokens the row got, how many guesses it
+    `out_BY` (int64, Y >= Q + 3) is for the host: how many tokens the row got, how many drafts it
     had, 1 if the first of them was or would have been right, then the tokens, -1 behind them.
     """
     num, columns = len(rows_B), out_BY.shape[1]
     check(len(ids_T) % max(num, 1) == 0, "as many tokens of each row", rows=num, ids=len(ids_T))
     check(columns * num >= len(ids_T) + NUM_COUNTS * num, "room for all tokens", columns=columns)
     if rows_B.is_cuda:
-        from ridgeline.kernels.guesses_triton import accept_triton
+        from ridgeline.kernels.drafts_triton import accept_triton
 
         accept_triton(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
     elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.guesses import accept as native_accept
+        from ridgeline.kernels.cpu.drafts import accept as native_accept
 
         native_accept(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
     else:
@@ -201,21 +201,21 @@ def accept_reference(
     history.found_N.index_fill_(0, rows_B, 0)
 
 
-def put_guesses(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int) -> None:
-    """Guess number `index` (from 0) of each row is this id (int64), and the last that is found."""
+def put_drafts(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int) -> None:
+    """Draft number `index` (from 0) of each row is this id (int64), and the last that is found."""
     if rows_B.is_cuda:
-        from ridgeline.kernels.guesses_triton import put_guesses_triton
+        from ridgeline.kernels.drafts_triton import put_drafts_triton
 
-        put_guesses_triton(ids_B, rows_B, history, index)
+        put_drafts_triton(ids_B, rows_B, history, index)
     elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.guesses import put_guesses as native_put_guesses
+        from ridgeline.kernels.cpu.drafts import put_drafts as native_put_drafts
 
-        native_put_guesses(ids_B, rows_B, history, index)
+        native_put_drafts(ids_B, rows_B, history, index)
     else:
-        put_guesses_reference(ids_B, rows_B, history, index)
+        put_drafts_reference(ids_B, rows_B, history, index)
 
 
-def put_guesses_reference(
+def put_drafts_reference(
     ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int
 ) -> None:
     places_B = history.lens_N[rows_B] + index
@@ -225,13 +225,13 @@ def put_guesses_reference(
 
 
 def tell_found(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> None:
-    """`out_B` (int64, any stride) is how many guesses lie behind each row's tokens now."""
+    """`out_B` (int64, any stride) is how many drafts lie behind each row's tokens now."""
     if rows_B.is_cuda:
-        from ridgeline.kernels.guesses_triton import tell_found_triton
+        from ridgeline.kernels.drafts_triton import tell_found_triton
 
         tell_found_triton(rows_B, history, out_B)
     elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.guesses import tell_found as native_tell_found
+        from ridgeline.kernels.cpu.drafts import tell_found as native_tell_found
 
         native_tell_found(rows_B, history, out_B)
     else:

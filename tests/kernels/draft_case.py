@@ -1,4 +1,4 @@
-"""Rows with guesses behind them, on the device and as plain lists, for every kind of kernel: the
+"""Rows with drafts behind them, on the device and as plain lists, for every kind of kernel: the
 reference, C where the library is, and Triton (in its interpreter, or on a GPU)."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.history import PADDING_LENGTH, History, make_history
-from ridgeline.kernels.look_up import MOST_SPLITS, LookUp, LookUpRoom
+from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookUp, LookUpRoom
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SIZE = 4  # of a block
-ROOM, GUESSES, MOST = 9, 5, 40  # rows, guesses, tokens
+ROOM, GUESSES, MOST = 9, 5, 40  # rows, drafts, tokens
 
 each_kind = pytest.mark.parametrize("kind", ["reference", "native", "triton"])
 each_seed = pytest.mark.parametrize("seed", range(6))
@@ -26,7 +26,7 @@ each_seed = pytest.mark.parametrize("seed", range(6))
 
 def kernel(kind: str, name: str) -> Callable[..., Any]:
     """One that knows a kind of device, of the file that its function is in."""
-    file = "look_up" if name == "look_up" else "guesses"
+    file = "prompt_lookup" if name == "look_up" else "drafts"
     if kind == "native" and (GPU or native.library() is None):
         pytest.skip("no native CPU kernels here")
     if kind == "triton":
@@ -42,7 +42,7 @@ def kernel(kind: str, name: str) -> Callable[..., Any]:
 
 @dataclass
 class Case:
-    """Rows of random tokens of a small alphabet, with guesses behind them. Some of the step's rows
+    """Rows of random tokens of a small alphabet, with drafts behind them. Some of the step's rows
     are padding."""
 
     history: History

@@ -1,9 +1,9 @@
-"""What does a plan mean for an engine that guesses? Rows whose length only the device knows.
+"""What does a plan mean for an engine that drafts? Rows whose length only the device knows.
 
-A step in which every row has one new token and its guesses is captured. In any other step guesses
+A step in which every row has one new token and its drafts is captured. In any other step drafts
 are left aside, which a plan allows; and as prompts need to know where each row stands, the host
-then waits for the steps whose guesses it has not heard of.
-Letters: B rows of a step, R rows that sample, T tokens, k guesses of a row.
+then waits for the steps whose drafts it has not heard of.
+Letters: B rows of a step, R rows that sample, T tokens, k drafts of a row.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import numpy as np
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import InternalError, check
 from ridgeline.executor.batch import BatchBuilder, RowMissing, SamplingRows, StepBatch
-from ridgeline.executor.guess_graphs import GuessedStep, GuessGraphs, RowDraws
+from ridgeline.executor.draft_graphs import DraftGraphs, RowDraws, VerifyStep
 from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST
 from ridgeline.executor.rows import PADDING_ROW, Row, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.kernels.history import History
-from ridgeline.kernels.noise import guess_keys
+from ridgeline.kernels.noise import draft_keys
 from ridgeline.sampling.batch import host_draws
-from ridgeline.speculation.verify import RunRows, build_run, is_checked_by_odds
+from ridgeline.speculation.verify import RunRows, build_run, is_verified_by_odds
 from ridgeline.step import Decodes, ScheduledRequest, StepPlan
 
 _NOT_ASKED: Array = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
-class GuessRows:
+class DraftRows:
     """What stays the same while the same rows decode. `sent_XB` is filled for each step anew, as
     far as it changes: it is copied as a step is sent."""
 
     kept: SamplingRows
-    has_odds: bool  # some rows are checked by the odds of their guesses
+    has_odds: bool  # some rows are checked by the odds of their drafts
     sent_XB: Array
     limits: list[int]  # that stand in it
     has_blocks: bool = False  # so do new blocks
-    num_plain: int = 0  # steps without guesses that are not yet in the rows' `num_missed`
+    num_plain: int = 0  # steps without drafts that are not yet in the rows' `num_missed`
     run: RunRows | None = None
     num_guesses: int = -1  # of `run`
     _draws: RowDraws | None = None
@@ -50,13 +50,13 @@ class GuessRows:
         """For captured steps that not all rows are greedy in; made when it is first asked for."""
         if self._draws is None:
             rows = [row.sampling for row in self.kept.rows]
-            places, by_odds_R = host_draws(rows), np.array([is_checked_by_odds(r) for r in rows])
-            guesses = replace(places, keys_R=guess_keys(places.keys_R, ~by_odds_R))
+            places, by_odds_R = host_draws(rows), np.array([is_verified_by_odds(r) for r in rows])
+            guesses = replace(places, keys_R=draft_keys(places.keys_R, ~by_odds_R))
             self._draws = RowDraws(places, guesses, by_odds_R)
         return self._draws
 
     def run_of(self, num_guesses: int, vocab_size: int, transfer: Transfer) -> RunRows:
-        """The rows as torch samples them, with so many guesses each."""
+        """The rows as torch samples them, with so many drafts each."""
         if self.run is None or self.num_guesses != num_guesses:
             rows = [row.sampling for row in self.kept.rows]
             each = [num_guesses] * len(rows)
@@ -66,20 +66,20 @@ class GuessRows:
 
 
 @dataclass(slots=True)
-class GuessBatch:
-    """A captured step. `limits`: how many guesses of each row count. `least_positions`: where the
+class DraftBatch:
+    """A captured step. `limits`: how many drafts of each row count. `least_positions`: where the
     first new token of each row stands, or behind that. `missed`: tokens that a draft model has not
     seen and needs to."""
 
-    step: GuessedStep
-    rows: GuessRows
+    step: VerifyStep
+    rows: DraftRows
     limits: list[int]
     least_positions: Array
     missed: ForwardBatch | None
 
 
-class GuessBatchBuilder(BatchBuilder):
-    """`num_unsure` steps with guesses are in flight."""
+class DraftBatchBuilder(BatchBuilder):
+    """`num_unsure` steps with drafts are in flight."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class GuessBatchBuilder(BatchBuilder):
         block_size: int,
         vocab_size: int,
         transfer: Transfer,
-        graphs: GuessGraphs,
+        graphs: DraftGraphs,
         *,
         needs_tokens: bool,
         max_guesses: int,
@@ -95,11 +95,11 @@ class GuessBatchBuilder(BatchBuilder):
         super().__init__(rows, block_size, vocab_size, transfer)
         self._graphs = graphs
         self._needs_tokens, self._max_guesses = needs_tokens, max_guesses
-        self._guess_rows: GuessRows | None = None
+        self._guess_rows: DraftRows | None = None
         self.num_unsure = 0
 
-    def build_step(self, plan: StepPlan) -> GuessBatch | StepBatch:
-        """As `build`. Guesses that are left aside count as wrong ones."""
+    def build_step(self, plan: StepPlan) -> DraftBatch | StepBatch:
+        """As `build`. Drafts that are left aside count as wrong ones."""
         if plan.decodes is not None and len(plan.decodes.starts) <= self._graphs.buckets[-1]:
             return self._plain_batch(plan, plan.decodes)
         scheduled, get, no_blocks = plan.scheduled, self._rows.get, None
@@ -107,7 +107,7 @@ class GuessBatchBuilder(BatchBuilder):
         is_decode = len(scheduled) <= self._graphs.buckets[-1]
         extended: list[int] = []
         drafts: list[int] = []
-        for entry in scheduled:  # kept tight, as each step with guesses runs through it
+        for entry in scheduled:  # kept tight, as each step with drafts runs through it
             row = get(entry.request_id)
             if row is None:
                 raise RowMissing(entry.request_id)
@@ -130,8 +130,8 @@ class GuessBatchBuilder(BatchBuilder):
             return self._guess_batch(scheduled, rows, extended, drafts)
         return self._other_batch(scheduled, rows)
 
-    def _plain_batch(self, plan: StepPlan, decodes: Decodes) -> GuessBatch:
-        """No row has a guess, and most steps of many rows are so: what each row is looked at for is
+    def _plain_batch(self, plan: StepPlan, decodes: Decodes) -> DraftBatch:
+        """No row has a draft, and most steps of many rows are so: what each row is looked at for is
         that it is there."""
         get = self._rows.get
         rows = [row for row_id in decodes.row_ids if (row := get(row_id)) is not None]
@@ -153,9 +153,9 @@ class GuessBatchBuilder(BatchBuilder):
         if kept.kept.batch.banned_until is not None:
             slack = self._max_guesses if self.num_unsure else 0
             least = np.array(decodes.starts, np.int64) + (1 - slack)
-        return GuessBatch(GuessedStep(num, 0, kept.sent_XB), kept, kept.limits, least, None)
+        return DraftBatch(VerifyStep(num, 0, kept.sent_XB), kept, kept.limits, least, None)
 
-    # ------------------------------------------------------------------ one token, and guesses
+    # ------------------------------------------------------------------ one token, and drafts
 
     def _guess_batch(
         self,
@@ -163,7 +163,7 @@ class GuessBatchBuilder(BatchBuilder):
         rows: list[Row],
         extended: list[int],
         drafts: list[int],
-    ) -> GuessBatch:
+    ) -> DraftBatch:
         num, wanted = len(rows), max(drafts)
         k = self._graphs.captured_for(num, wanted)
         kept = self._guess_rows_of(rows)
@@ -177,11 +177,11 @@ class GuessBatchBuilder(BatchBuilder):
         least = _NOT_ASKED
         if kept.kept.batch.banned_until is not None:
             least = np.array([entry.start + 1 - slack for entry in scheduled], np.int64)
-        step = GuessedStep(num, k, kept.sent_XB)
-        return GuessBatch(step, kept, limits, least, missed)
+        step = VerifyStep(num, k, kept.sent_XB)
+        return DraftBatch(step, kept, limits, least, missed)
 
     def _enter_blocks(
-        self, kept: GuessRows, scheduled: Sequence[ScheduledRequest], extended: list[int]
+        self, kept: DraftRows, scheduled: Sequence[ScheduledRequest], extended: list[int]
     ) -> None:
         """Of the rows at these places, where they are given no more than one of each group."""
         sent, rows = kept.sent_XB, kept.kept.rows
@@ -196,18 +196,18 @@ class GuessBatchBuilder(BatchBuilder):
                         sent[3 + 2 * group, place] = counts[group] - 1
                 self._rows.dirty.discard(rows[place].slot)
 
-    def _guess_rows_of(self, rows: list[Row]) -> GuessRows:
+    def _guess_rows_of(self, rows: list[Row]) -> DraftRows:
         kept = self._guess_rows
         if kept is not None and kept.kept.rows == rows:
             return kept
         self._count_missed()
         sampling = self._sampling_of(rows)
-        has_odds = any(is_checked_by_odds(row.sampling) for row in rows)
+        has_odds = any(is_verified_by_odds(row.sampling) for row in rows)
         num, num_groups = len(rows), len(self._rows.tables_NM)
         bucket = self._graphs.buckets[bisect_left(self._graphs.buckets, num)]
         sent = np.full((2 + 2 * num_groups, bucket), -1, np.int64)
         sent[0, :num], sent[0, num:], sent[1] = [row.slot for row in rows], PADDING_ROW, 0
-        kept = GuessRows(sampling, has_odds, sent, [0] * num)
+        kept = DraftRows(sampling, has_odds, sent, [0] * num)
         self._guess_rows = kept
         return kept
 
@@ -224,7 +224,7 @@ class GuessBatchBuilder(BatchBuilder):
     def _missed(
         self, scheduled: Sequence[ScheduledRequest], rows: list[Row], slack: int, limits: list[int]
     ) -> ForwardBatch | None:
-        """Tokens up to the last but one, which the guesses begin with, of rows that have guesses;
+        """Tokens up to the last but one, which the drafts begin with, of rows that have drafts;
         the others go on missing them. Where the host knows only how long a row may be, some behind
         its end are among them: nobody looks at those before they are computed once more."""
         if not any(limits):
@@ -261,7 +261,7 @@ class GuessBatchBuilder(BatchBuilder):
     # ----------------------------------------------------------------------- any other step
 
     def _other_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
-        """Each decode where it really stands, without its guesses."""
+        """Each decode where it really stands, without its drafts."""
         self._count_missed()
         history = self._history
         decodes = [

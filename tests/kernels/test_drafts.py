@@ -1,4 +1,4 @@
-"""Do guesses come into a step and out of it as a plain loop over lists says they should?"""
+"""Do drafts come into a step and out of it as a plain loop over lists says they should?"""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.kernels import guesses
-from ridgeline.kernels.guesses import first_inputs
+from ridgeline.kernels import drafts
+from ridgeline.kernels.drafts import first_inputs
 from ridgeline.kernels.history import PADDING_LENGTH, History, make_history
-from ridgeline.kernels.look_up import LookUp, look_up, make_look_up_room
+from ridgeline.kernels.prompt_lookup import LookUp, look_up, make_look_up_room
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
-from tests.kernels.guess_case import (
+from tests.kernels.draft_case import (
     DEVICE,
     GUESSES,
     MOST,
@@ -52,7 +52,7 @@ def test_inputs(kind: str, seed: int, num_new: int, first: int, is_fresh: bool) 
         tables = torch.tensor(want_tables, dtype=torch.int32)
     tables = tables.to(DEVICE)
     out = first_inputs(make_step_inputs(groups, 99, DEVICE), len(case.rows), num_new)
-    kernel(kind, "guess_inputs")(
+    kernel(kind, "draft_inputs")(
         *case.on_device(),
         case.history,
         tables,
@@ -129,7 +129,7 @@ def test_what_comes_out(kind: str, seed: int, num_new: int) -> None:
     num = len(case.rows)
     ids = case.random(0, 2, num, num_new)
     is_sound = case.random(0, 12, num, num_new) > 0
-    if seed == 0:  # all guesses are right
+    if seed == 0:  # all drafts are right
         is_sound[:] = True
         for b, row in enumerate(case.rows):
             at = case.lens[row]
@@ -169,7 +169,7 @@ def test_nothing_is_written_beyond_the_room(kind: str) -> None:
     width = history.tokens_NL.shape[1]
     history.lens_N[1], history.lens_N[2] = width, width - 1
     rows, limits = whole([1, 2]), whole([2, 2])
-    kernel(kind, "put_guesses")(whole([4, 4]), rows, history, 1)
+    kernel(kind, "put_drafts")(whole([4, 4]), rows, history, 1)
     assert history.found_N.tolist() == [0, 0, 0]
     history.found_N[1:] = 2
     out = torch.zeros(2, 6, dtype=torch.int64, device=DEVICE)
@@ -188,7 +188,7 @@ def test_guesses_of_a_model(kind: str, seed: int) -> None:
     rows, _ = case.on_device()
     for index in range(GUESSES):
         ids = case.random(100, 1 << 20, len(case.rows))
-        kernel(kind, "put_guesses")(ids.to(DEVICE), rows, case.history, index)
+        kernel(kind, "put_drafts")(ids.to(DEVICE), rows, case.history, index)
         for row, token in zip(case.rows, ids.tolist(), strict=True):
             if row:
                 case.tokens[row][case.lens[row] + index] = token
@@ -210,7 +210,7 @@ def test_the_host_hears_how_many_were_found(kind: str) -> None:
 
 
 def test_the_functions_choose_by_device() -> None:
-    """A whole step by the public functions: two right guesses, then what follows is looked up."""
+    """A whole step by the public functions: two right drafts, then what follows is looked up."""
     history = make_history(2, 16, 4, DEVICE)
     history.tokens_NL[1, :6] = torch.tensor([4, 5, 6, 7, 4, 5])
     history.lens_N[1] = 6
@@ -221,20 +221,20 @@ def test_the_functions_choose_by_device() -> None:
     assert history.tokens_NL[1, 6:9].tolist() == [6, 7, 4]
     out = make_step_inputs(1, 4, DEVICE)
     fresh = whole([[3], [1]])
-    guesses.enter_blocks(rows, fresh, tables)
+    drafts.enter_blocks(rows, fresh, tables)
     inputs = first_inputs(out, 1, 4)
-    guesses.guess_inputs(
+    drafts.draft_inputs(
         rows, limits, history, tables, inputs, SIZE, num_new=4, first=0, max_positions=16
     )
     assert inputs.token_ids_B.tolist() == [5, 6, 7, 4]
     assert inputs.slots_gB.tolist() == [[13, 14, 15, 0]]
     told = torch.zeros(1, 7, dtype=torch.int64, device=DEVICE)
     is_sound = torch.ones(4, dtype=torch.bool, device=DEVICE)
-    guesses.accept(whole([6, 7, 4, 5]), is_sound, rows, limits, history, told)
+    drafts.accept(whole([6, 7, 4, 5]), is_sound, rows, limits, history, told)
     assert told.tolist() == [[3, 3, 1, 6, 7, 4, -1]]
     assert history.lens_N.tolist() == [PADDING_LENGTH, 9]
-    guesses.tell_found(rows, history, told[:, 4])
+    drafts.tell_found(rows, history, told[:, 4])
     assert told.tolist() == [[3, 3, 1, 6, 0, 4, -1]]
-    guesses.put_guesses(whole([1]), rows, history, 0)
+    drafts.put_drafts(whole([1]), rows, history, 0)
     assert history.found_N.tolist() == [0, 1]
     assert history.tokens_NL[1, :10].tolist() == [4, 5, 6, 7, 4, 5, 6, 7, 4, 1]

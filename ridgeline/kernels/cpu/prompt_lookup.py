@@ -1,4 +1,4 @@
-"""`look_up` in C; its meaning is in `kernels.look_up`."""
+"""`look_up` in C; its meaning is in `kernels.prompt_lookup`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ctypes
 
 import torch
 
+from ridgeline.kernels.cpu.drafts import check_history, check_whole
 from ridgeline.kernels.cpu.elementwise import kernel_of, numbers, pointers
-from ridgeline.kernels.cpu.guesses import check_history, check_whole
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.history import History
-from ridgeline.kernels.look_up import LookUp
+from ridgeline.kernels.prompt_lookup import LookUp
 
 
 class _LookUp(ctypes.Structure):
@@ -22,7 +22,7 @@ class _LookUp(ctypes.Structure):
 
 
 def look_up(rows_B: torch.Tensor, history: History, rule: LookUp) -> None:
-    """As `kernels.look_up.look_up`."""
+    """As `kernels.prompt_lookup.look_up`."""
     check_whole("look up", rows_B)
     check_history("look up", history)
     tokens_NL = history.tokens_NL

@@ -1,6 +1,6 @@
-"""One token for each position of a checked run, in C; the meaning is in `kernels.checked_rows`.
+"""One token for each position of a checked run, in C; the meaning is in `kernels.verified_rows`.
 
-Letters: B rows of the step, k guesses of each, T = B * (k + 1) positions, V vocabulary.
+Letters: B rows of the step, k drafts of each, T = B * (k + 1) positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.checked_rows import GuessOdds
 from ridgeline.kernels.cpu.elementwise import (
     DTYPES,
     Draw,
@@ -21,6 +20,7 @@ from ridgeline.kernels.cpu.elementwise import (
 )
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.draw_rows import Draws
+from ridgeline.kernels.verified_rows import DraftOdds
 
 
 class _Check(ctypes.Structure):
@@ -32,10 +32,10 @@ class _Check(ctypes.Structure):
     )
 
 
-def checked_rows(
-    logits_TV: torch.Tensor, positions_T: torch.Tensor, draws: Draws, odds: GuessOdds
+def verified_rows(
+    logits_TV: torch.Tensor, positions_T: torch.Tensor, draws: Draws, odds: DraftOdds
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.checked_rows`. Behind the first token of a row that was not guessed nothing is
+    """As `kernels.verified_rows`. Behind the first token of a row that was not drafted nothing is
     drawn: ids are 0, and sound."""
     rows, size = logits_TV.shape
     num_rows, num_guesses, _ = odds.logits_BkV.shape

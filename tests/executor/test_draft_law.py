@@ -1,4 +1,4 @@
-"""Through the real engine, with guesses and without: do three tokens come out with the odds that
+"""Through the real engine, with drafts and without: do three tokens come out with the odds that
 plain sampling gives them, whatever is asked of it?
 
 Each request is a sample. The exact law is that of the target's logits after each of the 7 + 49
@@ -19,9 +19,9 @@ import torch
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
+from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.future import Answers
-from ridgeline.executor.guesser import Drafting
-from ridgeline.kernels import checked_rows as rule
+from ridgeline.kernels import verified_rows as rule
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
@@ -31,7 +31,7 @@ from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.speculation.draft_model import open_draft_model
 from ridgeline.speculation.early_layers import EarlyLayers
-from ridgeline.speculation.suffix import Suffix
+from ridgeline.speculation.prompt_lookup import Suffix
 from ridgeline.step import StepResult
 from tests.captures import captures
 from tests.executor.rig import device, make_decoder, make_executor, make_scorer
@@ -59,7 +59,7 @@ def decoder() -> Decoder:
 
 @cache
 def other() -> Decoder:
-    """Another model, whose guesses are right now and then."""
+    """Another model, whose drafts are right now and then."""
     return make_decoder(seed=8, vocab_size=VOCAB, num_hidden_layers=1, head_dim=16)
 
 
@@ -71,7 +71,7 @@ def logits_after(output: tuple[int, ...]) -> tuple[float, ...]:
 
 @cache
 def exact_law(name: str) -> torch.Tensor:
-    """[V ** 3] of the tokens that guesses may reach: the first comes with the prompt."""
+    """[V ** 3] of the tokens that drafts may reach: the first comes with the prompt."""
     law = torch.ones(1, dtype=torch.float64)
     for length in range(NUM_NEW - 1):
         odds = [
@@ -92,7 +92,7 @@ def drafting(method: str, model: Decoder, kv: KVCache) -> Drafting:
 
 
 class Always:
-    """The same number of guesses; counts what came of them."""
+    """The same number of drafts; counts what came of them."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -113,7 +113,7 @@ class Always:
 
 
 def observed(name: str, method: str | None, num: int, num_guesses: int) -> torch.Tensor:
-    """How often each continuation came. Batches of a full step, so that all rows guess at once."""
+    """How often each continuation came. Batches of a full step, so that all rows draft at once."""
     always = Always(num_guesses)
     executor = make_executor(
         decoder(),
@@ -182,7 +182,7 @@ def test_guesses_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatc
         logits_TV: torch.Tensor,
         positions_T: torch.Tensor,
         draws: Draws | None,
-        odds: rule.GuessOdds | None,
+        odds: rule.DraftOdds | None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids_T, is_sound_T = plain(logits_TV, positions_T, draws, odds, **options)
@@ -191,8 +191,8 @@ def test_guesses_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatc
             ids_T.view(len(odds.guesses_Bk), -1)[:, :-1] = odds.guesses_Bk
         return ids_T, is_sound_T
 
-    plain = rule.checked_rows
-    monkeypatch.setattr("ridgeline.executor.guess_graphs.checked_rows", keeps)
+    plain = rule.verified_rows
+    monkeypatch.setattr("ridgeline.executor.draft_graphs.verified_rows", keeps)
     p = p_value(observed("temperature 1", "draft", 1024, MOST), exact_law("temperature 1"))
     assert p < LEAST_P / 10
 

@@ -1,7 +1,7 @@
-"""Does a request give the same tokens in any company, guessed or not, as alone?
+"""Does a request give the same tokens in any company, drafted or not, as alone?
 
 Through the real engine and scheduler: shared prefixes, forks, chunks, preemptions, cache hits, two
-steps in flight, and guesses of which some are right and as many are checked as a coin says.
+steps in flight, and drafts of which some are right and as many are checked as a coin says.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
-from ridgeline.executor.guess_graphs import GuessGraphs
-from ridgeline.executor.guesser import Drafting
+from ridgeline.executor.draft_graphs import DraftGraphs
+from ridgeline.executor.drafter import Drafting
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import Request, RequestOutput, SamplingParams
@@ -28,7 +28,7 @@ from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.speculation.contract import DraftMethod
 from ridgeline.speculation.draft_model import open_draft_model
 from ridgeline.speculation.early_layers import EarlyLayers
-from ridgeline.speculation.suffix import Suffix
+from ridgeline.speculation.prompt_lookup import Suffix
 from tests.executor.rig import device, make_executor, make_scorer
 from tests.executor.test_company import (
     BLOCK_SIZE,
@@ -40,14 +40,14 @@ from tests.executor.test_company import (
     requests,
     serve,
 )
-from tests.executor.test_guesses import Told
+from tests.executor.test_drafts import Told
 
 MOST, ROWS = 4, 16
 Method = Callable[[Decoder, KVCache], DraftMethod]
 
 
 class Coin:
-    """Any number of guesses, for each row another; and remembers what came of them."""
+    """Any number of drafts, for each row another; and remembers what came of them."""
 
     def __init__(self) -> None:
         self.rng = random.Random(SEED)
@@ -93,7 +93,7 @@ def early(model: Decoder, kv: KVCache) -> DraftMethod:
 
 
 def drafted(model: Decoder, kv: KVCache) -> DraftMethod:
-    """The same weights, so that every guess is right that sees all of its row."""
+    """The same weights, so that every draft is right that sees all of its row."""
     return open_draft_model(
         model, model, kv, max_guesses=MOST, max_rows=ROWS, max_logit_rows=ROWS * MOST
     )
@@ -160,10 +160,10 @@ def test_random_company_of_each_method(method: Method, in_flight: int) -> None:
 def test_steps_may_have_room_for_more_guesses_than_any_row_has(
     method: Method, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def largest(graphs: GuessGraphs, num_rows: int, wanted: int) -> int:
+    def largest(graphs: DraftGraphs, num_rows: int, wanted: int) -> int:
         return graphs.most_guesses(num_rows) if wanted else 0
 
-    monkeypatch.setattr(GuessGraphs, "captured_for", largest)
+    monkeypatch.setattr(DraftGraphs, "captured_for", largest)
     engine, _, coin = make_engine(captured_decoder(), method, num_blocks=100, in_flight=in_flight)
     assert serve(engine, requests(), random.Random(SEED)) == expected(captured_decoder())
     assert coin.num_checked > 20
@@ -187,7 +187,7 @@ def test_a_gpu_s_steps_are_captured_for_few_numbers_of_guesses(
         most_guesses=lambda num_rows: 10,
         _decoder=SimpleNamespace(device=torch.device(device_type)),
     )
-    assert GuessGraphs.captured_for(graphs, 3, wanted) == captured  # type: ignore[arg-type]
+    assert DraftGraphs.captured_for(graphs, 3, wanted) == captured  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -207,7 +207,7 @@ def test_early_layers_write_where_the_check_does(in_flight: int) -> None:
 
 
 def test_beams_go_their_way_beside_rows_with_guesses() -> None:
-    """A beam search has no guesses; the requests beside it have."""
+    """A beam search has no drafts; the requests beside it have."""
     model = captured_decoder()
     engine, _, coin = make_engine(model, told, num_blocks=300, in_flight=2)
     work, rng = list(requests()[:40]), random.Random(SEED)

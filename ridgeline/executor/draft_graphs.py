@@ -1,8 +1,8 @@
-"""How does a decode step with guesses run as one launch? From guesses to tokens, captured once for
-each number of rows and of guesses.
+"""How does a decode step with drafts run as one launch? From drafts to tokens, captured once for
+each number of rows and of drafts.
 
-Each of B rows computes its newest token and k guesses behind it; what comes out at each of these
-Q = k + 1 places is drawn, and the row goes on with as many tokens as the guesses were right for,
+Each of B rows computes its newest token and k drafts behind it; what comes out at each of these
+Q = k + 1 places is drawn, and the row goes on with as many tokens as the drafts were right for,
 and one more. All of that is on the device: how long a row is, the host learns with the result, and
 may by then have sent the next step. Where rows are sampled in a way that is not captured, the
 graph ends at the logits and torch does the rest, without waiting either.
@@ -28,26 +28,26 @@ from ridgeline.executor.device_tables import DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.formats import STEP_GUESSES
-from ridgeline.kernels.checked_rows import GuessOdds, checked_rows
-from ridgeline.kernels.guesses import (
+from ridgeline.kernels.drafts import (
     accept,
+    draft_inputs,
     enter_blocks,
     first_inputs,
-    guess_inputs,
     tell_found,
 )
 from ridgeline.kernels.history import History
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
+from ridgeline.kernels.verified_rows import DraftOdds, verified_rows
 from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import record
 from ridgeline.sampling.batch import HostDraws
-from ridgeline.speculation.contract import DraftMethod, GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 from ridgeline.speculation.synthetic import Synthetic, synthetic_ids
 
-# Of an answer: tokens that came out, guesses there were, was the first right, those tokens; last,
-# how many guesses lie behind them now.
+# Of an answer: tokens that came out, drafts there were, was the first right, those tokens; last,
+# how many drafts lie behind them now.
 BEFORE_IDS = 3
 
 
@@ -62,8 +62,8 @@ class Check(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowDraws:
-    """How each row of a step is drawn at its places, and its guesses by a model: the same but for
-    their keys. `by_odds_R` (bool) are rows whose guesses are checked by their odds."""
+    """How each row of a step is drawn at its places, and its drafts by a model: the same but for
+    their keys. `by_odds_R` (bool) are rows whose drafts are checked by their odds."""
 
     places_R: HostDraws
     guesses_R: HostDraws
@@ -71,8 +71,8 @@ class RowDraws:
 
 
 @record
-class GuessedStep:
-    """What the host says of a step: `sent_XB` has each row's place among N, how many of its guesses
+class VerifyStep:
+    """What the host says of a step: `sent_XB` has each row's place among N, how many of its drafts
     count, and for each group its new block or -1 and where in the table that goes."""
 
     num_rows: int
@@ -88,7 +88,7 @@ class Checked:
     answer_RY: torch.Tensor | None
     logits_TV: torch.Tensor  # float32
     guess_logits_BkV: torch.Tensor | None
-    token_ids_T: torch.Tensor  # that were computed: each row's newest token, then its guesses
+    token_ids_T: torch.Tensor  # that were computed: each row's newest token, then its drafts
     positions_T: torch.Tensor  # where the tokens that come out stand
     rows_R: torch.Tensor
     limits_R: torch.Tensor
@@ -97,8 +97,8 @@ class Checked:
 Key = tuple[int, int, Check]
 
 
-class GuessGraphs:
-    """The captured decode steps of an engine that guesses; k = 0 among them."""
+class DraftGraphs:
+    """The captured decode steps of an engine that drafts; k = 0 among them."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class GuessGraphs:
         return min(self._method.max_guesses, self.max_tokens // bucket - 1)
 
     def captured_for(self, num_rows: int, wanted: int) -> int:
-        """How many guesses a step of so many rows checks, where its rows have up to `wanted`. At
+        """How many drafts a step of so many rows checks, where its rows have up to `wanted`. At
         the ends of answers that is any number, and to capture another one takes as long on a GPU
         as hundreds of steps: the next larger one of those that are usual."""
         most = self.most_guesses(num_rows)
@@ -170,7 +170,7 @@ class GuessGraphs:
         self._graphs[key] = self._capture(key)
         return True
 
-    def run(self, step: GuessedStep, wanted: RowDraws | None, check: Check) -> Checked:
+    def run(self, step: VerifyStep, wanted: RowDraws | None, check: Check) -> Checked:
         """Send the step off. `wanted`: rows at temperatures, None where all are greedy."""
         bucket, num_new = step.sent_XB.shape[1], step.num_guesses + 1
         key = bucket, step.num_guesses, check
@@ -279,10 +279,10 @@ class GuessGraphs:
         if check is not Check.GREEDY:
             draws = self._draws.parts[1].first(num)
         enter_blocks(rows_B, sent_XB[2:], tables_gNM)
-        step = GuessStep(rows_B, limits_B, self._history, tables_gNM, size, draws)
+        step = DraftStep(rows_B, limits_B, self._history, tables_gNM, size, draws)
         guess_logits = self._method.guess(step, k) if k else None
         inputs = first_inputs(self._inputs, num, num_new)
-        guess_inputs(
+        draft_inputs(
             rows_B, limits_B, self._history, tables_gNM, inputs, size,
             num_new=num_new, first=0, max_positions=self._decoder.max_model_len,
         )  # fmt: skip
@@ -333,8 +333,8 @@ class GuessGraphs:
             draws = self._draws.parts[0].first(len(logits_TV))
         if check is Check.ODDS and guess_logits_BkV is not None:
             guesses_Bk = inputs.token_ids_B.view(num, -1)[:, 1:]
-            odds = GuessOdds(guesses_Bk, guess_logits_BkV, self._draws.flags_B[:num])
-        ids_T, is_sound_T = checked_rows(
+            odds = DraftOdds(guesses_Bk, guess_logits_BkV, self._draws.flags_B[:num])
+        ids_T, is_sound_T = verified_rows(
             logits_TV, positions_T, draws, odds, workspace=self._workspace
         )
         if isinstance(self._method, Synthetic):
@@ -356,6 +356,6 @@ class GuessGraphs:
         accept(ids_T, is_sound_T, rows_B, limits_B, history, answer_BY[:, :-1])
         if self._method.looks_ahead:
             tables = self._tables.tables_gNM
-            step = GuessStep(rows_B, limits_B, history, tables, size, None)
+            step = DraftStep(rows_B, limits_B, history, tables, size, None)
             self._method.look_ahead(step)
             tell_found(rows_B, history, answer_BY[:, -1])

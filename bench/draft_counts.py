@@ -1,4 +1,4 @@
-"""What became of the guesses of an engine's steps?"""
+"""What became of the drafts of an engine's steps?"""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ridgeline.step import Journal, StepPlan, StepResult
 
 @dataclass(slots=True)
 class Counts(Journal):
-    """A journal of an engine: what became of the guesses of rows that decode. Steps are counted
+    """A journal of an engine: what became of the drafts of rows that decode. Steps are counted
     when somebody asks, as that takes the host a third of its time for a step of 256 rows, and 2 us
-    of some 60 for one that checks eight guesses of one. Of many rows even what is kept until then
+    of some 60 for one that checks eight drafts of one. Of many rows even what is kept until then
     takes long, so these are not to be counted while a clock runs."""
 
     steps: int = 0
@@ -24,7 +24,7 @@ class Counts(Journal):
     guesses: int = 0  # that steps were planned with
     tried: list[int] = field(default_factory=list)  # by position: all before it were right
     right: list[int] = field(default_factory=list)
-    by_guesses: dict[int, int] = field(default_factory=dict)  # of those steps, by their guesses
+    by_guesses: dict[int, int] = field(default_factory=dict)  # of those steps, by their drafts
     context: int = 0  # tokens before them, all together
     answers: int = 0  # that have ended
     _kept: list[tuple[StepPlan, StepResult, Sequence[RequestOutput]]] = field(default_factory=list)
@@ -78,8 +78,8 @@ class Counts(Journal):
         }
 
     def predicted_gain(self, prices: DraftPrices, batch: int) -> float | None:
-        """Times the speed without guesses, of steps of so many rows: these tokens and numbers of
-        guesses a step, at the prices of the cost model; of one row these answers, each from its
+        """Times the speed without drafts, of steps of so many rows: these tokens and numbers of
+        drafts a step, at the prices of the cost model; of one row these answers, each from its
         first token to its last. None: there were no steps."""
         self._take_in()
         if not self.steps:

@@ -1,8 +1,8 @@
-"""`checked_rows` in Triton: three launches, of which the last works only where a guess is not kept.
+"""`verified_rows` in Triton: three launches; the last works only where a draft token is rejected.
 
 First every row gets its own draw. Then p and q are weighed at each position that is checked, one
-program a chunk of a row, and the last of them keeps the guess or not. Then, where it is not kept,
-what p has more than q is drawn from. Letters: B rows of the step, k guesses of each, T positions,
+program a chunk of a row, and the last of them keeps the draft or not. Then, where it is not kept,
+what p has more than q is drawn from. Letters: B rows of the step, k drafts of each, T positions,
 O = B * k, C chunks of a row, V vocabulary.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,7 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
 from ridgeline.kernels.arrival_triton import arrived_last, reset
-from ridgeline.kernels.checked_rows import GuessOdds
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.draw_rows_triton import (
     BLOCK,
@@ -26,6 +25,7 @@ from ridgeline.kernels.draw_rows_triton import (
     uniform,
 )
 from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.verified_rows import DraftOdds
 from ridgeline.kernels.workspace import Workspace, make_workspace
 
 # Those of `kernels.noise`, as signed numbers.
@@ -35,11 +35,11 @@ STATE = tl.constexpr(5)  # level and scale of p and of q, and if the rest is to 
 LEAST = tl.constexpr(2.0**-126)
 
 
-def checked_rows_triton(
+def verified_rows_triton(
     logits_TV: torch.Tensor,
     positions_T: torch.Tensor,
     draws: Draws,
-    odds: GuessOdds,
+    odds: DraftOdds,
     *,
     workspace: Workspace | None = None,
     block: int = BLOCK,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.kernels import guesses
+from ridgeline.kernels import drafts
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.guesses import first_inputs
+from ridgeline.kernels.drafts import first_inputs
 from ridgeline.kernels.history import PADDING_LENGTH, make_history
-from ridgeline.kernels.look_up import LookUp, look_up_reference, make_look_up_room
+from ridgeline.kernels.prompt_lookup import LookUp, look_up_reference, make_look_up_room
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
-from tests.kernels.guess_case import (
+from tests.kernels.draft_case import (
     DEVICE,
     GUESSES,
     ROOM,
@@ -138,7 +138,7 @@ def test_many_rows_and_long_ones(kind: str) -> None:
     tables = torch.randint(1, 99, (2, num, most // SIZE), generator=generator).int().to(DEVICE)
     whole_out = [make_step_inputs(2, len(rows) * num_new, DEVICE) for _ in range(2)]
     outs = [first_inputs(out, len(rows), num_new) for out in whole_out]
-    runs = kernel(kind, "guess_inputs"), guesses.guess_inputs_reference
+    runs = kernel(kind, "draft_inputs"), drafts.draft_inputs_reference
     for run, out in zip(runs, outs, strict=True):
         run(
             rows, limits, want, tables, out, SIZE,
@@ -149,7 +149,7 @@ def test_many_rows_and_long_ones(kind: str) -> None:
     ids, is_sound = outs[0].token_ids_B, torch.ones_like(outs[0].token_ids_B, dtype=torch.bool)
     told = torch.zeros(2, len(rows), num_new + 3, dtype=torch.int64, device=DEVICE)
     kernel(kind, "accept")(ids.roll(-1), is_sound, rows, limits, ours, told[0])
-    guesses.accept_reference(ids.roll(-1), is_sound, rows, limits, want, told[1])
+    drafts.accept_reference(ids.roll(-1), is_sound, rows, limits, want, told[1])
     assert torch.equal(told[0], told[1])
     assert {0, 1, 2, 3} >= set(told[0, :, 0].tolist()) > {1, 2}
     assert torch.equal(ours.lens_N, want.lens_N)

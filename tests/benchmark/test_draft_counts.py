@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.guess_counts import Counts
+from bench.draft_counts import Counts
 from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.speculation.price import Drafter, DraftPrices
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult

@@ -1,4 +1,4 @@
-"""The kernels of `kernels.guesses` in Triton: rows are lanes. Who writes what lanes of the same
+"""The kernels of `kernels.drafts` in Triton: rows are lanes. Who writes what lanes of the same
 program read waits for them first."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
@@ -81,7 +81,7 @@ def _enter_blocks(
         tl.store(entry, new.to(tl.int32), inside & (new >= 0))
 
 
-def guess_inputs_triton(
+def draft_inputs_triton(
     rows_B: torch.Tensor,
     limits_B: torch.Tensor,
     history: History,
@@ -298,7 +298,7 @@ def _accept(
     tl.store(found_ptr + row, tl.zeros_like(found), is_real)
 
 
-def put_guesses_triton(
+def put_drafts_triton(
     ids_B: torch.Tensor,
     rows_B: torch.Tensor,
     history: History,

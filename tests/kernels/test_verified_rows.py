@@ -1,4 +1,4 @@
-"""Each way of checking guesses by their odds gives the tokens of the reference."""
+"""Each way of checking drafts by their odds gives the tokens of the reference."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.kernels.checked_rows import GuessOdds, checked_rows_reference
-from ridgeline.kernels.checked_rows import checked_rows as checked_rows_of_any
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.cpu.checked_rows import checked_rows
 from ridgeline.kernels.cpu.recorder import Arena, Replay, record
+from ridgeline.kernels.cpu.verified_rows import verified_rows
 from ridgeline.kernels.draw_rows import Draws, draw_rows
-from ridgeline.kernels.noise import guess_keys, stream_key
+from ridgeline.kernels.noise import draft_keys, stream_key
+from ridgeline.kernels.verified_rows import DraftOdds, verified_rows_reference
+from ridgeline.kernels.verified_rows import verified_rows as checked_rows_of_any
 from ridgeline.kernels.workspace import make_workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +25,7 @@ if DEVICE == "cpu":
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BEST = native.LEVELS.index(native.best_level())
 LEVELS = [level for level in ("avx2", "avx512") if native.LEVELS.index(level) <= BEST]
-Case = tuple[torch.Tensor, torch.Tensor, Draws, GuessOdds]
+Case = tuple[torch.Tensor, torch.Tensor, Draws, DraftOdds]
 
 
 def case(
@@ -38,7 +38,7 @@ def case(
     likeness: float = 0.7,
     device: str = "cpu",
 ) -> Case:
-    """Greedy, seeded and checked rows at temperatures of 0.3 to 1.5; guesses drawn by the draft."""
+    """Greedy, seeded and checked rows at temperatures of 0.3 to 1.5; drafts drawn by the draft."""
     rng = torch.Generator().manual_seed(seed)
     logits_BqV = torch.randn(rows, guesses + 1, size, generator=rng)
     other = torch.randn(rows, guesses, size, generator=rng)
@@ -55,7 +55,7 @@ def case(
         return x_B.repeat_interleave(num)
 
     drafted_by = Draws(
-        per_guess(guess_keys(keys_B, ~is_checked_B), guesses),
+        per_guess(draft_keys(keys_B, ~is_checked_B), guesses),
         per_guess(hot_B, guesses),
         per_guess(noisy_B, guesses),
     )
@@ -66,14 +66,14 @@ def case(
     # Strides such as buffers with room for more have.
     wide = torch.full((rows, guesses + 2, size + 5), torch.nan, dtype=dtype, device=device)
     wide[:, :guesses, :size] = guess_logits
-    odds = GuessOdds(inputs_Bq[:, 1:], wide[:, :guesses, :size], is_checked_B.to(device))
+    odds = DraftOdds(inputs_Bq[:, 1:], wide[:, :guesses, :size], is_checked_B.to(device))
     padded = torch.full((rows * (guesses + 1), size + 3), torch.nan, dtype=dtype, device=device)
     padded[:, :size] = logits_BqV.flatten(0, 1)
     return padded[:, :size], positions_Bq.flatten().to(device), draws, odds
 
 
-def reached(ids_T: torch.Tensor, odds: GuessOdds) -> torch.Tensor:
-    """[T]: positions that come into question, up to the first token that was not guessed."""
+def reached(ids_T: torch.Tensor, odds: DraftOdds) -> torch.Tensor:
+    """[T]: positions that come into question, up to the first token that was not drafted."""
     ids_Bq = ids_T.view(len(odds.is_checked_B), -1)
     is_right_Bk = ids_Bq[:, :-1] == odds.guesses_Bk
     first_B1 = torch.ones_like(ids_Bq[:, :1])
@@ -81,7 +81,7 @@ def reached(ids_T: torch.Tensor, odds: GuessOdds) -> torch.Tensor:
 
 
 def assert_same(got: tuple[torch.Tensor, torch.Tensor], some: Case) -> None:
-    want_ids, want_sound = checked_rows_reference(*some)
+    want_ids, want_sound = verified_rows_reference(*some)
     is_reached = reached(want_ids, some[3]) & want_sound
     assert torch.equal(got[1][is_reached], want_sound[is_reached])
     assert torch.equal(got[0][is_reached], want_ids[is_reached])
@@ -99,7 +99,7 @@ class TestNative:
         for seed in range(8):
             some = case(*shape, dtype=dtype, seed=seed, likeness=0.2 + 0.1 * seed)
             with native.at_level(level):
-                ids, is_sound = checked_rows(*some)
+                ids, is_sound = verified_rows(*some)
             assert_same((ids, is_sound), some)
             is_reached = reached(ids, some[3])
             assert not ids[~is_reached].any()
@@ -108,13 +108,13 @@ class TestNative:
     def test_guesses_of_another_dtype(self) -> None:
         for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
             logits, positions, draws, odds = case(8, 3, 333, seed=2)
-            odds = GuessOdds(odds.guesses_Bk, odds.logits_BkV.to(dtypes[1]), odds.is_checked_B)
+            odds = DraftOdds(odds.guesses_Bk, odds.logits_BkV.to(dtypes[1]), odds.is_checked_B)
             some = logits.to(dtypes[0]), positions, draws, odds
-            assert_same(checked_rows(*some), some)
+            assert_same(verified_rows(*some), some)
 
     def test_numbers_gone_wrong(self) -> None:
         some = broken_case("cpu")
-        got = checked_rows(*some)
+        got = verified_rows(*some)
         assert_same(got, some)
         assert_broken(got)
 
@@ -122,7 +122,7 @@ class TestNative:
         logits, positions, draws, odds = case(8, 3, 333, seed=3)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         recording = record(
-            lambda: found.append(checked_rows(logits, positions, draws, odds)), Arena()
+            lambda: found.append(verified_rows(logits, positions, draws, odds)), Arena()
         )
         first = found[0][0].clone()
         logits.copy_(case(8, 3, 333, seed=4)[0])
@@ -133,7 +133,7 @@ class TestNative:
 
 def triton_tokens(some: Case, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     pytest.importorskip("triton")
-    function = import_module("ridgeline.kernels.checked_rows_triton").checked_rows_triton
+    function = import_module("ridgeline.kernels.verified_rows_triton").verified_rows_triton
     found: tuple[torch.Tensor, torch.Tensor] = function(*some, block=64, **more)
     return found
 
@@ -147,7 +147,7 @@ class TestTriton:
             some = case(*shape, seed=seed, likeness=0.2 + 0.3 * seed, device=DEVICE)
             space.partial_P.fill_(torch.nan)
             got = triton_tokens(some, workspace=space)
-            assert torch.equal(got[0], checked_rows_reference(*some)[0])
+            assert torch.equal(got[0], verified_rows_reference(*some)[0])
             assert bool(got[1].all())
             assert not space.arrivals_A.any()
 
@@ -164,7 +164,7 @@ class TestTriton:
 
 def broken_case(device: str) -> Case:
     """One row each (checked): p has a NaN; p an infinity; q a NaN; q an infinity; q is nothing;
-    no guess; p is q; p cannot be the guess; the lowest temperature; all is well."""
+    no draft; p is q; p cannot be the draft; the lowest temperature; all is well."""
     logits, positions, draws, odds = case(10, 2, 100, seed=5, device=device)
     logits, guesses, q = logits.clone(), odds.guesses_Bk.clone(), odds.logits_BkV.clone()
     logits[0, 7], logits[3, 7] = torch.nan, torch.inf
@@ -175,7 +175,7 @@ def broken_case(device: str) -> Case:
     hot = draws.temperatures_R.clone()
     hot[24:27] = 1e-30
     draws = Draws(draws.keys_R, hot, torch.ones_like(hot))
-    return logits, positions, draws, GuessOdds(guesses, q, torch.ones_like(odds.is_checked_B))
+    return logits, positions, draws, DraftOdds(guesses, q, torch.ones_like(odds.is_checked_B))
 
 
 def assert_broken(got: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -191,7 +191,7 @@ def assert_broken(got: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 def test_the_reference_with_numbers_gone_wrong() -> None:
-    assert_broken(checked_rows_reference(*broken_case(DEVICE)))
+    assert_broken(verified_rows_reference(*broken_case(DEVICE)))
 
 
 @pytest.mark.gpu
@@ -209,4 +209,4 @@ def test_captured_by_a_graph_and_run_again() -> None:
             buffer.copy_(numbers)
         graph.replay()
         now = logits, positions, draws, odds
-        assert torch.equal(ids, checked_rows_reference(*now, workspace=space)[0])
+        assert torch.equal(ids, verified_rows_reference(*now, workspace=space)[0])

@@ -1,5 +1,5 @@
-"""An executor that guesses gives the tokens of one that does not: any method, any number of
-guesses, one or two steps in flight, whatever the rows want."""
+"""An executor that drafts gives the tokens of one that does not: any method, any number of
+drafts, one or two steps in flight, whatever the rows want."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.executor.guesser import Drafting
+from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
-from ridgeline.kernels.guesses import put_guesses
+from ridgeline.kernels.drafts import put_drafts
 from ridgeline.kernels.history import History
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import UNKNOWN_TOKEN, SamplingParams
-from ridgeline.speculation.contract import DraftMethod, GuessStep
-from ridgeline.speculation.ngram import NGram
+from ridgeline.speculation.contract import DraftMethod, DraftStep
+from ridgeline.speculation.prompt_lookup import NGram
 from ridgeline.step import ScheduledRequest, StepFuture, StepPlan
 from tests.captures import captures
 from tests.executor.rig import VOCAB, Host, alone, device, make_decoder, make_executor
@@ -54,7 +54,7 @@ def expected(name: str, seed: int, length: int, num: int) -> list[int]:
 
 
 class Told(DraftMethod):
-    """Guesses what a test says comes next after these tokens, and now and then something else."""
+    """Drafts what a test says comes next after these tokens, and now and then something else."""
 
     name = "told"
     max_guesses = MOST
@@ -62,7 +62,7 @@ class Told(DraftMethod):
     def __init__(self, says: Callable[[list[int]], list[int]], wrong: float, seed: int) -> None:
         self.says, self.wrong, self.rng = says, wrong, random.Random(seed)
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
         history: History = step.history
         guesses = torch.zeros(len(step.rows_B), num_guesses, dtype=torch.int64)
         for b, row in enumerate(step.rows_B.tolist()):
@@ -72,7 +72,7 @@ class Told(DraftMethod):
                 is_wrong = self.rng.random() < self.wrong
                 guesses[b, i] = (token + 1) % VOCAB if is_wrong else token
         for i in range(num_guesses):
-            put_guesses(guesses[:, i].contiguous().to(step.rows_B.device), step.rows_B, history, i)
+            put_drafts(guesses[:, i].contiguous().to(step.rows_B.device), step.rows_B, history, i)
         return None
 
 
@@ -87,7 +87,7 @@ def guessing(method: DraftMethod, *, max_checked_tokens: int = 64, **changes: An
     )
 
 
-class Guesser:
+class DraftRunner:
     """A host that plans with upper bounds, as the scheduler does."""
 
     def __init__(self, executor: LocalExecutor) -> None:
@@ -98,7 +98,7 @@ class Guesser:
         self.num_checked = 0
 
     def step(self, work: dict[str, int]) -> None:
-        """So many guesses for each of these rows."""
+        """So many drafts for each of these rows."""
         host, scheduled = self.host, []
         for name, k in work.items():
             held = host.held[name]
@@ -137,13 +137,13 @@ class Guesser:
             self.land()
 
 
-def started(executor: LocalExecutor, names: list[str]) -> Guesser:
-    guesser = Guesser(executor)
-    host = guesser.host
+def started(executor: LocalExecutor, names: list[str]) -> DraftRunner:
+    drafter = DraftRunner(executor)
+    host = drafter.host
     for i, name in enumerate(names):
         host.add(name, prompt(i, 9 + 2 * i), KINDS[name])
     host.run({name: 9 + 2 * i for i, name in enumerate(names)})
-    return guesser
+    return drafter
 
 
 def truths(names: list[str], num: int) -> Callable[[list[int]], list[int]]:
@@ -165,18 +165,18 @@ def truths(names: list[str], num: int) -> Callable[[list[int]], list[int]]:
 @pytest.mark.parametrize("names", [["greedy"], ["greedy", "seeded"], list(KINDS)])
 def test_same_tokens_as_without_guesses(names: list[str], wrong: float, in_flight: int) -> None:
     method = Told(truths(names, 60), wrong, seed=7)
-    guesser = started(guessing(method), names)
+    drafter = started(guessing(method), names)
     rng = random.Random(len(names))
-    guesser.run(names, [MOST, 0, 2, MOST, 1, 0, 0, 3, MOST], in_flight, rng)
+    drafter.run(names, [MOST, 0, 2, MOST, 1, 0, 0, 3, MOST], in_flight, rng)
     for i, name in enumerate(names):
-        got = guesser.host.output(name)
+        got = drafter.host.output(name)
         want = expected(name, i, 9 + 2 * i, 60)[: len(got)]
         assert got[: len(want)] == want, name
     if wrong == 0.0:
-        assert guesser.num_right > 5 * len(names)
+        assert drafter.num_right > 5 * len(names)
     if wrong == 1.0:
-        assert guesser.num_right == 0
-        assert guesser.num_checked > 0
+        assert drafter.num_right == 0
+        assert drafter.num_checked > 0
 
 
 @captures
@@ -184,10 +184,10 @@ def test_same_tokens_as_without_guesses(names: list[str], wrong: float, in_fligh
 def test_looked_up(in_flight: int) -> None:
     names = list(KINDS)
     executor = guessing(NGram(device().torch_device, 8, MOST))
-    guesser = started(executor, names)
-    guesser.run(names, [MOST] * 10, in_flight, random.Random(0))
+    drafter = started(executor, names)
+    drafter.run(names, [MOST] * 10, in_flight, random.Random(0))
     for i, name in enumerate(names):
-        got = guesser.host.output(name)
+        got = drafter.host.output(name)
         want = expected(name, i, 9 + 2 * i, 60)[: len(got)]
         assert got[: len(want)] == want, name
 
@@ -196,17 +196,17 @@ def test_looked_up(in_flight: int) -> None:
 def test_prompts_join_while_the_host_does_not_know_how_long_rows_are() -> None:
     names = list(KINDS)
     method = Told(truths(names, 60), 0.2, seed=1)
-    guesser = started(guessing(method), names)
-    host = guesser.host
-    guesser.step(dict.fromkeys(names, MOST))
+    drafter = started(guessing(method), names)
+    host = drafter.host
+    drafter.step(dict.fromkeys(names, MOST))
     late = prompt(77, 14)
     host.add("late", late, KINDS["greedy"])
-    # Every row decodes with guesses, which are left aside, and a prompt is read.
+    # Every row decodes with drafts, which are left aside, and a prompt is read.
     plan = host.plan({"late": 14})
     entries = list(plan.scheduled)
     for name in names:
         held = host.held[name]
-        start, size = held.num_computed, guesser.executor.block_size
+        start, size = held.num_computed, drafter.executor.block_size
         held.num_computed += 3
         more = -(-held.num_computed // size) - len(held.tables[0])
         added = [host._take() for _ in range(more)]
@@ -214,10 +214,10 @@ def test_prompts_join_while_the_host_does_not_know_how_long_rows_are() -> None:
         held.tokens += [-1] * 3
         entries.append(ScheduledRequest(name, start, 3, (tuple(added),), True, 2))
     plan = StepPlan(plan.step_id, tuple(entries), plan.new)
-    guesser.flying.append((plan, guesser.executor.submit(plan)))
-    guesser.land()
-    guesser.land()
-    guesser.run([*names, "late"], [MOST] * 4, 2, random.Random(5))
+    drafter.flying.append((plan, drafter.executor.submit(plan)))
+    drafter.land()
+    drafter.land()
+    drafter.run([*names, "late"], [MOST] * 4, 2, random.Random(5))
     assert host.output("late") == alone(decoder(), late, KINDS["greedy"], len(host.output("late")))
     for i, name in enumerate(names):
         got = host.output(name)
@@ -228,17 +228,17 @@ def test_prompts_join_while_the_host_does_not_know_how_long_rows_are() -> None:
 @captures
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_more_rows_than_a_captured_step_has(in_flight: int) -> None:
-    """They are answered without guesses; when some have left, the others go on with theirs."""
+    """They are answered without drafts; when some have left, the others go on with theirs."""
     names = [f"row {i}" for i in range(11)]
     kinds = dict.fromkeys(names, KINDS["greedy"])
     executor = guessing(NGram(device().torch_device, 8, MOST), max_checked_tokens=8)
-    guesser = Guesser(executor)
-    host = guesser.host
+    drafter = DraftRunner(executor)
+    host = drafter.host
     for i, name in enumerate(names):
         host.add(name, prompt(i, 5 + i), kinds[name])
     host.run({name: 5 + i for i, name in enumerate(names)})
-    guesser.run(names, [0] * 4, in_flight, random.Random(3))
-    guesser.run(names[:2], [2] * 3, in_flight, random.Random(4))
+    drafter.run(names, [0] * 4, in_flight, random.Random(3))
+    drafter.run(names[:2], [2] * 3, in_flight, random.Random(4))
     for i, name in enumerate(names):
         got = host.output(name)
         assert len(got) >= 5
@@ -251,18 +251,18 @@ def test_log_probabilities_of_all_that_came_out() -> None:
     truth = alone(decoder(), prompt(1, 8), sampling, 20)
     says = (prompt(1, 8) + truth).__getitem__
     method = Told(lambda known: says(slice(len(known), None)), 0.3, seed=3)
-    guesser = Guesser(guessing(method))
+    drafter = DraftRunner(guessing(method))
     plain = Host(make_executor(decoder()))
-    for host in (guesser.host, plain):
+    for host in (drafter.host, plain):
         host.add("r", prompt(1, 8), sampling)
         host.run({"r": 8})
     found = []
     for _ in range(4):
-        guesser.step({"r": MOST})
-        _, future = guesser.flying[0]
+        drafter.step({"r": MOST})
+        _, future = drafter.flying[0]
         result = future.result()
         found += list(result.logprobs["r"])
-        guesser.land()
+        drafter.land()
     for record in found:
         want = plain.run({"r": 1}).logprobs["r"][0]
         assert record.token_id == want.token_id
@@ -274,15 +274,15 @@ def test_log_probabilities_of_all_that_came_out() -> None:
 def test_a_row_without_finite_logits_fails_alone() -> None:
     names = ["greedy", "seeded"]
     executor = guessing(Told(truths(names, 60), 0.0, seed=0))
-    guesser = started(executor, names)
+    drafter = started(executor, names)
     row = executor._rows.get("greedy")
     assert row is not None
-    block = guesser.host.held["greedy"].tables[0][0]
+    block = drafter.host.held["greedy"].tables[0][0]
     for layer in executor._kv.layers:
         assert layer.views is not None
         layer.views.k_NSKD[block].fill_(torch.nan)
-    guesser.step(dict.fromkeys(names, 2))
-    _, future = guesser.flying.pop()
+    drafter.step(dict.fromkeys(names, 2))
+    _, future = drafter.flying.pop()
     result = future.result()
     assert "finite" in result.faults["greedy"]
     assert "greedy" not in result.token_ids
