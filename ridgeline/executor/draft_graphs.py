@@ -314,7 +314,7 @@ class DraftGraphs:
     def _take_states(self, rows_B: torch.Tensor, num_new: int) -> None:
         """Once the tokens that came out are in the history."""
         if self._method.taps:
-            rows_T = rows_B.repeat_interleave(num_new)
+            rows_T = rows_B[:, None].expand(-1, num_new).reshape(-1)
             tapped_nTE = self._tapped[:, : len(rows_T)]
             batch = self._batch(rows_B, num_new)
             self._method.take_states(tapped_nTE, batch, rows_T, self._history)
