@@ -699,7 +699,7 @@ def test_at_an_acceptance_of_0_7_five_guesses_give_2_94_tokens_and_2_18_times() 
 def test_the_best_number_of_guesses(
     acceptance: float, ratio: float, best: int, speedup: float
 ) -> None:
-    assert best_simple(acceptance, ratio) == (best, pytest.approx(speedup, abs=0.005))
+    assert best_simple(acceptance, ratio) == pytest.approx((best, speedup), abs=0.005)
 
 
 def test_around_the_best_the_curve_is_flat() -> None:
