@@ -11,7 +11,6 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.formats import read_speculate
 from ridgeline.observe.event_log import Aborted, Added, Collected, EventLog, Planned
 from ridgeline.observe.evidence import engine_drafter
-from ridgeline.observe.guesses import rows_taken
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, SamplingParams
 from ridgeline.simulator.executor import Answer, Speculation
@@ -19,6 +18,7 @@ from ridgeline.simulator.options import Machine, Options
 from ridgeline.simulator.replica import Job
 from ridgeline.simulator.report import RequestTimeline, StepSample, Summary
 from ridgeline.simulator.simulation import Rng, Simulation, SimulationReport
+from ridgeline.speculation.report import rows_taken
 from ridgeline.step import StepPricer
 
 LATE = 0.5  # of the time between two results: a plan behind that has waited

@@ -39,7 +39,7 @@ import torch
 
 import ridgeline
 from bench.cpu.latest import device as cpu_name
-from bench.guess_counts import Counts
+from bench.draft_counts import Counts
 from bench.speculation_batches import OFF, batches, options, prices_of
 from bench.speculation_device import device
 from ridgeline import LLM, SamplingParams

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from bench.adapter import RidgelineEngine
-from bench.guess_counts import Counts
+from bench.draft_counts import Counts
 from ridgeline import LLM
-from ridgeline.cost.speculation import GuessPrices
 from ridgeline.request import Request
-from ridgeline.scheduler.guessing import GuessChooser
+from ridgeline.speculation.controller import DraftLengthController
+from ridgeline.speculation.price import DraftPrices
 from tools import worlds
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ class Pinned:
     """In the place of an engine's chooser: so many guesses, as far as they fit into a step. With
     several numbers each has some steps, one behind the other."""
 
-    def __init__(self, chooser: GuessChooser, *num_guesses: int) -> None:
+    def __init__(self, chooser: DraftLengthController, *num_guesses: int) -> None:
         self._chooser, self._num_guesses = chooser, num_guesses
         self._num_steps = 0
 
@@ -65,7 +65,7 @@ class Pinned:
             return 0
         self._num_steps += 1
         wanted = self._num_guesses[self._num_steps // TURN % len(self._num_guesses)]
-        most = self._chooser.max_checked_tokens // len(decoding) - 1
+        most = self._chooser.max_verified_tokens // len(decoding) - 1
         fitting = [k for k in self._chooser.choices if k <= min(most, wanted)]
         return max(fitting, default=0)
 
@@ -85,7 +85,7 @@ def pinned(llm: LLM, guesses: str) -> Iterator[None]:
     number that it may choose."""
     scheduler = llm.engine.scheduler
     chooser = scheduler.guesses
-    if not isinstance(chooser, GuessChooser):
+    if not isinstance(chooser, DraftLengthController):
         raise SystemExit("the engine does not choose how much to guess")
     if guesses == IN_TURNS:
         scheduler.guesses = Pinned(chooser, 0, *chooser.choices)
@@ -215,14 +215,14 @@ def rows_of_batch(
 def choices_of(llm: LLM) -> tuple[int, ...]:
     """Numbers of guesses that the engine may choose."""
     chooser = llm.engine.scheduler.guesses
-    return chooser.choices if isinstance(chooser, GuessChooser) else ()
+    return chooser.choices if isinstance(chooser, DraftLengthController) else ()
 
 
-def prices_of(llm: LLM) -> GuessPrices:
+def prices_of(llm: LLM) -> DraftPrices:
     """What the cost model says of steps with guesses, before any has run."""
     chooser = llm.engine.scheduler.guesses
-    prices = chooser.times.prices if isinstance(chooser, GuessChooser) else None
-    if not isinstance(prices, GuessPrices):
+    prices = chooser.times.prices if isinstance(chooser, DraftLengthController) else None
+    if not isinstance(prices, DraftPrices):
         raise SystemExit("the engine does not guess")
     return prices
 

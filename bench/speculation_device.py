@@ -16,11 +16,11 @@ from bench.speculation_batches import OFF, options
 from ridgeline.build import Built, build
 from ridgeline.build_draft import draft_source
 from ridgeline.config import EngineConfig
-from ridgeline.cost.drafters import drafter_of
 from ridgeline.costing import asked_guesses
 from ridgeline.formats import MODEL
 from ridgeline.measure.steps import StepBench, step_bench
 from ridgeline.measure.stopwatch import typical
+from ridgeline.speculation.price import drafter_of
 from ridgeline.step import StepShape
 
 Row = dict[str, Any]

@@ -25,13 +25,13 @@ from ridgeline.build_draft import DraftSource, draft_source, open_drafting
 from ridgeline.clock import Clock, WallClock, process_seconds
 from ridgeline.config import EngineConfig, ResolvedConfig, without_guesses
 from ridgeline.cost.pricer import Pricer
-from ridgeline.costing import asked_guesses, engine_header, engine_pricer, guess_chooser
+from ridgeline.costing import asked_guesses, draft_length_controller, engine_header, engine_pricer
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
-from ridgeline.executor.guesser import Drafting
+from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.executor.warm_up import NUMBERS_OF_GUESSES, WARM_UP_S, WarmUp
@@ -63,11 +63,11 @@ from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.draft_model import DraftModel
 from ridgeline.startup import Phase, StartUp
 from ridgeline.step import StepPricer
@@ -224,7 +224,7 @@ def build(
     executor = _executor(resolved, spec, device, decoder, kv, drafting)
     memory = _measured(memory, decoder, kv, drafting)
     draft = _draft_source(resolved)
-    chooser = guess_chooser(resolved, pricer, None if draft is None else draft.spec)
+    chooser = draft_length_controller(resolved, pricer, None if draft is None else draft.spec)
     warm_up = None
     if resolved.warm_up:
         with startup.phase("warm-up") as opened:
@@ -447,7 +447,10 @@ def _executor(
 
 
 def _scheduler(
-    resolved: ResolvedConfig, spec: ModelSpec, pricer: StepPricer, chooser: GuessChooser | None
+    resolved: ResolvedConfig,
+    spec: ModelSpec,
+    pricer: StepPricer,
+    chooser: DraftLengthController | None,
 ) -> Scheduler:
     blocks = BlockManager(
         resolved.num_blocks,
@@ -480,7 +483,7 @@ def _scheduler(
     )
 
 
-def _foreseen_guesses(chooser: GuessChooser | None) -> tuple[int, ...]:
+def _foreseen_guesses(chooser: DraftLengthController | None) -> tuple[int, ...]:
     """How many a step may check, the most useful number first: one that was asked for, then smaller
     ones, for steps of more rows."""
     if chooser is None:

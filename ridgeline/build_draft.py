@@ -1,30 +1,37 @@
-"""Who guesses for this engine? The part of `build` that opens draft methods.
+"""Who drafts for this engine? The part of `build` that opens draft methods.
 
 A method that has no line here is opened by the class of its line in `formats.DRAFT_METHODS` as a
-look-up is: with the device, the rows of a step and the guesses of a row.
+look-up is: with the device, the rows of a step and the drafts of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ridgeline import demo
 from ridgeline.architectures import read_spec
+from ridgeline.architectures.eagle3_head import eagle3_names, read_eagle3
+from ridgeline.architectures.mtp_head import read_mtp
 from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.config import ResolvedConfig
 from ridgeline.costing import asked_guesses
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
-from ridgeline.executor.guesser import Drafting
-from ridgeline.formats import DRAFT_METHODS, LAYERS, MODEL, RATE
+from ridgeline.executor.drafter import Drafting
+from ridgeline.formats import DRAFT_METHODS, FOLDER, LAYERS, MODEL, RATE, AskedGuesses
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.loader import ModelFolder, read_config, resolve_model
+from ridgeline.loader import ModelFolder, open_checkpoint, read_config, resolve_model
+from ridgeline.quantization import open_weight_format
 from ridgeline.registry import load
 from ridgeline.resolve import longest_context
 from ridgeline.speculation.draft_model import open_draft_model
+from ridgeline.speculation.eagle3 import Eagle3Head
 from ridgeline.speculation.early_layers import EarlyLayers
+from ridgeline.speculation.heads import DraftHead, HeadDrafts
+from ridgeline.speculation.mtp import MTPHead
 from ridgeline.speculation.pair import check_pair
 from ridgeline.speculation.synthetic import Synthetic
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +39,7 @@ from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """The model that guesses, before it is opened."""
+    """The model that drafts, before it is opened."""
 
     folder: ModelFolder
     spec: ModelSpec
@@ -56,7 +63,7 @@ def open_drafting(
     tokenizer: Callable[[], Tokenizer | None],
     open_decoder: OpenDecoder,
 ) -> Drafting | None:
-    """What the executor is told of guesses; None where there are none. Raises ConfigError."""
+    """What the executor is told of drafts; None where there are none. Raises ConfigError."""
     if (asked := asked_guesses(resolved)) is None:
         return None
     most, rows = resolved.max_guesses, resolved.max_captured_rows
@@ -76,6 +83,18 @@ def open_drafting(
     if asked.line.argument == RATE:
         synthetic = Synthetic(float(asked.argument), max_guesses=most, max_rows=rows, device=where)
         return Drafting(synthetic, checked)
+    if asked.line.is_head:
+        head = _head(resolved, asked, decoder)
+        drafts = HeadDrafts(
+            asked.method,
+            head,
+            decoder,
+            kv,
+            max_guesses=most,
+            max_rows=rows,
+            max_logit_rows=checked,
+        )
+        return Drafting(drafts, checked)
     if asked.line.argument != MODEL:
         methods = {name: line.where for name, line in DRAFT_METHODS.items()}
         return Drafting(load(methods, asked.method, "draft method")(where, rows, most), checked)
@@ -99,3 +118,28 @@ def open_drafting(
     if reason := why_not_captured(method.decoder, method.kv):
         raise ConfigError(f"the draft {asked.argument} cannot guess here: {reason}; choose another")
     return Drafting(method, checked)
+
+
+def _head(resolved: ResolvedConfig, asked: AskedGuesses, target: Decoder) -> DraftHead:
+    """From the folder of an EAGLE-3 head, or the model's own files."""
+    is_eagle = asked.line.argument == FOLDER
+    folder = resolve_model(asked.argument) if is_eagle else None
+    path = Path(resolved.model_path) if folder is None else folder.path
+    source = open_checkpoint(path)
+    backend, plain = target.backend, open_weight_format("auto")
+    head: Eagle3Head | MTPHead
+    if is_eagle:
+        head = Eagle3Head(
+            read_eagle3(read_config(path), target.spec),
+            eagle3_names(source.names()),
+            target.embedding,
+            attention=backend,
+            weight_format=plain,
+            max_model_len=target.max_model_len,
+            device=target.device,
+        )
+    else:
+        spec = read_mtp(target.spec, source.names())
+        head = MTPHead(spec, target, attention=backend, weight_format=plain)
+    head.load(source)
+    return head

@@ -14,7 +14,6 @@ from typing import Any
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.constants import HostConstants, default_calibration
-from ridgeline.cost.drafters import guess_prices
 from ridgeline.cost.hardware import ASSUMED_SOURCES, Device, catalogue
 from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.pricer import Pricer
@@ -27,8 +26,9 @@ from ridgeline.log import say
 from ridgeline.observe.event_log import EngineHeader, header_of
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.records import Record, find_record, read_record
-from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.speculation.controller import DraftLengthController
+from ridgeline.speculation.price import draft_prices
 
 # Of hardware that nobody has measured and no data sheet is known for; said to be assumed.
 CORE_FLOPS = {  # of one CPU core, float32 and bfloat16, by the instructions of its kernels
@@ -82,26 +82,25 @@ def asked_guesses(resolved: ResolvedConfig) -> AskedGuesses | None:
     return AskedGuesses(resolved.draft_method, resolved.draft_argument, resolved.num_guesses)
 
 
-def guess_chooser(
+def draft_length_controller(
     resolved: ResolvedConfig, pricer: Pricer, draft: ModelSpec | None
-) -> GuessChooser | None:
-    """Says how many guesses each step of this engine checks; `draft` is the model that guesses, if
-    it is one. None where nothing is guessed."""
+) -> DraftLengthController | None:
+    """Says how many draft tokens each step of this engine verifies; `draft` is the draft model, if
+    there is one. None where nothing is drafted."""
     asked = asked_guesses(resolved)
     if asked is None:
         return None
     acceptance = asked.line.acceptance
     if asked.line.argument == RATE:
         acceptance = float(asked.argument)
-    return GuessChooser(
-        guess_prices(pricer, asked, draft),
+    return DraftLengthController(
+        draft_prices(pricer, asked, draft),
         acceptance=acceptance,
-        max_guesses=resolved.max_guesses,
-        max_checked_tokens=resolved.max_checked_tokens,
-        num_guesses=resolved.num_guesses,
+        max_drafts=resolved.max_guesses,
+        max_verified_tokens=resolved.max_checked_tokens,
+        num_drafts=resolved.num_guesses,
         looks_ahead=asked.line.looks_ahead,
         has_cache=asked.line.has_cache,
-        is_measured=pricer.setup.constants.origin == "calibrated",
     )
 
 

@@ -171,7 +171,8 @@ class DraftMethodLine:
     were right, until some were checked. `looks_ahead`: guesses are looked up in a row's own tokens
     and cost no pass of a model, so that what was found is measured even while nothing is checked.
     `has_cache`: it keeps keys and values of its own, which miss what it was not asked about.
-    `is_served` is False for what only measures the engine: its tokens are no model's."""
+    `is_served` is False for what only measures the engine: its tokens are no model's. `is_head`: it
+    drafts from the hidden states of the model that verifies."""
 
     where: str
     argument: str
@@ -180,15 +181,20 @@ class DraftMethodLine:
     looks_ahead: bool = False
     is_served: bool = True
     has_cache: bool = False
+    is_head: bool = False
 
 
-MODEL, LAYERS, RATE = "MODEL", "N", "RATE"  # kinds of arguments
+MODEL, LAYERS, RATE, FOLDER = "MODEL", "N", "RATE", "FOLDER"  # kinds of arguments
 DRAFT_METHODS: dict[str, DraftMethodLine] = {
     "ngram": DraftMethodLine(
-        "ridgeline.speculation.ngram:NGram", "", 0.4, "what followed the same words before", True
+        "ridgeline.speculation.prompt_lookup:NGram",
+        "",
+        0.4,
+        "what followed the same words before",
+        True,
     ),
     "suffix": DraftMethodLine(
-        "ridgeline.speculation.suffix:Suffix",
+        "ridgeline.speculation.prompt_lookup:Suffix",
         "",
         0.4,
         "what followed the longest repeated passage",
@@ -206,6 +212,20 @@ DRAFT_METHODS: dict[str, DraftMethodLine] = {
         0.7,
         "what a smaller model says",
         has_cache=True,
+    ),
+    "eagle3": DraftMethodLine(
+        "ridgeline.speculation.eagle3:Eagle3Head",
+        FOLDER,
+        0.7,
+        "what an EAGLE-3 head says of the model's hidden states",
+        is_head=True,
+    ),
+    "mtp": DraftMethodLine(
+        "ridgeline.speculation.mtp:MTPHead",
+        "",
+        0.7,
+        "what the model's own MTP module says of its hidden states",
+        is_head=True,
     ),
     "synthetic": DraftMethodLine(
         "ridgeline.speculation.synthetic:Synthetic",

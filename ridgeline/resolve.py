@@ -27,7 +27,6 @@ from ridgeline.cost.captured import (
     most_prompt_tokens,
 )
 from ridgeline.cost.chunk import SHARE, efficient_chunk
-from ridgeline.cost.draft_memory import DraftSetting
 from ridgeline.cost.memory import (
     RESERVE_BYTES,
     device_kind,
@@ -51,6 +50,7 @@ from ridgeline.resolve_draft import (
     why_no_guesses,
 )
 from ridgeline.scheduler.block_manager import blocks_needed
+from ridgeline.speculation.memory import DraftSetting
 from ridgeline.step import StepPricer
 
 CPU_CACHE_BYTES = 4 << 30  # what the KV cache takes on a CPU when nothing was asked

@@ -1,6 +1,6 @@
-"""Who guesses tokens in this engine, and how many? What `speculate` asked for becomes what is done.
+"""Who drafts tokens in this engine, and how many? What `speculate` asked for becomes what is done.
 
-Guesses are checked in captured steps (recorded ones on a CPU), so an engine without these has none.
+Drafts are checked in captured steps (recorded ones on a CPU), so an engine without these has none.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.architectures.stored_config import is_stored
 from ridgeline.config import EngineConfig
 from ridgeline.cost.captured import RECORDED_KV
-from ridgeline.cost.draft_memory import (
-    DraftMemory,
-    DraftSetting,
-    draft_model,
-    early_layers,
-    looking_up,
-)
 from ridgeline.cost.memory import device_kind
 from ridgeline.errors import ConfigError
 from ridgeline.executor.rows import FIRST_ROWS
 from ridgeline.formats import AUTO_GUESSES, LAYERS, MODEL, STORED, AskedGuesses, read_speculate
 from ridgeline.kernels.cpu.native import library, why_no_library
+from ridgeline.speculation.memory import (
+    DraftMemory,
+    DraftSetting,
+    draft_head,
+    draft_model,
+    early_layers,
+    looking_up,
+)
+from ridgeline.speculation.price import head_spec
 
 KNOWN_DRAFTS = {"chat": "draft"}  # among the bundled models
 
@@ -36,7 +38,7 @@ ReadSpec = Callable[[str], ModelSpec]  # of a model by name, as MODEL of the com
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """What was decided, None for off, and why. `draft` is the model that guesses, if it is one."""
+    """What was decided, None for off, and why. `draft` is the model that drafts, if it is one."""
 
     asked: AskedGuesses | None
     because: str
@@ -66,6 +68,8 @@ class Guessing:
         """What it takes on the device, beside the model `spec`."""
         if self.asked is None:
             return DraftMemory(())
+        if self.draft is not None and self.asked.line.is_head:
+            return draft_head(spec, self.draft, setting)
         if self.draft is not None:
             weights = STORED if is_stored(self.draft) else "plain"
             return draft_model(spec, self.draft, replace(setting, weight_format=weights))
@@ -91,7 +95,7 @@ def decide_guessing(
     why_not: str | None,
     read_draft: ReadSpec | None,
 ) -> Guessing:
-    """`why_not` is the first reason against guesses in this engine: with `auto` they are off then,
+    """`why_not` is the first reason against drafts in this engine: with `auto` they are off then,
     and what was asked for is a ConfigError."""
     if config.speculate != "auto":
         return _as_asked(config.speculate, spec, why_not, read_draft)
@@ -114,7 +118,7 @@ def num_token_rows(max_rows: int) -> int:
 
 
 def known_draft(model_path: str) -> str | None:
-    """The name of the bundled model that guesses for the model in this folder."""
+    """The name of the bundled model that drafts for the model in this folder."""
     here = Path(model_path)
     for name, draft in KNOWN_DRAFTS.items():
         if here.name == name and here.resolve().parent == Path(demo.__file__).resolve().parent:
@@ -125,7 +129,7 @@ def known_draft(model_path: str) -> str | None:
 def why_no_guesses(
     config: EngineConfig, spec: ModelSpec, kind: str, dtype: str, captured: int
 ) -> str | None:
-    """What of this engine does not go with guesses, and the way out. `captured` as resolved."""
+    """What of this engine does not go with drafts, and the way out. `captured` as resolved."""
     if config.deterministic:
         return (
             "guesses are checked several at once, which deterministic rules out; leave out one of "
@@ -176,6 +180,8 @@ def _as_asked(
             f"speculate {text!r}: the model has {spec.num_layers} layers; guess with fewer, at most"
             f" {spec.num_layers - 1}"
         )
+    if asked.line.is_head:
+        draft = head_spec(spec)
     if wanted == MODEL and read_draft is not None:
         draft = read_draft(asked.argument)
         draft_groups(kv_groups(spec), draft)  # raises

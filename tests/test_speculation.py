@@ -1,6 +1,6 @@
-"""Guessing changes how long an answer takes, and nothing else: through `LLM`, with real models.
+"""Drafting changes how long an answer takes, and nothing else: through `LLM`, with real models.
 
-Greedy answers are compared with those of an engine that does not guess. Two different orders of
+Greedy answers are compared with those of an engine that does not draft. Two different orders of
 the same sums may tell two nearly equal logits apart differently: where answers part, the gap there
 must be one that rounding explains.
 """
@@ -112,7 +112,7 @@ def test_greedy_answers_are_the_same(speculate: str) -> None:
 
 @cache
 def bfloat16_answers(speculate: str) -> list[list[int]]:
-    """One request at a time: the rows of a step are then those of its guesses."""
+    """One request at a time: the rows of a step are then those of its drafts."""
     sampling = [
         SamplingParams(temperature=0.8, seed=i, max_tokens=40)
         if i % 2 else SamplingParams(temperature=0.0, max_tokens=40)
@@ -200,8 +200,8 @@ def test_several_answers_penalties_and_stops() -> None:
 
 @captures
 def test_the_pair_accepts_what_was_expected(shared: Path) -> None:
-    """The reference began to guess behind the prompt's last token and here behind the first token
-    of the answer, so that its steps lie otherwise: two guesses more or less of a run."""
+    """The reference began to draft behind the prompt's last token and here behind the first token
+    of the answer, so that its steps lie otherwise: two drafts more or less of a run."""
     models = shared / "models"
     runs = json.loads((models / "babyllama-char105-partner" / "pair_expected.json").read_text())
     for target in ("babyllama-char105", "babyllama-char105-partner"):

@@ -8,8 +8,9 @@ DeepSeek-V3 (`model.layers.N.eh_proj`) and that of MiMo (`model.mtp_layers.0.inp
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
 from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
 from ridgeline.errors import ConfigError
@@ -100,6 +101,16 @@ def read_mtp(target: ModelSpec, names: Collection[str], module: int = 0) -> MTPS
     if lacking := sorted(wanted.difference(names)):
         raise ConfigError(f"the MTP module lacks {lacking[0]!r}, and {len(lacking) - 1} more")
     return MTPSpec(layout, model, roles)
+
+
+def mtp_tensors(target: ModelSpec, names: Collection[str]) -> Iterator[str]:
+    """Those of MTP modules, of all that there are, whether a module is asked for or not."""
+    for layout in LAYOUTS:
+        for module in count():
+            stem = _stem(layout, target, module)
+            if f"{stem}{layout.projection}.weight" not in names:
+                break
+            yield from (name for name in names if name.startswith(stem))
 
 
 def _layout(target: ModelSpec, names: Collection[str], module: int) -> MTPLayout:

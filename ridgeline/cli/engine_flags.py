@@ -48,7 +48,8 @@ HELP = {
     "else is in a step; slower, CUDA only",
     "speculate": "draft the next tokens and verify all of them in one step: the same answers, "
     "sooner while few are served. auto: the draft of a bundled model; off; ngram and suffix: what "
-    "followed the same words before; draft:MODEL: a smaller model with the same tokens; early:N: "
+    "followed the same words before; draft:MODEL: a smaller model with the same tokens; "
+    "eagle3:FOLDER: an EAGLE-3 head of the model; mtp: the model's own MTP module; early:N: "
     "the model's own first N layers. A number at the end (ngram:4) fixes how many are drafted, "
     "else as many as pay",
     "attention_backend": "the kernels of attention",

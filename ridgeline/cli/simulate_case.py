@@ -20,7 +20,6 @@ from ridgeline.cost.pace import Load, Pace, decode_shape, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import DraftSteps
 from ridgeline.cost.steady import seats, token_budget
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number
@@ -43,6 +42,7 @@ from ridgeline.simulator.workload import (
     mean_rate,
     rearranged,
 )
+from ridgeline.speculation.price import DraftSteps
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = fixed(512), fixed(128)
 SWEEP_BATCHES = 5  # a saturated run of a sweep fills the largest batch about so many times

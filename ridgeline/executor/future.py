@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.errors import EngineFault
-from ridgeline.executor.guess_graphs import BEFORE_IDS
+from ridgeline.executor.draft_graphs import BEFORE_IDS
 from ridgeline.executor.prompt_logprobs import PromptLogprobs
 from ridgeline.executor.transfer import Mark
 from ridgeline.formats import MAX_GUESSES
@@ -32,7 +32,7 @@ class SampledLogprobs:
 
 @dataclass(slots=True)
 class Answers:
-    """Of a step of an engine that guesses: what `kernels.guesses.accept` says of each row, and how
+    """Of a step of an engine that guesses: what `kernels.drafts.accept` says of each row, and how
     many guesses lie behind its tokens now; numbers where they are on the host already. `limits`:
     how many of its guesses counted. `always`: there are as many as are wanted."""
 

@@ -29,10 +29,10 @@ from ridgeline.executor.batch import (
 )
 from ridgeline.executor.decode_graphs import DecodeGraphs
 from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.draft_batch import DraftBatch
+from ridgeline.executor.draft_graphs import BEFORE_IDS
+from ridgeline.executor.drafter import Drafting, DraftRunner, repeated
 from ridgeline.executor.future import Answers, Failed, Pending, SampledLogprobs
-from ridgeline.executor.guess_batch import GuessBatch
-from ridgeline.executor.guess_graphs import BEFORE_IDS
-from ridgeline.executor.guesser import Drafting, Guesser, repeated
 from ridgeline.executor.mixed_graphs import MixedGraphs, MixedStep
 from ridgeline.executor.prompt_logprobs import (
     CHUNK_BYTES,
@@ -133,17 +133,17 @@ class LocalExecutor:
             self._transfer,
             self._graphs.buckets if self._graphs else (),
         )
-        self._guesser: Guesser | None = None
+        self._drafter: DraftRunner | None = None
         if drafting is not None:
             check(max_captured_rows > 0 and not deterministic, "guesses need captured steps")
-            self._guesser = Guesser(
+            self._drafter = DraftRunner(
                 *shared,
                 method=drafting.method,
                 max_rows=max_captured_rows,
                 max_tokens=drafting.max_checked_tokens,
                 block_size=block_size,
             )
-            self._builder = self._guesser.builder
+            self._builder = self._drafter.builder
         most = max(1, logits_chunk_bytes // (4 * vocab_size))
         self._max_logit_rows = 1 if deterministic else most
         self._lost: set[str] = set()
@@ -172,19 +172,19 @@ class LocalExecutor:
         return self._mixed
 
     @property
-    def guesser(self) -> Guesser | None:
-        return self._guesser
+    def drafter(self) -> DraftRunner | None:
+        return self._drafter
 
     @property
     def most_captured_rows(self) -> int:
         """Of a decode step; 0: none is captured."""
-        every = self._graphs, None if self._guesser is None else self._guesser.graphs
+        every = self._graphs, None if self._drafter is None else self._drafter.graphs
         return max((graphs.buckets[-1] for graphs in every if graphs is not None), default=0)
 
     @property
     def num_captured_steps(self) -> int:
         """Decodes, and others."""
-        guessed = None if self._guesser is None else self._guesser.graphs
+        guessed = None if self._drafter is None else self._drafter.graphs
         every = self._graphs, self._mixed, guessed
         return sum(graphs.num_steps for graphs in every if graphs is not None)
 
@@ -205,7 +205,7 @@ class LocalExecutor:
         step = self._build(plan)
         if isinstance(step, CapturedBatch):
             return self._replay(plan, step)
-        if isinstance(step, GuessBatch):
+        if isinstance(step, DraftBatch):
             return self._guess(plan, step)
         hidden_TE = self._forward(step.forward)
         sampling = self._builder.sampling(step)
@@ -215,19 +215,27 @@ class LocalExecutor:
                 step, hidden_TE, self._decoder, self._transfer, self._max_logit_rows
             )
         if sampling is None:
+            self._take_states()
             return self._pending(plan, [], None, prompt)
         places = sampling.places_R
         hidden_RE = hidden_TE if places is None else hidden_TE.index_select(0, places)
         answer = self._sample(sampling, self._decoder.logits(hidden_RE))
+        self._take_states()
         return self._pending(plan, sampling.kept.request_ids, answer, prompt)
+
+    def _take_states(self) -> None:
+        if self._drafter is not None:
+            self._drafter.take_states()
 
     def _forward(self, step: ForwardBatch | MixedStep) -> torch.Tensor:
         """Hidden states of the step's tokens, [T, E], or of those that are wanted; the next step
         may overwrite them."""
         if isinstance(step, ForwardBatch):
             return self._decoder.forward(step, self._kv)
-        if self._guesser is not None:
-            self._guesser.follow(step)
+        if self._drafter is not None:
+            if self._drafter.method.taps:
+                return self._drafter.forward(step)
+            self._drafter.follow(step)
         hidden_TE = None if self._mixed is None else self._mixed.run(step)
         if hidden_TE is None:
             hidden_TE = self._decoder.forward(self._builder.send(step), self._kv)
@@ -254,11 +262,11 @@ class LocalExecutor:
         answer = self._transfer.fetch(ids_R, is_kept=False), logprobs
         return self._pending(plan, kept.request_ids, answer, None)
 
-    def _guess(self, plan: StepPlan, batch: GuessBatch) -> StepFuture:
+    def _guess(self, plan: StepPlan, batch: DraftBatch) -> StepFuture:
         """A captured step with guesses, or of an engine that guesses."""
-        if (guesser := self._guesser) is None:
+        if (drafter := self._drafter) is None:
             raise InternalError("guesses of an engine without them")
-        answer_RY, checked = guesser.run(batch)
+        answer_RY, checked = drafter.run(batch)
         kept, logprobs = batch.rows.kept, None
         if (wanted := kept.batch.logprobs) is not None:
             num_new = batch.step.num_guesses + 1
@@ -266,13 +274,13 @@ class LocalExecutor:
             there = self._logprobs(checked.logits_TV, ids_T, repeated(wanted, num_new))
             fetched = fetch_logprobs(there, self._transfer)
             logprobs = SampledLogprobs(wanted.rows, wanted.top_ks, fetched)
-        answers = guesser.answers(answer_RY, batch.limits)
+        answers = drafter.answers(answer_RY, batch.limits)
         return self._pending(plan, kept.request_ids, (answers, logprobs), None)
 
-    def _build(self, plan: StepPlan) -> StepBatch | CapturedBatch | GuessBatch:
+    def _build(self, plan: StepPlan) -> StepBatch | CapturedBatch | DraftBatch:
         try:
-            if self._guesser is not None:
-                return self._guesser.builder.build_step(plan)
+            if self._drafter is not None:
+                return self._drafter.builder.build_step(plan)
             return self._builder.build(plan.scheduled)
         except RowMissing as missing:
             check(missing.args[0] in self._lost, "no row", request=missing.args[0])
@@ -295,8 +303,8 @@ class LocalExecutor:
     def _copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         ids = self._transfer.send(np.array([sources, targets], np.int64))
         self._kv.copy_blocks(ids[0], ids[1])
-        if self._guesser is not None:
-            self._guesser.method.copy_blocks(ids[0], ids[1])
+        if self._drafter is not None:
+            self._drafter.method.copy_blocks(ids[0], ids[1])
 
     def _sample(self, sampling: SamplingStep, logits_RV: torch.Tensor) -> Answered:
         """Tokens of the rows that are due, -1 where logits were not finite; the rows remember
@@ -313,9 +321,9 @@ class LocalExecutor:
         logprobs = None
         if (wanted := kept.batch.logprobs) is not None:
             logprobs = self._fetch_logprobs(logits_RV, ids_R, wanted)
-        if self._guesser is not None:
-            answer_RY = self._guesser.graphs.add(kept.slots_R, ids_R, sampled.is_sound_R)
-            return self._guesser.answers(answer_RY, [0] * len(ids_R)), logprobs
+        if self._drafter is not None:
+            answer_RY = self._drafter.graphs.add(kept.slots_R, ids_R, sampled.is_sound_R)
+            return self._drafter.answers(answer_RY, [0] * len(ids_R)), logprobs
         return self._transfer.fetch(ids_R.where(sampled.is_sound_R, -1)), logprobs
 
     def _fetch_logprobs(
@@ -339,7 +347,7 @@ class LocalExecutor:
         prompt: PromptLogprobs | None,
     ) -> Pending:
         token_ids, logprobs = (None, None) if answer is None else answer
-        landed = None if self._guesser is None else self._guesser.flying(plan)
+        landed = None if self._drafter is None else self._drafter.flying(plan)
         return Pending(
             names,
             token_ids,

@@ -18,7 +18,7 @@ import torch
 
 from ridgeline.clock import WallClock
 from ridgeline.executor.decode_graphs import Sampling
-from ridgeline.executor.guess_graphs import Check, GuessGraphs
+from ridgeline.executor.draft_graphs import Check, DraftGraphs
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.mixed_graphs import DECODE_BUCKETS
 from ridgeline.log import say
@@ -95,8 +95,8 @@ def foreseen(
         if num_tokens <= longest:
             yield partial(_read_prompt, executor, num_tokens)
     graphs, mixed = executor.decode_graphs, executor.mixed_graphs
-    if executor.guesser is not None:
-        yield from _checks(executor.guesser.graphs, guesses)
+    if executor.drafter is not None:
+        yield from _checks(executor.drafter.graphs, guesses)
     if graphs is not None:
         for bucket in reversed(graphs.buckets):
             yield partial(graphs.prepare, bucket, Sampling.GREEDY)
@@ -113,7 +113,7 @@ def foreseen(
             yield partial(graphs.prepare, bucket, Sampling.TEMPERATURES)
 
 
-def _checks(graphs: GuessGraphs, guesses: Sequence[int]) -> Iterator[Callable[[], object]]:
+def _checks(graphs: DraftGraphs, guesses: Sequence[int]) -> Iterator[Callable[[], object]]:
     """Of an engine that guesses: steps without guesses first; of those with, of few rows, where
     they pay."""
     for bucket in reversed(graphs.buckets):

@@ -1,5 +1,5 @@
-"""Which tokens has each row, and which are guessed to come next? On the device, where steps with
-guesses find out how far they got.
+"""Which tokens has each row, and which are drafted to come next? On the device, where steps with
+drafts find out how far they got.
 
 Letters: N rows there is room for, L tokens of the longest.
 """
@@ -15,9 +15,9 @@ PADDING_LENGTH = 2  # of row 0, which is nobody's: what is made of it is never l
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """`tokens_NL` (int32): a row's tokens, then its guesses, then anything. `lens_N` (int64): how
+    """`tokens_NL` (int32): a row's tokens, then its drafts, then anything. `lens_N` (int64): how
     many tokens it has; the newest, whose keys and values are not computed yet, is the last of
-    them. `found_N` (int64): how many guesses lie behind them."""
+    them. `found_N` (int64): how many drafts lie behind them."""
 
     tokens_NL: torch.Tensor
     lens_N: torch.Tensor

@@ -84,7 +84,7 @@ def _minus_uniforms(
     return high.float().add_(0.5).mul_(-_TWO_POW_MINUS_32).clamp_(min=-_BELOW_ONE)
 
 
-def guess_keys(keys_R: Keys, is_seeded_R: Keys) -> Keys:
+def draft_keys(keys_R: Keys, is_seeded_R: Keys) -> Keys:
     """The keys (int64) that a draft draws its guesses with.
 
     A seeded row's guesses (`is_seeded_R`, bool) are compared with the token that its own noise

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline.architectures.mtp_head import mtp_tensors
 from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored import FLOATS, ZERO, Raw, Stored, raw_name, tensors_of
@@ -79,6 +80,7 @@ def _check_stored(checkpoint: Checkpoint, spec: ModelSpec, folder: Path) -> None
         for raw in tensors_of(matrix.stored):
             if raw.is_any and (name := raw_name(matrix.name, raw)) in names:
                 optional[name] = checkpoint.shape(name)
+    optional |= {name: checkpoint.shape(name) for name in mtp_tensors(spec, names)}
     check_tensors(checkpoint, expected, folder, optional=optional)
     for matrix in matrices:
         for raw in tensors_of(matrix.stored):

@@ -14,9 +14,9 @@ from ridgeline.measure.stopwatch import typical
 from ridgeline.observe.pricing import Pricing, StepPrice
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.step import StepPlan, StepResult
 
 BLOCK_SIZE = 16
@@ -88,12 +88,12 @@ def guess_seconds() -> tuple[float, float]:
 
 def _guessing_engine(num_guesses: int | None, num_out: int) -> Engine:
     """With one request in the middle of its answer; `num_guesses` None: they are chosen."""
-    chooser = GuessChooser(
+    chooser = DraftLengthController(
         _Prices(),
         acceptance=0.9,
-        max_guesses=NUM_GUESSES,
-        max_checked_tokens=MAX_GUESSES + 1,
-        num_guesses=num_guesses,
+        max_drafts=NUM_GUESSES,
+        max_verified_tokens=MAX_GUESSES + 1,
+        num_drafts=num_guesses,
         looks_ahead=True,
     )
     context = 2 * BLOCK_SIZE

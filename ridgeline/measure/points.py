@@ -11,7 +11,6 @@ import torch
 
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import HostConstants
-from ridgeline.cost.drafters import first_layers
 from ridgeline.cost.fit import ALONE, CHECKS, Point
 from ridgeline.cost.layout import ONE_DEVICE
 from ridgeline.cost.manner import Footprint, is_captured, most_tokens_of, own_of, still_there
@@ -42,6 +41,7 @@ from ridgeline.measure.steps import (
     step_bench,
 )
 from ridgeline.measure.stopwatch import Stopwatch, open_device_timer, typical
+from ridgeline.speculation.price import first_layers
 from ridgeline.step import StepShape
 
 Progress = Callable[[str, int, int], None]  # (stage, done, of how many)

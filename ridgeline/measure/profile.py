@@ -26,12 +26,12 @@ from ridgeline.build import Built
 from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.roofline import OpCost, StepCost, step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import Drafter, DraftSteps
 from ridgeline.costing import asked_guesses
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.kernels.cpu.recorder import watched
 from ridgeline.observe.evidence import engine_drafter
 from ridgeline.request import Request, RequestOutput, SamplingParams
+from ridgeline.speculation.price import Drafter, DraftSteps
 from ridgeline.step import StepPlan, StepRecord, StepShape
 
 Phase = Literal["decode", "prefill"]

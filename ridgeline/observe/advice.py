@@ -16,12 +16,12 @@ from ridgeline.cost.captured import MAX_ROWS
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import IndependentAcceptance, Lookup, Speculation
 from ridgeline.figures import number
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.observe.accounts import Parts
 from ridgeline.observe.evidence import Evidence, RecentStep
 from ridgeline.observe.meter import Meter
+from ridgeline.speculation.price import DraftPrices, HostLookup, expected_curve
 from ridgeline.step import StepShape
 
 LEAST_GAIN = 1.01  # smaller ones are noise
@@ -226,18 +226,18 @@ class _Advisor:
         yield Change("prefix cache", gain, "leave out --no-prefix-caching", because)
 
     def _speculation(self) -> Iterator[Change]:
-        """Guesses copied from earlier text; they cost no device time of their own."""
+        """Draft tokens copied from earlier text; they cost no device time of their own."""
         if self.header.num_drafts or not self.decodes:
             return
         batch = round(median(len(step.shape) for step in self.decodes))
         context = round(median(before for step in self.decodes for _, before in step.shape))
-        speculation = Speculation(self.pricer, Lookup(), IndependentAcceptance(ASSUMED_ACCEPTANCE))
-        best = speculation.best(batch, context)
+        prices = DraftPrices(self.pricer, HostLookup())
+        num_drafts, speedup = prices.best(batch, context, expected_curve(ASSUMED_ACCEPTANCE))
         old = sum(step.seconds + step.host_s for step in self.evidence.recent)
         decoding = sum(step.seconds for step in self.decodes)
-        gain = old / (old - decoding * (1 - 1 / best.speedup))
+        gain = old / (old - decoding * (1 - 1 / speedup))
         because = (
-            f"{best.num_drafts} guesses a step at batch {batch}, if each is right with probability "
+            f"{num_drafts} draft tokens a step at batch {batch}, if each is accepted with chance "
             f"{ASSUMED_ACCEPTANCE:g} (assumed)"
         )
         is_served = self.setup.precision.dtype == "bfloat16" or self.setup.device.kind == "gpu"

@@ -9,19 +9,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ridgeline.architectures import read_spec
-from ridgeline.cost.drafters import drafter_of
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import Drafter
 from ridgeline.formats import MODEL, read_speculate
 from ridgeline.observe.accounts import Account, Accounts, Parts
 from ridgeline.observe.cpu_time import CpuTime, CpuTimes
 from ridgeline.observe.event_log import Added, EngineHeader, Event, EventLog
-from ridgeline.observe.guesses import GuessTotals
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import PricedStep, Pricing, Regime, Totals
 from ridgeline.observe.receipts import Receipts
 from ridgeline.observe.setup_record import read_setup
+from ridgeline.speculation.price import Drafter, drafter_of
+from ridgeline.speculation.report import DraftTotals
 from ridgeline.step import StepShape
 
 NUM_RECENT = 64  # steps that are kept whole
@@ -61,7 +60,7 @@ class Evidence:
         header = dict(record["header"])
         totals = dict(record["totals"])
         regimes = {name: Regime(**values) for name, values in totals.pop("regimes").items()}
-        guesses = GuessTotals(**totals.pop("guesses", {}))
+        guesses = DraftTotals(**totals.pop("guesses", {}))
         return cls(
             header=EngineHeader(**(header | {"windows": tuple(header["windows"])})),
             now=record["now"],

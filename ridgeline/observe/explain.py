@@ -16,11 +16,11 @@ from ridgeline.observe.accounts import PARTS, Account, Parts
 from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes, findings
 from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.evidence import Evidence
-from ridgeline.observe.guesses import GuessReport
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Regime
 from ridgeline.observe.readout import guesses_between
 from ridgeline.observe.setup_record import read_setup
+from ridgeline.speculation.report import DraftReport
 
 FLOOR_SEGMENTS = 8  # of a decode, within which time per token is taken as a straight line
 NOTHING = "nothing has run yet"
@@ -90,7 +90,7 @@ class Server:
     bound_s: dict[str, float]  # expected seconds of recent steps by what binds their operators
     binds: str
     unexplained_share: float = 0.0  # of all steps' and the host's time, whichever way it is off
-    guesses: GuessReport | None = None
+    guesses: DraftReport | None = None
     is_assumed_device: bool = False  # so are shares of its bandwidth and peak
     cpu: CpuTime | None = None
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ridgeline.errors import RequestFault
-from ridgeline.observe.guesses import GuessTotals
 from ridgeline.request import Request, RequestOutput, record
 from ridgeline.scheduler.policies.check_prices import CheckPrices, alike
+from ridgeline.speculation.report import DraftTotals
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "verify", "prefill", "mixed")
@@ -105,7 +105,7 @@ class Totals:
     num_rows: int = 0
     num_padded_rows: int = 0  # computed because a captured graph is larger than its batch
     regimes: dict[str, Regime] = field(default_factory=lambda: {r: Regime() for r in REGIMES})
-    guesses: GuessTotals = field(default_factory=GuessTotals)
+    guesses: DraftTotals = field(default_factory=DraftTotals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 
 from ridgeline.figures import percent, scaled, seconds
-from ridgeline.observe.guesses import GuessReport, guess_report
 from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Totals
+from ridgeline.speculation.report import DraftReport, draft_report
 
 NOT_CALIBRATED = "not calibrated: ridgeline calibrate"
 REGIME_WORDS = {"prefill": "prompt"}  # where another word says it better
@@ -36,7 +36,7 @@ class ReadOut:
     origin: str
     device: str
     note: str = ""
-    guesses: GuessReport | None = None
+    guesses: DraftReport | None = None
     num_by_regime: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     bytes: float = 0.0
@@ -132,11 +132,11 @@ def read_out(what: str, meter: Meter, after: Totals, before: Totals | None = Non
     )
 
 
-def guesses_between(after: Totals, before: Totals | None = None) -> GuessReport | None:
+def guesses_between(after: Totals, before: Totals | None = None) -> DraftReport | None:
     """What guesses brought between two snapshots, or in all; None where there were none."""
     start = before or Totals()
     plain, plain_before = after.regimes["decode"], start.regimes["decode"]
-    return guess_report(
+    return draft_report(
         after.guesses.since(start.guesses),
         plain.num_steps - plain_before.num_steps,
         plain.measured_s - plain_before.measured_s,

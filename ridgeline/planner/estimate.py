@@ -14,9 +14,9 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.ways_to_fit import Limits
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.planner.drafting import Drafting, drafting
 from ridgeline.planner.question import GRID, MAX_LOAD, Candidate, Grid, Hardware, Question
 from ridgeline.scheduler.block_manager import blocks_needed
+from ridgeline.speculation.price import PlannedDrafting, planned_drafting
 from ridgeline.step import StepPricer
 
 BLOCK_SIZE = 16
@@ -50,9 +50,9 @@ class Priced:
         self.hardware = hardware
         self.setup: Setup = hardware.setup(question.spec)
         self.target = Pricer(self.setup)
-        self.drafts: Drafting | None = None
+        self.drafts: PlannedDrafting | None = None
         if hardware.num_drafts:
-            self.drafts = drafting(self.setup, self.target, hardware.num_drafts)
+            self.drafts = planned_drafting(self.setup, self.target, hardware.num_drafts)
         self.windows = tuple(group.window for group in kv_groups(question.spec))
         whole = question.num_input + question.num_output
         self.blocks_each = blocks_needed(whole, BLOCK_SIZE, self.windows, CHUNK)

@@ -34,7 +34,7 @@ SHORT_LINE = 4  # prompts that may wait before steps grow for their sake
 
 
 class GuessPlanner(Protocol):
-    """How many guesses are checked; `ridgeline.scheduler.guessing.GuessChooser` is one."""
+    """How many guesses are checked; `speculation.controller.DraftLengthController` is one."""
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         """For each of these rows, if it has so many."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from ridgeline.clock import Clock
-from ridgeline.observe.guesses import GuessTotals
 from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.steps import StepCounters
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.server.wire import Gauges, GuessCosts, RegimeTime, StepCosts
+from ridgeline.speculation.report import DraftTotals
 
 MEMORY_PERIOD_S = 1.0  # asking a device for its free memory can cost more than a step
 
@@ -81,7 +81,7 @@ def _costs(pricing: Pricing) -> StepCosts:
     )
 
 
-def _guesses(totals: GuessTotals) -> GuessCosts:
+def _guesses(totals: DraftTotals) -> GuessCosts:
     return GuessCosts(
         totals.num_steps,
         totals.num_rows,

@@ -146,7 +146,7 @@ class RegimeTime(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class GuessCosts(msgspec.Struct, array_like=True, frozen=True):
-    """Sums over steps that checked guesses, as `observe.guesses.GuessTotals` has them."""
+    """Sums over steps that checked guesses, as `speculation.report.DraftTotals` has them."""
 
     num_steps: int = 0
     num_rows: int = 0

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.captured import MAX_CHECKED_TOKENS
-from ridgeline.cost.speculation import Drafter, Target
 from ridgeline.errors import ConfigError
+from ridgeline.speculation.price import Drafter, Target
 from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
 
 

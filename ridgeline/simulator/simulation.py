@@ -17,13 +17,11 @@ from typing import Protocol
 
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import Setup
-from ridgeline.cost.speculation import Free, GuessPrices, Target
 from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.request import Request, SamplingParams
 from ridgeline.router.views import RequestView
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.guessing import GuessChooser
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.scheduler import Scheduler
@@ -33,6 +31,8 @@ from ridgeline.simulator.options import Machine, Options, limits_of, machine_of,
 from ridgeline.simulator.replica import Job, Replica
 from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary, summarize
 from ridgeline.simulator.workload import FRESH_TOKEN, Arrival
+from ridgeline.speculation.controller import DraftLengthController
+from ridgeline.speculation.price import Drafter, DraftPrices, Target
 from ridgeline.step import Journal, StepPricer
 
 __all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
@@ -287,15 +287,15 @@ class Simulation:
         return Replica(number, engine, self._jobs, is_static=options.static_batching)
 
 
-def _chooser(speculation: Speculation | None, pricer: StepPricer) -> GuessChooser | None:
+def _chooser(speculation: Speculation | None, pricer: StepPricer) -> DraftLengthController | None:
     """As the engine has it, but that nothing is measured: steps take their price."""
     if speculation is None or not speculation.is_chosen:
         return None
     if not isinstance(pricer, Target):
         raise ConfigError("as many guesses as pay: that needs a machine with prices of its steps")
-    return GuessChooser(
-        GuessPrices(pricer, speculation.drafter or Free()),
+    return DraftLengthController(
+        DraftPrices(pricer, speculation.drafter or Drafter()),
         acceptance=DRAFT_METHODS["draft"].acceptance,
-        max_guesses=speculation.num_drafts,
-        max_checked_tokens=speculation.max_checked_tokens,
+        max_drafts=speculation.num_drafts,
+        max_verified_tokens=speculation.max_checked_tokens,
     )

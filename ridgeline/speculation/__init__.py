@@ -1,1 +1,1 @@
-"""How are the next tokens guessed, and how are guesses checked? One file per draft method."""
+"""How are the next tokens drafted, and how are drafts checked? One file per draft method."""

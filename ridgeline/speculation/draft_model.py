@@ -2,7 +2,7 @@
 
 Each block of the target's tables has room for the draft's keys and values too, so that the draft
 needs no tables, no pool and no prefix cache of its own; a request that finds a prompt cached finds
-it cached for both. After a full acceptance the draft has not seen its own last guess, therefore its
+it cached for both. After a full acceptance the draft has not seen its own last draft, therefore its
 first pass is of each row's two newest tokens.
 """
 
@@ -15,23 +15,22 @@ from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 from ridgeline.speculation.passes import ModelPasses
 
 UNSEEN = 2  # tokens at the end of a row that the draft has not computed, at most
 
 
-class DraftModel:
+class DraftModel(DraftMethod):
     """A DraftMethod. `kv` is the draft's, over the target's block ids; `vocab_size` the target's,
     and that of the logits that `guess` returns: ids that the draft has not are at minus infinity.
 
     A block that a request filled with a fully accepted step and then ended may lack the draft's
-    keys of its last token (they are then older numbers): who finds it cached gets worse guesses for
+    keys of its last token (they are then older numbers): who finds it cached gets worse drafts for
     a while, and the same tokens.
     """
 
     name = "draft"
-    looks_ahead = False
     needs_tokens = True
 
     def __init__(
@@ -44,7 +43,7 @@ class DraftModel:
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
-        """Steps of up to `max_rows` rows; with draws, of rows * guesses <= `max_logit_rows`."""
+        """Steps of up to `max_rows` rows; with draws, of rows * drafts <= `max_logit_rows`."""
         check(
             decoder.num_token_ids >= vocab_size,
             "the draft can look up all ids of the target",
@@ -62,11 +61,8 @@ class DraftModel:
             longest=UNSEEN,
         )
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
         return self._passes.guess(step, num_guesses, begin=UNSEEN)
-
-    def look_ahead(self, step: GuessStep) -> None:
-        """Guesses are made by the step that checks them."""
 
     def follow(self, batch: ForwardBatch) -> None:
         self.decoder.fill(batch, self.kv)

@@ -2,12 +2,11 @@
 
 At each position it is given what the target made of the tokens up to there (its states before
 three layers, low, middle and high) and the token that came out of it, and says the token after
-that. Its own state stands in for the target's when it goes on to guess. Its output matrix has the
+that. Its own state stands in for the target's when it goes on to draft. Its output matrix has the
 most frequent ids alone; `target_ids` tells which. Source: see `architectures.eagle3_head`.
 
-The head is read and computed here; no engine serves it yet.
 Letters: T tokens, R rows, E hidden of the head, X = 3 hidden states of the target side by side,
-D ids that the head can guess, V ids of the target.
+D ids that the head can draft, V ids of the target.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import TensorSource
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
 from ridgeline.speculation.head_layer import HeadLayer, load_parts
+from ridgeline.speculation.heads import DraftHead
 
 
 class PairAttention(Attention):
@@ -48,7 +48,7 @@ class PairAttention(Attention):
         self.out.add_to(hidden, out_THD.reshape(len(out_THD), self.q_size))
 
 
-class Eagle3Head:
+class Eagle3Head(DraftHead):
     """Make it, `load` it, then `fuse` states of the target, `forward` and `logits`."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Eagle3Head:
     ) -> None:
         """`names` as `eagle3_names` has them; `embedding` is the target's, which heads of another
         hidden size have one of their own for. ConfigError if such a head has none."""
-        self.spec, self._names = spec, names
+        self.spec, self._names, self.taps = spec, names, spec.taps
         dtype, self._format = embedding.dtype, weight_format.name
         self._layer = HeadLayer(
             spec.model,
@@ -153,10 +153,16 @@ class Eagle3Head:
         """The target's states before its layers `spec.taps`, side by side -> [T, E]."""
         return self._fc(tapped_TX)
 
+    def of_target(self, tapped_nTE: torch.Tensor) -> torch.Tensor:
+        return self.fuse(torch.cat(tuple(tapped_nTE), -1))
+
+    def draft_logits(self, states_BE: torch.Tensor) -> torch.Tensor:
+        return self.target_logits(states_BE)
+
     @torch.inference_mode()
     def forward(self, states_TE: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Its own states [T, E]; fills the cache. `states_TE` (overwritten) are fused ones, or its
-        own of the position before where it guesses on; tokens are those that came out there, so
+        own of the position before where it drafts on; tokens are those that came out there, so
         that token i stands one place behind position i."""
         embedded_TE = self._layer.input_norm(self._embedding.embed(batch.token_ids_T))
         normed_TE = self._hidden_norm(states_TE)
@@ -174,7 +180,7 @@ class Eagle3Head:
 
     @torch.inference_mode()
     def target_logits(self, states_RE: torch.Tensor) -> torch.Tensor:
-        """The same as the target counts, [R, V]: minus infinity for ids that it cannot guess."""
+        """The same as the target counts, [R, V]: minus infinity for ids that it cannot draft."""
         logits_RD = self.logits(states_RE)
         shape = len(states_RE), self.spec.num_target_ids
         whole_RV = torch.full(shape, -torch.inf, device=logits_RD.device)

@@ -1,6 +1,6 @@
-"""What would the model say if it stopped after its first layers? Guesses without another model.
+"""What would the model say if it stopped after its first layers? Drafts without another model.
 
-The first layers, the final norm and the output matrix guess; their keys and values go to the very
+The first layers, the final norm and the output matrix draft; their keys and values go to the very
 places of the target's cache where the check writes the same numbers a moment later, so nothing has
 to be kept or followed. Source of the idea: Zhang et al., "Draft & Verify: Lossless Large Language
 Model Acceleration via Self-Speculative Decoding", 2023 (who leave out other layers than the last).
@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import ConfigError
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 from ridgeline.speculation.passes import ModelPasses
 
 
-class EarlyLayers:
+class EarlyLayers(DraftMethod):
     """A DraftMethod over the target's own decoder and cache."""
 
     name = "early"
-    looks_ahead = False
-    needs_tokens = False
 
     def __init__(
         self,
@@ -35,7 +32,7 @@ class EarlyLayers:
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
-        """Steps of up to `max_rows` rows; with draws, of rows * guesses <= `max_logit_rows`.
+        """Steps of up to `max_rows` rows; with draws, of rows * drafts <= `max_logit_rows`.
         ConfigError if so many layers are none, or all."""
         if not 0 < num_layers < decoder.spec.num_layers:
             raise ConfigError(
@@ -52,17 +49,8 @@ class EarlyLayers:
             num_layers=num_layers,
         )
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
         return self._passes.guess(step, num_guesses)
-
-    def look_ahead(self, step: GuessStep) -> None:
-        """Guesses are made by the step that checks them."""
-
-    def follow(self, batch: ForwardBatch) -> None:
-        """The target's cache has it all."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """The target's blocks are copied by the target."""
 
     @property
     def num_bytes(self) -> int:

@@ -4,7 +4,6 @@ At each position it is given the target's state there and the token that came ou
 the token after that; then its own state stands in for the target's. Embedding and output matrix
 are the target's. Source: see `architectures.mtp_head`.
 
-The module is read and computed here; no engine serves it yet.
 Letters: T tokens, R rows, E hidden, V vocabulary.
 """
 
@@ -27,9 +26,10 @@ from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import TensorSource
 from ridgeline.quantization import WeightFormat
 from ridgeline.speculation.head_layer import HeadLayer, load_parts
+from ridgeline.speculation.heads import DraftHead
 
 
-class MTPHead:
+class MTPHead(DraftHead):
     """Make it, `load` it, then `forward` states of the target, and `logits`."""
 
     def __init__(
@@ -41,6 +41,7 @@ class MTPHead:
         weight_format: WeightFormat,
     ) -> None:
         self.spec, self._target = spec, target
+        self.taps = (target.spec.num_layers,)  # what comes out of the last one
         self._layer = HeadLayer(
             spec.model,
             spec.names,
@@ -81,14 +82,17 @@ class MTPHead:
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     @torch.inference_mode()
-    def of_target(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """What `forward` wants of the states that `Decoder.forward` gives."""
+    def of_target(self, tapped_nTE: torch.Tensor) -> torch.Tensor:
+        (hidden_TE,) = tapped_nTE
         return self._target.norm(hidden_TE) if self.spec.layout.takes_normed else hidden_TE
+
+    def draft_logits(self, states_BE: torch.Tensor) -> torch.Tensor:
+        return self.logits(states_BE)
 
     @torch.inference_mode()
     def forward(self, states_TE: torch.Tensor, batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         """Its own states [T, E]; fills the cache. `states_TE` are the target's, or its own of the
-        position before where it guesses on; tokens are those that came out there, so that token i
+        position before where it drafts on; tokens are those that came out there, so that token i
         stands one place behind position i."""
         layout = self.spec.layout
         token_TE = self._token_norm(self._target.embedding.embed(batch.token_ids_T))

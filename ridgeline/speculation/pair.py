@@ -1,4 +1,4 @@
-"""Can this draft guess for this model? Only if a token id means the same to both."""
+"""Can this draft draft for this model? Only if a token id means the same to both."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How does a model guess token after token for all rows of a step, without waiting for the host?
+"""How does a model draft token after token for all rows of a step, without waiting for the host?
 
 Each pass reads the rows' newest tokens from their history, as the pass before left them there.
-Letters: B rows of a step, k guesses of each, n tokens of a row in one pass, g KV groups, V ids of
+Letters: B rows of a step, k drafts of each, n tokens of a row in one pass, g KV groups, V ids of
 the target's vocabulary.
 """
 
@@ -11,13 +11,13 @@ import torch
 
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.errors import check
+from ridgeline.kernels.drafts import draft_inputs, first_inputs, put_drafts
 from ridgeline.kernels.draw_rows import draw_rows
-from ridgeline.kernels.guesses import first_inputs, guess_inputs, put_guesses
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftStep
 
 DRAW_CHUNK = 4096  # logits that one program of `draw_rows` reads
 
@@ -46,7 +46,7 @@ class ModelPasses:
             torch.arange(0, max_rows * n + 1, n, dtype=torch.int32, device=where)
             for n in range(1, longest + 1)
         )
-        # Ids that the model has not are never its guesses: their odds stay at zero.
+        # Ids that the model has not are never its drafts: their odds stay at zero.
         rows = max(max_rows, max_logit_rows)
         self._logits = torch.full((rows, vocab_size), -torch.inf, device=where)
         self._columns = min(vocab_size, decoder.spec.vocab_size)
@@ -60,7 +60,7 @@ class ModelPasses:
         held = (self._logits, room.partial_P, room.arrivals_A, *self._starts, *inputs)
         return sum(t.numel() * t.element_size() for t in held)
 
-    def guess(self, step: GuessStep, num_guesses: int, *, begin: int = 1) -> torch.Tensor | None:
+    def guess(self, step: DraftStep, num_guesses: int, *, begin: int = 1) -> torch.Tensor | None:
         """As `DraftMethod.guess`; the first pass is of the newest `begin` tokens of each row."""
         num, each = len(step.rows_B), 1 if step.draws is None else num_guesses
         check(num * each <= len(self._logits), "there is room for the logits", rows=num * each)
@@ -68,11 +68,11 @@ class ModelPasses:
         for index in range(num_guesses):
             out_BV = logits_BkV[:, index % each, : self._columns]
             ids_B = self._pass(step, index, begin if index == 0 else 1, out_BV)
-            put_guesses(ids_B, step.rows_B, step.history, index)
+            put_drafts(ids_B, step.rows_B, step.history, index)
         return None if step.draws is None else logits_BkV
 
     def _pass(
-        self, step: GuessStep, index: int, num_new: int, out_BV: torch.Tensor
+        self, step: DraftStep, index: int, num_new: int, out_BV: torch.Tensor
     ) -> torch.Tensor:
         inputs = self._read(self._inputs, step, num_new, index + 1 - num_new)
         layout = DecodeLayout(
@@ -93,9 +93,9 @@ class ModelPasses:
         positions_B = inputs.next_positions_B[: len(step.rows_B)]
         return draw_rows(logits_BV, positions_B, step.draws, workspace=self._workspace)[0]
 
-    def _read(self, into: StepInputs, step: GuessStep, num_new: int, first: int) -> StepInputs:
+    def _read(self, into: StepInputs, step: DraftStep, num_new: int, first: int) -> StepInputs:
         inputs = first_inputs(into, len(step.rows_B), num_new)
-        guess_inputs(
+        draft_inputs(
             step.rows_B,
             step.limits_B,
             step.history,

@@ -1,6 +1,6 @@
-"""What would speculation gain if guesses were right so often? For benchmarks alone.
+"""What would speculation gain if drafts were right so often? For benchmarks alone.
 
-Guesses cost nothing and are any tokens; whether one is right is a coin and not the model's word. So
+Drafts cost nothing and are any tokens; whether one is right is a coin and not the model's word. So
 what comes out is nobody's text, and no law holds for it: no command line offers this method.
 """
 
@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import ConfigError
-from ridgeline.kernels.guesses import put_guesses
+from ridgeline.kernels.drafts import put_drafts
 from ridgeline.kernels.noise import uniforms
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 
 
-class Synthetic:
-    """A DraftMethod whose guesses are right with probability `rate`, each for itself, if the
+class Synthetic(DraftMethod):
+    """A DraftMethod whose drafts are right with probability `rate`, each for itself, if the
     executor draws the ids of its steps with `synthetic_ids`."""
 
     name = "synthetic"
-    looks_ahead = False
-    needs_tokens = False
 
     def __init__(
         self, rate: float, *, max_guesses: int, max_rows: int, device: torch.device
@@ -33,20 +30,11 @@ class Synthetic:
         self.max_guesses = max_guesses
         self._ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
-        """What already lies behind a row's tokens is as good a guess as any; the last one is put
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
+        """What already lies behind a row's tokens is as good a draft as any; the last one is put
         there to say how many there are."""
-        put_guesses(self._ids[: len(step.rows_B)], step.rows_B, step.history, num_guesses - 1)
+        put_drafts(self._ids[: len(step.rows_B)], step.rows_B, step.history, num_guesses - 1)
         return None
-
-    def look_ahead(self, step: GuessStep) -> None:
-        """Guesses are made by the step that checks them."""
-
-    def follow(self, batch: ForwardBatch) -> None:
-        """Nothing is known of any token."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """There is no cache."""
 
     @property
     def num_bytes(self) -> int:
@@ -60,9 +48,9 @@ def synthetic_ids(
     positions_T: torch.Tensor,
     rate: float,
 ) -> torch.Tensor:
-    """The ids [T] of a step of synthetic guesses: with probability `rate` the guess, else another.
+    """The ids [T] of a step of synthetic drafts: with probability `rate` the draft, else another.
 
-    All are int64 [T]. `guesses_T` is the guess for the place of each id, -1 where there is none:
+    All are int64 [T]. `guesses_T` is the draft for the place of each id, -1 where there is none:
     then the id stays. `keys_T` and `positions_T` choose the coin, the same one every time; keys of
     different rows should differ. Nothing is waited for.
     """

@@ -1,13 +1,13 @@
 """Which token comes out at each position of a checked run, whatever the sampling parameters?
 
-A run is the newest token of a request and the guesses behind it; each of its positions is a row of
-logits, sampled as if all guesses before it were tokens of the answer. Guesses that were drawn from
-known odds are kept or replaced by the rule of `kernels.checked_rows`, in rows that are random and
-without a seed. All other rows get the very token that they would get without guesses: greedy and
-seeded ones, so that their answer does not depend on guesses at all; the last of a run; and rows
-whose guesses were chosen, not drawn. A chosen guess g has q(g) = 1, so the rule would keep it with
+A run is the newest token of a request and the drafts behind it; each of its positions is a row of
+logits, sampled as if all drafts before it were tokens of the answer. Drafts that were drawn from
+known odds are kept or replaced by the rule of `kernels.verified_rows`, in rows that are random and
+without a seed. All other rows get the very token that they would get without drafts: greedy and
+seeded ones, so that their answer does not depend on drafts at all; the last of a run; and rows
+whose drafts were chosen, not drawn. A chosen draft g has q(g) = 1, so the rule would keep it with
 probability p(g) and else draw from the other tokens: the draw from p does just that.
-Letters: R rows of logits, B requests, G those with guesses, k guesses of each, O rows that are
+Letters: R rows of logits, B requests, G those with drafts, k drafts of each, O rows that are
 checked by odds, C penalised rows, V vocabulary.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.checked_rows import odds_draw, scores_at
+from ridgeline.kernels.verified_rows import odds_draw, scores_at
 from ridgeline.sampling.batch import SamplingBatch, build_batch
 from ridgeline.sampling.parts import parts
 from ridgeline.sampling.penalties import PenaltyCounts, Upload
@@ -31,8 +31,8 @@ from ridgeline.sampling.sampler import Sampled, adjust, likely_scores, pick
 
 @dataclass(frozen=True, slots=True)
 class OddsRows:
-    """Rows whose guesses are checked by odds if they were drawn: the row (of R), the request's
-    place among those with guesses, and which of its guesses follows the row; all int64."""
+    """Rows whose drafts are checked by odds if they were drawn: the row (of R), the request's
+    place among those with drafts, and which of its drafts follows the row; all int64."""
 
     rows_O: torch.Tensor
     requests_O: torch.Tensor
@@ -41,7 +41,7 @@ class OddsRows:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """What stays the same while the same requests check so many guesses each. `batch` has a row
+    """What stays the same while the same requests check so many drafts each. `batch` has a row
     for each position, `firsts` are the requests' first rows and, last, how many rows there are."""
 
     batch: SamplingBatch
@@ -50,10 +50,10 @@ class RunRows:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedRun:
+class VerifiedRun:
     """One step's runs. `positions_R` (int64): where the new tokens will stand. `guesses_R` (int64):
-    the guess that follows each row, -1 where there is none; behind a run's last row it may be
-    anything. `guess_logits_GkV`: what the guesses were drawn from, at their rows' temperatures and
+    the draft that follows each row, -1 where there is none; behind a run's last row it may be
+    anything. `guess_logits_GkV`: what the drafts were drawn from, at their rows' temperatures and
     nothing else; None if they were chosen. `allowed_RV` (bool): see `sampler.sample`."""
 
     rows: RunRows
@@ -63,16 +63,16 @@ class CheckedRun:
     allowed_RV: torch.Tensor | None = None
 
 
-def is_checked_by_odds(row: SamplingRow) -> bool:
-    """Drawn guesses of this request are kept by their odds; else it gets the token that its own
-    noise draws, guessed or not."""
+def is_verified_by_odds(row: SamplingRow) -> bool:
+    """Drawn drafts of this request are kept by their odds; else it gets the token that its own
+    noise draws, drafted or not."""
     return bool(row.needs & Needs.RANDOM) and row.params.seed is None
 
 
 def build_run(
     rows: Sequence[SamplingRow], num_guesses: Sequence[int], vocab_size: int, upload: Upload
 ) -> RunRows:
-    """For these requests, in this order, with so many guesses each (0 or more). Never waits for
+    """For these requests, in this order, with so many drafts each (0 or more). Never waits for
     the device."""
     check(len(rows) == len(num_guesses), "guesses of each request", has=len(num_guesses))
     firsts = (0, *accumulate(num + 1 for num in num_guesses))
@@ -90,7 +90,7 @@ def _odds_rows(
 ) -> Iterator[tuple[int, int, int]]:
     place = 0
     for row, num, first in zip(rows, num_guesses, firsts, strict=False):
-        if is_checked_by_odds(row):
+        if is_verified_by_odds(row):
             yield from ((first + j, place, j) for j in range(num))
         place += num > 0
 
@@ -98,7 +98,7 @@ def _odds_rows(
 def _guesses_before(
     rows: Sequence[SamplingRow], num_guesses: Sequence[int], firsts: Sequence[int]
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[C, k]: rows whose guesses stand before each penalised row's position, -1 for none."""
+    """[C, k]: rows whose drafts stand before each penalised row's position, -1 for none."""
     most = max(num_guesses)
     return np.array(
         [
@@ -111,11 +111,11 @@ def _guesses_before(
     )
 
 
-def check_run(
-    logits_RV: torch.Tensor, run: CheckedRun, counts: PenaltyCounts | None = None
+def verify_run(
+    logits_RV: torch.Tensor, run: VerifiedRun, counts: PenaltyCounts | None = None
 ) -> Sampled:
     """The token of each row of `logits_RV` (float32) that comes out if its position is reached:
-    if each guess before it is the token that came out there.
+    if each draft before it is the token that came out there.
 
     `counts` is needed when a row has penalties; it is not changed. Never waits for a GPU.
     """
@@ -139,7 +139,7 @@ def check_run(
 
 def _check_by_odds(
     adjusted_RV: torch.Tensor,
-    run: CheckedRun,
+    run: VerifiedRun,
     guess_logits_GkV: torch.Tensor,
     odds: OddsRows,
     part: slice,

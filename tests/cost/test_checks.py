@@ -15,7 +15,6 @@ from ridgeline.cost.constants import (
     HostConstants,
     default_calibration,
 )
-from ridgeline.cost.drafters import drafter_of, guess_prices
 from ridgeline.cost.fit import Point, fit, predict
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.layout import ONE_DEVICE
@@ -32,9 +31,9 @@ from ridgeline.cost.precision import PLAIN, Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import combine, is_lone, step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import DraftSteps, GuessPrices
 from ridgeline.cost.totals import MOST_TOGETHER, step_totals
 from ridgeline.formats import AskedGuesses, read_speculate
+from ridgeline.speculation.price import Drafter, DraftPrices, DraftSteps, draft_prices, drafter_of
 from ridgeline.step import StepShape
 from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_8B
 
@@ -207,12 +206,12 @@ def test_a_draft_takes_as_long_as_its_passes(
 def test_guesses_and_their_check_are_one_step_of_the_host() -> None:
     idle = pricer(constants(host=replace(HOST, c0_s=1.0)))
     drafts = DraftSteps(Pricer(replace(idle.setup, spec=LLAMA_3_1B)), begin=2)
-    prices = GuessPrices(idle, drafts)
+    prices = DraftPrices(idle, drafts)
     assert drafts.seconds(2, 300, 4) < 0.1
     assert prices.seconds(2, 300, 4) == pytest.approx(1.0)  # all hidden behind the host
     assert prices.seconds(2, 300, 0) == pytest.approx(1.0)
-    busy = GuessPrices(pricer(), drafts)
-    total = busy.check_seconds(2, 300, 4) + drafts.seconds(2, 300, 4)
+    busy = DraftPrices(pricer(), drafts)
+    total = DraftPrices(pricer(), Drafter()).seconds(2, 300, 4) + drafts.seconds(2, 300, 4)
     assert busy.seconds(2, 300, 4) == pytest.approx(total)
 
 
@@ -224,19 +223,19 @@ def test_a_draft_model_catches_up_in_its_first_pass() -> None:
     later = draft.decode_seconds([400], 3)[1:]
     assert drafter.seconds(1, 400, 3) == pytest.approx(first + sum(later))
     assert drafter.seconds(1, 400, 0) == 0.0
-    whole = guess_prices(Pricer(setup), asked(), LLAMA_3_1B)
-    assert whole.seconds(1, 400, 3) > whole.check_seconds(1, 400, 3)
+    whole = draft_prices(Pricer(setup), asked(), LLAMA_3_1B)
+    assert whole.seconds(1, 400, 3) > replace(whole, drafter=Drafter()).seconds(1, 400, 3)
 
 
 def test_who_looks_guesses_up_does_so_in_every_step() -> None:
     looked_up = pricer(constants(host=replace(HOST, look_s=1e-3)))
-    prices = guess_prices(looked_up, AskedGuesses("ngram", "", None), None)
+    prices = draft_prices(looked_up, AskedGuesses("ngram", "", None), None)
     for k in (0, 4):
-        longer_s = prices.seconds(1, 400, k) - prices.check_seconds(1, 400, k)
+        longer_s = prices.seconds(1, 400, k) - replace(prices, drafter=Drafter()).seconds(1, 400, k)
         assert longer_s == pytest.approx(1e-3), k
-    assert prices.plain_seconds(1, 400) == prices.check_seconds(1, 400, 0)
-    others = guess_prices(looked_up, asked(), LLAMA_3_1B)
-    assert others.seconds(1, 400, 0) == others.check_seconds(1, 400, 0)
+    assert prices.plain_seconds(1, 400) == replace(prices, drafter=Drafter()).seconds(1, 400, 0)
+    others = draft_prices(looked_up, asked(), LLAMA_3_1B)
+    assert others.seconds(1, 400, 0) == replace(others, drafter=Drafter()).seconds(1, 400, 0)
 
 
 # ---------------------------------------------------------------------- what is found of it

@@ -19,7 +19,6 @@ from ridgeline.cost.constants import (
     StreamConstants,
     default_calibration,
 )
-from ridgeline.cost.drafters import first_layers
 from ridgeline.cost.fit import ALONE, Fit, Point, fit, predict
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.manner import Footprint
@@ -27,8 +26,8 @@ from ridgeline.cost.ops import Op, step_ops
 from ridgeline.cost.precision import PLAIN
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import DraftSteps
 from ridgeline.cost.totals import attention_kinds, step_totals
+from ridgeline.speculation.price import DraftSteps, first_layers
 from ridgeline.step import StepShape
 
 DEVICE = find_device("h200-sxm")

@@ -50,16 +50,6 @@ from ridgeline.cost.pace import Load, largest_batch, pace
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer, Setup
 from ridgeline.cost.roofline import op_cost, step_cost
-from ridgeline.cost.speculation import (
-    DraftSteps,
-    IndependentAcceptance,
-    Speculation,
-    best_simple,
-    emitted,
-    expected_accepted,
-    expected_tokens,
-    simple_speedup,
-)
 from ridgeline.cost.steady import steady
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
@@ -70,6 +60,7 @@ from ridgeline.sampling.sampler import sample
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.speculation.price import DraftPrices, DraftSteps, expected_curve, expected_tokens
 from ridgeline.step import StepPlan, StepRecord, StepResult
 from tests.cost.known_models import (
     DEEPSEEK_V3,
@@ -86,6 +77,7 @@ from tests.cost.known_models import (
     with_kv_heads,
 )
 from tests.sampling.build import batch_of
+from tests.speculation.acceptance_law import best_simple, emitted, simple_speedup
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 K = 1024
@@ -689,7 +681,6 @@ def test_pruning_saves_what_it_removes() -> None:
 
 
 def test_at_an_acceptance_of_0_7_five_guesses_give_2_94_tokens_and_2_18_times() -> None:
-    assert expected_accepted(0.7, 5) == pytest.approx(1.941, abs=0.0005)
     assert expected_tokens(0.7, 5) == pytest.approx(2.941, abs=0.0005)
     assert simple_speedup(0.7, 5, 0.07) == pytest.approx(2.18, abs=0.005)
 
@@ -707,9 +698,7 @@ def test_at_an_acceptance_of_0_7_five_guesses_give_2_94_tokens_and_2_18_times() 
 def test_the_best_number_of_guesses(
     acceptance: float, ratio: float, best: int, speedup: float
 ) -> None:
-    found = best_simple(acceptance, ratio)
-    assert found.num_drafts == best
-    assert found.speedup == pytest.approx(speedup, abs=0.005)
+    assert best_simple(acceptance, ratio) == pytest.approx((best, speedup), abs=0.005)
 
 
 def test_around_the_best_the_curve_is_flat() -> None:
@@ -718,18 +707,18 @@ def test_around_the_best_the_curve_is_flat() -> None:
     assert min(simple_speedup(0.8, k, 0.05) for k in range(5, 11)) > 0.95 * max(rates)
 
 
-def llama_70b_with_a_1b_draft() -> tuple[Pricer, Speculation]:
+def llama_70b_with_a_1b_draft() -> tuple[Pricer, DraftPrices]:
     device = find_device("h100-sxm")
     target = Pricer(Setup(LLAMA_3_70B, device, Layout(tp=8), FP8))
     draft = Pricer(Setup(LLAMA_3_1B, device, precision=FP8))
-    return target, Speculation(target, DraftSteps(draft), IndependentAcceptance(0.8))
+    return target, DraftPrices(target, DraftSteps(draft))
 
 
 def test_four_guesses_of_a_small_model_give_two_to_three_times() -> None:
     target, whole = llama_70b_with_a_1b_draft()
     ratio = whole.drafter.seconds(1, 1000, 1) / target.seconds(((1, 1000),))
     assert 2 < simple_speedup(0.8, 4, ratio) < 3
-    assert 1.5 < whole.speedup(1, 1000, 4) < 3
+    assert 1.5 < whole.speedup(1, 1000, 4, expected_tokens(0.8, 4)) < 3
 
 
 def test_a_check_is_cheap_because_it_waits_for_memory_too() -> None:
@@ -742,7 +731,7 @@ def test_a_check_is_cheap_because_it_waits_for_memory_too() -> None:
 
 def test_guesses_help_most_at_batch_1_and_not_at_large_batches() -> None:
     _, whole = llama_70b_with_a_1b_draft()
-    gains = [whole.best(batch, 1000).speedup for batch in (1, 16, 64, 256)]
+    gains = [whole.best(batch, 1000, expected_curve(0.8))[1] for batch in (1, 16, 64, 256)]
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 1.7
     assert gains[-1] < 1.15

@@ -19,7 +19,7 @@ from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.attention import AttentionBackend, choose_backend
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
-from ridgeline.executor.guesser import Drafting
+from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.kvcache import KVCache

@@ -10,9 +10,9 @@ import torch
 
 from ridgeline.executor.batch import SamplingRows
 from ridgeline.executor.device_draws import DeviceDraws
-from ridgeline.executor.guess_batch import GuessRows
+from ridgeline.executor.draft_batch import DraftRows
 from ridgeline.executor.transfer import transfer_to
-from ridgeline.kernels.noise import guess_keys, stream_key
+from ridgeline.kernels.noise import draft_keys, stream_key
 from ridgeline.request import SamplingParams
 from ridgeline.sampling.batch import host_draws
 from ridgeline.sampling.row import sampling_row
@@ -52,11 +52,11 @@ def test_all_parts_come_in_one_copy_and_each_row_as_often_as_asked() -> None:
 def test_guesses_of_seeded_rows_are_drawn_with_their_own_noise() -> None:
     """And those that odds decide on with noise that nothing else knows."""
     kept = cast(SamplingRows, SimpleNamespace(rows=[SimpleNamespace(sampling=r) for r in ROWS]))
-    draws = GuessRows(kept, True, np.zeros((2, 4), np.int64), [0, 0, 0]).draws
+    draws = DraftRows(kept, True, np.zeros((2, 4), np.int64), [0, 0, 0]).draws
     assert draws.by_odds_R.tolist() == [False, False, True]
     own: list[Any] = draws.places_R.keys_R.tolist()
     guessed: list[Any] = draws.guesses_R.keys_R.tolist()
     assert guessed[:2] == own[:2] == [stream_key(1), stream_key(2)]
     seeded = torch.tensor([False])
-    assert guessed[2] == guess_keys(torch.tensor(own[2:]), seeded).item() != own[2]
+    assert guessed[2] == draft_keys(torch.tensor(own[2:]), seeded).item() != own[2]
     assert draws.guesses_R.temperatures_R.tolist() == [1.0, 0.5, 2.0]

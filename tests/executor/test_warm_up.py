@@ -9,13 +9,13 @@ import pytest
 
 from ridgeline.attention.paged import PagedAttention
 from ridgeline.executor import warm_up
-from ridgeline.executor.guess_graphs import Check
-from ridgeline.executor.guesser import Drafting
+from ridgeline.executor.draft_graphs import Check
+from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.warm_up import WarmUp
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import SamplingParams
-from ridgeline.speculation.ngram import NGram
+from ridgeline.speculation.prompt_lookup import NGram
 from tests.executor.rig import Host, alone, device, make_decoder, make_executor
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -72,8 +72,8 @@ def test_numbers_of_guesses_are_warmed_up_in_the_order_that_is_told(
 ) -> None:
     ngram = NGram(device().torch_device, 4, 4)
     executor = make(drafting=Drafting(ngram, max_checked_tokens=16))
-    assert executor.guesser is not None
-    graphs = executor.guesser.graphs
+    assert executor.drafter is not None
+    graphs = executor.drafter.graphs
     prepared: list[tuple[int, int, Check]] = []
     monkeypatch.setattr(graphs, "prepare", lambda *key: prepared.append(key))
     WarmUp(executor, max_tokens=24, guesses=(3, 1, 4)).run(1e9)

@@ -1,16 +1,15 @@
 """A draft method from outside: what followed the newest token when it stood here last, in PyTorch.
 
 Its table line: `DRAFT_METHODS["toy"] = LINE`. Letters: B rows of a step, L tokens of the longest,
-k guesses.
+k drafts.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ridgeline.attention.layout import ForwardBatch
 from ridgeline.formats import DraftMethodLine
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 
 LINE = DraftMethodLine(
     "tests.extensions.toy_draft:Again",
@@ -21,20 +20,15 @@ LINE = DraftMethodLine(
 )
 
 
-class Again:
+class Again(DraftMethod):
     name = "toy"
     looks_ahead = True
-    needs_tokens = False
 
     def __init__(self, device: torch.device, max_rows: int, max_guesses: int) -> None:
         self.max_guesses = max_guesses
         self._next_k = torch.arange(max_guesses, device=device)
 
-    def guess(self, step: GuessStep, num_guesses: int) -> torch.Tensor | None:
-        """They lie there since the step before."""
-        return None
-
-    def look_ahead(self, step: GuessStep) -> None:
+    def look_ahead(self, step: DraftStep) -> None:
         history, rows_B = step.history, step.rows_B
         tokens_BL, lens_B = history.tokens_NL[rows_B], history.lens_N[rows_B]
         newest_B1 = tokens_BL.gather(1, lens_B[:, None] - 1)
@@ -49,12 +43,6 @@ class Again:
         guesses_Bk = torch.where(is_kept_Bk, tokens_BL.gather(1, targets_Bk), guesses_Bk)
         history.tokens_NL[rows_B[:, None], targets_Bk] = guesses_Bk
         history.found_N[rows_B] = found_B
-
-    def follow(self, batch: ForwardBatch) -> None:
-        """There is no cache."""
-
-    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """There is no cache."""
 
     @property
     def num_bytes(self) -> int:

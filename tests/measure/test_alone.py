@@ -10,12 +10,10 @@ import pytest
 
 from ridgeline.build import Built
 from ridgeline.cost.constants import HostConstants, default_calibration
-from ridgeline.cost.drafters import first_layers
 from ridgeline.cost.fit import ALONE, Point, predict
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.speculation import DraftSteps
 from ridgeline.devices import open_device
 from ridgeline.errors import EngineFault
 from ridgeline.measure import points, steps
@@ -23,6 +21,7 @@ from ridgeline.measure.models import CUDA, CUDA_QUICK, Grid
 from ridgeline.measure.points import Effort, Progress, Session, StepPoints, faster, step_point
 from ridgeline.measure.steps import StepBench, StepTimes, random_engine, step_bench
 from ridgeline.measure.stopwatch import DeviceTimer, open_stopwatch
+from ridgeline.speculation.price import DraftSteps, first_layers
 from ridgeline.step import StepFuture, StepPlan
 from tests.captures import records
 from tests.measure.small import SAMPLE, SMALL, quiet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.measure.host import NUM_GUESSES, NUM_STEPS, _guessing_engine, guess_seconds
-from ridgeline.scheduler.guessing import GuessChooser
+from ridgeline.speculation.controller import DraftLengthController
 
 
 @pytest.mark.parametrize("num_guesses", [NUM_GUESSES, None])
@@ -15,7 +15,7 @@ def test_steps_with_guesses_go_on_as_long_as_they_are_timed(
 ) -> None:
     engine = _guessing_engine(num_guesses, num_out)
     chooser = engine.scheduler.guesses
-    assert isinstance(chooser, GuessChooser)
+    assert isinstance(chooser, DraftLengthController)
     outputs = [output for _ in range(NUM_STEPS) for output in engine.step()]
     assert len(outputs) == NUM_STEPS
     assert not engine.is_idle

@@ -21,7 +21,7 @@ from ridgeline.measure.steps import (
     step_bench,
 )
 from ridgeline.measure.stopwatch import ProcessorClock
-from ridgeline.scheduler.guessing import GuessChooser
+from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.step import StepRecord
 from tests.captures import records
 from tests.measure.small import SAMPLE
@@ -114,7 +114,7 @@ def test_a_choice_is_timed_beside_as_many_guesses_that_nobody_chose() -> None:
     with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=RIGHT_GUESSES) as built:
         bench = step_bench(built)
         chosen = built.engine.scheduler.guesses
-        assert isinstance(chosen, GuessChooser)
+        assert isinstance(chosen, DraftLengthController)
         assert min(bench.choosing(20, 12)) > 0
         num_steps = chosen.times.num_steps
         assert num_steps > 0

@@ -17,8 +17,8 @@ from ridgeline.simulator.executor import Speculation
 from ridgeline.simulator.simulation import Machine, Options, Simulation, SimulationReport
 from ridgeline.simulator.workload import Arrival, Lengths, Workload, all_at_once, generate
 from tests.observe.priced import CONFIG
-from tests.scheduler.drafted import DRAFTED, PLAIN
 from tests.simulator.worlds import LinearPricer
+from tests.speculation.drafted import DRAFTED, PLAIN
 
 SECOND = LinearPricer(1.0, 0.0, 0.0)  # every step takes a second
 ROOMY = Machine(SECOND, 10_000)

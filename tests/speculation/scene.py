@@ -21,7 +21,7 @@ from ridgeline.kernels.history import History, make_history
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.quantization import open_weight_format
-from ridgeline.speculation.contract import DraftMethod, GuessStep
+from ridgeline.speculation.contract import DraftMethod, DraftStep
 from tests.conftest import TEST_DEVICE
 from tests.executor.rig import RandomTensors
 from tests.layers.driving import Driver
@@ -134,9 +134,9 @@ class Scene:
 
     def step(
         self, rows: Sequence[int], limits: Sequence[int], draws: Draws | None = None
-    ) -> GuessStep:
+    ) -> DraftStep:
         where = self.decoder.device
-        return GuessStep(
+        return DraftStep(
             torch.tensor(rows, device=where),
             torch.tensor(limits, device=where),
             self.history,

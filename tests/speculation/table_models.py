@@ -1,8 +1,8 @@
-"""How do tests decode with guesses, many requests at once, from models that are tables?
+"""How do tests decode with drafts, many requests at once, from models that are tables?
 
 A model's logits depend on the two tokens before. Each sample is a request of its own that goes
-through whole steps: guesses, check, the walk over what is accepted, until it has three new tokens.
-Letters: N samples, k guesses, V vocabulary, X what is known to follow a row's tokens.
+through whole steps: drafts, check, the walk over what is accepted, until it has three new tokens.
+Letters: N samples, k drafts, V vocabulary, X what is known to follow a row's tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from itertools import product
 import numpy as np
 import torch
 
-from ridgeline.kernels.checked_rows import GuessOdds, checked_rows, checked_rows_reference
 from ridgeline.kernels.draw_rows import Draws, draw_rows
-from ridgeline.kernels.noise import guess_keys
+from ridgeline.kernels.noise import draft_keys
+from ridgeline.kernels.verified_rows import DraftOdds, verified_rows, verified_rows_reference
 from ridgeline.request import SamplingParams
 from ridgeline.sampling.batch import build_batch
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import Needs, SamplingRow, sampling_row
 from ridgeline.speculation.verify import (
-    CheckedRun,
     RunRows,
+    VerifiedRun,
     build_run,
-    check_run,
-    is_checked_by_odds,
+    is_verified_by_odds,
+    verify_run,
 )
 from tests.sampling.build import upload
 from tests.sampling.test_distributions import expected
@@ -135,7 +135,7 @@ class Samples:
         return table[known_NX[:, place], known_NX[:, place + 1]]
 
     def accept(self, ids_Nq: torch.Tensor, guesses_Nk: torch.Tensor) -> None:
-        """The walk: a row gets its tokens up to the first that was not guessed."""
+        """The walk: a row gets its tokens up to the first that was not drafted."""
         num_guesses = guesses_Nk.shape[1]
         is_right_Nk = (ids_Nq[:, :num_guesses] == guesses_Nk).long()
         num_N = 1 + is_right_Nk.cumprod(1).sum(1)
@@ -152,7 +152,7 @@ class Samples:
         self.num_emitted.append(num_N)
 
     def run(self, step: Step, ks: Sequence[int]) -> torch.Tensor:
-        """[N, 3]: the first tokens of each, by steps with `ks` guesses, over and over."""
+        """[N, 3]: the first tokens of each, by steps with `ks` drafts, over and over."""
         self.restart()
         for k in _forever(ks):
             step(self, k)
@@ -169,7 +169,7 @@ class Samples:
 
 
 Step = Callable[[Samples, int], None]
-Guesser = Callable[[Samples, int], tuple[torch.Tensor, torch.Tensor | None]]
+DraftRunner = Callable[[Samples, int], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _seeded(params: SamplingParams, seed: int) -> SamplingParams:
@@ -189,11 +189,11 @@ def draws_of(rows: Sequence[SamplingRow], vocab_size: int) -> Draws | None:
 
 
 def drafted(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """([N, k], [N, k, V]): guesses of the draft, drawn as draft methods draw them."""
+    """([N, k], [N, k, V]): drafts of the draft, drawn as draft methods draw them."""
     draws = draws_of(samples.rows, samples.models.vocab_size)
     if draws is not None:
         is_seeded_N = torch.tensor([row.params.seed is not None for row in samples.rows])
-        keys_N = guess_keys(draws.keys_R, is_seeded_N)
+        keys_N = draft_keys(draws.keys_R, is_seeded_N)
         draws = Draws(keys_N, draws.temperatures_R, draws.noisy_R)
     guesses_Nk, logits = torch.zeros(samples.num, 0, dtype=torch.int64), []
     for j in range(k):
@@ -204,7 +204,7 @@ def drafted(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def chosen(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Guesses that depend on the tokens before alone."""
+    """Drafts that depend on the tokens before alone."""
     size = samples.models.vocab_size
     guesses = [(samples.at(0) * 3 + samples.at(-1) + 2 * j) % size for j in range(k)]
     return torch.stack(guesses, 1), None
@@ -221,43 +221,43 @@ def _positions(samples: Samples, k: int) -> torch.Tensor:
     return (samples.lens_N[:, None] + torch.arange(k + 1)).flatten()
 
 
-def general_step(guesser: Guesser = drafted) -> Step:
-    """By `check_run`."""
+def general_step(drafter: DraftRunner = drafted) -> Step:
+    """By `verify_run`."""
     kept: dict[int, RunRows] = {}
 
     def step(samples: Samples, k: int) -> None:
         size = samples.models.vocab_size
         if k not in kept:
             kept[k] = build_run(samples.rows, [k] * samples.num, size, upload)
-        guesses_Nk, logits = guesser(samples, k) if k else (_none(samples), None)
+        guesses_Nk, logits = drafter(samples, k) if k else (_none(samples), None)
         follows_Nq = torch.cat([guesses_Nk, guesses_Nk.new_zeros(samples.num, 1)], 1)
-        run = CheckedRun(kept[k], _positions(samples, k), follows_Nq.flatten(), logits)
-        sampled = check_run(target_logits(samples, guesses_Nk), run, samples.counts)
+        run = VerifiedRun(kept[k], _positions(samples, k), follows_Nq.flatten(), logits)
+        sampled = verify_run(target_logits(samples, guesses_Nk), run, samples.counts)
         assert bool(sampled.is_sound_R.all())
         samples.accept(sampled.token_ids_R.view(-1, k + 1), guesses_Nk)
 
     return step
 
 
-def captured_step(guesser: Guesser = drafted, *, is_reference: bool = False) -> Step:
-    """By `checked_rows`, or its reference: greedy, or a temperature alone."""
+def captured_step(drafter: DraftRunner = drafted, *, is_reference: bool = False) -> Step:
+    """By `verified_rows`, or its reference: greedy, or a temperature alone."""
 
     def step(samples: Samples, k: int) -> None:
-        guesses_Nk, logits = guesser(samples, k) if k else (_none(samples), None)
+        guesses_Nk, logits = drafter(samples, k) if k else (_none(samples), None)
         draws = draws_of(samples.rows, samples.models.vocab_size)
         if draws is not None:
             each = (draws.keys_R, draws.temperatures_R, draws.noisy_R)
             draws = Draws(*(x.repeat_interleave(k + 1) for x in each))
         odds = None
         if logits is not None:
-            is_checked_N = torch.tensor([is_checked_by_odds(row) for row in samples.rows])
-            odds = GuessOdds(guesses_Nk, logits, is_checked_N)
+            is_checked_N = torch.tensor([is_verified_by_odds(row) for row in samples.rows])
+            odds = DraftOdds(guesses_Nk, logits, is_checked_N)
         positions_T = _positions(samples, k)
         logits_TV = target_logits(samples, guesses_Nk)
         if is_reference and draws is not None and odds is not None:
-            ids_T, is_sound_T = checked_rows_reference(logits_TV, positions_T, draws, odds)
+            ids_T, is_sound_T = verified_rows_reference(logits_TV, positions_T, draws, odds)
         else:
-            ids_T, is_sound_T = checked_rows(logits_TV, positions_T, draws, odds)
+            ids_T, is_sound_T = verified_rows(logits_TV, positions_T, draws, odds)
         assert bool(is_sound_T.all())
         samples.accept(ids_T.view(-1, k + 1), guesses_Nk)
 

@@ -1,4 +1,4 @@
-"""A draft guesses what it would say alone, whatever became of its guesses before."""
+"""A draft drafts what it would say alone, whatever became of its drafts before."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_whatever_became_of_the_guesses_before(case: str, is_drawn: bool) -> None:
-    """Rows go on with some or all of their guesses and a token of the target's, step after step."""
+    """Rows go on with some or all of their drafts and a token of the target's, step after step."""
     target, draft = CASES[case]
     scene, method = make(target, draft)
     keys = there([11, -5, 7, 0, 0])
@@ -97,7 +97,7 @@ def test_whatever_became_of_the_guesses_before(case: str, is_drawn: bool) -> Non
 
 
 def test_all_accepted_every_time() -> None:
-    """The draft has never seen its last guess when it guesses again."""
+    """The draft has never seen its last draft when it drafts again."""
     scene, method = make()
     scene.open(2, some_tokens(5, 0), method)
     for k in (3, 3, 1, 1, 2):

@@ -29,7 +29,7 @@ from tests.speculation.head_reference import attended, fed_forward, random_tenso
 from tests.speculation.scene import MAX_MODEL_LEN, VOCAB, make_decoder, some_tokens
 from tests.tiny_model import tiny_config
 
-WIDTH, HEAD_DIM, KNOWN = 32, 16, 40  # of states, of heads, ids that the head can guess
+WIDTH, HEAD_DIM, KNOWN = 32, 16, 40  # of states, of heads, ids that the head can draft
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -130,7 +130,7 @@ def reference(
     num_guesses: int,
     is_normed: bool,
 ) -> tuple[torch.Tensor, list[int]]:
-    """Logits [T, D] at each position given the target's states, then greedy guesses after the last:
+    """Logits [T, D] at each position given the target's states, then greedy drafts after the last:
     the head goes on with its own states, and starts over from nothing for each."""
     stem = "midlayer."
     states = tapped_TX @ some["fc.weight"].T
@@ -152,7 +152,7 @@ def reference(
 
 @pytest.mark.parametrize("kind", RESIDUALS)
 def test_it_says_what_the_formulas_say(kind: str, tmp_path: Path) -> None:
-    """A prompt in two pieces, then guesses one by one, each from the state before."""
+    """A prompt in two pieces, then drafts one by one, each from the state before."""
     some, config = tensors(), CONFIG | RESIDUALS[kind]
     rig = Rig(tmp_path, config, some)
     tokens = some_tokens(11, 1)

@@ -1,4 +1,4 @@
-"""The first layers guess what they would say alone, and the check finds its cache as it was."""
+"""The first layers draft what they would say alone, and the check finds its cache as it was."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_the_first_layers_say(name: str, num_layers: int, is_drawn: bool) -
 
 
 def test_the_check_writes_the_same_numbers_again() -> None:
-    """Guesses that are right leave the cache of their layers as it is."""
+    """Drafts that are right leave the cache of their layers as it is."""
     scene, method, _ = make(1, num_hidden_layers=2)
     method.guess(scene.step([2], [3]), 3)
     begin = len(scene.tokens[2]) - 1

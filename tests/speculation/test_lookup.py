@@ -1,4 +1,4 @@
-"""Do look-up methods guess what came next before, step after step, also when they are recorded?"""
+"""Do look-up methods draft what came next before, step after step, also when they are recorded?"""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 from ridgeline.devices import open_device
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu.recorder import Arena, Replay, record
-from ridgeline.kernels.guesses import (
+from ridgeline.kernels.drafts import (
     accept,
+    draft_inputs,
     enter_blocks,
     first_inputs,
-    guess_inputs,
-    put_guesses,
+    put_drafts,
 )
 from ridgeline.kernels.history import History, make_history
 from ridgeline.kernels.step_inputs import make_step_inputs
-from ridgeline.speculation.contract import DraftMethod, GuessStep
-from ridgeline.speculation.ngram import NGram
-from ridgeline.speculation.suffix import Suffix
+from ridgeline.speculation.contract import DraftMethod, DraftStep
+from ridgeline.speculation.prompt_lookup import NGram, Suffix
 from tests.captures import captures
 from tests.conftest import TEST_DEVICE
 
@@ -29,9 +28,9 @@ DEVICE = torch.device(TEST_DEVICE)
 GUESSES, SIZE = 4, 4
 
 
-def step_for(history: History, rows: list[int], limits: list[int]) -> GuessStep:
+def step_for(history: History, rows: list[int], limits: list[int]) -> DraftStep:
     tables = torch.zeros(1, len(history.lens_N), 50, dtype=torch.int32, device=DEVICE)
-    return GuessStep(whole(rows), whole(limits), history, tables, SIZE, None)
+    return DraftStep(whole(rows), whole(limits), history, tables, SIZE, None)
 
 
 def whole(numbers: object) -> torch.Tensor:
@@ -70,7 +69,7 @@ def test_what_they_say_of_themselves() -> None:
         assert not method.needs_tokens
         assert method.max_guesses == GUESSES
         assert (method.num_bytes > 0) == (TEST_DEVICE != "cpu"), "scratch of a GPU"
-    with pytest.raises(InternalError, match="guesses"):
+    with pytest.raises(InternalError, match="drafts"):
         NGram(DEVICE, 4, 0)
 
 
@@ -109,7 +108,7 @@ def loop(method: DraftMethod, text: list[int], history: History, launch: Callabl
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_text_that_repeats_itself_takes_few_steps(index: int) -> None:
-    """What comes out is the text whatever is guessed."""
+    """What comes out is the text whatever is drafted."""
     verse = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(index)).tolist()
     text = verse * 4 + [7, 7, 7, 7, 7, 7, 7, 7, 3]
     method = methods()[index]
@@ -141,17 +140,17 @@ def test_a_recorded_step_is_replayed_on_what_is_there_then(index: int) -> None:
     out = make_step_inputs(1, 8, DEVICE)
     ids, told = whole([0] * 6), whole([[0] * 7] * 2)
     is_sound = torch.ones(6, dtype=torch.bool, device=DEVICE)
-    step = GuessStep(sent[0], sent[1], history, tables, SIZE, None)
+    step = DraftStep(sent[0], sent[1], history, tables, SIZE, None)
     inputs = first_inputs(out, 2, 3)
 
     def launch() -> None:
         enter_blocks(sent[0], sent[2:], tables)
-        guess_inputs(
+        draft_inputs(
             sent[0], sent[1], history, tables, inputs, SIZE,
             num_new=3, first=0, max_positions=60, fresh_XB=sent[2:],
         )  # fmt: skip
         accept(ids, is_sound, sent[0], sent[1], history, told[:, :-1])
-        put_guesses(ids[:2], sent[0], history, 0)
+        put_drafts(ids[:2], sent[0], history, 0)
         method.look_ahead(step)
 
     replay = recorded(launch)

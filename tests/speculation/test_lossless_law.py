@@ -1,6 +1,6 @@
-"""Is what comes out of steps with guesses drawn by the law of plain sampling, exactly?
+"""Is what comes out of steps with drafts drawn by the law of plain sampling, exactly?
 
-The joint law of three tokens is written down by enumeration, and whole chains of guesses and checks
+The joint law of three tokens is written down by enumeration, and whole chains of drafts and checks
 are held against it: chi-square, names of requests as seeds, p > 1e-4. Mutants of the rule must fail
 the very same test.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.kernels import checked_rows as rule
 from ridgeline.kernels import noise
+from ridgeline.kernels import verified_rows as rule
 from ridgeline.request import SamplingParams
 from ridgeline.sampling import sampler
 from ridgeline.speculation import verify
 from tests.speculation import table_models
 from tests.speculation.table_models import (
-    Guesser,
+    DraftRunner,
     Samples,
     Step,
     captured_step,
@@ -102,10 +102,10 @@ def test_chosen_guesses_keep_the_law() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 3, 4])
-@pytest.mark.parametrize("guesser", [drafted, chosen])
+@pytest.mark.parametrize("drafter", [drafted, chosen])
 @pytest.mark.parametrize("name", GENERAL)
-def test_each_parameter_keeps_the_law(name: str, guesser: Guesser, k: int) -> None:
-    p = measured(GENERAL[name], general_step(guesser), (k,), 4 * NUM_SAMPLES, seed=k)
+def test_each_parameter_keeps_the_law(name: str, drafter: DraftRunner, k: int) -> None:
+    p = measured(GENERAL[name], general_step(drafter), (k,), 4 * NUM_SAMPLES, seed=k)
     assert p > LIMIT
 
 
@@ -125,7 +125,7 @@ def test_a_draft_that_knows_nothing_and_one_that_knows_all(likeness: float) -> N
     p = p_value(samples.histogram(captured_step(), (3,)), exact_law(models, params))
     print(f"likeness {likeness}: p={p:.3g}")
     assert p > LIMIT
-    if likeness == 1:  # each guess is kept, up to the rounding of p and q
+    if likeness == 1:  # each draft is kept, up to the rounding of p and q
         assert all(int((num_N < 4).sum()) <= 2 for num_N in samples.num_emitted)
 
 
@@ -152,7 +152,7 @@ MUTANTS = (
 def break_it(monkeypatch: pytest.MonkeyPatch, mutant: str) -> Step:
     """A step that is wrong in this way."""
     right = rule.odds_draw
-    guesser: Guesser = drafted
+    drafter: DraftRunner = drafted
 
     def patched(function: Any) -> None:
         monkeypatch.setattr(rule, "odds_draw", function)
@@ -187,19 +187,19 @@ def break_it(monkeypatch: pytest.MonkeyPatch, mutant: str) -> Step:
             monkeypatch.setattr(rule, "rest_keys", lambda keys: keys ^ noise._GUESSES)
         case "the guess knows the coin":
             monkeypatch.setattr(
-                table_models, "guess_keys", lambda keys, is_seeded: keys ^ noise._COINS
+                table_models, "draft_keys", lambda keys, is_seeded: keys ^ noise._COINS
             )
         case "the guess knows the request's own noise, and so the coin does":
-            monkeypatch.setattr(table_models, "guess_keys", lambda keys, is_seeded: keys)
+            monkeypatch.setattr(table_models, "draft_keys", lambda keys, is_seeded: keys)
             monkeypatch.setattr(
                 rule, "coins", lambda keys, at: noise.uniforms(keys, at, 1).squeeze(1)
             )
         case "odds of the guess before":
-            guesser = _with_odds(lambda logits: logits.roll(1, 1))
+            drafter = _with_odds(lambda logits: logits.roll(1, 1))
         case "odds of the row before":
-            guesser = _with_odds(lambda logits: logits.roll(1, 0))
+            drafter = _with_odds(lambda logits: logits.roll(1, 0))
         case "the draft's odds at another temperature":
-            guesser = _with_odds(lambda logits: logits * 1.5)
+            drafter = _with_odds(lambda logits: logits * 1.5)
         case "one noise for all positions of a run":
             monkeypatch.setattr(
                 table_models,
@@ -210,19 +210,19 @@ def break_it(monkeypatch: pytest.MonkeyPatch, mutant: str) -> Step:
             return _one_too_far
         case "a bonus token from the draft":
             return _bonus_of_the_draft
-    return captured_step(guesser, is_reference=True)
+    return captured_step(drafter, is_reference=True)
 
 
-def _with_odds(change: Any) -> Guesser:
-    def guesser(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _with_odds(change: Any) -> DraftRunner:
+    def drafter(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         guesses_Nk, logits = drafted(samples, k)
         return guesses_Nk, change(logits)
 
-    return guesser
+    return drafter
 
 
 def _bonus_of_the_draft(samples: Samples, k: int) -> None:
-    """One guess more, which nobody checks."""
+    """One draft more, which nobody checks."""
     more_Nk, _ = drafted(samples, k + 1)
     right = Samples.accept
 
@@ -240,7 +240,7 @@ def _one_too_far(samples: Samples, k: int) -> None:
 
     class Eager(Samples):
         def accept(self, ids_Nq: torch.Tensor, guesses_Nk: torch.Tensor) -> None:
-            """The first guess counts as right, but its token is the one that came out."""
+            """The first draft counts as right, but its token is the one that came out."""
             believed_Nk = torch.cat([ids_Nq[:, :1], guesses_Nk[:, 1:]], 1)
             right(self, ids_Nq, believed_Nk)
 
@@ -287,7 +287,7 @@ def test_penalties_that_see_a_guess_too_many_are_noticed(monkeypatch: pytest.Mon
 
 
 def _shifted(before: Any, firsts: Any) -> Any:
-    """Each position has the guesses of the one behind it."""
+    """Each position has the drafts of the one behind it."""
     shifted = before.copy()
     shifted[:-1] = before[1:]
     shifted[[first - 1 for first in firsts[1:]]] = before[[first - 1 for first in firsts[1:]]]

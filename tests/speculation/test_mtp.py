@@ -85,7 +85,7 @@ class Rig:
 def reference(
     rig: Rig, some: dict[str, torch.Tensor], states: torch.Tensor, following: list[int], num: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Logits [T, V] given the target's states, then `num` greedy guesses of the module alone."""
+    """Logits [T, V] given the target's states, then `num` greedy drafts of the module alone."""
     name = rig.spec.layout.name
     stem = stem_of(rig.spec.layout, rig.target.spec.num_layers)
     w = rig.target
@@ -121,7 +121,7 @@ def reference(
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_it_says_what_the_formulas_say(name: str, kind: str, tmp_path: Path) -> None:
-    """A prompt in two pieces, then guesses one by one, each from the state before."""
+    """A prompt in two pieces, then drafts one by one, each from the state before."""
     some = random_tensors(names_of(BY_NAME[name], 2, has_bias=kind == "qwen2"), 5)
     rig = Rig(tmp_path, kind, some)
     assert rig.spec.layout.name == name
@@ -130,7 +130,7 @@ def test_it_says_what_the_formulas_say(name: str, kind: str, tmp_path: Path) -> 
     for begin, end in ((0, 7), (7, 10)):
         batch, hidden = rig.batch(tokens[begin:end], tokens[begin + 1 : end + 1])
         given.append(hidden.clone())
-        states = rig.head.forward(rig.head.of_target(hidden), batch, rig.kv)
+        states = rig.head.forward(rig.head.of_target(hidden[None]), batch, rig.kv)
         said.append(rig.head.logits(states))
     guesses: list[int] = []
     state = states[-1:].clone()

@@ -1,4 +1,4 @@
-"""Guesses that are right as often as they are told to be."""
+"""Drafts that are right as often as they are told to be."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.kernels.guesses import accept
+from ridgeline.kernels.drafts import accept
 from ridgeline.kernels.history import make_history
-from ridgeline.speculation.contract import GuessStep
+from ridgeline.speculation.contract import DraftStep
 from ridgeline.speculation.synthetic import Synthetic, synthetic_ids
 from tests.conftest import TEST_DEVICE
 
@@ -42,7 +42,7 @@ def test_a_place_without_a_guess_keeps_its_id() -> None:
     ids = torch.tensor([4, 0, 7], device=WHERE)
     zeros = torch.zeros_like(ids)
     assert synthetic_ids(ids, zeros - 1, zeros, zeros, 1.0).tolist() == [4, 0, 7]
-    wrong = synthetic_ids(ids, ids, zeros, zeros, 0.0)  # the model's word is the guess
+    wrong = synthetic_ids(ids, ids, zeros, zeros, 0.0)  # the model's word is the draft
     assert ((wrong != ids) & (wrong >= 0) & (wrong <= 7)).all()
 
 
@@ -53,7 +53,7 @@ def test_a_step_gets_none_or_all_of_them(rate: float) -> None:
     history.lens_N[1:3] = torch.tensor([5, 9])
     rows, limits = torch.tensor([1, 2], device=WHERE), torch.tensor([3, 2], device=WHERE)
     tables = torch.zeros(1, 4, 8, dtype=torch.int32, device=WHERE)
-    assert method.guess(GuessStep(rows, limits, history, tables, 4, None), 3) is None
+    assert method.guess(DraftStep(rows, limits, history, tables, 4, None), 3) is None
     assert history.found_N.tolist() == [0, 3, 3, 0]
     guesses_B4 = torch.full((2, 4), -1, device=WHERE)
     for place, (row, length) in enumerate(((1, 5), (2, 9))):

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.cost.speculation import emitted
 from ridgeline.errors import InternalError
-from ridgeline.kernels.checked_rows import (
-    GuessOdds,
-    checked_rows,
-    checked_rows_reference,
-    odds_draw,
-)
 from ridgeline.kernels.draw_rows import Draws, draw_rows
-from ridgeline.kernels.noise import guess_keys, stream_key, uniforms
+from ridgeline.kernels.noise import draft_keys, stream_key, uniforms
+from ridgeline.kernels.verified_rows import (
+    DraftOdds,
+    odds_draw,
+    verified_rows,
+    verified_rows_reference,
+)
 from ridgeline.request import SamplingParams
 from ridgeline.sampling import parts as pieces
 from ridgeline.sampling.batch import build_batch
@@ -27,14 +26,15 @@ from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import SamplingRow
 from ridgeline.sampling.sampler import sample
 from ridgeline.speculation.verify import (
-    CheckedRun,
+    VerifiedRun,
     build_run,
-    check_run,
-    is_checked_by_odds,
+    is_verified_by_odds,
+    verify_run,
 )
 from tests.sampling.build import batch_of, open_rows, p_value, params, upload
+from tests.speculation.acceptance_law import emitted
 from tests.speculation.table_models import (
-    Guesser,
+    DraftRunner,
     Samples,
     captured_step,
     chosen,
@@ -58,26 +58,26 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("guesser", [drafted, chosen])
+@pytest.mark.parametrize("drafter", [drafted, chosen])
 @pytest.mark.parametrize("name", ALIKE)
-def test_guesses_never_change_a_greedy_or_seeded_answer(name: str, guesser: Guesser) -> None:
+def test_guesses_never_change_a_greedy_or_seeded_answer(name: str, drafter: DraftRunner) -> None:
     num_right = 0
     for seed in range(11, 17):
-        samples, step = Samples(tables(7, seed), params(**ALIKE[name]), 40), general_step(guesser)
+        samples, step = Samples(tables(7, seed), params(**ALIKE[name]), 40), general_step(drafter)
         plain = samples.run(step, (0,))
         for ks in ((1,), (2,), (4,), (3, 0, 1)):
             assert torch.equal(samples.run(step, ks), plain), (seed, ks)
             num_right += int((torch.stack(samples.num_emitted) - 1).sum())
-    assert guesser is chosen or num_right > 0
+    assert drafter is chosen or num_right > 0
 
 
-@pytest.mark.parametrize("guesser", [drafted, chosen])
+@pytest.mark.parametrize("drafter", [drafted, chosen])
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
-def test_the_same_in_captured_steps(name: str, guesser: Guesser) -> None:
+def test_the_same_in_captured_steps(name: str, drafter: DraftRunner) -> None:
     samples = Samples(tables(7, 12), params(**ALIKE[name]), 200)
     plain = samples.run(general_step(), (0,))
     for ks in ((0,), (1,), (4,), (3, 0, 1)):
-        assert torch.equal(samples.run(captured_step(guesser), ks), plain), ks
+        assert torch.equal(samples.run(captured_step(drafter), ks), plain), ks
 
 
 def test_a_seeded_draft_agrees_more_often_with_the_requests_own_noise() -> None:
@@ -122,7 +122,7 @@ def _alone(
     counts: PenaltyCounts,
     before: Sequence[int],
 ) -> int:
-    """The token of plain sampling, with these guesses counted as tokens."""
+    """The token of plain sampling, with these drafts counted as tokens."""
     copy = PenaltyCounts(counts.vocab_size, upload, 1)
     if row.counts_slot >= 0:
         slot = copy.open(np.zeros(0, np.int64), np.array(before, np.int64))
@@ -145,7 +145,7 @@ def test_rows_with_any_numbers_of_guesses_are_sampled_as_if_alone() -> None:
     guesses = torch.randint(size, (19,), generator=rng)
     positions = torch.tensor([5 + j for num in num_guesses for j in range(num + 1)])
     old_counts, old_logits = counts.counts_PV.clone(), logits.clone()
-    ids = check_run(logits, CheckedRun(run, positions, guesses), counts).token_ids_R
+    ids = verify_run(logits, VerifiedRun(run, positions, guesses), counts).token_ids_R
     for i, row in enumerate(rows):
         first = run.firsts[i]
         for j in range(num_guesses[i] + 1):
@@ -160,11 +160,11 @@ def test_only_random_rows_without_a_seed_are_checked_by_odds() -> None:
     size, num_guesses = 12, [2, 0, 3, 3, 1, 4]
     counts = PenaltyCounts(size, upload)
     rows = _mixed_rows(counts)
-    assert [is_checked_by_odds(row) for row in rows] == [False, False, True, False, True, False]
+    assert [is_verified_by_odds(row) for row in rows] == [False, False, True, False, True, False]
     run = build_run(rows, num_guesses, size, upload)
     assert run.odds is not None
     assert run.odds.rows_O.tolist() == [4, 5, 6, 12]
-    assert run.odds.requests_O.tolist() == [1, 1, 1, 3]  # the second request has no guesses
+    assert run.odds.requests_O.tolist() == [1, 1, 1, 3]  # the second request has no drafts
     assert run.odds.guesses_O.tolist() == [0, 1, 2, 0]
 
 
@@ -175,13 +175,13 @@ def test_drawn_guesses_change_checked_rows_alone() -> None:
     rng = torch.Generator().manual_seed(2)
     logits = torch.randn(19, size, generator=rng)
     positions = torch.arange(19)
-    without = CheckedRun(run, positions, torch.full((19,), 7))
-    plain = check_run(logits, without, counts).token_ids_R
+    without = VerifiedRun(run, positions, torch.full((19,), 7))
+    plain = verify_run(logits, without, counts).token_ids_R
     surely_7 = torch.full((5, 4, size), -50.0)  # whose odds of 7 are so low that it is kept
     surely_7[..., 0] = 0.0
     with_odds = replace(without, guess_logits_GkV=surely_7)
-    ids = check_run(logits.index_fill(1, torch.tensor(7), 5.0), with_odds, counts).token_ids_R
-    again = check_run(logits.index_fill(1, torch.tensor(7), 5.0), without, counts).token_ids_R
+    ids = verify_run(logits.index_fill(1, torch.tensor(7), 5.0), with_odds, counts).token_ids_R
+    again = verify_run(logits.index_fill(1, torch.tensor(7), 5.0), without, counts).token_ids_R
     is_checked = torch.zeros(19, dtype=torch.bool)
     is_checked[[4, 5, 6, 12]] = True
     assert ids[is_checked].tolist() == [7] * 4
@@ -198,10 +198,10 @@ def test_many_rows_are_checked_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -
     wanted = [(SamplingParams(presence_penalty=0.5, top_p=0.95), (1, 2), (3,))] * num
     counts = PenaltyCounts(size, upload)
     run = build_run(open_rows(wanted, counts), [2] * num, size, upload)
-    step = CheckedRun(run, torch.arange(num * 3), guesses, guess_logits)
-    whole = check_run(logits, step, counts).token_ids_R
+    step = VerifiedRun(run, torch.arange(num * 3), guesses, guess_logits)
+    whole = verify_run(logits, step, counts).token_ids_R
     monkeypatch.setitem(pieces.NUMBERS_AT_ONCE, "cpu", 7 * size)
-    assert torch.equal(check_run(logits, step, counts).token_ids_R, whole)
+    assert torch.equal(verify_run(logits, step, counts).token_ids_R, whole)
 
 
 # ------------------------------------------------------------------------------- numbers gone wrong
@@ -239,18 +239,18 @@ def test_a_guess_that_cannot_be_drawn_is_never_kept() -> None:
 def test_rows_gone_wrong_are_not_sound_and_have_a_valid_token() -> None:
     bad = torch.tensor([[0.0, torch.nan, 1.0], [1.0, 2.0, torch.inf], [-torch.inf] * 3])
     draws = Draws(torch.arange(3), torch.ones(3), torch.ones(3))
-    odds = GuessOdds(
+    odds = DraftOdds(
         torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, 3), torch.tensor([True])
     )
     for ids, is_sound in (
-        checked_rows_reference(bad, torch.arange(3), draws, odds),
-        (x[:1] for x in checked_rows(bad, torch.arange(3), draws, odds)),
+        verified_rows_reference(bad, torch.arange(3), draws, odds),
+        (x[:1] for x in verified_rows(bad, torch.arange(3), draws, odds)),
     ):
         assert not is_sound.any()
         assert not ids.any()
     run = build_run([batch_row() for _ in range(1)], [2], 3, upload)
-    sampled = check_run(
-        bad, CheckedRun(run, torch.arange(3), torch.tensor([1, 1, 0]), torch.zeros(1, 2, 3))
+    sampled = verify_run(
+        bad, VerifiedRun(run, torch.arange(3), torch.tensor([1, 1, 0]), torch.zeros(1, 2, 3))
     )
     assert not sampled.is_sound_R.any()
     assert bool((sampled.token_ids_R < 3).all())
@@ -265,12 +265,12 @@ def test_a_draft_whose_numbers_went_wrong_leaves_plain_sampling() -> None:
     logits, keys = torch.randn(12, 9, generator=rng), torch.arange(12) * 7919
     draws = Draws(keys, torch.ones(12), torch.ones(12))
     guess_logits = torch.full((4, 2, 9), torch.nan)
-    odds = GuessOdds(torch.zeros(4, 2, dtype=torch.int64), guess_logits, torch.ones(4).bool())
+    odds = DraftOdds(torch.zeros(4, 2, dtype=torch.int64), guess_logits, torch.ones(4).bool())
     plain, _ = draw_rows(logits, torch.arange(12), draws)
-    ids, is_sound = checked_rows_reference(logits, torch.arange(12), draws, odds)
+    ids, is_sound = verified_rows_reference(logits, torch.arange(12), draws, odds)
     assert torch.equal(ids, plain)
     assert bool(is_sound.all())
-    ids, is_sound = checked_rows(logits, torch.arange(12), draws, odds)
+    ids, is_sound = verified_rows(logits, torch.arange(12), draws, odds)
     assert torch.equal(ids[::3], plain[::3])
     assert bool(is_sound.all())
 
@@ -289,28 +289,28 @@ def test_rows_that_are_not_checked_are_drawn_as_ever(dtype: torch.dtype) -> None
     is_checked = torch.tensor([True, False, False, True, False])
     inputs = torch.randint(300, (5, 4), generator=rng)
     plain, _ = draw_rows(logits, positions, draws)
-    inputs[1:3, 1:] = plain.view(5, 4)[1:3, :3]  # guesses that are right
-    odds = GuessOdds(inputs[:, 1:], guess_logits, is_checked)
-    ids, _ = checked_rows_reference(logits, positions, draws, odds)
+    inputs[1:3, 1:] = plain.view(5, 4)[1:3, :3]  # drafts that are right
+    odds = DraftOdds(inputs[:, 1:], guess_logits, is_checked)
+    ids, _ = verified_rows_reference(logits, positions, draws, odds)
     is_plain = ~is_checked.repeat_interleave(4)
-    is_plain[3::4] = True  # behind the last guess
+    is_plain[3::4] = True  # behind the last draft
     assert torch.equal(ids[is_plain], plain[is_plain])
     assert not torch.equal(ids, plain)
-    ids, _ = checked_rows(logits, positions, draws, odds)
+    ids, _ = verified_rows(logits, positions, draws, odds)
     assert torch.equal(ids[4:12], plain[4:12])
     assert ids[16] == plain[16]
-    assert torch.equal(checked_rows(logits, positions, draws, None)[0], plain)
-    greedy = checked_rows(logits, positions, None, odds)[0]
+    assert torch.equal(verified_rows(logits, positions, draws, None)[0], plain)
+    greedy = verified_rows(logits, positions, None, odds)[0]
     assert torch.equal(greedy, logits.float().argmax(-1))
 
 
 def test_another_vocabulary_is_refused() -> None:
     draws = Draws(torch.zeros(2).long(), torch.ones(2), torch.ones(2))
-    odds = GuessOdds(torch.zeros(1, 1).long(), torch.zeros(1, 1, 8), torch.ones(1).bool())
+    odds = DraftOdds(torch.zeros(1, 1).long(), torch.zeros(1, 1, 8), torch.ones(1).bool())
     with pytest.raises(InternalError, match="one vocabulary"):
-        checked_rows(torch.zeros(2, 9), torch.zeros(2).long(), draws, odds)
+        verified_rows(torch.zeros(2, 9), torch.zeros(2).long(), draws, odds)
     with pytest.raises(InternalError, match="k \\+ 1 positions"):
-        checked_rows(torch.zeros(3, 8), torch.zeros(3).long(), draws, odds)
+        verified_rows(torch.zeros(3, 8), torch.zeros(3).long(), draws, odds)
 
 
 def test_both_ways_agree_where_temperatures_are_all() -> None:
@@ -325,7 +325,7 @@ def test_both_ways_agree_where_temperatures_are_all() -> None:
 
 
 def test_for_a_chosen_guess_the_rule_is_the_plain_draw() -> None:
-    """q is 1 at the guess: it is kept with probability p, and else p without it is drawn from."""
+    """q is 1 at the draft: it is kept with probability p, and else p without it is drawn from."""
     p = (0.5, 0.2, 0.05, 0.25)
     one_hot = (0.0, 1.0, 0.0, 0.0)
     assert emitted(p, one_hot) == pytest.approx(p)
@@ -351,7 +351,7 @@ def test_what_comes_out_has_the_targets_odds() -> None:
     is_seeded = torch.zeros(num, dtype=torch.bool)
     one, at = torch.ones(num), torch.full((num,), 3)
     q_OV, p_OV = (torch.tensor(x).log().expand(num, -1) for x in (q, p))
-    guesses, _ = draw_rows(q_OV, at, Draws(guess_keys(keys, is_seeded), one, one))
+    guesses, _ = draw_rows(q_OV, at, Draws(draft_keys(keys, is_seeded), one, one))
     ids, is_decided = odds_draw(p_OV, q_OV, guesses, keys, at)
     found = p_value(torch.bincount(ids, minlength=4), torch.tensor(p))
     kept = float((ids == guesses).float().mean())
@@ -366,7 +366,7 @@ def test_what_comes_out_has_the_targets_odds() -> None:
 
 def test_seeded_guesses_share_their_requests_noise_and_others_do_not() -> None:
     keys = torch.tensor([5, -6, 7])
-    got = guess_keys(keys, torch.tensor([True, False, False]))
+    got = draft_keys(keys, torch.tensor([True, False, False]))
     assert got[0] == 5
     assert not torch.equal(got[1:], keys[1:])
     at = torch.zeros(3, dtype=torch.int64)
@@ -405,14 +405,14 @@ def test_a_mask_holds_in_a_checked_run_too() -> None:
     allowed = torch.zeros(num * 2, size, dtype=torch.bool)
     allowed[:, 2:4] = True
     rng = torch.Generator().manual_seed(6)
-    step = CheckedRun(
+    step = VerifiedRun(
         run,
         torch.arange(num * 2),
         torch.randint(size, (num * 2,), generator=rng),
         torch.randn(num, 1, size, generator=rng),
         allowed,
     )
-    ids = check_run(torch.randn(num * 2, size, generator=rng), step).token_ids_R
+    ids = verify_run(torch.randn(num * 2, size, generator=rng), step).token_ids_R
     assert set(ids.tolist()) == {2, 3}
 
 
@@ -420,7 +420,7 @@ def test_bans_are_asked_of_the_device_where_the_host_knows_no_position() -> None
     row = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=[0])
     run = build_run(open_rows([(row, (1, 1), ())], PenaltyCounts(4, upload)), [3], 4, upload)
     logits = torch.tensor([9.0, 1.0, 2.0, 3.0]).expand(4, -1)
-    ids = check_run(logits, CheckedRun(run, torch.arange(3, 7), torch.full((4,), 3))).token_ids_R
+    ids = verify_run(logits, VerifiedRun(run, torch.arange(3, 7), torch.full((4,), 3))).token_ids_R
     assert ids.tolist() == [3, 3, 0, 0]
 
 

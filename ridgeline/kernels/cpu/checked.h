@@ -1,4 +1,4 @@
-// Which token comes out at each position of a checked run? Its arguments; see kernels.checked_rows.
+// Which token comes out at each position of a checked run? Its arguments; see kernels.verified_rows.
 //
 // Fields and strides as in elementwise.h. Letters: B rows of the step, k guesses of each.
 #pragma once
@@ -15,5 +15,5 @@ struct CheckArgs {
   int64_t rows, num_guesses, guess_stride, logits_row_stride, logits_stride, guess_dtype;
 };
 
-// 0; ids and is_sound are those of kernels.checked_rows.
+// 0; ids and is_sound are those of kernels.verified_rows.
 RL_API int rl_check(const CheckArgs* args);

@@ -1,5 +1,5 @@
-// What do steps with guesses need besides the model? Their arguments; kernels.guesses and
-// kernels.look_up have the meaning of each.
+// What do steps with guesses need besides the model? Their arguments; kernels.drafts and
+// kernels.prompt_lookup have the meaning of each.
 //
 // All fields are 8 bytes; strides count numbers. The other sides are guesses.py and look_up.py.
 // Row 0 is padding: nothing of it is written.

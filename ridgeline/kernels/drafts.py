@@ -1,0 +1,251 @@
+"""How do drafted tokens come into a step, and which of them come out of it? The small kernels of
+steps with drafts; rows are those of a `History`.
+
+A decode step with Q new tokens a row computes the newest token and Q - 1 drafts behind it. The
+token that comes out at each position is compared with the draft that stands there: as long as they
+are equal the next one counts too. Nothing here waits for the host. Of row 0, which is padding,
+nothing is ever written. Letters: B rows of the step, N rows there is room for, L tokens of the
+longest, Q new tokens of each row, T = B * Q of them row by row, M blocks per table row, g KV
+groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ridgeline.errors import check
+from ridgeline.kernels.history import History
+from ridgeline.kernels.step_inputs import StepInputs
+
+NUM_COUNTS = 3  # columns of what `accept` tells before the tokens
+
+
+def first_inputs(inputs: StepInputs, num_rows: int, num_new: int) -> StepInputs:
+    """The views of larger buffers that `draft_inputs` fills for so many rows."""
+    num = num_rows * num_new
+    return StepInputs(
+        inputs.token_ids_B[:num],
+        inputs.positions_B[:num],
+        inputs.next_positions_B[:num],
+        inputs.seq_lens_B[:num_rows],
+        inputs.slots_gB[:, :num],
+    )
+
+
+def enter_blocks(rows_B: torch.Tensor, fresh_XB: torch.Tensor, tables_gNM: torch.Tensor) -> None:
+    """The rows' new blocks are entered into `tables_gNM` (int32). `fresh_XB` (int64) has 2 * g
+    lines: for each group the new block, -1 where there is none, then its index in the row's table.
+    """
+    if tables_gNM.is_cuda:
+        from ridgeline.kernels.drafts_triton import enter_blocks_triton
+
+        enter_blocks_triton(rows_B, fresh_XB, tables_gNM)
+    elif runs_native(tables_gNM):
+        from ridgeline.kernels.cpu.drafts import enter_blocks as native_enter_blocks
+
+        native_enter_blocks(rows_B, fresh_XB, tables_gNM)
+    else:
+        enter_blocks_reference(rows_B, fresh_XB, tables_gNM)
+
+
+def enter_blocks_reference(
+    rows_B: torch.Tensor, fresh_XB: torch.Tensor, tables_gNM: torch.Tensor
+) -> None:
+    fresh_g2B = fresh_XB.view(len(tables_gNM), 2, -1)
+    for table_NM, (blocks_B, places_B) in zip(tables_gNM, fresh_g2B, strict=True):
+        is_new_B = blocks_B >= 0
+        table_NM[rows_B[is_new_B], places_B[is_new_B]] = blocks_B[is_new_B].int()
+
+
+def draft_inputs(
+    rows_B: torch.Tensor,
+    limits_B: torch.Tensor,
+    history: History,
+    tables_gNM: torch.Tensor,
+    out: StepInputs,
+    block_size: int,
+    *,
+    num_new: int,
+    first: int,
+    max_positions: int,
+    fresh_XB: torch.Tensor | None = None,
+) -> None:
+    """Fills `out` with `num_new` tokens of each row, from `first` places after its newest token.
+
+    `rows_B` and `limits_B` (int64) are places among N and how many drafts each has blocks for;
+    what lies behind them goes to the null block. Tokens, positions, next positions and slots of
+    `out` are row by row; its lengths, one for each row, count all of `num_new`. Positions stop at
+    `max_positions` - 1, the last that there is a rotation for; next positions and lengths do not.
+    `fresh_XB` is entered as by `enter_blocks`, and used.
+    """
+    run: Callable[..., None] = draft_inputs_reference
+    if rows_B.is_cuda:
+        from ridgeline.kernels.drafts_triton import draft_inputs_triton
+
+        run = draft_inputs_triton
+    elif runs_native(rows_B):
+        from ridgeline.kernels.cpu.drafts import draft_inputs as native_draft_inputs
+
+        run = native_draft_inputs
+    run(
+        rows_B,
+        limits_B,
+        history,
+        tables_gNM,
+        out,
+        block_size,
+        num_new=num_new,
+        first=first,
+        max_positions=max_positions,
+        fresh_XB=fresh_XB,
+    )
+
+
+def draft_inputs_reference(
+    rows_B: torch.Tensor,
+    limits_B: torch.Tensor,
+    history: History,
+    tables_gNM: torch.Tensor,
+    out: StepInputs,
+    block_size: int,
+    *,
+    num_new: int,
+    first: int,
+    max_positions: int,
+    fresh_XB: torch.Tensor | None = None,
+) -> None:
+    if fresh_XB is not None:
+        enter_blocks_reference(rows_B, fresh_XB, tables_gNM)
+    rows_B1 = rows_B[:, None]
+    newest_B1 = history.lens_N[rows_B1] - 1
+    steps_Q = torch.arange(first, first + num_new, device=rows_B.device)
+    positions_BQ = (newest_B1 + steps_Q).clamp(min=0)
+    there_BQ = positions_BQ.clamp(max=history.tokens_NL.shape[1] - 1)
+    out.token_ids_B.copy_(history.tokens_NL[rows_B1, there_BQ].flatten())
+    out.positions_B.copy_(positions_BQ.clamp(max=max_positions - 1).flatten())
+    out.next_positions_B.copy_(positions_BQ.flatten() + 1)
+    out.seq_lens_B.copy_(positions_BQ[:, -1] + 1)
+    places_BQ = positions_BQ // block_size
+    width = tables_gNM.shape[2]
+    has_block_BQ = (positions_BQ <= newest_B1 + limits_B[:, None]) & (places_BQ < width)
+    for table_NM, slots_T in zip(tables_gNM, out.slots_gB, strict=True):
+        blocks_BQ = table_NM[rows_B1, places_BQ.clamp(max=width - 1)].long().where(has_block_BQ, 0)
+        slots_T.copy_((blocks_BQ * block_size + positions_BQ % block_size).flatten())
+
+
+def accept(
+    ids_T: torch.Tensor,
+    is_sound_T: torch.Tensor,
+    rows_B: torch.Tensor,
+    limits_B: torch.Tensor,
+    history: History,
+    out_BY: torch.Tensor,
+) -> None:
+    """What came out of a step with Q = T / B new tokens a row is taken into its history.
+
+    `ids_T` (int64): the token that comes out at each position, `is_sound_T` (bool): whether it
+    could be drawn. Drafts that are equal to it are right, up to the first that is not, the row's
+    limit or the number that was found; the row gets the ids of the right ones and one more. A row
+    with an unsound one among these gets none. Its drafts are used up.
+
+    `out_BY` (int64, Y >= Q + 3) is for the host: how many tokens the row got, how many drafts it
+    had, 1 if the first of them was or would have been right, then the tokens, -1 behind them.
+    """
+    num, columns = len(rows_B), out_BY.shape[1]
+    check(len(ids_T) % max(num, 1) == 0, "as many tokens of each row", rows=num, ids=len(ids_T))
+    check(columns * num >= len(ids_T) + NUM_COUNTS * num, "room for all tokens", columns=columns)
+    if rows_B.is_cuda:
+        from ridgeline.kernels.drafts_triton import accept_triton
+
+        accept_triton(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
+    elif runs_native(rows_B):
+        from ridgeline.kernels.cpu.drafts import accept as native_accept
+
+        native_accept(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
+    else:
+        accept_reference(ids_T, is_sound_T, rows_B, limits_B, history, out_BY)
+
+
+def accept_reference(
+    ids_T: torch.Tensor,
+    is_sound_T: torch.Tensor,
+    rows_B: torch.Tensor,
+    limits_B: torch.Tensor,
+    history: History,
+    out_BY: torch.Tensor,
+) -> None:
+    num, width = len(rows_B), history.tokens_NL.shape[1]
+    ids_BQ, is_sound_BQ = ids_T.view(num, -1), is_sound_T.view(num, -1)
+    num_new = ids_BQ.shape[1]
+    steps_Q = torch.arange(num_new, device=rows_B.device)
+    rows_B1, lens_B, found_B = rows_B[:, None], history.lens_N[rows_B], history.found_N[rows_B]
+    places_BQ = lens_B[:, None] + steps_Q
+    is_there_BQ = places_BQ < width
+    guesses_BQ = history.tokens_NL[rows_B1, places_BQ.clamp(max=width - 1)]
+    is_right_BQ = (ids_BQ == guesses_BQ) & is_sound_BQ & is_there_BQ
+    most_B = torch.minimum(limits_B, found_B).clamp(max=num_new - 1)
+    goes_on_BQ = (is_right_BQ & (steps_Q < most_B[:, None])).long().cumprod(1)
+    num_B = 1 + goes_on_BQ.sum(1)
+    num_B *= (is_sound_BQ | (steps_Q >= num_B[:, None])).all(1)
+    is_new_BQ = steps_Q < num_B[:, None]
+    out_BY.fill_(-1)
+    out_BY[:, 0], out_BY[:, 1] = num_B, found_B
+    out_BY[:, 2] = is_right_BQ[:, 0] & (found_B > 0)
+    out_BY[:, NUM_COUNTS : NUM_COUNTS + num_new] = ids_BQ.where(is_new_BQ, -1)
+    written_BQ = is_new_BQ & (rows_B1 != 0) & is_there_BQ
+    at = rows_B1.expand_as(written_BQ)[written_BQ], places_BQ[written_BQ]
+    history.tokens_NL[at] = ids_BQ[written_BQ].int()
+    history.lens_N.index_add_(0, rows_B, num_B * (rows_B != 0)).clamp_(max=width)
+    history.found_N.index_fill_(0, rows_B, 0)
+
+
+def put_drafts(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int) -> None:
+    """Draft number `index` (from 0) of each row is this id (int64), and the last that is found."""
+    if rows_B.is_cuda:
+        from ridgeline.kernels.drafts_triton import put_drafts_triton
+
+        put_drafts_triton(ids_B, rows_B, history, index)
+    elif runs_native(rows_B):
+        from ridgeline.kernels.cpu.drafts import put_drafts as native_put_drafts
+
+        native_put_drafts(ids_B, rows_B, history, index)
+    else:
+        put_drafts_reference(ids_B, rows_B, history, index)
+
+
+def put_drafts_reference(
+    ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int
+) -> None:
+    places_B = history.lens_N[rows_B] + index
+    given_B = (rows_B != 0) & (places_B < history.tokens_NL.shape[1])
+    history.tokens_NL[rows_B[given_B], places_B[given_B]] = ids_B[given_B].int()
+    history.found_N[rows_B[given_B]] = index + 1
+
+
+def tell_found(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> None:
+    """`out_B` (int64, any stride) is how many drafts lie behind each row's tokens now."""
+    if rows_B.is_cuda:
+        from ridgeline.kernels.drafts_triton import tell_found_triton
+
+        tell_found_triton(rows_B, history, out_B)
+    elif runs_native(rows_B):
+        from ridgeline.kernels.cpu.drafts import tell_found as native_tell_found
+
+        native_tell_found(rows_B, history, out_B)
+    else:
+        tell_found_reference(rows_B, history, out_B)
+
+
+def tell_found_reference(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> None:
+    out_B.copy_(history.found_N[rows_B])
+
+
+def runs_native(x: torch.Tensor) -> bool:
+    """It lies on a CPU for which there is the native library."""
+    if x.device.type != "cpu":
+        return False
+    from ridgeline.kernels.cpu.native import library
+
+    return library() is not None

@@ -1,0 +1,103 @@
+"""Where did a row's last tokens stand before, and what followed them there?
+
+Letters: B rows of the step, N rows there is room for, L tokens of the longest, E ends of matches,
+P partial results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.errors import check
+from ridgeline.kernels.drafts import runs_native
+from ridgeline.kernels.history import History
+
+MOST_SPLITS = 64  # of a row that is looked through by a GPU, at most
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """What comes next is what came next before: the row's last tokens, at least `min_match` and
+    counted up to `max_match`, are looked for in the tokens before them."""
+
+    min_match: int
+    max_match: int
+    max_guesses: int
+    guesses_per_match: int = 0  # so many for each token that matches; 0: always `max_guesses`
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpRoom:
+    """Scratch of one stream, of a GPU: `best_P` (int64) may hold anything, `arrivals_B` (int32) is
+    zero before and after every launch."""
+
+    best_P: torch.Tensor
+    arrivals_B: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.best_P.nbytes + self.arrivals_B.nbytes
+
+
+def make_look_up_room(device: torch.device, max_rows: int) -> LookUpRoom:
+    """For up to `max_rows` rows of a launch; on a CPU there is nothing in it."""
+    rows = max_rows if device.type == "cuda" else 0
+    return LookUpRoom(
+        torch.empty(rows * MOST_SPLITS, dtype=torch.int64, device=device),
+        torch.zeros(rows, dtype=torch.int32, device=device),
+    )
+
+
+def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRoom) -> None:
+    """Leave behind each row's tokens what followed when its last tokens stood there before.
+
+    The longest match counts, of equally long ones the most recent. Drafts that go beyond the
+    row's tokens repeat them with the period that the match shows. Without a match none is found.
+    """
+    check(0 < rule.min_match <= rule.max_match, "1 <= min_match <= max_match", rule=rule)
+    check(rule.max_guesses > 0 and rule.guesses_per_match >= 0, "guesses are made", rule=rule)
+    if rows_B.is_cuda:
+        from ridgeline.kernels.prompt_lookup_triton import look_up_triton
+
+        # Prompts that end in one step may be more rows than a captured step has.
+        for some_B in torch.split(rows_B, len(room.arrivals_B)):
+            look_up_triton(some_B, history, rule, room)
+    elif runs_native(rows_B):
+        from ridgeline.kernels.cpu.prompt_lookup import look_up as native_look_up
+
+        native_look_up(rows_B, history, rule)
+    else:
+        look_up_reference(rows_B, history, rule)
+
+
+def look_up_reference(rows_B: torch.Tensor, history: History, rule: LookUp) -> None:
+    width = history.tokens_NL.shape[1]
+    for row in rows_B.tolist():
+        if row == 0:
+            continue
+        num = int(history.lens_N[row])
+        end, match = _longest_match(history.tokens_NL[row, :num], rule.max_match)
+        wanted = rule.guesses_per_match * match or rule.max_guesses
+        found = min(wanted, rule.max_guesses, width - num) if match >= rule.min_match else 0
+        history.found_N[row] = found
+        if found:
+            steps = torch.arange(found, device=rows_B.device) % (num - end)
+            history.tokens_NL[row, num : num + found] = history.tokens_NL[row, end + steps]
+
+
+def _longest_match(tokens_L: torch.Tensor, max_match: int) -> tuple[int, int]:
+    """Where the tokens end that are those at the end, and how many they are; (0, 0) if none."""
+    num = len(tokens_L)
+    if num < 2:
+        return 0, 0
+    lengths_E = torch.zeros(num - 1, dtype=torch.int64, device=tokens_L.device)  # ends 1 .. num-1
+    goes_on_E = torch.ones_like(lengths_E, dtype=torch.bool)
+    for back in range(min(max_match, num - 1)):
+        goes_on_E[:back] = False
+        goes_on_E[back:] &= tokens_L[: num - 1 - back] == tokens_L[num - 1 - back]
+        lengths_E += goes_on_E
+    longest = int(lengths_E.max())
+    end = int((lengths_E == longest).nonzero()[-1]) + 1
+    return (end, longest) if longest else (0, 0)
