@@ -138,6 +138,17 @@ def test_what_is_resolved_equals_what_was_asked_but_for_what_was_open() -> None:
     assert (sampling.max_tokens, sampling.seed) == (16, None)
 
 
+def test_what_replaces_a_field_is_checked_too() -> None:
+    sampling = SamplingParams(temperature=0.5, stop="a", logit_bias={7: 1.0})
+    assert sampling.replace(stop=["b"], n=2) == SamplingParams(
+        temperature=0.5, stop="b", logit_bias={7: 1.0}, n=2
+    )
+    with pytest.raises(RequestFault, match="n must be between 1 and 8"):
+        sampling.replace(n=9)
+    with pytest.raises(TypeError, match="has no field 'temprature'"):
+        sampling.replace(temprature=1.0)
+
+
 def test_how_far_a_request_has_got() -> None:
     request = Request("a", (1, 2, 3), SamplingParams(max_tokens=4), 0.0)
     assert (request.num_pending_tokens, request.num_known_tokens) == (3, 3)
