@@ -26,6 +26,7 @@ from tests.layers.driving import Driver
 from tests.speculation import test_eagle3 as eagle3
 from tests.speculation import test_mtp as mtp
 from tests.speculation.head_reference import random_tensors
+from tests.speculation.scene import VOCAB
 from tests.tiny_model import make_tiny_model
 
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 32], [2, 71, 82, 81, 8], [5, 5, 5, 5, 5, 5, 5, 9]]
@@ -38,7 +39,7 @@ DRAFTS = 3
 
 def target_folder(folder: Path, kind: str) -> Path:
     """A tiny target; that of MTP has a module of its own."""
-    shape = {"hidden_size": 32, "head_dim": 16, "vocab_size": eagle3.VOCAB}
+    shape: dict[str, Any] = {"hidden_size": 32, "head_dim": 16, "vocab_size": VOCAB}
     if kind == "eagle3":
         return make_tiny_model(folder, tokenizer=False, num_hidden_layers=6, **shape)
     make_tiny_model(folder, tokenizer=False, num_nextn_predict_layers=1, **shape)
@@ -104,14 +105,14 @@ class Spy:
         self.logits: list[torch.Tensor] = []
         self.method.guess = self.guess  # type: ignore[method-assign]
 
-    def guess(self, step: DraftStep, k: int) -> torch.Tensor | None:
-        made = self._guess(step, k)
+    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
+        made = self._guess(step, num_guesses)
         tokens_NL = step.history.tokens_NL
         for place, row in enumerate(step.rows_B.tolist()):
             if row:  # else it is padding
                 num = int(step.history.lens_N[row])
-                known, drafts = tokens_NL[row, : num + k].split([num, k])
-                self.seen.append((known.tolist(), drafts.tolist()))
+                known = tokens_NL[row, : num + num_guesses].tolist()
+                self.seen.append((known[:num], known[num:]))
                 assert isinstance(self.method, HeadDrafts)
                 self.logits.append(self.method._logits[place].clone())
         return made
