@@ -60,7 +60,6 @@ from ridgeline.loader.stored_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
-from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
@@ -231,7 +230,7 @@ def build(
         engine.journals.append(
             Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
         )
-    watch = observatory(header, Meter(pricer), cpu_s=process_seconds)
+    watch = observatory(header, pricer, cpu_s=process_seconds)
     if scheduler.policy.needs_promise:
         watch.pricing.followers.append(learned)
     if chooser is not None:

@@ -70,7 +70,7 @@ def measure(engine: RidgelineEngine, batch: int) -> dict[str, float | str]:
     result = engine.run(requests())
     llm.engine.observers.remove(watch)
     before, after = watch.totals
-    read = read_out("steps", llm.watch.meter, after, before)
+    read = read_out("steps", llm.watch.pricer, after, before)
     seen_ms = clock_ms(result, batch)
     return {
         "batch": batch,

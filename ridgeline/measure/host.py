@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ridgeline.clock import WallClock
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.measure.stopwatch import typical
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.guessing import GuessChooser

@@ -112,7 +112,7 @@ def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Re
 
 
 def _prices(watch: Observatory) -> Prices:
-    limits, setup = watch.meter.limits, watch.meter.pricer.setup
+    limits, setup = watch.pricer.limits, watch.pricer.setup
     return Prices(setup.device.label, setup.constants.origin, limits.flops, limits.bytes)
 
 

@@ -147,7 +147,7 @@ def _report(served: Served) -> None:
     say(logger, logging.INFO, "resolved", decisions=decisions or "none")
     say(logger, logging.INFO, "memory contract in bytes", items=memory)
     if served.watch is not None:
-        setup = served.watch.meter.pricer.setup
+        setup = served.watch.pricer.setup
         say(
             logger, logging.INFO, "steps are priced",
             device=setup.device.label, origin=setup.constants.origin,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ridgeline.clock import Clock
 from ridgeline.engine import Engine, Launched
@@ -79,7 +80,9 @@ class LeapingEngine(Engine):
             return None
         rows = self.quiet.rows()
         most = self.quiet.most(rows) if rows else 0
-        most = min((self._num_until_stop(row, most) for row in rows), default=0)
+        for row in rows:
+            if row.stop_token_ids:
+                most = min(most, self._num_until_stop(row, most))
         if most < LEAST_STEPS:
             return None
         ends = self._ends(rows, most, horizon)
@@ -118,9 +121,7 @@ class LeapingEngine(Engine):
 
     def _num_until_stop(self, row: Request, most: int) -> int:
         """How many of its next tokens, at most `most`, come before one that ends it."""
-        if not (stops := frozenset(row.sampling.stop_token_ids)):
-            return most
-        tokens = self._tokens(row, most)
+        tokens, stops = self._tokens(row, most), row.stop_token_ids
         return next((i for i, token_id in enumerate(tokens) if token_id in stops), most)
 
     def _ends(self, rows: Sequence[Request], most: int, horizon: float) -> list[float]:
@@ -131,9 +132,9 @@ class LeapingEngine(Engine):
         """
         end, lag = self.executor.busy_until, self._lag
         ends = [span.end_s for span in self.executor.spans]
-        seconds = self.executor.decode_times([row.num_computed_tokens for row in rows]).seconds
-        for i in range(most):
-            end += seconds(i)
+        times = self.executor.decode_times([row.num_computed_tokens for row in rows])
+        for i, seconds in enumerate(islice(times, most)):
+            end += seconds
             ends.append(end)
             if ends[lag + i] >= horizon:
                 break

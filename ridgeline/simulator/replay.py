@@ -23,7 +23,6 @@ from ridgeline.observe.event_log import (
     plan_digest,
 )
 from ridgeline.observe.evidence import observatory
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
@@ -226,7 +225,7 @@ def _scheduler(
     elif policy.needs_promise:
         real = Pricer(read_setup(header.setup))
         pricer = LearnedPricer(real)
-        watch = observatory(header, Meter(real))
+        watch = observatory(header, real)
         watch.pricing.followers.append(pricer)
         journals += watch.journals
     scheduler = Scheduler(

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from ridgeline.clock import Clock
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
 from ridgeline.observe.accounts import PARTS, Account, Accounts, Parts, _Steady
 from ridgeline.observe.event_log import Added, EventLog
 from ridgeline.observe.event_log_reader import read_event_log
-from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
+from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS

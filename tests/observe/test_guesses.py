@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.observe.guesses import ENOUGH_STEPS, GuessTotals, guess_report
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.readout import guesses_between, snapshot
 from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape

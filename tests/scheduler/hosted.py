@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ridgeline.clock import VirtualClock
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.guessing import GuessChooser

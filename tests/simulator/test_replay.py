@@ -16,7 +16,6 @@ from ridgeline.errors import RequestFault
 from ridgeline.observe.event_log import Added, EventLog, Planned, Recorder, header_of
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.evidence import evidence_of, observatory
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
@@ -265,7 +264,7 @@ def slo_log(path: Path, *, in_submit: bool) -> EventLog:
         tpot_slo_s=setting.tpot_slo_s,
     )
     lines: list[str] = []
-    watch = observatory(header, Meter(real))
+    watch = observatory(header, real)
     watch.pricing.followers.append(learned)
     engine.journals += [Recorder(lines.append, header, b"key"), *watch.journals]
     rng, coming = random.Random(5), 0.0

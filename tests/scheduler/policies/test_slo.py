@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.errors import ConfigError
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import Admit, Overloaded, PolicySetting, Refuse
 from ridgeline.scheduler.policies.fcfs import FCFS
