@@ -227,15 +227,15 @@ def build(
     draft_config = None if draft is None else read_config(draft.folder.path)
     header = engine_header(resolved, scheduler, pricer, read_config(path), draft_config)
     if log is not None:
-        engine.journals.append(
+        engine.listeners.append(
             Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
         )
     watch = observatory(header, pricer, cpu_s=process_seconds)
     if scheduler.policy.needs_promise:
-        watch.pricing.followers.append(learned)
+        watch.pricing.followers.append(learned.on_priced)
     if chooser is not None:
-        watch.pricing.followers.append(chooser)
-    engine.journals += watch.journals
+        watch.pricing.followers.append(chooser.on_priced)
+    engine.listeners += watch.listeners
     return Built(
         engine,
         Scorer(

@@ -112,7 +112,7 @@ def _row(kept: tuple[int, int] | int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Observatory:
-    """Everything that watches one engine's time and cost. `journals` go to the engine, in order."""
+    """All that watches one engine's time and cost. `listeners` go to the engine, in order."""
 
     header: EngineHeader
     pricer: Pricer
@@ -123,7 +123,7 @@ class Observatory:
     recent: Recent = field(default_factory=Recent)
 
     @property
-    def journals(self) -> tuple[Pricing, Accounts, CpuTimes]:
+    def listeners(self) -> tuple[Pricing, Accounts, CpuTimes]:
         return self.pricing, self.accounts, self.cpu_times
 
     def evidence(self, now: float, tenant: str | None = None) -> Evidence:
@@ -164,7 +164,7 @@ def observatory(
     )
     receipts, recent = Receipts(pricer), Recent()
     accounts = Accounts(pricing, max_finished)
-    pricing.followers += [receipts, recent]
+    pricing.followers += [receipts.on_priced, recent.on_priced]
     return Observatory(header, pricer, pricing, accounts, receipts, CpuTimes(cpu_s), recent)
 
 
@@ -193,7 +193,7 @@ def evidence_of(log: EventLog) -> Evidence:
     def read(event: Event) -> None:
         reading[0] = getattr(event, "cpu_s", None)
 
-    log.feed(*watch.journals, before=read)
+    log.feed(*watch.listeners, before=read)
     now = max((event.now for event in log.events), default=0.0)
     return replace(watch.evidence(now), prompt_reuse=prompt_reuse(log))
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.errors import RequestFault
 from ridgeline.observe.guesses import GuessTotals
 from ridgeline.request import Request, RequestOutput, record
-from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
+from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "verify", "prefill", "mixed")
 MOST_UNCOUNTED = 64  # checks that are kept until somebody asks
@@ -61,12 +60,6 @@ class PricedStep:
         if not self.prompts or expected <= 0:
             return 0.0
         return min(1.0, max(0.0, 1.0 - self.price_without_prompts_s / expected))
-
-
-class Follower(Protocol):
-    """Who wants to know of each step that has run, in their order."""
-
-    def on_priced(self, step: PricedStep) -> None: ...
 
 
 @dataclass(slots=True)
@@ -122,10 +115,10 @@ class _InFlight:
 _Checked = tuple[PricedStep, StepResult, Sequence[RequestOutput], float]
 
 
-class Pricing:
-    """Prices every step that is planned and measures it when it is over; one of the engine's
-    journals. Where the device computes beside the host, a step is priced once it is sent off, so
-    that nobody waits for that. `graph_sizes` are the batch sizes that captured graphs exist for, if
+class Pricing(Listener):
+    """Prices every step and measures it when it is over; one of the engine's listeners. A step is
+    priced once it is sent off, so that no device waits for that, or when somebody asks before.
+    `graph_sizes` are the batch sizes that captured graphs exist for, if
     any; `decodes_price` is a quicker way to what `price` says of a step that only decodes,
     `draft_price` is what making guesses takes before they are checked."""
 
@@ -139,7 +132,7 @@ class Pricing:
         draft_price: DraftPrice | None = None,
     ) -> None:
         self._totals = Totals()
-        self.followers: list[Follower] = []
+        self.followers: list[Callable[[PricedStep], object]] = []  # told of each step
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
         self._draft_price = draft_price
@@ -186,8 +179,6 @@ class Pricing:
     def on_plan(self, plan: StepPlan, now: float) -> None:
         if plan.scheduled:
             self._planned.append((plan, now))
-        if self.computes_in_submit:
-            self._price_planned()
 
     def _price_planned(self) -> None:
         while self._planned:
@@ -288,7 +279,7 @@ class Pricing:
         if not has_failed:
             self._count(done)
         for follower in self.followers:
-            follower.on_priced(done)
+            follower(done)
 
     def _count(self, step: PricedStep) -> None:
         totals, price, num_rows = self._totals, step.price, len(step.plan.scheduled)

@@ -131,12 +131,12 @@ class EngineLoop:
         self._has_answered = False
         self._kernels = served.kernels if isinstance(served, Started) else None
         self._idle_work = served.warm_up if isinstance(served, WarmsUp) else None
-        self._engine.observers.append(self._watch)
+        self._engine.listeners.append(self._watch)
         scheduler, watch = served.engine.scheduler, served.watch
         self._observatory = watch
         self._chunks = PromptChunks()
         if watch is not None:
-            watch.pricing.followers.append(self._chunks)
+            watch.pricing.followers.append(self._chunks.on_priced)
         pricing = None if watch is None else watch.pricing
         self.late_plans: LatePlans | None = None
         if pricing is not None and not pricing.computes_in_submit:

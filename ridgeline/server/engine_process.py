@@ -172,7 +172,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         heartbeat = None
         if heartbeat_fd is not None and served.watch is not None:
             heartbeat = Heartbeat(heartbeat_fd, served.watch.pricing)
-            served.engine.journals.append(heartbeat)
+            served.engine.listeners.append(heartbeat)
         if start.tripwire and served.resolved.device == "cpu":
             arm()
         wire.send(ready_message(served, os.getpid(), phases))

@@ -76,7 +76,7 @@ class LeapingEngine(Engine):
         stays there; the engine is where it will be at the leap's end.
         """
         num_in_flight = len(self._in_flight)
-        if self.observers or num_in_flight != self.max_in_flight - 1:
+        if self.listeners.hear_steps or num_in_flight != self.max_in_flight - 1:
             return None
         rows = self.quiet.rows()
         most = self.quiet.most(rows) if rows else 0
@@ -163,9 +163,9 @@ class LeapingEngine(Engine):
             spans.append(span)
         self.executor.leap(spans[len(spans) - num_in_flight :], ends[-1])
         begun = tuple(run.row_ids[n] for n in run.begun)
-        if self.journals:
+        if self.listeners:
             cached = {rows[n].request_id: rows[n].num_cached_tokens for n in run.begun}
-            self._tell_journals([*flying, *run.plans()], run, tokens, (launches, collects), cached)
+            self._tell_listeners([*flying, *run.plans()], run, tokens, (launches, collects), cached)
         return Leap(
             run,
             start_s,
@@ -178,7 +178,7 @@ class LeapingEngine(Engine):
             tuple(self.executor.spans),
         )
 
-    def _tell_journals(
+    def _tell_listeners(
         self,
         plans: Sequence[StepPlan],
         run: QuietRun,
@@ -199,7 +199,7 @@ class LeapingEngine(Engine):
             ]
             begin, end = times[0][index], times[1][index + 1]
             submitted = end if self.executor.computes_in_submit else begin
-            for journal in self.journals:
-                journal.on_plan(launched, begin)
-                journal.on_submitted(launched, submitted)
-                journal.on_collect(collected, result, outputs, None, end)
+            tell = self.listeners.tell
+            tell("on_plan", launched, begin)
+            tell("on_submitted", launched, submitted)
+            tell("on_collect", collected, result, outputs, None, end)

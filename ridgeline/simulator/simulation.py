@@ -34,11 +34,11 @@ from ridgeline.simulator.options import Machine, Options, limits_of, machine_of,
 from ridgeline.simulator.replica import Job, Replica
 from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary, summarize
 from ridgeline.simulator.workload import FRESH_TOKEN, Arrival
-from ridgeline.step import Journal, StepPricer
+from ridgeline.step import Listener, StepPricer
 
 __all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
 
-JournalOf = Callable[[int, Scheduler], Journal]  # of a replica, by its number
+JournalOf = Callable[[int, Scheduler], Listener]  # of a replica, by its number
 
 
 class Rng(Protocol):
@@ -311,7 +311,7 @@ class Simulation:
             scheduler, executor, clock, options.max_in_flight, options.plans_ahead_s
         )
         if journal_of is not None:
-            engine.journals.append(journal_of(number, scheduler))
+            engine.listeners.append(journal_of(number, scheduler))
         return Replica(number, engine, self._jobs, is_static=options.static_batching)
 
 

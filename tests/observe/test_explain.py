@@ -107,8 +107,8 @@ def bench(
     made = Bench(clock, None, watch, slow, host_s, num_blocks)  # type: ignore[arg-type]
     made.engine = Engine(scheduler, made, clock, 1)
     if log is not None:
-        made.engine.journals.append(Recorder(log.write, header, b"k"))
-    made.engine.journals += watch.journals
+        made.engine.listeners.append(Recorder(log.write, header, b"k"))
+    made.engine.listeners += watch.listeners
     return made
 
 
@@ -390,7 +390,7 @@ def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
     """Not while the server is idle; a log of the same run says the same."""
     log = LogFile(str(tmp_path / "log"))
     made = bench(log=log)
-    recorder, watch = made.engine.journals[0], made.watch.cpu_times
+    recorder, watch = made.engine.listeners[0], made.watch.cpu_times
     assert isinstance(recorder, Recorder)
     recorder._cpu_s = watch._read = lambda: made.clock.time / 4  # a quarter of the processor
     made.run([ask(1, 50, 10)])
@@ -465,7 +465,7 @@ def test_a_step_that_cannot_be_priced_or_fails_harms_no_other() -> None:
 
     made = bench()
     pricing = Pricing(price)
-    made.engine.journals[:] = [pricing]
+    made.engine.listeners[:] = [pricing]
     made.run([ask(1, 5, 5)])
     assert pricing.totals.num_steps == 4
     assert pricing.running is None

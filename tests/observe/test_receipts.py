@@ -11,7 +11,7 @@ from ridgeline.cost.pricer import StepPrice
 from ridgeline.cost.roofline import step_cost
 from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.observe.receipts import NANO, Receipts
-from ridgeline.step import Journal, ScheduledRequest, StepPlan, StepShape
+from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepShape
 from tests.observe.priced import small_pricer
 from tests.observe.recorded import RecordedWorld
 from tests.observe.test_accounts import Ticking
@@ -49,9 +49,9 @@ def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path
     world.clock = world.engine.clock = Ticking(seed)  # type: ignore[assignment]
     pricer = small_pricer()
     pricing, receipts, asked = Pricing(pricer.price), Receipts(pricer), _Asking(seed)
-    pricing.followers += [receipts, asked]
+    pricing.followers += [receipts.on_priced, asked.on_priced]
     asked.receipts = receipts
-    world.engine.journals += [pricing, asked]
+    world.engine.listeners += [pricing, asked]
     world.run(120)
     world.file.close()
     found = [receipt for name in asked.names if (receipt := receipts.get(name)) is not None]
@@ -62,7 +62,7 @@ def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path
         assert all(getattr(receipt, field) >= 0 for receipt in found)
 
 
-class _Asking(Journal):
+class _Asking(Listener):
     """Asks for every second request, and adds up the steps by itself."""
 
     receipts: Receipts

@@ -160,8 +160,8 @@ def run(
     engine = Engine(scheduler, hosted, hosted.clock, in_flight)
     pricing = Pricing(lambda shape, num_logits: StepPrice(PRICE_S, PRICE_S, 1.0, 1.0))
     if isinstance(guesses, GuessChooser):
-        pricing.followers.append(guesses)
-    engine.journals.append(pricing)
+        pricing.followers.append(guesses.on_priced)
+    engine.listeners.append(pricing)
     num_tokens = 0
     for number in range(num_requests):
         sampling = SamplingParams(max_tokens=ANSWER)

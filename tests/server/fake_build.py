@@ -242,7 +242,7 @@ def _watch(engine: Engine, config: EngineConfig) -> Observatory:
         setup=setup_record(setup, CONFIG),
     )
     if config.event_log is not None:
-        engine.journals.append(Recorder(LogFile(config.event_log).write, header, b"key"))
+        engine.listeners.append(Recorder(LogFile(config.event_log).write, header, b"key"))
     watch = observatory(header, Pricer(setup))
-    engine.journals += watch.journals
+    engine.listeners += watch.listeners
     return watch

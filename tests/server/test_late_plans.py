@@ -118,7 +118,7 @@ class World:
         scheduler = Scheduler(blocks, FCFS(), 8192, max_num_seqs)
         engine = Engine(scheduler, self.device, self.clock, 2)
         self.pricing = pricing = Pricing(_price)
-        engine.journals.append(pricing)
+        engine.listeners.append(pricing)
         self.wire = Wire(self.clock)
         watch = SimpleNamespace(pricing=pricing, receipts=SimpleNamespace(get=lambda name: None))
         served: Any = SimpleNamespace(engine=engine, device=self.device, watch=watch)

@@ -45,7 +45,7 @@ def recorded_world(seed: int, path: Path) -> EventLog:
     scheduler = world.scheduler
     header = header_of(scheduler, policy="fcfs", max_in_flight=world.case.max_in_flight)
     lines: list[str] = []
-    world.engine.journals.append(Recorder(lines.append, header, b"key"))
+    world.engine.listeners.append(Recorder(lines.append, header, b"key"))
     world.run(300)
     path.write_text("".join(lines), encoding="utf-8")
     return read_event_log(path)
@@ -265,8 +265,8 @@ def slo_log(path: Path, *, in_submit: bool) -> EventLog:
     )
     lines: list[str] = []
     watch = observatory(header, real)
-    watch.pricing.followers.append(learned)
-    engine.journals += [Recorder(lines.append, header, b"key"), *watch.journals]
+    watch.pricing.followers.append(learned.on_priced)
+    engine.listeners += [Recorder(lines.append, header, b"key"), *watch.listeners]
     rng, coming = random.Random(5), 0.0
     for index in range(150):
         coming += rng.expovariate(1500)
