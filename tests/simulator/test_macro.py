@@ -22,7 +22,7 @@ NUM_CASES = int(os.environ.get("RIDGELINE_TEST_MACRO_CASES", "500"))
 CASES_PER_TEST = 50
 
 
-class Diary:
+class Diary(Listener):
     """Everything that a journal hears, and the scheduler's whole state at every arrival."""
 
     def __init__(self, scheduler: Scheduler) -> None:
