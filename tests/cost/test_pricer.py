@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
+from ridgeline.cost.hardware import catalogue
+from ridgeline.cost.layout import ONE_DEVICE
+from ridgeline.cost.ops import layer_products
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
@@ -15,6 +19,7 @@ from tests.cost.random_setups import (
     GEMMA_3_27B,
     LLAMA_8B,
     device,
+    random_calibration,
     random_setup,
     random_shape,
     spec_of,
@@ -42,6 +47,41 @@ def test_a_step_costs_the_same_both_ways(seed: int) -> None:
         assert price.ideal_s == pytest.approx(slow.ideal_s, rel=CLOSE)
         assert price.flops == pytest.approx(tp * slow.flops, rel=CLOSE)
         assert price.bytes == pytest.approx(tp * slow.bytes, rel=CLOSE)
+
+
+def every_constant(rng: random.Random, setup: Setup) -> Setup:
+    """The setup with the constants that `random_calibration` leaves at nothing, on any device."""
+    on = rng.choice(list(catalogue().values()))
+    known = random_calibration(rng, on)
+    matmul = {
+        name: replace(
+            c, e_v=rng.uniform(0.2, 1.0), k_m=rng.uniform(0, 90), k_s=rng.uniform(0, 1e-9)
+        )
+        for name, c in known.matmul.items()
+    }
+    host = replace(
+        known.host, captured_tokens=512, warm_t0=0.4, own_t0=0.2, own_rows_t0=0.5,
+        captured_s=rng.uniform(0, 1e-4), lone_s=2e-4, lone_request_s=1e-5, lone_least_s=1e-3,
+        check_request_s=3e-6,
+    )  # fmt: skip
+    attention = {"bf16": replace(known.attention["bf16"], check_token=rng.uniform(0, 0.3))}
+    own = tuple(sorted(layer_products(setup.spec, ONE_DEVICE, setup.precision)))
+    calibration = replace(known, matmul=matmul, host=host, attention=attention, own_products=own)
+    return replace(setup, device=on, layout=ONE_DEVICE, calibration=calibration)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_costs_the_same_both_ways_with_every_constant(seed: int) -> None:
+    rng = random.Random(seed)
+    setup = every_constant(rng, random_setup(rng))
+    pricer = Pricer(setup)
+    for most in (1, 3, 12):
+        checks = tuple((rng.randint(1, 6), rng.randint(1, 700)) for _ in range(most))
+        for shape in (random_shape(rng, most), checks, ((1, 9),)):
+            slow = step_cost(setup, shape)
+            price = pricer.price(shape, len(shape))
+            assert price.expected_s == pytest.approx(slow.expected_s, rel=CLOSE), shape
+            assert price.ideal_s == pytest.approx(slow.ideal_s, rel=CLOSE), shape
 
 
 @pytest.mark.parametrize("seed", range(60))
