@@ -9,11 +9,11 @@ from typing import Any
 from ridgeline.request import RequestOutput
 from ridgeline.speculation.price import DraftPrices
 from ridgeline.speculation.report import rows_taken
-from ridgeline.step import Journal, StepPlan, StepResult
+from ridgeline.step import Listener, StepPlan, StepResult
 
 
 @dataclass(slots=True)
-class Counts(Journal):
+class Counts(Listener):
     """A journal of an engine: what became of the drafts of rows that decode. Steps are counted
     when somebody asks, as that takes the host a third of its time for a step of 256 rows, and 2 us
     of some 60 for one that checks eight drafts of one. Of many rows even what is kept until then

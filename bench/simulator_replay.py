@@ -23,7 +23,6 @@ from ridgeline.observe.event_log import (
     plan_digest,
 )
 from ridgeline.observe.evidence import observatory
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
@@ -31,7 +30,7 @@ from ridgeline.scheduler.policies import POLICIES, make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import Journal, StepPlan, StepPricer, StepResult
+from ridgeline.step import Listener, StepPlan, StepPricer, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +109,9 @@ class _Player:
             {e.step_id: e.now for e in log.events if isinstance(e, Submitted)},
         )
         self.guesses = _TapedGuesses() if log.header.speculate != "off" else None
-        scheduler, journals = _scheduler(log.header, self.guesses)
+        scheduler, listeners = _scheduler(log.header, self.guesses)
         self.engine = Engine(scheduler, self.tape, self.clock, log.header.max_in_flight)
-        self.engine.journals += journals
+        self.engine.listeners += listeners
         self.decisions: list[Decision] = []
 
     def play(self, recorded: Sequence[Decision]) -> None:
@@ -214,21 +213,21 @@ class _TapedGuesses:
 
 def _scheduler(
     header: EngineHeader, guesses: _TapedGuesses | None
-) -> tuple[Scheduler, list[Journal]]:
-    """As it was built then, with the journals from which its policy learned step times."""
+) -> tuple[Scheduler, list[Listener]]:
+    """As it was built then, with the listeners from which its policy learned step times."""
     blocks = BlockManager(
         header.num_blocks, header.block_size, header.windows, header.prefix_caching
     )
-    pricer, journals = None, list[Journal]()
+    pricer, listeners = None, list[Listener]()
     policy = registry.load(POLICIES, header.policy, "policy")
     if policy.wants_prices and header.setup:
         pricer = LearnedPricer(Pricer(read_setup(header.setup)))  # that nobody taught
     elif policy.needs_promise:
         real = Pricer(read_setup(header.setup))
         pricer = LearnedPricer(real)
-        watch = observatory(header, Meter(real))
-        watch.pricing.followers.append(pricer)
-        journals += watch.journals
+        watch = observatory(header, real)
+        watch.pricing.followers.append(pricer.on_priced)
+        listeners += watch.listeners
     scheduler = Scheduler(
         blocks,
         make_policy(header.policy, _setting(header, pricer)),
@@ -241,7 +240,7 @@ def _scheduler(
         max_preemptions=header.max_preemptions,
         max_num_mixed_tokens=header.max_num_mixed_tokens,
     )
-    return scheduler, journals
+    return scheduler, listeners
 
 
 def _setting(header: EngineHeader, pricer: StepPricer | None) -> PolicySetting:

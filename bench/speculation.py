@@ -116,7 +116,7 @@ def tasks(args: argparse.Namespace) -> Iterator[Row]:
             llm = LLM(args.model, speculate=speculate, **options(args))
             stack.callback(llm.close)
             counts = Counts()
-            llm.engine.journals.append(counts)
+            llm.engine.listeners.append(counts)
             seats.append(Seat(speculate, llm, counts))
         keep_what_is_there()  # as the commands do
         keys = [(task, float(t)) for task in args.tasks for t in args.temperatures]

@@ -229,11 +229,11 @@ def prices_of(llm: LLM) -> DraftPrices:
 
 @contextmanager
 def counting(llm: LLM, counts: Counts) -> Iterator[None]:
-    llm.engine.journals.append(counts)
+    llm.engine.listeners.append(counts)
     try:
         yield
     finally:
-        llm.engine.journals.pop()
+        llm.engine.listeners.remove(counts)
 
 
 @contextmanager

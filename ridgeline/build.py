@@ -59,7 +59,6 @@ from ridgeline.loader.stored_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import Observatory, observatory
-from ridgeline.observe.meter import Meter
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
@@ -242,15 +241,15 @@ def build(
     draft_config = None if draft is None else read_config(draft.folder.path)
     header = engine_header(resolved, scheduler, pricer, read_config(path), draft_config)
     if log is not None:
-        engine.journals.append(
+        engine.listeners.append(
             Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
         )
-    watch = observatory(header, Meter(pricer), cpu_s=process_seconds)
+    watch = observatory(header, pricer, cpu_s=process_seconds)
     if scheduler.policy.needs_promise:
-        watch.pricing.followers.append(learned)
+        watch.pricing.followers.append(learned.on_priced)
     if chooser is not None:
-        watch.pricing.followers.append(chooser)
-    engine.journals += watch.journals
+        watch.pricing.followers.append(chooser.on_priced)
+    engine.listeners += watch.listeners
     return Built(
         engine,
         Scorer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ridgeline.clock import Clock
@@ -14,9 +13,8 @@ from ridgeline.request import FinishReason, Request, RequestOutput, record
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
     Executor,
-    Journal,
     KnowsEnd,
-    Observer,
+    Listeners,
     StepFuture,
     StepPlan,
     StepRecord,
@@ -54,8 +52,7 @@ class Engine:
         self.executor = executor
         self.clock = clock
         self.max_in_flight = max_in_flight
-        self.observers: list[Observer] = []
-        self.journals: list[Journal] = []
+        self.listeners = Listeners()
         self._in_flight: deque[Launched] = deque()
 
     @property
@@ -80,20 +77,16 @@ class Engine:
         try:
             self.scheduler.add(request, now)
         except RequestFault as fault:
-            refused = fault
-            self._note(lambda journal: journal.on_add(request, now, refused))
+            self.listeners.tell("on_add", request, now, fault)
             raise
-        self._note(lambda journal: journal.on_add(request, now, None))
+        self.listeners.tell("on_add", request, now, None)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, in whatever state it is. None for one that is unknown or over."""
         if not self.scheduler.finish(request_id):
             return None
-        now = self.clock.now()
-        output = RequestOutput(request_id, (), FinishReason.ABORT)
-        self._note(lambda journal: journal.on_abort(request_id, now))
-        self._tell_outputs([output], now)
-        return output
+        self.listeners.tell("on_abort", request_id, self.clock.now())
+        return RequestOutput(request_id, (), FinishReason.ABORT)
 
     def launch(self) -> StepFuture | None:
         """Plan a step and send it off. None when there is nothing to send, or no place for it."""
@@ -101,7 +94,7 @@ class Engine:
             return None
         now = self.clock.now()
         plan = self.scheduler.schedule(now)
-        self._note(lambda journal: journal.on_plan(plan, now))
+        self.listeners.tell("on_plan", plan, now)
         if not plan.scheduled:
             return None
         future: StepFuture
@@ -111,9 +104,8 @@ class Engine:
             future = _Failed(fault)
         self._in_flight.append(Launched(plan, future, now))
         self.scheduler.blocks.settle()  # while the device is at work
-        if self.journals:
-            submitted = self.clock.now()
-            self._note(lambda journal: journal.on_submitted(plan, submitted))
+        if self.listeners:
+            self.listeners.tell("on_submitted", plan, self.clock.now())
         return future
 
     def collect(self) -> list[RequestOutput]:
@@ -152,15 +144,6 @@ class Engine:
             self._tell(later, None, [], reason)
         return outputs
 
-    # ------------------------------------------------------------------ journals and observers
-
-    def _note(self, tell: Callable[[Journal], None]) -> None:
-        for journal in self.journals:
-            try:
-                tell(journal)
-            except Exception as problem:
-                _observer_failed(problem)
-
     def _tell(
         self,
         step: Launched,
@@ -168,40 +151,21 @@ class Engine:
         outputs: list[RequestOutput],
         error: str | None,
     ) -> None:
-        if not self.observers and not self.journals:
+        if not (listeners := self.listeners):
             return
-        now = self.clock.now()
-        self._note(lambda journal: journal.on_collect(step.plan, result, outputs, error, now))
-        if not self.observers:
-            return
-        seen = StepRecord(
-            step.plan,
-            step.at,
-            now,
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_free_blocks=self.scheduler.blocks.num_free_blocks,
-            num_blocks=self.scheduler.blocks.num_blocks,
-            num_new_tokens=sum([len(output.new_token_ids) for output in outputs]),
-            num_in_flight=len(self._in_flight),
-            error=error,
-        )
-        for observer in self.observers:
-            try:
-                observer.on_step(seen)
-            except Exception as problem:
-                _observer_failed(problem)
-        self._tell_outputs(outputs, now)
-
-    def _tell_outputs(self, outputs: list[RequestOutput], now: float) -> None:
-        for observer in self.observers:
-            try:
-                for output in outputs:
-                    observer.on_output(output, now)
-            except Exception as problem:
-                _observer_failed(problem)
-
-
-def _observer_failed(problem: Exception) -> None:
-    """What an observer raises must not reach the requests."""
-    say(logger, logging.ERROR, "observer failed", problem=repr(problem))
+        now, scheduler = self.clock.now(), self.scheduler
+        listeners.tell("on_collect", step.plan, result, outputs, error, now)
+        if listeners.hear_steps:
+            record = StepRecord(
+                step.plan,
+                step.at,
+                now,
+                outputs,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_free_blocks=scheduler.blocks.num_free_blocks,
+                num_blocks=scheduler.blocks.num_blocks,
+                num_in_flight=len(self._in_flight),
+                error=error,
+            )
+            listeners.tell("on_step", record)

@@ -11,13 +11,17 @@ chooses their tokens).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Protocol, runtime_checkable
 
 from ridgeline.errors import RequestFault
+from ridgeline.log import say
 from ridgeline.request import Request, RequestOutput, SamplingParams, TokenLogprobs, record
+
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0  # never allocated: padding, and what left a sliding window. Real ids start at 1.
 
@@ -171,19 +175,19 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> StepFuture: ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepRecord:
-    """One step that is over, as observers see it. Times are seconds of the engine's clock; counts
-    are as they stand after its results were taken in. `error` is set when the step failed."""
+    """One step that is over. Times are seconds of the engine's clock; counts are as they stand
+    after its results were taken in. `outputs` are what it gave; `error` is set when it failed."""
 
     plan: StepPlan
     launched_at: float
     collected_at: float
+    outputs: Sequence[RequestOutput]
     num_running: int
     num_waiting: int
     num_free_blocks: int  # cached blocks that may be evicted count as free
     num_blocks: int
-    num_new_tokens: int  # delivered by this step
     num_in_flight: int  # steps behind it that are still in flight
     error: str | None = None
 
@@ -195,34 +199,28 @@ class StepRecord:
     def num_preempted(self) -> int:
         return len(self.plan.preempted)
 
-
-class Observer(Protocol):
-    """Metrics, receipts, watchdog, simulation report. What it raises is logged and dropped."""
-
-    def on_step(self, record: StepRecord) -> None: ...
-
-    def on_output(self, output: RequestOutput, now: float) -> None: ...
+    @property
+    def num_new_tokens(self) -> int:
+        """Delivered by this step."""
+        return sum([len(output.new_token_ids) for output in self.outputs])
 
 
-class Journal(Protocol):
-    """Hears all that goes into the scheduler and comes out of it, in order, with the very clock
-    readings that were used: enough to do it again. What it raises is logged and dropped. Who needs
-    only some of it derives from this class, which does nothing."""
+class Listener:
+    """Hears what goes into the scheduler of an engine and what comes out of it, in order, with the
+    very clock readings that were used: enough to do it again. Override what you want to hear."""
 
     def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
         """A request came in, or was refused (`fault`)."""
-        return
 
     def on_abort(self, request_id: str, now: float) -> None:
-        return
+        """A request was ended by whoever asked."""
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
-        """A step was planned and is about to be sent; one that schedules nothing is not sent."""
-        return
+        """A step was planned and is about to be sent; one that schedules nothing is not sent. The
+        device may wait for it meanwhile: remember it, and do the work in `on_submitted`."""
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
         """The executor has taken it. One that computes inside `submit` is done with it."""
-        return
 
     def on_collect(
         self,
@@ -234,7 +232,27 @@ class Journal(Protocol):
     ) -> None:
         """A step is over and was taken in; a failed one has an `error` and no result, and ends
         all steps behind it, which are told of in the same way, without outputs."""
-        return
+
+    def on_step(self, record: StepRecord) -> None:
+        """The same step, after all listeners have heard `on_collect`, and how the engine stands."""
+
+
+class Listeners(list[Listener]):
+    """Whom an engine tells what happens, in this order. What one of them raises is logged and
+    dropped: it must not reach the requests."""
+
+    def tell(self, event: str, *about: object) -> None:
+        """`event` is the name of a method of `Listener`, `about` its arguments."""
+        for listener in self:
+            try:
+                getattr(listener, event)(*about)
+            except Exception as problem:
+                say(logger, logging.ERROR, "listener failed", problem=repr(problem))
+
+    @property
+    def hear_steps(self) -> bool:
+        """Somebody wants to know how the engine stands after each step."""
+        return any(type(listener).on_step is not Listener.on_step for listener in self)
 
 
 class StepPricer(Protocol):

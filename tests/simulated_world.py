@@ -28,7 +28,7 @@ from ridgeline.scheduler.policies.fair import Fair
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.policies.priority import Priority
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import StepPlan, StepRecord, StepShape
+from ridgeline.step import Listener, StepPlan, StepRecord, StepShape
 from tests.fake_device import (
     VOCAB,
     FakeDevice,
@@ -252,7 +252,7 @@ class CheckedDevice(FakeDevice):
         )
 
 
-class World:
+class World(Listener):
     """`faults` are the chances that a step, a row and the taking of a step fail, where they may."""
 
     faults = (0.01, 0.002, 0.004)
@@ -300,7 +300,7 @@ class World:
         self.device.flown = {}
         self.clock = VirtualClock()
         self.engine = Engine(self.scheduler, self.device, self.clock, case.max_in_flight)
-        self.engine.observers.append(self)
+        self.engine.listeners.append(self)
         self.stems = [self._tokens(MAX_TOKENS) for _ in range(3)]
         self.live: dict[str, Live] = {}
         self.ended: list[str] = []
@@ -396,6 +396,11 @@ class World:
             self.trace.update(
                 repr((plan.scheduled, plan.copies, plan.preempted, plan.finished)).encode()
             )
+        for output in record.outputs:
+            self.on_output(output, record.collected_at)
+
+    def on_abort(self, request_id: str, now: float) -> None:
+        self.on_output(RequestOutput(request_id, (), FinishReason.ABORT), now)
 
     def on_output(self, output: RequestOutput, now: float) -> None:
         if self.trace is not None:

@@ -64,7 +64,7 @@ def test_without_a_calibration_figures_are_called_assumed(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built = build(EngineConfig(model=str(folder), device="cpu", num_blocks=8))
-    setup = built.watch.meter.pricer.setup
+    setup = built.watch.pricer.setup
     assert setup.constants.origin == "assumed"
     assert "assumed" in setup.device.label
     assert built.watch.header.computes_in_submit
@@ -121,7 +121,7 @@ def test_a_calibration_of_this_very_kind_of_device_sets_the_prices(
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(record))
     built = build(EngineConfig(model=str(folder), device="cpu", calibration=str(path)))
-    setup = built.watch.meter.pricer.setup
+    setup = built.watch.pricer.setup
     assert (setup.device.name, setup.constants.origin) == ("xeon-8480", "calibrated")
     back = read_setup(built.watch.header.setup)
-    assert Pricer(back).seconds(((1, 9),)) == built.watch.meter.pricer.seconds(((1, 9),))
+    assert Pricer(back).seconds(((1, 9),)) == built.watch.pricer.seconds(((1, 9),))

@@ -20,7 +20,7 @@ from ridgeline.request import FinishReason, Request, RequestOutput, SamplingPara
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import StepFuture, StepPlan, StepRecord, StepResult
+from ridgeline.step import Listener, StepFuture, StepPlan, StepRecord, StepResult
 from tests.simulated_world import run_seed
 
 NUM_STEPS = int(os.environ.get("RIDGELINE_SIM_STEPS", "100000"))
@@ -129,16 +129,18 @@ class Script:
         return Future(StepResult(sampled, faults=faults))
 
 
-class Witness:
+class Witness(Listener):
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
         self.outputs: list[tuple[float, RequestOutput]] = []
+        self.aborted: list[str] = []
 
     def on_step(self, record: StepRecord) -> None:
         self.records.append(record)
+        self.outputs += [(record.collected_at, output) for output in record.outputs]
 
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        self.outputs.append((now, output))
+    def on_abort(self, request_id: str, now: float) -> None:
+        self.aborted.append(request_id)
 
 
 def make_engine(script: Script, max_in_flight: int = 1, seats: int = 8) -> Engine:
@@ -283,9 +285,9 @@ def test_a_duplicate_id_is_refused_and_harms_nobody() -> None:
     assert len(run(engine)) == 4
 
 
-def test_observers_see_steps_and_outputs() -> None:
+def test_listeners_see_steps_and_outputs() -> None:
     witness, engine = Witness(), make_engine(Script(fail_at=3), 2)
-    engine.observers.append(witness)
+    engine.listeners.append(witness)
     engine.add(make_request("a", 9))
     engine.step()
     assert witness.records == []
@@ -299,21 +301,21 @@ def test_observers_see_steps_and_outputs() -> None:
     assert [record.error for record in witness.records[2:]] == ["a wire broke", "a wire broke"]
     assert [output.finish_reason for _, output in witness.outputs][-1] is FinishReason.ERROR
     engine.add(make_request("b"))
-    engine.abort("b")
-    assert witness.outputs[-1][1] == RequestOutput("b", (), FinishReason.ABORT)
+    assert engine.abort("b") == RequestOutput("b", (), FinishReason.ABORT)
+    assert witness.aborted == ["b"]
 
 
-def test_what_an_observer_raises_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_listener_raises_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Witness):
         def on_step(self, record: StepRecord) -> None:
             raise ValueError("on_step")
 
-        def on_output(self, output: RequestOutput, now: float) -> None:
-            raise ValueError("on_output")
+        def on_plan(self, plan: StepPlan, now: float) -> None:
+            raise ValueError("on_plan")
 
     witness, engine = Witness(), make_engine(Script())
-    engine.observers += [Broken(), witness]
+    engine.listeners += [Broken(), witness]
     engine.add(make_request("a"))
     assert len(run(engine)) == 4
     assert len(witness.records) == len(witness.outputs) == 4
-    assert "observer failed" in caplog.text
+    assert "listener failed" in caplog.text

@@ -14,6 +14,7 @@ import torch
 from ridgeline import LLM, ConfigError, RequestFault, SamplingParams
 from ridgeline.llm import Prompt
 from ridgeline.scheduler.policies.base import Refuse
+from ridgeline.step import Listener
 from tests.conftest import TEST_DEVICE
 from tests.tiny_model import make_tiny_model
 
@@ -74,18 +75,15 @@ def test_n_samples_share_one_prefill(llm: LLM) -> None:
     prompt = list(range(5, 105))
     shapes: list[int] = []
 
-    class Count:
+    class Count(Listener):
         def on_step(self, record: Any) -> None:
             shapes.append(sum(new for new, _ in record.plan.shape))
 
-        def on_output(self, output: Any, now: float) -> None:
-            pass
-
     counter = Count()
-    llm.engine.observers.append(counter)
+    llm.engine.listeners.append(counter)
     sampling = SamplingParams(n=4, max_tokens=3, seed=1, ignore_eos=True)
     (result,) = llm.generate(prompt, sampling)
-    llm.engine.observers.remove(counter)
+    llm.engine.listeners.remove(counter)
     assert len(result.outputs) == 4
     assert len({o.token_ids for o in result.outputs}) > 1
     # One prefill of 100 tokens, three times the last prompt token, two more tokens for each of 4.
@@ -414,16 +412,13 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(ll
     streams = [llm.stream("abc", greedy(max_tokens=100))]
     next(streams[0])
 
-    class Drop:
+    class Drop(Listener):
         def on_step(self, record: Any) -> None:
             streams.clear()
 
-        def on_output(self, output: Any, now: float) -> None:
-            pass
-
-    llm.engine.observers.append(drop := Drop())
+    llm.engine.listeners.append(drop := Drop())
     (result,) = llm.generate("abc", greedy())
-    llm.engine.observers.remove(drop)
+    llm.engine.listeners.remove(drop)
     assert result.token_ids == naive_greedy(llm, llm.encode("abc"), 12)
     assert not streams
     assert llm.engine.is_idle

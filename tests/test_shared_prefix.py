@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ridgeline import LLM, SamplingParams
-from ridgeline.request import RequestOutput
-from ridgeline.step import StepRecord
+from ridgeline.step import Listener, StepRecord
 from tests.conftest import TEST_DEVICE
 
 NUM_REQUESTS = 12
@@ -16,7 +15,7 @@ SHARED = 96  # tokens, six blocks
 OWN = 5
 
 
-class Count:
+class Count(Listener):
     """Tokens of prompts that were computed."""
 
     def __init__(self) -> None:
@@ -25,9 +24,6 @@ class Count:
     def on_step(self, record: StepRecord) -> None:
         left = ((new, SHARED + OWN - before) for new, before in record.shape)
         self.num_prompt_tokens += sum(min(new, most) for new, most in left if most > 0)
-
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        pass
 
 
 def prompts(llm: LLM) -> list[list[int]]:
@@ -44,7 +40,7 @@ def test_the_same_tokens_and_the_beginning_computed_once(max_num_batched_tokens:
         wanted = [alone.generate(prompt, sampling)[0].token_ids for prompt in asked]
     with LLM("demo:draft", max_num_batched_tokens=max_num_batched_tokens, **some) as llm:
         count = Count()
-        llm.engine.observers.append(count)
+        llm.engine.listeners.append(count)
         results = llm.generate(asked, sampling)
         assert [result.token_ids for result in results] == wanted
         assert count.num_prompt_tokens == SHARED + NUM_REQUESTS * OWN

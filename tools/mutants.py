@@ -886,16 +886,16 @@ MUTANTS = (
         "self.ledger.end(request)",
     ),
     Mutant(
-        "drafts: a check behind nothing is priced as the short end of a line",
-        "scheduler/policies/check_prices.py",
-        "low = 1 if size[-1] == SHORTEST else high // 2",
-        "low = 0 if size[-1] == SHORTEST else high // 2",
+        "cost: all experts are read, however few tokens choose some",
+        "cost/pricer.py",
+        "return 1.0 if p == 1.0 else (1.0 - (1.0 - p) ** n) / p",
+        "return 1.0",
     ),
     Mutant(
         "drafts: a check costs as much behind any context",
-        "scheduler/policies/check_prices.py",
-        "return tuple([a + share * (b - a) for a, b in zip(*line, strict=True)])",
-        "return line[0]",
+        "cost/totals.py",
+        "pairs = sum(map(mul, new, before)) + (sum(map(mul, new, new)) + sum(new)) // 2",
+        "pairs = (sum(map(mul, new, new)) + sum(new)) // 2",
     ),
     # ------------------------------------------------------------ tenants
     Mutant(

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.adapter import RidgelineEngine, RunResult
 from ridgeline.observe.pricing import Totals
 from ridgeline.observe.readout import read_out, snapshot
-from ridgeline.step import RequestOutput, StepRecord
+from ridgeline.step import Listener, StepRecord
 
 PROMPT, ANSWER = 128, 256
 FIRST, LAST = 30, 230  # of the decode steps that all requests share
@@ -34,7 +34,7 @@ class Asked:
     temperature: float = 0.0
 
 
-class Watch:
+class Watch(Listener):
     """Snapshots of the engine's sums, before and after the steps that count."""
 
     def __init__(self, engine: RidgelineEngine, batch: int) -> None:
@@ -47,9 +47,6 @@ class Watch:
             self.num_seen += 1
             if self.num_seen in (FIRST, LAST):
                 self.totals.append(snapshot(self.engine.llm.watch.pricing.totals))
-
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        pass
 
 
 def clock_ms(result: RunResult, batch: int) -> float:
@@ -66,11 +63,11 @@ def measure(engine: RidgelineEngine, batch: int) -> dict[str, float | str]:
 
     engine.run(requests())
     watch = Watch(engine, batch)
-    llm.engine.observers.append(watch)
+    llm.engine.listeners.append(watch)
     result = engine.run(requests())
-    llm.engine.observers.remove(watch)
+    llm.engine.listeners.remove(watch)
     before, after = watch.totals
-    read = read_out("steps", llm.watch.meter, after, before)
+    read = read_out("steps", llm.watch.pricer, after, before)
     seen_ms = clock_ms(result, batch)
     return {
         "batch": batch,

@@ -16,7 +16,7 @@ from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault
 from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
-from ridgeline.step import StepRecord
+from ridgeline.step import Listener, StepRecord
 
 
 @dataclass(slots=True)
@@ -195,9 +195,9 @@ def joined(start: float, parts: Iterable[Run]) -> Run:
     return whole
 
 
-class _Driver:
-    """Offers jobs, steps the engine and, as its observer, counts what each step did; as a follower
-    of the pricing, what it had to move."""
+class _Driver(Listener):
+    """Offers jobs, steps the engine and, as its listener, counts what each step did and, by its
+    price, what it had to move."""
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], pricing: Pricing | None) -> None:
         self.engine = engine
@@ -209,15 +209,15 @@ class _Driver:
         self.result = Run(engine.clock.now())
 
     def run(self) -> Run:
-        self.engine.observers.append(self)
+        self.engine.listeners.append(self)
         if self.pricing is not None:
-            self.pricing.followers.append(self)
+            self.pricing.followers.append(self.on_priced)
         try:
             self._drive()
         finally:
-            self.engine.observers.remove(self)
+            self.engine.listeners.remove(self)
             if self.pricing is not None:
-                self.pricing.followers.remove(self)
+                self.pricing.followers.remove(self.on_priced)
             for request_id in self.live:
                 self.engine.abort(request_id)
         self.result.ended_s = self.engine.clock.now()
@@ -230,16 +230,12 @@ class _Driver:
 
     def on_step(self, record: StepRecord) -> None:
         seen = StepSeen(record.collected_at, record.num_new_tokens)
+        seen.num_rows = sum([bool(output.new_token_ids) for output in record.outputs])
         priced = self.priced.pop(record.plan.step_id, None)
         if priced is not None:
             seen.bytes, seen.drafts = priced.price.bytes, priced.drafting_s > 0
         self.result.steps.append(seen)
         self.result.most_running = max(self.result.most_running, len(record.plan.scheduled))
-
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        """Comes behind `on_step` of its step; tokens are taken from the step's own result."""
-        if output.new_token_ids and self.result.steps:
-            self.result.steps[-1].num_rows += 1
 
     def _drive(self) -> None:
         while self.waiting or self.live:

@@ -100,7 +100,7 @@ def _lines(llm: LLM, before: tuple[Totals, int]) -> Iterable[tuple[str, str]]:
     totals, num_finished = before
     num = watch.accounts.num_finished - num_finished
     yield from _request_lines(list(watch.accounts.finished)[-num:] if num else [])
-    yield from read_out("all", watch.meter, watch.pricing.totals, totals).lines()
+    yield from read_out("all", watch.pricer, watch.pricing.totals, totals).lines()
 
 
 def _request_lines(accounts: Sequence[Account]) -> Iterable[tuple[str, str]]:

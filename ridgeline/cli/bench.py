@@ -163,7 +163,7 @@ def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     for name in args.workload:
         before = snapshot(watch.pricing.totals)
         _WORK[name](args, report, bench)
-        costs.append(read_out(name, watch.meter, watch.pricing.totals, before))
+        costs.append(read_out(name, watch.pricer, watch.pricing.totals, before))
     for cost in costs:
         report.add("cost", cost)
 

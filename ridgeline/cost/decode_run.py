@@ -9,9 +9,9 @@ launches); v never falls, so each max changes sides at most once, at a step foun
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 from ridgeline.cost.constants import HostConstants
 
@@ -47,15 +47,17 @@ class GrowingKeys:
 
     def __init__(self, contexts: Sequence[int], window: int | None) -> None:
         self.window = window
+        if window is None:
+            self._total = sum(contexts) + len(contexts)
+            self._longest = max(contexts) + 1 if contexts else 0
+            return
         lengths = sorted((c + 1 for c in contexts), reverse=True)
         self._longest = lengths[0] if lengths else 0
-        self._total = sum(lengths)
         # Step at which each row's window is full, ascending, and sums over the rows that are full.
-        self._flat_at = [] if window is None else [max(0, window - n) for n in lengths]
-        starts = [] if window is None else [min(n, window) for n in lengths]
+        self._flat_at = [max(0, window - n) for n in lengths]
+        starts = [min(n, window) for n in lengths]
         self._starts = [0, *accumulate(starts)]
-        if window is not None:
-            self._total = self._starts[-1]
+        self._total = self._starts[-1]
         excess = (
             t * s + t * (t - 1) // 2 - t * (s + t)
             for t, s in zip(self._flat_at, starts, strict=True)
@@ -109,6 +111,19 @@ class _Layer:
             self._rows, keys.at(step, self._rows), keys.longest_at(step)
         )
 
+    @property
+    def grows_for_ever(self) -> bool:
+        return self._keys.window is None
+
+    def each(self) -> Iterator[float]:
+        """`seconds` of steps 0, 1, ... where keys grow for ever."""
+        line, rows, num_layers = self._line, self._rows, self._count
+        keys, longest = self._keys.at(0, rows), self._keys.longest_at(0)
+        while True:
+            yield num_layers * line.seconds(rows, keys, longest)
+            keys += rows
+            longest += 1
+
     def _stretched_before(self, step: int) -> float:
         keys, rows = self._keys, self._rows
         plain = keys.before(step, rows)
@@ -138,62 +153,68 @@ class _Layer:
 
 
 class DecodeRun:
-    """Decode steps 0, 1, ... of requests with `contexts` computed tokens before step 0."""
+    """Decode steps 0, 1, ... of requests with `contexts` computed tokens before step 0. `layers`
+    are (window, how many) of each kind of attention, which takes the seconds of its line; all else
+    takes `fixed_s`, and `beside_s` what is no operator of the model."""
 
-    __slots__ = ("_fixed", "_host", "_launch_s", "_layers", "_plan_s", "num_rows")
+    __slots__ = ("_added_s", "_beside_s", "_fixed_s", "_floor_s", "_layers", "num_rows")
 
     def __init__(
         self,
         contexts: Sequence[int],
-        windows: Sequence[int | None],
+        layers: Sequence[tuple[int | None, int]],
         lines: Sequence[DecodeLine],
-        counts: Sequence[int],
         fixed_s: float,
+        beside_s: float,
         host: HostConstants,
         num_launches: int,
     ) -> None:
         rows = self.num_rows = len(contexts)
-        keys = {window: GrowingKeys(contexts, window) for window in dict.fromkeys(windows)}
+        keys = {
+            window: GrowingKeys(contexts, window) for window in dict.fromkeys(w for w, _ in layers)
+        }
         self._layers = tuple(
             _Layer(keys[window], line, count, rows)
-            for window, line, count in zip(windows, lines, counts, strict=True)
+            for (window, count), line in zip(layers, lines, strict=True)
         )
-        self._fixed = fixed_s
-        self._host = host
-        self._plan_s = host.c0_s + host.c1_s * rows
-        self._launch_s = host.per_launch_s * num_launches
-
-    @property
-    def _floor(self) -> float:
-        """Kernels that take less than this wait for the host."""
-        return self._launch_s + (self._plan_s if self._host.overlapped else 0.0)
-
-    @property
-    def _added(self) -> float:
-        return 0.0 if self._host.overlapped else self._plan_s
+        self._fixed_s, self._beside_s = fixed_s, beside_s
+        plan_s = host.c0_s + host.c1_s * rows
+        # Kernels that take less than the floor wait for the host.
+        self._floor_s = host.per_launch_s * num_launches + (plan_s if host.overlapped else 0.0)
+        self._added_s = 0.0 if host.overlapped else plan_s
 
     def _kernels(self, step: int) -> float:
-        kernels = self._fixed
-        for layer in self._layers:  # in the order of `Pricer.seconds_of`: equal to the last bit
+        kernels = self._fixed_s
+        for layer in self._layers:  # in the order of `Pricer`: equal to the last bit
             kernels += layer.seconds(step)
-        return kernels
+        return kernels + self._beside_s
 
     def seconds(self, step: int) -> float:
         """Seconds of step `step` (0: the next one)."""
-        return self._added + max(self._kernels(step), self._floor)
+        return self._added_s + max(self._kernels(step), self._floor_s)
+
+    def each(self) -> Iterator[float]:
+        """Those of steps 0, 1, ... to the last bit, and quicker where no layer has a window."""
+        if len(self._layers) != 1 or not self._layers[0].grows_for_ever:
+            yield from map(self.seconds, count())
+        fixed_s, beside_s, added_s, floor_s = (
+            self._fixed_s,
+            self._beside_s,
+            self._added_s,
+            self._floor_s,
+        )
+        for attention_s in self._layers[0].each():
+            kernels = fixed_s + attention_s + beside_s
+            yield added_s + (kernels if kernels > floor_s else floor_s)
 
     def total(self, num_steps: int, first: int = 0) -> float:
         """Seconds of the steps first .. first + num_steps - 1 together."""
         last = first + num_steps
-        turn = _first_true(lambda step: self._kernels(step) > self._floor, first, last)
-        kernels = (last - turn) * self._fixed
+        turn = _first_true(lambda step: self._kernels(step) > self._floor_s, first, last)
+        kernels = (last - turn) * (self._fixed_s + self._beside_s)
         if turn < last:
             kernels += sum(layer.between(turn, last) for layer in self._layers)
-        return num_steps * self._added + (turn - first) * self._floor + kernels
-
-    def steps_within(self, seconds: float, limit: int) -> int:
-        """How many steps, at most `limit`, are over after `seconds`."""
-        return _first_true(lambda steps: self.total(steps + 1) > seconds, 0, limit)
+        return num_steps * self._added_s + (turn - first) * self._floor_s + kernels
 
 
 def _first_true(holds: Callable[[int], bool], low: int, high: int) -> int:

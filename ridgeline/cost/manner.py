@@ -23,7 +23,6 @@ from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import StepTotals, attention_kinds
-from ridgeline.request import record
 
 OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
 OWN_ROWS = 128  # that they take at all; of more, some products are the library's
@@ -43,10 +42,11 @@ class Own(Enum):
     FEW = frozenset({"norm", "activation"})
 
 
-@record
+@dataclass(frozen=True, slots=True, eq=False)
 class Manner:
-    """`captured`: all kernels of a step are launched at once; `own`: products by kernels of our
-    own; `warm`: so much of what is read is still in the last cache, 0 to 1."""
+    """Told apart by identity, as prices are kept by it. `captured`: all kernels of a step are
+    launched at once; `own`: products by kernels of our own; `warm`: so much of what is read is
+    still in the last cache, 0 to 1."""
 
     captured: bool = False
     own: Own = Own.NONE
@@ -162,10 +162,15 @@ class Manners:
         self._host, self._cache_bytes = setup.constants.host, setup.device.l2_bytes
         self._most_own = most_own_tokens(setup)
         self._footprint = Footprint.of(setup.spec, setup.precision, setup.layout)
+        self._known: dict[tuple[str, float], Manner] = {}
 
     def of(self, totals: StepTotals) -> Manner:
-        """`totals` of all kinds of attention."""
+        """`totals` of all kinds of attention. The same object for equal ones."""
         if not is_captured(self._host, totals):
             return SINGLE
         own = own_of(totals, self._most_own)
-        return Manner(True, own, self._footprint.warm(totals, self._cache_bytes))
+        warm = self._footprint.warm(totals, self._cache_bytes)
+        found = self._known.get((own.name, warm))
+        if found is None:
+            found = self._known[own.name, warm] = Manner(True, own, warm)
+        return found

@@ -1,21 +1,32 @@
-"""How long will a step take? The same answer as `roofline.step_cost`, fast enough for every step.
+"""What does a step cost? A set-up is compiled once to coefficients, and each step is then a few
+multiplications: the same answer as `roofline.step_cost`, fast enough for every step.
 
-Products depend on the number of tokens only and are priced once for each number (of captured steps
-with prompts once for each size that these have); attention needs a few sums over the requests.
-`DecodeRun` goes further: the times of the next j decode steps of the same requests, each longer by
-one token, in closed form.
+All but attention follows from one number n: tokens of the step, or rows that need logits. `ops`
+lists these operators for n = 1 and n = 2, which tells all coefficients of each:
+
+  operations a n,  bytes w h(n) + b n,  messages s n,  with h(n) = (1 - (1 - p)^n) / p
+
+w h(n) are weights. p is 1, and h too, where all of them are read whatever n is; of X experts of
+which each token chooses k at random p is k / X. Passes over memory are one straight line together;
+products stay apart, as each is a power sum over what it computes and what it reads. Attention
+follows from the sums of `totals`. `DecodeRun` has the next decode steps of the same requests in
+closed form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from ridgeline.architectures.counts import flops_per_key, layer_attention_flops, layer_kv_bytes
 from ridgeline.architectures.spec import AttentionSpec
+from ridgeline.cost.communication import message_s, wire
 from ridgeline.cost.constants import AttentionConstants
 from ridgeline.cost.decode_run import DecodeLine, DecodeRun
-from ridgeline.cost.manner import LEVELS, Manner, Manners, sent_tokens
+from ridgeline.cost.manner import Manner, Manners, sent_tokens
 from ridgeline.cost.ops import (
+    COLLECTIVES,
     Op,
     attends_once,
     decode_op,
@@ -25,10 +36,11 @@ from ridgeline.cost.ops import (
     token_ops,
 )
 from ridgeline.cost.roofline import (
+    WRITES_CACHE,
     StepCost,
     combine,
     is_lone,
-    op_cost,
+    power_sum,
     step_cost,
 )
 from ridgeline.cost.setup import Setup
@@ -36,14 +48,201 @@ from ridgeline.cost.totals import (
     AttentionTotals,
     StepTotals,
     attention_kinds,
+    chunk_keys,
     decode_totals,
     step_totals,
 )
+from ridgeline.request import record
 from ridgeline.step import StepShape
 
-__all__ = ["DecodeRun", "Pricer", "Setup"]
+__all__ = ["DecodeRun", "Pricer", "Setup", "StepPrice"]
 
 NUM_LATEST = 8  # steps in flight are asked about again when they are over
+ALL_WEIGHTS = 1e-9  # from 1: p of weights that are read whatever n is
+
+Work = tuple[float, float, float]  # operations and bytes of one rank, ideal seconds
+NO_WORK: Work = (0.0, 0.0, 0.0)
+
+
+@record
+class StepPrice:
+    """Seconds, and the operations and bytes of all devices together; of them, `own_flops` and
+    `own_bytes` belong to single rows (attention over their own cache)."""
+
+    expected_s: float
+    ideal_s: float
+    flops: float
+    bytes: float
+    own_flops: float = 0.0
+    own_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all devices of the engine could do at best, per second."""
+
+    flops: float
+    bytes: float
+
+
+# ------------------------------------------------------------------------ all but attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """An operator that follows from n: `op` for n = 1, of whose bytes `weights` are w."""
+
+    op: Op
+    p: float
+
+    @classmethod
+    def of(cls, one: Op, two: Op) -> _Counted:
+        p = 2.0 - two.weight_bytes / one.weight_bytes if one.weight_bytes else 1.0
+        return cls(one, 1.0 if abs(p - 1.0) < ALL_WEIGHTS else p)
+
+    @property
+    def moved(self) -> float:
+        """Bytes for each of n."""
+        return self.op.bytes - self.op.weight_bytes
+
+
+def _share(p: float, n: int) -> float:
+    """h(n)"""
+    return 1.0 if p == 1.0 else (1.0 - (1.0 - p) ** n) / p
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Seconds of `count` equal products: a power sum of computing, reading and the chain of sums,
+    and of one row apart, which may reach another share of the bandwidth."""
+
+    count: int
+    compute_s: float
+    moved_s: float
+    weights_s: float
+    p: float
+    chain_s: float
+    q: float
+    vector_rows: float  # rows for each of n
+    vector: float  # of one row, times as long to read
+
+    def seconds(self, n: int) -> float:
+        memory = self.weights_s * _share(self.p, n) + self.moved_s * n
+        if self.vector_rows * n == 1:
+            memory *= self.vector
+        found = power_sum(self.compute_s * n, memory, self.q)
+        return self.count * (power_sum(found, self.chain_s, self.q) if self.chain_s else found)
+
+
+class _Counts:
+    """Operators that follow from n, compiled: `build` lists them. The same for one way to run them
+    is `times`."""
+
+    def __init__(self, setup: Setup, build: Callable[[int], Iterable[Op]]) -> None:
+        pairs = zip(build(1), build(2), strict=True)
+        self.operators = tuple(_Counted.of(one, two) for one, two in pairs)
+        self.num_launches = sum(each.op.count for each in self.operators)
+        self._setup = setup
+        self._known: dict[int, Work] = {0: NO_WORK}
+
+    def work(self, n: int) -> Work:
+        found = self._known.get(n)
+        if found is None:
+            found = self._known[n] = self._work(n)
+        return found
+
+    def _work(self, n: int) -> Work:
+        device = self._setup.device
+        flops = moved = ideal = 0.0
+        for each in self.operators:
+            op = each.op
+            count, computed = op.count, op.flops * n
+            read = op.weight_bytes * _share(each.p, n) + each.moved * n
+            flops += count * computed
+            moved += count * read
+            if op.kind in COLLECTIVES:
+                ideal += count * op.sent_bytes * n / wire(device, op.ranks).bytes_per_s
+            else:
+                peak = device.peak(op.dtype_on(device.kind))
+                ideal += count * max(computed / peak, read / device.bandwidth)
+        return flops, moved, ideal
+
+    def times(self, manner: Manner) -> _Times:
+        return _Times(self._setup, manner, self.operators)
+
+
+class _Times:
+    """Expected seconds by n, of operators that run in one manner."""
+
+    def __init__(self, setup: Setup, manner: Manner, operators: Iterable[_Counted]) -> None:
+        self._fixed_s = self._each_s = 0.0
+        self._products: list[_Product] = []
+        self._messages: list[tuple[int, float, Callable[[float], float]]] = []
+        self._known: dict[int, float] = {0: 0.0}
+        bandwidth = setup.device.bandwidth
+        for each in operators:
+            op = each.op
+            if op.name in manner.own.value:
+                self._each_s += op.count * op.bytes / bandwidth
+            elif op.kind in COLLECTIVES:
+                self._messages.append((op.count, op.sent_bytes, _message(setup, op)))
+            elif op.kind == "matmul":
+                self._add_product(setup, manner, each)
+            else:
+                self._add_pass(setup, manner, op)
+
+    def _add_product(self, setup: Setup, manner: Manner, each: _Counted) -> None:
+        op, device, host = each.op, setup.device, setup.constants.host
+        dtype, bandwidth = op.dtype_on(device.kind), device.bandwidth
+        c = setup.constants.matmul_for(dtype, op.weights)
+        self._fixed_s += op.count * manner.wait(host) * manner.product_t0(host) * c.t0_s
+        self._each_s += op.count * c.q_b * 3 * op.m * op.k / bandwidth
+        self._products.append(
+            _Product(
+                op.count,
+                op.flops * (1 + c.k0 / op.k) / (c.e_c * device.peak(dtype)),
+                each.moved / (c.e_m * bandwidth),
+                op.weight_bytes * (1 + c.k_m / op.k) / (c.e_m * bandwidth),
+                each.p,
+                c.k_s * op.k,
+                c.q,
+                op.m,
+                1.0 if c.e_v is None else c.e_m / c.e_v,
+            )
+        )
+
+    def _add_pass(self, setup: Setup, manner: Manner, op: Op) -> None:
+        host = setup.constants.host
+        stream = setup.constants.stream_for(op.name, op.kind, op.dtype)
+        launch = manner.pass_t0(host) * (manner.wait(host) if op.name == WRITES_CACHE else 1.0)
+        self._fixed_s += op.count * launch * stream.t0_s
+        self._each_s += op.count * op.bytes / (stream.e_m * setup.device.bandwidth)
+
+    def seconds(self, n: int) -> float:
+        found = self._known.get(n)
+        if found is None:
+            found = self._fixed_s + self._each_s * n
+            for product in self._products:
+                found += product.seconds(n)
+            for count, sent, message in self._messages:
+                found += count * message(sent * n)
+            self._known[n] = found
+        return found
+
+
+def _message(setup: Setup, op: Op) -> Callable[[float], float]:
+    """Seconds of such a message by its bytes."""
+    way, constants = wire(setup.device, op.ranks), setup.constants.messages
+    alpha_s = way.latency_s if constants.alpha_s is None else constants.alpha_s
+    speed, kind, ranks = constants.efficiency * way.bytes_per_s, op.kind, op.ranks
+
+    def seconds(num_bytes: float) -> float:
+        return message_s(kind, num_bytes, ranks, speed, alpha_s, is_direct=way.is_direct)
+
+    return seconds
+
+
+# ------------------------------------------------------------------------ attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +281,144 @@ class _CheckLine:
         return self.constants.check_s(max(compute, memory) + self.decode.t0_s, longest)
 
 
+class _Attention:
+    """One kind of attention, of `count` layers: what it computes and moves of one rank for each key
+    that is read and for each new token, and in which time."""
+
+    def __init__(self, setup: Setup, kind: AttentionSpec, count: int) -> None:
+        layout, precision, device = setup.layout, setup.precision, setup.device
+        token = decode_op(kind, 1, 1, AttentionTotals(), layout, precision)
+        key = decode_op(kind, 1, 0, AttentionTotals(1, 1), layout, precision)
+        chunk_key = prefill_op(
+            kind, 1, AttentionTotals(prefill_keys=1), layout, precision, StepTotals(1, 0, 0, 0, ())
+        )
+        self.kind, self.count = kind, count
+        self._tp, self._bandwidth = layout.tp, device.bandwidth
+        self._peak = device.peak(precision.short_dtype)
+        self._key_flops, self._key_bytes, self._token_bytes = key.flops, key.bytes, token.bytes
+        # Of one row alone, on all devices together.
+        self._own_flops = count * flops_per_key(kind)
+        self._own_bytes = count * layer_kv_bytes(kind, precision.dtype_bytes, precision.kv)
+        c = self._constants = setup.constants.attention_for(precision.short_dtype)
+        self._prefill = _PrefillLine(
+            1.0 / layout.tp / (c.prefill_e_c * self._peak),
+            chunk_key.bytes / (c.prefill_e_m * device.bandwidth),
+            token.bytes / (c.prefill_e_m * device.bandwidth),
+            c.prefill_t0_s,
+            max(1.0, c.mixed_prefill),
+        )
+
+    def decode_line(self, wait: float) -> DecodeLine:
+        """`wait`: share of its t0 (see `Manner.wait`)."""
+        c = self._constants
+        rate = c.decode_e_m * self._bandwidth
+        return DecodeLine(
+            compute_per_key_s=self._key_flops / (c.decode_e_c * self._peak),
+            memory_per_key_s=self._key_bytes / rate,
+            memory_per_row_s=self._token_bytes / rate,
+            t0_s=wait * c.decode_t0_s,
+            skew=c.skew,
+            mixed=c.mixed_decode,
+            overlap_s=c.mixed_overlap_s,
+        )
+
+    def check_line(self, decode: DecodeLine) -> _CheckLine:
+        c = self._constants
+        return _CheckLine(decode, 1.0 / self._tp / (c.decode_e_c * self._peak), c)
+
+    def several_seconds(self, line: _CheckLine, sums: AttentionTotals, totals: StepTotals) -> float:
+        """Of the requests with several new tokens, in one layer."""
+        num_tokens = totals.num_prefill_tokens
+        if attends_once(self.kind, totals):
+            return line.seconds(sums, num_tokens, totals.longest_chunk)
+        return self._prefill.seconds(sums, num_tokens, is_mixed=totals.is_mixed)
+
+    def work(self, sums: AttentionTotals, totals: StepTotals) -> Work:
+        """Of all its layers."""
+        flops = moved = ideal = 0.0
+        for computed, keys, tokens in (
+            (self._key_flops * sums.decode_keys, sums.decode_keys, totals.num_decodes),
+            (sums.prefill_flops // self._tp, sums.prefill_keys, totals.num_prefill_tokens),
+        ):
+            if tokens:
+                read = keys * self._key_bytes + tokens * self._token_bytes
+                flops += self.count * computed
+                moved += self.count * read
+                ideal += self.count * max(computed / self._peak, read / self._bandwidth)
+        return flops, moved, ideal
+
+    def own_work(self, sums: AttentionTotals) -> tuple[float, float]:
+        """(operations, bytes) that single rows cause, on all devices together."""
+        flops = self._own_flops * sums.decode_keys + self.count * sums.prefill_flops
+        return flops, self._own_bytes * (sums.decode_keys + sums.prefill_keys)
+
+    def own_work_of(self, num_tokens: int, before: int) -> tuple[float, float]:
+        """The same of one row with so many new tokens."""
+        keys = chunk_keys(self.kind.window, num_tokens, before)
+        if num_tokens == 1:
+            return self._own_flops * keys, self._own_bytes * keys
+        flops = self.count * layer_attention_flops(self.kind, num_tokens, before)
+        return flops, self._own_bytes * keys
+
+
+# ------------------------------------------------------------------------ the price
+
+
+class _Compiled:
+    """A set-up whose steps run in one manner."""
+
+    def __init__(self, pricer: Pricer, manner: Manner) -> None:
+        host = pricer.setup.constants.host
+        self.tokens, self.rows = pricer.by_tokens.times(manner), pricer.by_rows.times(manner)
+        wait = manner.wait(host)
+        self.decode = tuple(each.decode_line(wait) for each in pricer.attention)
+        self.check = tuple(
+            each.check_line(line) for each, line in zip(pricer.attention, self.decode, strict=True)
+        )
+        # What is no operator of the model, of a step and of a pass that guesses.
+        self.step_s = host.captured_s if manner.captured else 0.0
+        self.pass_s = host.pass_s if manner.captured else 0.0
+
+
 class Pricer:
     """Prices steps of one setup. `seconds` is the StepPricer protocol of `step.py`."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self._constants = setup.constants
+        self._host = setup.constants.host
+        spec, layout, precision = setup.spec, setup.layout, setup.precision
+        layers = distinct_layers(spec)
+        self.by_tokens = _Counts(
+            setup, lambda n: token_ops(spec, n, layout, precision, layers=layers)
+        )
+        self.by_rows = _Counts(setup, lambda n: output_ops(spec, n, layout, precision))
+        kinds = attention_kinds(spec)
+        self.kinds: tuple[AttentionSpec, ...] = tuple(kinds)
+        self.attention = tuple(_Attention(setup, *one) for one in kinds.items())
+        self._num_layers = sum(kinds.values())
         self._manners = Manners(setup)
-        self._layers = distinct_layers(setup.spec)
-        counts = attention_kinds(setup.spec)
-        self.kinds: tuple[AttentionSpec, ...] = tuple(counts)
-        self._counts = tuple(counts.values())
-        self._prefill = tuple(self._prefill_line(kind) for kind in self.kinds)
-        self._decode = {wait: self._decode_lines(wait) for wait in self._waits()}
-        self._checks = {
-            wait: tuple(map(self._check_line, lines)) for wait, lines in self._decode.items()
-        }
-        self._tokens: dict[tuple[int, Manner], tuple[float, int]] = {}
-        self._rows: dict[tuple[int, Manner], tuple[float, int]] = {}
+        self._compiled: dict[Manner, _Compiled] = {}
         # The last shapes that were summed up; told apart by identity, as comparing takes longer.
         self._latest: tuple[tuple[object, StepTotals], ...] = ()
-        # The last prices: of which sums, rows of logits and seconds of guessing.
-        self._priced: tuple[tuple[StepTotals, int, tuple[float, float], float], ...] = ()
 
-    # -- one step
+    # -- what decides the price of a step
+
+    def totals(self, shape: StepShape) -> StepTotals:
+        return self._summed(shape, partial(step_totals, self.kinds, shape))
+
+    def decode_totals(self, contexts: tuple[int, ...]) -> StepTotals:
+        """Sums of a step with one new token after each of these contexts."""
+        return self._summed(contexts, partial(decode_totals, self.kinds, contexts))
+
+    def _summed(self, what: object, sums: Callable[[], StepTotals]) -> StepTotals:
+        for known, totals in self._latest:
+            if known is what:
+                return totals
+        totals = sums()
+        self._latest = ((what, totals), *self._latest[: NUM_LATEST - 1])
+        return totals
+
+    # -- seconds
 
     def seconds(self, shape: StepShape, num_logits: int | None = None) -> float:
         """Expected seconds of a step of which `num_logits` rows need logits (None: one of every
@@ -115,23 +428,6 @@ class Pricer:
     def decodes_seconds(self, contexts: tuple[int, ...]) -> float:
         """The same of a step with one new token after each of these contexts."""
         return self.seconds_of(self.decode_totals(contexts))
-
-    def totals(self, shape: StepShape) -> StepTotals:
-        for known, totals in self._latest:
-            if known is shape:
-                return totals
-        return self._remember(shape, step_totals(self.kinds, shape))
-
-    def decode_totals(self, contexts: tuple[int, ...]) -> StepTotals:
-        """Sums of a step with one new token after each of these contexts."""
-        for known, totals in self._latest:
-            if known is contexts:
-                return totals
-        return self._remember(contexts, decode_totals(self.kinds, contexts))
-
-    def _remember(self, what: object, totals: StepTotals) -> StepTotals:
-        self._latest = ((what, totals), *self._latest[: NUM_LATEST - 1])
-        return totals
 
     def seconds_of(
         self,
@@ -143,80 +439,54 @@ class Pricer:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
         per request), in which the device makes guesses for `drafting_s` before and the host works
         for `host_s` more than for other such steps."""
-        num_logits = totals.num_requests if num_logits is None else num_logits
-        more = drafting_s, host_s
-        for known, logits, others, seconds in self._priced:
-            if known is totals and logits == num_logits and others == more:
-                return seconds
-        manner = self._manners.of(totals)
-        kernels, launches = self._kernels(totals, num_logits, manner)
-        seconds = combine(
-            self._constants.host,
-            kernels + drafting_s,
+        kernels, launches, compiled = self._kernels(totals, num_logits)
+        return combine(
+            self._host,
+            kernels + compiled.step_s + drafting_s,
             totals.num_requests,
-            0 if manner.captured else launches,
+            launches,
             is_lone=is_lone(totals),
             num_checked=totals.num_checked,
             more_s=host_s,
         )[2]
-        self._priced = ((totals, num_logits, more, seconds), *self._priced[: NUM_LATEST - 1])
-        return seconds
 
     def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
         """Of a pass that guesses: the device's part of such a step, in which the host has none."""
-        manner = self._manners.of(totals)
-        kernels, launches = self._kernels(totals, num_logits, manner, is_planned=False)
-        launch_s = 0.0 if manner.captured else launches * self._constants.host.per_launch_s
-        return max(kernels, launch_s)
+        kernels, launches, compiled = self._kernels(totals, num_logits)
+        return max(kernels + compiled.pass_s, launches * self._host.per_launch_s)
 
-    def _kernels(
-        self,
-        totals: StepTotals,
-        num_logits: int | None,
-        manner: Manner,
-        *,
-        is_planned: bool = True,
-    ) -> tuple[float, int]:
-        """Seconds and number of all kernels."""
-        kernels, launches = self._fixed(
-            sent_tokens(self._constants.host, manner, totals),
-            totals.num_requests if num_logits is None else num_logits,
-            manner,
-        )
-        kernels += self._beside_s(manner, is_planned=is_planned)
-        mixed, wait = totals.is_mixed, manner.wait(self._constants.host)
-        decode = self._decode[wait]
+    def _kernels(self, totals: StepTotals, num_logits: int | None) -> tuple[float, int, _Compiled]:
+        """Seconds of all kernels, and how many are launched one by one."""
+        manner = self._manners.of(totals)
+        compiled = self._compiled_for(manner)
+        num_rows = totals.num_requests if num_logits is None else num_logits
+        num_tokens = sent_tokens(self._host, manner, totals)
+        kernels = compiled.tokens.seconds(num_tokens) + compiled.rows.seconds(num_rows)
+        num_decodes, is_mixed = totals.num_decodes, totals.is_mixed
         for i, sums in enumerate(totals.attention):
-            count = self._counts[i]
-            if totals.num_decodes:
-                launches += count
-                kernels += count * decode[i].seconds(
-                    totals.num_decodes, sums.decode_keys, sums.longest_decode, is_mixed=mixed
+            each = self.attention[i]
+            if num_decodes:
+                kernels += each.count * compiled.decode[i].seconds(
+                    num_decodes, sums.decode_keys, sums.longest_decode, is_mixed=is_mixed
                 )
             if totals.num_prefill_tokens:
-                launches += count
-                kernels += count * self._several_seconds(i, sums, totals, wait)
-        return kernels, launches
+                kernels += each.count * each.several_seconds(compiled.check[i], sums, totals)
+        if manner.captured:
+            return kernels, 0, compiled
+        launches = self._launches(num_tokens, num_rows)
+        launches += self._num_layers * (bool(num_decodes) + bool(totals.num_prefill_tokens))
+        return kernels, launches, compiled
 
-    def _several_seconds(
-        self, i: int, sums: AttentionTotals, totals: StepTotals, wait: float
-    ) -> float:
-        """Attention of the requests with several new tokens, in one layer of kind `i`."""
-        if attends_once(self.kinds[i], totals):
-            line = self._checks[wait][i]
-            return line.seconds(sums, totals.num_prefill_tokens, totals.longest_chunk)
-        return self._prefill[i].seconds(sums, totals.num_prefill_tokens, is_mixed=totals.is_mixed)
+    def _launches(self, num_tokens: int, num_rows: int) -> int:
+        """Of all but attention."""
+        by_tokens = self.by_tokens.num_launches if num_tokens else 0
+        return by_tokens + (self.by_rows.num_launches if num_rows else 0)
 
-    def cost(self, shape: StepShape, num_logits: int | None = None) -> StepCost:
-        """The same step operator by operator; many times slower."""
-        return step_cost(self.setup, shape, num_logits)
-
-    # -- many decode steps
-
-    @property
-    def decode_is_linear(self) -> bool:
-        """No layer has a window: sums and longest context say all about a set of decodes."""
-        return all(kind.window is None for kind in self.kinds)
+    def _compiled_for(self, manner: Manner) -> _Compiled:
+        found = self._compiled.get(manner)
+        if found is None:
+            found = self._compiled[manner] = _Compiled(self, manner)
+        return found
 
     def decode_run(
         self, contexts: Sequence[int], num_logits: int | None = None, *, is_planned: bool = True
@@ -224,117 +494,65 @@ class Pricer:
         """The coming decode steps of requests with `contexts` computed tokens each, all in the
         manner of the first. `is_planned` False: the host has no part in them, as in passes that
         guess."""
-        rows, host = len(contexts), self._constants.host
-        manner = self._manners.of(decode_totals(self.kinds, tuple(contexts)))
-        fixed, launches = self._fixed(rows, rows if num_logits is None else num_logits, manner)
-        launches += sum(self._counts)
+        rows = len(contexts)
+        num_logits = rows if num_logits is None else num_logits
+        manner = self._manners.of(decode_totals(self.kinds, contexts))
+        compiled = self._compiled_for(manner)
+        fixed_s = compiled.tokens.seconds(rows) + compiled.rows.seconds(num_logits)
         return DecodeRun(
             contexts,
-            tuple(kind.window for kind in self.kinds),
-            self._decode[manner.wait(host)],
-            self._counts,
-            fixed + self._beside_s(manner, is_planned=is_planned),
-            host if is_planned else replace(host, c0_s=0.0, c1_s=0.0),
-            0 if manner.captured else launches,
+            [(each.kind.window, each.count) for each in self.attention],
+            compiled.decode,
+            fixed_s,
+            compiled.step_s if is_planned else compiled.pass_s,
+            self._host if is_planned else replace(self._host, c0_s=0.0, c1_s=0.0),
+            0 if manner.captured else self._launches(rows, num_logits) + self._num_layers,
         )
 
-    def decode_seconds(self, contexts: Sequence[int], num_steps: int) -> list[float]:
-        """Seconds of each of the next `num_steps` decode steps of these requests."""
-        run = self.decode_run(contexts)
-        return [run.seconds(step) for step in range(num_steps)]
+    # -- work
 
-    # -- what does not change from step to step
+    def price(self, shape: StepShape, num_logits: int) -> StepPrice:
+        """Raises nothing for any shape; an empty one is free."""
+        return self._price(self.totals(shape), num_logits)
 
-    def _fixed(self, num_tokens: int, num_rows: int, manner: Manner) -> tuple[float, int]:
-        """Kernel seconds and launches of all but attention."""
-        key = (num_tokens, manner)
-        by_tokens = self._tokens.get(key)
-        if by_tokens is None:
-            by_tokens = self._tokens[key] = self._token_seconds(*key)
-        key = (num_rows, manner)
-        by_rows = self._rows.get(key)
-        if by_rows is None:
-            by_rows = self._rows[key] = self._row_seconds(*key)
-        return by_tokens[0] + by_rows[0], by_tokens[1] + by_rows[1]
+    def price_decodes(self, contexts: tuple[int, ...]) -> StepPrice:
+        """The same of a step with one new token after each of these contexts, all of them
+        sampled."""
+        return self._price(self.decode_totals(contexts), len(contexts))
 
-    def _beside_s(self, manner: Manner, *, is_planned: bool) -> float:
-        """What is no operator of the model, of a step or of a pass that guesses."""
-        host = self._constants.host
-        if not manner.captured:
-            return 0.0
-        return host.captured_s if is_planned else host.pass_s
+    def _price(self, totals: StepTotals, num_logits: int) -> StepPrice:
+        flops, moved, ideal = map(
+            sum,
+            zip(
+                self.by_tokens.work(totals.num_tokens),
+                self.by_rows.work(num_logits),
+                *(
+                    each.work(sums, totals)
+                    for each, sums in zip(self.attention, totals.attention, strict=True)
+                ),
+                strict=True,
+            ),
+        )
+        own_flops = own_bytes = 0.0
+        for each, sums in zip(self.attention, totals.attention, strict=True):
+            own = each.own_work(sums)
+            own_flops += own[0]
+            own_bytes += own[1]
+        tp, seconds = self.setup.layout.tp, self.seconds_of(totals, num_logits)
+        return StepPrice(seconds, ideal, tp * flops, tp * moved, own_flops, own_bytes)
 
-    def _token_seconds(self, num_tokens: int, manner: Manner) -> tuple[float, int]:
-        if not num_tokens:
-            return 0.0, 0
+    def own_work(self, num_tokens: int, before: int) -> tuple[float, float]:
+        """(operations, bytes) of attention that one row alone causes, on all devices together."""
+        own = [each.own_work_of(num_tokens, before) for each in self.attention]
+        return sum([flops for flops, _ in own]), sum([moved for _, moved in own])
+
+    @property
+    def limits(self) -> Limits:
         setup = self.setup
-        spec, layout, precision = setup.spec, setup.layout, setup.precision
-        return self._sum(
-            tuple(token_ops(spec, num_tokens, layout, precision, self._layers)), manner
-        )
+        devices, device = setup.layout.devices, setup.device
+        peak = device.peak(setup.precision.compute_dtype)
+        return Limits(devices * peak, devices * device.bandwidth)
 
-    def _row_seconds(self, num_rows: int, manner: Manner) -> tuple[float, int]:
-        setup = self.setup
-        ops = output_ops(setup.spec, num_rows, setup.layout, setup.precision)
-        return self._sum(ops, manner)
-
-    def _sum(self, ops: Sequence[Op], manner: Manner) -> tuple[float, int]:
-        device, constants = self.setup.device, self._constants
-        costs = (op_cost(op, device, constants, manner) for op in ops)
-        return sum(cost.expected_s for cost in costs), sum(op.count for op in ops)
-
-    def _waits(self) -> set[float]:
-        """All shares of a decode's t0 that there are; see `Manner.wait`."""
-        host = self._constants.host
-        return {Manner(warm=level / LEVELS).wait(host) for level in range(LEVELS + 1)}
-
-    def _decode_lines(self, wait: float) -> tuple[DecodeLine, ...]:
-        lines = map(self._decode_line, self.kinds)
-        return tuple(replace(line, t0_s=wait * line.t0_s) for line in lines)
-
-    def _attention_constants(self) -> AttentionConstants:
-        return self._constants.attention_for(self.setup.precision.short_dtype)
-
-    def _decode_line(self, kind: AttentionSpec) -> DecodeLine:
-        setup, c = self.setup, self._attention_constants()
-        row = decode_op(kind, 1, 1, AttentionTotals(), setup.layout, setup.precision)
-        key = decode_op(kind, 1, 0, AttentionTotals(1, 1), setup.layout, setup.precision)
-        peak = c.decode_e_c * setup.device.peak(setup.precision.short_dtype)
-        rate = c.decode_e_m * setup.device.bandwidth
-        return DecodeLine(
-            compute_per_key_s=key.flops / peak,
-            memory_per_key_s=key.bytes / rate,
-            memory_per_row_s=row.bytes / rate,
-            t0_s=c.decode_t0_s,
-            skew=c.skew,
-            mixed=c.mixed_decode,
-            overlap_s=c.mixed_overlap_s,
-        )
-
-    def _check_line(self, decode: DecodeLine) -> _CheckLine:
-        setup, c = self.setup, self._attention_constants()
-        peak = c.decode_e_c * setup.device.peak(setup.precision.short_dtype)
-        return _CheckLine(decode, 1.0 / setup.layout.tp / peak, c)
-
-    def _prefill_line(self, kind: AttentionSpec) -> _PrefillLine:
-        setup, c = self.setup, self._attention_constants()
-        token = prefill_op(
-            kind, 1, AttentionTotals(), setup.layout, setup.precision, StepTotals(1, 0, 1, 1, ())
-        )
-        key = prefill_op(
-            kind,
-            1,
-            AttentionTotals(prefill_keys=1),
-            setup.layout,
-            setup.precision,
-            StepTotals(1, 0, 0, 0, ()),
-        )
-        peak = c.prefill_e_c * setup.device.peak(setup.precision.short_dtype)
-        rate = c.prefill_e_m * setup.device.bandwidth
-        return _PrefillLine(
-            1.0 / setup.layout.tp / peak,
-            key.bytes / rate,
-            token.bytes / rate,
-            c.prefill_t0_s,
-            max(1.0, c.mixed_prefill),
-        )
+    def cost(self, shape: StepShape, num_logits: int | None = None) -> StepCost:
+        """The same step operator by operator; many times slower."""
+        return step_cost(self.setup, shape, num_logits)

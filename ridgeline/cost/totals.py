@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import mul
 
-from ridgeline.architectures.counts import layer_attention_flops
+from ridgeline.architectures.counts import flops_per_key, layer_attention_flops
 from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
 from ridgeline.request import record
 from ridgeline.step import StepShape
@@ -98,15 +99,22 @@ def attention_kind(attention: AttentionSpec) -> AttentionSpec:
 
 def step_totals(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepTotals:
     """The sums of a step of (new tokens, context before them) per request."""
-    contexts = [before for new, before in shape if new == 1]
-    chunks = [] if len(contexts) == len(shape) else [one for one in shape if one[0] > 1]
+    new, before = zip(*shape, strict=True) if shape else ((), ())
+    num_decodes = new.count(1)
+    if num_decodes == len(shape):
+        return decode_totals(kinds, before)
+    contexts: Sequence[int] = ()
+    if num_decodes or 0 in new:
+        contexts = [context for num, context in shape if num == 1]
+        chunks = [one for one in shape if one[0] > 1]
+        new, before = zip(*chunks, strict=True) if chunks else ((), ())
     return StepTotals(
-        len(contexts) + len(chunks),
-        len(contexts),
-        sum(new for new, _ in chunks),
-        max(new for new, _ in chunks) if chunks else 0,
-        tuple(_attention_totals(kind, contexts, chunks) for kind in kinds),
-        not all(before for _, before in chunks),
+        num_decodes + len(new),
+        num_decodes,
+        sum(new),
+        max(new, default=0),
+        tuple([_attention_totals(kind, contexts, new, before) for kind in kinds]),
+        0 in before,
     )
 
 
@@ -134,28 +142,32 @@ def repeated(totals: StepTotals, num_times: int) -> StepTotals:
 def decode_totals(kinds: Sequence[AttentionSpec], contexts: Sequence[int]) -> StepTotals:
     """Those of a step with one new token after each of these contexts, and nothing else."""
     num = len(contexts)
-    attention = tuple([_attention_totals(kind, contexts, ()) for kind in kinds])
+    attention = tuple([_attention_totals(kind, contexts, (), ()) for kind in kinds])
     return StepTotals(num, num, 0, 0, attention)
 
 
 def _attention_totals(
-    kind: AttentionSpec, contexts: Sequence[int], chunks: Sequence[tuple[int, int]]
+    kind: AttentionSpec, contexts: Sequence[int], new: Sequence[int], before: Sequence[int]
 ) -> AttentionTotals:
+    """Of decodes after `contexts`, and of chunks of `new` tokens each."""
     window = kind.window
     longest = max(contexts) + 1 if contexts else 0
     if window is None or longest <= window:
         keys = sum(contexts) + len(contexts)
     else:
-        before = window - 1
-        keys = sum([c if c < before else before for c in contexts]) + len(contexts)
+        most = window - 1
+        keys = sum([c if c < most else most for c in contexts]) + len(contexts)
         longest = window
-    if not chunks:
+    if not new:
         return AttentionTotals(keys, longest)
+    if window is None and kind.latent is None:  # the same in one go: checks have many rows
+        pairs = sum(map(mul, new, before)) + (sum(map(mul, new, new)) + sum(new)) // 2
+        return AttentionTotals(keys, longest, flops_per_key(kind) * pairs, sum(new) + sum(before))
     return AttentionTotals(
         keys,
         longest,
-        sum(layer_attention_flops(kind, new, before) for new, before in chunks),
-        sum(chunk_keys(window, new, before) for new, before in chunks),
+        sum([layer_attention_flops(kind, *one) for one in zip(new, before, strict=True)]),
+        sum([chunk_keys(window, *one) for one in zip(new, before, strict=True)]),
     )
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ridgeline.clock import WallClock
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.measure.stopwatch import typical
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -109,8 +110,8 @@ def _guessing_engine(num_guesses: int | None, num_out: int) -> Engine:
     )
     engine = Engine(scheduler, GuessingStub(blocks, num_out), WallClock(), max_in_flight=2)
     pricing = Pricing(lambda shape, num_logits: StepPrice(1e-3, 1e-3, 1.0, 1.0))
-    pricing.followers.append(chooser)
-    engine.journals.append(pricing)
+    pricing.followers.append(chooser.on_priced)
+    engine.listeners.append(pricing)
     engine.add(_request(0, context, num_tokens))
     for _ in range(NUM_STEPS):
         engine.step()

@@ -30,9 +30,9 @@ from ridgeline.costing import asked_guesses
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.kernels.cpu.recorder import watched
 from ridgeline.observe.evidence import engine_drafter
-from ridgeline.request import Request, RequestOutput, SamplingParams
+from ridgeline.request import Request, SamplingParams
 from ridgeline.speculation.price import Drafter, DraftSteps
-from ridgeline.step import StepPlan, StepRecord, StepShape
+from ridgeline.step import Listener, StepPlan, StepRecord, StepShape
 
 Phase = Literal["decode", "prefill"]
 CLASSES = ("matmul", "attention", "elementwise", "embedding", "sampling", "other")
@@ -138,7 +138,7 @@ class Profile:
 
 
 @dataclass(slots=True)
-class _Steps:
+class _Steps(Listener):
     """An observer that keeps the steps."""
 
     records: list[StepRecord]
@@ -147,9 +147,6 @@ class _Steps:
         if record.error is not None:
             raise EngineFault(record.error)
         self.records.append(record)
-
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        """Only steps count here."""
 
 
 def profile_steps(
@@ -170,7 +167,7 @@ def profile_steps(
     """
     _check(built, phase, batch, num_input, num_steps)
     seen = _Steps([])
-    built.engine.observers.append(seen)
+    built.engine.listeners.append(seen)
     try:
         run = (
             _Decodes(built, batch, num_input) if phase == "decode" else _Prefills(built, num_input)
@@ -179,7 +176,7 @@ def profile_steps(
         with _profiler(built) as profiler:
             wall_s, plans = _timed(built, seen, run, num_steps)
     finally:
-        built.engine.observers.remove(seen)
+        built.engine.listeners.remove(seen)
         _end(built.engine)
     if trace is not None:
         _write_trace(profiler, trace)

@@ -31,9 +31,10 @@ from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, check
 from ridgeline.formats import MAX_GUESSES
 from ridgeline.measure.stopwatch import DeviceTimer, host_clock, open_device_timer
-from ridgeline.request import Request, RequestOutput, SamplingParams
+from ridgeline.request import Request, SamplingParams
 from ridgeline.step import (
     Executor,
+    Listener,
     NewRequest,
     StepFuture,
     StepPlan,
@@ -148,7 +149,7 @@ class Pinned:
 
 
 @dataclass(slots=True)
-class StepBench:
+class StepBench(Listener):
     """Times steps of one engine. It must have been idle, and is idle again after each call.
     `most_alone`: tokens of the largest decode step that `alone` can time; 0: none."""
 
@@ -324,9 +325,6 @@ class StepBench:
         check(record.error is None, "a step failed while it was measured", why=record.error)
         self.records.append(record)
 
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        """The records say it all."""
-
 
 def beside_steps(times: Sequence[float]) -> float:
     """What the first and the last steps of an answer took more than those between. `times` of its
@@ -346,7 +344,7 @@ def step_bench(built: Built) -> StepBench:
     bench = StepBench(
         built.engine, shortcut, built.spec.vocab_size, timer, 0 if timer is None else most
     )
-    built.engine.observers.append(bench)
+    built.engine.listeners.append(bench)
     return bench
 
 

@@ -12,7 +12,7 @@ from ridgeline.errors import RequestFault
 from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.beam_group import ROW_MARK
-from ridgeline.step import Journal, ScheduledRequest, StepPlan, StepResult
+from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepResult
 
 MAX_FINISHED = 256  # that are kept, the latest: of all together, and of each tenant
 MAX_TENANTS = 256  # whose ended requests are kept apart, those who had one last
@@ -77,9 +77,9 @@ class Account:
         return self.until - self.arrival
 
 
-class Accounts(Journal):
+class Accounts(Listener):
     """Keeps the accounts of all live requests and of the latest that ended; one of the engine's
-    journals, behind the `pricing` that it follows."""
+    listeners, behind the `pricing` that it follows."""
 
     def __init__(self, pricing: Pricing, max_finished: int | None = MAX_FINISHED) -> None:
         self.live: dict[str, Account] = {}
@@ -89,9 +89,9 @@ class Accounts(Journal):
         self._ended: OrderedDict[str, deque[Account]] = OrderedDict()
         self._steady: _Steady | None = None
         self._pricing = pricing
-        pricing.followers.append(self)
+        pricing.followers.append(self.on_priced)
 
-    # ------------------------------------------------------------------ as a journal
+    # ------------------------------------------------------------------ as a listener
 
     def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
         if fault is None:

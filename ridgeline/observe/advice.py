@@ -20,7 +20,6 @@ from ridgeline.figures import number
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.observe.accounts import Parts
 from ridgeline.observe.evidence import Evidence, RecentStep
-from ridgeline.observe.meter import Meter
 from ridgeline.speculation.price import DraftPrices, HostLookup, expected_curve
 from ridgeline.step import StepShape
 
@@ -95,11 +94,11 @@ class Change:
     of: str = "tokens/s"
 
 
-def changes(evidence: Evidence, meter: Meter, whole: Parts) -> tuple[Change, ...]:
+def changes(evidence: Evidence, pricer: Pricer, whole: Parts) -> tuple[Change, ...]:
     """Those that gain at least one percent, the best first."""
     if not evidence.recent or evidence.totals.measured_s <= 0:
         return ()
-    advisor = _Advisor(evidence, meter.pricer, whole)
+    advisor = _Advisor(evidence, pricer, whole)
     found = [change for change in advisor.all() if change.gain >= LEAST_GAIN]
     return tuple(sorted(found, key=lambda change: -change.gain))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ridgeline.errors import RequestFault
 from ridgeline.request import Request, RequestOutput
-from ridgeline.step import Journal, StepPlan, StepResult
+from ridgeline.step import Listener, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class CpuTime:
     cpu_s: float
 
 
-class CpuTimes(Journal):
+class CpuTimes(Listener):
     """Adds up the time with requests; `read` gives the process's CPU seconds so far, or None where
     nobody knows. It is asked when the first request comes and when the last one has gone."""
 

@@ -26,7 +26,7 @@ from ridgeline.scheduler.beam_group import ROW_MARK
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
     BlockTables,
-    Journal,
+    Listener,
     StepPlan,
     StepResult,
 )
@@ -156,8 +156,8 @@ class EventLog:
     header: EngineHeader
     events: tuple[Event, ...]
 
-    def feed(self, *journals: Journal, before: Callable[[Event], object] | None = None) -> None:
-        """Tell journals everything again, each event to all of them, in order; `before` sees each
+    def feed(self, *listeners: Listener, before: Callable[[Event], object] | None = None) -> None:
+        """Tell listeners everything again, each event to all of them, in order; `before` sees each
         event first."""
         plans: dict[int, StepPlan] = {}
         for event in self.events:
@@ -165,25 +165,25 @@ class EventLog:
                 before(event)
             if isinstance(event, Planned):
                 plans[event.plan.step_id] = event.plan
-            for journal in journals:
-                _tell(event, plans, journal)
+            for listener in listeners:
+                _tell(event, plans, listener)
             if isinstance(event, Collected):
                 del plans[event.step_id]
 
 
-def _tell(event: Event, plans: Mapping[int, StepPlan], journal: Journal) -> None:
+def _tell(event: Event, plans: Mapping[int, StepPlan], listener: Listener) -> None:
     if isinstance(event, Added):
         fault = None if event.refused is None else RequestFault("", code=event.refused)
-        journal.on_add(event.request(), event.now, fault)
+        listener.on_add(event.request(), event.now, fault)
     elif isinstance(event, Aborted):
-        journal.on_abort(event.request_id, event.now)
+        listener.on_abort(event.request_id, event.now)
     elif isinstance(event, Planned):
-        journal.on_plan(event.plan, event.now)
+        listener.on_plan(event.plan, event.now)
     elif isinstance(event, Submitted):
-        journal.on_submitted(plans[event.step_id], event.now)
+        listener.on_submitted(plans[event.step_id], event.now)
     else:
         plan = plans[event.step_id]
-        journal.on_collect(plan, event.result, event.outputs, event.error, event.now)
+        listener.on_collect(plan, event.result, event.outputs, event.error, event.now)
 
 
 def plan_digest(plan: StepPlan) -> str:
@@ -263,8 +263,8 @@ class LogFile:
         self._file.close()
 
 
-class Recorder:
-    """Writes the log of one engine, as one of its journals.
+class Recorder(Listener):
+    """Writes the log of one engine, as one of its listeners.
 
     `write` takes one line at a time. `key` keeps salts unreadable; any bytes that nobody else has.
     A file that cannot be written any more ends the log, never the engine. `cpu_s` gives the CPU
@@ -282,6 +282,7 @@ class Recorder:
         self._cpu_s = cpu_s
         self._key = key
         self._beams: set[str] = set()  # requests whose log-probabilities decide
+        self._planned = 0.0  # when the step that is being sent was planned
         self._open: set[int] = set()  # steps in flight
         self._behind: set[int] = set()  # of them, those that an earlier one has failed
         self._line("engine", asdict(header))
@@ -312,9 +313,17 @@ class Recorder:
         self._line("abort", {"now": now, "id": request_id} | self._cpu())
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
-        if not plan.scheduled:
+        """One that is sent is written down when it is on its way."""
+        if plan.scheduled:
+            self._planned = now
+        else:
             self._line("plan", {"now": now, "step": plan.step_id})
-            return
+
+    def on_submitted(self, plan: StepPlan, now: float) -> None:
+        self._write_plan(plan, self._planned)
+        self._line("submit", {"now": now, "step": plan.step_id})
+
+    def _write_plan(self, plan: StepPlan, now: float) -> None:
         self._open.add(plan.step_id)
         body = _json(_plan_fields(plan))
         head: dict[str, Any] = {"event": "plan", "now": now, "digest": _digest(body, plan)}
@@ -323,9 +332,6 @@ class Recorder:
                 (r.request_id, len(r.token_ids), r.num_prompt_tokens, r.block_ids) for r in plan.new
             ]
         self._put(_json(head)[:-1] + "," + body[1:] + "\n")
-
-    def on_submitted(self, plan: StepPlan, now: float) -> None:
-        self._line("submit", {"now": now, "step": plan.step_id})
 
     def on_collect(
         self,

@@ -15,7 +15,6 @@ from ridgeline.formats import MODEL, read_speculate
 from ridgeline.observe.accounts import Account, Accounts, Parts
 from ridgeline.observe.cpu_time import CpuTime, CpuTimes
 from ridgeline.observe.event_log import Added, EngineHeader, Event, EventLog
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import PricedStep, Pricing, Regime, Totals
 from ridgeline.observe.receipts import Receipts
 from ridgeline.observe.setup_record import read_setup
@@ -112,10 +111,10 @@ def _row(kept: tuple[int, int] | int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Observatory:
-    """Everything that watches one engine's time and cost. `journals` go to the engine, in order."""
+    """All that watches one engine's time and cost. `listeners` go to the engine, in order."""
 
     header: EngineHeader
-    meter: Meter
+    pricer: Pricer
     pricing: Pricing
     accounts: Accounts
     receipts: Receipts
@@ -123,7 +122,7 @@ class Observatory:
     recent: Recent = field(default_factory=Recent)
 
     @property
-    def journals(self) -> tuple[Pricing, Accounts, CpuTimes]:
+    def listeners(self) -> tuple[Pricing, Accounts, CpuTimes]:
         return self.pricing, self.accounts, self.cpu_times
 
     def evidence(self, now: float, tenant: str | None = None) -> Evidence:
@@ -149,23 +148,23 @@ class Observatory:
 
 def observatory(
     header: EngineHeader,
-    meter: Meter,
+    pricer: Pricer,
     *,
     max_finished: int | None = 256,
     cpu_s: Callable[[], float | None] = lambda: None,
 ) -> Observatory:
     """All watchers, wired to each other. `cpu_s`: CPU seconds of the process, where known."""
-    drafter = engine_drafter(header, meter.pricer.setup)
+    drafter = engine_drafter(header, pricer.setup)
     pricing = Pricing(
-        meter.price,
+        pricer.price,
         computes_in_submit=header.computes_in_submit,
-        decodes_price=meter.price_decodes,
+        decodes_price=pricer.price_decodes,
         draft_price=None if drafter is None else drafter.seconds,
     )
-    receipts, recent = Receipts(meter), Recent()
+    receipts, recent = Receipts(pricer), Recent()
     accounts = Accounts(pricing, max_finished)
-    pricing.followers += [receipts, recent]
-    return Observatory(header, meter, pricing, accounts, receipts, CpuTimes(cpu_s), recent)
+    pricing.followers += [receipts.on_priced, recent.on_priced]
+    return Observatory(header, pricer, pricing, accounts, receipts, CpuTimes(cpu_s), recent)
 
 
 def engine_drafter(header: EngineHeader, setup: Setup) -> Drafter | None:
@@ -185,7 +184,7 @@ def evidence_of(log: EventLog) -> Evidence:
     reading: list[float | None] = [None]
     watch = observatory(
         log.header,
-        Meter(Pricer(read_setup(log.header.setup))),
+        Pricer(read_setup(log.header.setup)),
         max_finished=None,
         cpu_s=lambda: reading[0],
     )
@@ -193,7 +192,7 @@ def evidence_of(log: EventLog) -> Evidence:
     def read(event: Event) -> None:
         reading[0] = getattr(event, "cpu_s", None)
 
-    log.feed(*watch.journals, before=read)
+    log.feed(*watch.listeners, before=read)
     now = max((event.now for event in log.events), default=0.0)
     return replace(watch.evidence(now), prompt_reuse=prompt_reuse(log))
 

@@ -16,7 +16,6 @@ from ridgeline.observe.accounts import PARTS, Account, Parts
 from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes, findings
 from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.evidence import Evidence
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Regime
 from ridgeline.observe.readout import guesses_between
 from ridgeline.observe.setup_record import read_setup
@@ -126,13 +125,13 @@ class Report(OwnReport):
 
 def explain(evidence: Evidence) -> Report:
     """The report. Raises ConfigError when the evidence does not say what was priced."""
-    meter = Meter(Pricer(read_setup(evidence.header.setup)))
-    own = _own_report(evidence, meter.pricer)
-    server = _server(evidence, meter, own.whole)
+    pricer = Pricer(read_setup(evidence.header.setup))
+    own = _own_report(evidence, pricer)
+    server = _server(evidence, pricer, own.whole)
     report = Report(own.model, own.requests, own.whole, own.floor, server)
     if server.unexplained_share > MOST_UNEXPLAINED:
-        return replace(report, findings=findings(evidence, meter.pricer.setup.constants))
-    return replace(report, changes=changes(evidence, meter, own.whole))
+        return replace(report, findings=findings(evidence, pricer.setup.constants))
+    return replace(report, changes=changes(evidence, pricer, own.whole))
 
 
 def explain_own(evidence: Evidence) -> OwnReport:
@@ -218,12 +217,12 @@ def decode_alone_s(pricer: Pricer, context: int, num_steps: int) -> float:
 # ---------------------------------------------------------------------- the server
 
 
-def _server(evidence: Evidence, meter: Meter, whole: Parts) -> Server:
-    totals, limits, setup = evidence.totals, meter.limits, meter.pricer.setup
+def _server(evidence: Evidence, pricer: Pricer, whole: Parts) -> Server:
+    totals, limits, setup = evidence.totals, pricer.limits, pricer.setup
     busy = totals.measured_s
     kernels = max(0.0, totals.expected_s - totals.ideal_s)
     gap = Gap(totals.ideal_s, kernels, busy - totals.ideal_s - kernels, totals.host_s)
-    bounds = bound_seconds(evidence, meter.pricer)
+    bounds = bound_seconds(evidence, pricer)
     rows = totals.num_rows + totals.num_padded_rows
     return Server(
         device=setup.device.label,

@@ -10,29 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.errors import RequestFault
 from ridgeline.request import Request, RequestOutput, record
-from ridgeline.scheduler.policies.check_prices import CheckPrices, alike
 from ridgeline.speculation.report import DraftTotals
-from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
+from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepResult, StepShape
 
 REGIMES = ("decode", "verify", "prefill", "mixed")
 MOST_UNCOUNTED = 64  # checks that are kept until somebody asks
-
-
-@record
-class StepPrice:
-    """Seconds, and the operations and bytes of all devices together; of them, `own_flops` and
-    `own_bytes` belong to single rows (attention over their own cache)."""
-
-    expected_s: float
-    ideal_s: float
-    flops: float
-    bytes: float
-    own_flops: float = 0.0
-    own_bytes: float = 0.0
 
 
 Price = Callable[[StepShape, int], StepPrice]  # of a step and how many rows of logits it makes
@@ -74,12 +60,6 @@ class PricedStep:
         if not self.prompts or expected <= 0:
             return 0.0
         return min(1.0, max(0.0, 1.0 - self.price_without_prompts_s / expected))
-
-
-class Follower(Protocol):
-    """Who wants to know of each step that has run, in their order."""
-
-    def on_priced(self, step: PricedStep) -> None: ...
 
 
 @dataclass(slots=True)
@@ -135,10 +115,10 @@ class _InFlight:
 _Checked = tuple[PricedStep, StepResult, Sequence[RequestOutput], float]
 
 
-class Pricing:
-    """Prices every step that is planned and measures it when it is over; one of the engine's
-    journals. Where the device computes beside the host, a step is priced once it is sent off, so
-    that nobody waits for that. `graph_sizes` are the batch sizes that captured graphs exist for, if
+class Pricing(Listener):
+    """Prices every step and measures it when it is over; one of the engine's listeners. A step is
+    priced once it is sent off, so that no device waits for that, or when somebody asks before.
+    `graph_sizes` are the batch sizes that captured graphs exist for, if
     any; `decodes_price` is a quicker way to what `price` says of a step that only decodes,
     `draft_price` is what making guesses takes before they are checked."""
 
@@ -152,13 +132,10 @@ class Pricing:
         draft_price: DraftPrice | None = None,
     ) -> None:
         self._totals = Totals()
-        self.followers: list[Follower] = []
+        self.followers: list[Callable[[PricedStep], object]] = []  # told of each step
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
         self._draft_price = draft_price
-        self._checks = CheckPrices(self._check_price)
-        # The last price of a check, and the numbers that it is made of.
-        self._check: tuple[tuple[float, ...], StepPrice] | None = None
         self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
         self._ran: dict[int, PricedStep] = {}  # of these, what they took
         # Checks that are not counted yet. To count some at once takes less than each as it ends,
@@ -202,8 +179,6 @@ class Pricing:
     def on_plan(self, plan: StepPlan, now: float) -> None:
         if plan.scheduled:
             self._planned.append((plan, now))
-        if self.computes_in_submit:
-            self._price_planned()
 
     def _price_planned(self) -> None:
         while self._planned:
@@ -215,62 +190,33 @@ class Pricing:
             price = self._decodes_price(plan.decodes.starts)
             return _InFlight(plan, len(rows), now, price, (), price.expected_s)
         num_logits = sum([entry.num_draft + 1 for entry in rows if entry.samples])
-        has_guesses = any(entry.num_draft for entry in rows)
-        if has_guesses and num_logits == sum([entry.num_tokens for entry in rows]):
-            return self._priced_check(plan, num_logits, now)
         price = self._price(plan.shape, num_logits)
-        prompts = tuple([entry for entry in rows if entry.num_tokens > 1 and _is_prompt(entry)])
         guesses = [entry.num_draft for entry in rows if entry.num_draft]
+        checks = bool(guesses) and num_logits == sum([entry.num_tokens for entry in rows])
         drafting_s = 0.0
         if guesses and self._draft_price is not None:
             context = sum([entry.start for entry in rows]) // len(rows)
             drafting_s = self._draft_price(len(guesses), context, max(guesses))
             price = replace(price, expected_s=price.expected_s + drafting_s)
+        if checks:  # each row computes its newest token and guesses
+            self._plain_s[plan.step_id] = self._decodes_s(tuple([entry.start for entry in rows]))
+            return _InFlight(plan, num_logits, now, price, (), price.expected_s, drafting_s, True)
+        prompts = tuple([entry for entry in rows if entry.num_tokens > 1 and _is_prompt(entry)])
         alone_s = 0.0 if prompts else price.expected_s
         if prompts and len(prompts) < len(rows):
             alone_s = self._without_prompts(rows, len(rows) - len(prompts))
         return _InFlight(plan, num_logits, now, price, prompts, alone_s, drafting_s, False)
 
-    def _priced_check(self, plan: StepPlan, num_logits: int, now: float) -> _InFlight:
-        """Of a step in which each row computes its newest token and guesses."""
-        found = self._checks.of(plan.scheduled)
-        *numbers, drafting_s, plain_s = found
-        if self._check is None or self._check[0] is not found:
-            self._check = found, StepPrice(*numbers)
-        price = self._check[1]
-        self._plain_s[plan.step_id] = plain_s
-        return _InFlight(plan, num_logits, now, price, (), price.expected_s, drafting_s, True)
-
-    def _check_price(self, rows: Sequence[ScheduledRequest], context: int) -> tuple[float, ...]:
-        """The numbers of a price, seconds of making the guesses, and those of one token for each of
-        these rows instead, all behind so many tokens."""
-        num_logits = sum([entry.num_draft + 1 for entry in rows])
-        price = self._price(alike(rows, context), num_logits)
-        drafting_s = 0.0
-        if self._draft_price is not None:
-            guesses = [entry.num_draft for entry in rows if entry.num_draft]
-            drafting_s = self._draft_price(len(guesses), context, max(guesses))
-        return (
-            price.expected_s + drafting_s,
-            price.ideal_s,
-            price.flops,
-            price.bytes,
-            price.own_flops,
-            price.own_bytes,
-            drafting_s,
-            self._plain_price(len(rows), context),
-        )
-
-    def _plain_price(self, num_rows: int, context: int) -> float:
-        """Of one token for each of these rows."""
+    def _decodes_s(self, contexts: tuple[int, ...]) -> float:
+        """Of one token after each of these contexts."""
         if self._decodes_price is not None:
-            return self._decodes_price((context,) * num_rows).expected_s
-        return self._price(((1, context),) * num_rows, num_rows).expected_s
+            return self._decodes_price(contexts).expected_s
+        return self._price(tuple([(1, context) for context in contexts]), len(contexts)).expected_s
 
     def _without_prompts(self, rows: Sequence[ScheduledRequest], num_rest: int) -> float:
         contexts = tuple([entry.start for entry in rows if entry.num_tokens == 1])
-        if len(contexts) == num_rest and self._decodes_price is not None:
-            return self._decodes_price(contexts).expected_s
+        if len(contexts) == num_rest:
+            return self._decodes_s(contexts)
         rest = tuple((e.num_tokens, e.start) for e in rows if not _is_prompt(e))
         return self._price(rest, len(rest)).expected_s
 
@@ -333,7 +279,7 @@ class Pricing:
         if not has_failed:
             self._count(done)
         for follower in self.followers:
-            follower.on_priced(done)
+            follower(done)
 
     def _count(self, step: PricedStep) -> None:
         totals, price, num_rows = self._totals, step.price, len(step.plan.scheduled)

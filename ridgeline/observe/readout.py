@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+from ridgeline.cost.pricer import Pricer
 from ridgeline.figures import percent, scaled, seconds
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.pricing import Totals
 from ridgeline.speculation.report import DraftReport, draft_report
 
@@ -97,13 +97,13 @@ def snapshot(totals: Totals) -> Totals:
     return deepcopy(totals)
 
 
-def read_out(what: str, meter: Meter, after: Totals, before: Totals | None = None) -> ReadOut:
+def read_out(what: str, pricer: Pricer, after: Totals, before: Totals | None = None) -> ReadOut:
     """Of the steps between two snapshots, or of all."""
     start = before or Totals()
     busy_s = after.measured_s - start.measured_s
     moved = _ratio(after.bytes - start.bytes, busy_s)
     flops = _ratio(after.flops - start.flops, busy_s)
-    limits, setup = meter.limits, meter.pricer.setup
+    limits, setup = pricer.limits, pricer.setup
     padded = after.num_padded_rows - start.num_padded_rows
     return ReadOut(
         what,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeline.observe.meter import Meter
+from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.pricing import PricedStep
 from ridgeline.scheduler.beam_group import ROW_MARK
 
@@ -45,11 +45,11 @@ class Receipts:
     """Writes receipts for those who asked, and one for all others together; a follower of the
     pricing. Steps without anyone who asked cost one look each."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, pricer: Pricer) -> None:
         self.others = Receipt()
-        self._meter = meter
+        self._pricer = pricer
         self._open: dict[str, Receipt] = {}
-        limits = meter.limits
+        limits = pricer.limits
         self._per_flop_s, self._per_byte_s = 1.0 / limits.flops, 1.0 / limits.bytes
 
     def ask(self, request_id: str) -> None:
@@ -79,7 +79,7 @@ class Receipts:
         whole_s = price.flops * self._per_flop_s + price.bytes * self._per_byte_s
         device_ns = left.device_ns
         for entry, receipt in asked:
-            flops, moved = self._meter.own_work(entry.num_tokens, entry.start)
+            flops, moved = self._pricer.own_work(entry.num_tokens, entry.start)
             flops += shared_flops * entry.num_tokens
             moved += shared_bytes * entry.num_tokens
             seconds = flops * self._per_flop_s + moved * self._per_byte_s

@@ -1,12 +1,11 @@
-"""What has the engine done? Counters that follow its steps, as one of its observers."""
+"""What has the engine done? Counters that follow its steps, as one of its listeners."""
 
 from __future__ import annotations
 
-from ridgeline.request import RequestOutput
-from ridgeline.step import StepRecord
+from ridgeline.step import Listener, StepRecord
 
 
-class StepCounters:
+class StepCounters(Listener):
     """Steps, tokens, prefix hits and the time that steps took; all only rise.
 
     `take_started` gives the rows that plans opened since it was last called, and when each plan was
@@ -40,9 +39,6 @@ class StepCounters:
             if len(row.token_ids) == row.num_prompt_tokens:
                 self.num_prompt_tokens += row.num_prompt_tokens
                 self.num_hit_tokens += starts.get(row.request_id, 0)
-
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        """Nothing to count here."""
 
     def take_started(self) -> tuple[tuple[str, float], ...]:
         started, self._started = tuple(self._started), []

@@ -79,26 +79,27 @@ class QuietSteps:
         ledger = scheduler.ledger
         if not self._can_be_quiet or ledger.groups or not ledger.forks.is_quiet:
             return []
-        rows = [row for _, _, row in ledger.running.in_order(0.0)]
-        size = len(rows)
-        if not rows or size > scheduler.max_num_batched_tokens:
+        size = len(ledger.running)
+        if not size or size > scheduler.max_num_batched_tokens:
             return []
+        if size < scheduler.max_num_batched_tokens and scheduler.may_admit():
+            return []
+        rows = []
+        for _, _, row in ledger.running.in_order(0.0):
+            if len(row.token_ids) - row.num_computed_tokens != 1:
+                return []  # it has a prompt to compute
+            rows.append(row)
         flights = [flown for _, flown in scheduler.flights.values()]
         if flights and not _samples(rows, flights[0]):
             return []
         if not all(_decodes(rows, flown) for flown in flights[1:]):
             return []
-        if size < scheduler.max_num_batched_tokens and scheduler.may_admit():
-            return []
-        for row in rows:
-            if len(row.token_ids) - row.num_computed_tokens != 1:
-                return []  # it has a prompt to compute
         return rows
 
     def most(self, rows: Sequence[Request]) -> int:
         """So many steps are quiet for sure, as far as lengths and memory tell."""
         last = 0 if self.scheduler.flights else 1  # its result ends the request at once
-        most = min(row.num_computable_tokens - row.num_computed_tokens for row in rows) - last
+        most = min([row.num_computable_tokens - row.num_computed_tokens for row in rows]) - last
         free = self.scheduler.blocks.num_free_blocks
         if most <= 0 or self._num_to_take(rows, most) <= free:
             return max(0, most)
@@ -174,9 +175,10 @@ class QuietSteps:
         done = [
             row.num_done_tokens - 1 + n for row, n in zip(rows, self._oldest(rows), strict=True)
         ]
-        has_windows = blocks.has_windows
+        has_windows, names = blocks.has_windows, blocks.prefix_caching
         opened: dict[int, dict[int, BlockTables]] = defaultdict(dict)
-        for i, has_result, n in self._events(rows, done, num_steps):
+        events = self._events(rows, done, num_steps, publishes=names or has_windows)
+        for i, has_result, n in events:
             row = rows[n]
             if has_windows or blocks.num_deferred_blocks:
                 blocks.retire(retired + i - 1)
@@ -188,6 +190,8 @@ class QuietSteps:
         for row, num_done in zip(rows, done, strict=True):
             row.num_computed_tokens += num_steps
             row.num_done_tokens = num_done + num_steps
+            if not names:
+                row.num_published_blocks = row.num_done_tokens // blocks.block_size
         ledger.last_planned += num_steps
         ledger.retire(retired + num_steps)
         return opened
@@ -199,10 +203,11 @@ class QuietSteps:
         return [1] * len(rows)
 
     def _events(
-        self, rows: Sequence[Request], done: Sequence[int], num_steps: int
+        self, rows: Sequence[Request], done: Sequence[int], num_steps: int, *, publishes: bool
     ) -> list[tuple[int, bool, int]]:
         """(step, from 1; False: a row opens a block, True: it fills one or lets one leave a window;
-        the row), in the order in which the block manager is told."""
+        the row), in the order in which the block manager is told. Without `publishes` it need not
+        know which blocks are full."""
         blocks = self.scheduler.blocks
         size, end = blocks.block_size, num_steps + 1
         offsets = {(window - 1) % size for window in blocks.windows if window is not None} | {0}
@@ -210,6 +215,8 @@ class QuietSteps:
         for n, row in enumerate(rows):
             first = len(row.block_ids[0]) * size - row.num_computed_tokens + 1
             events += [(i, False, n) for i in range(first, end, size)]
+            if not publishes:
+                continue
             for offset in offsets:
                 first = (offset - done[n] - 1) % size + 1
                 events += [(i, True, n) for i in range(first, end, size)]

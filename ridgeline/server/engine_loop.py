@@ -111,7 +111,7 @@ def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Re
 
 
 def _prices(watch: Observatory) -> Prices:
-    limits, setup = watch.meter.limits, watch.meter.pricer.setup
+    limits, setup = watch.pricer.limits, watch.pricer.setup
     return Prices(setup.device.label, setup.constants.origin, limits.flops, limits.bytes)
 
 
@@ -130,12 +130,12 @@ class EngineLoop:
         self._has_answered = False
         self._kernels = served.kernels if isinstance(served, Started) else None
         self._idle_work = served.warm_up if isinstance(served, WarmsUp) else None
-        self._engine.observers.append(self._watch)
+        self._engine.listeners.append(self._watch)
         scheduler, watch = served.engine.scheduler, served.watch
         self._observatory = watch
         self._chunks = PromptChunks()
         if watch is not None:
-            watch.pricing.followers.append(self._chunks)
+            watch.pricing.followers.append(self._chunks.on_priced)
         pricing = None if watch is None else watch.pricing
         self.late_plans: LatePlans | None = None
         if pricing is not None and not pricing.computes_in_submit:

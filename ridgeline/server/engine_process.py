@@ -148,7 +148,7 @@ def _report(served: Served) -> None:
     say(logger, logging.INFO, "resolved", decisions=decisions or "none")
     say(logger, logging.INFO, "memory contract in bytes", items=memory)
     if served.watch is not None:
-        setup = served.watch.meter.pricer.setup
+        setup = served.watch.pricer.setup
         say(
             logger, logging.INFO, "steps are priced",
             device=setup.device.label, origin=setup.constants.origin,
@@ -173,7 +173,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         heartbeat = None
         if heartbeat_fd is not None and served.watch is not None:
             heartbeat = Heartbeat(heartbeat_fd, served.watch.pricing)
-            served.engine.journals.append(heartbeat)
+            served.engine.listeners.append(heartbeat)
         if start.tripwire and served.resolved.device == "cpu":
             arm()
         wire.send(ready_message(served, os.getpid(), phases))

@@ -16,7 +16,7 @@ from struct import Struct
 from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.watchdog import StepInFlight
 from ridgeline.request import RequestOutput
-from ridgeline.step import Journal, StepPlan, StepResult
+from ridgeline.step import Listener, StepPlan, StepResult
 
 SIZE = mmap.PAGESIZE
 SEQUENCE = Struct("<Q")  # odd while the rest is being written
@@ -36,8 +36,8 @@ def new_page() -> int:
     return fd
 
 
-class Heartbeat(Journal):
-    """The engine's side: one of its journals, behind the `pricing` that knows the step."""
+class Heartbeat(Listener):
+    """The engine's side: one of its listeners, behind the `pricing` that knows the step."""
 
     def __init__(self, fd: int, pricing: Pricing) -> None:
         self._page = mmap.mmap(fd, SIZE)
@@ -54,7 +54,7 @@ class Heartbeat(Journal):
         self._page[NEW] = bool(self._new)
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
-        """Steps that go on beside the host are priced when they are sent off, and not before."""
+        """A step that the host itself computes is priced now: until it is over nobody else is."""
         if plan.scheduled and (kind := self._kind(plan)) not in self._seen:
             self._new[plan.step_id] = kind
             self._page[NEW] = 1

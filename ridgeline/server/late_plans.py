@@ -14,7 +14,7 @@ from collections import deque
 from ridgeline.clock import Clock
 from ridgeline.engine import Engine
 from ridgeline.observe.pricing import PricedStep, Pricing
-from ridgeline.step import Journal, StepPlan
+from ridgeline.step import Listener, StepPlan
 
 LATELY = 16  # steps of a kind, or plans
 LEAST_S = 0.3e-3  # a shorter wait is not worth waking up for
@@ -23,8 +23,8 @@ EXTRA_S = 0.5e-3  # more of that, after a step that came too late
 CALMING = 0.98  # what is left of that after each step that did not
 
 
-class LatePlans(Journal):
-    """One of the engine's journals, and a follower of its prices."""
+class LatePlans(Listener):
+    """One of the engine's listeners, which follows its prices too."""
 
     def __init__(self, engine: Engine, pricing: Pricing, clock: Clock) -> None:
         self.num_waits = self.num_late = 0
@@ -33,8 +33,8 @@ class LatePlans(Journal):
         self._needs_s: deque[float] = deque(maxlen=LATELY)  # from planning a step to having sent it
         self._extra_s = 0.0
         self._planned_at = 0.0
-        engine.journals.append(self)
-        pricing.followers.append(self)
+        engine.listeners.append(self)
+        pricing.followers.append(self.on_priced)
 
     def pause(self) -> float:
         """Seconds that the next plan can wait, now. 0: it cannot, or nobody gains by it."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol, runtime_checkable
+from itertools import count
+from typing import Protocol
 
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.captured import MAX_CHECKED_TOKENS
+from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import ConfigError
+from ridgeline.request import record
 from ridgeline.speculation.price import Drafter, Target
 from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
 
@@ -21,21 +23,6 @@ class Rng(Protocol):
     def random(self) -> float: ...
 
 
-class DecodeTimes(Protocol):
-    """Times of a run of decode steps of the same rows."""
-
-    def seconds(self, step: int) -> float:
-        """Of step `step` (0: the next one), each context that much longer than at first."""
-        ...
-
-
-@runtime_checkable
-class DecodePricer(Protocol):
-    """A pricer that knows the times of a run of decode steps without looking at every row."""
-
-    def decode_run(self, contexts: Sequence[int]) -> DecodeTimes: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a request will be answered: `token_ids`, then `filler` for as long as it asks."""
@@ -43,11 +30,15 @@ class Answer:
     num_prompt: int
     token_ids: tuple[int, ...] = ()
     filler: int = 0
+    filled: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "filled", (self.filler,))
 
     def tokens(self, first: int, count: int) -> tuple[int, ...]:
         """Its tokens `first` .. `first + count - 1`."""
         if first >= len(self.token_ids):
-            return (self.filler,) * count
+            return self.filled if count == 1 else (self.filler,) * count
         known = self.token_ids[first : first + count]
         return known + (self.filler,) * (count - len(known))
 
@@ -111,7 +102,7 @@ class Speculation:
         return num_guesses
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Span:
     """When the device worked on one step."""
 
@@ -119,7 +110,7 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SimulatedFuture:
     plan: StepPlan
     span: Span
@@ -154,17 +145,9 @@ class SimulatedExecutor:
     spans: deque[Span] = field(default_factory=deque)  # of steps in flight, the oldest first
     _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with guesses alone
     _drafted: dict[int, StepResult] = field(default_factory=dict)
-    _decode_run: Callable[[Sequence[int]], DecodeTimes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        pricer = self.pricer
-        if isinstance(pricer, DecodePricer):
-            self._decode_run = pricer.decode_run
-        else:
-            self._decode_run = partial(_EachStep, pricer)
 
     def submit(self, plan: StepPlan) -> SimulatedFuture:
-        seconds = self.seconds(plan.shape)
+        seconds = self._seconds_of(plan)
         if self.speculation is not None:
             seconds += self._guess(plan, self.speculation) + self._more_logits(plan, seconds)
         start = max(self.clock.now(), self.busy_until)
@@ -187,20 +170,34 @@ class SimulatedExecutor:
             shape += ((1, max(context for _, context in shape)),) * self.num_ghosts
         return self.pricer.seconds(shape)
 
-    def decode_times(self, contexts: Sequence[int]) -> DecodeTimes:
+    def _seconds_of(self, plan: StepPlan) -> float:
+        if plan.decodes is not None and not self.num_ghosts and isinstance(self.pricer, Pricer):
+            return self.pricer.decodes_seconds(plan.decodes.starts)
+        return self.seconds(plan.shape)
+
+    def decode_times(self, contexts: Sequence[int]) -> Iterator[float]:
         """Of steps that compute one token after each context, then the next, and so on."""
         if self.num_ghosts:
             contexts = (*contexts, *[max(contexts)] * self.num_ghosts)
-        return self._decode_run(contexts)
+        if isinstance(self.pricer, Pricer):
+            return self.pricer.decode_run(contexts).each()
+        return self._each_step(contexts)
+
+    def _each_step(self, contexts: Sequence[int]) -> Iterator[float]:
+        for step in count():
+            yield self.pricer.seconds(tuple((1, context + step) for context in contexts))
 
     def result_of(self, plan: StepPlan) -> StepResult:
         if self.speculation is not None:
             return self._drafted.pop(plan.step_id)
-        return StepResult({e.request_id: self._sampled(e) for e in plan.scheduled if e.samples})
-
-    def _sampled(self, entry: ScheduledRequest) -> tuple[int, ...]:
-        answer = self.answers.get(entry.request_id, NOBODY)
-        return answer.tokens(entry.start + entry.num_tokens - answer.num_prompt, 1)
+        answers, sampled = self.answers, dict[str, tuple[int, ...]]()
+        for entry in plan.scheduled:
+            if entry.samples:
+                name = entry.request_id
+                answer = answers.get(name, NOBODY)
+                first = entry.start + entry.num_tokens - answer.num_prompt
+                sampled[name] = answer.tokens(first, 1) if answer.token_ids else answer.filled
+        return StepResult(sampled)
 
     def forget(self, request_id: str) -> None:
         """It has ended."""
@@ -255,14 +252,3 @@ def _drafting_s(plan: StepPlan, drafter: Drafter) -> float:
         return 0.0
     context = sum([entry.start for entry in rows]) // len(rows)
     return drafter.seconds(len(rows), context, max([entry.num_draft for entry in rows]))
-
-
-@dataclass(frozen=True, slots=True)
-class _EachStep:
-    """The times of decode steps, each priced by its shape."""
-
-    pricer: StepPricer
-    contexts: Sequence[int]
-
-    def seconds(self, step: int) -> float:
-        return self.pricer.seconds(tuple((1, context + step) for context in self.contexts))

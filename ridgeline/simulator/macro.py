@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ridgeline.clock import Clock
 from ridgeline.engine import Engine, Launched
@@ -75,11 +76,13 @@ class LeapingEngine(Engine):
         stays there; the engine is where it will be at the leap's end.
         """
         num_in_flight = len(self._in_flight)
-        if self.observers or num_in_flight != self.max_in_flight - 1:
+        if self.listeners.hear_steps or num_in_flight != self.max_in_flight - 1:
             return None
         rows = self.quiet.rows()
         most = self.quiet.most(rows) if rows else 0
-        most = min((self._num_until_stop(row, most) for row in rows), default=0)
+        for row in rows:
+            if row.stop_token_ids:
+                most = min(most, self._num_until_stop(row, most))
         if most < LEAST_STEPS:
             return None
         ends = self._ends(rows, most, horizon)
@@ -118,9 +121,7 @@ class LeapingEngine(Engine):
 
     def _num_until_stop(self, row: Request, most: int) -> int:
         """How many of its next tokens, at most `most`, come before one that ends it."""
-        if not (stops := frozenset(row.sampling.stop_token_ids)):
-            return most
-        tokens = self._tokens(row, most)
+        tokens, stops = self._tokens(row, most), row.stop_token_ids
         return next((i for i, token_id in enumerate(tokens) if token_id in stops), most)
 
     def _ends(self, rows: Sequence[Request], most: int, horizon: float) -> list[float]:
@@ -131,9 +132,9 @@ class LeapingEngine(Engine):
         """
         end, lag = self.executor.busy_until, self._lag
         ends = [span.end_s for span in self.executor.spans]
-        seconds = self.executor.decode_times([row.num_computed_tokens for row in rows]).seconds
-        for i in range(most):
-            end += seconds(i)
+        times = self.executor.decode_times([row.num_computed_tokens for row in rows])
+        for i, seconds in enumerate(islice(times, most)):
+            end += seconds
             ends.append(end)
             if ends[lag + i] >= horizon:
                 break
@@ -162,9 +163,9 @@ class LeapingEngine(Engine):
             spans.append(span)
         self.executor.leap(spans[len(spans) - num_in_flight :], ends[-1])
         begun = tuple(run.row_ids[n] for n in run.begun)
-        if self.journals:
+        if self.listeners:
             cached = {rows[n].request_id: rows[n].num_cached_tokens for n in run.begun}
-            self._tell_journals([*flying, *run.plans()], run, tokens, (launches, collects), cached)
+            self._tell_listeners([*flying, *run.plans()], run, tokens, (launches, collects), cached)
         return Leap(
             run,
             start_s,
@@ -177,7 +178,7 @@ class LeapingEngine(Engine):
             tuple(self.executor.spans),
         )
 
-    def _tell_journals(
+    def _tell_listeners(
         self,
         plans: Sequence[StepPlan],
         run: QuietRun,
@@ -198,7 +199,7 @@ class LeapingEngine(Engine):
             ]
             begin, end = times[0][index], times[1][index + 1]
             submitted = end if self.executor.computes_in_submit else begin
-            for journal in self.journals:
-                journal.on_plan(launched, begin)
-                journal.on_submitted(launched, submitted)
-                journal.on_collect(collected, result, outputs, None, end)
+            tell = self.listeners.tell
+            tell("on_plan", launched, begin)
+            tell("on_submitted", launched, submitted)
+            tell("on_collect", collected, result, outputs, None, end)

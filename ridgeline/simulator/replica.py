@@ -38,6 +38,7 @@ class Replica:
         self.is_asleep = True
         self._jobs = jobs
         self._spans: deque[Span] = deque()
+        self._to_begin: set[str] = set()  # who has had no token yet
 
     # ------------------------------------------------------------------ one turn of the loop
 
@@ -67,6 +68,7 @@ class Replica:
             return
         self.engine.executor.answers[request.request_id] = job.answer
         self._jobs[request.request_id] = job
+        self._to_begin.add(request.request_id)
 
     def launch(self) -> bool:
         """False: there is nothing to launch, or no place for it."""
@@ -83,10 +85,13 @@ class Replica:
     def collect(self) -> None:
         now = self.clock.now()
         plan, span = self.engine.oldest, self._spans.popleft()
-        outputs = self.engine.collect()
-        for output in outputs:
-            self._note(output, now)
-        num_tokens = sum(entry.num_tokens for entry in plan.scheduled)
+        begins = self._to_begin
+        for output in self.engine.collect():
+            if output.finish_reason is not None or output.request_id in begins:
+                self._note(output, now)
+        num_tokens = len(plan.scheduled)
+        if plan.decodes is None:
+            num_tokens = sum([entry.num_tokens for entry in plan.scheduled])
         self._record(span.start_s, span.end_s, 1, len(plan.scheduled), num_tokens)
 
     def leap(self, horizon: float, *, may_overshoot: bool) -> Leap | None:
@@ -125,6 +130,7 @@ class Replica:
         )
 
     def _begin(self, job: Job, now: float) -> None:
+        self._to_begin.discard(job.request.request_id)
         job.timeline.first_token_s = now
         job.timeline.num_cached = job.request.num_cached_tokens
 
@@ -140,6 +146,7 @@ class Replica:
         if output.finish_reason is FinishReason.ERROR:
             timeline.refused = output.error or "it failed"
         del self._jobs[output.request_id]
+        self._to_begin.discard(output.request_id)
         executor = self.engine.executor
         executor.num_ghosts += self.is_static
         executor.forget(output.request_id)

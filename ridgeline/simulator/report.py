@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.request import record
 
 MAX_POINTS = 400  # of a curve over time that is printed or drawn
 
@@ -58,7 +59,7 @@ class RequestTimeline:
         return asdict(self) | times
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepSample:
     """`num_steps` equal steps (several when they were advanced at once) of one replica.
 

@@ -9,11 +9,12 @@ once (`macro`), with the same outcome.
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import Setup
@@ -21,7 +22,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.request import Request, SamplingParams
 from ridgeline.router.views import RequestView
-from ridgeline.scheduler.block_manager import BlockManager
+from ridgeline.scheduler.block_manager import BlockManager, blocks_needed
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.scheduler import Scheduler
@@ -33,11 +34,11 @@ from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary
 from ridgeline.simulator.workload import FRESH_TOKEN, Arrival
 from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.price import Drafter, DraftPrices, Target
-from ridgeline.step import Journal, StepPricer
+from ridgeline.step import Listener, StepPricer
 
 __all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
 
-JournalOf = Callable[[int, Scheduler], Journal]  # of a replica, by its number
+JournalOf = Callable[[int, Scheduler], Listener]  # of a replica, by its number
 
 
 class Rng(Protocol):
@@ -76,17 +77,16 @@ class SimulationReport:
         )
 
 
-@dataclass(order=True, slots=True)
-class _Event:
+class _Event(NamedTuple):
     """A replica's loop goes on: its oldest step is over (`collects`), or a leap, or its sleep, or
-    it has waited with a plan for who comes (`plans`)."""
+    it has waited with a plan for who comes (`plans`). The earliest is the first."""
 
     when: float
     order: int
-    replica: Replica = field(compare=False)
-    collects: bool = field(default=False, compare=False)
-    leap: Leap | None = field(default=None, compare=False)
-    plans: bool = field(default=False, compare=False)
+    replica: Replica
+    collects: bool = False
+    leap: Leap | None = None
+    plans: bool = False
 
 
 class Simulation:
@@ -108,6 +108,7 @@ class Simulation:
         self._events: list[_Event] = []
         self._num_events = 0
         self._num_sent = 0
+        self._sampling: dict[int, SamplingParams] = {}
         self.workload = workload
         self.limits = limits_of(setup, workload, options)
         self.machine = machine_of(setup, self.limits)
@@ -126,6 +127,15 @@ class Simulation:
 
     def run_jobs(self, jobs: Iterable[Job]) -> SimulationReport:
         """Requests in order of arrival. Those made while they come take no room before."""
+        collects_garbage = gc.isenabled()
+        gc.disable()  # nothing here is in a cycle: it would look through all requests for nothing
+        try:
+            return self._run_jobs(jobs)
+        finally:
+            if collects_garbage:
+                gc.enable()
+
+    def _run_jobs(self, jobs: Iterable[Job]) -> SimulationReport:
         events, timelines = self._events, list[RequestTimeline]()
         coming = iter(jobs)
         job = next(coming, None)
@@ -234,7 +244,7 @@ class Simulation:
         request = Request(
             str(index),
             arrival.tokens(index),
-            SamplingParams(max_tokens=arrival.num_output),
+            self._sampling_of(arrival.num_output),
             when,
             tenant=arrival.tenant,
             weight=arrival.weight,
@@ -244,12 +254,30 @@ class Simulation:
         )
         return Job(request, Answer(arrival.num_input, filler=FRESH_TOKEN + index), timeline)
 
+    def _sampling_of(self, num_output: int) -> SamplingParams:
+        found = self._sampling.get(num_output)
+        if found is None:
+            found = self._sampling[num_output] = SamplingParams(max_tokens=num_output)
+        return found
+
+    def _may_find_prefixes(self) -> bool:
+        """Could the prefix cache find anything? Not where no prompts begin alike and blocks are
+        there for all, so that nobody is preempted: then it would be hashing for nothing."""
+        limits, machine, work = self.limits, self.machine, self.workload
+        if not work or any(a.prefix_hashes or a.prompt or a.tenant for a in work):
+            return True
+        longest = max(arrival.num_input + arrival.num_output for arrival in work)
+        chunk = limits.max_num_batched_tokens
+        each = blocks_needed(longest, limits.block_size, machine.windows, chunk)
+        return each * limits.max_num_seqs > machine.num_blocks
+
     def _replica(self, number: int, journal_of: JournalOf | None) -> Replica:
         options, machine, limits = self.options, self.machine, self.limits
         size = limits.block_size
-        blocks = BlockManager(
-            machine.num_blocks, size, machine.windows, options.prefix_caching and options.paging
-        )
+        caches = options.prefix_caching and options.paging
+        if caches and journal_of is None:
+            caches = self._may_find_prefixes()
+        blocks = BlockManager(machine.num_blocks, size, machine.windows, caches)
         setting = PolicySetting(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -283,7 +311,7 @@ class Simulation:
             scheduler, executor, clock, options.max_in_flight, options.plans_ahead_s
         )
         if journal_of is not None:
-            engine.journals.append(journal_of(number, scheduler))
+            engine.listeners.append(journal_of(number, scheduler))
         return Replica(number, engine, self._jobs, is_static=options.static_batching)
 
 

@@ -220,7 +220,7 @@ def test_a_draft_model_catches_up_in_its_first_pass() -> None:
     drafter = drafter_of(setup, asked(), LLAMA_3_1B)
     draft = Pricer(replace(setup, spec=LLAMA_3_1B))
     first = draft.pass_seconds_of(draft.totals(((2, 399),)), 1)
-    later = draft.decode_seconds([400], 3)[1:]
+    later = [draft.decode_run([400]).seconds(step) for step in (1, 2)]
     assert drafter.seconds(1, 400, 3) == pytest.approx(first + sum(later))
     assert drafter.seconds(1, 400, 0) == 0.0
     whole = draft_prices(Pricer(setup), asked(), LLAMA_3_1B)

@@ -193,7 +193,7 @@ def test_what_is_beside_the_operators_is_priced_once_a_step_and_once_a_pass() ->
     waits = replace(TRUTH, host=replace(TRUTH.host, c0_s=0.0, c1_s=0.0))
     pricer = Pricer(replace(setup, calibration=waits))
     assert pricer.seconds(shape) == pytest.approx(pricer.cost(shape).expected_s)
-    assert pricer.decode_seconds([100] * 3, 1)[0] == pricer.seconds(shape)
+    assert pricer.decode_run([100] * 3).seconds(0) == pricer.seconds(shape)
     eager = replace(waits, host=replace(waits.host, captured_tokens=0, per_launch_s=0.0))
     bare = replace(eager, host=replace(eager.host, captured_s=0.0))
     one, other = (Pricer(replace(setup, calibration=c)).seconds(shape) for c in (eager, bare))

@@ -85,7 +85,7 @@ def test_prices_agree_however_warm_a_step_is(rows: int, new: int) -> None:
     shape = ((new, 300),) * rows
     assert pricer.seconds(shape) == pytest.approx(pricer.cost(shape).expected_s, rel=1e-9)
     if new == 1:
-        assert pricer.decode_seconds([300] * rows, 1)[0] == pricer.seconds(shape)
+        assert pricer.decode_run([300] * rows).seconds(0) == pricer.seconds(shape)
     cold = Pricer(Setup(SMALL, DEVICE, calibration=known(warm_t0=1.0)))
     is_cold = warm_of(SMALL, shape) == 0.0
     assert (pricer.seconds(shape) == cold.seconds(shape)) == is_cold

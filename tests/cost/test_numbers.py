@@ -55,13 +55,13 @@ from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.paged_attention import paged_attention_reference
 from ridgeline.quantization.rounding import dequantize_groups, quantize_groups
-from ridgeline.request import Request, RequestOutput, SamplingParams
+from ridgeline.request import Request, SamplingParams
 from ridgeline.sampling.sampler import sample
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.speculation.price import DraftPrices, DraftSteps, expected_curve, expected_tokens
-from ridgeline.step import StepPlan, StepRecord, StepResult
+from ridgeline.step import Listener, StepPlan, StepRecord, StepResult
 from tests.cost.known_models import (
     DEEPSEEK_V3,
     GPT_3,
@@ -186,7 +186,7 @@ class Done:
         return self.outcome
 
 
-class Watch:
+class Watch(Listener):
     """The steps of an engine."""
 
     def __init__(self) -> None:
@@ -195,16 +195,13 @@ class Watch:
     def on_step(self, record: StepRecord) -> None:
         self.records.append(record)
 
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        pass
-
 
 def engine(slots: int = 8, device: Countdown | None = None) -> tuple[Engine, Watch]:
     device = device or Countdown()
     blocks = BlockManager(device.num_blocks, device.block_size, (None,), False, b"key")
     scheduler = Scheduler(blocks, FCFS(), 8192, slots, num_drafts=device.num_drafts)
     made, watch = Engine(scheduler, device, VirtualClock()), Watch()
-    made.observers.append(watch)
+    made.listeners.append(watch)
     return made, watch
 
 

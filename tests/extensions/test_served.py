@@ -15,9 +15,8 @@ from ridgeline import LLM, ConfigError, SamplingParams
 from ridgeline.architectures import FAMILIES, expected_tensors, read_spec
 from ridgeline.attention import ATTENTION_BACKENDS
 from ridgeline.formats import DRAFT_METHODS, KV_FORMATS, WEIGHT_FORMATS
-from ridgeline.request import RequestOutput
 from ridgeline.scheduler.policies import POLICIES
-from ridgeline.step import StepRecord
+from ridgeline.step import Listener, StepRecord
 from tests.captures import records
 from tests.extensions import toy_draft, toy_kv_format, toy_weight_format
 from tests.tiny_model import make_tiny_model
@@ -106,18 +105,15 @@ def test_a_policy_from_outside_is_served(plain: Path, monkeypatch: pytest.Monkey
     assert answers(plain, policy="toy", max_num_seqs=1) == answers(plain)
 
 
-class Guesses:
-    """An Observer of the guesses that were checked."""
+class Guesses(Listener):
+    """Counts the guesses that were checked."""
 
     def __init__(self) -> None:
         self.num_accepted = self.num_rejected = 0
 
     def on_step(self, record: StepRecord) -> None:
-        """A step says nothing of guesses."""
-
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        self.num_accepted += output.num_accepted
-        self.num_rejected += output.num_rejected
+        self.num_accepted += sum(output.num_accepted for output in record.outputs)
+        self.num_rejected += sum(output.num_rejected for output in record.outputs)
 
 
 @records
@@ -135,7 +131,7 @@ def test_a_draft_method_from_outside_is_served(
     tokens = {}
     for speculate in ("off", "toy:3", "toy"):
         llm, guesses = opened(folder, speculate=speculate), Guesses()
-        llm.engine.observers.append(guesses)
+        llm.engine.listeners.append(guesses)
         results = llm.generate([[3, 14, 15, 9, 6], [3, 14, 15, 9, 7, 8]], sampling)
         tokens[speculate] = [result.token_ids for result in results]
         if speculate == "toy:3":

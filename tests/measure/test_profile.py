@@ -122,7 +122,7 @@ def test_each_step_is_priced_with_its_own_guesses(guessing: Callable[[str], Buil
     built = guessing("early:1")
     built.engine.scheduler.guesses = Scripted((1, 3))
     priced: list[PricedStep] = []
-    built.watch.pricing.followers.append(SimpleNamespace(on_priced=priced.append))
+    built.watch.pricing.followers.append(priced.append)
     found = profiled(built, batch=1)
     assert sorted(found.guesses) == [1, 1, 3, 3]
     ran = priced[-found.num_steps :]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from types import SimpleNamespace
 
 import pytest
 
@@ -66,7 +65,7 @@ def test_no_prompt_is_served_from_the_prefix_cache(bench: StepBench) -> None:
     assert first.shape == second.shape == ((64, 0),)
 
 
-def test_answers_are_whole_and_alone(bench: StepBench) -> None:
+def test_answers_are_whole_and_alone(bench: StepBench, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[int] = []
     tell = bench.on_step
 
@@ -74,9 +73,8 @@ def test_answers_are_whole_and_alone(bench: StepBench) -> None:
         plans.append(len(record.plan.scheduled))
         tell(record)
 
-    bench.engine.observers[-1] = SimpleNamespace(on_step=count, on_output=bench.on_output)
+    monkeypatch.setattr(bench, "on_step", count)
     found = bench.answers(20, 3)
-    bench.engine.observers[-1] = bench
     assert len(found) == 3
     assert plans == [1] * (3 * ANSWER_TOKENS)
     assert bench.engine.is_idle

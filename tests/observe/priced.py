@@ -6,7 +6,6 @@ from ridgeline.architectures import read_spec
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.observe.meter import Meter
 
 CONFIG = {
     "architectures": ["MistralForCausalLM"],
@@ -32,5 +31,5 @@ def small_setup(device: str = "h100-sxm") -> Setup:
     return Setup(read_spec(CONFIG), find_device(device))
 
 
-def small_meter() -> Meter:
-    return Meter(Pricer(small_setup()))
+def small_pricer() -> Pricer:
+    return Pricer(small_setup())

@@ -45,7 +45,7 @@ class RecordedWorld(World):
             self.scheduler, policy=self.case.policy, max_in_flight=self.case.max_in_flight
         )
         self.file = LogFile(str(path))
-        self.engine.journals.append(Recorder(self.file.write, header, b"k"))
+        self.engine.listeners.append(Recorder(self.file.write, header, b"k"))
 
     def on_output(self, output: RequestOutput, now: float) -> None:
         super().on_output(output, now)

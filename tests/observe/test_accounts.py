@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from ridgeline.clock import Clock
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
 from ridgeline.observe.accounts import PARTS, Account, Accounts, Parts, _Steady
 from ridgeline.observe.event_log import Added, EventLog
 from ridgeline.observe.event_log_reader import read_event_log
-from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
+from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -45,7 +46,7 @@ class Ticking:
 def keep_accounts(engine: Engine, *, in_submit: bool) -> tuple[Pricing, Accounts]:
     pricing = Pricing(price, computes_in_submit=in_submit)
     accounts = Accounts(pricing, None)
-    engine.journals += [pricing, accounts]
+    engine.listeners += [pricing, accounts]
     return pricing, accounts
 
 
@@ -227,11 +228,7 @@ def test_idle_time_is_nobodys_and_no_host_time() -> None:
     clock, _, engine, accounts = story()
     steps: list[PricedStep] = []
 
-    class Seen:
-        def on_priced(self, step: PricedStep) -> None:
-            steps.append(step)
-
-    accounts._pricing.followers.append(Seen())
+    accounts._pricing.followers.append(steps.append)
     engine.add(ask("a", 4, 1, 0.0))
     engine.step()
     clock.time = 100.0
@@ -279,7 +276,7 @@ def test_a_finished_list_does_not_grow_for_ever() -> None:
     clock, _, engine, _ = story()
     pricing = Pricing(price)
     accounts = Accounts(pricing, 3)
-    engine.journals[:] = [pricing, accounts]
+    engine.listeners[:] = [pricing, accounts]
     for i in range(10):
         engine.add(ask(f"r{i}", 2, 1, clock.time))
         engine.step()

@@ -66,7 +66,7 @@ def log_of(tmp_path: Path, *requests: Request) -> tuple[str, EventLog]:
     engine = small_engine()
     header = header_of(engine.scheduler, policy="fcfs", max_in_flight=1, model="m")
     file = LogFile(str(path))
-    engine.journals.append(Recorder(file.write, header, b"key"))
+    engine.listeners.append(Recorder(file.write, header, b"key"))
     device = engine.executor
     assert isinstance(device, FakeDevice)
     for request in requests:
@@ -209,7 +209,7 @@ def test_a_full_disk_ends_the_log_and_not_the_engine() -> None:
 
     engine = small_engine()
     header = header_of(engine.scheduler, policy="fcfs", max_in_flight=1)
-    engine.journals.append(Recorder(write, header, b"key"))
+    engine.listeners.append(Recorder(write, header, b"key"))
     assert isinstance(engine.executor, FakeDevice)
     engine.executor.salts["a"], engine.executor.truths["a"] = b"", None  # type: ignore[assignment]
     engine.add(Request("a", (1,), SamplingParams(max_tokens=5), 0.0))

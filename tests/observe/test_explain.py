@@ -14,7 +14,7 @@ import pytest
 
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.precision import Precision
-from ridgeline.cost.pricer import Pricer
+from ridgeline.cost.pricer import Pricer, StepPrice
 from ridgeline.cost.setup import Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
@@ -32,8 +32,7 @@ from ridgeline.observe.explain import (
     explain_own,
     prefill_alone_s,
 )
-from ridgeline.observe.meter import Meter
-from ridgeline.observe.pricing import Pricing, StepPrice, Totals
+from ridgeline.observe.pricing import Pricing, Totals
 from ridgeline.observe.readout import read_out, snapshot
 from ridgeline.observe.setup_record import read_setup, setup_record
 from ridgeline.request import Request, SamplingParams
@@ -80,7 +79,7 @@ class _Done:
 
     def result(self) -> StepResult:
         rows = sum(entry.samples for entry in self.plan.scheduled)
-        price = self.bench.watch.meter.price(self.plan.shape, rows)
+        price = self.bench.watch.pricer.price(self.plan.shape, rows)
         self.bench.clock.time += self.bench.slow * price.expected_s
         return StepResult({e.request_id: (7,) for e in self.plan.scheduled if e.samples})
 
@@ -104,12 +103,12 @@ def bench(
     header = header_of(
         scheduler, policy="fcfs", max_in_flight=1, model="m", setup=setup_record(found, CONFIG)
     )
-    watch = observatory(header, Meter(Pricer(found)))
+    watch = observatory(header, Pricer(found))
     made = Bench(clock, None, watch, slow, host_s, num_blocks)  # type: ignore[arg-type]
     made.engine = Engine(scheduler, made, clock, 1)
     if log is not None:
-        made.engine.journals.append(Recorder(log.write, header, b"k"))
-    made.engine.journals += watch.journals
+        made.engine.listeners.append(Recorder(log.write, header, b"k"))
+    made.engine.listeners += watch.listeners
     return made
 
 
@@ -250,7 +249,7 @@ def test_nothing_has_run_yet() -> None:
     assert (report.requests, report.changes, report.next_change) == ((), (), None)
     assert report.server.binds == "nothing has run yet"
     assert report.whole == Parts()
-    assert read_out("all", bench().watch.meter, bench().watch.pricing.totals).share_of_peak == 0
+    assert read_out("all", bench().watch.pricer, bench().watch.pricing.totals).share_of_peak == 0
 
 
 # ---------------------------------------------------------------------- what binds
@@ -391,7 +390,7 @@ def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
     """Not while the server is idle; a log of the same run says the same."""
     log = LogFile(str(tmp_path / "log"))
     made = bench(log=log)
-    recorder, watch = made.engine.journals[0], made.watch.cpu_times
+    recorder, watch = made.engine.listeners[0], made.watch.cpu_times
     assert isinstance(recorder, Recorder)
     recorder._cpu_s = watch._read = lambda: made.clock.time / 4  # a quarter of the processor
     made.run([ask(1, 50, 10)])
@@ -421,10 +420,10 @@ def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
     made.run([ask(1, 50, 10)])
     totals = made.watch.pricing.totals
     before = snapshot(totals)
-    nothing = read_out("x", made.watch.meter, totals, before)
+    nothing = read_out("x", made.watch.pricer, totals, before)
     assert (nothing.num_steps, nothing.measured_s, nothing.expected_ratio) == (0, 0.0, 0.0)
     made.run([ask(2, 60, 5)])
-    found = read_out("x", made.watch.meter, totals, before)
+    found = read_out("x", made.watch.pricer, totals, before)
     assert found.num_steps == 5
     assert found.expected_ratio == pytest.approx(2.0)
     assert 0 < found.share_of_bandwidth <= found.ideal_share * (1 + 1e-9) < 0.5
@@ -448,7 +447,7 @@ def test_graphs_larger_than_their_batch_count_as_padding() -> None:
     made = bench()
     made.watch.pricing._graph_sizes = [4, 8]
     made.run([ask(i, 10, 5) for i in range(3)])
-    found = read_out("x", made.watch.meter, made.watch.pricing.totals)
+    found = read_out("x", made.watch.pricer, made.watch.pricing.totals)
     totals = made.watch.pricing.totals
     assert totals.num_padded_rows == totals.regimes["decode"].num_steps
     assert found.padded_share == pytest.approx(
@@ -466,7 +465,7 @@ def test_a_step_that_cannot_be_priced_or_fails_harms_no_other() -> None:
 
     made = bench()
     pricing = Pricing(price)
-    made.engine.journals[:] = [pricing]
+    made.engine.listeners[:] = [pricing]
     made.run([ask(1, 5, 5)])
     assert pricing.totals.num_steps == 4
     assert pricing.running is None

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.cost.roofline import step_cost
-from ridgeline.observe.pricing import PricedStep, Pricing, StepPrice
+from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.observe.receipts import NANO, Receipts
-from ridgeline.step import Journal, ScheduledRequest, StepPlan, StepShape
-from tests.observe.priced import small_meter
+from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepShape
+from tests.observe.priced import small_pricer
 from tests.observe.recorded import RecordedWorld
 from tests.observe.test_accounts import Ticking
 
@@ -25,17 +26,17 @@ def random_shape(rng: random.Random) -> StepShape:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_meter_says_what_the_cost_model_says(seed: int) -> None:
     print("seed", seed)
-    rng, meter = random.Random(seed), small_meter()
+    rng, pricer = random.Random(seed), small_pricer()
     for _ in range(20):
         shape = random_shape(rng)
         num_logits = rng.randint(0, len(shape))
-        price = meter.price(shape, num_logits)
-        cost = step_cost(meter.pricer.setup, shape, num_logits)
+        price = pricer.price(shape, num_logits)
+        cost = step_cost(pricer.setup, shape, num_logits)
         assert price.expected_s == pytest.approx(cost.expected_s, rel=1e-9)
         assert price.ideal_s == pytest.approx(cost.ideal_s, rel=1e-9)
         assert (price.flops, price.bytes) == pytest.approx((cost.flops, cost.bytes), rel=1e-12)
         attention = [op.op for op in cost.ops if op.op.kind.endswith("attention")]
-        own = [meter.own_work(new, before) for new, before in shape]
+        own = [pricer.own_work(new, before) for new, before in shape]
         assert sum(f for f, _ in own) == sum(op.count * op.flops for op in attention)
         assert sum(b for _, b in own) == sum(op.count * op.kv_bytes for op in attention)
 
@@ -46,11 +47,11 @@ def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path
     print("seed", seed)
     world = RecordedWorld(seed, tmp_path / "log")
     world.clock = world.engine.clock = Ticking(seed)  # type: ignore[assignment]
-    meter = small_meter()
-    pricing, receipts, asked = Pricing(meter.price), Receipts(meter), _Asking(seed)
-    pricing.followers += [receipts, asked]
+    pricer = small_pricer()
+    pricing, receipts, asked = Pricing(pricer.price), Receipts(pricer), _Asking(seed)
+    pricing.followers += [receipts.on_priced, asked.on_priced]
     asked.receipts = receipts
-    world.engine.journals += [pricing, asked]
+    world.engine.listeners += [pricing, asked]
     world.run(120)
     world.file.close()
     found = [receipt for name in asked.names if (receipt := receipts.get(name)) is not None]
@@ -61,7 +62,7 @@ def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path
         assert all(getattr(receipt, field) >= 0 for receipt in found)
 
 
-class _Asking(Journal):
+class _Asking(Listener):
     """Asks for every second request, and adds up the steps by itself."""
 
     receipts: Receipts
@@ -86,14 +87,14 @@ class _Asking(Journal):
 
 def priced(rows: list[tuple[str, int, int]], seconds: float) -> PricedStep:
     """A step of (id, tokens, start) that took so long."""
-    meter = small_meter()
+    pricer = small_pricer()
     plan = StepPlan(1, tuple(ScheduledRequest(i, s, n, ((),), True) for i, n, s in rows))
-    price = meter.price(plan.shape, len(rows))
+    price = pricer.price(plan.shape, len(rows))
     return PricedStep(plan, len(rows), 0.0, 0.0, seconds, 0.0, price, (), 0.0)
 
 
 def test_equal_rows_get_equal_shares_and_a_longer_context_a_larger_one() -> None:
-    receipts = Receipts(small_meter())
+    receipts = Receipts(small_pricer())
     for name in ("a", "b", "c"):
         receipts.ask(name)
     receipts.on_priced(priced([("a", 1, 3), ("b", 1, 3), ("c", 1, 20)], 3.0))
@@ -107,7 +108,7 @@ def test_equal_rows_get_equal_shares_and_a_longer_context_a_larger_one() -> None
 
 
 def test_a_prompt_of_100_tokens_pays_about_100_times_what_a_token_pays() -> None:
-    receipts = Receipts(small_meter())
+    receipts = Receipts(small_pricer())
     receipts.ask("a")
     receipts.on_priced(priced([("a", 1, 10), ("b", 100, 0)], 1.0))
     a = receipts.get("a")
@@ -129,14 +130,14 @@ def test_shares_follow_the_price_of_the_work(seed: int) -> None:
         step = priced(rows, rng.random())
         shares = []
         for name, _, _ in rows:
-            alone = Receipts(small_meter())
+            alone = Receipts(small_pricer())
             alone.ask(name)
             alone.on_priced(step)
             mine = alone.get(name)
             assert mine is not None
             assert mine.device_ns + alone.others.device_ns == round(step.seconds * NANO)
             shares.append(mine.device_ns)
-        together = Receipts(small_meter())
+        together = Receipts(small_pricer())
         for name, _, _ in rows:
             together.ask(name)
         together.on_priced(step)
@@ -147,7 +148,7 @@ def test_shares_follow_the_price_of_the_work(seed: int) -> None:
 
 
 def test_a_step_that_nobody_asked_about_goes_to_the_others() -> None:
-    receipts = Receipts(small_meter())
+    receipts = Receipts(small_pricer())
     step = priced([("a", 1, 10)], 0.5)
     receipts.on_priced(step)
     receipts.ask("b")

@@ -22,8 +22,8 @@ def record(
         tuple(NewRequest(i, (1,) * n, p, SamplingParams(), ((),)) for i, n, p in new),
     )
     return StepRecord(
-        plan, at, ended, num_running=1, num_waiting=0, num_free_blocks=1, num_blocks=2,
-        num_new_tokens=1, num_in_flight=0, error=error,
+        plan, at, ended, (), num_running=1, num_waiting=0, num_free_blocks=1, num_blocks=2,
+        num_in_flight=0, error=error,
     )  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.generation import GenerationDefaults
 from ridgeline.observe.event_log import LogFile, Recorder, header_of
 from ridgeline.observe.evidence import Observatory, observatory
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import SamplingParams, TokenLogprobs
 from ridgeline.scheduler.block_manager import BlockManager
@@ -243,7 +242,7 @@ def _watch(engine: Engine, config: EngineConfig) -> Observatory:
         setup=setup_record(setup, CONFIG),
     )
     if config.event_log is not None:
-        engine.journals.append(Recorder(LogFile(config.event_log).write, header, b"key"))
-    watch = observatory(header, Meter(Pricer(setup)))
-    engine.journals += watch.journals
+        engine.listeners.append(Recorder(LogFile(config.event_log).write, header, b"key"))
+    watch = observatory(header, Pricer(setup))
+    engine.listeners += watch.listeners
     return watch

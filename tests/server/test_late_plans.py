@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ridgeline.clock import VirtualClock
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -117,7 +118,7 @@ class World:
         scheduler = Scheduler(blocks, FCFS(), 8192, max_num_seqs)
         engine = Engine(scheduler, self.device, self.clock, 2)
         self.pricing = pricing = Pricing(_price)
-        engine.journals.append(pricing)
+        engine.listeners.append(pricing)
         self.wire = Wire(self.clock)
         watch = SimpleNamespace(pricing=pricing, receipts=SimpleNamespace(get=lambda name: None))
         served: Any = SimpleNamespace(engine=engine, device=self.device, watch=watch)

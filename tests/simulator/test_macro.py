@@ -14,7 +14,7 @@ from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.simulator.executor import Answer
 from ridgeline.simulator.simulation import Machine, Options, Simulation, SimulationReport
 from ridgeline.simulator.workload import Arrival
-from ridgeline.step import StepPlan, StepRecord, StepResult
+from ridgeline.step import Listener, StepPlan, StepRecord, StepResult
 from tests.scheduler.state import named, state_of
 from tests.simulator.worlds import LinearPricer, World, draw_world, single
 
@@ -22,7 +22,7 @@ NUM_CASES = int(os.environ.get("RIDGELINE_TEST_MACRO_CASES", "500"))
 CASES_PER_TEST = 50
 
 
-class Diary:
+class Diary(Listener):
     """Everything that a journal hears, and the scheduler's whole state at every arrival."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -159,20 +159,18 @@ def test_a_leap_ends_before_the_horizon() -> None:
     assert len(request.token_ids) == 3 + 19 + 1
 
 
-def test_observers_see_every_step() -> None:
+def test_who_listens_to_steps_hears_every_one() -> None:
     """An engine that somebody watches does not leap."""
 
-    class Watch:
+    class Watch(Listener):
         num_steps = 0
 
         def on_step(self, record: StepRecord) -> None:
             self.num_steps += 1
 
-        def on_output(self, output: RequestOutput, now: float) -> None: ...
-
     watch = Watch()
     simulation = Simulation(Machine(LinearPricer(), 100), (Arrival(0.0, 3, 50),))
-    simulation.replicas[0].engine.observers.append(watch)
+    simulation.replicas[0].engine.listeners.append(watch)
     report = simulation.run()
     assert report.num_leaps == 0
     assert watch.num_steps == report.num_steps == 50

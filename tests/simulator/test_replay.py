@@ -18,7 +18,6 @@ from ridgeline.errors import RequestFault
 from ridgeline.observe.event_log import Added, EventLog, Planned, Recorder, header_of
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.evidence import evidence_of, observatory
-from ridgeline.observe.meter import Meter
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
@@ -46,7 +45,7 @@ def recorded_world(seed: int, path: Path) -> EventLog:
     scheduler = world.scheduler
     header = header_of(scheduler, policy="fcfs", max_in_flight=world.case.max_in_flight)
     lines: list[str] = []
-    world.engine.journals.append(Recorder(lines.append, header, b"key"))
+    world.engine.listeners.append(Recorder(lines.append, header, b"key"))
     world.run(300)
     path.write_text("".join(lines), encoding="utf-8")
     return read_event_log(path)
@@ -265,9 +264,9 @@ def slo_log(path: Path, *, in_submit: bool) -> EventLog:
         tpot_slo_s=setting.tpot_slo_s,
     )
     lines: list[str] = []
-    watch = observatory(header, Meter(real))
-    watch.pricing.followers.append(learned)
-    engine.journals += [Recorder(lines.append, header, b"key"), *watch.journals]
+    watch = observatory(header, real)
+    watch.pricing.followers.append(learned.on_priced)
+    engine.listeners += [Recorder(lines.append, header, b"key"), *watch.listeners]
     rng, coming = random.Random(5), 0.0
     for index in range(150):
         coming += rng.expovariate(1500)

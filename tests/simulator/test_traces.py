@@ -140,7 +140,7 @@ def test_a_log_of_our_own_engine(tmp_path: Path) -> None:
     engine = Engine(scheduler, device, clock)
     with path.open("w") as file:
         header = header_of(scheduler, policy="fcfs", max_in_flight=1)
-        engine.journals.append(Recorder(file.write, header, b"key"))
+        engine.listeners.append(Recorder(file.write, header, b"key"))
         for index, length in enumerate((3, 9)):
             clock.advance_to(10.0 + index)
             prompt = tuple(range(5, 5 + length))

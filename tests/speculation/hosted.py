@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ridgeline.clock import VirtualClock
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -159,8 +160,8 @@ def run(
     engine = Engine(scheduler, hosted, hosted.clock, in_flight)
     pricing = Pricing(lambda shape, num_logits: StepPrice(PRICE_S, PRICE_S, 1.0, 1.0))
     if isinstance(guesses, DraftLengthController):
-        pricing.followers.append(guesses)
-    engine.journals.append(pricing)
+        pricing.followers.append(guesses.on_priced)
+    engine.listeners.append(pricing)
     num_tokens = 0
     for number in range(num_requests):
         sampling = SamplingParams(max_tokens=ANSWER)

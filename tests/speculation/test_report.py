@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.cost.pricer import StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.readout import guesses_between, snapshot
 from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.speculation.report import ENOUGH_STEPS, DraftTotals, draft_report

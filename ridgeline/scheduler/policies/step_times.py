@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from ridgeline.scheduler.policies.check_prices import CheckPrices, alike
 from ridgeline.step import StepPlan, StepPricer, StepShape
 
 MEMORY = 0.99  # weight of what was known, after each step: about a hundred steps count
@@ -44,9 +43,6 @@ class LearnedPricer:
         self.scale = 1.0
         self.host_s = 0.0
         self.num_steps = 0
-        self._checks = CheckPrices(
-            lambda rows, context: (self.pricer.seconds(alike(rows, context)),)
-        )
         # Decayed sums over steps of price p and time t: 1, p/t, 1/t, 1/p, 1/(p t)
         self._n = self._p_t = self._1_t = self._1_p = self._1_pt = 0.0
 
@@ -62,9 +58,7 @@ class LearnedPricer:
     def _price(self, plan: StepPlan) -> float:
         if plan.decodes is not None and self._decodes is not None:
             return self._decodes(plan.decodes.starts)
-        if not any(row.num_draft for row in plan.scheduled):
-            return self.pricer.seconds(plan.shape)
-        return self._checks.of(plan.scheduled)[0]
+        return self.pricer.seconds(plan.shape)
 
     def _learn(self, p: float, t: float) -> None:
         self.num_steps += 1

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from ridgeline.scheduler.policies.fair import Fair
-from ridgeline.step import Journal, StepPlan
+from ridgeline.step import Listener, StepPlan
 from tests.scheduler.policies.virtual_time import Arrival, Linear, Times, World
 from tests.scheduler.rig import Rig, make_request
 from tests.simulated_world import Saturated
@@ -16,7 +16,7 @@ PRICER = Linear(0.06, 4e-4, 4e-7)  # steps ten times as long as usual: a minute 
 SEATS, BUDGET = 16, 1024
 
 
-class Shares(Journal):
+class Shares(Listener):
     """Seconds of steps by tenant between two times, counted here anew: of a step's time what all
     rows use together by tokens, and what its context costs to each row."""
 
@@ -40,7 +40,7 @@ def run(*streams: list[Arrival], seen: tuple[float, float] = (0.0, 0.0)) -> tupl
         Fair(PRICER), PRICER, max_num_seqs=SEATS, max_num_batched_tokens=BUDGET, max_in_flight=1
     )
     shares = Shares(world, *seen)
-    world.engine.journals.append(shares)
+    world.engine.listeners.append(shares)
     world.run(sorted((a for stream in streams for a in stream), key=lambda a: a.at))
     return shares, world
 

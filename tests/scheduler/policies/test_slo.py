@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from ridgeline.cost.pricer import StepPrice
 from ridgeline.errors import ConfigError
-from ridgeline.observe.pricing import Pricing, StepPrice
+from ridgeline.observe.pricing import Pricing
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import Admit, Overloaded, PolicySetting, Refuse
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -100,8 +101,8 @@ def test_prices_that_are_wrong_are_learned() -> None:
     learned = LearnedPricer(PRICER)
     world = World(slo(learned), device)
     pricing = Pricing(lambda shape, _: StepPrice(PRICER.seconds(shape), 0.0, 0.0, 0.0))
-    pricing.followers.append(learned)
-    world.engine.journals.append(pricing)
+    pricing.followers.append(learned.on_priced)
+    world.engine.listeners.append(pricing)
     arrivals = poisson(random.Random(7), 0.75 * CAPACITY, LASTS_S, 500, 200)
     times = world.run(arrivals)
     assert len(broken(times)) <= len(times) // 50

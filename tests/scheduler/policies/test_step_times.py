@@ -80,36 +80,14 @@ def test_first_steps_and_steps_without_time_teach_nothing() -> None:
     assert learned.seconds(shape) == PRICER.seconds(shape)
 
 
-class Counting:
-    """Counts how often it is asked."""
-
-    num_asked = 0
-
-    def seconds(self, shape: StepShape) -> float:
-        self.num_asked += 1
-        return PRICER.seconds(shape)
-
-
-def test_checks_of_many_rows_are_priced_once_in_a_while() -> None:
-    """Although at each step one of them is at a round number."""
-    pricer = Counting()
-    learned = LearnedPricer(pricer)
-    for step in range(64):
-        learned.on_priced(Planned(checks([100 + 7 * row + step for row in range(64)], 2)))
-    assert learned.num_steps == 64
-    assert pricer.num_asked <= 6
-
-
-@pytest.mark.parametrize(
-    ("contexts", "num_guesses"),
-    [([100] * 7, 2), ([100] * 8, 3), ([1000] * 8, 2), ([100] * 7 + [1500], 2)],
-)
-def test_checks_of_another_size_have_another_price(contexts: list[int], num_guesses: int) -> None:
-    pricer = Counting()
-    learned = LearnedPricer(pricer)
-    for plan in (checks([100] * 8, 2), checks(contexts, num_guesses)):
-        learned.on_priced(Planned(plan))
-    assert pricer.num_asked == 2 * 2  # at both ends of its line
+@pytest.mark.parametrize("contexts", [[100] * 7, [1000] * 8, [100] * 7 + [1500]])
+def test_checks_are_learned_by_their_own_price(contexts: list[int]) -> None:
+    learned = LearnedPricer(PRICER)
+    for num_guesses in (1, 2, 5) * LEAST_STEPS:
+        plan = checks(contexts, num_guesses)
+        learned.on_priced(Planned(plan, 2 * PRICER.seconds(plan.shape)))
+    shape = checks(contexts, 3).shape
+    assert learned.seconds(shape) == pytest.approx(2 * PRICER.seconds(shape), rel=0.01)
 
 
 @dataclass(frozen=True, slots=True)
