@@ -45,8 +45,7 @@ FORKS = "scheduler/forks.py"
 QUEUE = "scheduler/queue.py"
 FAIR = "scheduler/policies/fair.py"
 MACRO = "scheduler/macro.py"
-GROUP = "scheduler/beam_group.py"
-BEAM = "scheduler/beam.py"
+BEAMS = "scheduler/beams.py"
 GUESS_TIMES = "scheduler/guess_times.py"
 GUESSING = "scheduler/guessing.py"
 ACCEPTANCE = "scheduler/guess_acceptance.py"
@@ -76,8 +75,8 @@ MUTANTS = (
     Mutant(
         "computes the last token, which nobody reads",
         SCHEDULER,
-        "row.num_computable_tokens - row.num_computed_tokens)",
-        "row.num_computable_tokens + 1 - row.num_computed_tokens)",
+        "room = min(step.budget, row.num_computable_tokens - start)",
+        "room = min(step.budget, row.num_computable_tokens + 1 - start)",
     ),
     Mutant(
         "samples from an unfinished prompt",
@@ -95,8 +94,8 @@ MUTANTS = (
     Mutant(
         "guesses take the place of the token itself",
         SCHEDULER,
-        "num_draft = max(0, min(most, room - 1))",
-        "num_draft = max(0, min(most, room))",
+        "num_draft = max(0, min(num_wanted, room - 1))",
+        "num_draft = max(0, min(num_wanted, room))",
     ),
     Mutant(
         "preempts although enough is coming back",
@@ -107,8 +106,8 @@ MUTANTS = (
     Mutant(
         "preempts what this very step computes",
         SCHEDULER,
-        "return all(row.request_id not in step.num_planned for row in self.ledger.rows(request))",
-        "return True",
+        "return request in self.running and request.request_id not in step.num_planned",
+        "return request in self.running",
     ),
     Mutant(
         "preempts the first in line",
@@ -135,15 +134,21 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
-        "a beam search takes one seat",
+        "beams take seats that are not there",
+        LEDGER,
+        "if ended.block_ids and len(self.running) < self.max_num_seqs and",
+        "if ended.block_ids and",
+    ),
+    Mutant(
+        "there are more requests than seats",
         SCHEDULER,
-        "if self.running.num_seats + request.sampling.beam_width > self.max_num_seqs:",
-        "if self.running.num_seats + 1 > self.max_num_seqs:",
+        "if len(self.running) >= self.max_num_seqs:",
+        "if False:",
     ),
     Mutant(
         "admits what has no room",
         SCHEDULER,
-        "if not blocks.fits(prefix, len(row.token_ids) - prefix.num_tokens, chunk):",
+        "if not blocks.fits(prefix, len(request.token_ids) - prefix.num_tokens, chunk):",
         "if False:",
     ),
     Mutant(
@@ -161,13 +166,13 @@ MUTANTS = (
     Mutant(
         "serves two requests with one id",
         SCHEDULER,
-        "if request.request_id in self.requests:",
+        "if request.request_id in self.requests or request.request_id in self.beams:",
         "if False:",
     ),
     Mutant(
         "takes what can never be served",
         "scheduler/admission.py",
-        "if self.blocks_needed(request) > self.blocks.num_blocks:",
+        "if self.blocks_needed(request, request.sampling.beam_width) > self.blocks.num_blocks:",
         "if False:",
     ),
     Mutant(
@@ -185,40 +190,45 @@ MUTANTS = (
     Mutant(
         "cuts a prompt that is to be computed whole",
         SCHEDULER,
-        "if not self.chunked_prefill and self._num_to_open(request, prefix) > step.budget:",
+        "if not self.chunked_prefill and num_tokens > step.budget:",
         "if False:",
     ),
     # ------------------------------------------------------------ the usual decode
     Mutant(
         "the usual decode writes where it has no block",
         SCHEDULER,
-        "if is_plain and start < request.num_roomy_tokens and len(tokens) == start + 1:",
-        "if is_plain and start and len(tokens) == start + 1:",
+        "is_full = end > row.num_roomy_tokens",
+        "is_full = num_draft > 0 and end > row.num_roomy_tokens",
     ),
     Mutant(
         "the usual decode passes over chunks of prompts",
         SCHEDULER,
-        "request.num_roomy_tokens and len(tokens) == start + 1:",
-        "request.num_roomy_tokens:",
+        "if len(tokens) != start + 1:",
+        "if len(tokens) != start + 1 and step.num_guesses:",
     ),
-    Mutant("the usual decode does not count the budget", SCHEDULER, "step.budget -= 1\n", "pass\n"),
+    Mutant(
+        "the usual decode does not count the budget",
+        SCHEDULER,
+        "budget -= num_draft + 1",
+        "budget -= num_draft",
+    ),
     Mutant(
         "guesses are taken for usual decodes",
         SCHEDULER,
-        "is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget",
-        "is_plain, budget = not self.ledger.groups, step.budget",
+        "if guesses and row.has_drafts:",
+        "if False:",
     ),
     Mutant(
         "guesses are checked where there is no block for them",
         SCHEDULER,
-        "if end > row.num_roomy_tokens:",
-        "if False:",
+        "is_full = end > row.num_roomy_tokens",
+        "is_full = start >= row.num_roomy_tokens",
     ),
     Mutant(
         "guesses are checked beyond the budget",
         SCHEDULER,
-        "if num_draft >= step.budget:",
-        "if False:",
+        "if num_draft >= budget or (is_full and",
+        "if (is_full and",
     ),
     Mutant(
         "one block is said to be room for any guesses",
@@ -241,26 +251,26 @@ MUTANTS = (
     Mutant(
         "columns do not say which decodes are given blocks",
         SCHEDULER,
-        "step.opened.append(len(step.scheduled))\n        entry",
-        "pass\n        entry",
+        "step.opened.append(len(scheduled))",
+        "pass",
     ),
     Mutant(
         "checks of guesses do not count the budget",
         SCHEDULER,
-        "step.budget -= num_draft + 1",
-        "pass",
+        "budget -= num_draft + 1",
+        "budget -= 1",
     ),
     Mutant(
         "checks of guesses are said to be decodes",
         SCHEDULER,
-        "step.only_decodes &= not num_draft",
-        "pass",
+        "tokens += [UNKNOWN_TOKEN] * num_draft\n                step.only_decodes = False",
+        "tokens += [UNKNOWN_TOKEN] * num_draft",
     ),
     Mutant(
         "checks of guesses pass over chunks of prompts",
         SCHEDULER,
-        "if is_usual and len(tokens) == start + 1 and self._decode(request, step):",
-        "if is_usual and self._decode(request, step):",
+        "if len(tokens) != start + 1:",
+        "if len(tokens) != start + 1 and not step.num_guesses:",
     ),
     Mutant(
         "usual results stand where no guess was wrong",
@@ -287,10 +297,10 @@ MUTANTS = (
         "if done // size > row.num_published_blocks:",
     ),
     Mutant(
-        "beams are taken for usual decodes",
-        SCHEDULER,
-        "is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget",
-        "is_plain, budget = not step.num_guesses, step.budget",
+        "beams take blocks that are kept for one that was preempted too often",
+        LEDGER,
+        "len(self.running) < self.max_num_seqs and not self.num_veterans:",
+        "len(self.running) < self.max_num_seqs:",
     ),
     Mutant(
         "what was promised has no name when it is looked for",
@@ -319,8 +329,8 @@ MUTANTS = (
     Mutant(
         "prompts are said to be decodes",
         SCHEDULER,
-        "            step.only_decodes = False\n",
-        "            pass\n",
+        "or copies:\n            step.only_decodes = False",
+        "or copies:\n            pass",
     ),
     Mutant(
         "usual results go on behind a stop token",
@@ -423,7 +433,12 @@ MUTANTS = (
         "if request.epoch == epoch:",
         "if True:",
     ),
-    Mutant("a late report counts for a beam", RESULTS, "if row.epoch != epoch:", "if False:"),
+    Mutant(
+        "a beam that was preempted hands over what it has lost",
+        LEDGER,
+        "if ended.block_ids and",
+        "if",
+    ),
     Mutant("gives tokens to the dead", RESULTS, "if row.is_ended:", "if False:"),
     Mutant(
         "tokens behind a stop token are delivered",
@@ -440,38 +455,45 @@ MUTANTS = (
     Mutant(
         "what went wrong can still be found",
         RESULTS,
-        "self.ledger.blocks.forget(each)",
+        "self.ledger.blocks.forget(row)",
         "pass",
     ),
     # ------------------------------------------------------------ ledger, forks, queue
-    Mutant("forgets to close rows", LEDGER, "names.append(row.request_id)", "pass"),
     Mutant(
-        "an older life is not told from a newer one", LEDGER, "row.epoch += 1", "row.epoch += 0"
+        "forgets to close rows",
+        LEDGER,
+        "names.append(request.request_id)",
+        "pass",
+    ),
+    Mutant(
+        "an older life is not told from a newer one",
+        LEDGER,
+        "request.epoch += 1",
+        "request.epoch += 0",
     ),
     Mutant(
         "blocks of a step in flight are free at once",
         LEDGER,
-        "self.blocks.free(row, self.last_planned)",
-        "self.blocks.free(row, 0)",
+        "self.blocks.free(request, self.last_planned)",
+        "self.blocks.free(request, 0)",
     ),
     Mutant(
-        "half-reported beams are remembered after a preemption",
-        LEDGER,
-        "group.forget_reports()",
+        "beams are chosen from old reports",
+        BEAMS,
+        "self._reports.clear()",
         "pass",
     ),
     Mutant(
         "beams that are dropped keep their blocks",
         LEDGER,
-        "self.close(row, self.finished)\n            if row is not",
-        "if row is not",
+        "for request in self._ended:\n            self._free(request)",
+        "for request in self._ended:\n            pass",
     ),
     Mutant(
-        "beams go on with the executor's tokens",
-        LEDGER,
-        "            if row.has_row:\n                row.has_row = False\n"
-        "                self.finished.append(row.request_id)\n\n",
-        "\n",
+        "beams go on with the tokens of another",
+        BEAMS,
+        "(*before[parent].prompt_token_ids, hypothesis",
+        "(*before[0].prompt_token_ids, hypothesis",
     ),
     Mutant("forks of the dead sleep on", LEDGER, "self.forks.wake(request)", "pass"),
     Mutant(
@@ -667,44 +689,44 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------ beams
     Mutant(
-        "the first beam leaves the prompt before the others have it",
-        GROUP,
-        "len(row.token_ids) if self.is_whole or len(self.rows) == 1 else self.num_prompt_tokens",
-        "len(row.token_ids)",
+        "a search goes on before all beams have reported",
+        BEAMS,
+        "return len(self._reports) == len(self.beams)",
+        "return True",
     ),
     Mutant(
-        "beams write into one list of tokens",
-        GROUP,
-        "child.token_ids = list(row.token_ids)",
-        "child.token_ids = row.token_ids",
+        "beams of a search that failed go on",
+        BEAMS,
+        "            if not beam.is_ended:\n",
+        "            if False:\n",
     ),
     Mutant(
         "beams mix up their hashes",
-        GROUP,
-        "child.block_hashes = list(row.block_hashes)",
-        "child.block_hashes = row.block_hashes",
+        LEDGER,
+        "request.block_hashes = list(ended.block_hashes)",
+        "request.block_hashes = ended.block_hashes",
     ),
     Mutant(
         "any candidate may finish, however unlikely",
-        BEAM,
+        BEAMS,
         "for c in candidates[: self.width] if self._ends(c, length)",
         "for c in candidates if self._ends(c, length)",
     ),
     Mutant(
         "finished beams are not normalised by length",
-        BEAM,
+        BEAMS,
         "self._grow(c, c.score / penalty, tops)",
         "self._grow(c, c.score, tops)",
     ),
     Mutant(
         "early stopping is ignored",
-        BEAM,
+        BEAMS,
         "return not self.sampling.early_stopping and",
         "return",
     ),
     Mutant(
         "beams report too few candidates",
-        BEAM,
+        BEAMS,
         "return sampling.beam_width + max(",
         "return max(",
     ),

@@ -20,7 +20,7 @@ from typing import Any
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.log import say
 from ridgeline.request import Request, RequestOutput, SamplingParams
-from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
     BlockTables,
@@ -357,7 +357,7 @@ class Recorder:
         beams = {
             row: asdict(entries[-1])
             for row, entries in result.logprobs.items()
-            if self._beams and row.partition(ROW_MARK)[0] in self._beams
+            if self._beams and row.partition(BEAM_MARK)[0] in self._beams
         }
         prompts = {row: len(entries) for row, entries in result.prompt_logprobs.items()}
         values = {

@@ -12,7 +12,6 @@ def can_share(child: Request, parent: Request) -> bool:
         and len(child.prompt_token_ids) > 1
         and child.prompt_token_ids == parent.prompt_token_ids
         and child.cache_salt == parent.cache_salt
-        and child.sampling.beam_width == parent.sampling.beam_width == 1
         and child.sampling.prompt_logprobs is None
     )
 

@@ -77,7 +77,7 @@ class QuietSteps:
         """The rows of the next steps when these are quiet; [] when the next one may not be."""
         scheduler = self.scheduler
         ledger = scheduler.ledger
-        if not self._can_be_quiet or ledger.groups or not ledger.forks.is_quiet:
+        if not self._can_be_quiet or not ledger.forks.is_quiet:
             return []
         rows = [row for _, _, row in ledger.running.in_order(0.0)]
         size = len(rows)

@@ -22,7 +22,7 @@ class ResultTaker:
         self, flights: Sequence[Flight], result: StepResult, *, only_decodes: bool
     ) -> list[RequestOutput]:
         """What one step gave, in the order of its rows. `only_decodes`: nothing was a guess."""
-        special = self.ledger.groups or result.faults or result.logprobs or result.prompt_logprobs
+        special = result.faults or result.logprobs or result.prompt_logprobs
         if special or (result.draft_token_ids and not self._may_draft):
             take = self.take
             return [output for flown in flights if (output := take(flown, result)) is not None]
@@ -111,8 +111,6 @@ class ResultTaker:
             return None
         if result.faults and entry.request_id in result.faults:
             return self._fault(row, result.faults[entry.request_id])
-        if self.ledger.groups and entry.request_id in self.ledger.groups:
-            return self._take_beam(flight, result)
         return self._take_tokens(flight, result)
 
     def _take_tokens(self, flight: Flight, result: StepResult) -> RequestOutput | None:
@@ -139,7 +137,7 @@ class ResultTaker:
         if request.sampling.prompt_logprobs is not None:
             prompt_logprobs = _prompt_logprobs(request, entry, result)
         if reason is not None:
-            self.ledger.end(request)
+            self.ledger.end(request, has_blocks=request.sampling.beam_width > 1)
         if not new and not prompt_logprobs:
             return None
         num_cached = 0 if request.has_output else request.num_cached_tokens
@@ -156,30 +154,10 @@ class ResultTaker:
             num_rejected=entry.num_draft - accepted,
         )
 
-    def _take_beam(self, flight: Flight, result: StepResult) -> RequestOutput | None:
-        entry, row, epoch = flight
-        if row.epoch != epoch:
-            self.num_late += 1
-            return None
-        row.num_done_tokens += entry.num_tokens
-        self.ledger.blocks.publish(row, self.ledger.last_planned)
-        group = self.ledger.groups[row.request_id]
-        if not entry.samples:
-            return None
-        if not group.report(row, result.logprobs[row.request_id][-1]):
-            return None
-        self.ledger.regroup(group)
-        if group.rows:
-            return None
-        self.ledger.end(group.request)
-        return group.output()
-
     def _fault(self, row: Request, reason: str) -> RequestOutput:
         """Its numbers went wrong: it ends, and nobody may find what it wrote."""
-        request = self.ledger.request_of(row)
-        for each in self.ledger.rows(request):
-            self.ledger.blocks.forget(each)
-        return self.ledger.end_with_error(request, reason)
+        self.ledger.blocks.forget(row)
+        return self.ledger.end_with_error(row, reason)
 
 
 def checked_of_the_living(

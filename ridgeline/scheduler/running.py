@@ -13,12 +13,10 @@ _Line = list[tuple[Rank, int, Request]]
 
 
 class RunningSet:
-    """Admitted requests. A beam search takes `beam_width` seats, all others one. `seats` are those
-    of each lane."""
+    """Admitted requests. `seats` are those of each lane."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.num_seats = 0
         self.seats: Counter[bytes] = Counter()
         self._requests: dict[str, Request] = {}
         self._lines: dict[bytes, _Line] = {}  # by lane, where ranks are fixed
@@ -39,7 +37,7 @@ class RunningSet:
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self._sit(request, request.sampling.beam_width)
+        self._sit(request, 1)
         if self.policy.rank_is_fixed:
             lane = self.policy.lane(request)
             place = self._places[request.order] = (self.policy.rank(request, 0.0), request.order)
@@ -51,7 +49,7 @@ class RunningSet:
         if request not in self:
             return False
         del self._requests[request.request_id]
-        self._sit(request, -request.sampling.beam_width)
+        self._sit(request, -1)
         if self.policy.rank_is_fixed:
             lane = self.policy.lane(request)
             line = self._lines[lane] = self._lines[lane].copy()
@@ -61,7 +59,6 @@ class RunningSet:
         return True
 
     def _sit(self, request: Request, num_seats: int) -> None:
-        self.num_seats += num_seats
         lane = self.policy.lane(request)
         self.seats[lane] += num_seats
         if not self.seats[lane]:

@@ -41,7 +41,7 @@ def test_order_is_that_of_ranks_then_of_arrival(policy: Policy) -> None:
             running.add(request)
         ranked = sorted((policy.rank(r, now), r.order) for r in present)
         assert [(rank, order) for rank, order, _ in running.in_order(now)] == ranked
-        assert running.num_seats == len(running) == len(present)
+        assert running.seats[b""] == len(running) == len(present)
 
 
 def test_a_list_that_was_returned_never_changes() -> None:
