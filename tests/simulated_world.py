@@ -227,7 +227,7 @@ class CheckedDevice(FakeDevice):
         owners = (scheduler.beams.asked(name) or scheduler.requests[name] for name in names)
         self.flown[plan.step_id] = list(owners)
         future = super().submit(plan)
-        ledger = scheduler.ledger
+        ledger = scheduler.state
         open_rows = {name for name, row in ledger.requests.items() if row.has_row}
         demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
         return future
@@ -351,7 +351,7 @@ class World:
 
     def _check_hashes(self) -> None:
         """The hashes of a row are those of its own tokens."""
-        ledger, cache = self.scheduler.ledger, self.scheduler.blocks._cache
+        ledger, cache = self.scheduler.state, self.scheduler.blocks._cache
         for row in ledger.requests.values():
             fresh = Request("", tuple(row.token_ids), row.sampling, 0.0)
             fresh.cache_salt = row.cache_salt

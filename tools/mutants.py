@@ -37,11 +37,10 @@ COPIED_TESTS = (
 ENGINE = "engine.py"
 SCHEDULER = "scheduler/scheduler.py"
 RESULTS = "scheduler/results.py"
-LEDGER = "scheduler/ledger.py"
+STATE = "scheduler/state.py"
 BLOCKS = "scheduler/block_manager.py"
 CACHE = "scheduler/prefix_cache.py"
 SHARES = "scheduler/cache_shares.py"
-FORKS = "scheduler/forks.py"
 QUEUE = "scheduler/queue.py"
 FAIR = "scheduler/policies/fair.py"
 MACRO = "scheduler/macro.py"
@@ -118,7 +117,7 @@ MUTANTS = (
     Mutant(
         "preempts the same request for ever",
         SCHEDULER,
-        "if not self.ledger.num_veterans:",
+        "if not self.state.num_exempt:",
         "if True:",
     ),
     Mutant(
@@ -130,12 +129,12 @@ MUTANTS = (
     Mutant(
         "forgets to wake a fork whose parent is computed in this step",
         SCHEDULER,
-        "self.ledger.forks.wake(parent)  # this very step computes it",
+        "self.state.forks.wake(parent)  # this very step computes it",
         "pass",
     ),
     Mutant(
         "beams take seats that are not there",
-        LEDGER,
+        STATE,
         "if ended.block_ids and len(self.running) < self.max_num_seqs and",
         "if ended.block_ids and",
     ),
@@ -184,7 +183,7 @@ MUTANTS = (
     Mutant(
         "forgets rows that a failed plan was to close",
         SCHEDULER,
-        "ledger.finished += (*plan.preempted, *plan.finished)",
+        "state.finished += (*plan.preempted, *plan.finished)",
         "pass",
     ),
     Mutant(
@@ -298,8 +297,8 @@ MUTANTS = (
     ),
     Mutant(
         "beams take blocks that are kept for one that was preempted too often",
-        LEDGER,
-        "len(self.running) < self.max_num_seqs and not self.num_veterans:",
+        STATE,
+        "len(self.running) < self.max_num_seqs and not self.num_exempt:",
         "len(self.running) < self.max_num_seqs:",
     ),
     Mutant(
@@ -379,7 +378,7 @@ MUTANTS = (
     ),
     Mutant(
         "a list of running requests changes under its reader",
-        "scheduler/running.py",
+        QUEUE,
         "line = self._lines[lane] = self._lines[lane].copy()\n            del",
         "line = self._lines[lane]\n            del",
     ),
@@ -435,7 +434,7 @@ MUTANTS = (
     ),
     Mutant(
         "a beam that was preempted hands over what it has lost",
-        LEDGER,
+        STATE,
         "if ended.block_ids and",
         "if",
     ),
@@ -455,25 +454,25 @@ MUTANTS = (
     Mutant(
         "what went wrong can still be found",
         RESULTS,
-        "self.ledger.blocks.forget(row)",
+        "self.state.blocks.forget(row)",
         "pass",
     ),
-    # ------------------------------------------------------------ ledger, forks, queue
+    # ------------------------------------------------------------ state, queue
     Mutant(
         "forgets to close rows",
-        LEDGER,
+        STATE,
         "names.append(request.request_id)",
         "pass",
     ),
     Mutant(
         "an older life is not told from a newer one",
-        LEDGER,
+        STATE,
         "request.epoch += 1",
         "request.epoch += 0",
     ),
     Mutant(
         "blocks of a step in flight are free at once",
-        LEDGER,
+        STATE,
         "self.blocks.free(request, self.last_planned)",
         "self.blocks.free(request, 0)",
     ),
@@ -485,7 +484,7 @@ MUTANTS = (
     ),
     Mutant(
         "beams that are dropped keep their blocks",
-        LEDGER,
+        STATE,
         "for request in self._ended:\n            self._free(request)",
         "for request in self._ended:\n            pass",
     ),
@@ -495,22 +494,22 @@ MUTANTS = (
         "(*before[parent].prompt_token_ids, hypothesis",
         "(*before[0].prompt_token_ids, hypothesis",
     ),
-    Mutant("forks of the dead sleep on", LEDGER, "self.forks.wake(request)", "pass"),
+    Mutant("forks of the dead sleep on", STATE, "self.forks.wake(request)", "pass"),
     Mutant(
         "a fork under another salt shares blocks",
-        FORKS,
+        STATE,
         "and child.cache_salt == parent.cache_salt",
         "",
     ),
     Mutant(
         "a fork shares another prompt",
-        FORKS,
+        STATE,
         "and child.prompt_token_ids == parent.prompt_token_ids",
         "",
     ),
     Mutant(
         "a fork takes over all but the last two tokens as if it were one",
-        FORKS,
+        STATE,
         "return num_computed >= len(parent.prompt_token_ids) - 1",
         "return num_computed >= len(parent.prompt_token_ids) - 2",
     ),
@@ -702,7 +701,7 @@ MUTANTS = (
     ),
     Mutant(
         "beams mix up their hashes",
-        LEDGER,
+        STATE,
         "request.block_hashes = list(ended.block_hashes)",
         "request.block_hashes = ended.block_hashes",
     ),
@@ -816,8 +815,8 @@ MUTANTS = (
     Mutant(
         "guesses: so does one that was given up",
         SCHEDULER,
-        "self._forget(request_id)\n        self.ledger.end(request)",
-        "self.ledger.end(request)",
+        "self._forget(request_id)\n        self.state.end(request)",
+        "self.state.end(request)",
     ),
     Mutant(
         "guesses: a check behind nothing is priced as the short end of a line",
@@ -938,7 +937,7 @@ MUTANTS = (
     Mutant(
         "tenants: nobody makes way",
         SCHEDULER,
-        "self.ledger.preempt(other, now)",
+        "self.state.preempt(other, now)",
         "pass",
     ),
     Mutant(

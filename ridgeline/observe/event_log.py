@@ -233,7 +233,7 @@ def header_of(
         speculate=speculate,
         draft_config=draft_config or {},
         max_bypasses=scheduler.waiting.max_bypasses,
-        max_preemptions=scheduler.ledger.max_preemptions,
+        max_preemptions=scheduler.state.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
         computes_in_submit=computes_in_submit,
         threads=threads,

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
-from ridgeline.scheduler.ledger import Ledger
+from ridgeline.scheduler.state import SchedulerState
 
 BEAM_MARK = "/beam-"  # in the ids of beams; no request's own id has it
 
@@ -195,8 +195,8 @@ class Search:
 class BeamSearches:
     """All searches of one scheduler, by the id of the request that asked."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._searches: dict[str, Search] = {}
 
     def __len__(self) -> int:
@@ -228,11 +228,11 @@ class BeamSearches:
                 told.append(RequestOutput(name, (), FinishReason.ERROR, error=reason))
             elif search.report(output):
                 for beam, parent in search.advance():
-                    self._ledger.go_on(beam, parent, now)
+                    self._state.go_on(beam, parent, now)
                 if not search.beams:
                     self._end(search)
                     told.append(search.output())
-        self._ledger.free_ended()
+        self._state.free_ended()
         return told
 
     def finish(self, request_id: str) -> bool:
@@ -245,8 +245,8 @@ class BeamSearches:
     def _end(self, search: Search) -> None:
         for beam in search.beams:
             if not beam.is_ended:
-                self._ledger.end(beam)
+                self._state.end(beam)
         search.count_preemptions()
         search.asked.is_ended = True
-        self._ledger.running.policy.on_end(search.first)
+        self._state.running.policy.on_end(search.first)
         del self._searches[search.asked.request_id]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ridgeline.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from ridgeline.scheduler.ledger import Ledger
 from ridgeline.scheduler.policies.base import Flight
+from ridgeline.scheduler.state import SchedulerState
 from ridgeline.step import ScheduledRequest, StepResult
 
 
 class ResultTaker:
     """Brings results home: tokens to their requests, blocks to the prefix cache, ends."""
 
-    def __init__(self, ledger: Ledger, *, may_draft: bool) -> None:
-        self.ledger = ledger
+    def __init__(self, state: SchedulerState, *, may_draft: bool) -> None:
+        self.state = state
         self.num_late = 0  # of rows that had been closed
         self._may_draft = may_draft
 
@@ -34,7 +34,7 @@ class ResultTaker:
         """The same where there is nothing but tokens. Most rows of most steps have one, go on and
         fill no block: these are done here, and all others by `take`."""
         outputs: list[RequestOutput] = []
-        sampled, blocks = result.token_ids, self.ledger.blocks
+        sampled, blocks = result.token_ids, self.state.blocks
         size, edges = blocks.block_size, blocks.edges
         for flight in flights:
             entry, row, epoch = flight
@@ -53,7 +53,7 @@ class ResultTaker:
                     row.num_done_tokens = end
                     row.draft_token_ids = ()
                     if end % size in edges:
-                        blocks.publish(row, self.ledger.last_planned)
+                        blocks.publish(row, self.state.last_planned)
                     outputs.append(RequestOutput(row.request_id, new))
                     continue
             if (output := self.take(flight, result)) is not None:
@@ -63,8 +63,8 @@ class ResultTaker:
     def _take_guessed(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
         """The same of an engine that guesses: rows that end, or had prompts, by `take`."""
         outputs: list[RequestOutput] = []
-        sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.ledger.blocks
-        size, edges, last_planned = blocks.block_size, blocks.edges, self.ledger.last_planned
+        sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.state.blocks
+        size, edges, last_planned = blocks.block_size, blocks.edges, self.state.last_planned
         has_windows = blocks.has_windows
         for flight in flights:
             entry, row, epoch = flight
@@ -131,13 +131,13 @@ class ResultTaker:
             if reason is not None:  # accepted guesses may have been cut
                 request.num_done_tokens = min(request.num_done_tokens, request.num_known_tokens)
             request.draft_token_ids = result.draft_token_ids.get(request_id, ())
-            self.ledger.blocks.publish(request, self.ledger.last_planned)
+            self.state.blocks.publish(request, self.state.last_planned)
         logprobs = result.logprobs[request_id][: len(new)] if request_id in result.logprobs else ()
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.prompt_logprobs is not None:
             prompt_logprobs = _prompt_logprobs(request, entry, result)
         if reason is not None:
-            self.ledger.end(request, has_blocks=request.sampling.beam_width > 1)
+            self.state.end(request, has_blocks=request.sampling.beam_width > 1)
         if not new and not prompt_logprobs:
             return None
         num_cached = 0 if request.has_output else request.num_cached_tokens
@@ -156,8 +156,8 @@ class ResultTaker:
 
     def _fault(self, row: Request, reason: str) -> RequestOutput:
         """Its numbers went wrong: it ends, and nobody may find what it wrote."""
-        self.ledger.blocks.forget(row)
-        return self.ledger.end_with_error(row, reason)
+        self.state.blocks.forget(row)
+        return self.state.end_with_error(row, reason)
 
 
 def checked_of_the_living(

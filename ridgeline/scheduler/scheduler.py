@@ -12,12 +12,11 @@ from ridgeline.request import UNKNOWN_TOKEN, Request, RequestOutput
 from ridgeline.scheduler.admission import Capacity
 from ridgeline.scheduler.beams import BeamSearches, Search
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.forks import can_share, has_prompt
-from ridgeline.scheduler.ledger import Ledger
 from ridgeline.scheduler.policies.base import Flight, Overloaded, Policy, Refuse
 from ridgeline.scheduler.prefix_cache import Prefix
 from ridgeline.scheduler.queue import MAX_BYPASSES
 from ridgeline.scheduler.results import ResultTaker, checked_of_the_living
+from ridgeline.scheduler.state import SchedulerState, can_share, has_prompt
 from ridgeline.step import (
     BlockCopy,
     BlockTables,
@@ -138,13 +137,13 @@ class Scheduler:
         self.capacity = Capacity(
             blocks, max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
         )
-        self.ledger = Ledger(blocks, policy, max_num_seqs, max_bypasses, max_preemptions)
-        self.beams = BeamSearches(self.ledger)
-        self.requests = self.ledger.requests
-        self.running, self.waiting = self.ledger.running, self.ledger.waiting
+        self.state = SchedulerState(blocks, policy, max_num_seqs, max_bypasses, max_preemptions)
+        self.beams = BeamSearches(self.state)
+        self.requests = self.state.requests
+        self.running, self.waiting = self.state.running, self.state.waiting
         self._has_lanes = type(policy).lane is not Policy.lane
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
-        self._results = ResultTaker(self.ledger, may_draft=num_drafts > 0)
+        self._results = ResultTaker(self.state, may_draft=num_drafts > 0)
         self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
         self._now = 0.0  # of the last plan
         self._planned_at_end = 0  # the last step that was, when a request ended
@@ -168,7 +167,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self.ledger.num_preemptions
+        return self.state.num_preemptions
 
     @property
     def num_late_results(self) -> int:
@@ -193,13 +192,13 @@ class Scheduler:
         if search is not None:
             self.beams.open(search)
         parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
-        self.ledger.enter(entering)
+        self.state.enter(entering)
         request.order = entering.order
         entering.stop_token_ids = frozenset(entering.sampling.stop_token_ids)
         if search is None and parent is not None and can_share(request, parent):
-            self.ledger.forks.add(request, parent)
+            self.state.forks.add(request, parent)
             if not has_prompt(parent, parent.num_computed_tokens):
-                self.ledger.forks.park(request)
+                self.state.forks.park(request)
                 return
         self.waiting.add(entering, now)
 
@@ -208,8 +207,8 @@ class Scheduler:
         before this one has run. A plan that schedules nothing is not to be sent."""
         self._now = now
         budget = self._budget(now)
-        step = _Step(self.ledger.last_planned + 1, now, budget, budget)
-        for fork in self.ledger.forks.take_woken():
+        step = _Step(self.state.last_planned + 1, now, budget, budget)
+        for fork in self.state.forks.take_woken():
             self.waiting.add(fork, now)
         if self._has_lanes:
             self._make_way(now)
@@ -220,37 +219,37 @@ class Scheduler:
         return self._plan_of(step)
 
     def _plan_of(self, step: _Step) -> StepPlan:
-        ledger = self.ledger
+        state = self.state
         if not step.scheduled:
-            return StepPlan(ledger.last_planned, ())
+            return StepPlan(state.last_planned, ())
         plan = StepPlan(
             step.step_id,
             tuple(step.scheduled),
             tuple(step.new),
             tuple(step.copies),
-            tuple(ledger.preempted),
-            tuple(ledger.finished),
+            tuple(state.preempted),
+            tuple(state.finished),
         ).knowing(step.decodes)
-        ledger.preempted, ledger.finished = [], []
-        ledger.last_planned = step.step_id
+        state.preempted, state.finished = [], []
+        state.last_planned = step.step_id
         self._flights[step.step_id] = (plan, step.flights)
         self.policy.on_plan(step.flights)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take in what a step has sampled. Steps retire in the order they were planned."""
-        in_order = plan.step_id == self.ledger.last_retired + 1
+        in_order = plan.step_id == self.state.last_retired + 1
         check(in_order and plan.step_id in self._flights, "steps retire in order", id=plan.step_id)
         _, flights = self._flights.pop(plan.step_id)
         for row_id in result.faults:
             self.blocks.break_promises(row_id)
-        self.ledger.retire(plan.step_id)
-        num_changes = self.ledger.num_changes
+        self.state.retire(plan.step_id)
+        num_changes = self.state.num_changes
         only_decodes = plan.decodes is not None
         outputs = self._results.take_all(flights, result, only_decodes=only_decodes)
         if self.guesses is not None:
             ended = []
-            if self.ledger.num_changes != num_changes:
+            if self.state.num_changes != num_changes:
                 ended = [o.request_id for o in outputs if o.finish_reason is not None]
             checked: Mapping[str, tuple[int, int]] = result.checked
             if ended or plan.step_id <= self._planned_at_end:
@@ -264,7 +263,7 @@ class Scheduler:
         """It has ended: steps that are under way may still have guesses for it."""
         if self.guesses is not None:
             self.guesses.forget(request_id)
-            self._planned_at_end = self.ledger.last_planned
+            self._planned_at_end = self.state.last_planned
 
     def finish(self, request_id: str) -> bool:
         """End a request, in whatever state it is. False for an unknown id."""
@@ -273,7 +272,7 @@ class Scheduler:
         if (request := self.requests.get(request_id)) is None:
             return False
         self._forget(request_id)
-        self.ledger.end(request)
+        self.state.end(request)
         return True
 
     def fail_in_flight(self, reason: str) -> list[RequestOutput]:
@@ -282,22 +281,22 @@ class Scheduler:
         To be called when the executor is done with all of them. Rows that those plans were to
         close are named again, since nobody knows how far they got.
         """
-        ledger, outputs = self.ledger, []
+        state, outputs = self.state, []
         self.blocks.break_promises()
         for plan, flights in self._flights.values():
-            ledger.finished += (*plan.preempted, *plan.finished)
+            state.finished += (*plan.preempted, *plan.finished)
             for _, row, _ in flights:
                 if not row.is_ended:
-                    outputs.append(ledger.end_with_error(row, reason))
+                    outputs.append(state.end_with_error(row, reason))
         self._flights.clear()
-        ledger.retire(ledger.last_planned)
+        state.retire(state.last_planned)
         return self.beams.lead(outputs, self._now)
 
     def check_invariants(self) -> None:
         """Everything that must hold between two steps, for tests and for idle time."""
-        self.ledger.check_invariants()
-        check(len(self.running) <= self.max_num_seqs, "seats are limited")
-        check(len(self._flights) == self.ledger.last_planned - self.ledger.last_retired, "flights")
+        self.state.check_invariants()
+        check(len(self.running) <= self.max_num_seqs, "slots are limited")
+        check(len(self._flights) == self.state.last_planned - self.state.last_retired, "flights")
 
     # ------------------------------------------------------------------ running requests
 
@@ -372,10 +371,10 @@ class Scheduler:
         if self.guesses is None:
             return self.num_drafts
         decoding = list(self.running)
-        if self._all_decode_at != self.ledger.num_changes:
+        if self._all_decode_at != self.state.num_changes:
             if any(len(r.token_ids) > r.num_computed_tokens + 1 for r in decoding):
                 return 0
-            self._all_decode_at = self.ledger.num_changes  # and they go on so until one comes
+            self._all_decode_at = self.state.num_changes  # and they go on so until one comes
         return min(self.num_drafts, self.guesses.plan(decoding, now))
 
     def _budget_beside(self, num_decoded: int, num_chunks: int, budget: int) -> int:
@@ -435,7 +434,7 @@ class Scheduler:
             )
             if victim is request:
                 return False
-            self.ledger.preempt(victim, step.now)
+            self.state.preempt(victim, step.now)
         return True
 
     def _num_leaving(self) -> int:
@@ -474,7 +473,7 @@ class Scheduler:
         row.num_computed_tokens = start + num_tokens
         if num_tokens > 1 and not num_draft:
             self.blocks.promise(row, step.step_id)
-        ledger = self.ledger
+        state = self.state
         if samples:
             row.token_ids += [UNKNOWN_TOKEN] * (num_draft + 1)
             row.has_drafts = self.num_drafts > 0
@@ -483,8 +482,8 @@ class Scheduler:
             step.copies += copies
         step.flights.append((entry, row, row.epoch))
         step.budget -= num_tokens
-        if ledger.forks.parked and has_prompt(row, row.num_computed_tokens):
-            ledger.forks.wake(row)
+        if state.forks.parked and has_prompt(row, row.num_computed_tokens):
+            state.forks.wake(row)
 
     def _new_row(self, row: Request, tables: BlockTables) -> NewRequest:
         row.has_row = True
@@ -502,7 +501,7 @@ class Scheduler:
         request, running, blocks = self.waiting.head(now), self.running, self.blocks
         if request is None or self._may_find_room(request):
             return
-        if self._has_seat():
+        if self._has_slot():
             if blocks.num_deferred_blocks:
                 return  # some are coming back
             needs = -(-len(request.token_ids) // blocks.block_size) * len(blocks.windows)
@@ -511,14 +510,14 @@ class Scheduler:
                 held[self.policy.lane(other)] += sum(blocks.num_held(other))
             total = blocks.num_blocks
         else:
-            needs, held, total = 1, running.seats, self.max_num_seqs
+            needs, held, total = 1, running.slots, self.max_num_seqs
         parts = {lane: num / total for lane, num in held.items()}
         lane = self.policy.yields(self.policy.lane(request), needs / total, parts)
         there = running.of_lane(lane) if lane is not None else ()
         for other in reversed(there[1:]):
             has_gained = not other.num_preemptions or other.num_pending_tokens <= 1
-            if has_gained and 2 * other.num_preemptions < self.ledger.max_preemptions:
-                self.ledger.preempt(other, now)
+            if has_gained and 2 * other.num_preemptions < self.state.max_preemptions:
+                self.state.preempt(other, now)
                 return
 
     def _admit_waiting(self, step: _Step, *, before: bytes | None = None) -> None:
@@ -538,7 +537,7 @@ class Scheduler:
             if prefix is None:
                 continue  # a fork whose parent has lost the prompt
             if not self._fits(request, prefix):
-                self._no_room = (request, self.ledger.num_changes, self.blocks.num_free_blocks)
+                self._no_room = (request, self.state.num_changes, self.blocks.num_free_blocks)
                 return
             num_tokens = len(request.token_ids) - prefix.num_tokens
             if not self.chunked_prefill and num_tokens > step.budget:
@@ -550,14 +549,14 @@ class Scheduler:
         whose ranks are fixed."""
         request, blocks = self.waiting.head(0.0), self.blocks
         if request is None or self._no_room is None:
-            return request is not None and self._has_seat()
+            return request is not None and self._has_slot()
         who, change, num_free = self._no_room
-        is_same = who is request and change == self.ledger.num_changes
+        is_same = who is request and change == self.state.num_changes
         is_no_more = blocks.num_free_blocks + blocks.num_deferred_blocks <= num_free
         stays_full = is_same and is_no_more and not blocks.has_windows
-        return self._has_seat() and not stays_full
+        return self._has_slot() and not stays_full
 
-    def _has_seat(self) -> bool:
+    def _has_slot(self) -> bool:
         return len(self.running) < self.max_num_seqs
 
     def _may_find_room(self, request: Request) -> bool:
@@ -567,12 +566,12 @@ class Scheduler:
         if self._no_room is None:
             return True
         who, change, num_free = self._no_room
-        is_same = who is request and change == self.ledger.num_changes
+        is_same = who is request and change == self.state.num_changes
         return not is_same or self.blocks.num_free_blocks > num_free
 
     def _prefix(self, request: Request, step: _Step) -> Prefix | None:
         """What it need not compute. None: it is parked until its parent has the prompt."""
-        if (parent := self.ledger.forks.parent_of(request)) is not None:
+        if (parent := self.state.forks.parent_of(request)) is not None:
             planned = step.num_planned.get(parent.request_id, 0)
             if not has_prompt(parent, parent.num_computed_tokens - planned):
                 self._park_again(request, parent)
@@ -588,9 +587,9 @@ class Scheduler:
 
     def _park_again(self, fork: Request, parent: Request) -> None:
         self.waiting.discard(fork)
-        self.ledger.forks.park(fork)
+        self.state.forks.park(fork)
         if has_prompt(parent, parent.num_computed_tokens):
-            self.ledger.forks.wake(parent)  # this very step computes it
+            self.state.forks.wake(parent)  # this very step computes it
 
     def _fits(self, request: Request, prefix: Prefix) -> bool:
         """Is there room for all its tokens so far? And for one that was preempted too often, or
@@ -598,7 +597,7 @@ class Scheduler:
         chunk, blocks = self.max_num_batched_tokens, self.blocks
         if not blocks.fits(prefix, len(request.token_ids) - prefix.num_tokens, chunk):
             return False
-        if not self.ledger.num_veterans:
+        if not self.state.num_exempt:
             return True
         to_come = sum(self._num_blocks_to_come(other) for other in self.running)
         return self.capacity.blocks_needed(request) + to_come <= blocks.num_free_blocks
@@ -609,7 +608,7 @@ class Scheduler:
 
     def _admit(self, request: Request, prefix: Prefix, step: _Step) -> None:
         num_tokens = len(request.token_ids) - prefix.num_tokens
-        self.ledger.start(request)
+        self.state.start(request)
         if not request.has_output and not request.num_preemptions:
             request.num_cached_tokens = prefix.num_tokens
         self._open(request, prefix, min(num_tokens, step.budget), step)

@@ -272,7 +272,7 @@ def test_a_chunk_of_an_older_epoch_does_not_count() -> None:
     request = make_request("a", 12, 2)
     rig.add(request)
     rig.plan()
-    rig.scheduler.ledger.preempt(request, rig.now)
+    rig.scheduler.state.preempt(request, rig.now)
     rig.plan()
     rig.retire()  # of the first life
     assert request.num_done_tokens == 0
@@ -541,7 +541,7 @@ def test_a_preemption_between_two_reports_changes_nothing() -> None:
     report(rig, (20, -0.1), (21, -0.2), (22, -9.0), (23, -9.5))  # one of two
     assert len(rig.scheduler.requests) == 1  # which holds nothing while it waits for the other
     [other] = rig.scheduler.requests.values()
-    rig.scheduler.ledger.preempt(other, rig.now)
+    rig.scheduler.state.preempt(other, rig.now)
     outputs: list[RequestOutput] = []
     while rig.scheduler.requests:
         rig.plan()

@@ -5,13 +5,88 @@ from __future__ import annotations
 from ridgeline.errors import check
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.forks import Forks
 from ridgeline.scheduler.policies.base import Policy
-from ridgeline.scheduler.queue import WaitingQueue
-from ridgeline.scheduler.running import RunningSet
+from ridgeline.scheduler.queue import RunningSet, WaitingQueue
 
 
-class Ledger:
+def can_share(child: Request, parent: Request) -> bool:
+    """Is there a computed prompt that `child` could take over from `parent`?"""
+    return (
+        not parent.is_ended
+        and len(child.prompt_token_ids) > 1
+        and child.prompt_token_ids == parent.prompt_token_ids
+        and child.cache_salt == parent.cache_salt
+        and child.sampling.prompt_logprobs is None
+    )
+
+
+def has_prompt(parent: Request, num_computed: int) -> bool:
+    """Are all prompt tokens but the last, which each fork computes itself, among them?"""
+    return num_computed >= len(parent.prompt_token_ids) - 1
+
+
+class Forks:
+    """Forks that have not been admitted yet. They are parked, out of everybody's way, while their
+    parent lives and its prompt is not computed; then they wait in line like all others."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, Request] = {}  # by fork
+        self.parked: dict[str, dict[str, Request]] = {}  # by parent, by fork
+        self._woken: dict[str, None] = {}  # parents whose forks may wait in line from now on
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    @property
+    def num_parked(self) -> int:
+        return sum(len(forks) for forks in self.parked.values())
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody is parked and nobody is about to wait in line."""
+        return not self.parked and not self._woken
+
+    def add(self, fork: Request, parent: Request) -> None:
+        self._parents[fork.request_id] = parent
+
+    def park(self, fork: Request) -> None:
+        parent = self._parents[fork.request_id].request_id
+        self.parked.setdefault(parent, {})[fork.request_id] = fork
+
+    def parent_of(self, fork: Request) -> Request | None:
+        """The parent of a fork that has not been admitted, while it lives."""
+        parent = self._parents.get(fork.request_id)
+        return None if parent is None or parent.is_ended else parent
+
+    def is_parked(self, fork: Request) -> bool:
+        parent = self._parents.get(fork.request_id)
+        if parent is None:
+            return False
+        return self.parked.get(parent.request_id, {}).get(fork.request_id) is fork
+
+    def wake(self, parent: Request) -> None:
+        """The parent has its prompt, or is gone: nothing to wait for any more."""
+        if parent.request_id in self.parked:
+            self._woken[parent.request_id] = None
+
+    def take_woken(self) -> list[Request]:
+        if not self._woken:
+            return []
+        forks = [f for p in self._woken for f in self.parked.pop(p, {}).values()]
+        self._woken.clear()
+        return forks
+
+    def discard(self, fork: Request) -> None:
+        """It was admitted or has ended; safe for one that is no fork."""
+        if (parent := self._parents.pop(fork.request_id, None)) is None:
+            return
+        siblings = self.parked.get(parent.request_id, {})
+        siblings.pop(fork.request_id, None)
+        if not siblings:
+            self.parked.pop(parent.request_id, None)
+
+
+class SchedulerState:
     """Every live request is running, waiting or parked (a fork that waits for its parent)."""
 
     def __init__(
@@ -32,7 +107,9 @@ class Ledger:
         self.preempted: list[str] = []  # whose rows were closed since the last plan that was sent
         self.finished: list[str] = []
         self.num_preemptions = 0
-        self.num_veterans = 0  # live requests that were preempted max_preemptions times
+        self.num_exempt = (
+            0  # from preemption: live requests that were preempted max_preemptions times
+        )
         self.num_changes = 0  # of the set of running requests
         self.last_planned = 0
         self.last_retired = 0
@@ -56,14 +133,14 @@ class Ledger:
         self.num_changes += 1
 
     def go_on(self, request: Request, ended: Request, now: float) -> None:
-        """From nowhere to running, with the blocks of one that `has_blocks` and has ended with this
-        very result. Where that has none, or there is no slot, or blocks are kept for one that may
-        not be preempted any more: to the front of the line."""
+        """From nowhere to running, with the blocks of `ended`, which ended with this very result.
+        To the front of the line, where that has no blocks any more, there is no slot, or a request
+        is exempt from preemption, for which blocks are kept."""
         self.enter(request)
         request.block_hashes = list(ended.block_hashes)
         request.has_output = True
         prefix = None
-        if ended.block_ids and len(self.running) < self.max_num_seqs and not self.num_veterans:
+        if ended.block_ids and len(self.running) < self.max_num_seqs and not self.num_exempt:
             prefix = self.blocks.share(ended, ended.num_computed_tokens)
         if prefix is None:
             self.waiting.put_back(request, now)
@@ -78,7 +155,7 @@ class Ledger:
         self._close_row(request, self.preempted)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.num_veterans += request.num_preemptions == self.max_preemptions
+        self.num_exempt += request.num_preemptions == self.max_preemptions
         self.running.discard(request)
         self.num_changes += 1
         self.waiting.put_back(request, now)
@@ -98,7 +175,7 @@ class Ledger:
             self.running.policy.on_end(request)
         self.forks.wake(request)
         self.forks.discard(request)
-        self.num_veterans -= request.num_preemptions >= self.max_preemptions
+        self.num_exempt -= request.num_preemptions >= self.max_preemptions
         self.num_changes += 1
 
     def free_ended(self) -> None:
@@ -149,7 +226,7 @@ class Ledger:
 
     def _check_empty(self) -> None:
         check(not self.forks, "no state is left when idle")
-        check(self.forks.num_parked == self.num_veterans == 0, "no state is left when idle")
+        check(self.forks.num_parked == self.num_exempt == 0, "no state is left when idle")
         if self.last_planned == self.last_retired:
             num_free = self.blocks.num_free_blocks
             check(num_free == self.blocks.num_blocks, "all is free when idle", free=num_free)
