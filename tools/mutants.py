@@ -49,11 +49,6 @@ GUESS_TIMES = "scheduler/guess_times.py"
 GUESSING = "scheduler/guessing.py"
 ACCEPTANCE = "scheduler/guess_acceptance.py"
 
-# Conditions of results that are taken in quickly, as they stand one below the other.
-LINE = "\n" + 16 * " "
-SAME_LIFE, HAS_OUTPUT = f"row.epoch == epoch{LINE}", f"and row.has_output{LINE}"
-USUAL, GUESSED = "and entry.num_tokens == 1", f"and entry.samples{LINE}and entry.num_tokens"
-
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
@@ -274,14 +269,15 @@ MUTANTS = (
     Mutant(
         "usual results stand where no guess was wrong",
         RESULTS,
-        "end = row.num_done_tokens + 1  #",
-        "end = entry.start + 1  #",
+        "first = row.num_done_tokens + 1  #",
+        "first = entry.start + 1  #",
     ),
     Mutant(
         "guesses that a usual step has found are left aside",
         RESULTS,
-        "if self._may_draft and (result.draft_token_ids or not only_decodes):",
-        "if self._may_draft and not only_decodes:",
+        "row.num_done_tokens = first\n                        "
+        "row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()",
+        "row.num_done_tokens = first\n                        row.draft_token_ids = ()",
     ),
     Mutant(
         "results of guesses forget that a block is full",
@@ -334,47 +330,50 @@ MUTANTS = (
     Mutant(
         "usual results go on behind a stop token",
         RESULTS,
-        "if token_id not in row.stop_token_ids:\n                    row.token_ids[end]",
-        "if True:\n                    row.token_ids[end]",
+        "and token_id not in row.stop_token_ids:",
+        ":",
     ),
     Mutant(
-        "tokens without a guess go on behind a stop token",
+        "tokens with guesses go on behind a stop token",
         RESULTS,
-        "if token_id not in row.stop_token_ids:\n                        row.token_ids[first]",
-        "if True:\n                        row.token_ids[first]",
+        "and row.stop_token_ids.isdisjoint(new):",
+        ":",
     ),
     Mutant(
         "usual results pass over the end of an answer",
         RESULTS,
-        "and end < row.num_computable_tokens",
-        "",
+        "if first < row.num_computable_tokens and token_id",
+        "if token_id",
     ),
     Mutant(
-        "usual results forget that a block is full", RESULTS, "if end % size in edges:", "if False:"
+        "usual results forget that a block is full",
+        RESULTS,
+        "if first % size in edges:",
+        "if False:",
     ),
     Mutant(
         "usual results count for the next life",
         RESULTS,
-        SAME_LIFE + HAS_OUTPUT + USUAL,
-        HAS_OUTPUT.removeprefix("and ") + USUAL,
+        "if row.epoch == epoch and row.has_output and entry.samples:",
+        "if row.has_output and entry.samples:",
     ),
     Mutant(
-        "results of guesses count for the next life",
+        "results of guesses pass over the end of an answer",
         RESULTS,
-        SAME_LIFE + HAS_OUTPUT + GUESSED,
-        HAS_OUTPUT.removeprefix("and ") + GUESSED,
+        "if done < row.num_computable_tokens and row.stop",
+        "if row.stop",
     ),
     Mutant(
         "first tokens are usual results",
         RESULTS,
-        HAS_OUTPUT + USUAL,
-        USUAL,
+        "if row.epoch == epoch and row.has_output and entry.samples:",
+        "if row.epoch == epoch and entry.samples:",
     ),
     Mutant(
-        "first tokens are results of guesses",
+        "the end of a prompt is taken for a result of guesses",
         RESULTS,
-        HAS_OUTPUT + GUESSED,
-        GUESSED,
+        "elif entry.num_tokens == entry.num_draft + 1:",
+        "else:",
     ),
     Mutant(
         "a list of running requests changes under its reader",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.devices import Device
-from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.future import Answers
 from ridgeline.executor.guess_batch import GuessBatch, GuessBatchBuilder
 from ridgeline.executor.guess_graphs import BEFORE_IDS, Check, Checked, GuessGraphs

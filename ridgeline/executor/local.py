@@ -28,7 +28,7 @@ from ridgeline.executor.batch import (
     StepBatch,
 )
 from ridgeline.executor.decode_graphs import DecodeGraphs
-from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.future import Answers, Failed, Pending, SampledLogprobs
 from ridgeline.executor.guess_batch import GuessBatch
 from ridgeline.executor.guess_graphs import BEFORE_IDS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.request import TokenLogprobs
-from ridgeline.sampling.parts import parts
+from ridgeline.sampling.batch import parts
 
 
 @dataclass(frozen=True, slots=True)

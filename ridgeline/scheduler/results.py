@@ -18,68 +18,31 @@ class ResultTaker:
         self.num_late = 0  # of rows that had been closed
         self._may_draft = may_draft
 
-    def take_all(
-        self, flights: Sequence[Flight], result: StepResult, *, only_decodes: bool
-    ) -> list[RequestOutput]:
-        """What one step gave, in the order of its rows. `only_decodes`: nothing was a guess."""
+    def take_all(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
+        """What one step gave, in the order of its rows."""
         special = result.faults or result.logprobs or result.prompt_logprobs
         if special or (result.draft_token_ids and not self._may_draft):
             take = self.take
             return [output for flown in flights if (output := take(flown, result)) is not None]
-        if self._may_draft and (result.draft_token_ids or not only_decodes):
-            return self._take_guessed(flights, result)
-        return self._take_plain(flights, result)
+        return self._take_tokens_alone(flights, result)
 
-    def _take_plain(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
-        """The same where there is nothing but tokens. Most rows of most steps have one, go on and
-        fill no block: these are done here, and all others by `take`."""
-        outputs: list[RequestOutput] = []
-        sampled, blocks = result.token_ids, self.state.blocks
-        size, edges = blocks.block_size, blocks.edges
-        for flight in flights:
-            entry, row, epoch = flight
-            end = row.num_done_tokens + 1  # with guesses in flight, before that of the plan
-            if (
-                row.epoch == epoch
-                and row.has_output
-                and entry.num_tokens == 1
-                and end < row.num_computable_tokens
-                and entry.samples
-            ):
-                new = sampled[row.request_id]
-                (token_id,) = new
-                if token_id not in row.stop_token_ids:
-                    row.token_ids[end] = token_id
-                    row.num_done_tokens = end
-                    row.draft_token_ids = ()
-                    if end % size in edges:
-                        blocks.publish(row, self.state.last_planned)
-                    outputs.append(RequestOutput(row.request_id, new))
-                    continue
-            if (output := self.take(flight, result)) is not None:
-                outputs.append(output)
-        return outputs
-
-    def _take_guessed(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
-        """The same of an engine that guesses: rows that end, or had prompts, by `take`."""
+    def _take_tokens_alone(
+        self, flights: Sequence[Flight], result: StepResult
+    ) -> list[RequestOutput]:
+        """The same where there is nothing but tokens. Most rows of most steps have had some before
+        and go on: these are done here, without a call for each, and all others by `take`."""
         outputs: list[RequestOutput] = []
         sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.state.blocks
         size, edges, last_planned = blocks.block_size, blocks.edges, self.state.last_planned
         has_windows = blocks.has_windows
         for flight in flights:
             entry, row, epoch = flight
-            num_draft = entry.num_draft
-            if (
-                row.epoch == epoch
-                and row.has_output
-                and entry.samples
-                and entry.num_tokens == num_draft + 1
-            ):
+            if row.epoch == epoch and row.has_output and entry.samples:
                 new = sampled[row.request_id]
-                num_new, first = len(new), row.num_done_tokens + 1
-                if not num_draft and first < row.num_computable_tokens:
+                first = row.num_done_tokens + 1  # with guesses in flight, before that of the plan
+                if entry.num_tokens == 1:
                     (token_id,) = new
-                    if token_id not in row.stop_token_ids:
+                    if first < row.num_computable_tokens and token_id not in row.stop_token_ids:
                         row.token_ids[first] = token_id
                         row.num_done_tokens = first
                         row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
@@ -87,19 +50,23 @@ class ResultTaker:
                             blocks.publish(row, last_planned)
                         outputs.append(RequestOutput(row.request_id, new))
                         continue
-                done = row.num_done_tokens + num_new
-                if done < row.num_computable_tokens and row.stop_token_ids.isdisjoint(new):
-                    row.token_ids[first : first + num_draft + 1] = new
-                    row.num_computed_tokens -= num_draft + 1 - num_new
-                    row.num_done_tokens = done
-                    row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
-                    if has_windows or done // size > row.num_published_blocks:
-                        blocks.publish(row, last_planned)
-                    right, wrong = num_new - 1, num_draft - num_new + 1
-                    outputs.append(
-                        RequestOutput(row.request_id, new, None, (), (), 0, None, (), right, wrong)
-                    )
-                    continue
+                elif entry.num_tokens == entry.num_draft + 1:
+                    num_draft, done = entry.num_draft, row.num_done_tokens + len(new)
+                    if done < row.num_computable_tokens and row.stop_token_ids.isdisjoint(new):
+                        right = len(new) - 1
+                        row.token_ids[first : first + num_draft + 1] = new
+                        row.num_computed_tokens -= num_draft - right
+                        row.num_done_tokens = done
+                        row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
+                        if has_windows or done // size > row.num_published_blocks:
+                            blocks.publish(row, last_planned)
+                        wrong = num_draft - right
+                        outputs.append(
+                            RequestOutput(
+                                row.request_id, new, None, (), (), 0, None, (), right, wrong
+                            )
+                        )
+                        continue
             if (output := self.take(flight, result)) is not None:
                 outputs.append(output)
         return outputs

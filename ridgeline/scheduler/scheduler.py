@@ -245,8 +245,7 @@ class Scheduler:
             self.blocks.break_promises(row_id)
         self.state.retire(plan.step_id)
         num_changes = self.state.num_changes
-        only_decodes = plan.decodes is not None
-        outputs = self._results.take_all(flights, result, only_decodes=only_decodes)
+        outputs = self._results.take_all(flights, result)
         if self.guesses is not None:
             ended = []
             if self.state.num_changes != num_changes:

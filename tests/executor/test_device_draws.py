@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ridgeline.executor.batch import SamplingRows
-from ridgeline.executor.device_draws import DeviceDraws
+from ridgeline.executor.device_rows import DeviceDraws
 from ridgeline.executor.guess_batch import GuessRows
 from ridgeline.executor.transfer import transfer_to
 from ridgeline.kernels.noise import guess_keys, stream_key

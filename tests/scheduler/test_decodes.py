@@ -113,7 +113,7 @@ def test_guesses_are_planned_and_taken_as_the_long_way(
     plans, outputs = seen_with_guesses(seed, finds=finds)
 
     def take_each(
-        taker: ResultTaker, flights: Sequence[Flight], result: StepResult, *, only_decodes: bool
+        taker: ResultTaker, flights: Sequence[Flight], result: StepResult
     ) -> list[RequestOutput]:
         return [output for flown in flights if (output := taker.take(flown, result)) is not None]
 
