@@ -466,9 +466,9 @@ def report(rig: Rig, *pairs: tuple[int, float]) -> list[RequestOutput]:
 def told(plan: StepPlan, *pairs: tuple[int, float], **others: tuple[int, ...]) -> StepResult:
     """Every beam that samples has the same likeliest tokens; `others` are no beams."""
     names = [e.request_id for e in plan.scheduled if e.samples and e.request_id not in others]
-    tokens = dict.fromkeys(names, (pairs[0][0],))
     sampled = {e.request_id for e in plan.scheduled if e.samples}
-    tokens |= {name: new for name, new in others.items() if name in sampled}
+    tokens = {name: new for name, new in others.items() if name in sampled}
+    tokens |= dict.fromkeys(names, (pairs[0][0],))
     return StepResult(tokens, logprobs=tops(names, *pairs))
 
 
