@@ -54,7 +54,7 @@ class Queue(Copies):
         self.done = max(self.done, event[0])
 
     def is_reached(self, event: Any) -> bool:
-        return self.done >= event[0]
+        return bool(self.done >= event[0])
 
     def drop_event(self, event: Any) -> None:
         self.num_dropped += 1
