@@ -21,7 +21,7 @@ from ridgeline.kernels.checked_rows import (
 from ridgeline.kernels.draw_rows import Draws, draw_rows
 from ridgeline.kernels.noise import guess_keys, stream_key, uniforms
 from ridgeline.request import SamplingParams
-from ridgeline.sampling import parts as pieces
+from ridgeline.sampling import batch as pieces
 from ridgeline.sampling.batch import build_batch
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import SamplingRow
