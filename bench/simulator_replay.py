@@ -141,7 +141,7 @@ class _Player:
                 raise _Differs(f"{event.request_id} was refused then ({event.refused})")
 
     def _plan(self, then: Decision) -> None:
-        now, step_id = self.clock.now(), self.engine.scheduler.ledger.last_planned
+        now, step_id = self.clock.now(), self.engine.scheduler.state.last_planned
         self.tape.digest = ""
         sent = self.engine.launch()
         step_id += sent is not None

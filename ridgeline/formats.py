@@ -157,10 +157,10 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
-    "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),
-    "fp8": KVFormatLine("ridgeline.kvcache.fp8:Fp8KV", element_bits=8),
-    "int8": KVFormatLine("ridgeline.kvcache.int8:Int8KV", element_bits=8, head_bytes=2),
-    "int4": KVFormatLine("ridgeline.kvcache.int4:Int4KV", element_bits=4, head_bytes=4),
+    "auto": KVFormatLine("ridgeline.kvcache.format:PlainKV"),
+    "fp8": KVFormatLine("ridgeline.kvcache.coded:Fp8KV", element_bits=8),
+    "int8": KVFormatLine("ridgeline.kvcache.coded:Int8KV", element_bits=8, head_bytes=2),
+    "int4": KVFormatLine("ridgeline.kvcache.coded:Int4KV", element_bits=4, head_bytes=4),
 }
 
 

@@ -5,8 +5,7 @@ request (its tokens, block tables and sampling state) from the plan that brings 
 plan that names it in `preempted` or `finished`. A plan is applied in this order: `preempted` and
 `finished` rows go, `new` rows come, `copies` are made, `scheduled` tokens are computed and sampled.
 A name without a row in `preempted` or `finished` is harmless (after a fault the host names rows
-again), and one plan may close a row and open it anew (the beams of a beam search do, as the host
-chooses their tokens).
+again), and one plan may close a row and open it anew (after a preemption).
 """
 
 from __future__ import annotations

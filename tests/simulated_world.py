@@ -224,16 +224,11 @@ class CheckedDevice(FakeDevice):
         promised = {b for made in blocks._promised.values() for _, named in made for b in named}
         for new in plan.new:
             self.num_early_takers += any(not promised.isdisjoint(table) for table in new.block_ids)
-        owners = (scheduler.requests[name.partition("/beam-")[0]] for name in names)
+        owners = (scheduler.beams.asked(name) or scheduler.requests[name] for name in names)
         self.flown[plan.step_id] = list(owners)
         future = super().submit(plan)
-        ledger = scheduler.ledger
-        open_rows = {
-            row.request_id
-            for r in ledger.requests.values()
-            for row in ledger.rows(r)
-            if row.has_row
-        }
+        ledger = scheduler.state
+        open_rows = {name for name, row in ledger.requests.items() if row.has_row}
         demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
         return future
 
@@ -345,21 +340,23 @@ class World(Listener):
         if self.rng.random() < 0.05:
             self._check_hashes()
         if isinstance(policy := self.scheduler.policy, Fair):
-            opened = Counter(request.tenant for request in self.scheduler.requests.values())
+            opened = Counter(live.request.tenant for live in self.live.values())
             counted = {name: lane.num_open for name, lane in policy._lanes.items() if lane.num_open}
             demand(opened == counted, "tenants are counted", opened, counted)
+        for request in self.scheduler.requests.values():
+            often = request.num_preemptions <= self.case.max_preemptions
+            demand(often, "preempted too often", request)
         queue = self.scheduler.waiting
         demand(queue._num_bypasses <= queue.max_bypasses, "passed over too often")
 
     def _check_hashes(self) -> None:
         """The hashes of a row are those of its own tokens."""
-        ledger, cache = self.scheduler.ledger, self.scheduler.blocks._cache
-        for request in ledger.requests.values():
-            for row in ledger.rows(request):
-                fresh = Request("", tuple(row.token_ids), row.sampling, 0.0)
-                fresh.cache_salt = row.cache_salt
-                hashes = cache._hashes(fresh, len(row.block_hashes))
-                demand(hashes == row.block_hashes, "hashes of its own tokens", row.request_id)
+        ledger, cache = self.scheduler.state, self.scheduler.blocks._cache
+        for row in ledger.requests.values():
+            fresh = Request("", tuple(row.token_ids), row.sampling, 0.0)
+            fresh.cache_salt = row.cache_salt
+            hashes = cache._hashes(fresh, len(row.block_hashes))
+            demand(hashes == row.block_hashes, "hashes of its own tokens", row.request_id)
 
     def _launch(self) -> list[RequestOutput]:
         idle = not self.engine.num_in_flight
@@ -421,8 +418,6 @@ class World(Listener):
         live.prompt_logprobs += [item.logprob for item in output.prompt_logprobs]
         got, wanted = tuple(live.token_ids), truth.output
         demand(got == wanted[: len(got)], "the tokens of the prompt", request, got, wanted)
-        often = request.num_preemptions <= self.case.max_preemptions
-        demand(often, "preempted too often", request)
         demand(
             bool(output.finish_reason or output.new_token_ids or output.prompt_logprobs),
             "no empty output",
@@ -451,7 +446,7 @@ class World(Listener):
             faulted = request.request_id in self.device.faulted
             demand(faulted or self.failed, "an error has a cause", output)
         self.counts["preemptions"] += request.num_preemptions
-        self.counts["veterans"] += request.num_preemptions == self.case.max_preemptions
+        self.counts["veterans"] += request.num_preemptions >= self.case.max_preemptions
         self.counts["cached"] += request.num_cached_tokens
         self._forget(request)
 
@@ -617,7 +612,8 @@ class World(Listener):
             tenant = self._asking()
             request.tenant, request.weight = b"%d" % tenant, self.case.weights[tenant]
         capacity = self.scheduler.capacity
-        fits = capacity.blocks_needed(request) <= self.case.num_blocks
+        width = request.sampling.beam_width
+        fits = capacity.blocks_needed(request, width) <= self.case.num_blocks
         fits = fits and request.sampling.beam_width <= self.case.max_num_seqs
         if request.sampling.beam_width == 1:
             longest = self.scheduler.max_servable_tokens

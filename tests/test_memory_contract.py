@@ -21,7 +21,7 @@ from ridgeline.devices.cpu import CpuDevice
 from ridgeline.errors import DoesNotFit
 from ridgeline.executor import prompt_logprobs
 from ridgeline.request import Request
-from ridgeline.sampling.parts import NUMBERS_AT_ONCE
+from ridgeline.sampling.batch import NUMBERS_AT_ONCE
 from tests.tiny_model import make_tiny_model, tiny_config
 
 TOLERANCE = 0.03

@@ -42,23 +42,16 @@ COPIED_TESTS = (
 ENGINE = "engine.py"
 SCHEDULER = "scheduler/scheduler.py"
 RESULTS = "scheduler/results.py"
-LEDGER = "scheduler/ledger.py"
+STATE = "scheduler/state.py"
 BLOCKS = "scheduler/block_manager.py"
 CACHE = "scheduler/prefix_cache.py"
 SHARES = "scheduler/cache_shares.py"
-FORKS = "scheduler/forks.py"
 QUEUE = "scheduler/queue.py"
 FAIR = "scheduler/policies/fair.py"
 MACRO = "scheduler/macro.py"
-GROUP = "scheduler/beam_group.py"
-BEAM = "scheduler/beam.py"
+BEAMS = "scheduler/beams.py"
 STEP_TIMES = "speculation/step_times.py"
 CONTROLLER = "speculation/controller.py"
-
-# Conditions of results that are taken in quickly, as they stand one below the other.
-LINE = "\n" + 16 * " "
-SAME_LIFE, HAS_OUTPUT = f"row.epoch == epoch{LINE}", f"and row.has_output{LINE}"
-USUAL, GUESSED = "and entry.num_tokens == 1", f"and entry.samples{LINE}and entry.num_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +73,8 @@ MUTANTS = (
     Mutant(
         "computes the last token, which nobody reads",
         SCHEDULER,
-        "row.num_computable_tokens - row.num_computed_tokens)",
-        "row.num_computable_tokens + 1 - row.num_computed_tokens)",
+        "room = min(step.budget, row.num_computable_tokens - start)",
+        "room = min(step.budget, row.num_computable_tokens + 1 - start)",
     ),
     Mutant(
         "samples from an unfinished prompt",
@@ -99,8 +92,8 @@ MUTANTS = (
     Mutant(
         "guesses take the place of the token itself",
         SCHEDULER,
-        "num_draft = max(0, min(most, room - 1))",
-        "num_draft = max(0, min(most, room))",
+        "num_draft = max(0, min(num_wanted, room - 1))",
+        "num_draft = max(0, min(num_wanted, room))",
     ),
     Mutant(
         "preempts although enough is coming back",
@@ -111,8 +104,8 @@ MUTANTS = (
     Mutant(
         "preempts what this very step computes",
         SCHEDULER,
-        "return all(row.request_id not in step.num_planned for row in self.ledger.rows(request))",
-        "return True",
+        "return request in self.running and request.request_id not in step.num_planned",
+        "return request in self.running",
     ),
     Mutant(
         "preempts the first in line",
@@ -123,7 +116,7 @@ MUTANTS = (
     Mutant(
         "preempts the same request for ever",
         SCHEDULER,
-        "if not self.ledger.num_veterans:",
+        "if not self.state.num_exempt:",
         "if True:",
     ),
     Mutant(
@@ -135,19 +128,25 @@ MUTANTS = (
     Mutant(
         "forgets to wake a fork whose parent is computed in this step",
         SCHEDULER,
-        "self.ledger.forks.wake(parent)  # this very step computes it",
+        "self.state.forks.wake(parent)  # this very step computes it",
         "pass",
     ),
     Mutant(
-        "a beam search takes one seat",
+        "beams take seats that are not there",
+        STATE,
+        "if ended.block_ids and len(self.running) < self.max_num_seqs and",
+        "if ended.block_ids and",
+    ),
+    Mutant(
+        "there are more requests than seats",
         SCHEDULER,
-        "if self.running.num_seats + request.sampling.beam_width > self.max_num_seqs:",
-        "if self.running.num_seats + 1 > self.max_num_seqs:",
+        "if len(self.running) >= self.max_num_seqs:",
+        "if False:",
     ),
     Mutant(
         "admits what has no room",
         SCHEDULER,
-        "if not blocks.fits(prefix, len(row.token_ids) - prefix.num_tokens, chunk):",
+        "if not blocks.fits(prefix, len(request.token_ids) - prefix.num_tokens, chunk):",
         "if False:",
     ),
     Mutant(
@@ -165,13 +164,13 @@ MUTANTS = (
     Mutant(
         "serves two requests with one id",
         SCHEDULER,
-        "if request.request_id in self.requests:",
+        "if request.request_id in self.requests or request.request_id in self.beams:",
         "if False:",
     ),
     Mutant(
         "takes what can never be served",
         "scheduler/admission.py",
-        "if self.blocks_needed(request) > self.blocks.num_blocks:",
+        "if self.blocks_needed(request, request.sampling.beam_width) > self.blocks.num_blocks:",
         "if False:",
     ),
     Mutant(
@@ -183,46 +182,51 @@ MUTANTS = (
     Mutant(
         "forgets rows that a failed plan was to close",
         SCHEDULER,
-        "ledger.finished += (*plan.preempted, *plan.finished)",
+        "state.finished += (*plan.preempted, *plan.finished)",
         "pass",
     ),
     Mutant(
         "cuts a prompt that is to be computed whole",
         SCHEDULER,
-        "if not self.chunked_prefill and self._num_to_open(request, prefix) > step.budget:",
+        "if not self.chunked_prefill and num_tokens > step.budget:",
         "if False:",
     ),
     # ------------------------------------------------------------ the usual decode
     Mutant(
         "the usual decode writes where it has no block",
         SCHEDULER,
-        "if is_plain and start < request.num_roomy_tokens and len(tokens) == start + 1:",
-        "if is_plain and start and len(tokens) == start + 1:",
+        "is_full = end > row.num_roomy_tokens",
+        "is_full = num_draft > 0 and end > row.num_roomy_tokens",
     ),
     Mutant(
         "the usual decode passes over chunks of prompts",
         SCHEDULER,
-        "request.num_roomy_tokens and len(tokens) == start + 1:",
-        "request.num_roomy_tokens:",
+        "if len(tokens) != start + 1:",
+        "if len(tokens) != start + 1 and step.num_guesses:",
     ),
-    Mutant("the usual decode does not count the budget", SCHEDULER, "step.budget -= 1\n", "pass\n"),
+    Mutant(
+        "the usual decode does not count the budget",
+        SCHEDULER,
+        "budget -= num_draft + 1",
+        "budget -= num_draft",
+    ),
     Mutant(
         "guesses are taken for usual decodes",
         SCHEDULER,
-        "is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget",
-        "is_plain, budget = not self.ledger.groups, step.budget",
+        "if guesses and row.has_drafts:",
+        "if False:",
     ),
     Mutant(
         "guesses are checked where there is no block for them",
         SCHEDULER,
-        "if end > row.num_roomy_tokens:",
-        "if False:",
+        "is_full = end > row.num_roomy_tokens",
+        "is_full = start >= row.num_roomy_tokens",
     ),
     Mutant(
         "guesses are checked beyond the budget",
         SCHEDULER,
-        "if num_draft >= step.budget:",
-        "if False:",
+        "if num_draft >= budget or (is_full and",
+        "if (is_full and",
     ),
     Mutant(
         "one block is said to be room for any guesses",
@@ -245,38 +249,39 @@ MUTANTS = (
     Mutant(
         "columns do not say which decodes are given blocks",
         SCHEDULER,
-        "step.opened.append(len(step.scheduled))\n        entry",
-        "pass\n        entry",
+        "step.opened.append(len(scheduled))",
+        "pass",
     ),
     Mutant(
         "checks of guesses do not count the budget",
         SCHEDULER,
-        "step.budget -= num_draft + 1",
-        "pass",
+        "budget -= num_draft + 1",
+        "budget -= 1",
     ),
     Mutant(
         "checks of guesses are said to be decodes",
         SCHEDULER,
-        "step.only_decodes &= not num_draft",
-        "pass",
+        "tokens += [UNKNOWN_TOKEN] * num_draft\n                step.only_decodes = False",
+        "tokens += [UNKNOWN_TOKEN] * num_draft",
     ),
     Mutant(
         "checks of guesses pass over chunks of prompts",
         SCHEDULER,
-        "if is_usual and len(tokens) == start + 1 and self._decode(request, step):",
-        "if is_usual and self._decode(request, step):",
+        "if len(tokens) != start + 1:",
+        "if len(tokens) != start + 1 and not step.num_guesses:",
     ),
     Mutant(
         "usual results stand where no guess was wrong",
         RESULTS,
-        "end = row.num_done_tokens + 1  #",
-        "end = entry.start + 1  #",
+        "first = row.num_done_tokens + 1  #",
+        "first = entry.start + 1  #",
     ),
     Mutant(
         "guesses that a usual step has found are left aside",
         RESULTS,
-        "if self._may_draft and (result.draft_token_ids or not only_decodes):",
-        "if self._may_draft and not only_decodes:",
+        "row.num_done_tokens = first\n                        "
+        "row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()",
+        "row.num_done_tokens = first\n                        row.draft_token_ids = ()",
     ),
     Mutant(
         "results of guesses forget that a block is full",
@@ -291,10 +296,10 @@ MUTANTS = (
         "if done // size > row.num_published_blocks:",
     ),
     Mutant(
-        "beams are taken for usual decodes",
-        SCHEDULER,
-        "is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget",
-        "is_plain, budget = not step.num_guesses, step.budget",
+        "beams take blocks that are kept for one that was preempted too often",
+        STATE,
+        "len(self.running) < self.max_num_seqs and not self.num_exempt:",
+        "len(self.running) < self.max_num_seqs:",
     ),
     Mutant(
         "what was promised has no name when it is looked for",
@@ -323,57 +328,60 @@ MUTANTS = (
     Mutant(
         "prompts are said to be decodes",
         SCHEDULER,
-        "            step.only_decodes = False\n",
-        "            pass\n",
+        "or copies:\n            step.only_decodes = False",
+        "or copies:\n            pass",
     ),
     Mutant(
         "usual results go on behind a stop token",
         RESULTS,
-        "if token_id not in row.stop_token_ids:\n                    row.token_ids[end]",
-        "if True:\n                    row.token_ids[end]",
+        "and token_id not in row.stop_token_ids:",
+        ":",
     ),
     Mutant(
-        "tokens without a guess go on behind a stop token",
+        "tokens with guesses go on behind a stop token",
         RESULTS,
-        "if token_id not in row.stop_token_ids:\n                        row.token_ids[first]",
-        "if True:\n                        row.token_ids[first]",
+        "and row.stop_token_ids.isdisjoint(new):",
+        ":",
     ),
     Mutant(
         "usual results pass over the end of an answer",
         RESULTS,
-        "and end < row.num_computable_tokens",
-        "",
+        "if first < row.num_computable_tokens and token_id",
+        "if token_id",
     ),
     Mutant(
-        "usual results forget that a block is full", RESULTS, "if end % size in edges:", "if False:"
+        "usual results forget that a block is full",
+        RESULTS,
+        "if first % size in edges:",
+        "if False:",
     ),
     Mutant(
         "usual results count for the next life",
         RESULTS,
-        SAME_LIFE + HAS_OUTPUT + USUAL,
-        HAS_OUTPUT.removeprefix("and ") + USUAL,
+        "if row.epoch == epoch and row.has_output and entry.samples:",
+        "if row.has_output and entry.samples:",
     ),
     Mutant(
-        "results of guesses count for the next life",
+        "results of guesses pass over the end of an answer",
         RESULTS,
-        SAME_LIFE + HAS_OUTPUT + GUESSED,
-        HAS_OUTPUT.removeprefix("and ") + GUESSED,
+        "if done < row.num_computable_tokens and row.stop",
+        "if row.stop",
     ),
     Mutant(
         "first tokens are usual results",
         RESULTS,
-        HAS_OUTPUT + USUAL,
-        USUAL,
+        "if row.epoch == epoch and row.has_output and entry.samples:",
+        "if row.epoch == epoch and entry.samples:",
     ),
     Mutant(
-        "first tokens are results of guesses",
+        "the end of a prompt is taken for a result of guesses",
         RESULTS,
-        HAS_OUTPUT + GUESSED,
-        GUESSED,
+        "elif entry.num_tokens == entry.num_draft + 1:",
+        "else:",
     ),
     Mutant(
         "a list of running requests changes under its reader",
-        "scheduler/running.py",
+        QUEUE,
         "line = self._lines[lane] = self._lines[lane].copy()\n            del",
         "line = self._lines[lane]\n            del",
     ),
@@ -427,7 +435,12 @@ MUTANTS = (
         "if request.epoch == epoch:",
         "if True:",
     ),
-    Mutant("a late report counts for a beam", RESULTS, "if row.epoch != epoch:", "if False:"),
+    Mutant(
+        "a beam that was preempted hands over what it has lost",
+        STATE,
+        "if ended.block_ids and",
+        "if",
+    ),
     Mutant("gives tokens to the dead", RESULTS, "if row.is_ended:", "if False:"),
     Mutant(
         "tokens behind a stop token are delivered",
@@ -444,55 +457,62 @@ MUTANTS = (
     Mutant(
         "what went wrong can still be found",
         RESULTS,
-        "self.ledger.blocks.forget(each)",
+        "self.state.blocks.forget(row)",
         "pass",
     ),
-    # ------------------------------------------------------------ ledger, forks, queue
-    Mutant("forgets to close rows", LEDGER, "names.append(row.request_id)", "pass"),
+    # ------------------------------------------------------------ state, queue
     Mutant(
-        "an older life is not told from a newer one", LEDGER, "row.epoch += 1", "row.epoch += 0"
+        "forgets to close rows",
+        STATE,
+        "names.append(request.request_id)",
+        "pass",
+    ),
+    Mutant(
+        "an older life is not told from a newer one",
+        STATE,
+        "request.epoch += 1",
+        "request.epoch += 0",
     ),
     Mutant(
         "blocks of a step in flight are free at once",
-        LEDGER,
-        "self.blocks.free(row, self.last_planned)",
-        "self.blocks.free(row, 0)",
+        STATE,
+        "self.blocks.free(request, self.last_planned)",
+        "self.blocks.free(request, 0)",
     ),
     Mutant(
-        "half-reported beams are remembered after a preemption",
-        LEDGER,
-        "group.forget_reports()",
+        "beams are chosen from old reports",
+        BEAMS,
+        "self._reports.clear()",
         "pass",
     ),
     Mutant(
         "beams that are dropped keep their blocks",
-        LEDGER,
-        "self.close(row, self.finished)\n            if row is not",
-        "if row is not",
+        STATE,
+        "for request in self._ended:\n            self._free(request)",
+        "for request in self._ended:\n            pass",
     ),
     Mutant(
-        "beams go on with the executor's tokens",
-        LEDGER,
-        "            if row.has_row:\n                row.has_row = False\n"
-        "                self.finished.append(row.request_id)\n\n",
-        "\n",
+        "beams go on with the tokens of another",
+        BEAMS,
+        "(*before[parent].prompt_token_ids, hypothesis",
+        "(*before[0].prompt_token_ids, hypothesis",
     ),
-    Mutant("forks of the dead sleep on", LEDGER, "self.forks.wake(request)", "pass"),
+    Mutant("forks of the dead sleep on", STATE, "self.forks.wake(request)", "pass"),
     Mutant(
         "a fork under another salt shares blocks",
-        FORKS,
+        STATE,
         "and child.cache_salt == parent.cache_salt",
         "",
     ),
     Mutant(
         "a fork shares another prompt",
-        FORKS,
+        STATE,
         "and child.prompt_token_ids == parent.prompt_token_ids",
         "",
     ),
     Mutant(
         "a fork takes over all but the last two tokens as if it were one",
-        FORKS,
+        STATE,
         "return num_computed >= len(parent.prompt_token_ids) - 1",
         "return num_computed >= len(parent.prompt_token_ids) - 2",
     ),
@@ -671,44 +691,44 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------ beams
     Mutant(
-        "the first beam leaves the prompt before the others have it",
-        GROUP,
-        "len(row.token_ids) if self.is_whole or len(self.rows) == 1 else self.num_prompt_tokens",
-        "len(row.token_ids)",
+        "a search goes on before all beams have reported",
+        BEAMS,
+        "return len(self._reports) == len(self.beams)",
+        "return True",
     ),
     Mutant(
-        "beams write into one list of tokens",
-        GROUP,
-        "child.token_ids = list(row.token_ids)",
-        "child.token_ids = row.token_ids",
+        "beams of a search that failed go on",
+        BEAMS,
+        "            if not beam.is_ended:\n",
+        "            if False:\n",
     ),
     Mutant(
         "beams mix up their hashes",
-        GROUP,
-        "child.block_hashes = list(row.block_hashes)",
-        "child.block_hashes = row.block_hashes",
+        STATE,
+        "request.block_hashes = list(ended.block_hashes)",
+        "request.block_hashes = ended.block_hashes",
     ),
     Mutant(
         "any candidate may finish, however unlikely",
-        BEAM,
+        BEAMS,
         "for c in candidates[: self.width] if self._ends(c, length)",
         "for c in candidates if self._ends(c, length)",
     ),
     Mutant(
         "finished beams are not normalised by length",
-        BEAM,
+        BEAMS,
         "self._grow(c, c.score / penalty, tops)",
         "self._grow(c, c.score, tops)",
     ),
     Mutant(
         "early stopping is ignored",
-        BEAM,
+        BEAMS,
         "return not self.sampling.early_stopping and",
         "return",
     ),
     Mutant(
         "beams report too few candidates",
-        BEAM,
+        BEAMS,
         "return sampling.beam_width + max(",
         "return max(",
     ),
@@ -882,8 +902,8 @@ MUTANTS = (
     Mutant(
         "drafts: so does one that was given up",
         SCHEDULER,
-        "self._forget(request_id)\n        self.ledger.end(request)",
-        "self.ledger.end(request)",
+        "self._forget(request_id)\n        self.state.end(request)",
+        "self.state.end(request)",
     ),
     Mutant(
         "cost: all experts are read, however few tokens choose some",
@@ -920,7 +940,7 @@ MUTANTS = (
     Mutant(
         "tenants: nobody makes way",
         SCHEDULER,
-        "self.ledger.preempt(other, now)",
+        "self.state.preempt(other, now)",
         "pass",
     ),
     Mutant(

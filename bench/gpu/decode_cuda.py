@@ -24,7 +24,7 @@ from ridgeline.kernels import paged_decode_triton as in_triton
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
-from ridgeline.kvcache.contract import KVFormat, Store
+from ridgeline.kvcache.format import KVFormat, Store
 from ridgeline.registry import load
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}

@@ -31,7 +31,7 @@ LONG_PIECE = 1024
 GATHERED_TOKENS = {"cpu": 1 << 11, "gpu": 1 << 16}
 FEW_TOKENS = 8
 QUERY_TILE = 256
-# Of sampling: logits that are worked on at once (ridgeline.sampling.parts), what that takes for
+# Of sampling: logits that are worked on at once (ridgeline.sampling.batch), what that takes for
 # each of them, and float32 logits of a prompt that exist at once (executor.prompt_logprobs).
 NUMBERS_AT_ONCE = {"cpu": 1 << 18, "gpu": 1 << 23}
 SAMPLING_BYTES = {"cpu": 36, "gpu": 48}

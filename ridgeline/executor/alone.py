@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from ridgeline.executor.batch import BatchBuilder, SamplingRows, SamplingStep, StepBatch
 from ridgeline.executor.rows import Row
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.sampling.batch import LogprobRows, SamplingBatch, build_batch
-from ridgeline.sampling.logprobs import LogprobTensors, token_logprobs
+from ridgeline.sampling.logprobs import LogprobTensors, joined, token_logprobs
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import Needs
 from ridgeline.sampling.sampler import Sampled, sample
@@ -96,14 +95,4 @@ def lone_logprobs(
     for i, top_k in enumerate(wanted.top_ks):
         row_L = wanted.rows_L[i : i + 1]
         found.append(token_logprobs(logits_RV, ids_R.index_select(0, row_L), top_k, row_L))
-    width = max(one.top_LK.shape[1] for one in found)
-
-    def wide(top_1K: torch.Tensor) -> torch.Tensor:
-        return functional.pad(top_1K, (0, width - top_1K.shape[1]))
-
-    return LogprobTensors(
-        torch.cat([one.chosen_L for one in found]),
-        torch.cat([one.ranks_L for one in found]),
-        torch.cat([wide(one.top_LK) for one in found]),
-        torch.cat([wide(one.top_ids_LK) for one in found]),
-    )
+    return joined(found)

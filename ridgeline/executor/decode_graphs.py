@@ -21,9 +21,7 @@ import torch
 from ridgeline.attention import CapturesDecodes
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.devices import Device
-from ridgeline.executor.device_controls import DeviceControls
-from ridgeline.executor.device_draws import DeviceDraws
-from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.device_rows import DeviceControls, DeviceDraws, DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.kernels.draw_rows import draw_rows

@@ -23,8 +23,7 @@ from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.errors import InternalError
 from ridgeline.executor.decode_graphs import BUCKETS
-from ridgeline.executor.device_draws import DeviceDraws
-from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.device_rows import DeviceDraws, DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.formats import STEP_GUESSES

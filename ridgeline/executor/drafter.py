@@ -15,7 +15,7 @@ import torch
 
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.devices import Device
-from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.draft_batch import DraftBatch, DraftBatchBuilder
 from ridgeline.executor.draft_graphs import BEFORE_IDS, Check, Checked, DraftGraphs
 from ridgeline.executor.future import Answers

@@ -28,18 +28,13 @@ from ridgeline.executor.batch import (
     StepBatch,
 )
 from ridgeline.executor.decode_graphs import DecodeGraphs
-from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.draft_batch import DraftBatch
 from ridgeline.executor.draft_graphs import BEFORE_IDS
 from ridgeline.executor.drafter import Drafting, DraftRunner, repeated
 from ridgeline.executor.future import Answers, Failed, Pending, SampledLogprobs
 from ridgeline.executor.mixed_graphs import MixedGraphs, MixedStep
-from ridgeline.executor.prompt_logprobs import (
-    CHUNK_BYTES,
-    PromptLogprobs,
-    fetch_logprobs,
-    prompt_logprobs,
-)
+from ridgeline.executor.prompt_logprobs import CHUNK_BYTES, PromptLogprobs, prompt_logprobs
 from ridgeline.executor.rows import FIRST_ROWS, Rows
 from ridgeline.executor.transfer import transfer_to
 from ridgeline.kvcache import KVCache
@@ -272,7 +267,7 @@ class LocalExecutor:
             num_new = batch.step.num_guesses + 1
             ids_T = answer_RY[:, BEFORE_IDS : BEFORE_IDS + num_new].clamp(min=0).reshape(-1)
             there = self._logprobs(checked.logits_TV, ids_T, repeated(wanted, num_new))
-            fetched = fetch_logprobs(there, self._transfer)
+            fetched = there.each(self._transfer.fetch)
             logprobs = SampledLogprobs(wanted.rows, wanted.top_ks, fetched)
         answers = drafter.answers(answer_RY, batch.limits)
         return self._pending(plan, kept.request_ids, (answers, logprobs), None)
@@ -330,7 +325,7 @@ class LocalExecutor:
         self, logits_RV: torch.Tensor, ids_R: torch.Tensor, wanted: LogprobRows
     ) -> SampledLogprobs:
         there = self._logprobs(logits_RV, ids_R, wanted)
-        return SampledLogprobs(wanted.rows, wanted.top_ks, fetch_logprobs(there, self._transfer))
+        return SampledLogprobs(wanted.rows, wanted.top_ks, there.each(self._transfer.fetch))
 
     def _logprobs(
         self, logits_RV: torch.Tensor, ids_R: torch.Tensor, wanted: LogprobRows

@@ -24,7 +24,7 @@ from ridgeline.attention import AttentionCase, CapturedBackend, Pieces, TakesWho
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout, Wanted
 from ridgeline.devices import Device
 from ridgeline.errors import InternalError
-from ridgeline.executor.device_tables import DeviceTables
+from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.formats import TOKEN_BUCKETS

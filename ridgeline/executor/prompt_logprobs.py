@@ -82,15 +82,4 @@ def _chunks(
         ids = row.known_ids[start + 1 : stop + 1]
         logits_LV = decoder.logits(hidden_TE[at : at + stop - start])
         there = token_logprobs(logits_LV, transfer.send(ids), top_k)
-        yield PromptChunk(ids.tolist(), top_k, fetch_logprobs(there, transfer))
-
-
-def fetch_logprobs(tensors: LogprobTensors, transfer: Transfer) -> LogprobTensors:
-    """The same on their way to the host."""
-    fetch = transfer.fetch
-    return LogprobTensors(
-        fetch(tensors.chosen_L),
-        fetch(tensors.ranks_L),
-        fetch(tensors.top_LK),
-        fetch(tensors.top_ids_LK),
-    )
+        yield PromptChunk(ids.tolist(), top_k, there.each(transfer.fetch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,40 +22,13 @@ MOST_UNMARKED = 64  # buffers in use, with no mark behind them yet: who never se
 _ALIGNMENT = 16  # bytes; the largest element that a view of the packed buffer may have
 
 
-class Transfer(Protocol):
+class Transfer:
     """`send` puts arrays on the device in stream order. `fetch` gives a host tensor whose numbers
     are there once the mark made after it is reached, and until that is released; with `is_kept`
-    false the tensor may be written to as soon as the call has returned."""
+    false the tensor may be written to as soon as the call has returned.
 
-    def send(self, array: Array) -> torch.Tensor: ...
-
-    def send_all(self, arrays: Sequence[Array]) -> list[torch.Tensor]: ...
-
-    def send_into(self, array: Array, target: torch.Tensor) -> None:
-        """All numbers of the array into a flat tensor of its dtype and size."""
-        ...
-
-    def fetch(self, tensor: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor: ...
-
-    def mark(self) -> Mark | None: ...
-
-
-class Mark(Protocol):
-    def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it before the mark."""
-        ...
-
-    def is_reached(self) -> bool:
-        """Nobody would have to wait."""
-        ...
-
-    def release(self) -> None:
-        """Nobody reads any more what was fetched before this mark, and after the one before."""
-        ...
-
-
-class HostTransfer:
-    """On the CPU the numbers are there already: tensors share the arrays' memory."""
+    On the CPU, which this class is for, the numbers are there already: tensors share the arrays'
+    memory."""
 
     def send(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -64,6 +37,7 @@ class HostTransfer:
         return [torch.from_numpy(array) for array in arrays]
 
     def send_into(self, array: Array, target: torch.Tensor) -> None:
+        """All numbers of the array into a flat tensor of its dtype and size."""
         target.copy_(torch.from_numpy(array).view(-1))
 
     def fetch(self, tensor: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor:
@@ -71,24 +45,6 @@ class HostTransfer:
 
     def mark(self) -> Mark | None:
         return None
-
-
-class DriverCalls(Protocol):
-    """What `kernels.copies.Copies` does in the current stream, by addresses."""
-
-    def send(self, target: int, pinned: int, num_bytes: int) -> None: ...
-
-    def fetch(self, pinned: int, source: int, num_bytes: int) -> None: ...
-
-    def make_event(self) -> Event: ...
-
-    def set_event(self, event: Event) -> None: ...
-
-    def wait(self, event: Event) -> None: ...
-
-    def is_reached(self, event: Event) -> bool: ...
-
-    def drop_event(self, event: Event) -> None: ...
 
 
 _Key = tuple[torch.dtype, torch.Size]
@@ -104,7 +60,7 @@ class _Buffer:
     address: int
 
 
-class CudaMark:
+class Mark:
     """A place in the stream, and the buffers of the copies before it."""
 
     __slots__ = ("_buffers", "_event", "_owner")
@@ -113,13 +69,16 @@ class CudaMark:
         self._owner, self._event, self._buffers = owner, event, buffers
 
     def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it before the mark."""
         if self._event is not None:
             self._owner.calls.wait(self._event)
 
     def is_reached(self) -> bool:
+        """Nobody would have to wait."""
         return self._event is None or self._owner.calls.is_reached(self._event)
 
     def release(self) -> None:
+        """Nobody reads any more what was fetched before this mark, and after the one before."""
         if self._event is not None:
             self._owner.take_back(self._event, self._buffers)
             self._event, self._buffers = None, []
@@ -132,12 +91,12 @@ class CudaMark:
                 self._owner.calls.drop_event(self._event)
 
 
-class CudaTransfer:
+class CudaTransfer(Transfer):
     """Through pinned memory, without waiting. Few numbers, as each step has them, go by the
     driver's own calls through buffers of ours, which are used again once the mark behind them is
     released. All else is left to torch, whose allocator keeps a buffer until its copy has run."""
 
-    def __init__(self, device: torch.device, calls: DriverCalls | None = None) -> None:
+    def __init__(self, device: torch.device, calls: Copies | None = None) -> None:
         self._device = device
         self.calls = Copies(device) if calls is None else calls
         self._pins = device.type == "cuda"
@@ -195,7 +154,7 @@ class CudaTransfer:
         event = self._events.pop() if self._events else self.calls.make_event()
         self.calls.set_event(event)
         used, self._used = self._used, []
-        return CudaMark(self, event, used)
+        return Mark(self, event, used)
 
     def take_back(self, event: Event, buffers: list[_Buffer]) -> None:
         """The device is done with them, and so is the host."""
@@ -240,4 +199,4 @@ def _torch_dtype(array: Array) -> torch.dtype:
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    return CudaTransfer(device) if device.type == "cuda" else HostTransfer()
+    return CudaTransfer(device) if device.type == "cuda" else Transfer()

@@ -1,4 +1,4 @@
-"""What do all formats share that keep keys and values in fewer bits than they are served in?
+"""How are keys and values kept in fewer bits than they are served in?
 
 Tensors [N, S, 2 * K, ...]: of each slot and head some codes, and what makes numbers of them. The K
 heads of a token come first, then its V heads. Letters: T tokens, N blocks, S block size, K KV
@@ -7,23 +7,30 @@ heads, H = 2 * K, D head size, n gathered tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 
-from ridgeline.formats import KV_FORMATS
-from ridgeline.kernels.paged_kv import PagedKV, indexable
-from ridgeline.kvcache.contract import Store
-from ridgeline.kvcache.memory import zeros
+from ridgeline.errors import ConfigError
+from ridgeline.kernels.paged_kv import (
+    PagedKV,
+    decode_4,
+    decode_8,
+    encode_4,
+    encode_8,
+    hadamard,
+    indexable,
+)
+from ridgeline.kernels.quantize_rows import E4M3, LARGEST
+from ridgeline.kvcache.format import KVFormat, Store, zeros
+
+HEAD_DIMS = {"cpu": (16, 1024), "cuda": (32, 128)}  # of int4 read in place; others gather
 
 Part = tuple[tuple[int, ...], torch.dtype]  # of one head of one token: its shape there
 
 
-class CodedKV(ABC):
-    """A format has a `name` with a line in `formats`, and says `parts`, `encode`, `decode` and
-    `views`."""
-
-    name: str
+class CodedKV(KVFormat):
+    """A format says `parts`, `encode`, `decode` and `views`."""
 
     def __init__(self) -> None:
         self.dtype = torch.float32
@@ -39,9 +46,6 @@ class CodedKV(ABC):
     @abstractmethod
     def decode(self, *parts: torch.Tensor) -> torch.Tensor:
         """The other way, [n, H, D] in float32."""
-
-    def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-        return KV_FORMATS[self.name].bytes_per_token(num_kv_heads, head_dim, dtype_bytes)
 
     def allocate(
         self,
@@ -72,9 +76,95 @@ class CodedKV(ABC):
         ]
         return self.decode(*found).to(self.dtype).view(-1, 2, num_kv_heads, head_dim)
 
-    @abstractmethod
+
+class Fp8KV(CodedKV):
+    """As e4m3, half the bytes of 16 bits, without scales.
+
+    A number is off by at most 1/16 of itself, or 2^-10 if it is below 2^-6; beyond 448 it becomes
+    448.
+    """
+
+    name = "fp8"
+
+    def parts(self, head_dim: int) -> tuple[Part, ...]:
+        return (((head_dim,), E4M3),)
+
+    def encode(self, x_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x_THD.clamp(-LARGEST, LARGEST).to(E4M3),)
+
+    def decode(self, *parts: torch.Tensor) -> torch.Tensor:
+        return parts[0].float()
+
+    def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV:
+        """[N, S, K, D] in e4m3 instead of the serving dtype: a number is what its code says."""
+        return PagedKV(*sides(store[0]))
+
+
+class Int8KV(CodedKV):
+    """As whole numbers of 8 bits, about half the bytes of 16: a scale for each head of each token.
+
+    A number is off by at most half a step, and 127 steps are the largest of its head and token: by
+    1/250 of that, or by 1e-5 where that is more. Parts: codes [N, S, H, D], scales (float16)
+    [N, S, H].
+    """
+
+    name = "int8"
+
+    def parts(self, head_dim: int) -> tuple[Part, ...]:
+        return ((head_dim,), torch.int8), ((), torch.float16)
+
+    def encode(self, x_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return encode_8(x_THD)
+
+    def decode(self, *parts: torch.Tensor) -> torch.Tensor:
+        return decode_8(*parts)
+
+    def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV:
+        return PagedKV(*sides(store[0]), *sides(store[1]))
+
+
+class Int4KV(CodedKV):
+    """As whole numbers of 4 bits, about a quarter of the bytes of 16: a scale and a smallest number
+    for each head of each token.
+
+    Of a head's values, the smallest and the largest are codes 0 and 15, so a number is off by at
+    most 1/29 of what lies between them. Keys are multiplied by Hadamard's matrix first, which
+    spreads the few large places that keys have (QuaRot, arXiv 2404.00456), so that the same holds
+    of rotated keys; `gather` rotates them back, kernels rotate the queries. Parts: codes
+    [N, S, H, D / 2], two to a byte, and scales with smallest numbers (float16) [N, S, H, 2].
+    """
+
+    name = "int4"
+
+    def parts(self, head_dim: int) -> tuple[Part, ...]:
+        if head_dim % 2:
+            raise ConfigError(
+                f"kv_cache_dtype int4 needs an even head size, not {head_dim}; choose int8 or auto"
+            )
+        return ((head_dim // 2,), torch.uint8), ((2,), torch.float16)
+
+    def encode(self, x_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        keys, values = x_THD.float().chunk(2, 1)
+        codes, scales, lows = encode_4(torch.cat((hadamard(keys), values), 1))
+        return codes, torch.stack((scales, lows), -1)
+
+    def decode(self, *parts: torch.Tensor) -> torch.Tensor:
+        codes, scaling = parts
+        keys, values = decode_4(codes, *scaling.unbind(-1)).chunk(2, 1)
+        return torch.cat((hadamard(keys), values), 1)
+
     def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV | None:
-        """See `contract.KVFormat`."""
+        codes, scaling = store
+        if not reads_in_place(codes.device, head_dim):
+            return None
+        scales, lows = scaling.unbind(-1)
+        return PagedKV(*sides(codes), *sides(scales), *sides(lows))
+
+
+def reads_in_place(device: torch.device, head_dim: int) -> bool:
+    """Kernels rotate heads of int4 whose size is a power of two."""
+    least, most = HEAD_DIMS.get(device.type, (1, 0))
+    return least <= head_dim <= most and head_dim & (head_dim - 1) == 0
 
 
 def sides(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from itertools import islice
 from ridgeline.errors import RequestFault
 from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.request import Request, RequestOutput
-from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepResult
 
 MAX_FINISHED = 256  # that are kept, the latest: of all together, and of each tenant
@@ -344,7 +344,7 @@ def _decoding_rows(step: PricedStep) -> tuple[str, ...] | None:
 
 
 def _request_of(row: str) -> str:
-    return row.partition(ROW_MARK)[0]
+    return row.partition(BEAM_MARK)[0]
 
 
 def _work(entry: ScheduledRequest) -> float:

@@ -22,7 +22,7 @@ from msgspec import structs
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.log import say
 from ridgeline.request import Request, RequestOutput, SamplingParams
-from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
     BlockTables,
@@ -235,7 +235,7 @@ def header_of(
         speculate=speculate,
         draft_config=draft_config or {},
         max_bypasses=scheduler.waiting.max_bypasses,
-        max_preemptions=scheduler.ledger.max_preemptions,
+        max_preemptions=scheduler.state.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
         computes_in_submit=computes_in_submit,
         threads=threads,
@@ -365,7 +365,7 @@ class Recorder(Listener):
         beams = {
             row: structs.asdict(entries[-1])
             for row, entries in result.logprobs.items()
-            if self._beams and row.partition(ROW_MARK)[0] in self._beams
+            if self._beams and row.partition(BEAM_MARK)[0] in self._beams
         }
         prompts = {row: len(entries) for row, entries in result.prompt_logprobs.items()}
         values = {

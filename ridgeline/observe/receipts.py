@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.pricing import PricedStep
-from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.scheduler.beams import BEAM_MARK
 
 NANO = 1_000_000_000
 
@@ -91,6 +91,6 @@ class Receipts:
 
     def _of(self, row: str) -> Receipt | None:
         found = self._open.get(row)
-        if found is None and ROW_MARK in row:
-            found = self._open.get(row.partition(ROW_MARK)[0])
+        if found is None and BEAM_MARK in row:
+            found = self._open.get(row.partition(BEAM_MARK)[0])
         return found

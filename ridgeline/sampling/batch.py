@@ -6,17 +6,26 @@ if a row needs it. Letters: R rows, C penalised rows, N sparse (row, token) pair
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ridgeline.kernels.draw_rows import Draws
-from ridgeline.request import SamplingParams
 from ridgeline.sampling.penalties import Array, Upload
 from ridgeline.sampling.row import Needs, SamplingRow
+
+# Rows are worked on in parts, so that what lies between logits and tokens stays small: few enough
+# for a CPU's cache, enough to fill a GPU. What is done with them takes up to 36 bytes for each
+# number on a CPU and 48 on a GPU, where sorting takes more.
+NUMBERS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 23}
+
+
+def parts(num_rows: int, logits_RV: torch.Tensor) -> list[slice]:
+    """`num_rows` rows as wide as these logits, cut into pieces; one piece when they are few."""
+    step = max(1, NUMBERS_AT_ONCE[logits_RV.device.type] // logits_RV.shape[1])
+    return [slice(start, start + step) for start in range(0, max(1, num_rows), step)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +171,8 @@ def build_batch(rows: Sequence[SamplingRow], vocab_size: int, upload: Upload) ->
 
 
 def _filters(rows: Sequence[SamplingRow], needs: Needs, vocab_size: int, upload: Upload) -> Filters:
-    floats_4R1 = upload(_columns([_filter_floats(row) for row in rows], 4, np.float32)).unsqueeze(2)
-    top_ks = [_top_k(row, vocab_size) for row in rows]
+    floats_4R1 = upload(columns([row.filters for row in rows], 4, np.float32)).unsqueeze(2)
+    top_ks = [row.top_k(vocab_size) for row in rows]
     whole_2R = upload(np.array([[row.key for row in rows], top_ks], np.int64))
     limits = [k for k in top_ks if k < vocab_size]
     return Filters(
@@ -191,26 +200,14 @@ class HostDraws:
 
 def host_draws(rows: Sequence[SamplingRow]) -> HostDraws:
     """Of rows that are greedy or drawn at a temperature, and nothing else."""
-    floats_R4 = np.array([_filter_floats(row) for row in rows], np.float32)
+    floats_R4 = np.array([row.filters for row in rows], np.float32)
     keys_R = np.array([row.key for row in rows], np.int64)
     return HostDraws(keys_R, floats_R4[:, 0], floats_R4[:, 1])
 
 
-def _columns(rows: Sequence[Sequence[float]], width: int, dtype: type[np.generic]) -> Array:
+def columns(rows: Sequence[Sequence[float]], width: int, dtype: type[np.generic]) -> Array:
     """[width, len(rows)], contiguous, from rows of `width` numbers."""
     return np.ascontiguousarray(np.array(rows, dtype).reshape(-1, width).T)
-
-
-def _filter_floats(row: SamplingRow) -> tuple[float, float, float, float]:
-    if not row.needs & Needs.RANDOM:
-        return 1.0, 0.0, 1.0, -math.inf
-    params = row.params
-    log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    return max(params.temperature, 1e-30), 1.0, params.top_p, log_min_p
-
-
-def _top_k(row: SamplingRow, vocab_size: int) -> int:
-    return min(row.params.top_k, vocab_size) if row.needs & Needs.TOP_K else vocab_size
 
 
 def _bare_top_p(row: SamplingRow, top_k: int, vocab_size: int) -> bool:
@@ -221,16 +218,11 @@ def _bias(rows: Sequence[SamplingRow], vocab_size: int, upload: Upload) -> Spars
     entries = [
         (r, token_id, value)
         for r, row in enumerate(rows)
-        for token_id, value in _pairs(row.params)
+        for token_id, value in row.biases
         if token_id < vocab_size
     ]
-    at = upload(_columns([entry[:2] for entry in entries], 2, np.int64))
+    at = upload(columns([entry[:2] for entry in entries], 2, np.int64))
     return SparseAdds(at[0], at[1], upload(np.array([e[2] for e in entries], np.float32)), None)
-
-
-def _pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
-    bias = params.logit_bias
-    return tuple(bias.items()) if isinstance(bias, Mapping) else bias
 
 
 def _bans(rows: Sequence[SamplingRow], vocab_size: int, upload: Upload) -> SparseAdds:
@@ -241,7 +233,7 @@ def _bans(rows: Sequence[SamplingRow], vocab_size: int, upload: Upload) -> Spars
         for token_id in sorted(row.params.stop_token_ids)
         if token_id < vocab_size
     ]
-    at = upload(_columns(entries, 3, np.int64))
+    at = upload(columns(entries, 3, np.int64))
     values = upload(np.full(len(entries), -np.inf, np.float32))
     return SparseAdds(at[0], at[1], values, at[2])
 
@@ -257,7 +249,7 @@ def _penalties(rows: Sequence[SamplingRow], upload: Upload) -> Penalties:
         np.array([[r for r, _ in chosen], [row.counts_slot for _, row in chosen]], np.int64)
     )
     factors = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
-    by = upload(_columns(factors, 3, np.float32))
+    by = upload(columns(factors, 3, np.float32))
     repeats = any(p.repetition_penalty != 1 for p in params)
     return Penalties(
         at[0],

@@ -5,18 +5,17 @@ Built when the set of rows that sample changes. Letters: R rows, N tokens with a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ridgeline.sampling.batch import columns
 from ridgeline.sampling.penalties import Array
-from ridgeline.sampling.row import Needs, SamplingRow
+from ridgeline.sampling.row import NOT_RANDOM, Needs, SamplingRow
 
 MAX_ENTRIES = 1 << 14  # tokens with a bias or a ban that all rows of a step together may have
-_NOT_RANDOM = (1.0, 0.0, 1.0, -math.inf)  # the first four floats of `Controls`
-_NOT_PENALISED = (1.0, 0.0, 0.0)  # the others
+_NOT_PENALISED = (1.0, 0.0, 0.0)  # the last three floats of `Controls`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +40,7 @@ class RowControls:
         """The same with greedy rows behind them, up to `num_rows`."""
         missing = num_rows - self.whole_5R.shape[1]
         whole = np.array([0, vocab_size, -1, 0, 0], np.int64)
-        floats = np.array([*_NOT_RANDOM, *_NOT_PENALISED], np.float32)
+        floats = np.array([*NOT_RANDOM, *_NOT_PENALISED], np.float32)
         return RowControls(
             np.hstack([self.whole_5R, np.tile(whole[:, None], missing)]),
             np.hstack([self.floats_7R, np.tile(floats[:, None], missing)]),
@@ -60,42 +59,25 @@ def row_controls(rows: Sequence[SamplingRow], vocab_size: int) -> RowControls:
         if row.needs & (Needs.BIAS | Needs.BANS):
             entries += _entries(row, vocab_size)
         slot = row.counts_slot if row.needs & Needs.PENALTIES else -1
-        whole.append((row.key, _top_k(row, vocab_size), slot, first, len(entries)))
-        floats.append((*_filters(row), *_penalties(row)))
+        whole.append((row.key, row.top_k(vocab_size), slot, first, len(entries)))
+        floats.append((*row.filters, *_penalties(row)))
     return RowControls(
-        _columns(whole, 5, np.int64),
-        _columns(floats, 7, np.float32),
-        _columns([entry[:2] for entry in entries], 2, np.int64),
+        columns(whole, 5, np.int64),
+        columns(floats, 7, np.float32),
+        columns([entry[:2] for entry in entries], 2, np.int64),
         np.array([entry[2] for entry in entries], np.float32),
     )
 
 
-def _columns(rows: Sequence[Sequence[float]], width: int, dtype: type[np.generic]) -> Array:
-    return np.ascontiguousarray(np.array(rows, dtype).reshape(-1, width).T)
-
-
 def _entries(row: SamplingRow, vocab_size: int) -> list[tuple[int, int, float]]:
     """(token, where its ban ends, its bias), each token once."""
-    bias = row.params.logit_bias
-    biases = dict(bias.items() if isinstance(bias, Mapping) else bias)
+    biases = dict(row.biases)
     banned = frozenset(row.params.stop_token_ids) if row.needs & Needs.BANS else frozenset()
     return [
         (token_id, row.banned_until if token_id in banned else -1, biases.get(token_id, 0.0))
         for token_id in sorted(biases.keys() | banned)
         if token_id < vocab_size
     ]
-
-
-def _top_k(row: SamplingRow, vocab_size: int) -> int:
-    return min(row.params.top_k, vocab_size) if row.needs & Needs.TOP_K else vocab_size
-
-
-def _filters(row: SamplingRow) -> tuple[float, ...]:
-    if not row.needs & Needs.RANDOM:
-        return _NOT_RANDOM
-    params = row.params
-    log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    return max(params.temperature, 1e-30), 1.0, params.top_p, log_min_p
 
 
 def _penalties(row: SamplingRow) -> tuple[float, ...]:

@@ -5,13 +5,14 @@ Letters: R rows, L those that want log-probabilities, V vocabulary, K likeliest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from ridgeline.request import TokenLogprobs
-from ridgeline.sampling.parts import parts
+from ridgeline.sampling.batch import parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +24,40 @@ class LogprobTensors:
     top_LK: torch.Tensor
     top_ids_LK: torch.Tensor
 
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LogprobTensors:
+        """The same with `change` of each tensor."""
+        tensors = self.chosen_L, self.ranks_L, self.top_LK, self.top_ids_LK
+        return LogprobTensors(*map(change, tensors))
+
+
+def joined(found: Sequence[LogprobTensors]) -> LogprobTensors:
+    """Those of several rows as one, padded to as many likeliest tokens as any of them has."""
+    if len(found) == 1:
+        return found[0]
+    width = max([part.top_LK.shape[1] for part in found])
+
+    def wide(top_LK: torch.Tensor) -> torch.Tensor:
+        missing = width - top_LK.shape[1]
+        return functional.pad(top_LK, (0, missing)) if missing else top_LK
+
+    return LogprobTensors(
+        torch.cat([part.chosen_L for part in found]),
+        torch.cat([part.ranks_L for part in found]),
+        torch.cat([wide(part.top_LK) for part in found]),
+        torch.cat([wide(part.top_ids_LK) for part in found]),
+    )
+
 
 def token_logprobs(
     logits_RV: torch.Tensor, ids_L: torch.Tensor, top_k: int, rows_L: torch.Tensor | None = None
 ) -> LogprobTensors:
     """Log-probability and rank of the token `ids_L` of each of these rows of float32 logits (None:
     of every row), and its `top_k` likeliest."""
-    found = [
-        _some(logits_RV[part if rows_L is None else rows_L[part]], ids_L[part], top_k)
-        for part in parts(len(ids_L), logits_RV)
-    ]
-    if len(found) == 1:
-        return found[0]
-    return LogprobTensors(
-        torch.cat([one.chosen_L for one in found]),
-        torch.cat([one.ranks_L for one in found]),
-        torch.cat([one.top_LK for one in found]),
-        torch.cat([one.top_ids_LK for one in found]),
+    return joined(
+        [
+            _some(logits_RV[part if rows_L is None else rows_L[part]], ids_L[part], top_k)
+            for part in parts(len(ids_L), logits_RV)
+        ]
     )
 
 

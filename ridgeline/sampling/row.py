@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from hashlib import blake2b
 
 from ridgeline.kernels.noise import stream_key
 from ridgeline.request import SamplingParams
+
+NOT_RANDOM = (1.0, 0.0, 1.0, -math.inf)  # `SamplingRow.filters` of a greedy row
 
 
 class Needs(IntFlag):
@@ -36,6 +40,24 @@ class SamplingRow:
     key: int
     banned_until: int
     counts_slot: int = -1
+
+    def top_k(self, vocab_size: int) -> int:
+        return min(self.params.top_k, vocab_size) if self.needs & Needs.TOP_K else vocab_size
+
+    @property
+    def filters(self) -> tuple[float, float, float, float]:
+        """Temperature, 1 if it is drawn (else 0), top_p and the logarithm of min_p."""
+        if not self.needs & Needs.RANDOM:
+            return NOT_RANDOM
+        params = self.params
+        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        return max(params.temperature, 1e-30), 1.0, params.top_p, log_min_p
+
+    @property
+    def biases(self) -> Sequence[tuple[int, float]]:
+        """(token, what is added to its logit)."""
+        bias = self.params.logit_bias
+        return tuple(bias.items()) if isinstance(bias, Mapping) else bias
 
 
 def seed_of(request_id: str, params: SamplingParams) -> int:

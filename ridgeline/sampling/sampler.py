@@ -24,9 +24,8 @@ import torch
 
 from ridgeline.kernels.draw_rows import draw_rows
 from ridgeline.kernels.noise import minus_gumbel
-from ridgeline.sampling.batch import Filters, Penalties, SamplingBatch, SparseAdds
+from ridgeline.sampling.batch import Filters, Penalties, SamplingBatch, SparseAdds, parts
 from ridgeline.sampling.filters import threshold
-from ridgeline.sampling.parts import parts
 from ridgeline.sampling.penalties import (
     Array,
     PenaltyCounts,

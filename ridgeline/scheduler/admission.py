@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ridgeline.errors import RequestFault
 from ridgeline.request import MAX_LOGPROBS, Request, SamplingParams
-from ridgeline.scheduler.beam import num_candidates
-from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.scheduler.beams import BEAM_MARK, num_candidates
 from ridgeline.scheduler.block_manager import (
     BlockManager,
     beam_blocks_needed,
@@ -47,18 +46,11 @@ class Capacity:
             blocks.num_blocks, blocks.block_size, blocks.windows, self.chunk
         )
 
-    def blocks_needed(self, request: Request) -> int:
-        """Most blocks that `request` ever holds at once."""
-        width, size, windows = (
-            request.sampling.beam_width,
-            self.blocks.block_size,
-            self.blocks.windows,
-        )
-        if width == 1:
-            return blocks_needed(request.max_num_tokens, size, windows, self.chunk)
-        num_prompt = len(request.prompt_token_ids)
+    def blocks_needed(self, request: Request, num_beams: int = 1) -> int:
+        """Most blocks that `request`, or so many beams of it, ever hold at once."""
+        num_prompt, size = len(request.prompt_token_ids), self.blocks.block_size
         return beam_blocks_needed(
-            num_prompt, request.max_num_tokens, width, size, windows, self.chunk
+            num_prompt, request.max_num_tokens, num_beams, size, self.blocks.windows, self.chunk
         )
 
     def blocks_to_come(self, request: Request, held: list[int]) -> int:
@@ -73,11 +65,11 @@ class Capacity:
         """Raises RequestFault for what can never be served, naming the number that decides."""
         if not request.prompt_token_ids:
             raise RequestFault("the prompt has no tokens", param="prompt", code="empty_input")
-        if ROW_MARK in request.request_id:
-            raise RequestFault(f"a request id must not contain {ROW_MARK!r}", param="request_id")
+        if BEAM_MARK in request.request_id:
+            raise RequestFault(f"a request id must not contain {BEAM_MARK!r}", param="request_id")
         if request.sampling.beam_width > 1:
             self._check_beams(request.sampling)
-        if self.blocks_needed(request) > self.blocks.num_blocks:
+        if self.blocks_needed(request, request.sampling.beam_width) > self.blocks.num_blocks:
             raise self._too_long(request)
         if not self.chunked_prefill:
             self._check_whole(request)
@@ -99,9 +91,10 @@ class Capacity:
         pool = f"a KV cache of {self.blocks.num_blocks} blocks of {self.blocks.block_size} tokens"
         asked = f"{num_prompt} prompt tokens and max_tokens {request.sampling.max_tokens}"
         if request.max_num_tokens <= limit:
+            width = request.sampling.beam_width
             message = (
-                f"{asked} with beam_width {request.sampling.beam_width} need "
-                f"{self.blocks_needed(request)} blocks, more than {pool} has; "
+                f"{asked} with beam_width {width} need "
+                f"{self.blocks_needed(request, width)} blocks, more than {pool} has; "
                 f"lower beam_width or max_tokens, or raise num_blocks"
             )
             return RequestFault(message, param="beam_width", code="context_length_exceeded")

@@ -156,6 +156,11 @@ class BlockManager:
         tables = zip(request.block_ids, request.num_dropped_blocks, strict=True)
         return [len(table) - dropped for table, dropped in tables]
 
+    def num_to_copy(self, request: Request) -> int:
+        """Blocks that it shares and writes to next."""
+        index = request.num_computed_tokens // self.block_size
+        return len(self._shared(request, index)) if index < len(request.block_ids[0]) else 0
+
     def missing(self, request: Request, num_tokens: int) -> int:
         """How many more free blocks `extend` needs. Not above zero: it will succeed."""
         return self._num_to_take(request, num_tokens) - len(self._free)
@@ -422,11 +427,9 @@ class BlockManager:
         request.num_roomy_tokens = min(room, request.num_computable_tokens)
 
     def _num_to_take(self, request: Request, num_tokens: int) -> int:
-        start = request.num_computed_tokens
-        held, index = len(request.block_ids[0]), start // self.block_size
-        shared = len(self._shared(request, index)) if index < held else 0
-        num_new = max(0, _ceil_div(start + num_tokens, self.block_size) - held)
-        return num_new * len(self.windows) + shared
+        end = _ceil_div(request.num_computed_tokens + num_tokens, self.block_size)
+        num_new = max(0, end - len(request.block_ids[0]))
+        return num_new * len(self.windows) + self.num_to_copy(request)
 
     def _shared(self, request: Request, index: int) -> Sequence[int]:
         """The groups whose block at `index` others hold too, or may find."""

@@ -76,8 +76,8 @@ class QuietSteps:
     def rows(self) -> list[Request]:
         """The rows of the next steps when these are quiet; [] when the next one may not be."""
         scheduler = self.scheduler
-        ledger = scheduler.ledger
-        if not self._can_be_quiet or ledger.groups or not ledger.forks.is_quiet:
+        ledger = scheduler.state
+        if not self._can_be_quiet or not ledger.forks.is_quiet:
             return []
         size = len(ledger.running)
         if not size or size > scheduler.max_num_batched_tokens:
@@ -121,7 +121,7 @@ class QuietSteps:
         `num_steps` tokens of each row, none of them a stop token. As many steps are in flight
         afterwards as were before.
         """
-        ledger = self.scheduler.ledger
+        ledger = self.scheduler.state
         first_step_id = ledger.last_planned + 1
         begun = tuple(n for n, row in enumerate(rows) if not row.has_output)
         starts = tuple(row.num_computed_tokens for row in rows)
@@ -170,7 +170,7 @@ class QuietSteps:
 
     def _touch_blocks(self, rows: Sequence[Request], num_steps: int) -> Opened:
         """Block by block what the steps take and fill, in order; the rest is counting."""
-        ledger, blocks = self.scheduler.ledger, self.scheduler.blocks
+        ledger, blocks = self.scheduler.state, self.scheduler.blocks
         planned, retired = ledger.last_planned, ledger.last_retired
         done = [
             row.num_done_tokens - 1 + n for row, n in zip(rows, self._oldest(rows), strict=True)

@@ -1,16 +1,84 @@
-"""Who is next in line?"""
+"""In what order do requests run, and in what order do they wait?"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 
 from ridgeline.request import Request
 from ridgeline.scheduler.policies.base import Policy, Rank
 
 Place = tuple[Rank, int]  # rank, then order of arrival: never equal for two requests
+Line = list[tuple[Rank, int, Request]]  # by place
 
 MAX_BYPASSES = 256
+
+
+class RunningSet:
+    """Admitted requests. `slots` says how many each lane has."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.slots: Counter[bytes] = Counter()
+        self._requests: dict[str, Request] = {}
+        self._lines: dict[bytes, Line] = {}  # by lane, where ranks are fixed
+        self._places: dict[int, Place] = {}  # by order of arrival, where ranks are fixed
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    @property
+    def requests(self) -> Collection[Request]:
+        return self._requests.values()
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._count(request, 1)
+        if self.policy.rank_is_fixed:
+            lane = self.policy.lane(request)
+            place = self._places[request.order] = (self.policy.rank(request, 0.0), request.order)
+            line = self._lines[lane] = self._lines.get(lane, []).copy()
+            insort(line, (*place, request))
+
+    def discard(self, request: Request) -> bool:
+        """True when it was running."""
+        if request not in self:
+            return False
+        del self._requests[request.request_id]
+        self._count(request, -1)
+        if self.policy.rank_is_fixed:
+            lane = self.policy.lane(request)
+            line = self._lines[lane] = self._lines[lane].copy()
+            del line[bisect_left(line, self._places.pop(request.order))]
+            if not line:
+                del self._lines[lane]
+        return True
+
+    def _count(self, request: Request, change: int) -> None:
+        lane = self.policy.lane(request)
+        self.slots[lane] += change
+        if not self.slots[lane]:
+            del self.slots[lane]
+
+    def of_lane(self, lane: bytes) -> Sequence[Request]:
+        """In their order; for policies whose ranks are fixed."""
+        return [request for _, _, request in self._lines.get(lane, ())]
+
+    def in_order(self, now: float) -> Line:
+        """As the policy ranks them. The list that was returned never changes."""
+        policy, lines = self.policy, self._lines
+        if not policy.rank_is_fixed:
+            return sorted([(policy.rank(r, now), r.order, r) for r in self])
+        if len(lines) == 1:
+            return next(iter(lines.values()))
+        return [entry for lane in sorted(lines, key=policy.lane_rank) for entry in lines[lane]]
 
 
 class WaitingQueue:
@@ -23,7 +91,7 @@ class WaitingQueue:
     def __init__(self, policy: Policy, max_bypasses: int = MAX_BYPASSES) -> None:
         self.policy = policy
         self.max_bypasses = max_bypasses
-        self._lines: dict[bytes, list[tuple[Rank, int, Request]]] = {}  # by lane, then by place
+        self._lines: dict[bytes, Line] = {}  # by lane
         self._places: dict[int, Place] = {}  # by order of arrival
         self._by_age: OrderedDict[int, Request] = OrderedDict()
         self._num_bypasses = 0  # of the oldest

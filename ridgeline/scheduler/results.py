@@ -5,81 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ridgeline.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from ridgeline.scheduler.ledger import Ledger
 from ridgeline.scheduler.policies.base import Flight
+from ridgeline.scheduler.state import SchedulerState
 from ridgeline.step import ScheduledRequest, StepResult
 
 
 class ResultTaker:
     """Brings results home: tokens to their requests, blocks to the prefix cache, ends."""
 
-    def __init__(self, ledger: Ledger, *, may_draft: bool) -> None:
-        self.ledger = ledger
+    def __init__(self, state: SchedulerState, *, may_draft: bool) -> None:
+        self.state = state
         self.num_late = 0  # of rows that had been closed
         self._may_draft = may_draft
 
-    def take_all(
-        self, flights: Sequence[Flight], result: StepResult, *, only_decodes: bool
-    ) -> list[RequestOutput]:
-        """What one step gave, in the order of its rows. `only_decodes`: nothing was a guess."""
-        special = self.ledger.groups or result.faults or result.logprobs or result.prompt_logprobs
+    def take_all(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
+        """What one step gave, in the order of its rows."""
+        special = result.faults or result.logprobs or result.prompt_logprobs
         if special or (result.draft_token_ids and not self._may_draft):
             take = self.take
             return [output for flown in flights if (output := take(flown, result)) is not None]
-        if self._may_draft and (result.draft_token_ids or not only_decodes):
-            return self._take_guessed(flights, result)
-        return self._take_plain(flights, result)
+        return self._take_tokens_alone(flights, result)
 
-    def _take_plain(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
-        """The same where there is nothing but tokens. Most rows of most steps have one, go on and
-        fill no block: these are done here, and all others by `take`."""
+    def _take_tokens_alone(
+        self, flights: Sequence[Flight], result: StepResult
+    ) -> list[RequestOutput]:
+        """The same where there is nothing but tokens. Most rows of most steps have had some before
+        and go on: these are done here, without a call for each, and all others by `take`."""
         outputs: list[RequestOutput] = []
-        sampled, blocks = result.token_ids, self.ledger.blocks
-        size, edges = blocks.block_size, blocks.edges
-        for flight in flights:
-            entry, row, epoch = flight
-            end = row.num_done_tokens + 1  # with guesses in flight, before that of the plan
-            if (
-                row.epoch == epoch
-                and row.has_output
-                and entry.num_tokens == 1
-                and end < row.num_computable_tokens
-                and entry.samples
-            ):
-                new = sampled[row.request_id]
-                (token_id,) = new
-                if token_id not in row.stop_token_ids:
-                    row.token_ids[end] = token_id
-                    row.num_done_tokens = end
-                    row.draft_token_ids = ()
-                    if end % size in edges:
-                        blocks.publish(row, self.ledger.last_planned)
-                    outputs.append(RequestOutput(row.request_id, new))
-                    continue
-            if (output := self.take(flight, result)) is not None:
-                outputs.append(output)
-        return outputs
-
-    def _take_guessed(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
-        """The same of an engine that guesses: rows that end, or had prompts, by `take`."""
-        outputs: list[RequestOutput] = []
-        sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.ledger.blocks
-        size, edges, last_planned = blocks.block_size, blocks.edges, self.ledger.last_planned
+        sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.state.blocks
+        size, edges, last_planned = blocks.block_size, blocks.edges, self.state.last_planned
         has_windows = blocks.has_windows
         for flight in flights:
             entry, row, epoch = flight
-            num_draft = entry.num_draft
-            if (
-                row.epoch == epoch
-                and row.has_output
-                and entry.samples
-                and entry.num_tokens == num_draft + 1
-            ):
+            if row.epoch == epoch and row.has_output and entry.samples:
                 new = sampled[row.request_id]
-                num_new, first = len(new), row.num_done_tokens + 1
-                if not num_draft and first < row.num_computable_tokens:
+                first = row.num_done_tokens + 1  # with guesses in flight, before that of the plan
+                if entry.num_tokens == 1:
                     (token_id,) = new
-                    if token_id not in row.stop_token_ids:
+                    if first < row.num_computable_tokens and token_id not in row.stop_token_ids:
                         row.token_ids[first] = token_id
                         row.num_done_tokens = first
                         row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
@@ -87,19 +50,23 @@ class ResultTaker:
                             blocks.publish(row, last_planned)
                         outputs.append(RequestOutput(row.request_id, new))
                         continue
-                done = row.num_done_tokens + num_new
-                if done < row.num_computable_tokens and row.stop_token_ids.isdisjoint(new):
-                    row.token_ids[first : first + num_draft + 1] = new
-                    row.num_computed_tokens -= num_draft + 1 - num_new
-                    row.num_done_tokens = done
-                    row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
-                    if has_windows or done // size > row.num_published_blocks:
-                        blocks.publish(row, last_planned)
-                    right, wrong = num_new - 1, num_draft - num_new + 1
-                    outputs.append(
-                        RequestOutput(row.request_id, new, None, (), (), 0, None, (), right, wrong)
-                    )
-                    continue
+                elif entry.num_tokens == entry.num_draft + 1:
+                    num_draft, done = entry.num_draft, row.num_done_tokens + len(new)
+                    if done < row.num_computable_tokens and row.stop_token_ids.isdisjoint(new):
+                        right = len(new) - 1
+                        row.token_ids[first : first + num_draft + 1] = new
+                        row.num_computed_tokens -= num_draft - right
+                        row.num_done_tokens = done
+                        row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
+                        if has_windows or done // size > row.num_published_blocks:
+                            blocks.publish(row, last_planned)
+                        wrong = num_draft - right
+                        outputs.append(
+                            RequestOutput(
+                                row.request_id, new, None, (), (), 0, None, (), right, wrong
+                            )
+                        )
+                        continue
             if (output := self.take(flight, result)) is not None:
                 outputs.append(output)
         return outputs
@@ -111,8 +78,6 @@ class ResultTaker:
             return None
         if result.faults and entry.request_id in result.faults:
             return self._fault(row, result.faults[entry.request_id])
-        if self.ledger.groups and entry.request_id in self.ledger.groups:
-            return self._take_beam(flight, result)
         return self._take_tokens(flight, result)
 
     def _take_tokens(self, flight: Flight, result: StepResult) -> RequestOutput | None:
@@ -133,13 +98,13 @@ class ResultTaker:
             if reason is not None:  # accepted guesses may have been cut
                 request.num_done_tokens = min(request.num_done_tokens, request.num_known_tokens)
             request.draft_token_ids = result.draft_token_ids.get(request_id, ())
-            self.ledger.blocks.publish(request, self.ledger.last_planned)
+            self.state.blocks.publish(request, self.state.last_planned)
         logprobs = result.logprobs[request_id][: len(new)] if request_id in result.logprobs else ()
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.prompt_logprobs is not None:
             prompt_logprobs = _prompt_logprobs(request, entry, result)
         if reason is not None:
-            self.ledger.end(request)
+            self.state.end(request, has_blocks=request.sampling.beam_width > 1)
         if not new and not prompt_logprobs:
             return None
         num_cached = 0 if request.has_output else request.num_cached_tokens
@@ -156,30 +121,10 @@ class ResultTaker:
             num_rejected=entry.num_draft - accepted,
         )
 
-    def _take_beam(self, flight: Flight, result: StepResult) -> RequestOutput | None:
-        entry, row, epoch = flight
-        if row.epoch != epoch:
-            self.num_late += 1
-            return None
-        row.num_done_tokens += entry.num_tokens
-        self.ledger.blocks.publish(row, self.ledger.last_planned)
-        group = self.ledger.groups[row.request_id]
-        if not entry.samples:
-            return None
-        if not group.report(row, result.logprobs[row.request_id][-1]):
-            return None
-        self.ledger.regroup(group)
-        if group.rows:
-            return None
-        self.ledger.end(group.request)
-        return group.output()
-
     def _fault(self, row: Request, reason: str) -> RequestOutput:
         """Its numbers went wrong: it ends, and nobody may find what it wrote."""
-        request = self.ledger.request_of(row)
-        for each in self.ledger.rows(request):
-            self.ledger.blocks.forget(each)
-        return self.ledger.end_with_error(request, reason)
+        self.state.blocks.forget(row)
+        return self.state.end_with_error(row, reason)
 
 
 def checked_of_the_living(

@@ -10,14 +10,13 @@ from typing import Protocol
 from ridgeline.errors import RequestFault, check
 from ridgeline.request import UNKNOWN_TOKEN, Request, RequestOutput
 from ridgeline.scheduler.admission import Capacity
-from ridgeline.scheduler.beam_group import BeamGroup
-from ridgeline.scheduler.block_manager import BlockManager, beam_blocks_needed
-from ridgeline.scheduler.forks import can_share, has_prompt
-from ridgeline.scheduler.ledger import Ledger
+from ridgeline.scheduler.beams import BeamSearches, Search
+from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.base import Flight, Overloaded, Policy, Refuse
 from ridgeline.scheduler.prefix_cache import Prefix
 from ridgeline.scheduler.queue import MAX_BYPASSES
 from ridgeline.scheduler.results import ResultTaker, checked_of_the_living
+from ridgeline.scheduler.state import SchedulerState, can_share, has_prompt
 from ridgeline.step import (
     BlockCopy,
     BlockTables,
@@ -60,7 +59,8 @@ class _Step:
 
     step_id: int
     now: float
-    budget: int
+    whole_budget: int
+    budget: int  # what is left of it
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -137,14 +137,15 @@ class Scheduler:
         self.capacity = Capacity(
             blocks, max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
         )
-        self.ledger = Ledger(blocks, policy, max_bypasses, max_preemptions)
-        self.requests = self.ledger.requests
-        self.running, self.waiting = self.ledger.running, self.ledger.waiting
+        self.state = SchedulerState(blocks, policy, max_num_seqs, max_bypasses, max_preemptions)
+        self.beams = BeamSearches(self.state)
+        self.requests = self.state.requests
+        self.running, self.waiting = self.state.running, self.state.waiting
         self._has_lanes = type(policy).lane is not Policy.lane
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
-        self._results = ResultTaker(self.ledger, may_draft=num_drafts > 0)
+        self._results = ResultTaker(self.state, may_draft=num_drafts > 0)
         self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
-        self._num_added = 0
+        self._now = 0.0  # of the last plan
         self._planned_at_end = 0  # the last step that was, when a request ended
         self._all_decode_at = -1  # change of the set of running requests
         self._no_room: tuple[Request, int, int] | None = None  # who, at what change, free blocks
@@ -166,7 +167,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self.ledger.num_preemptions
+        return self.state.num_preemptions
 
     @property
     def num_late_results(self) -> int:
@@ -180,68 +181,74 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises RequestFault for what can never be served, for an id that is
         in use, and (Overloaded) when the policy turns it away."""
-        if request.request_id in self.requests:
+        if request.request_id in self.requests or request.request_id in self.beams:
             raise RequestFault("a request with this id is being served", param="request_id")
         check(request.order == 0, "a request is added once", id=request.request_id)
         self.capacity.check(request)
-        if isinstance(answer := self.policy.admit(request, now), Refuse):
+        search = Search(request) if request.sampling.beam_width > 1 else None
+        entering = request if search is None else search.first
+        if isinstance(answer := self.policy.admit(entering, now), Refuse):
             raise Overloaded(answer)
+        if search is not None:
+            self.beams.open(search)
         parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
-        self._num_added += 1
-        request.order = self._num_added
-        request.num_computable_tokens = request.max_num_tokens - 1
-        request.stop_token_ids = frozenset(request.sampling.stop_token_ids)
-        self.requests[request.request_id] = request
-        if request.sampling.beam_width > 1:
-            self.ledger.groups[request.request_id] = BeamGroup(request)
-        if parent is not None and can_share(request, parent):
-            self.ledger.forks.add(request, parent)
+        self.state.enter(entering)
+        request.order = entering.order
+        entering.stop_token_ids = frozenset(entering.sampling.stop_token_ids)
+        if search is None and parent is not None and can_share(request, parent):
+            self.state.forks.add(request, parent)
             if not has_prompt(parent, parent.num_computed_tokens):
-                self.ledger.forks.park(request)
+                self.state.forks.park(request)
                 return
-        self.waiting.add(request, now)
+        self.waiting.add(entering, now)
 
     def schedule(self, now: float) -> StepPlan:
         """Plan one step and account for it at once, so that the next can be planned
         before this one has run. A plan that schedules nothing is not to be sent."""
-        ledger = self.ledger
-        step = _Step(ledger.last_planned + 1, now, self._budget(now))
-        for fork in ledger.forks.take_woken():
+        self._now = now
+        budget = self._budget(now)
+        step = _Step(self.state.last_planned + 1, now, budget, budget)
+        for fork in self.state.forks.take_woken():
             self.waiting.add(fork, now)
         if self._has_lanes:
             self._make_way(now)
-        self._continue_running(step)
+        step.num_guesses = self._num_guesses(now)
+        prompts = self._decode_running(step)
+        self._read_running(prompts, step)
         self._admit_waiting(step)
+        return self._plan_of(step)
+
+    def _plan_of(self, step: _Step) -> StepPlan:
+        state = self.state
         if not step.scheduled:
-            return StepPlan(ledger.last_planned, ())
+            return StepPlan(state.last_planned, ())
         plan = StepPlan(
             step.step_id,
             tuple(step.scheduled),
             tuple(step.new),
             tuple(step.copies),
-            tuple(ledger.preempted),
-            tuple(ledger.finished),
+            tuple(state.preempted),
+            tuple(state.finished),
         ).knowing(step.decodes)
-        ledger.preempted, ledger.finished = [], []
-        ledger.last_planned = step.step_id
+        state.preempted, state.finished = [], []
+        state.last_planned = step.step_id
         self._flights[step.step_id] = (plan, step.flights)
         self.policy.on_plan(step.flights)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take in what a step has sampled. Steps retire in the order they were planned."""
-        in_order = plan.step_id == self.ledger.last_retired + 1
+        in_order = plan.step_id == self.state.last_retired + 1
         check(in_order and plan.step_id in self._flights, "steps retire in order", id=plan.step_id)
         _, flights = self._flights.pop(plan.step_id)
         for row_id in result.faults:
             self.blocks.break_promises(row_id)
-        self.ledger.retire(plan.step_id)
-        num_changes = self.ledger.num_changes
-        only_decodes = plan.decodes is not None
-        outputs = self._results.take_all(flights, result, only_decodes=only_decodes)
+        self.state.retire(plan.step_id)
+        num_changes = self.state.num_changes
+        outputs = self._results.take_all(flights, result)
         if self.guesses is not None:
             ended = []
-            if self.ledger.num_changes != num_changes:
+            if self.state.num_changes != num_changes:
                 ended = [o.request_id for o in outputs if o.finish_reason is not None]
             checked: Mapping[str, tuple[int, int]] = result.checked
             if ended or plan.step_id <= self._planned_at_end:
@@ -249,20 +256,22 @@ class Scheduler:
             self.guesses.observe(checked)
             for request_id in ended:
                 self._forget(request_id)
-        return outputs
+        return self.beams.lead(outputs, self._now) if self.beams else outputs
 
     def _forget(self, request_id: str) -> None:
         """It has ended: steps that are under way may still have guesses for it."""
         if self.guesses is not None:
             self.guesses.forget(request_id)
-            self._planned_at_end = self.ledger.last_planned
+            self._planned_at_end = self.state.last_planned
 
     def finish(self, request_id: str) -> bool:
         """End a request, in whatever state it is. False for an unknown id."""
+        if self.beams.finish(request_id):
+            return True
         if (request := self.requests.get(request_id)) is None:
             return False
         self._forget(request_id)
-        self.ledger.end(request)
+        self.state.end(request)
         return True
 
     def fail_in_flight(self, reason: str) -> list[RequestOutput]:
@@ -271,22 +280,22 @@ class Scheduler:
         To be called when the executor is done with all of them. Rows that those plans were to
         close are named again, since nobody knows how far they got.
         """
-        ledger, outputs = self.ledger, []
+        state, outputs = self.state, []
         self.blocks.break_promises()
         for plan, flights in self._flights.values():
-            ledger.finished += (*plan.preempted, *plan.finished)
+            state.finished += (*plan.preempted, *plan.finished)
             for _, row, _ in flights:
                 if not row.is_ended:
-                    outputs.append(ledger.end_with_error(ledger.request_of(row), reason))
+                    outputs.append(state.end_with_error(row, reason))
         self._flights.clear()
-        ledger.retire(ledger.last_planned)
-        return outputs
+        state.retire(state.last_planned)
+        return self.beams.lead(outputs, self._now)
 
     def check_invariants(self) -> None:
         """Everything that must hold between two steps, for tests and for idle time."""
-        self.ledger.check_invariants()
-        check(self.running.num_seats <= self.max_num_seqs, "seats are limited")
-        check(len(self._flights) == self.ledger.last_planned - self.ledger.last_retired, "flights")
+        self.state.check_invariants()
+        check(len(self.running) <= self.max_num_seqs, "slots are limited")
+        check(len(self._flights) == self.state.last_planned - self.state.last_retired, "flights")
 
     # ------------------------------------------------------------------ running requests
 
@@ -295,69 +304,63 @@ class Scheduler:
         most = self.max_num_batched_tokens
         return most if wanted is None else max(1, min(wanted, most))
 
-    def _continue_running(self, step: _Step) -> None:
-        """Decodes first, as each costs few tokens of the budget; then chunks of prompts."""
-        chunks: list[Request] = []
-        step.num_guesses = self._num_guesses(step.now)
-        is_plain, budget = not step.num_guesses and not self.ledger.groups, step.budget
-        is_usual = not self.ledger.groups and not (step.num_guesses and self._policy_limits_drafts)
-        scheduled, flights, no_blocks = step.scheduled, step.flights, self.blocks.no_blocks
-        for _, _, request in self.running.in_order(step.now):
-            if step.budget <= 0:
-                return
-            start, tokens = request.num_computed_tokens, request.token_ids
-            if is_plain and start < request.num_roomy_tokens and len(tokens) == start + 1:
-                # Most rows of most steps: what `_continue` does, for a decode that needs no block.
-                entry = ScheduledRequest(request.request_id, start, 1, no_blocks, True)
-                request.num_computed_tokens = start + 1
-                tokens.append(UNKNOWN_TOKEN)
-                scheduled.append(entry)
-                flights.append((entry, request, request.epoch))
-                step.budget -= 1
+    def _decode_running(self, step: _Step) -> list[Request]:
+        """Decodes go first, as each costs few tokens of the budget: one of each row, and guesses
+        behind it. Returns the rows that have more to compute.
+
+        Most rows of most steps write to blocks of their own, or open the next ones. That is done
+        here, without a call for each; `_continue` does the same for all others.
+        """
+        others: list[Request] = []
+        scheduled, flights, blocks = step.scheduled, step.flights, self.blocks
+        no_blocks, may_draft = blocks.no_blocks, self.num_drafts > 0
+        guesses, budget = step.num_guesses > 0, step.budget
+        for _, _, row in self.running.in_order(step.now):
+            if budget <= 0:
+                break
+            start, tokens = row.num_computed_tokens, row.token_ids
+            if len(tokens) != start + 1:
+                others.append(row)
                 continue
-            if is_usual and len(tokens) == start + 1 and self._decode(request, step):
+            num_draft, new_block_ids = 0, no_blocks
+            if guesses and row.has_drafts:
+                num_draft = self._num_wanted(row, step)
+            end = start + num_draft + 1
+            is_full = end > row.num_roomy_tokens
+            if num_draft >= budget or (is_full and not blocks.can_extend_by_one(row, end)):
+                step.budget = budget
+                self._continue(row, step, num_draft)
+                budget = step.budget
                 continue
-            if request.sampling.beam_width > 1:
-                chunks += self._continue_beams(request, step)
-            elif len(request.token_ids) - request.num_computed_tokens > 1:
-                chunks.append(request)
-            else:
-                self._continue(request, step)
+            if is_full:
+                new_block_ids = blocks.extend_by_one(row)
+                step.opened.append(len(scheduled))
+            if num_draft:
+                tokens += [UNKNOWN_TOKEN] * num_draft
+                step.only_decodes = False
+            tokens.append(UNKNOWN_TOKEN)
+            entry = ScheduledRequest(
+                row.request_id, start, num_draft + 1, new_block_ids, True, num_draft
+            )
+            row.num_computed_tokens = end
+            row.has_drafts = may_draft
+            scheduled.append(entry)
+            flights.append((entry, row, row.epoch))
+            budget -= num_draft + 1
+        step.budget = budget
+        return others
+
+    def _read_running(self, rows: Sequence[Request], step: _Step) -> None:
+        """Chunks of the prompts of these rows, as long as there is a budget."""
         if step.scheduled:
-            step.budget = self._budget_beside(budget - step.budget, len(chunks), step.budget)
-        for row in chunks:
+            num_decoded = step.whole_budget - step.budget
+            step.budget = self._budget_beside(num_decoded, len(rows), step.budget)
+        for row in rows:
             if self._has_lanes:  # who waits may be before it
                 self._admit_waiting(step, before=self.policy.lane(row))
             if step.budget <= 0:
                 return
             self._continue(row, step)
-
-    def _decode(self, row: Request, step: _Step) -> bool:
-        """What `_continue` does, for a decode, with its guesses or without, that has room in its
-        last block or fills it. False: it is in any other way special."""
-        checks = step.num_guesses and row.has_drafts
-        num_draft = self._num_wanted(row, step) if checks else 0
-        start, blocks = row.num_computed_tokens, self.blocks
-        end = start + num_draft + 1
-        if num_draft >= step.budget:
-            return False
-        new_block_ids = blocks.no_blocks
-        if end > row.num_roomy_tokens:
-            if not blocks.can_extend_by_one(row, end):
-                return False
-            new_block_ids = blocks.extend_by_one(row)
-            step.opened.append(len(step.scheduled))
-        entry = ScheduledRequest(
-            row.request_id, start, num_draft + 1, new_block_ids, True, num_draft
-        )
-        row.num_computed_tokens = end
-        row.token_ids.extend([UNKNOWN_TOKEN] * (num_draft + 1))
-        row.has_drafts = self.num_drafts > 0
-        step.only_decodes &= not num_draft
-        step.scheduled.append(entry)
-        step.flights.append((entry, row, row.epoch))
-        step.budget -= num_draft + 1
-        return True
 
     def _num_guesses(self, now: float) -> int:
         """Of each row of this step, at most. A step that reads prompts checks none: its rows wait
@@ -367,10 +370,10 @@ class Scheduler:
         if self.guesses is None:
             return self.num_drafts
         decoding = list(self.running)
-        if self._all_decode_at != self.ledger.num_changes:
+        if self._all_decode_at != self.state.num_changes:
             if any(len(r.token_ids) > r.num_computed_tokens + 1 for r in decoding):
                 return 0
-            self._all_decode_at = self.ledger.num_changes  # and they go on so until one comes
+            self._all_decode_at = self.state.num_changes  # and they go on so until one comes
         return min(self.num_drafts, self.guesses.plan(decoding, now))
 
     def _budget_beside(self, num_decoded: int, num_chunks: int, budget: int) -> int:
@@ -381,37 +384,16 @@ class Scheduler:
         most = self.max_num_mixed_tokens * max(line, SHORT_LINE) // SHORT_LINE
         return min(budget, max(most - num_decoded, most // 4, 1))
 
-    def _continue_beams(self, request: Request, step: _Step) -> list[Request]:
-        """Returns the rows that have more than one token to compute."""
-        if request not in self.running:
-            return []
-        group = self.ledger.groups[request.request_id]
-        if not group.is_whole:
-            return list(group.rows)
-        for row in group.rows:
-            if row.num_pending_tokens == 1 and step.budget > 0:
-                self._continue(row, step)
-        return [row for row in group.rows if row.num_pending_tokens > 1]
-
-    def _continue(self, row: Request, step: _Step) -> None:
+    def _continue(self, row: Request, step: _Step, num_wanted: int = 0) -> None:
+        """As many of its tokens, and of the guesses that are wanted, as there is room for."""
         if not row.block_ids:
-            self._open_beam(row, step)
-            return
-        num_tokens, num_draft = self._num_schedulable(row, step)
+            return  # preempted by this very step
+        start, pending = row.num_computed_tokens, row.num_pending_tokens
+        room = min(step.budget, row.num_computable_tokens - start)
+        num_draft = max(0, min(num_wanted, room - 1))
+        num_tokens = min(pending + num_draft, room)
         if num_tokens > 0 and not self._compute(row, num_tokens, num_draft, step):
             step.memory_is_short = True
-
-    def _num_schedulable(self, row: Request, step: _Step) -> tuple[int, int]:
-        """How many tokens of it to compute now, and how many of them are guesses."""
-        pending = len(row.token_ids) - row.num_computed_tokens
-        room = min(step.budget, row.num_computable_tokens - row.num_computed_tokens)
-        if self.ledger.groups and (group := self.ledger.group_of(row)) is not None:
-            room = min(room, group.limit(row) - row.num_computed_tokens)
-        if pending != 1 or not row.has_drafts or not step.num_guesses:
-            return min(pending, room), 0
-        most = self._num_wanted(row, step)
-        num_draft = max(0, min(most, room - 1))
-        return min(1 + num_draft, room), num_draft
 
     def _num_wanted(self, row: Request, step: _Step) -> int:
         """Guesses of this row that are worth a check, as far as there are any."""
@@ -431,27 +413,11 @@ class Scheduler:
         room = self.blocks.extend(row, num_tokens, step.step_id)
         if room is None:
             missing = self.blocks.missing(row, num_tokens)
-            if not self._make_room(self.ledger.request_of(row), missing, step):
+            if not self._make_room(row, missing, step):
                 return False
             room = self.blocks.extend(row, num_tokens, step.step_id)
         self._commit(row, num_tokens, num_draft, room, tables, step)
         return True
-
-    def _open_beam(self, row: Request, step: _Step) -> None:
-        """After a preemption the first row computes the prompt; here the others take it over."""
-        group = self.ledger.group_of(row)
-        if group is None or group.request not in self.running:
-            return  # preempted earlier in this very step
-        lead, num_prompt = group.rows[0], group.num_prompt_tokens
-        if lead.num_computed_tokens - step.num_planned.get(lead.request_id, 0) < num_prompt:
-            return
-        prefix = group.shared_prompt(self.blocks)
-        num_tokens = min(len(row.token_ids) - num_prompt, step.budget)
-        missing = self.blocks.missing_for(prefix, num_tokens)
-        if missing > 0 and not self._make_room(group.request, missing, step):
-            step.memory_is_short = True
-            return
-        self._open(row, prefix, num_tokens, step)
 
     def _make_room(self, request: Request, missing: int, step: _Step) -> bool:
         """Preempt those ranked behind `request`, the last first, until `missing` more blocks are
@@ -467,20 +433,17 @@ class Scheduler:
             )
             if victim is request:
                 return False
-            self.ledger.preempt(victim, step.now)
+            self.state.preempt(victim, step.now)
         return True
 
     def _num_leaving(self) -> int:
         """Blocks that leave somebody's window when the steps in flight are over."""
         if not self.blocks.has_windows:
             return 0
-        rows = (row for r in self.running for row in self.ledger.rows(r) if row.block_ids)
-        return sum(self.blocks.num_leaving(row) for row in rows)
+        return sum(self.blocks.num_leaving(row) for row in self.running)
 
     def _may_preempt(self, request: Request, step: _Step) -> bool:
-        if request not in self.running:
-            return False
-        return all(row.request_id not in step.num_planned for row in self.ledger.rows(request))
+        return request in self.running and request.request_id not in step.num_planned
 
     def _commit(
         self,
@@ -509,8 +472,8 @@ class Scheduler:
         row.num_computed_tokens = start + num_tokens
         if num_tokens > 1 and not num_draft:
             self.blocks.promise(row, step.step_id)
-        ledger = self.ledger
-        if samples and (not ledger.groups or ledger.group_of(row) is None):
+        state = self.state
+        if samples:
             row.token_ids += [UNKNOWN_TOKEN] * (num_draft + 1)
             row.has_drafts = self.num_drafts > 0
         step.scheduled.append(entry)
@@ -518,17 +481,15 @@ class Scheduler:
             step.copies += copies
         step.flights.append((entry, row, row.epoch))
         step.budget -= num_tokens
-        if ledger.forks.parked and has_prompt(row, row.num_computed_tokens):
-            ledger.forks.wake(row)
+        if state.forks.parked and has_prompt(row, row.num_computed_tokens):
+            state.forks.wake(row)
 
     def _new_row(self, row: Request, tables: BlockTables) -> NewRequest:
         row.has_row = True
-        group = self.ledger.group_of(row)
-        sampling = row.sampling if group is None else group.sampling
         ids, num_prompt = row.prompt_token_ids, len(row.prompt_token_ids)
         if len(row.token_ids) > num_prompt:
             ids = tuple(row.token_ids)
-        return NewRequest(row.request_id, ids, num_prompt, sampling, tables)
+        return NewRequest(row.request_id, ids, num_prompt, row.sampling, tables)
 
     # ------------------------------------------------------------------ waiting requests
 
@@ -539,24 +500,23 @@ class Scheduler:
         request, running, blocks = self.waiting.head(now), self.running, self.blocks
         if request is None or self._may_find_room(request):
             return
-        if self._has_seat(request):
+        if self._has_slot():
             if blocks.num_deferred_blocks:
                 return  # some are coming back
             needs = -(-len(request.token_ids) // blocks.block_size) * len(blocks.windows)
             held = Counter[bytes]()
             for other in running:
-                rows = self.ledger.rows(other)
-                held[self.policy.lane(other)] += sum(sum(blocks.num_held(row)) for row in rows)
+                held[self.policy.lane(other)] += sum(blocks.num_held(other))
             total = blocks.num_blocks
         else:
-            needs, held, total = request.sampling.beam_width, running.seats, self.max_num_seqs
+            needs, held, total = 1, running.slots, self.max_num_seqs
         parts = {lane: num / total for lane, num in held.items()}
         lane = self.policy.yields(self.policy.lane(request), needs / total, parts)
         there = running.of_lane(lane) if lane is not None else ()
         for other in reversed(there[1:]):
             has_gained = not other.num_preemptions or other.num_pending_tokens <= 1
-            if has_gained and 2 * other.num_preemptions < self.ledger.max_preemptions:
-                self.ledger.preempt(other, now)
+            if has_gained and 2 * other.num_preemptions < self.state.max_preemptions:
+                self.state.preempt(other, now)
                 return
 
     def _admit_waiting(self, step: _Step, *, before: bytes | None = None) -> None:
@@ -576,9 +536,10 @@ class Scheduler:
             if prefix is None:
                 continue  # a fork whose parent has lost the prompt
             if not self._fits(request, prefix):
-                self._no_room = (request, self.ledger.num_changes, self.blocks.num_free_blocks)
+                self._no_room = (request, self.state.num_changes, self.blocks.num_free_blocks)
                 return
-            if not self.chunked_prefill and self._num_to_open(request, prefix) > step.budget:
+            num_tokens = len(request.token_ids) - prefix.num_tokens
+            if not self.chunked_prefill and num_tokens > step.budget:
                 return  # to be computed whole, in a step with less to do
             self._admit(request, prefix, step)
 
@@ -587,29 +548,29 @@ class Scheduler:
         whose ranks are fixed."""
         request, blocks = self.waiting.head(0.0), self.blocks
         if request is None or self._no_room is None:
-            return request is not None and self._has_seat(request)
+            return request is not None and self._has_slot()
         who, change, num_free = self._no_room
-        is_same = who is request and change == self.ledger.num_changes
+        is_same = who is request and change == self.state.num_changes
         is_no_more = blocks.num_free_blocks + blocks.num_deferred_blocks <= num_free
         stays_full = is_same and is_no_more and not blocks.has_windows
-        return self._has_seat(request) and not stays_full
+        return self._has_slot() and not stays_full
 
-    def _has_seat(self, request: Request) -> bool:
-        return self.running.num_seats + request.sampling.beam_width <= self.max_num_seqs
+    def _has_slot(self) -> bool:
+        return len(self.running) < self.max_num_seqs
 
     def _may_find_room(self, request: Request) -> bool:
         """A cheap look, before the prefix cache is asked again about one that found no room."""
-        if self.running.num_seats + request.sampling.beam_width > self.max_num_seqs:
+        if len(self.running) >= self.max_num_seqs:
             return False
         if self._no_room is None:
             return True
         who, change, num_free = self._no_room
-        is_same = who is request and change == self.ledger.num_changes
+        is_same = who is request and change == self.state.num_changes
         return not is_same or self.blocks.num_free_blocks > num_free
 
     def _prefix(self, request: Request, step: _Step) -> Prefix | None:
         """What it need not compute. None: it is parked until its parent has the prompt."""
-        if (parent := self.ledger.forks.parent_of(request)) is not None:
+        if (parent := self.state.forks.parent_of(request)) is not None:
             planned = step.num_planned.get(parent.request_id, 0)
             if not has_prompt(parent, parent.num_computed_tokens - planned):
                 self._park_again(request, parent)
@@ -617,57 +578,39 @@ class Scheduler:
             shared = self.blocks.share(parent, len(request.prompt_token_ids) - 1)
             if shared is not None:
                 return shared
-        row = self.ledger.first_row(request)
-        limit = len(row.token_ids)
-        if request.sampling.beam_width > 1:
-            limit = len(request.prompt_token_ids)  # other beams take over what it has
+        limit = len(request.token_ids)
         wants_prompt = request.sampling.prompt_logprobs is not None
         if wants_prompt and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1:
             limit = 0  # each prompt position is to be computed
-        return self.blocks.match(row, limit)
+        return self.blocks.match(request, limit)
 
     def _park_again(self, fork: Request, parent: Request) -> None:
         self.waiting.discard(fork)
-        self.ledger.forks.park(fork)
+        self.state.forks.park(fork)
         if has_prompt(parent, parent.num_computed_tokens):
-            self.ledger.forks.wake(parent)  # this very step computes it
+            self.state.forks.wake(parent)  # this very step computes it
 
     def _fits(self, request: Request, prefix: Prefix) -> bool:
         """Is there room for all its tokens so far? And for one that was preempted too often, or
         beside such a one: for everything that anybody running may still ask for?"""
         chunk, blocks = self.max_num_batched_tokens, self.blocks
-        group, row = self.ledger.group_of(request), self.ledger.first_row(request)
-        if not blocks.fits(prefix, len(row.token_ids) - prefix.num_tokens, chunk):
+        if not blocks.fits(prefix, len(request.token_ids) - prefix.num_tokens, chunk):
             return False
-        if group is not None and len(group.rows) > 1:
-            num_prompt, num_tokens = group.num_prompt_tokens, len(row.token_ids) + 1
-            size, windows, width = blocks.block_size, blocks.windows, len(group.rows)
-            need = beam_blocks_needed(num_prompt, num_tokens, width, size, windows, chunk)
-            if need > blocks.num_free_blocks:
-                return False
-        if not self.ledger.num_veterans:
+        if not self.state.num_exempt:
             return True
         to_come = sum(self._num_blocks_to_come(other) for other in self.running)
         return self.capacity.blocks_needed(request) + to_come <= blocks.num_free_blocks
 
     def _num_blocks_to_come(self, request: Request) -> int:
-        if (group := self.ledger.group_of(request)) is None:
-            return self.capacity.blocks_to_come(request, self.blocks.num_held(request))
-        held = 0 if self.blocks.has_windows else group.num_held_blocks()
-        return max(0, self.capacity.blocks_needed(request) - held)
-
-    def _num_to_open(self, request: Request, prefix: Prefix) -> int:
-        """Tokens that its first row is to compute before anything is sampled."""
-        row, group = self.ledger.first_row(request), self.ledger.group_of(request)
-        limit = len(row.token_ids) if group is None else group.limit(row)
-        return limit - prefix.num_tokens
+        to_come = self.capacity.blocks_to_come(request, self.blocks.num_held(request))
+        return to_come + self.blocks.num_to_copy(request)
 
     def _admit(self, request: Request, prefix: Prefix, step: _Step) -> None:
-        row, num_tokens = self.ledger.first_row(request), self._num_to_open(request, prefix)
-        self.ledger.start(request)
+        num_tokens = len(request.token_ids) - prefix.num_tokens
+        self.state.start(request)
         if not request.has_output and not request.num_preemptions:
             request.num_cached_tokens = prefix.num_tokens
-        self._open(row, prefix, min(num_tokens, step.budget), step)
+        self._open(request, prefix, min(num_tokens, step.budget), step)
 
     def _open(self, row: Request, prefix: Prefix, num_tokens: int, step: _Step) -> None:
         self.blocks.admit(row, prefix)

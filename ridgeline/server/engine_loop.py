@@ -19,7 +19,7 @@ from ridgeline.observe.accounts import PromptChunks
 from ridgeline.observe.evidence import Observatory
 from ridgeline.observe.steps import StepCounters
 from ridgeline.request import RequestOutput
-from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.server.engine_gauges import GaugeReader, ReportsMemory
 from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.late_plans import LatePlans
@@ -231,7 +231,7 @@ class EngineLoop:
             Step(
                 tuple(replies),
                 tuple(
-                    Scheduled(row.partition(ROW_MARK)[0], at)
+                    Scheduled(row.partition(BEAM_MARK)[0], at)
                     for row, at in self._watch.take_started()
                 ),
                 tuple(outputs),

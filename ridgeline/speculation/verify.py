@@ -22,8 +22,7 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.kernels.verified_rows import odds_draw, scores_at
-from ridgeline.sampling.batch import SamplingBatch, build_batch
-from ridgeline.sampling.parts import parts
+from ridgeline.sampling.batch import SamplingBatch, build_batch, parts
 from ridgeline.sampling.penalties import PenaltyCounts, Upload
 from ridgeline.sampling.row import Needs, SamplingRow
 from ridgeline.sampling.sampler import Sampled, adjust, likely_scores, pick

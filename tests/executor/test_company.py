@@ -22,7 +22,7 @@ from ridgeline.executor.local import LocalExecutor
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import FinishReason, Request, SamplingParams
-from ridgeline.scheduler.beam import BeamSearch, num_candidates
+from ridgeline.scheduler.beams import BeamSearch, num_candidates
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ridgeline.executor.batch import SamplingRows
-from ridgeline.executor.device_draws import DeviceDraws
+from ridgeline.executor.device_rows import DeviceDraws
 from ridgeline.executor.draft_batch import DraftRows
 from ridgeline.executor.transfer import transfer_to
 from ridgeline.kernels.noise import draft_keys, stream_key

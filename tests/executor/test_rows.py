@@ -5,7 +5,7 @@ import pytest
 
 from ridgeline.errors import InternalError
 from ridgeline.executor.rows import Rows
-from ridgeline.executor.transfer import HostTransfer
+from ridgeline.executor.transfer import Transfer
 from ridgeline.request import SamplingParams
 from ridgeline.step import BlockCopy, BlockTables, NewRequest
 
@@ -13,7 +13,7 @@ PENALISED = SamplingParams(presence_penalty=1.0)
 
 
 def make_rows(num_groups: int = 1, max_model_len: int = 64) -> Rows:
-    return Rows(num_groups, 4, max_model_len, 11, HostTransfer())
+    return Rows(num_groups, 4, max_model_len, 11, Transfer())
 
 
 def new(name: str, blocks: BlockTables = ((),), tokens: int = 3) -> NewRequest:

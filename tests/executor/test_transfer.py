@@ -9,6 +9,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +21,13 @@ from ridgeline.executor.transfer import (
     Array,
     CudaTransfer,
 )
-from ridgeline.kernels.copies import MOST_BYTES
+from ridgeline.kernels.copies import MOST_BYTES, Copies
 
 CPU = torch.device("cpu")
 
 
 @dataclass
-class Queue:
+class Queue(Copies):
     """A stream that is as late as may be. An event is a list of what was asked before it."""
 
     asked: list[Callable[[], object]] = field(default_factory=list)
@@ -40,22 +41,22 @@ class Queue:
     def fetch(self, pinned: int, source: int, num_bytes: int) -> None:
         self.asked.append(lambda: ctypes.memmove(pinned, source, num_bytes))
 
-    def make_event(self) -> list[int]:
+    def make_event(self) -> Any:
         self.num_events += 1
         return [0]
 
-    def set_event(self, event: list[int]) -> None:
+    def set_event(self, event: Any) -> None:
         event[0] = len(self.asked)
 
-    def wait(self, event: list[int]) -> None:
+    def wait(self, event: Any) -> None:
         for do in self.asked[self.done : event[0]]:
             do()
         self.done = max(self.done, event[0])
 
-    def is_reached(self, event: list[int]) -> bool:
-        return self.done >= event[0]
+    def is_reached(self, event: Any) -> bool:
+        return bool(self.done >= event[0])
 
-    def drop_event(self, event: list[int]) -> None:
+    def drop_event(self, event: Any) -> None:
         self.num_dropped += 1
 
 

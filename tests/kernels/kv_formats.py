@@ -7,11 +7,8 @@ from collections.abc import Callable
 import torch
 
 from ridgeline.kernels.paged_kv import PagedKV
-from ridgeline.kvcache.contract import KVFormat, Store
-from ridgeline.kvcache.fp8 import Fp8KV
-from ridgeline.kvcache.int4 import Int4KV
-from ridgeline.kvcache.int8 import Int8KV
-from ridgeline.kvcache.plain import PlainKV
+from ridgeline.kvcache.coded import Fp8KV, Int4KV, Int8KV
+from ridgeline.kvcache.format import KVFormat, PlainKV, Store
 
 FORMATS: dict[str, Callable[[], KVFormat]] = {
     "auto": PlainKV,

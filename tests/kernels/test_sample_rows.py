@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ridgeline.cost import memory
-from ridgeline.executor import device_controls
+from ridgeline.executor import device_rows
 from ridgeline.executor.transfer import transfer_to
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.kernels.sample_rows import (
@@ -336,10 +336,10 @@ def test_rows_without_filters_draw_what_draw_rows_draws() -> None:
 def test_where_captured_steps_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In buffers with room for more rows, the others being padding; for other rows each time."""
     size, more = 90, 8
-    monkeypatch.setattr(device_controls, "sample_rows", ours)
+    monkeypatch.setattr(device_rows, "sample_rows", ours)
     transfer = transfer_to(torch.device(DEVICE))
     counts = PenaltyCounts(size, transfer.send)
-    there = device_controls.DeviceControls(size, more, counts, transfer)
+    there = device_rows.DeviceControls(size, more, counts, transfer)
     changes = FILTERS[3:6] + ADJUSTS[:5]
     for first, num, bucket in ((0, 3, 4), (5, 3, 8), (2, 5, 8)):
         wanted = [params(seed=i, **changes[i]) for i in range(first, first + num)]

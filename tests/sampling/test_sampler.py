@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from ridgeline.request import SamplingParams
-from ridgeline.sampling.batch import build_batch
+from ridgeline.sampling.batch import NUMBERS_AT_ONCE, build_batch
 from ridgeline.sampling.logprobs import records, token_logprobs
-from ridgeline.sampling.parts import NUMBERS_AT_ONCE
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import Needs, sampling_row, seed_of
 from ridgeline.sampling.sampler import sample

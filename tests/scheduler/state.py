@@ -8,7 +8,7 @@ from ridgeline.step import StepPlan
 
 def state_of(scheduler: Scheduler) -> object:
     """All that the scheduler and the block manager know, in order."""
-    ledger, blocks = scheduler.ledger, scheduler.blocks
+    ledger, blocks = scheduler.state, scheduler.blocks
     blocks.settle()
     shares = blocks._shares
     rows = [

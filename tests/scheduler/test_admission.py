@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline.errors import InternalError, RequestFault
 from ridgeline.request import SamplingParams
-from ridgeline.scheduler.beam_group import ROW_MARK
+from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.scheduler.policies.base import Overloaded
 from tests.extensions.toy_policy import ShortestFirst
 from tests.scheduler.rig import Rig, make_request
@@ -85,7 +85,7 @@ def test_ids_are_used_once_and_not_like_our_own() -> None:
     with pytest.raises(RequestFault, match="is being served"):
         rig.add(make_request("a"))
     with pytest.raises(RequestFault) as caught:
-        rig.add(make_request(f"a{ROW_MARK}1"))
+        rig.add(make_request(f"a{BEAM_MARK}1"))
     assert caught.value.param == "request_id"
     rig.scheduler.finish("a")
     with pytest.raises(InternalError, match="added once"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ridgeline.request import SamplingParams
-from ridgeline.scheduler.beam import BeamSearch, num_candidates
+from ridgeline.scheduler.beams import BeamSearch, num_candidates
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from ridgeline.request import Request, RequestOutput
+from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.base import Flight
 from ridgeline.scheduler.results import ResultTaker
-from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import Decodes, ScheduledRequest, StepFuture, StepPlan, StepResult
 from tests.fake_device import FakeFuture
 from tests.scheduler.rig import Rig, make_request
@@ -113,11 +113,11 @@ def test_guesses_are_planned_and_taken_as_the_long_way(
     plans, outputs = seen_with_guesses(seed, finds=finds)
 
     def take_each(
-        taker: ResultTaker, flights: Sequence[Flight], result: StepResult, *, only_decodes: bool
+        taker: ResultTaker, flights: Sequence[Flight], result: StepResult
     ) -> list[RequestOutput]:
         return [output for flown in flights if (output := taker.take(flown, result)) is not None]
 
-    monkeypatch.setattr(Scheduler, "_decode", lambda scheduler, row, step: False)
+    monkeypatch.setattr(BlockManager, "_note_room", lambda blocks, request, end: None)
     monkeypatch.setattr(ResultTaker, "take_all", take_each)
     long_plans, long_outputs = seen_with_guesses(seed, finds=finds)
     assert plans == long_plans

@@ -199,7 +199,8 @@ def test_guesses_and_beams_are_not_quiet() -> None:
     rig = Rig(num_blocks=40)
     rig.add(make_request("b", sampling=SamplingParams(max_tokens=9, beam_width=2)))
     rig.plan()
-    assert QuietSteps(rig.scheduler).rows() == []
+    quiet = QuietSteps(rig.scheduler)
+    assert quiet.most(quiet.rows()) == 0
 
 
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 1, 1, 1), (1, 5, 1)])

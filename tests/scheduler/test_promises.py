@@ -179,7 +179,7 @@ def test_a_fault_breaks_the_promises_of_its_row_and_of_no_other(meanwhile: str) 
     if meanwhile == "aborted":
         rig.scheduler.finish("a")
     elif meanwhile == "preempted":
-        rig.scheduler.ledger.preempt(bad, rig.now)
+        rig.scheduler.state.preempt(bad, rig.now)
     rig.plans.clear()
     rig.scheduler.update(plan, StepResult({"g": (1,)}, faults={"a": "NaN"}))
     assert rig.blocks.num_cached_blocks == 2  # those of the good one
@@ -194,7 +194,7 @@ def test_a_fault_breaks_what_later_steps_in_flight_promise() -> None:
     rig.add(bad)
     first = rig.plan()
     rig.plan()
-    rig.scheduler.ledger.preempt(bad, rig.now)
+    rig.scheduler.state.preempt(bad, rig.now)
     rig.plans.pop(0)
     rig.scheduler.update(first, StepResult({}, faults={"a": "NaN"}))
     assert rig.blocks.num_cached_blocks == 0
@@ -207,7 +207,7 @@ def test_a_preempted_request_takes_back_what_is_still_in_flight() -> None:
     request = same("a")
     rig.add(request)
     rig.plan()
-    rig.scheduler.ledger.preempt(request, rig.now)
+    rig.scheduler.state.preempt(request, rig.now)
     assert entries(rig.plan())["a"].start == 8
     rig.retire()
     rig.run()

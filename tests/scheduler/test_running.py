@@ -9,7 +9,7 @@ import pytest
 from ridgeline.request import Request
 from ridgeline.scheduler.policies.base import Policy, Rank
 from ridgeline.scheduler.policies.fcfs import FCFS
-from ridgeline.scheduler.running import RunningSet
+from ridgeline.scheduler.queue import RunningSet
 from tests.scheduler.rig import make_request
 
 
@@ -41,7 +41,7 @@ def test_order_is_that_of_ranks_then_of_arrival(policy: Policy) -> None:
             running.add(request)
         ranked = sorted((policy.rank(r, now), r.order) for r in present)
         assert [(rank, order) for rank, order, _ in running.in_order(now)] == ranked
-        assert running.num_seats == len(running) == len(present)
+        assert running.slots[b""] == len(running) == len(present)
 
 
 def test_a_list_that_was_returned_never_changes() -> None:

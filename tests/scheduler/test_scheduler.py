@@ -16,7 +16,7 @@ from ridgeline.request import (
     TokenLogprobs,
 )
 from ridgeline.scheduler.policies.priority import Priority
-from ridgeline.step import StepResult
+from ridgeline.step import StepPlan, StepResult
 from tests.extensions.toy_policy import ShortestFirst
 from tests.scheduler.rig import Rig, entries, make_request, tops
 
@@ -181,12 +181,21 @@ def test_nor_do_those_of_a_request_that_was_given_up() -> None:
     assert told.seen == [{}, {"b": (2, 1)}]
 
 
-def test_seats_are_limited_and_a_beam_search_takes_its_width() -> None:
+def test_seats_are_limited_and_a_beam_takes_one() -> None:
     rig = Rig(seats=3, num_blocks=60)
     rig.add(make_request("a"), make_request("b"), make_request("c", sampling=BEAMS))
-    assert set(entries(rig.step())) == {"a", "b"}
-    rig.scheduler.finish("a")
-    assert set(entries(rig.plan())) == {"b", "c"}
+    top = (10, -1.0), (11, -1.5), (12, -9.0), (13, -9.5)
+    seen: list[int] = []
+    outputs: list[RequestOutput] = []
+    while rig.scheduler.requests:
+        plan = rig.plan()
+        rig.plans.pop()
+        seen.append(len(plan.scheduled))
+        outputs += rig.scheduler.update(plan, told(plan, *top, a=(1,), b=(1,)))
+        rig.scheduler.check_invariants()
+    assert max(seen) == 3
+    [answer] = [output.new_token_ids for output in outputs if output.request_id == "c"]
+    assert answer == (10, 10, 10)
 
 
 def test_the_youngest_is_preempted_and_comes_back_with_its_tokens() -> None:
@@ -263,7 +272,7 @@ def test_a_chunk_of_an_older_epoch_does_not_count() -> None:
     request = make_request("a", 12, 2)
     rig.add(request)
     rig.plan()
-    rig.scheduler.ledger.preempt(request, rig.now)
+    rig.scheduler.state.preempt(request, rig.now)
     rig.plan()
     rig.retire()  # of the first life
     assert request.num_done_tokens == 0
@@ -449,10 +458,18 @@ def test_prompt_logprobs_come_once_and_ignore_the_prefix_cache() -> None:
 def report(rig: Rig, *pairs: tuple[int, float]) -> list[RequestOutput]:
     """The oldest step is over; every beam in it reports the same likeliest tokens."""
     plan = rig.plans.pop(0)
-    result = StepResult({}, logprobs=tops(entries(plan), *pairs))
-    outputs = rig.scheduler.update(plan, result)
+    outputs = rig.scheduler.update(plan, told(plan, *pairs))
     rig.scheduler.check_invariants()
     return outputs
+
+
+def told(plan: StepPlan, *pairs: tuple[int, float], **others: tuple[int, ...]) -> StepResult:
+    """Every beam that samples has the same likeliest tokens; `others` are no beams."""
+    names = [e.request_id for e in plan.scheduled if e.samples and e.request_id not in others]
+    sampled = {e.request_id for e in plan.scheduled if e.samples}
+    tokens = {name: new for name, new in others.items() if name in sampled}
+    tokens |= dict.fromkeys(names, (pairs[0][0],))
+    return StepResult(tokens, logprobs=tops(names, *pairs))
 
 
 def test_beams_share_fork_and_end_together() -> None:
@@ -495,7 +512,7 @@ def test_an_aborted_beam_search_closes_all_rows() -> None:
 
 
 def test_preempted_beams_come_back_and_share_their_prompt_again() -> None:
-    rig = Rig(num_blocks=7, block_size=2)
+    rig = Rig(num_blocks=6, block_size=2)
     sampling = SamplingParams(beam_width=2, max_tokens=5)
     rig.add(make_request("old", 1, 8, arrival_time=-1.0))
     rig.step()
@@ -506,27 +523,61 @@ def test_preempted_beams_come_back_and_share_their_prompt_again() -> None:
     while rig.scheduler.requests:
         plan = rig.plan()
         rig.plans.pop()
-        names = [name for name in entries(plan) if name != "old"]
-        sampled: dict[str, tuple[int, ...]] = {"old": (1,)} if "old" in entries(plan) else {}
-        result = StepResult(sampled, logprobs=tops(names, *pairs))
-        outputs += rig.scheduler.update(plan, result)
+        outputs += rig.scheduler.update(plan, told(plan, *pairs, old=(1,)))
         rig.scheduler.check_invariants()
-    assert request.num_preemptions == 1
+    assert request.num_preemptions == 2
     (answer,) = [output for output in outputs if output.request_id == "a"]
     assert answer.beams[0][0] == (10, 10, 10, 10, 10)
 
 
-def test_a_preemption_between_two_reports_forgets_the_first() -> None:
-    rig = Rig(budget=1, num_blocks=40)
-    request = make_request("a", 1, sampling=BEAMS)
+def test_a_preemption_between_two_reports_changes_nothing() -> None:
+    rig = Rig(budget=1, num_blocks=40, block_size=4)
+    request = make_request("a", 4, sampling=BEAMS)
     rig.add(request)
-    rig.plan()
-    report(rig, (10, -1.0), (11, -1.5), (12, -9.0), (13, -9.5))
+    for _ in range(4):
+        rig.plan()
+        report(rig, (10, -1.0), (11, -1.5), (12, -9.0), (13, -9.5))
     rig.plan()
     report(rig, (20, -0.1), (21, -0.2), (22, -9.0), (23, -9.5))  # one of two
-    rig.scheduler.ledger.preempt(request, rig.now)
+    assert len(rig.scheduler.requests) == 1  # which holds nothing while it waits for the other
+    [other] = rig.scheduler.requests.values()
+    rig.scheduler.state.preempt(other, rig.now)
     outputs: list[RequestOutput] = []
     while rig.scheduler.requests:
         rig.plan()
-        outputs += report(rig, (30, -0.1), (31, -0.2), (32, -9.0), (33, -9.5))
-    assert outputs[0].new_token_ids == (10, 30, 30)
+        outputs += report(rig, (30, -0.05), (31, -0.2), (32, -9.0), (33, -9.5))
+    assert outputs[0].new_token_ids == (10, 20, 30)
+    assert request.num_preemptions == 1
+    assert rig.blocks.num_free_blocks == rig.blocks.num_blocks
+
+
+def test_one_beam_goes_on_in_place_and_others_copy_the_last_block() -> None:
+    """A half-filled block that several beams continue is copied for all but the last."""
+    rig = Rig(block_size=4)
+    rig.add(make_request("a", 6, sampling=SamplingParams(beam_width=3, max_tokens=4)))
+    rig.plan()
+    top = [(token, -1.0 - token / 100) for token in range(10, 16)]
+    assert report(rig, *top) == []
+    plan = rig.plan()
+    assert [len(new.token_ids) for new in plan.new] == [7, 7, 7]
+    assert [entry.num_tokens for entry in plan.scheduled] == [1, 1, 1]
+    assert len(plan.copies) == 2
+    assert len({new.block_ids[0][0] for new in plan.new}) == 1
+
+
+def test_a_fault_of_one_beam_ends_its_search_with_one_error() -> None:
+    rig = Rig(block_size=4)
+    rig.add(make_request("a", 5, sampling=BEAMS), make_request("b"))
+    rig.plan()
+    plan = rig.plans.pop()
+    top = (10, -1.0), (11, -1.5), (12, -9.0), (13, -9.5)
+    rig.scheduler.update(plan, told(plan, *top, b=(1,)))
+    plan = rig.plan()
+    result = told(plan, *top, b=(1,))
+    bad = next(name for name in entries(plan) if name != "b")
+    del result.token_ids[bad]
+    result.faults[bad] = "NaN"
+    outputs = rig.scheduler.update(plan, result)
+    assert {output.request_id: output.error for output in outputs} == {"a": "NaN", "b": None}
+    assert set(rig.scheduler.requests) == {"b"}
+    rig.scheduler.check_invariants()

@@ -20,7 +20,7 @@ from ridgeline.kernels.verified_rows import (
     verified_rows_reference,
 )
 from ridgeline.request import SamplingParams
-from ridgeline.sampling import parts as pieces
+from ridgeline.sampling import batch as pieces
 from ridgeline.sampling.batch import build_batch
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.row import SamplingRow

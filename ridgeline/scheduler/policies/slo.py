@@ -132,7 +132,7 @@ class SLO(Policy):
     # ------------------------------------------------------------------ order
 
     def rank(self, request: Request, now: float) -> Rank:
-        return (self._open.get(request.request_id) or self._opened(request)).rank(now)
+        return (self._open.get(_name(request)) or self._opened(request)).rank(now)
 
     def _opened(self, request: Request) -> _Open:
         prompt_s = self.pricer.seconds(((len(request.prompt_token_ids), 0),))
@@ -141,9 +141,8 @@ class SLO(Policy):
     # ------------------------------------------------------------------ the size of a step
 
     def token_budget(self, running: Collection[Request], now: float) -> int | None:
-        self._forget_ended()
         decodes, chunks = self._split(running)
-        seated = {request.request_id for request in running}
+        seated = {_name(request) for request in running}
         waiting = [entry for name, entry in self._open.items() if name not in seated]
         if not chunks and not waiting:
             return None
@@ -164,8 +163,8 @@ class SLO(Policy):
             if request.num_pending_tokens > 1:
                 chunks.append(request)
                 continue
-            decodes += [(1, request.num_computed_tokens)] * request.sampling.beam_width
-            if (entry := self._open.get(request.request_id)) is not None:
+            decodes.append((1, request.num_computed_tokens))
+            if (entry := self._open.get(_name(request))) is not None:
                 entry.has_begun = True
         return decodes, chunks
 
@@ -184,7 +183,6 @@ class SLO(Policy):
     # ------------------------------------------------------------------ admission
 
     def admit(self, request: Request, now: float) -> Admit | Refuse:
-        self._forget_ended()
         entry = self._opened(request)
         late_s = self._lateness(entry, now)
         if late_s > 0:
@@ -252,15 +250,13 @@ class SLO(Policy):
         usual = self._answer.value
         return max(1.0, min(most, max(usual - made, usual / 4)))
 
-    def _forget_ended(self) -> None:
-        """Learn from those who are over how long answers are and how much the cache helps."""
-        ended = [name for name, entry in self._open.items() if entry.request.is_ended]
-        for name in ended:
-            entry = self._open.pop(name)
-            num_prompt = len(entry.request.prompt_token_ids)
-            if entry.has_begun:
-                self._answer.add(len(entry.request.token_ids) - num_prompt)
-                self._cached.add(entry.request.num_cached_tokens / num_prompt)
+    def on_end(self, request: Request) -> None:
+        """Learn from it how long answers are and how much the cache helps."""
+        entry = self._open.pop(request.request_id)
+        num_prompt = len(request.prompt_token_ids)
+        if entry.has_begun:
+            self._answer.add(len(request.token_ids) - num_prompt)
+            self._cached.add(request.num_cached_tokens / num_prompt)
 
     def _current_speed(self) -> Speed:
         """For requests as they have been lately; worked out anew now and then."""
@@ -287,3 +283,8 @@ class SLO(Policy):
             most_tokens=self.max_num_batched_tokens,
             prompt_share=(1 - self._cached.value) * self._prompt.value / self._answer.value,
         )
+
+
+def _name(request: Request) -> str:
+    """What was admitted: a beam is part of the search that it forks."""
+    return (request.sampling.beam_width > 1 and request.fork_of) or request.request_id
