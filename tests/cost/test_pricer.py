@@ -8,12 +8,14 @@ from itertools import islice
 
 import pytest
 
+from ridgeline.architectures.counts import layer_attention_flops
 from ridgeline.cost.hardware import catalogue
 from ridgeline.cost.layout import ONE_DEVICE
 from ridgeline.cost.ops import layer_products
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
+from ridgeline.cost.totals import attention_kinds, chunk_keys, step_totals
 from ridgeline.step import StepPricer, StepShape
 from tests.cost.random_setups import (
     GEMMA_3_27B,
@@ -82,6 +84,18 @@ def test_a_step_costs_the_same_both_ways_with_every_constant(seed: int) -> None:
             price = pricer.price(shape, len(shape))
             assert price.expected_s == pytest.approx(slow.expected_s, rel=CLOSE), shape
             assert price.ideal_s == pytest.approx(slow.ideal_s, rel=CLOSE), shape
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sums_are_those_of_each_request(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds, shape = tuple(attention_kinds(random_setup(rng).spec)), random_shape(rng)
+    chunks = [one for one in shape if one[0] > 1]
+    found = step_totals(kinds, shape)
+    assert (found.num_requests, found.num_chunks) == (len(shape), len(chunks))
+    for kind, sums in zip(kinds, found.attention, strict=True):
+        assert sums.prefill_flops == sum(layer_attention_flops(kind, *one) for one in chunks)
+        assert sums.prefill_keys == sum(chunk_keys(kind.window, *one) for one in chunks)
 
 
 @pytest.mark.parametrize("seed", range(60))
