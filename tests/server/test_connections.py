@@ -15,7 +15,7 @@ import pytest
 from ridgeline.server.config import Limits
 from ridgeline.server.connections import PER_TURN, Places, Slices
 from ridgeline.server.lifecycle import ACCEPTS_PER_TURN, Http, listen, uvicorn_config
-from tests.server.connection import Server
+from tests.server.connection import Connection, Server
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -42,13 +42,12 @@ def loop() -> Iterator[Loop]:
     made.close()
 
 
-def most_in_a_turn(loop: Loop, server: Server, *, over: int) -> int:
-    """Connections that are over: until `over` of them are, how many became so in one turn."""
+def most_in_a_turn(loop: Loop, connections: list[Connection]) -> int:
+    """Until all are over: how many became so in one turn."""
     seen = [0]
-    while seen[-1] < over:
+    while seen[-1] < len(connections):
         loop.turn()
-        now = sum(c.transport.at_end or c.transport.closed for c in server.state.connections)
-        seen.append(now)
+        seen.append(sum(connection.is_over for connection in connections))
         assert len(seen) < 20 * MANY, "they do not end"
     return max(after - before for before, after in itertools.pairwise(seen))
 
@@ -63,7 +62,7 @@ def test_who_is_late_together_is_cut_in_slices(loop: Loop, head: bytes) -> None:
     for _ in range(MANY):
         loop.turn()
     loop.now += 6.0
-    assert most_in_a_turn(loop, server, over=MANY) <= PER_TURN
+    assert most_in_a_turn(loop, connections) <= PER_TURN
     for connection in connections:
         assert connection.pipe.written.startswith(b"HTTP/1.1 408 " if head else b"")
         connection.leave()
