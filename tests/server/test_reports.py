@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,6 @@ import msgspec
 import pytest
 
 from ridgeline.clock import WallClock
-from ridgeline.server import reports as module
 from ridgeline.server.app import make_app
 from ridgeline.server.auth import Keys, Tenant
 from ridgeline.server.errors import ApiError
@@ -217,7 +217,7 @@ def test_pages_get_a_fifth_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> No
     async def make() -> tuple[float, float]:
         loop, pages = asyncio.get_running_loop(), Pages()
         times = iter((0.0, 0.02, 5.0, 5.01))
-        monkeypatch.setattr(module.time, "thread_time", times.__next__)
+        monkeypatch.setattr(time, "thread_time", times.__next__)
         async with pages.turn():
             assert await pages.run(sum, (1, 2)) == 3
             assert pages.run_here(max, 1, 2) == 2

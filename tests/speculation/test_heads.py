@@ -79,7 +79,7 @@ def test_answers_are_those_without_drafts(kind: str, tmp_path: Path) -> None:
     plain = opened(folder, "off", max_num_batched_tokens=8)
     drafted = opened(folder, f"{method}:{DRAFTS}", max_num_batched_tokens=8)
     counts = Counts()
-    drafted.engine.journals.append(counts)
+    drafted.engine.listeners.append(counts)
     for _ in range(2):
         for sampling in SAMPLINGS.values():
             wanted = [r.token_ids for r in plain.generate(PROMPTS, sampling, progress=False)]
@@ -181,7 +181,7 @@ def test_a_head_that_thinks_as_the_target_is_right(tmp_path: Path) -> None:
     save_file(tensors, stored)
     llm = opened(folder, f"mtp:{DRAFTS}")
     counts = Counts()
-    llm.engine.journals.append(counts)
+    llm.engine.listeners.append(counts)
     found = [r.token_ids for r in llm.generate(PROMPTS, SAMPLINGS["greedy"], progress=False)]
     plain = opened(folder, "off").generate(PROMPTS, SAMPLINGS["greedy"], progress=False)
     assert found == [r.token_ids for r in plain]
