@@ -19,7 +19,7 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
-from ridgeline.architectures.stored_counts import kept_bytes
+from ridgeline.architectures.stored_config import kept_bytes
 from ridgeline.architectures.tensor_names import expected_tensors
 from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
 

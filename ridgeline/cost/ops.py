@@ -30,7 +30,7 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
-from ridgeline.architectures.stored_counts import nearest_format
+from ridgeline.architectures.stored_config import nearest_format
 from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.precision import LOGIT_BYTES, PLAIN, Precision
 from ridgeline.cost.totals import (

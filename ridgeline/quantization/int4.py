@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 from ridgeline.formats import WEIGHT_FORMATS
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, outline
 from ridgeline.quantization.integers import IntegerWeights, InvariantIntegers
-from ridgeline.quantization.matrix import QuantizedMatrix, outline
 
 LOW, HIGH = -8, 7
 STEPS = HIGH - LOW

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, outline
 from ridgeline.quantization.integers import IntegerWeights, InvariantIntegers
-from ridgeline.quantization.matrix import QuantizedMatrix, outline
 
 LARGEST = 127
 BIAS = 128  # codes are kept as unsigned bytes, as the dot products want them

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 import torch
 
 from ridgeline.errors import ConfigError
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, joined
 from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.quantization.contract import Parameters
 from ridgeline.quantization.homes import (
@@ -22,7 +23,6 @@ from ridgeline.quantization.homes import (
     RoundsWeights,
     mark,
 )
-from ridgeline.quantization.matrix import QuantizedMatrix, joined
 
 PIECE_NUMBERS = 1 << 22  # of a matrix that are float32 at once while it is rounded
 

@@ -23,9 +23,8 @@ from ridgeline.quantization.contract import MatrixShare, Parameters, TensorPiece
 from ridgeline.quantization.fp8 import Fp8Weights
 from ridgeline.quantization.fp8_blocks import BLOCK, Fp8BlockWeights
 from ridgeline.quantization.homes import HOMES, INVARIANT_HOMES, Homes
-from ridgeline.quantization.layouts import read_matrix
-from ridgeline.quantization.layouts.forms import Read
 from ridgeline.quantization.plain import InvariantPlainWeights, PlainWeights
+from ridgeline.quantization.readers import Read, read_matrix
 from ridgeline.quantization.stored_keepers import (
     BlocksKeeper,
     CodesKeeper,

@@ -11,14 +11,14 @@ from typing import Protocol, TypeVar
 import torch
 
 from ridgeline.errors import InternalError
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, joined
 from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.quantization.contract import Parameters, WeightFormat
 from ridgeline.quantization.fp8 import Fp8Weights
 from ridgeline.quantization.fp8_blocks import Fp8BlockWeights
 from ridgeline.quantization.homes import Homes
-from ridgeline.quantization.layouts.forms import Blocks8, Ordered, Read, Rows8
-from ridgeline.quantization.matrix import QuantizedMatrix, joined
 from ridgeline.quantization.plain import PlainWeights
+from ridgeline.quantization.readers import Blocks8, Ordered, Read, Rows8
 
 ORDER = "order"  # of the columns of a matrix, beside what its home keeps
 

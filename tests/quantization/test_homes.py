@@ -10,11 +10,11 @@ import torch
 
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, join_bytes
 from ridgeline.quantization import Fusion, Parameters, open_vocabulary_format, open_weight_format
 from ridgeline.quantization.homes import HOMES, Homes, LooksUp, PortableHome, keep
 from ridgeline.quantization.int8 import Int8Weights
 from ridgeline.quantization.integers import IntegerWeights
-from ridgeline.quantization.matrix import QuantizedMatrix, join_bytes
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
