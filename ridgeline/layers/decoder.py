@@ -15,7 +15,6 @@ import torch
 from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
-from ridgeline.architectures.stored_config import tensors_read
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, Wanted
 from ridgeline.distributed.placement import Placement, Shard
@@ -34,7 +33,6 @@ from ridgeline.layers.random_source import RandomSource
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
-from ridgeline.quantization.contract import OfModel
 from ridgeline.quantization.plain import PlainWeights
 
 COMPARED_ROWS = 4096  # of a matrix of the vocabulary, at once
@@ -95,10 +93,8 @@ class Decoder:
         self.backend = attention
         self.max_model_len = max_model_len
         names = spec.tensor_names
-        self._expected = expected_tensors(spec)
-        if isinstance(weight_format, OfModel):
-            weight_format = weight_format.of_model(spec)
-            self._expected = tensors_read(spec)
+        weight_format = weight_format.of_model(spec)
+        self._expected = weight_format.tensors_read(spec)
         self._linear = partial(
             Linear, weight_format=weight_format, dtype=dtype, device=device, placement=placement
         )

@@ -1,5 +1,5 @@
-"""Where do matrices of 8 bits with one scale a row live on a GPU? As int8, for the kernels of
-`int8_linear`: homes of `quantization.homes`.
+"""How do matrices of 8 bits with one scale a row lie on a GPU? As int8, for the kernels of
+`int8_linear`.
 
 Letters: T tokens, I inputs, O outputs, C some columns.
 """
@@ -18,17 +18,19 @@ from ridgeline.kernels.int8_linear import (
     widened_linear,
 )
 from ridgeline.kernels.int8_rows import int8_rows
-from ridgeline.kernels.quantized_matrix import QuantizedMatrix
+from ridgeline.kernels.quantized_matrix import Parameters, QuantizedMatrix, WeightLayout
 from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.kernels.tile_linear import ALIGNMENT, OUTPUTS
 
 MIDDLE = 128  # the code of 0 in the canonical form: one bit turned, and it is int8
 MOST_NUMBERS = 1 << 31  # of a matrix that the kernel in Triton finds its way in
-Parameters = dict[str, torch.Tensor]
 
 
-class GpuInt8:
+class GpuInt8(WeightLayout):
     """Rows of x become int8 at each product: a few rows in pieces of 128, more with one scale."""
+
+    looks_up = True
+    reads_columns = True
 
     def takes(self, like: QuantizedMatrix, dtype: torch.dtype) -> bool:
         is_whole = like.bits == 8 and like.group == 0 and like.zero is None
@@ -90,7 +92,6 @@ class GpuInt8:
         return int8_rows(matrix.codes_NK, matrix.scale_N, rows_T, dtype)
 
     def columns(self, parameters: Parameters, columns_C: torch.Tensor) -> torch.Tensor:
-        """[O, C] float32."""
         matrix = int8_of(parameters)
         codes_OC = matrix.codes_NK.index_select(1, columns_C).float()
         return codes_OC.mul_(matrix.scale_N.float()[:, None])
