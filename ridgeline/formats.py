@@ -158,10 +158,10 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
-    "auto": KVFormatLine("ridgeline.kvcache.plain:PlainKV"),
-    "fp8": KVFormatLine("ridgeline.kvcache.fp8:Fp8KV", element_bits=8),
-    "int8": KVFormatLine("ridgeline.kvcache.int8:Int8KV", element_bits=8, head_bytes=2),
-    "int4": KVFormatLine("ridgeline.kvcache.int4:Int4KV", element_bits=4, head_bytes=4),
+    "auto": KVFormatLine("ridgeline.kvcache.formats:PlainKV"),
+    "fp8": KVFormatLine("ridgeline.kvcache.formats:Fp8KV", element_bits=8),
+    "int8": KVFormatLine("ridgeline.kvcache.formats:Int8KV", element_bits=8, head_bytes=2),
+    "int4": KVFormatLine("ridgeline.kvcache.formats:Int4KV", element_bits=4, head_bytes=4),
 }
 
 

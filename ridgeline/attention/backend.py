@@ -15,7 +15,7 @@ import torch
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
 from ridgeline.kvcache import LayerKV
-from ridgeline.kvcache.int4 import reads_in_place
+from ridgeline.kvcache.formats import reads_in_place
 
 if TYPE_CHECKING:
     from ridgeline.kernels.paged_decode_cuda import Front

@@ -8,10 +8,7 @@ import torch
 
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kvcache.contract import KVFormat, Store
-from ridgeline.kvcache.fp8 import Fp8KV
-from ridgeline.kvcache.int4 import Int4KV
-from ridgeline.kvcache.int8 import Int8KV
-from ridgeline.kvcache.plain import PlainKV
+from ridgeline.kvcache.formats import Fp8KV, Int4KV, Int8KV, PlainKV
 
 FORMATS: dict[str, Callable[[], KVFormat]] = {
     "auto": PlainKV,
