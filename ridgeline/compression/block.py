@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
-from ridgeline.kernels.gated import ACTIVATIONS
+from ridgeline.kernels.qk_norm_rope_write import rotate_
 from ridgeline.kernels.rms_norm import rms_norm_reference
-from ridgeline.kernels.rope import rotate_
+from ridgeline.kernels.silu_mul import ACTIVATIONS
 from ridgeline.layers.rope import Rotation
 
 Watch = Callable[[str, torch.Tensor], None]  # name of an input, and its rows [T, I]

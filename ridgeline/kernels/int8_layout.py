@@ -17,7 +17,6 @@ from ridgeline.kernels.int8_linear import (
     invariant_int8_linear,
     widened_linear,
 )
-from ridgeline.kernels.int8_rows import int8_rows
 from ridgeline.kernels.quantized_matrix import Parameters, QuantizedMatrix, WeightLayout
 from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.kernels.tile_linear import ALIGNMENT, OUTPUTS
@@ -157,3 +156,22 @@ def _is_aligned(y_TO: torch.Tensor) -> bool:
     """Rows begin where the kernels can store them."""
     row = y_TO.stride(0) * y_TO.element_size()
     return y_TO.stride(1) == 1 and (row | y_TO.data_ptr()) % ALIGNMENT == 0
+
+
+def int8_rows(
+    codes_NK: torch.Tensor, scale_N: torch.Tensor, rows_T: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a matrix of int8, looked up by number, [T, K]: code * scale in float32, rounded once.
+    Numbers of rows are integers below N, the rows of W."""
+    if codes_NK.device.type == "cuda":
+        from ridgeline.kernels.int8_rows_triton import int8_rows_triton
+
+        return int8_rows_triton(codes_NK, scale_N, rows_T, dtype)
+    return int8_rows_reference(codes_NK, scale_N, rows_T, dtype)
+
+
+def int8_rows_reference(
+    codes_NK: torch.Tensor, scale_N: torch.Tensor, rows_T: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    codes_TK = codes_NK.index_select(0, rows_T).float()
+    return codes_TK.mul_(scale_N.index_select(0, rows_T).float()[:, None]).to(dtype)

@@ -20,7 +20,7 @@ from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
 from ridgeline.kernels.paged_decode_cuda import Front
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV, qk_norm_rope_write
-from ridgeline.kernels.rope import rotate_
+from ridgeline.kernels.qk_norm_rope_write import rotate_
 from ridgeline.kvcache import LayerKV
 from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.linear import Linear, Part

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.kernels.gated import gated as gate
+from ridgeline.kernels.silu_mul import gated as gate
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.norm import RMSNorm

@@ -19,14 +19,11 @@ from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ModelSpec
 from ridgeline.cost.ops import Op, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.devices import Device
-from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
 from ridgeline.kernels.draw_rows import draw_rows
-from ridgeline.kernels.gated import gated
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
-from ridgeline.kernels.rms_norm import rms_norm
-from ridgeline.kernels.rope import rotate_
-from ridgeline.kernels.silu_mul import silu_mul
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write, rotate_
+from ridgeline.kernels.rms_norm import add_norm, rms_norm
+from ridgeline.kernels.silu_mul import gated, silu_mul
 from ridgeline.kvcache import KVCache
 from ridgeline.measure.stopwatch import Call
 from ridgeline.quantization import Parameters

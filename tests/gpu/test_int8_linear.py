@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ridgeline.kernels import nvrtc
-from ridgeline.kernels.int8_layout import GpuInt8, InvariantGpuInt8
+from ridgeline.kernels.int8_layout import GpuInt8, InvariantGpuInt8, int8_rows, int8_rows_reference
 from ridgeline.kernels.int8_linear import (
     Int8Matrix,
     dequantize_int8,
@@ -19,7 +19,6 @@ from ridgeline.kernels.int8_linear import (
     int8_product,
     invariant_int8_linear,
 )
-from ridgeline.kernels.int8_rows import int8_rows, int8_rows_reference
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.kernels.small_linear import Fusion, InputNorm, small_linear_reference

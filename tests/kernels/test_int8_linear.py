@@ -13,7 +13,13 @@ import torch
 from ridgeline.errors import InternalError
 from ridgeline.kernels import int8_layout, int8_linear
 from ridgeline.kernels.fp8_linear import DTYPE as FP8_DTYPE
-from ridgeline.kernels.int8_layout import GpuInt8, InvariantGpuInt8, WideInt8
+from ridgeline.kernels.int8_layout import (
+    GpuInt8,
+    InvariantGpuInt8,
+    WideInt8,
+    int8_rows,
+    int8_rows_reference,
+)
 from ridgeline.kernels.int8_linear import (
     DTYPE,
     MAX_FEW,
@@ -24,7 +30,6 @@ from ridgeline.kernels.int8_linear import (
     guess_tile,
     int8_linear_reference,
 )
-from ridgeline.kernels.int8_rows import int8_rows, int8_rows_reference
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, outline
 from ridgeline.kernels.small_linear import Fusion, InputNorm
