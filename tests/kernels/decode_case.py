@@ -200,8 +200,8 @@ class DecodeCase:
                 self.queries(), kv, self.batch, self.scale, schedule, out, **options
             )
             return
-        front = cuda.Front(self.table_L2D, self.slots, self.norms)
-        cuda.decode_with_front(
+        front = cuda.Prologue(self.table_L2D, self.slots, self.norms)
+        cuda.decode_with_prologue(
             self.qkv, front, kv, self.batch, self.scale, schedule, out, **options
         )
 
