@@ -18,7 +18,8 @@ from ridgeline.errors import ConfigError
 class WeightFormatLine:
     """`bits` a weight, None for those of the serving dtype; `group` neighbours in each of
     `group_rows` rows share a scale (and a zero point) of `scale_bytes` (group 0: no such scales),
-    and a row of the matrix has `row_bytes` more. `where` is "module:Class" of a WeightFormat.
+    and a row of the matrix has `row_bytes` more. `where` is "module:name" of what makes
+    a WeightFormat.
     `vocabulary` names the format of embedding and output matrix beside such layers, one that can
     look up rows; its rows are filled up with zeros to a multiple of its `row_step`. `compute` is
     the dtype of the products, as hardware catalogues call it, where the inputs are rounded too;
@@ -78,7 +79,7 @@ def _int4(
     where: str, group: int, scale_bytes: int, vocabulary: str = "int8", *, is_fused: bool = False
 ) -> WeightFormatLine:
     return WeightFormatLine(
-        f"ridgeline.quantization.int4:{where}",
+        f"ridgeline.quantization.integers:{where}",
         ("cpu", "hopper"),
         bits=4,
         group=group,
@@ -93,7 +94,7 @@ def _int4(
 STORED = "stored"  # of a checkpoint that somebody has quantized: as it is
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights", is_fused=True),
-    # Bits and scales are those of each matrix in the checkpoint: `architectures.stored_counts`.
+    # Bits and scales are those of each matrix in the checkpoint: `architectures.stored_config`.
     STORED: WeightFormatLine("ridgeline.quantization.stored:StoredWeights", ("cpu", "hopper")),
     "fp8": WeightFormatLine(
         "ridgeline.quantization.fp8:Fp8Weights",
@@ -106,14 +107,14 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         chain=CHAIN_OF_BYTES,
     ),
     "fp8-tensor": WeightFormatLine(
-        "ridgeline.quantization.fp8_tensor:Fp8TensorWeights",
+        "ridgeline.quantization.fp8:Fp8TensorWeights",
         ("gpu",),
         bits=8,
         compute="fp8",
         row_bytes=4,
     ),
     "fp8-block": WeightFormatLine(
-        "ridgeline.quantization.fp8_blocks:Fp8BlockWeights",
+        "ridgeline.quantization.fp8:Fp8BlockWeights",
         ("gpu",),
         bits=8,
         group=128,
@@ -121,7 +122,7 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         group_rows=128,
     ),
     "int8": WeightFormatLine(
-        "ridgeline.quantization.int8:Int8Weights",
+        "ridgeline.quantization.integers:int8",
         ("cpu", "hopper"),
         bits=8,
         compute="int8",
@@ -140,13 +141,13 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         vocabulary="int8",
         cpu_compute="int8",
     ),
-    "int4": _int4("Int4Weights", 128, 2, is_fused=True),
-    "int4-all": _int4("Int4AllWeights", 128, 2, vocabulary="int4-g32"),
-    "int4-g64": _int4("Int4G64Weights", 64, 2),
-    "int4-g32": _int4("Int4G32Weights", 32, 2),
-    "int4-asym": _int4("Int4AsymWeights", 128, 3),
-    "int4-g64-asym": _int4("Int4G64AsymWeights", 64, 3),
-    "int4-g32-asym": _int4("Int4G32AsymWeights", 32, 3),
+    "int4": _int4("int4", 128, 2, is_fused=True),
+    "int4-all": _int4("int4_all", 128, 2, vocabulary="int4-g32"),
+    "int4-g64": _int4("int4_g64", 64, 2),
+    "int4-g32": _int4("int4_g32", 32, 2),
+    "int4-asym": _int4("int4_asym", 128, 3),
+    "int4-g64-asym": _int4("int4_g64_asym", 64, 3),
+    "int4-g32-asym": _int4("int4_g32_asym", 32, 3),
 }
 ATTENTION_BACKENDS: dict[str, str] = {
     "reference": "ridgeline.attention.reference:ReferenceAttention",
@@ -157,10 +158,10 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
-    "auto": KVFormatLine("ridgeline.kvcache.format:PlainKV"),
-    "fp8": KVFormatLine("ridgeline.kvcache.coded:Fp8KV", element_bits=8),
-    "int8": KVFormatLine("ridgeline.kvcache.coded:Int8KV", element_bits=8, head_bytes=2),
-    "int4": KVFormatLine("ridgeline.kvcache.coded:Int4KV", element_bits=4, head_bytes=4),
+    "auto": KVFormatLine("ridgeline.kvcache.formats:PlainKV"),
+    "fp8": KVFormatLine("ridgeline.kvcache.formats:Fp8KV", element_bits=8),
+    "int8": KVFormatLine("ridgeline.kvcache.formats:Int8KV", element_bits=8, head_bytes=2),
+    "int4": KVFormatLine("ridgeline.kvcache.formats:Int4KV", element_bits=4, head_bytes=4),
 }
 
 

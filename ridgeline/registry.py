@@ -13,5 +13,10 @@ def load(table: Mapping[str, str], name: str, what: str) -> Any:
     """The object that `table` names, imported now. ConfigError lists the choices."""
     if name not in table:
         raise ConfigError(f"unknown {what} {name!r}; choose one of {', '.join(sorted(table))}")
-    module, _, attribute = table[name].partition(":")
+    return opened(table[name])
+
+
+def opened(where: str) -> Any:
+    """What a "module:name" means, imported now."""
+    module, _, attribute = where.partition(":")
     return getattr(import_module(module), attribute)

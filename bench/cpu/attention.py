@@ -18,8 +18,7 @@ from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.attention import AttentionBatch, cpu_attention
 from ridgeline.kernels.qk_norm_rope_write import PagedKV
 from ridgeline.kvcache import KVFormat
-from ridgeline.kvcache.coded import Int8KV
-from ridgeline.kvcache.format import PlainKV
+from ridgeline.kvcache.formats import Int8KV, PlainKV
 
 # (heads, KV heads, head size): models A and B of the peers' measurements.
 MODELS = {"A": (32, 8, 64), "B": (6, 6, 48)}

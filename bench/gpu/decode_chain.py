@@ -143,13 +143,15 @@ def by_cuda(work: Work, config: cuda.Config, *, early: bool) -> tuple[Attend, Ca
         num_new=work.batch.max_new,
         config=config,
     )
-    front = cuda.Front(work.table_L2D, work.slots, work.norms)
+    prologue = cuda.Prologue(work.table_L2D, work.slots, work.norms)
     out = torch.empty((len(work.qkv), num_heads, size), dtype=work.qkv.dtype, device="cuda")
 
     def attend(qkv: torch.Tensor, layer: int) -> torch.Tensor:
         kv = work.views(work.stores[layer])
         ready = early and layer > 0
-        cuda.decode_with_front(qkv, front, kv, work.batch, work.scale, schedule, out, early=ready)
+        cuda.decode_with_prologue(
+            qkv, prologue, kv, work.batch, work.scale, schedule, out, early=ready
+        )
         return out
 
     return attend, lambda: cuda.refresh(schedule, work.batch)

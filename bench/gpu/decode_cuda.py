@@ -24,7 +24,7 @@ from ridgeline.kernels import paged_decode_triton as in_triton
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
-from ridgeline.kvcache.format import KVFormat, Store
+from ridgeline.kvcache.formats import KVFormat, Store
 from ridgeline.registry import load
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
@@ -180,12 +180,12 @@ def by_cuda(work: Work, config: cuda.Config) -> float:
         config=config,
     )
     cuda.refresh(schedule, work.batch)
-    front = cuda.Front(work.table_L2D, work.slots, work.norms)
+    prologue = cuda.Prologue(work.table_L2D, work.slots, work.norms)
     out = torch.empty((len(work.qkv), num_heads, size), dtype=work.qkv.dtype, device="cuda")
 
     def once(store: Store) -> None:
         kv = work.views(store)
-        cuda.decode_with_front(work.qkv, front, kv, work.batch, work.scale, schedule, out)
+        cuda.decode_with_prologue(work.qkv, prologue, kv, work.batch, work.scale, schedule, out)
 
     return seconds(work, once)
 

@@ -9,26 +9,67 @@ from dataclasses import dataclass
 from functools import cache
 
 from ridgeline.errors import check
-from ridgeline.registry import load
+from ridgeline.registry import opened
 
-# layout -> "module:function" that names its tensors; who reads them is in `quantization.layouts`
-LAYOUTS: dict[str, str] = {
-    "pack-quantized": "ridgeline.architectures.stored_compressed_tensors:packed",
-    "int-quantized": "ridgeline.architectures.stored_compressed_tensors:integers",
-    "float-quantized": "ridgeline.architectures.stored_compressed_tensors:floats",
-    "gptq": "ridgeline.architectures.stored_gptq:tensors",
-    "gptq_v2": "ridgeline.architectures.stored_gptq:tensors",
-    "awq": "ridgeline.architectures.stored_awq:tensors",
-    "fp8": "ridgeline.architectures.stored_fp8:tensors",
-    "fp8-whole": "ridgeline.architectures.stored_fp8:whole",
-    "nf4": "ridgeline.architectures.stored_bitsandbytes:four_bits",
-    "fp4": "ridgeline.architectures.stored_bitsandbytes:four_bits",
-    "llm-int8": "ridgeline.architectures.stored_bitsandbytes:eight_bits",
-    "Q8_0": "ridgeline.architectures.stored_gguf:blocks",
-    "Q4_0": "ridgeline.architectures.stored_gguf:blocks",
-    "Q5_0": "ridgeline.architectures.stored_gguf:blocks",
-    "Q3_K": "ridgeline.architectures.stored_gguf:blocks",
-    "Q6_K": "ridgeline.architectures.stored_gguf:blocks",
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormat:
+    """How checkpoints of one `quant_method` are read, each part a "module:function".
+
+    `config`: (its section of config.json, dtype of the scales) -> `stored_match.Find`, which says
+    of each module how its matrix is stored. `tensors`: (Stored) -> the tensors that make it up, as
+    `Raw`. `matrix`: (Stored, tensors, outputs, inputs) -> what they mean, one of
+    `quantization.readers.Read`; the only part that needs torch. `layouts`: all that a Stored of it
+    may have. `scale_dtype`: that of the scales where the files do not say; empty: the model's.
+    """
+
+    config: str
+    tensors: str
+    matrix: str
+    layouts: tuple[str, ...]
+    scale_dtype: str = ""
+
+
+_OURS = "ridgeline.architectures.stored_methods"
+_READERS = "ridgeline.quantization.readers"
+# By the quant_method of a config.json. Another format is a line of it and a file for its functions.
+CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
+    "compressed-tensors": CheckpointFormat(
+        "ridgeline.architectures.stored_compressed_tensors:compressed_tensors_config",
+        "ridgeline.architectures.stored_compressed_tensors:compressed_tensors",
+        f"{_READERS}:compressed_tensors",
+        ("pack-quantized", "int-quantized", "float-quantized"),
+    ),
+    "gptq": CheckpointFormat(
+        f"{_OURS}:gptq_config",
+        f"{_OURS}:gptq_tensors",
+        f"{_READERS}:gptq",
+        ("gptq", "gptq_v2"),
+        "float16",
+    ),
+    "awq": CheckpointFormat(
+        f"{_OURS}:awq_config", f"{_OURS}:awq_tensors", f"{_READERS}:awq", ("awq",), "float16"
+    ),
+    "fp8": CheckpointFormat(
+        f"{_OURS}:fp8_config",
+        f"{_OURS}:fp8_tensors",
+        f"{_READERS}:fp8",
+        ("fp8", "fp8-whole"),
+        "float32",
+    ),
+    "bitsandbytes": CheckpointFormat(
+        f"{_OURS}:bitsandbytes_config",
+        f"{_OURS}:bitsandbytes_tensors",
+        f"{_READERS}:bitsandbytes",
+        ("nf4", "fp4", "llm-int8"),
+    ),
+    "gguf": CheckpointFormat(
+        f"{_OURS}:gguf_config",
+        f"{_OURS}:gguf_tensors",
+        "ridgeline.quantization.gguf_blocks:read",
+        ("Q8_0", "Q4_0", "Q5_0", "Q3_K", "Q6_K"),
+        "float16",
+    ),
 }
 WEIGHT = "weight"  # what the names of matrices end in
 ZERO = "weight_zero_point"
@@ -147,8 +188,15 @@ class Raw:
 @cache
 def tensors_of(stored: Stored) -> tuple[Raw, ...]:
     """All tensors of one such matrix."""
-    found: tuple[Raw, ...] = load(LAYOUTS, stored.layout, "layout of stored matrices")(stored)
+    found: tuple[Raw, ...] = opened(format_of(stored).tensors)(stored)
     return found
+
+
+def format_of(stored: Stored) -> CheckpointFormat:
+    """The line that has this layout."""
+    found = [one for one in CHECKPOINT_FORMATS.values() if stored.layout in one.layouts]
+    check(len(found) == 1, "one checkpoint format has this layout", layout=stored.layout)
+    return found[0]
 
 
 def groups(stored: Stored) -> Dim:

@@ -34,7 +34,7 @@ STATIC_ORDERS = ("weight", "static")
 BY_GROUP = ("group", "dynamic")
 
 
-def read(section: ConfigReader, scale_dtype: str) -> Find:
+def compressed_tensors_config(section: ConfigReader, scale_dtype: str) -> Find:
     """Module name -> how it is stored. ConfigError names the key that is not supported."""
     section.refuse("kv_cache_scheme", {})
     section.refuse("transform_config", {})
@@ -208,7 +208,14 @@ def _no_zero(stored: Stored) -> Raw:
     return Raw(ZERO, dims, dtypes, is_read=False, is_optional=True)
 
 
-def packed(stored: Stored) -> tuple[Raw, ...]:
+def compressed_tensors(stored: Stored) -> tuple[Raw, ...]:
+    """All tensors of a matrix of one of FORMATS."""
+    return {"pack-quantized": _packed, "int-quantized": _integers, "float-quantized": _floats}[
+        stored.layout
+    ](stored)
+
+
+def _packed(stored: Stored) -> tuple[Raw, ...]:
     """Codes one behind the other in words of 32 bits."""
     found = [
         Raw("weight_packed", (ROWS, Dim("columns", stored.bits, WORD_BITS)), ("I32",)),
@@ -223,7 +230,7 @@ def packed(stored: Stored) -> tuple[Raw, ...]:
     return (*found, *_beside(stored))
 
 
-def integers(stored: Stored) -> tuple[Raw, ...]:
+def _integers(stored: Stored) -> tuple[Raw, ...]:
     """A byte for each code."""
     found = [Raw("weight", (ROWS, COLUMNS), ("I8",)), _scale(stored)]
     zero = Raw(ZERO, (ROWS, groups(stored)), ("I8",))
@@ -233,7 +240,7 @@ def integers(stored: Stored) -> tuple[Raw, ...]:
     return (*found, *_beside(stored))
 
 
-def floats(stored: Stored) -> tuple[Raw, ...]:
+def _floats(stored: Stored) -> tuple[Raw, ...]:
     """An e4m3 number for each weight."""
     codes = Raw("weight", (ROWS, COLUMNS), ("F8_E4M3",))
     beside = () if stored.block_rows else (_no_zero(stored),)

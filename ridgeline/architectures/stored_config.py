@@ -1,32 +1,23 @@
-"""Which matrices of a model does its checkpoint store in a format of their own, by config.json?"""
+"""Which matrices of a model does its checkpoint store in a format of their own, by config.json, and
+how many bytes do they take?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
-from ridgeline.architectures.stored import Stored, raw_name, tensors_of
+from ridgeline.architectures.stored import CHECKPOINT_FORMATS, Stored, raw_name, tensors_of
 from ridgeline.architectures.stored_match import Find, check_work
-from ridgeline.registry import load
+from ridgeline.registry import opened
 
 KEY = "quantization_config"
 SCALES = "ridgeline_scale_dtype"  # that of the scales, which the reader of the files adds
 
-# quant_method of the config -> "module:function"
-METHODS: dict[str, str] = {
-    "compressed-tensors": "ridgeline.architectures.stored_compressed_tensors:read",
-    "gptq": "ridgeline.architectures.stored_gptq:read",
-    "awq": "ridgeline.architectures.stored_awq:read",
-    "fp8": "ridgeline.architectures.stored_fp8:read",
-    "bitsandbytes": "ridgeline.architectures.stored_bitsandbytes:read",
-    "gguf": "ridgeline.architectures.stored_gguf:read",
-}
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # of the matrices of a layer
 SHARED = ("embedding", "lm_head")
-METHOD_SCALES = {"gptq": "float16", "awq": "float16", "fp8": "float32", "gguf": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +37,19 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     if section is None:
         return spec
     method = section.text("quant_method")
-    if method not in METHODS:
+    line = CHECKPOINT_FORMATS.get(method)
+    if line is None:
         raise section.fail(
             "quant_method",
-            f"is {method[:40]!r}; read are {', '.join(METHODS)}: convert the checkpoint to one of"
-            " them, or serve the 16-bit one that it was made from",
+            f"is {method[:40]!r}; read are {', '.join(CHECKPOINT_FORMATS)}: convert the"
+            " checkpoint to one of them, or serve the 16-bit one that it was made from",
         )
-    own = METHOD_SCALES.get(method, spec.dtype)
-    scale_dtype = section.text(SCALES, default=own)
+    scale_dtype = section.text(SCALES, default=line.scale_dtype or spec.dtype)
     if scale_dtype not in ("float32", "float16", "bfloat16"):
         raise section.fail(SCALES, f"is {scale_dtype[:40]!r}, no dtype of scales")
     shapes = expected_tensors(spec)
     check_work(section, len(shapes))
-    reader: Callable[[ConfigReader, str], Find] = load(METHODS, method, "quant_method")
-    find = reader(section, scale_dtype)
+    find: Find = opened(line.config)(section, scale_dtype)
     layers = [
         replace(layer, stored=tuple(_of_layer(spec, index, layer, find, shapes, section)))
         for index, layer in enumerate(spec.layers)

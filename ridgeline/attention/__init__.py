@@ -8,11 +8,8 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.attention.backend import (
     AttentionBackend,
     AttentionCase,
-    CapturedBackend,
-    CapturesDecodes,
     Pieces,
     Supports,
-    TakesWhole,
 )
 from ridgeline.errors import ConfigError
 from ridgeline.formats import ATTENTION_BACKENDS
@@ -23,11 +20,8 @@ __all__ = [
     "INVARIANT",
     "AttentionBackend",
     "AttentionCase",
-    "CapturedBackend",
-    "CapturesDecodes",
     "Pieces",
     "Supports",
-    "TakesWhole",
     "choose_backend",
 ]
 

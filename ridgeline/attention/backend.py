@@ -5,8 +5,9 @@ Letters: T packed tokens of the step, H query heads, D head size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,12 @@ import torch
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
+from ridgeline.errors import InternalError
 from ridgeline.kvcache import LayerKV
-from ridgeline.kvcache.coded import reads_in_place
+from ridgeline.kvcache.formats import reads_in_place
 
 if TYPE_CHECKING:
-    from ridgeline.kernels.paged_decode_cuda import Front
+    from ridgeline.kernels.paged_decode_cuda import Prologue
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,102 +65,6 @@ class Supports:
         return None
 
 
-class AttentionBackend(Protocol):
-    """`plan` is the host's work, once a step for each KV group; `attend` runs once a layer and
-    reads only the plan. What the layers wrote for this step is already in the cache: where some
-    request has several new tokens, what another one has cached may be written by this very step, so
-    nothing of the cache may be read before that write has ended."""
-
-    name: str
-    supports: Supports
-
-    def plan(self, layout: AttentionLayout, group: int, window: int | None) -> Any:
-        """What `attend` needs to know about the layers of KV group `group`."""
-        ...
-
-    def attend(
-        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec
-    ) -> torch.Tensor:
-        """Causal attention of every packed token over its request, [T, H, D] in the dtype of q.
-
-        q may have any strides but contiguous rows of D. `spec` has this rank's numbers of heads.
-        """
-        ...
-
-
-@runtime_checkable
-class CapturesDecodes(AttentionBackend, Protocol):
-    """A backend whose launches for a `DecodeLayout` depend on its shapes alone; nothing in its
-    methods, `attend` included, may then wait for the device."""
-
-    def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> Any:
-        """What `attend` needs to know."""
-        ...
-
-
-@runtime_checkable
-class CapturedBackend(CapturesDecodes, Protocol):
-    """The same for a `MixedLayout` too."""
-
-    def plan_mixed(self, layout: MixedLayout, group: int, window: int | None) -> Any:
-        """What `attend` needs to know."""
-        ...
-
-    def work_width(self, case: AttentionCase, num_tokens: int) -> int:
-        """How many records the work of a captured step of so many tokens has room for."""
-        ...
-
-    def prefill_work(
-        self, pieces: Pieces, num_tokens: int, window: int | None, case: AttentionCase
-    ) -> npt.NDArray[np.int32]:
-        """[W, RECORD]: what answers these requests in a captured step of `num_tokens`; W may be
-        more than there is room for."""
-        ...
-
-
-@runtime_checkable
-class TakesWhole(CapturedBackend, Protocol):
-    """A backend that has a kernel for a captured step of one prompt with nothing before it, whose
-    `MixedLayout` says `is_whole` and has no work."""
-
-    def takes_whole(self, case: AttentionCase, num_tokens: int, window: int | None) -> bool:
-        """It has for a step of so many tokens, and it is the faster one."""
-        ...
-
-
-@runtime_checkable
-class TakesProduct(AttentionBackend, Protocol):
-    """A backend that has one kernel for all that follows the product of q, k and v."""
-
-    def takes_product(
-        self, layer_kv: LayerKV, plan: Any, spec: AttentionSpec, dtype: torch.dtype
-    ) -> bool:
-        """It has for this plan, and a product of this dtype."""
-        ...
-
-    def attend_product(
-        self,
-        qkv_TX: torch.Tensor,
-        front: Front,
-        layer_kv: LayerKV,
-        plan: Any,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """What `front` names, the write to the cache, and `attend`: [T, H, D]."""
-        ...
-
-
-@runtime_checkable
-class AttendsLast(AttentionBackend, Protocol):
-    """A backend that can answer a step's last token alone, where nobody asks for the others."""
-
-    def attend_last(
-        self, q_1HD: torch.Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec
-    ) -> torch.Tensor | None:
-        """Of the one request of the step, [1, H, D]. None: not with this plan."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
     """What the kernels are compiled for; `spec` has this rank's numbers of heads."""
@@ -182,6 +88,88 @@ class Pieces:
     starts: npt.NDArray[np.int64]
     num_new: npt.NDArray[np.int64]
     seq_lens: npt.NDArray[np.int64]
+
+
+class AttentionBackend(ABC):
+    """`plan` is the host's work, once a step for each KV group; `attend` runs once a layer and
+    reads only the plan. What the layers wrote for this step is already in the cache: where some
+    request has several new tokens, what another one has cached may be written by this very step, so
+    nothing of the cache may be read before that write has ended.
+
+    A backend must have these two; what else it can do it says by the methods below."""
+
+    name: str
+    supports: Supports
+    # Its launches for a `DecodeLayout`, or also for a `MixedLayout`, depend on their shapes alone;
+    # nothing in its methods, `attend` included, may then wait for the device.
+    captures_decodes = False
+    captures_mixed = False
+
+    @abstractmethod
+    def plan(self, layout: AttentionLayout, group: int, window: int | None) -> Any:
+        """What `attend` needs to know about the layers of KV group `group`."""
+
+    @abstractmethod
+    def attend(
+        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Causal attention of every packed token over its request, [T, H, D] in the dtype of q.
+
+        q may have any strides but contiguous rows of D. `spec` has this rank's numbers of heads.
+        """
+
+    # -------------------------------------------------------------------- captured steps
+
+    def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> Any:
+        """`plan`, where it `captures_decodes`."""
+        raise InternalError(f"attention backend {self.name} cannot be captured")
+
+    def plan_mixed(self, layout: MixedLayout, group: int, window: int | None) -> Any:
+        """`plan`, where it `captures_mixed`; so the two below."""
+        raise InternalError(f"attention backend {self.name} cannot be captured")
+
+    def work_width(self, case: AttentionCase, num_tokens: int) -> int:
+        """How many records the work of a captured step of so many tokens has room for."""
+        raise InternalError(f"attention backend {self.name} cannot be captured")
+
+    def prefill_work(
+        self, pieces: Pieces, num_tokens: int, window: int | None, case: AttentionCase
+    ) -> npt.NDArray[np.int32]:
+        """[W, RECORD]: what answers these requests in a captured step of `num_tokens`; W may be
+        more than there is room for."""
+        raise InternalError(f"attention backend {self.name} cannot be captured")
+
+    def takes_whole(self, case: AttentionCase, num_tokens: int, window: int | None) -> bool:
+        """It has a kernel, the faster one, for a captured step of one prompt of so many tokens with
+        nothing before it, whose `MixedLayout` says `is_whole` and has no work."""
+        return False
+
+    # -------------------------------------------------------------------- more than attention
+
+    def takes_product(
+        self, layer_kv: LayerKV, plan: Any, spec: AttentionSpec, dtype: torch.dtype
+    ) -> bool:
+        """It has one kernel for all that follows the product of q, k and v, of this dtype, for this
+        plan: `attend_product`."""
+        return False
+
+    def attend_product(
+        self,
+        qkv_TX: torch.Tensor,
+        prologue: Prologue,
+        layer_kv: LayerKV,
+        plan: Any,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """What `prologue` names, the write to the cache, and `attend`: [T, H, D]."""
+        raise InternalError("takes_product has not been asked")
+
+    def attend_last(
+        self, q_1HD: torch.Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec
+    ) -> torch.Tensor | None:
+        """Of the last token of a step of one request, where nobody asks for the others, [1, H, D].
+        None: not with this plan."""
+        return None
 
 
 def softmax_scale(spec: AttentionSpec) -> float:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import Supports, softmax_scale
+from ridgeline.attention.backend import AttentionBackend, Supports, softmax_scale
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.errors import EngineFault, InternalError
 from ridgeline.kvcache import LayerKV
@@ -49,7 +49,7 @@ class FlashAttentionPlan:
     max_len: int
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """Keys and values that lie beside each other are read as they are."""
 
     name = "flash_attention"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import Supports, softmax_scale
+from ridgeline.attention.backend import AttentionBackend, Supports, softmax_scale
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.errors import EngineFault, InternalError
 from ridgeline.kvcache import LayerKV
@@ -62,7 +62,7 @@ class _Place:
     owner: FlashInferPlan | None = None
 
 
-class FlashInferAttention:
+class FlashInferAttention(AttentionBackend):
     """Keys and values that lie beside each other are read as they are: its kernels take any block,
     token and head stride, if K and V have the same."""
 

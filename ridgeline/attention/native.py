@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import Supports, softmax_scale
+from ridgeline.attention.backend import AttentionBackend, Supports, softmax_scale
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
@@ -32,11 +32,12 @@ class _Native(Supports):
 FORMATS = "auto", "fp8", "int8", "int4"
 
 
-class NativeAttention:
+class NativeAttention(AttentionBackend):
     """A plan is the batch itself: how its work is cut is decided in C, by the lengths it finds, so
     that a recorded step serves any lengths."""
 
     name = "native"
+    captures_decodes = True
     supports: Supports = _Native(
         ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=FORMATS
     )

@@ -19,8 +19,13 @@ import numpy.typing as npt
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import AttentionCase, Pieces, Supports, softmax_scale
-from ridgeline.attention.dealt import Dealt
+from ridgeline.attention.backend import (
+    AttentionBackend,
+    AttentionCase,
+    Pieces,
+    Supports,
+    softmax_scale,
+)
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, MixedLayout
 from ridgeline.attention.sdpa import (
     LONG_PIECE,
@@ -29,7 +34,7 @@ from ridgeline.attention.sdpa import (
     attend_whole,
     suits_cudnn,
 )
-from ridgeline.attention.streamed import StreamedDecodes
+from ridgeline.attention.split_work import SplitWork, StreamedDecodes
 from ridgeline.errors import InternalError, check
 from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode, schedule_for
 from ridgeline.kernels.paged_prefill import (
@@ -48,7 +53,7 @@ FEW_PIECES = 32  # prompts of a captured step, beside the tiles that all its tok
 MANY_PIECES = 512  # the same where decodes are pieces too
 
 if TYPE_CHECKING:
-    from ridgeline.kernels.paged_decode_cuda import Front
+    from ridgeline.kernels.paged_decode_cuda import Prologue
     from ridgeline.kernels.paged_decode_triton import Schedule
 
 
@@ -107,10 +112,12 @@ class PagedPlan:
         return self.long if self.decodes is None and self.prompts is None else None
 
 
-class PagedAttention:
+class PagedAttention(AttentionBackend):
     """Layers that share a plan run one after the other."""
 
     name = "triton"
+    captures_decodes = True
+    captures_mixed = True
     supports = Supports(
         ("cuda",),
         (torch.float32, torch.bfloat16, torch.float16),
@@ -122,7 +129,7 @@ class PagedAttention:
         self.is_invariant = is_invariant
         self._torch = SdpaAttention()
         self._streamed = StreamedDecodes()
-        self._dealt = Dealt(_make, _refresh)
+        self._work = SplitWork(_make, _refresh)
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> PagedPlan:
         lens = layout.query_lens
@@ -204,7 +211,7 @@ class PagedAttention:
                 views,
                 plan.decodes,
                 scale,
-                schedule=self._dealt.schedule(plan.decodes, device, spec),
+                schedule=self._work.schedule(plan.decodes, device, spec),
                 out_THD=out_THD,
             )
         # Behind the decode kernel, which leaves zeros at the first row of every other request.
@@ -232,14 +239,14 @@ class PagedAttention:
     def attend_product(
         self,
         qkv_TX: torch.Tensor,
-        front: Front,
+        prologue: Prologue,
         layer_kv: LayerKV,
         plan: PagedPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
         if layer_kv.views is None or plan.decodes is None:
             raise InternalError("takes_product has not been asked")
-        return self._streamed.attend(qkv_TX, front, layer_kv.views, plan.decodes, spec)
+        return self._streamed.attend(qkv_TX, prologue, layer_kv.views, plan.decodes, spec)
 
 
 def _decodes(layout: DecodeLayout, group: int, window: int | None) -> DecodeBatch:

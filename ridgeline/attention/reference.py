@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import Supports, softmax_scale
-from ridgeline.attention.layout import AttentionLayout
-from ridgeline.attention.slots import slots_of_range
+from ridgeline.attention.backend import AttentionBackend, Supports, softmax_scale
+from ridgeline.attention.layout import AttentionLayout, slots_of_range
 from ridgeline.kernels.paged_attention import paged_attention_reference
 from ridgeline.kvcache import LayerKV
 
@@ -21,7 +20,7 @@ class ReferencePlan:
     window: int | None
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     name = "reference"
     supports = Supports(("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16))
 

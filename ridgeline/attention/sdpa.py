@@ -17,9 +17,8 @@ import torch
 from torch.nn import functional
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import AttentionCase, Supports, softmax_scale
-from ridgeline.attention.layout import AttentionLayout
-from ridgeline.attention.slots import slots_of_range, slots_of_ranges
+from ridgeline.attention.backend import AttentionBackend, AttentionCase, Supports, softmax_scale
+from ridgeline.attention.layout import AttentionLayout, slots_of_range, slots_of_ranges
 from ridgeline.kvcache import LayerKV
 
 QUERY_TILE = 256  # rows of a masked piece that are answered by one call
@@ -89,7 +88,7 @@ class SdpaPlan:
         return self.long[0] if len(self.long) == 1 and not self.short else None
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     name = "sdpa"
     supports = Supports(("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16))
 

@@ -15,10 +15,8 @@ import torch
 from ridgeline.compression.layer import Input, Layer, Names, States, Watch
 from ridgeline.errors import ConfigError
 from ridgeline.quantization.algorithms.awq import clip_and_round, search_scales
-from ridgeline.quantization.algorithms.gptq import GptqSettings, gptq
-from ridgeline.quantization.algorithms.grid import Grid, Quantized
-from ridgeline.quantization.algorithms.rtn import round_to_nearest
-from ridgeline.quantization.algorithms.statistics import InputStatistics
+from ridgeline.quantization.algorithms.gptq import GptqSettings, InputStatistics, gptq
+from ridgeline.quantization.algorithms.grid import Grid, Quantized, round_to_nearest
 
 METHODS = ("rtn", "gptq", "awq")
 

@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 
-from ridgeline.attention import CapturesDecodes
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.executor.device_rows import DeviceControls, DeviceDraws, DeviceTables
@@ -44,7 +43,7 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320,
 
 def why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
     """The first reason against captured steps, None when there is none."""
-    if not isinstance(decoder.backend, CapturesDecodes):
+    if not decoder.backend.captures_decodes:
         return f"attention backend {decoder.backend.name} cannot be captured"
     if kv.layers[0].views is None:
         return f"KV format {kv.format.name} is not written in place"

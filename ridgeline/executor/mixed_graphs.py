@@ -20,7 +20,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ridgeline.attention import AttentionCase, CapturedBackend, Pieces, TakesWhole
+from ridgeline.attention import AttentionCase, Pieces
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout, Wanted
 from ridgeline.devices import Device
 from ridgeline.errors import InternalError
@@ -124,7 +124,7 @@ class MixedGraphs:
         max_tokens: int,
         all_pieces: bool = False,
     ) -> None:
-        if not isinstance(decoder.backend, CapturedBackend):
+        if not decoder.backend.captures_mixed:
             raise InternalError("mixed steps of a backend that cannot be captured")
         self._backend = decoder.backend
         self._all_pieces = all_pieces
@@ -144,8 +144,7 @@ class MixedGraphs:
         self._whole = {
             bucket
             for bucket in self.buckets
-            if isinstance(backend, TakesWhole)
-            and all(backend.takes_whole(self._case, bucket, window) for window in windows)
+            if all(backend.takes_whole(self._case, bucket, window) for window in windows)
         }
         self._captured_tables: torch.Tensor | None = None
         self.num_steps = 0

@@ -18,9 +18,8 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import check
-from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_rows
-from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
+from ridgeline.kernels.rms_norm import add_norm, rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import Beside, InputNorm, multiply_into
 from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear

@@ -31,7 +31,13 @@ from ridgeline.kernels.int4_linear_records import (
     pack_records,
     unpack_records,
 )
-from ridgeline.kernels.quantized_matrix import SIZES, QuantizedMatrix, read_sizes
+from ridgeline.kernels.quantized_matrix import (
+    SIZES,
+    Parameters,
+    QuantizedMatrix,
+    WeightLayout,
+    read_sizes,
+)
 from ridgeline.kernels.small_linear import Beside, Fusion
 from ridgeline.kernels.stream_linear import compiles, multiprocessors
 from ridgeline.kernels.tall_linear import tall_linear
@@ -72,7 +78,7 @@ class Asked:
         return kind_of(norm=self.norm, gated=self.gated, residual=self.residual)
 
 
-class Int4Home:
+class Int4Layout(WeightLayout):
     """Where the kernels are: NVRTC and a GPU of compute capability 9.0."""
 
     def takes(self, like: QuantizedMatrix, dtype: torch.dtype) -> bool:
@@ -84,16 +90,16 @@ class Int4Home:
             and compiles()
         )
 
-    def keep(self, matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:
+    def keep(self, matrix: QuantizedMatrix) -> Parameters:
         return kept(pack_records(matrix))
 
-    def matrix(self, parameters: dict[str, torch.Tensor]) -> QuantizedMatrix:
+    def matrix(self, parameters: Parameters) -> QuantizedMatrix:
         return unpack_records(records_of(parameters))
 
     def linear(
         self,
         x_TI: torch.Tensor,
-        parameters: dict[str, torch.Tensor],
+        parameters: Parameters,
         bias_O: torch.Tensor | None,
     ) -> torch.Tensor:
         return int4_linear(x_TI, records_of(parameters), bias_O)
@@ -101,14 +107,14 @@ class Int4Home:
     def fused(
         self,
         x_TI: torch.Tensor,
-        parameters: dict[str, torch.Tensor],
+        parameters: Parameters,
         bias_O: torch.Tensor | None,
         fusion: Fusion,
     ) -> torch.Tensor | None:
         return int4_fused(x_TI, records_of(parameters), bias_O, fusion)
 
 
-def kept(records: Records) -> dict[str, torch.Tensor]:
+def kept(records: Records) -> Parameters:
     """As parameters of a layer. Two of them have no numbers: one has a dtype and one a shape."""
     form, codes = records.form, records.bytes_RCB
     scale = torch.empty(0, dtype=form.scale_dtype, device=codes.device)
@@ -116,7 +122,7 @@ def kept(records: Records) -> dict[str, torch.Tensor]:
     return {"records": codes, "scale_like": scale, SIZES: sizes}
 
 
-def records_of(parameters: dict[str, torch.Tensor]) -> Records:
+def records_of(parameters: Parameters) -> Records:
     codes, dtype = parameters["records"], parameters["scale_like"].dtype
     outputs, inputs, _, group = read_sizes(parameters)
     form = Form(outputs, inputs, group, dtype, False)

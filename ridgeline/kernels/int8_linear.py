@@ -19,10 +19,10 @@ from typing import TypedDict
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.fp8_linear import MAX_GUESS, Fp8Matrix, by_tiles, fp8_by_tile
 from ridgeline.kernels.fp8_linear import guess_tile as fp8_guess
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows
+from ridgeline.kernels.rms_norm import add_norm
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.stream_linear import (
     INT8,

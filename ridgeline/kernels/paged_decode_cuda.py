@@ -5,8 +5,8 @@ few, for few requests.
 of 16 keys, all heads at once, are dealt out to the programs as `paged_decode_triton` deals out its
 tiles, once a step of the engine (`refresh`), so a captured graph holds for any lengths. Results
 depend on the lengths of the whole batch in the last bits, but not on timing. Launches that share a
-schedule must not overlap, but for what `decode_with_front` reads early. All formats of `paged_kv`:
-the 16-bit type of the queries, e4m3, and codes of 8 and of 4 bits.
+schedule must not overlap, but for what `decode_with_prologue` reads early. All formats of
+`paged_kv`: the 16-bit type of the queries, e4m3, and codes of 8 and of 4 bits.
 Letters: as in `paged_decode`; P programs, X = (H + 2 * K) * D packed width, L positions.
 """
 
@@ -103,7 +103,7 @@ class CudaSchedule:
 
     config: Config
     numbers: Numbers
-    is_fused: bool  # for `decode_with_front`, where new tokens are not read from the cache
+    is_fused: bool  # for `decode_with_prologue`, where new tokens are not read from the cache
     num_kv_heads: int
     group: int  # G
     num_new: int  # Q
@@ -128,7 +128,7 @@ class CudaSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class Prologue:
     """What turns the raw product of q, k and v into queries and cache entries, as
     `qk_norm_rope_write` does; the position of a request's last new token is its length less one. A
     request of length 0 writes nothing, whatever its slot. Positions behind the table are as its
@@ -279,9 +279,9 @@ def paged_decode_cuda(
     _launch(q_THD, q_THD.stride(1), kv, batch, scale, schedule, out_THD, None, pdl, False)
 
 
-def decode_with_front(
+def decode_with_prologue(
     qkv_TX: torch.Tensor,
-    front: Front,
+    prologue: Prologue,
     kv: PagedKV,
     batch: DecodeBatch,
     scale: float,
@@ -304,15 +304,18 @@ def decode_with_front(
     check(qkv_TX.shape == (tokens, width), "the packed width is (H + 2 K) heads", width=width)
     check(out_THD.shape == (tokens, heads, size), "an answer for each token")
     check(qkv_TX.stride(1) == 1 and _on_vectors(qkv_TX), "packed rows lie on 16 bytes")
-    check(front.slots_T.shape == (tokens,), "each token has a slot", tokens=tokens)
-    check(front.slots_T.dtype == torch.int64, "slots are int64")
-    check(front.table_L2D.shape[1:] == (2, size), "the table has cosines and sines of a head")
-    check(front.table_L2D.dtype == torch.float32, "the table is float32")
-    check(front.slots_T.is_contiguous() and front.table_L2D.is_contiguous(), "dense slots, table")
-    for weight in _weights(front):
+    check(prologue.slots_T.shape == (tokens,), "each token has a slot", tokens=tokens)
+    check(prologue.slots_T.dtype == torch.int64, "slots are int64")
+    check(prologue.table_L2D.shape[1:] == (2, size), "the table has cosines and sines of a head")
+    check(prologue.table_L2D.dtype == torch.float32, "the table is float32")
+    check(
+        prologue.slots_T.is_contiguous() and prologue.table_L2D.is_contiguous(),
+        "dense slots, table",
+    )
+    for weight in _weights(prologue):
         plain = weight.shape == (size,) and weight.is_contiguous() and _on_vectors(weight)
         check(plain and weight.dtype == qkv_TX.dtype, "norm weights of a head, in q's type")
-    _launch(qkv_TX, size, kv, batch, scale, schedule, out_THD, front, pdl, early)
+    _launch(qkv_TX, size, kv, batch, scale, schedule, out_THD, prologue, pdl, early)
 
 
 def _launch(
@@ -323,19 +326,19 @@ def _launch(
     scale: float,
     schedule: CudaSchedule,
     out_THD: torch.Tensor,
-    front: Front | None,
+    prologue: Prologue | None,
     pdl: bool | None,
     early: bool,
 ) -> None:
     _check_batch(q, kv, batch, schedule, out_THD)
-    check(schedule.is_fused == (front is not None), "a schedule for what is launched")
+    check(schedule.is_fused == (prologue is not None), "a schedule for what is launched")
     pdl = launches_early(q.device) if pdl is None else pdl
-    defines = _defines(schedule, kv, batch, q.dtype, front, early=pdl)
+    defines = _defines(schedule, kv, batch, q.dtype, prologue, early=pdl)
     name = "paged_decode_split" if schedule.config.split else "paged_decode"
     kernel = nvrtc.kernel(SOURCE, name, defines, q.device)
     nvrtc.allow_shared(kernel, schedule.shared_bytes)
     nothing = c_uint64(0)
-    weights = _weights(front) or (nothing, nothing)
+    weights = _weights(prologue) or (nothing, nothing)
     args: list[nvrtc.Arg] = [
         q,
         kv.k_NSKD,
@@ -344,8 +347,8 @@ def _launch(
         nothing if batch.rows_B is None else batch.rows_B,
         batch.seq_lens_B,
         batch.query_start_B1,
-        nothing if front is None else front.slots_T,
-        nothing if front is None else front.table_L2D,
+        nothing if prologue is None else prologue.slots_T,
+        nothing if prologue is None else prologue.table_L2D,
         *weights,
         schedule.records,
         schedule.parts,
@@ -360,10 +363,10 @@ def _launch(
         c_int32(out_THD.stride(0)),
         c_int32(out_THD.stride(1)),
         c_float(scale * math.log2(math.e)),
-        c_float(front.norms.eps if front is not None and front.norms is not None else 0.0),
+        c_float(prologue.norms.eps if prologue is not None and prologue.norms is not None else 0.0),
         c_int32(int(early)),
         nothing if kv.k_scales_NSK is None else kv.k_scales_NSK,
-        c_int32(1 if front is None else front.table_L2D.shape[0]),
+        c_int32(1 if prologue is None else prologue.table_L2D.shape[0]),
     ]
     grid = schedule.num_programs, schedule.num_groups, 1
     kernel.launch(grid, 32 * schedule.num_warps, schedule.shared_bytes, args, pdl=pdl)
@@ -374,7 +377,7 @@ def _defines(
     kv: PagedKV,
     batch: DecodeBatch,
     dtype: torch.dtype,
-    front: Front | None,
+    prologue: Prologue | None,
     *,
     early: bool,
 ) -> dict[str, int | str]:
@@ -390,8 +393,8 @@ def _defines(
         "RESIDENT": schedule.resident,
         "WINDOW": batch.window or 0,
         "NAMED_ROWS": int(batch.rows_B is not None),
-        "FUSED": int(front is not None),
-        "NORM": int(front is not None and front.norms is not None),
+        "FUSED": int(prologue is not None),
+        "NORM": int(prologue is not None and prologue.norms is not None),
         "DEPENDENT": int(early),
         "BFLOAT16": int(dtype == torch.bfloat16),
         "BITS": schedule.numbers.bits,
@@ -477,10 +480,10 @@ def _heads(schedule: CudaSchedule) -> tuple[int, int]:
     return schedule.num_kv_heads * schedule.group, schedule.head_dim
 
 
-def _weights(front: Front | None) -> tuple[torch.Tensor, ...]:
-    if front is None or front.norms is None:
+def _weights(prologue: Prologue | None) -> tuple[torch.Tensor, ...]:
+    if prologue is None or prologue.norms is None:
         return ()
-    return front.norms.q_weight_D, front.norms.k_weight_D
+    return prologue.norms.q_weight_D, prologue.norms.k_weight_D
 
 
 def _why_not_so_many(group: int, num_new: int, kv_heads: int) -> str | None:

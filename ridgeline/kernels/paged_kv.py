@@ -47,7 +47,7 @@ class PagedKV:
 
 
 def plain_views(store_NSC: torch.Tensor, num_kv_heads: int) -> PagedKV:
-    """The views of `PlainKV`, where a slot is the K heads and then the V heads."""
+    """The views of `kvcache.formats`, where a slot is the K heads and then the V heads."""
     blocks, size, width = store_NSC.shape
     split = store_NSC.view(blocks, size, 2, num_kv_heads, width // (2 * num_kv_heads))
     return PagedKV(split[:, :, 0], split[:, :, 1])

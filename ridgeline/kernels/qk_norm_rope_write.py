@@ -18,6 +18,8 @@ __all__ = [
     "plain_views",
     "qk_norm_rope_write",
     "qk_norm_rope_write_reference",
+    "rotate_",
+    "rotate_reference",
 ]
 
 
@@ -78,3 +80,25 @@ def qk_norm_rope_write_reference(
 def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return torch.mul(x * scale, weight_D.float())
+
+
+def rotate_(x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> None:
+    """Rotate pairs (i, i + D/2) of each head by an angle that grows with the position, in place;
+    x is [T, heads, D] of any strides.
+
+    `cos_T1D` is float32 with both halves alike; `sin_T1D` too, its first half negated. The
+    arithmetic is float32 and rounded once, at the end.
+    """
+    swapped = x_TND.roll(x_TND.shape[-1] // 2, -1)
+    torch.addcmul(torch.mul(x_TND, cos_T1D), swapped, sin_T1D, out=x_TND)
+
+
+def rotate_reference(
+    x_TND: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
+) -> torch.Tensor:
+    """The definition, in float64."""
+    wide = x_TND.double()
+    first, second = wide.chunk(2, dim=-1)
+    cos, sin = cos_T1D.double().chunk(2, dim=-1)[0], sin_T1D.double().chunk(2, dim=-1)[1]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x_TND.dtype)

@@ -1,18 +1,23 @@
-"""What is a matrix of 4 or 8 bit integers, in the one form that all others are made from?
+"""What is a matrix of 4 or 8 bit integers, in the one form that all others are made from, and what
+must a layout of it for kernels be able to do?
 
-Letters: O outputs, I inputs, B bytes of a row, G groups of a row, R some rows.
+Letters: O outputs, I inputs, B bytes of a row, G groups of a row, R some rows, T tokens, C some
+columns.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ridgeline.errors import check
+from ridgeline.errors import InternalError, check
+from ridgeline.kernels.small_linear import Fusion
 
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Parameters = dict[str, torch.Tensor]  # what a layer keeps of its matrix
 SIZES = "shape"  # of the parameter that carries the sizes and no numbers
 
 
@@ -153,3 +158,61 @@ def read_sizes(parameters: Mapping[str, torch.Tensor]) -> tuple[int, int, int, i
     """Outputs, inputs, bits and group of what was kept."""
     outputs, inputs, bits, group, _ = parameters[SIZES].shape
     return outputs, inputs, bits, group
+
+
+class WeightLayout(ABC):
+    """How the numbers of a matrix lie for some kernels, exactly, and how these multiply by them.
+    The table of layouts is in `quantization.weight_layouts`."""
+
+    looks_up = False  # for vocabularies too: `rows` and `linear_into` read no more than they need
+    reads_columns = False  # x is rounded, and `columns` tells those of W that x should not be for
+
+    @abstractmethod
+    def takes(self, like: QuantizedMatrix, dtype: torch.dtype) -> bool:
+        """A matrix of this device, shape, bits, group, scales and zero points, multiplied by rows
+        of `dtype`. The numbers are not looked at: it may be an `outline`."""
+
+    @abstractmethod
+    def keep(self, matrix: QuantizedMatrix) -> Parameters:
+        """Laid out for the kernels: the same codes, scales and zero points, in as many bytes."""
+
+    @abstractmethod
+    def matrix(self, parameters: Parameters) -> QuantizedMatrix:
+        """What was kept, back again, to the last bit."""
+
+    @abstractmethod
+    def linear(
+        self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x @ W.T + bias, [T, O] in the dtype of x."""
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: Parameters,
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> torch.Tensor | None:
+        """As that of a WeightFormat; None where the caller is to do one after the other."""
+        return None
+
+    def rounded(self, weight_OI: torch.Tensor, like: QuantizedMatrix) -> Parameters | None:
+        """As `keep` of the rounded matrix, to the last bit, where a kernel rounds a matrix and lays
+        it out in one go. ValueError if a weight is infinite or NaN."""
+        return None
+
+    def rows(
+        self, parameters: Parameters, rows_T: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """These rows of W, [T, I]."""
+        return self.matrix(parameters).rows(rows_T).dequantize().to(dtype)
+
+    def linear_into(
+        self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
+    ) -> torch.Tensor:
+        """`linear` of as many of the first rows of W as `out_TO` has columns."""
+        return out_TO.copy_(self.linear(x_TI, parameters, None)[:, : out_TO.shape[1]])
+
+    def columns(self, parameters: Parameters, columns_C: torch.Tensor) -> torch.Tensor:
+        """These columns of W, [O, C] float32; only where it `reads_columns`."""
+        raise InternalError("reads_columns has not been asked")

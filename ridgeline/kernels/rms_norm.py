@@ -1,7 +1,9 @@
-"""x / rms(x) * weight: divide each row by its root mean square.
+"""x / rms(x) * weight: divide each row by its root mean square; and what stands between two parts
+of a layer, residual += x, then the norm of the sum.
 
 All in float32, rounded once at the end. (Transformers rounds before the weight as well, so in 16
-bits we are as near to its results as its own rounding.) Letters: E the normalised dimension.
+bits we are as near to its results as its own rounding.) Letters: T
+tokens, E the normalised dimension.
 """
 
 from __future__ import annotations
@@ -46,3 +48,32 @@ def _float32(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
 @lru_cache(maxsize=16)
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
     return torch.tensor(value, device=device)
+
+
+def add_norm(
+    x_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    *,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """The normed sum, [T, E]; `residual_TE` becomes the sum, which is rounded to its dtype and then
+    normalised, as when both are done one after the other. Rows of both may have any stride."""
+    if x_TE.is_cuda and x_TE.shape[1] <= MAX_SIZE:
+        from ridgeline.kernels.add_norm_triton import add_norm_triton
+
+        return add_norm_triton(x_TE, residual_TE, weight_E, eps, pdl=pdl)
+    if x_TE.device.type == "cpu":
+        from ridgeline.kernels.cpu import elementwise
+
+        if elementwise.serves(x_TE) and elementwise.serves(residual_TE):
+            return elementwise.add_norm(x_TE, residual_TE, weight_E, eps)
+    return rms_norm(residual_TE.add_(x_TE), weight_E, eps)
+
+
+def add_norm_reference(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> torch.Tensor:
+    residual_TE.copy_(residual_TE.float() + x_TE.float())
+    return rms_norm_reference(residual_TE, weight_E, eps)

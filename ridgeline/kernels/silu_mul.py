@@ -1,19 +1,32 @@
-"""silu(gate) * up: the middle of a gated feed-forward, in one pass.
+"""act(gate) * up: the middle of a gated feed-forward; for SiLU in one pass.
 
-In float32, rounded once (`gated` rounds after the activation as well).
 Letters: T tokens, F feed-forward width, G = 2 * F.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
-from ridgeline.kernels.gated import gated
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def gated(gate_up_TG: torch.Tensor, activation: str) -> torch.Tensor:
+    """[T, 2 * F] (gate, then up) -> [T, F], rounding after the activation and after the product."""
+    gate, up = gate_up_TG.chunk(2, -1)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def silu_mul(gate_up_TG: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
-    """[T, 2 * F] (gate, then up) -> [T, F]; rows may have any stride."""
+    """[T, 2 * F] (gate, then up) -> [T, F]; rows may have any stride. In float32, rounded once
+    (`gated` rounds after the activation as well)."""
     if gate_up_TG.is_cuda:
         from ridgeline.kernels.silu_mul_triton import silu_mul_triton
 

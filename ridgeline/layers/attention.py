@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention.backend import AttendsLast, AttentionBackend, TakesProduct
+from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import Wanted
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, InternalError
 from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
-from ridgeline.kernels.paged_decode_cuda import Front
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV, qk_norm_rope_write
-from ridgeline.kernels.rope import rotate_
+from ridgeline.kernels.paged_decode_cuda import Prologue
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV, qk_norm_rope_write, rotate_
 from ridgeline.kvcache import LayerKV
 from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.linear import Linear, Part
@@ -69,8 +68,6 @@ class Attention:
         q_heads = placement.shard(spec.num_heads, "num_attention_heads")
         self.spec = replace(spec, num_heads=q_heads.length, num_kv_heads=kv_heads.length)
         self.backend = backend
-        self._of_product = backend if isinstance(backend, TakesProduct) else None
-        self._of_last = backend if isinstance(backend, AttendsLast) else None
         head_dim = spec.head_dim
         bias = "_bias" if spec.qkv_bias else None
         shards = {"q": q_heads, "k": kv_heads, "v": kv_heads}
@@ -128,22 +125,20 @@ class Attention:
         """[T, H, D]; `is_last`: perhaps of the last token alone."""
         if self.spec.norms_all_heads:
             self._norm_all_heads(qkv_TC)
-        backend = self._of_product
+        backend = self.backend
         if step.turned_T1D is None:
-            if backend is not None and backend.takes_product(
-                layer_kv, step.plan, self.spec, qkv_TC.dtype
-            ):
-                front = Front(step.table_L2D, step.slots_T, self._head_norms)
-                return backend.attend_product(qkv_TC, front, layer_kv, step.plan, self.spec)
+            if backend.takes_product(layer_kv, step.plan, self.spec, qkv_TC.dtype):
+                prologue = Prologue(step.table_L2D, step.slots_T, self._head_norms)
+                return backend.attend_product(qkv_TC, prologue, layer_kv, step.plan, self.spec)
             q_THD = self._turn_and_write(qkv_TC, step, layer_kv)
         else:
             q_THD = self._turn(qkv_TC, *step.turned_T1D)
             layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
-        if is_last and self._of_last is not None:
-            out_1HD = self._of_last.attend_last(q_THD[-1:], layer_kv, step.plan, self.spec)
+        if is_last:
+            out_1HD = backend.attend_last(q_THD[-1:], layer_kv, step.plan, self.spec)
             if out_1HD is not None:
                 return out_1HD
-        return self.backend.attend(q_THD, layer_kv, step.plan, self.spec)
+        return backend.attend(q_THD, layer_kv, step.plan, self.spec)
 
     def _turn_and_write(
         self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV

@@ -16,7 +16,6 @@ from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
-from ridgeline.architectures.stored_config import tensors_read
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, Wanted
 from ridgeline.distributed.placement import Placement, Shard
@@ -35,7 +34,6 @@ from ridgeline.layers.random_source import RandomSource
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
-from ridgeline.quantization.contract import OfModel
 from ridgeline.quantization.plain import PlainWeights
 
 COMPARED_ROWS = 4096  # of a matrix of the vocabulary, at once
@@ -187,10 +185,8 @@ class Decoder:
         self.backend = attention
         self.max_model_len = max_model_len
         names = spec.tensor_names
-        self._expected = expected_tensors(spec)
-        if isinstance(weight_format, OfModel):
-            weight_format = weight_format.of_model(spec)
-            self._expected = tensors_read(spec)
+        weight_format = weight_format.of_model(spec)
+        self._expected = weight_format.tensors_read(spec)
         self.num_token_ids = max(spec.vocab_size, min_token_ids)
         self._matrix = partial(
             VocabularyMatrix,

@@ -13,7 +13,7 @@ from ridgeline.distributed.placement import Placement
 from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece
-from ridgeline.quantization import VocabularyFormat
+from ridgeline.quantization import WeightFormat
 
 
 class VocabularyMatrix:
@@ -29,7 +29,7 @@ class VocabularyMatrix:
         device: torch.device,
         placement: Placement,
         *,
-        vocabulary_format: VocabularyFormat,
+        vocabulary_format: WeightFormat,
         held_rows: int,
     ) -> None:
         self.name = name

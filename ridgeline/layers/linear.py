@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
 
 import torch
 
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.errors import check
-from ridgeline.kernels.gated import gated as gate
+from ridgeline.kernels.silu_mul import gated as gate
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece
-from ridgeline.quantization import Fusion, Parameters, WeightFormat
-from ridgeline.quantization.contract import KnowsMatrices, LoadsTensors, MatrixShare
+from ridgeline.quantization import Fusion, WeightFormat
+from ridgeline.quantization.contract import MatrixShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +27,6 @@ class Part:
     weight: str
     bias: str | None
     rows: Shard
-
-
-@runtime_checkable
-class GatesInput(Protocol):
-    """A weight format that touches the rows of x anyway, and can gate them (SiLU) as it does."""
-
-    def gates_input(self, x_TI: torch.Tensor, parameters: Parameters) -> bool:
-        """It does so for as many rows as x has, of its dtype and on its device."""
-        ...
-
-    def linear_of_gated(
-        self, x_TG: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
-    ) -> torch.Tensor:
-        """`linear` of silu(gate) * up, where a row of x is gate and up."""
-        ...
 
 
 class Linear:
@@ -69,10 +52,8 @@ class Linear:
         self.parts = tuple(parts)
         self.outputs = sum(part.rows.length for part in parts)
         self.inputs = inputs if columns is None else columns.length
-        if isinstance(weight_format, KnowsMatrices):
-            weight_format = weight_format.of([self._share(part) for part in parts], dtype)
-        self.format = weight_format
-        self.parameters = weight_format.parameters(self.outputs, self.inputs, dtype, device)
+        self.format = weight_format.of([self._share(part) for part in parts], dtype)
+        self.parameters = self.format.parameters(self.outputs, self.inputs, dtype, device)
         has_bias = any(part.bias is not None for part in parts)
         self.bias_O = torch.zeros(self.outputs, dtype=dtype, device=device) if has_bias else None
         # The bias of summed results may be counted once only.
@@ -107,8 +88,7 @@ class Linear:
 
     def gates_input(self, like_T: torch.Tensor) -> bool:
         """`add_to` is faster of gate and up than of their product, for rows like these."""
-        known = self.format
-        return isinstance(known, GatesInput) and known.gates_input(like_T, self.parameters)
+        return self.format.gates_input(like_T, self.parameters)
 
     def add_to(
         self,
@@ -129,9 +109,7 @@ class Linear:
         hidden.add(self._of_gated(x_TI) if of_gated else self(x_TI), norm)
 
     def _of_gated(self, x_TG: torch.Tensor) -> torch.Tensor:
-        check(isinstance(self.format, GatesInput), "a format that gates", format=self.format.name)
-        known = cast("GatesInput", self.format)
-        y_TO = known.linear_of_gated(x_TG, self.parameters, self.added_bias_O)
+        y_TO = self.format.linear_of_gated(x_TG, self.parameters, self.added_bias_O)
         return y_TO if self.columns is None else self.placement.all_reduce(y_TO)
 
     def _fused(self, x_TI: torch.Tensor, fusion: Fusion) -> torch.Tensor | None:
@@ -166,9 +144,9 @@ class Linear:
         return found
 
     def _weight_pieces(self, index: int, part: Part, rows: slice) -> list[Piece]:
-        if isinstance(self.format, LoadsTensors):
-            own = self.format.pieces(self.parameters, index)
-            return [Piece(one.name, one.target, one.dim, one.start) for one in own]
+        own = self.format.pieces(self.parameters, index)
+        if own is not None:
+            return own
         weight = self.parameters["weight"][rows]
         if self.columns is None:
             return [Piece(part.weight, weight, 0, part.rows.start)]

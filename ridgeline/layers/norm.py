@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ridgeline.kernels.add_norm import add_norm
-from ridgeline.kernels.rms_norm import rms_norm
+from ridgeline.kernels.rms_norm import add_norm, rms_norm
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.layers.piece import Piece
 

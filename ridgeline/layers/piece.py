@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from ridgeline.errors import check
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Entries [start, start + length) of dimension `dim` of checkpoint tensor `name` are copied
-    into `target`, a view of a parameter. `dim` None: the whole tensor."""
-
-    name: str
-    target: torch.Tensor
-    dim: int | None = None
-    start: int = 0
+from ridgeline.quantization.contract import Piece as Piece
 
 
 class TensorSource(Protocol):

@@ -28,7 +28,7 @@ class Rotation:
         self.table_L2D = table.to(device)
 
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cosines, signed sines) as `kernels.rope` wants them, [T, 1, D] float32 each."""
+        """(cosines, signed sines) as `rotate_` wants them, [T, 1, D] float32 each."""
         both_T2D = self.table_L2D.index_select(0, positions_T)
         return both_T2D[:, :1], both_T2D[:, 1:]
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ridgeline.attention.backend import AttentionBackend, CapturedBackend, CapturesDecodes
+from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout, ForwardBatch, MixedLayout
-from ridgeline.errors import InternalError
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.attention import AttentionStep, writes_in_place
 from ridgeline.layers.rope import Rotation
@@ -51,8 +50,6 @@ def _plan(
 ) -> object:
     if isinstance(layout, AttentionLayout):
         return backend.plan(layout, group, window)
-    if isinstance(layout, DecodeLayout) and isinstance(backend, CapturesDecodes):
+    if isinstance(layout, DecodeLayout):
         return backend.plan_decodes(layout, group, window)
-    if isinstance(layout, MixedLayout) and isinstance(backend, CapturedBackend):
-        return backend.plan_mixed(layout, group, window)
-    raise InternalError(f"attention backend {backend.name} cannot be captured")
+    return backend.plan_mixed(layout, group, window)

@@ -14,8 +14,15 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.loader.gguf_layout import BY_NAME
-from ridgeline.quantization.layouts.fields import fields, half, nibbles, pairs, single_bits
-from ridgeline.quantization.layouts.gguf import AFFINE, unpack
+from ridgeline.quantization.gguf_blocks import (
+    AFFINE,
+    fields,
+    half,
+    nibbles,
+    pairs,
+    single_bits,
+    unpack,
+)
 
 PLAIN: Mapping[str, torch.dtype] = {
     "F32": torch.float32,

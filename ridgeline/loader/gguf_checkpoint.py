@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.architectures.stored import WEIGHT
-from ridgeline.architectures.stored_gguf import BLOCKS
+from ridgeline.architectures.stored_methods import GGUF_BLOCKS
 from ridgeline.errors import check
 from ridgeline.formats import STORED
 from ridgeline.layers.piece import Piece
@@ -20,8 +20,7 @@ from ridgeline.loader.checkpoint import Checkpoint, is_damaged, refuse_damaged
 from ridgeline.loader.ggml_blocks import PLAIN, decode
 from ridgeline.loader.gguf_layout import BY_NAME
 from ridgeline.loader.gguf_model import GGUFModel, read_gguf_model
-from ridgeline.quantization.layouts.fields import half
-from ridgeline.quantization.layouts.gguf import AFFINE
+from ridgeline.quantization.gguf_blocks import AFFINE, half
 
 # Numbers unpacked at once, with a few copies of them in float32 on the way: on a CPU as many
 # as its caches hold, on a GPU enough that its launches do not count.
@@ -34,7 +33,7 @@ class GGUFCheckpoint(Checkpoint):
 
     `dtype` says how one is stored (Q4_K, F16, ...); what comes out of `tensor` and `slice` is the
     stored dtype where that is plain, and the exact values in float32 where it is packed. A name
-    that ends in `BLOCKS` in place of "weight" means the bytes of its blocks, row by row.
+    that ends in `GGUF_BLOCKS` in place of "weight" means the bytes of its blocks, row by row.
     """
 
     def __init__(self, model: GGUFModel, *, finite_only: bool = True) -> None:
@@ -57,7 +56,7 @@ class GGUFCheckpoint(Checkpoint):
         return f"{stored} became {dtype}{rounded}"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if not name.endswith(BLOCKS):
+        if not name.endswith(GGUF_BLOCKS):
             return super().shape(name)
         kind = BY_NAME[self.dtype(_whole(name))]
         rows, columns = super().shape(_whole(name))
@@ -80,7 +79,7 @@ class GGUFCheckpoint(Checkpoint):
     def fill(self, piece: Piece) -> int:
         """Copy one piece to where it belongs, cast to the dtype there; its bytes in the file.
         Unpacked on the device of the target, a few million numbers at a time."""
-        if piece.name.endswith(BLOCKS):
+        if piece.name.endswith(GGUF_BLOCKS):
             return self._fill_blocks(piece)
         shape, target = self.shape(piece.name), piece.target
         wanted = list(target.shape)
@@ -155,7 +154,7 @@ class GGUFCheckpoint(Checkpoint):
 
 def _whole(name: str) -> str:
     """The matrix whose blocks these are."""
-    return name.removesuffix(BLOCKS) + WEIGHT
+    return name.removesuffix(GGUF_BLOCKS) + WEIGHT
 
 
 def stored_rows(start: int, length: int, head_dim: int) -> torch.Tensor:

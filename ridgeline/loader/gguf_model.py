@@ -18,7 +18,7 @@ from ridgeline.architectures.gguf import (
 from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored_config import KEY
-from ridgeline.architectures.stored_gguf import described
+from ridgeline.architectures.stored_methods import gguf_described
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.gguf import GGUFHeader, read_gguf
@@ -60,7 +60,7 @@ def read_gguf_model(path: Path) -> GGUFModel:
         refuse(path, f"its metadata describe no model that can be served: {error}")
     wanted = sources(spec)
     entries = _entries(path, spec, wanted, found)
-    stored = described({name: entry.dtype for name, entry in entries.items()})
+    stored = gguf_described({name: entry.dtype for name, entry in entries.items()})
     config = config if stored is None else {**config, KEY: stored}
     return GGUFModel(path, config, entries, wanted)
 

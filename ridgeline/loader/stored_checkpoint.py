@@ -13,7 +13,6 @@ from ridgeline.architectures.mtp_head import mtp_tensors
 from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored import FLOATS, ZERO, Raw, Stored, raw_name, tensors_of
-from ridgeline.architectures.stored_awq import MIDDLE, ZEROS
 from ridgeline.architectures.stored_config import (
     KEY,
     SCALES,
@@ -22,6 +21,7 @@ from ridgeline.architectures.stored_config import (
     optional_checkpoint_tensors,
     stored_matrices,
 )
+from ridgeline.architectures.stored_methods import AWQ_MIDDLE, AWQ_ZEROS
 from ridgeline.errors import ConfigError, check
 from ridgeline.layers.piece import Piece
 from ridgeline.layers.piece import fill as fill_plain
@@ -29,7 +29,7 @@ from ridgeline.loader.checkpoint import Checkpoint, check_tensors
 from ridgeline.loader.folder import refuse
 from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint
 from ridgeline.loader.shards import INDEX_FILE, SINGLE_FILE, find_tensors
-from ridgeline.quantization.layouts import read_matrix
+from ridgeline.quantization.readers import read_matrix
 
 SCALE_NAMES = (".weight_scale", ".scales", ".weight_scale_inv")
 ALIGNED_ROWS = 128  # whole words of zeros and of codes in every layout
@@ -108,7 +108,11 @@ def _check_tensor(checkpoint: Checkpoint, matrix: StoredMatrix, raw: Raw, name: 
         if says != [matrix.rows, matrix.columns]:
             made = [matrix.rows, matrix.columns]
             refuse(path, f"tensor {name!r} says {says}, but config.json makes it {made}")
-    if raw.suffix == ZEROS and raw.is_optional and bool((checkpoint.tensor(name) != MIDDLE).any()):
+    if (
+        raw.suffix == AWQ_ZEROS
+        and raw.is_optional
+        and bool((checkpoint.tensor(name) != AWQ_MIDDLE).any())
+    ):
         refuse(path, f"tensor {name!r} has zeros, but config.json says zero_point false; set it")
     if raw.suffix == ZERO and raw.is_optional and not _is_zero(checkpoint, name):
         refuse(path, f"tensor {name!r} is not 0, but config.json says symmetric; set it to false")

@@ -20,20 +20,16 @@ from ridgeline.architectures import read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ModelSpec
 from ridgeline.attention import AttentionBackend, choose_backend
-from ridgeline.attention.backend import TakesProduct
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.cost.ops import Op, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.devices import Device
-from ridgeline.kernels.add_norm import add_norm
 from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
 from ridgeline.kernels.draw_rows import draw_rows
-from ridgeline.kernels.gated import gated
-from ridgeline.kernels.paged_decode_cuda import Front
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write
-from ridgeline.kernels.rms_norm import rms_norm
-from ridgeline.kernels.rope import rotate_
-from ridgeline.kernels.silu_mul import silu_mul
+from ridgeline.kernels.paged_decode_cuda import Prologue
+from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write, rotate_
+from ridgeline.kernels.rms_norm import add_norm, rms_norm
+from ridgeline.kernels.silu_mul import gated, silu_mul
 from ridgeline.kvcache import KVCache, bytes_per_block
 from ridgeline.measure.models import Grid, config
 from ridgeline.measure.stopwatch import Call
@@ -266,14 +262,12 @@ class AttentionBench:
         ops = step_ops(self.spec, shape, precision=self.bench.precision)
         done = [op for op in ops if op.kind.endswith("_attention")]
         backend = self.backend
-        if isinstance(backend, TakesProduct) and backend.takes_product(
-            self.cache.layers[0], plan, attention, q_THD.dtype
-        ):
+        if backend.takes_product(self.cache.layers[0], plan, attention, q_THD.dtype):
             done += [op for op in ops if op.name == "rope_and_cache"]
             return self.bench.case(what, done, self._from_product(backend, layout, plan), label)
         return self.bench.case(what, done, call, label)
 
-    def _from_product(self, backend: TakesProduct, layout: AttentionLayout, plan: Any) -> Call:
+    def _from_product(self, backend: AttentionBackend, layout: AttentionLayout, plan: Any) -> Call:
         """One kernel for what the layers then leave to the backend."""
         attention, there = attention_of(self.spec), self.bench.device.torch_device
         heads = attention.num_heads + 2 * attention.num_kv_heads
@@ -285,11 +279,11 @@ class AttentionBench:
             for row, at in zip(blocks_BM, last, strict=True)
         ]
         table_L2D = torch.rand(max(last) + 1, 2, attention.head_dim, device=there)
-        front = Front(table_L2D, torch.tensor(slots, device=there))
+        prologue = Prologue(table_L2D, torch.tensor(slots, device=there))
 
         def call(number: int) -> torch.Tensor:
             layer = self.cache.layers[number % len(self.cache.layers)]
-            return backend.attend_product(qkv_TX, front, layer, plan, attention)
+            return backend.attend_product(qkv_TX, prologue, layer, plan, attention)
 
         return call
 

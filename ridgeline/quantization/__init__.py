@@ -1,24 +1,18 @@
-"""How are the weights of a linear layer stored and multiplied? One file per format; the table of
-their names is `ridgeline.formats.WEIGHT_FORMATS`."""
+"""How are the weights of a linear layer stored and multiplied? One file for formats that share
+their arithmetic; the table of their names is `ridgeline.formats.WEIGHT_FORMATS`."""
 
 from __future__ import annotations
 
 from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS, check_served, served, weight_line
+from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.kernels.small_linear import Fusion
-from ridgeline.quantization.contract import (
-    HasInvariant,
-    HasVocabulary,
-    Parameters,
-    VocabularyFormat,
-    WeightFormat,
-)
+from ridgeline.quantization.contract import WeightFormat
 from ridgeline.registry import load
 
 __all__ = [
     "Fusion",
     "Parameters",
-    "VocabularyFormat",
     "WeightFormat",
     "open_vocabulary_format",
     "open_weight_format",
@@ -33,21 +27,20 @@ def open_weight_format(name: str, *, deterministic: bool = False) -> WeightForma
     opened: WeightFormat = load(served(WEIGHT_FORMATS), name, "weight format")()
     if not deterministic:
         return opened
-    if not isinstance(opened, HasInvariant):
+    invariant = opened.invariant()
+    if invariant is None:
         raise ConfigError(
             f"deterministic: weight format {name} has no product that is the same in any company;"
             " choose plain or fp8, or leave out deterministic"
         )
-    return opened.invariant()
+    return invariant
 
 
-def open_vocabulary_format(name: str, *, deterministic: bool = False) -> VocabularyFormat:
+def open_vocabulary_format(name: str, *, deterministic: bool = False) -> WeightFormat:
     """How embedding and output matrix are kept beside layers in the weight format `name`."""
     vocabulary = weight_line(name).vocabulary
-    opened = open_weight_format(vocabulary, deterministic=deterministic)
-    if isinstance(opened, HasVocabulary):
-        opened = opened.of_vocabulary()
-    if not isinstance(opened, VocabularyFormat):
+    opened = open_weight_format(vocabulary, deterministic=deterministic).of_vocabulary()
+    if not opened.serves_vocabulary:
         raise ConfigError(
             f"weight format {name}: its vocabulary is to be {vocabulary}, which has no look-up of"
             " rows; choose plain for it"

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.kernels.small_linear import Fusion
-from ridgeline.quantization.contract import Parameters
-from ridgeline.quantization.homes import HOMES, Homes, ReadsColumns
-from ridgeline.quantization.int8 import Int8Weights
-from ridgeline.quantization.integers import IntegerWeights, InvariantIntegers
+from ridgeline.quantization.integers import IntegerWeights, RowRounding
+from ridgeline.quantization.weight_layouts import LAYOUTS, Layouts
 
 THRESHOLD = 6.0
-# Homes that tell columns, or that do not round x.
-OUTLIER_HOMES = {name: HOMES[name] for name in ("panels", "portable")}
+# Layouts that tell columns, or that do not round x.
+OUTLIER_LAYOUTS = {name: LAYOUTS[name] for name in ("panels", "portable")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +45,31 @@ def split_outliers(x_TI: torch.Tensor) -> Split | None:
     return Split(x_TI.masked_fill(is_loud_TI, 0), loud_TC, columns_C)
 
 
-class Int8OutlierWeights(Int8Weights):
-    name = "int8-outliers"
-    homes = Homes(OUTLIER_HOMES)
+class Int8OutlierWeights(IntegerWeights):
+    def __init__(self) -> None:
+        super().__init__("int8-outliers", RowRounding(8, 0, torch.float32))
+        self.layouts = Layouts(OUTLIER_LAYOUTS)
 
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        home = self.home(parameters)
-        split = split_outliers(x_TI) if isinstance(home, ReadsColumns) else None
-        if split is None or not isinstance(home, ReadsColumns):
+        layout = self.layout(parameters)
+        split = split_outliers(x_TI) if layout.reads_columns else None
+        if split is None:
             return super().linear(x_TI, parameters, bias_O)
         y_TO = super().linear(split.rest_TI, parameters, bias_O).float()
-        weight_OC = home.columns(parameters, split.columns_C)
+        weight_OC = layout.columns(parameters, split.columns_C)
         return y_TO.add_(self._of_loud(split.loud_TC.float(), weight_OC)).to(x_TI.dtype)
 
     def linear_into(
         self, x_TI: torch.Tensor, parameters: Parameters, out_TO: torch.Tensor
     ) -> torch.Tensor:
-        home = self.home(parameters)
-        split = split_outliers(x_TI) if isinstance(home, ReadsColumns) else None
-        if split is None or not isinstance(home, ReadsColumns):
+        layout = self.layout(parameters)
+        split = split_outliers(x_TI) if layout.reads_columns else None
+        if split is None:
             return super().linear_into(x_TI, parameters, out_TO)
         super().linear_into(split.rest_TI, parameters, out_TO)
-        weight_OC = home.columns(parameters, split.columns_C)[: out_TO.shape[1]]
+        weight_OC = layout.columns(parameters, split.columns_C)[: out_TO.shape[1]]
         return out_TO.add_(self._of_loud(split.loud_TC.float(), weight_OC))
 
     def fused(
@@ -80,24 +80,17 @@ class Int8OutlierWeights(Int8Weights):
         fusion: Fusion,
     ) -> torch.Tensor | None:
         """Only where x has no outliers."""
-        if isinstance(self.home(parameters), ReadsColumns):
+        if self.layout(parameters).reads_columns:
             begins_with_x = fusion.norm is None and fusion.sum_TI is None and not fusion.of_gated
             if not begins_with_x or split_outliers(x_TI) is not None:
                 return None
         return super().fused(x_TI, parameters, bias_O, fusion)
 
-    def invariant(self) -> IntegerWeights:
-        return InvariantInt8OutlierWeights()
-
     def _of_loud(self, loud_TC: torch.Tensor, weight_OC: torch.Tensor) -> torch.Tensor:
-        return loud_TC @ weight_OC.T
-
-
-class InvariantInt8OutlierWeights(InvariantIntegers, Int8OutlierWeights):
-    """Outliers of a row are added one after the other, in the order of their columns: those that
-    it has not got are zeros, which change no sum."""
-
-    def _of_loud(self, loud_TC: torch.Tensor, weight_OC: torch.Tensor) -> torch.Tensor:
+        """Where the format is invariant, outliers of a row are added one after the other, in the
+        order of their columns: those that it has not got are zeros, which change no sum."""
+        if not self.is_invariant:
+            return loud_TC @ weight_OC.T
         y_TO = loud_TC.new_zeros(len(loud_TC), len(weight_OC))
         for column in range(loud_TC.shape[1]):
             y_TO += loud_TC[:, column, None] * weight_OC[None, :, column]

@@ -27,12 +27,13 @@ from ridgeline.kernels.cpu.packed_linear import (
 )
 from ridgeline.kernels.quantized_matrix import (
     SIZES,
+    Parameters,
     QuantizedMatrix,
+    WeightLayout,
     join_bytes,
     read_sizes,
 )
 from ridgeline.kernels.small_linear import Fusion
-from ridgeline.quantization.contract import Parameters
 
 LOWEST = "lowest"  # a parameter without numbers: codes of int8 may be -128
 
@@ -116,9 +117,12 @@ def fused_packed(
     )
 
 
-class NativePanels:
+class NativePanels(WeightLayout):
     """4 bits in groups of a multiple of 8 up to 512, with zero points or without; 8 bits in such
     groups or whole rows, without. Scales of 16 or 32 bits."""
+
+    looks_up = True
+    reads_columns = True
 
     def takes(self, like: QuantizedMatrix, dtype: torch.dtype) -> bool:
         kind = _kind(like)
@@ -158,9 +162,8 @@ class NativePanels:
         return fused_packed(x_TI, _packed(parameters), bias_O, fusion)
 
     def rows(
-        self, parameters: Parameters, rows_T: torch.Tensor | None, dtype: torch.dtype
+        self, parameters: Parameters, rows_T: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """None: all."""
         return gather(_packed(parameters), rows_T, dtype)
 
     def columns(self, parameters: Parameters, columns_C: torch.Tensor) -> torch.Tensor:

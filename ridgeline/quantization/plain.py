@@ -16,6 +16,7 @@ from ridgeline.kernels.cpu.packed_linear import (
     pack,
 )
 from ridgeline.kernels.invariant_linear import invariant_linear
+from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.kernels.small_linear import (
     Fusion,
     Unfused,
@@ -24,13 +25,13 @@ from ridgeline.kernels.small_linear import (
     small_linear,
 )
 from ridgeline.kernels.tall_linear import fits_tall, tall_linear
-from ridgeline.quantization.contract import Parameters
+from ridgeline.quantization.contract import WeightFormat
 from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed, packed_of
 
 
-class PlainWeights:
+class PlainWeights(WeightFormat):
     name = "plain"
-    bits: int | None = None
+    serves_vocabulary = True
 
     def parameters(
         self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device

@@ -1,6 +1,6 @@
-"""How are matrices kept that somebody has quantized? As the checkpoint stores them: their codes and
-scales, exactly, in the first home that takes them; numbers in e4m3 as the formats fp8 and fp8-block
-keep theirs. What is stored otherwise comes unpacked, like what was never quantized.
+"""How are matrices of a quantized checkpoint kept? As it stores them: their codes and scales,
+exactly, in the first layout that takes them; numbers in e4m3 as the formats fp8 and fp8-block keep
+theirs. What is stored otherwise comes unpacked, like what was never quantized.
 
 Matrices of one product that are stored alike are kept as one, others each for itself, and their
 outputs stand side by side. Letters: T tokens, I inputs, O outputs.
@@ -10,30 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored import Raw, Stored, raw_name, tensors_of
-from ridgeline.architectures.stored_config import kept_matrices
+from ridgeline.architectures.stored_config import kept_matrices, tensors_read
 from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.formats import STORED
+from ridgeline.kernels.fp8_block_linear import BLOCK
+from ridgeline.kernels.quantized_matrix import Parameters, QuantizedMatrix, joined
 from ridgeline.kernels.small_linear import Fusion
-from ridgeline.quantization.contract import MatrixShare, Parameters, TensorPiece, WeightFormat
-from ridgeline.quantization.fp8 import Fp8Weights
-from ridgeline.quantization.fp8_blocks import BLOCK, Fp8BlockWeights
-from ridgeline.quantization.homes import HOMES, INVARIANT_HOMES, Homes
-from ridgeline.quantization.layouts import read_matrix
-from ridgeline.quantization.layouts.forms import Read
+from ridgeline.quantization.contract import MatrixShare, Piece, WeightFormat
+from ridgeline.quantization.fp8 import Fp8BlockWeights, Fp8Weights
+from ridgeline.quantization.integers import PackedIntegers
 from ridgeline.quantization.plain import InvariantPlainWeights, PlainWeights
-from ridgeline.quantization.stored_keepers import (
-    BlocksKeeper,
-    CodesKeeper,
-    Keeper,
-    OrderedKeeper,
-    PlainKeeper,
-    RowsKeeper,
-)
+from ridgeline.quantization.readers import Blocks8, Ordered, Read, Rows8, read_matrix
 
 DTYPES: Mapping[str, torch.dtype] = {
     "I8": torch.int8,
@@ -46,6 +39,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 ASIS = "weight"
+ORDER = "order"  # of the columns of a matrix, beside what its layout keeps
+
+Kind = TypeVar("Kind", QuantizedMatrix, Ordered, Rows8, Blocks8, torch.Tensor)
 
 
 class StoredWeights(PlainWeights):
@@ -61,41 +57,31 @@ class StoredWeights(PlainWeights):
         """The same with what the model's checkpoint stores."""
         return type(self)({one.name: one.stored for one in kept_matrices(spec)})
 
+    def tensors_read(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        return tensors_read(spec)
+
     def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> WeightFormat:
-        """Of the product whose rows are these, one below the other; x is of `dtype`. ConfigError
-        if a share begins within a group or a word."""
+        """ConfigError if a share begins within a group or a word."""
         stored = [self._known.get(share.name) for share in shares]
         if not any(stored):
-            return self._plain()
+            return self._kept_as(None)
         matrices = [_Matrix(*both) for both in zip(shares, stored, strict=True)]
         for matrix in matrices:
             matrix.check_share()
-        runs = [_Run(tuple(run), self._keeper(run[0].stored)) for run in _alike(matrices)]
+        runs = [_Run(tuple(run), self._kept_as(run[0].stored)) for run in _alike(matrices)]
         return StoredRows(runs, dtype)
+
+    def _kept_as(self, stored: Stored | None) -> WeightFormat:
+        if stored is None:
+            return PlainWeights()
+        if stored.keeps == "e4m3":
+            return Fp8Weights()
+        if stored.keeps == "blocks":
+            return Fp8BlockWeights()
+        return OrderedIntegers() if stored.act_order else PackedIntegers(STORED)
 
     def invariant(self) -> StoredWeights:
         return InvariantStoredWeights(self._known)
-
-    def _keeper(self, stored: Stored | None) -> Keeper:
-        if stored is None:
-            return PlainKeeper(self._plain())
-        if stored.keeps == "e4m3":
-            return RowsKeeper(self._fp8())
-        if stored.keeps == "blocks":
-            return BlocksKeeper(self._fp8_blocks())
-        return OrderedKeeper(self._homes()) if stored.act_order else CodesKeeper(self._homes())
-
-    def _plain(self) -> PlainWeights:
-        return PlainWeights()
-
-    def _homes(self) -> Homes:
-        return Homes(HOMES)
-
-    def _fp8(self) -> Fp8Weights:
-        return Fp8Weights()
-
-    def _fp8_blocks(self) -> Fp8BlockWeights:
-        return Fp8BlockWeights()
 
 
 class InvariantStoredWeights(InvariantPlainWeights, StoredWeights):
@@ -104,26 +90,43 @@ class InvariantStoredWeights(InvariantPlainWeights, StoredWeights):
     def invariant(self) -> StoredWeights:
         return self
 
-    def _plain(self) -> PlainWeights:
-        return PlainWeights().invariant()
-
-    def _homes(self) -> Homes:
-        return Homes(INVARIANT_HOMES)
-
-    def _fp8(self) -> Fp8Weights:
-        return Fp8Weights().invariant()
-
-    def _fp8_blocks(self) -> Fp8BlockWeights:
-        return Fp8BlockWeights().invariant()
+    def _kept_as(self, stored: Stored | None) -> WeightFormat:
+        found = super()._kept_as(stored).invariant()
+        if found is None:
+            raise InternalError("quantized checkpoints are kept in formats with such products")
+        return found
 
 
-class StoredRows:
+class OrderedIntegers(PackedIntegers):
+    """Integers whose columns stand group by group: those of x are put in that order first."""
+
+    def __init__(self) -> None:
+        super().__init__(STORED)
+
+    def linear(
+        self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().linear(x_TI.index_select(1, parameters[ORDER]), parameters, bias_O)
+
+    def fused(
+        self,
+        x_TI: torch.Tensor,
+        parameters: Parameters,
+        bias_O: torch.Tensor | None,
+        fusion: Fusion,
+    ) -> None:
+        """The order stands between x and the product."""
+
+    def dequantize(self, parameters: Parameters) -> torch.Tensor:
+        return Ordered(self.matrix(parameters), parameters[ORDER]).dequantize()
+
+
+class StoredRows(WeightFormat):
     """The product of one layer. Parameters to load into are the checkpoint's own tensors, by number
-    of the matrix and suffix; those that are kept are a keeper's, by number of it where there are
+    of the matrix and suffix; those that are kept are a run's, by number of it where there are
     several."""
 
     name = STORED
-    bits: int | None = None
 
     def __init__(self, runs: Sequence[_Run], dtype: torch.dtype) -> None:
         self._runs = tuple(runs)
@@ -141,7 +144,7 @@ class StoredRows:
             found |= {f"{at}.{k}": v for k, v in matrix.empty(dtype, device).items()}
         return found
 
-    def pieces(self, parameters: Parameters, index: int) -> list[TensorPiece]:
+    def pieces(self, parameters: Parameters, index: int) -> list[Piece]:
         """The tensors of one of its matrices."""
         return list(self._matrices[index].pieces(_under(parameters, index)))
 
@@ -161,17 +164,17 @@ class StoredRows:
         read = [
             matrix.read(_under(parameters, begin + at)) for at, matrix in enumerate(run.matrices)
         ]
-        return run.keeper.keep(read, self._dtype)
+        return _kept(run.form, read, self._dtype)
 
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         if len(self._runs) == 1:
-            return self._runs[0].keeper.linear(x_TI, parameters, bias_O)
+            return self._runs[0].form.linear(x_TI, parameters, bias_O)
         found, begin = [], 0
         for number, (run, count) in enumerate(zip(self._runs, self._counts, strict=True)):
             bias = None if bias_O is None else bias_O[begin : begin + count]
-            found.append(run.keeper.linear(x_TI, _under(parameters, number), bias))
+            found.append(run.form.linear(x_TI, _under(parameters, number), bias))
             begin += count
         return torch.cat(found, -1)
 
@@ -184,33 +187,25 @@ class StoredRows:
     ) -> torch.Tensor | None:
         if len(self._runs) > 1:
             return None
-        return self._runs[0].keeper.fused(x_TI, parameters, bias_O, fusion)
+        return self._runs[0].form.fused(x_TI, parameters, bias_O, fusion)
 
     def gates_input(self, x_TI: torch.Tensor, parameters: Parameters) -> bool:
-        """As that of format fp8, if that keeps all of it."""
-        fp8 = self._only_fp8
-        return fp8 is not None and fp8.gates_input(x_TI, parameters)
+        return len(self._runs) == 1 and self._runs[0].form.gates_input(x_TI, parameters)
 
     def linear_of_gated(
         self, x_TG: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        fp8 = self._only_fp8
-        if fp8 is None:
-            raise InternalError("only a product in fp8 gates its input")
-        return fp8.linear_of_gated(x_TG, parameters, bias_O)
+        if len(self._runs) > 1:
+            return super().linear_of_gated(x_TG, parameters, bias_O)
+        return self._runs[0].form.linear_of_gated(x_TG, parameters, bias_O)
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         """In float32, except what is kept in the serving dtype."""
         if len(self._runs) == 1:
-            return self._runs[0].keeper.dequantize(parameters)
+            return self._runs[0].form.dequantize(parameters)
         each = enumerate(self._runs)
-        parts = [run.keeper.dequantize(_under(parameters, number)) for number, run in each]
+        parts = [run.form.dequantize(_under(parameters, number)) for number, run in each]
         return torch.cat([part.float() for part in parts])
-
-    @property
-    def _only_fp8(self) -> Fp8Weights | None:
-        keeper = self._runs[0].keeper
-        return keeper.fp8 if len(self._runs) == 1 and isinstance(keeper, RowsKeeper) else None
 
 
 def _under(parameters: Parameters, number: int) -> Parameters:
@@ -263,17 +258,17 @@ class _Matrix:
             for raw in self.raws()
         }
 
-    def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPiece]:
+    def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
         """What is copied where."""
         share = self.share
         what = "rows" if share.has_all_columns else "columns"
         first = share.first_row if share.has_all_columns else share.first_column
         if self.stored is None:
-            yield TensorPiece(share.name, tensors[ASIS], 0 if what == "rows" else 1, first)
+            yield Piece(share.name, tensors[ASIS], 0 if what == "rows" else 1, first)
         for raw in self.raws():
             dim = raw.dim_of(what)
             begin = 0 if dim is None else raw.dims[dim].entry(first)
-            yield TensorPiece(raw_name(share.name, raw), tensors[raw.suffix], dim, begin)
+            yield Piece(raw_name(share.name, raw), tensors[raw.suffix], dim, begin)
 
     def read(self, tensors: Parameters) -> Read | torch.Tensor:
         if self.stored is None:
@@ -287,10 +282,10 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Matrices that are kept as one, and who keeps them."""
+    """Matrices that are kept as one, and how."""
 
     matrices: tuple[_Matrix, ...]
-    keeper: Keeper
+    form: WeightFormat
 
 
 def _alike(matrices: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
@@ -321,3 +316,36 @@ def _keeps(stored: Stored | None) -> tuple[object, ...]:
         return (stored.keeps,)
     beside = stored.group, stored.has_zero, stored.scale_dtype, stored.act_order
     return (stored.keeps, stored.kept_bits, *beside)
+
+
+def _kept(
+    form: WeightFormat, matrices: Sequence[Read | torch.Tensor], dtype: torch.dtype
+) -> Parameters:
+    """Of matrices that `form` keeps one below the other, to be multiplied by rows of `dtype`; a
+    Tensor is as it was."""
+    if isinstance(form, OrderedIntegers):
+        (one,) = _all(matrices, Ordered)
+        return {**form.keep(one.matrix, dtype), ORDER: one.order_I}
+    if isinstance(form, PackedIntegers):
+        return form.keep(joined(_all(matrices, QuantizedMatrix)), dtype)
+    if isinstance(form, Fp8Weights):
+        rows = _all(matrices, Rows8)
+        codes_OI = _together([one.codes_OI for one in rows])
+        return {"codes": codes_OI, "scale": torch.cat([one.scale_O for one in rows])}
+    if isinstance(form, Fp8BlockWeights):
+        blocks = _all(matrices, Blocks8)
+        codes_OI = _together([one.codes_OI for one in blocks])
+        return form.keep(codes_OI, torch.cat([one.scale_RC.float() for one in blocks]))
+    return form.finish({"weight": torch.cat(_all(matrices, torch.Tensor))})
+
+
+def _all(matrices: Sequence[Read | torch.Tensor], kind: type[Kind]) -> list[Kind]:
+    found = [one for one in matrices if isinstance(one, kind)]
+    if len(found) != len(matrices):
+        raise InternalError(f"a matrix that was read is no {kind.__name__}")
+    return found
+
+
+def _together(codes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers in e4m3, one below the other; as bytes, which every device can join."""
+    return torch.cat([one.view(torch.uint8) for one in codes]).view(codes[0].dtype)

@@ -10,7 +10,7 @@ import torch
 from ridgeline.architectures.spec import AttentionSpec, RopeSpec
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.kvcache import LayerKV
-from ridgeline.kvcache.format import PlainKV
+from ridgeline.kvcache.formats import PlainKV
 from tests.conftest import TEST_DEVICE
 from tests.kernels.kv_formats import FORMATS, poisoned
 

@@ -54,7 +54,7 @@ from ridgeline.cost.steady import steady
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.paged_attention import paged_attention_reference
-from ridgeline.quantization.rounding import dequantize_groups, quantize_groups
+from ridgeline.quantization.algorithms.grid import Grid, round_to_nearest
 from ridgeline.request import Request, SamplingParams
 from ridgeline.sampling.sampler import sample
 from ridgeline.scheduler.block_manager import BlockManager
@@ -627,18 +627,18 @@ def test_30_ms_to_the_first_token_of_500_are_above_the_floor() -> None:
 
 def test_rounding_to_4_bits() -> None:
     weights = torch.tensor([[0.12, -0.83, 0.45, -0.21]])
-    integers, scales = quantize_groups(weights, bits=4, group=128)
-    assert float(scales) == pytest.approx(0.11857, abs=5e-6)
-    assert integers.tolist() == [[1, -7, 4, -2]]
-    back = dequantize_groups(integers, scales, group=128)
+    rounded = round_to_nearest(weights, Grid(4, 0))
+    assert float(rounded.scales.scale_OG) == pytest.approx(0.11857, abs=5e-6)
+    assert rounded.codes_OI.tolist() == [[1, -7, 4, -2]]
+    back = rounded.dequantize()
     assert back.flatten().tolist() == pytest.approx([0.1186, -0.83, 0.4743, -0.2371], abs=5e-5)
     assert float((back - weights).abs().max()) == pytest.approx(0.0271, abs=5e-5)
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
-    integers, scales = quantize_groups(torch.zeros(2, 8), bits=4, group=4)
-    assert integers.tolist() == torch.zeros(2, 8).tolist()
-    assert scales.tolist() == torch.ones(2, 2).tolist()  # nothing is divided by zero
+    rounded = round_to_nearest(torch.zeros(2, 8), Grid(4, 4))
+    assert rounded.codes_OI.tolist() == torch.zeros(2, 8).tolist()
+    assert rounded.scales.scale_OG.tolist() == torch.ones(2, 2).tolist()  # no division by zero
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("int8", 2), ("int4", 4), ("fp8", 2)])

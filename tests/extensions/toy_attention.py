@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec
-from ridgeline.attention import Supports
+from ridgeline.attention import AttentionBackend, Supports
 from ridgeline.attention.backend import softmax_scale
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.kvcache import LayerKV
@@ -16,7 +16,7 @@ from ridgeline.kvcache import LayerKV
 Plan = list[tuple[slice, torch.Tensor, torch.Tensor]]
 
 
-class TextbookAttention:
+class TextbookAttention(AttentionBackend):
     name = "toy"
     supports = Supports(("cpu", "cuda"), (torch.float32, torch.bfloat16))
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 import torch
 
 from ridgeline.formats import KVFormatLine
-from ridgeline.kvcache import Store
+from ridgeline.kvcache import KVFormat, Store
 
 LINE = KVFormatLine("tests.extensions.toy_kv_format:Int8KV", element_bits=8, head_bytes=4)
 
 
-class Int8KV:
+class Int8KV(KVFormat):
     name = "toy_int8"
 
     def __init__(self) -> None:
         self.dtype = torch.float32
-
-    def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-        return LINE.bytes_per_token(num_kv_heads, head_dim, dtype_bytes)
 
     def allocate(
         self,
@@ -48,6 +45,3 @@ class Int8KV:
     ) -> torch.Tensor:
         codes, scales = (x.flatten(0, 1)[slots_n] for x in store)
         return (codes * scales[..., None]).to(self.dtype)
-
-    def views(self, store: Store, num_kv_heads: int, head_dim: int) -> None:
-        """Packed: no kernel reads it in place."""

@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.kernels.int4_linear import (
     MAX_TILED,
-    Int4Home,
+    Int4Layout,
     by_tile,
     int4_fused,
     int4_linear,
@@ -21,7 +21,7 @@ from ridgeline.kernels.quantized_matrix import QuantizedMatrix, join_bytes
 from ridgeline.kernels.small_linear import Beside, Fusion, InputNorm, small_linear_reference
 from ridgeline.kernels.tile_linear import columns_of, tile_workspace
 from ridgeline.kernels.tiles import Tile
-from ridgeline.quantization.int4 import Int4Weights
+from ridgeline.quantization.integers import int4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -220,12 +220,12 @@ def test_products_of_ones_are_exact() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 33, 256, MAX_TILED + 1])
 def test_the_home(rows: int) -> None:
-    home, matrix = Int4Home(), matrix_of(4096, 1024, 64, zeros=True)
-    assert home.takes(matrix, torch.bfloat16)
-    assert not home.takes(matrix, torch.float32)
-    parameters = home.keep(matrix)
+    layout, matrix = Int4Layout(), matrix_of(4096, 1024, 64, zeros=True)
+    assert layout.takes(matrix, torch.bfloat16)
+    assert not layout.takes(matrix, torch.float32)
+    parameters = layout.keep(matrix)
     assert sum(p.nbytes for p in parameters.values()) == matrix.nbytes
-    back = home.matrix(parameters)
+    back = layout.matrix(parameters)
     assert back.zero is not None
     assert matrix.zero is not None
     assert torch.equal(back.codes, matrix.codes)
@@ -234,35 +234,35 @@ def test_the_home(rows: int) -> None:
     x, bias, exact = noise(rows, 1024, seed=1), noise(4096, seed=2), matrix.dequantize()
     norm, residual = InputNorm(noise(1024, seed=3), 1e-5), noise(rows, 4096, seed=4)
     want = small_linear_reference(x.float(), exact, bias_N=bias)
-    assert_close(home.linear(x, parameters, bias), want)
+    assert_close(layout.linear(x, parameters, bias), want)
     odd = torch.cat((x[:, :1], x), 1)[:, 1:]  # rows that begin anywhere
-    assert_close(home.linear(odd, parameters, None), small_linear_reference(x.float(), exact))
-    got = home.fused(x, parameters, None, Fusion(norm=norm, is_gated=True))
+    assert_close(layout.linear(odd, parameters, None), small_linear_reference(x.float(), exact))
+    got = layout.fused(x, parameters, None, Fusion(norm=norm, is_gated=True))
     if rows <= 8:
         assert got is not None
         assert_close(got, small_linear_reference(x.float(), exact, norm=norm, gated=True))
     else:
         assert got is None
-    got = home.fused(x, parameters, None, Fusion(is_gated=True))
+    got = layout.fused(x, parameters, None, Fusion(is_gated=True))
     assert got is not None
     assert_close(got, small_linear_reference(x.float(), exact, gated=True))
     want = small_linear_reference(x.float(), exact, residual_MO=residual)
-    got = home.fused(x, parameters, None, Fusion(residual_TO=residual))
+    got = layout.fused(x, parameters, None, Fusion(residual_TO=residual))
     if rows > MAX_TILED:
         assert got is None
     else:
         assert got is residual
         assert_close(got, want)
-    assert home.linear(x[:0], parameters, None).shape == (0, 4096)
-    assert home.fused(x, parameters, None, Fusion(of_gated=True)) is None
+    assert layout.linear(x[:0], parameters, None).shape == (0, 4096)
+    assert layout.fused(x, parameters, None, Fusion(of_gated=True)) is None
 
 
 def test_the_format_finds_its_home() -> None:
-    plain = Int4Weights()
+    plain = int4()
     parameters = plain.parameters(256, 512, torch.bfloat16, torch.device("cuda"))
     parameters["weight"].copy_(noise(256, 512, seed=1))
     kept = plain.finish(parameters)
-    assert isinstance(plain.home(kept), Int4Home)
+    assert isinstance(plain.layout(kept), Int4Layout)
     x, exact = noise(3, 512, seed=2), plain.dequantize(kept)
     assert_near(plain.linear(x, kept, None), small_linear_reference(x.float(), exact))
     got = plain.rows(kept, torch.tensor([7, 0, 255], device="cuda"), torch.float32)
@@ -273,7 +273,7 @@ def test_the_format_finds_its_home() -> None:
 def test_a_chain_of_dependent_launches_in_a_graph(rows: int) -> None:
     """Each product waits for the one before it, though its weights do not."""
     matrices = [matrix_of(512, 512, seed=i) for i in range(20)]
-    kept: list[Records] = [records_of(Int4Home().keep(m)) for m in matrices]
+    kept: list[Records] = [records_of(Int4Layout().keep(m)) for m in matrices]
     x = noise(rows, 512, seed=99)
     want, norm = x.float(), InputNorm(torch.ones(512, device="cuda").bfloat16(), 1e-5)
     for matrix in matrices:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ridgeline.kernels import nvrtc
-from ridgeline.kernels.int8_home import GpuInt8, InvariantGpuInt8
+from ridgeline.kernels.int8_layout import GpuInt8, InvariantGpuInt8, int8_rows, int8_rows_reference
 from ridgeline.kernels.int8_linear import (
     Int8Matrix,
     dequantize_int8,
@@ -19,7 +19,6 @@ from ridgeline.kernels.int8_linear import (
     int8_product,
     invariant_int8_linear,
 )
-from ridgeline.kernels.int8_rows import int8_rows, int8_rows_reference
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.kernels.small_linear import Fusion, InputNorm, small_linear_reference
@@ -330,39 +329,39 @@ def test_a_layer(rows: int, kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(before, total + x)
 
 
-@pytest.mark.parametrize("home", [GpuInt8(), InvariantGpuInt8()], ids=["fast", "invariant"])
+@pytest.mark.parametrize("layout", [GpuInt8(), InvariantGpuInt8()], ids=["fast", "invariant"])
 @pytest.mark.parametrize("rows", [1, 12, 80])
-def test_a_home(home: GpuInt8, rows: int) -> None:
+def test_a_home(layout: GpuInt8, rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     codes = torch.randint(0, 256, (512, 384), generator=generator, device="cuda", dtype=torch.uint8)
     matrix = QuantizedMatrix(codes, scales_of(512)[:, None], None, 384, 8, 0)
-    assert home.takes(matrix, torch.bfloat16)
-    assert not home.takes(matrix, torch.float32)
-    kept = home.keep(matrix)
+    assert layout.takes(matrix, torch.bfloat16)
+    assert not layout.takes(matrix, torch.float32)
+    kept = layout.keep(matrix)
     assert sum(t.nbytes for t in kept.values()) == matrix.nbytes
-    back = home.matrix(kept)
+    back = layout.matrix(kept)
     assert torch.equal(back.codes, codes)
     assert torch.equal(back.scale, matrix.scale)
     x, exact = noise(rows, 384, seed=2), matrix.dequantize()
     want = x.float() @ exact.T
-    got = home.linear(x, kept, None)
+    got = layout.linear(x, kept, None)
     assert (got.float() - want).norm() <= 0.02 * want.norm()
     residual = noise(rows, 512, seed=3)
-    added = home.fused(x, kept, None, Fusion(residual_TO=(out := residual.clone())))
-    if isinstance(home, InvariantGpuInt8):
+    added = layout.fused(x, kept, None, Fusion(residual_TO=(out := residual.clone())))
+    if isinstance(layout, InvariantGpuInt8):
         assert added is None
     else:
         assert added is out
         assert (out.float() - residual.float() - want).norm() <= 0.02 * want.norm()
     for outputs in (512, 496, 509):
         logits = torch.full((rows, outputs), torch.nan, device="cuda")
-        assert home.linear_into(x, kept, logits) is logits
+        assert layout.linear_into(x, kept, logits) is logits
         assert torch.equal(logits.to(got.dtype), got[:, :outputs])
         assert not torch.equal(logits, got[:, :outputs].float())  # they were not rounded
     looked_up = torch.tensor([3, 511, 0, 3], device="cuda")
-    rows_of = home.rows(kept, looked_up, torch.bfloat16)
+    rows_of = layout.rows(kept, looked_up, torch.bfloat16)
     assert torch.equal(rows_of, exact[looked_up].to(torch.bfloat16))
-    assert torch.equal(home.columns(kept, looked_up[:2] % 384), exact[:, looked_up[:2] % 384])
+    assert torch.equal(layout.columns(kept, looked_up[:2] % 384), exact[:, looked_up[:2] % 384])
 
 
 def test_looking_up_rows() -> None:

@@ -8,8 +8,8 @@ import torch
 from ridgeline.formats import WEIGHT_FORMATS, served
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, join_bytes
 from ridgeline.quantization import open_vocabulary_format, open_weight_format
-from ridgeline.quantization.homes import HOMES, Homes, keep
 from ridgeline.quantization.integers import IntegerWeights
+from ridgeline.quantization.weight_layouts import LAYOUTS, Layouts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,8 +78,8 @@ def test_a_matrix_comes_back_as_it_was(
             bits,
             group,
         )
-        kept = keep(matrix, torch.bfloat16)
-        back = Homes(HOMES).of(kept).matrix(kept)
+        kept = Layouts(LAYOUTS).keep(matrix, torch.bfloat16)
+        back = Layouts(LAYOUTS).of(kept).matrix(kept)
         assert torch.equal(back.codes, matrix.codes)
         assert torch.equal(back.scale, matrix.scale)
         assert back.scale.dtype == scale_dtype

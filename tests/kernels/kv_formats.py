@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from ridgeline.kernels.paged_kv import PagedKV
-from ridgeline.kvcache.coded import Fp8KV, Int4KV, Int8KV
-from ridgeline.kvcache.format import KVFormat, PlainKV, Store
+from ridgeline.kvcache.contract import KVFormat, Store
+from ridgeline.kvcache.formats import Fp8KV, Int4KV, Int8KV, PlainKV
 
 FORMATS: dict[str, Callable[[], KVFormat]] = {
     "auto": PlainKV,

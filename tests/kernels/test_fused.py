@@ -13,16 +13,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ridgeline.kernels.add_norm import add_norm, add_norm_reference
 from ridgeline.kernels.qk_norm_rope_write import (
     HeadNorms,
     PagedKV,
     plain_views,
     qk_norm_rope_write,
     qk_norm_rope_write_reference,
+    rotate_,
 )
-from ridgeline.kernels.rms_norm import rms_norm
-from ridgeline.kernels.rope import rotate_
+from ridgeline.kernels.rms_norm import add_norm, add_norm_reference, rms_norm
 from ridgeline.kernels.silu_mul import silu_mul, silu_mul_reference
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.

@@ -20,7 +20,7 @@ from ridgeline.kernels.int4_linear import (
     MAX_TILED,
     UNITS,
     Asked,
-    Int4Home,
+    Int4Layout,
     choose,
     guess,
     kept,
@@ -358,8 +358,8 @@ def test_what_a_kernel_is_compiled_with() -> None:
 
 
 def test_what_is_not_taken() -> None:
-    home = Int4Home()
-    assert not home.takes(matrix_of(16, 128, 128), torch.bfloat16)  # no such device
+    layout = Int4Layout()
+    assert not layout.takes(matrix_of(16, 128, 128), torch.bfloat16)  # no such device
     assert fits_records(matrix_of(16, 128, 32))
     assert not fits_records(matrix_of(24, 128, 32))
     assert not fits_records(matrix_of(16, 64, 32))

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from ridgeline.errors import InternalError
-from ridgeline.kernels import int8_home, int8_linear
+from ridgeline.kernels import int8_layout, int8_linear
 from ridgeline.kernels.fp8_linear import DTYPE as FP8_DTYPE
-from ridgeline.kernels.int8_home import GpuInt8, InvariantGpuInt8, WideInt8
+from ridgeline.kernels.int8_layout import (
+    GpuInt8,
+    InvariantGpuInt8,
+    WideInt8,
+    int8_rows,
+    int8_rows_reference,
+)
 from ridgeline.kernels.int8_linear import (
     DTYPE,
     MAX_FEW,
@@ -24,7 +30,6 @@ from ridgeline.kernels.int8_linear import (
     guess_tile,
     int8_linear_reference,
 )
-from ridgeline.kernels.int8_rows import int8_rows, int8_rows_reference
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, outline
 from ridgeline.kernels.small_linear import Fusion, InputNorm
@@ -324,7 +329,7 @@ def test_looking_up_rows(dtype: torch.dtype) -> None:
     assert looking_up.int8_rows_triton(codes, scale, ids[:0], dtype).shape == (0, 144)
 
 
-# ---------------------------------------------------------------------- the home
+# ---------------------------------------------------------------------- the layout
 
 
 def test_what_a_home_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,32 +344,32 @@ def test_what_a_home_takes(monkeypatch: pytest.MonkeyPatch) -> None:
             device=torch.device("cpu"),
         )
 
-    for home in (GpuInt8(), InvariantGpuInt8()):
-        assert not home.takes(like(), torch.bfloat16)  # no such GPU here
-        monkeypatch.setattr(int8_home, "has_int8", lambda _: True)
-        assert home.takes(like(), torch.bfloat16)
-        assert home.takes(like(), torch.float16)
-        assert not home.takes(like(), torch.float32)
-        assert not home.takes(like(bits=4), torch.bfloat16)
-        assert not home.takes(like(group=128), torch.bfloat16)
-        assert not home.takes(like(zero=True), torch.bfloat16)
-        assert not home.takes(like(inputs=200), torch.bfloat16)
+    for layout in (GpuInt8(), InvariantGpuInt8()):
+        assert not layout.takes(like(), torch.bfloat16)  # no such GPU here
+        monkeypatch.setattr(int8_layout, "has_int8", lambda _: True)
+        assert layout.takes(like(), torch.bfloat16)
+        assert layout.takes(like(), torch.float16)
+        assert not layout.takes(like(), torch.float32)
+        assert not layout.takes(like(bits=4), torch.bfloat16)
+        assert not layout.takes(like(group=128), torch.bfloat16)
+        assert not layout.takes(like(zero=True), torch.bfloat16)
+        assert not layout.takes(like(inputs=200), torch.bfloat16)
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("home", [GpuInt8(), InvariantGpuInt8()], ids=["fast", "invariant"])
-def test_a_home_keeps_every_bit(home: GpuInt8) -> None:
+@pytest.mark.parametrize("layout", [GpuInt8(), InvariantGpuInt8()], ids=["fast", "invariant"])
+def test_a_home_keeps_every_bit(layout: GpuInt8) -> None:
     matrix = canonical(48, 128)
-    kept = home.keep(matrix)
+    kept = layout.keep(matrix)
     assert sum(t.nbytes for t in kept.values()) == matrix.nbytes
-    back = home.matrix(kept)
+    back = layout.matrix(kept)
     assert torch.equal(back.codes, matrix.codes)
     assert torch.equal(back.scale, matrix.scale)
     assert torch.equal(back.dequantize(), matrix.dequantize())
     ids = torch.tensor([5, 47], device=DEVICE)
     exact = matrix.dequantize()
-    assert torch.equal(home.rows(kept, ids, torch.float32), exact[ids])
-    assert torch.equal(home.columns(kept, ids), exact[:, ids])
+    assert torch.equal(layout.rows(kept, ids, torch.float32), exact[ids])
+    assert torch.equal(layout.columns(kept, ids), exact[:, ids])
 
 
 def test_a_home_asks_for_what_kernels_can_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,23 +381,23 @@ def test_a_home_asks_for_what_kernels_can_store(monkeypatch: pytest.MonkeyPatch)
         out = given.get("out_MO")
         return y.to(x.dtype) if out is None else out.copy_(y)
 
-    monkeypatch.setattr(int8_home, "int8_linear", record)
-    home, matrix = GpuInt8(), canonical(48, 128)
-    kept, x = home.keep(matrix), noise(3, 128)
+    monkeypatch.setattr(int8_layout, "int8_linear", record)
+    layout, matrix = GpuInt8(), canonical(48, 128)
+    kept, x = layout.keep(matrix), noise(3, 128)
     want = x @ matrix.dequantize().T
     for outputs, whole in ((48, False), (40, False), (45, True)):
         out = x.new_full((3, outputs), torch.nan)
-        assert home.linear_into(x, kept, out) is out
+        assert layout.linear_into(x, kept, out) is out
         assert torch.allclose(out, want[:, :outputs], rtol=1e-5, atol=1e-6)
         assert asked[-1]["outputs"] == (48 if whole else outputs)
         assert (asked[-1]["out_MO"] is out) is not whole
     residual = torch.zeros(3, 48, dtype=torch.bfloat16, device=DEVICE)
     half = x.to(torch.bfloat16)
-    assert home.fused(half, kept, None, Fusion(residual_TO=residual)) is residual
+    assert layout.fused(half, kept, None, Fusion(residual_TO=residual)) is residual
     odd = torch.zeros(3, 49, dtype=torch.bfloat16, device=DEVICE)[:, :48]
-    assert home.fused(half, kept, None, Fusion(residual_TO=odd)) is None
-    assert home.fused(half, kept, None, Fusion(of_gated=True)) is None
-    assert home.fused(half[:0], kept, None, Fusion()) is None
+    assert layout.fused(half, kept, None, Fusion(residual_TO=odd)) is None
+    assert layout.fused(half, kept, None, Fusion(of_gated=True)) is None
+    assert layout.fused(half[:0], kept, None, Fusion()) is None
     assert InvariantGpuInt8().fused(half, kept, None, Fusion()) is None
 
 
@@ -400,14 +405,18 @@ def test_a_home_asks_for_what_kernels_can_store(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_weights_that_become_wide(rows: int, dtype: torch.dtype) -> None:
     """Of other GPUs: x is not rounded."""
-    home, matrix = WideInt8(), canonical(48, 96)
-    assert DEVICE == "cuda" or not home.takes(matrix, torch.bfloat16)
-    kept, x, bias = home.keep(matrix), noise(rows, 96, dtype=dtype), noise(48, seed=2, dtype=dtype)
+    layout, matrix = WideInt8(), canonical(48, 96)
+    assert DEVICE == "cuda" or not layout.takes(matrix, torch.bfloat16)
+    kept, x, bias = (
+        layout.keep(matrix),
+        noise(rows, 96, dtype=dtype),
+        noise(48, seed=2, dtype=dtype),
+    )
     want = x.float() @ matrix.dequantize().T
     limit = BOUND[dtype] * max(1.0, float(want.abs().max()))
-    assert (home.linear(x, kept, bias).float() - want - bias.float()).abs().max() <= limit
+    assert (layout.linear(x, kept, bias).float() - want - bias.float()).abs().max() <= limit
     for outputs in (48, 45):
         out = torch.full((rows, outputs), torch.nan, device=DEVICE)
-        assert home.linear_into(x, kept, out) is out
+        assert layout.linear_into(x, kept, out) is out
         assert (out.float() - want[:, :outputs]).abs().max() <= limit
-    assert home.fused(x, kept, None, Fusion()) is None
+    assert layout.fused(x, kept, None, Fusion()) is None

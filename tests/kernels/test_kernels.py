@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ridgeline.kernels.gated import ACTIVATIONS, gated
+from ridgeline.kernels.qk_norm_rope_write import rotate_, rotate_reference
 from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
-from ridgeline.kernels.rope import rotate_, rotate_reference
+from ridgeline.kernels.silu_mul import ACTIVATIONS, gated
 from tests.conftest import TEST_DEVICE
 
 SHAPES = [(1, 64), (7, 33), (3, 5, 16), (129, 8)]

@@ -6,7 +6,7 @@ import torch
 
 from ridgeline.kernels.qk_norm_rope_write import qk_norm_rope_write
 from ridgeline.kernels.quantize_rows import E4M3
-from ridgeline.kvcache.coded import Fp8KV
+from ridgeline.kvcache.formats import Fp8KV
 from tests.kvcache.test_coded import DEVICE, cache, rows, slots
 
 

@@ -11,7 +11,7 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.paged_kv import decode_4, encode_4, hadamard
-from ridgeline.kvcache.coded import Int4KV, reads_in_place
+from ridgeline.kvcache.formats import Int4KV, reads_in_place
 from tests.kvcache.test_coded import DEVICE, cache
 from tests.tiny_model import make_tiny_model
 

@@ -20,7 +20,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS, served
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.draw_rows import draw_rows
-from ridgeline.quantization import VocabularyFormat, open_vocabulary_format
+from ridgeline.quantization import WeightFormat, open_vocabulary_format
 from tests.conftest import TEST_DEVICE
 from tests.tiny_model import make_tiny_model, tiny_config
 
@@ -57,7 +57,7 @@ def tying_input(exact_NK: torch.Tensor) -> torch.Tensor:
     raise AssertionError("no such input")
 
 
-def opened(name: str, *, deterministic: bool) -> VocabularyFormat:
+def opened(name: str, *, deterministic: bool) -> WeightFormat:
     try:
         return open_vocabulary_format(name, deterministic=deterministic)
     except ConfigError:

@@ -20,7 +20,7 @@ from ridgeline.formats import WEIGHT_FORMATS, WeightFormatLine, served
 from ridgeline.kernels.cpu import native
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.hidden import Hidden
-from ridgeline.quantization import VocabularyFormat, homes, open_vocabulary_format
+from ridgeline.quantization import open_vocabulary_format, weight_layouts
 from tests.layers.driving import build_decoder
 from tests.tiny_model import tiny_config
 
@@ -132,7 +132,7 @@ def test_without_panels_few_numbers_are_unpacked_at_once(monkeypatch: pytest.Mon
         x = torch.randn(3, 16, generator=torch.Generator().manual_seed(6))
         whole, parts = torch.empty(3, 47), torch.empty(3, 47)
         vocabulary.linear_into(x, kept, whole)
-        monkeypatch.setattr(homes, "UNPACKED_NUMBERS", 7 * 16)
+        monkeypatch.setattr(weight_layouts, "UNPACKED_NUMBERS", 7 * 16)
         vocabulary.linear_into(x, kept, parts)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(whole, (x @ vocabulary.dequantize(kept).T)[:, :47])
@@ -143,12 +143,12 @@ def test_every_format_has_a_vocabulary_to_look_into(weight_format: str) -> None:
     line = WEIGHT_FORMATS[weight_format]
     for is_deterministic in (False, True):
         found = open_vocabulary_format(weight_format, deterministic=is_deterministic)
-        assert isinstance(found, VocabularyFormat)
+        assert found.serves_vocabulary
         assert found.name == line.vocabulary
 
 
 def test_a_vocabulary_without_look_ups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = WeightFormatLine("ridgeline.quantization.int8:Int8Weights", bits=8, vocabulary="fp8")
+    line = WeightFormatLine("ridgeline.quantization.integers:int8", bits=8, vocabulary="fp8")
     monkeypatch.setitem(WEIGHT_FORMATS, "odd", line)
     with pytest.raises(ConfigError, match="weight format odd: its vocabulary is to be fp8"):
         open_vocabulary_format("odd")

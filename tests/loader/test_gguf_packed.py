@@ -14,16 +14,16 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.stored import tensors_of
 from ridgeline.architectures.stored_config import stored_matrices
-from ridgeline.architectures.stored_gguf import BLOCKS, KINDS
+from ridgeline.architectures.stored_methods import GGUF_BLOCKS, GGUF_KINDS
 from ridgeline.errors import ConfigError
 from ridgeline.formats import STORED
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.layers.piece import Piece
 from ridgeline.loader import open_checkpoint, read_config
 from ridgeline.loader.gguf import read_gguf
 from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint
 from ridgeline.loader.gguf_layout import locate
-from ridgeline.quantization.layouts import read_matrix
-from ridgeline.quantization.matrix import QuantizedMatrix
+from ridgeline.quantization.readers import read_matrix
 from tests.conftest import TEST_DEVICE
 from tests.portable import only_portable
 
@@ -39,22 +39,22 @@ def test_blocks_are_the_numbers_in_the_order_of_rows(name: str) -> None:
     checkpoint = open_checkpoint(path)
     assert isinstance(checkpoint, GGUFCheckpoint)
     stored = stored_matrices(read_spec(read_config(path)))
-    assert {one.stored.layout for one in stored} <= KINDS.keys()
+    assert {one.stored.layout for one in stored} <= GGUF_KINDS.keys()
     for matrix in stored:
-        key = matrix.name.removesuffix("weight") + BLOCKS
+        key = matrix.name.removesuffix("weight") + GGUF_BLOCKS
         whole = checkpoint.tensor(matrix.name)
         rows, width = checkpoint.shape(key)
         for dim, start, length in ((0, 0, rows), (0, rows // 2, rows - rows // 2)):
             target = torch.empty(length, width, dtype=torch.uint8)
             checkpoint.fill(Piece(key, target, dim, start))
-            read = read_matrix(matrix.stored, {BLOCKS: target}, length, matrix.columns)
+            read = read_matrix(matrix.stored, {GGUF_BLOCKS: target}, length, matrix.columns)
             assert torch.equal(read.dequantize(), whole[start : start + length]), matrix.name
         per_block = width // (matrix.columns // 32)
         half = matrix.columns // 64
         if half:
             target = torch.empty(rows, half * per_block, dtype=torch.uint8)
             checkpoint.fill(Piece(key, target, 1, (matrix.columns // 32 - half) * per_block))
-            read = read_matrix(matrix.stored, {BLOCKS: target}, rows, half * 32)
+            read = read_matrix(matrix.stored, {GGUF_BLOCKS: target}, rows, half * 32)
             assert torch.equal(read.dequantize(), whole[:, -half * 32 :]), matrix.name
 
 
@@ -66,7 +66,7 @@ def test_all_of_the_matrices_that_can_be_are_kept() -> None:
     kept = {one.name for one in stored_matrices(read_spec(config))}
     checkpoint = open_checkpoint(path)
     layers = [name for name in checkpoint.names() if ".layers." in name]
-    assert kept == {name for name in layers if checkpoint.dtype(name) in KINDS}
+    assert kept == {name for name in layers if checkpoint.dtype(name) in GGUF_KINDS}
     assert kept
 
 
@@ -96,16 +96,16 @@ def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
         LLM(str(path), device=TEST_DEVICE, num_blocks=64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 def test_every_kind_that_is_kept(kind: str) -> None:
     """The numbers that the `gguf` package reads, of random blocks."""
     entry = locate(read_gguf(FILES / "types.gguf"))[kind]
     data = (FILES / "types.gguf").read_bytes()[entry.start : entry.end]
     rows, columns = entry.shape
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, -1)
-    stored = KINDS[kind]
+    stored = GGUF_KINDS[kind]
     assert tuple(raw.shape) == tensors_of(stored)[0].shape(rows, columns)
-    found = read_matrix(stored, {BLOCKS: raw}, rows, columns)
+    found = read_matrix(stored, {GGUF_BLOCKS: raw}, rows, columns)
     assert isinstance(found, QuantizedMatrix)
     assert found.bits == stored.kept_bits
     assert found.nbytes - found.codes.nbytes == stored.beside_bytes(rows, columns)
@@ -114,5 +114,5 @@ def test_every_kind_that_is_kept(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "step"), [("Q8_0", 32), ("Q6_K", 256)])
 def test_blocks_are_cut_between_them_alone(kind: str, step: int) -> None:
-    width = tensors_of(KINDS[kind])[0].dims[1]
+    width = tensors_of(GGUF_KINDS[kind])[0].dims[1]
     assert [at for at in range(0, 1024, 16) if width.divides(at)] == list(range(0, 1024, step))

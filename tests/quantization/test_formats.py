@@ -11,9 +11,9 @@ from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.counts import layer_scale_bytes, weight_bytes
 from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS, KVFormatLine, WeightFormatLine, served
-from ridgeline.layers.linear import GatesInput
 from ridgeline.quantization import Fusion, open_weight_format
 from tests.architectures.configs import config
+from tests.extensions.toy_weight_format import Int8Groups
 
 CPU = torch.device("cpu")
 
@@ -56,15 +56,12 @@ def test_a_deterministic_format_leaves_nothing_to_kernels_for_few_rows(name: str
     kept = weights.finish({"weight": parameters["weight"].fill_(0.5)})
     x = torch.ones(1, 16)
     assert weights.fused(x, kept, None, Fusion(residual_TO=torch.ones(1, 24))) is None
-    assert not (isinstance(weights, GatesInput) and weights.gates_input(x, kept))
+    assert not weights.gates_input(x, kept)
 
 
 def test_a_format_may_have_no_deterministic_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Coarse:
-        name, bits = "plain", 3
-
-    monkeypatch.setattr("ridgeline.quantization.load", lambda *_: Coarse)
-    assert isinstance(open_weight_format("plain"), Coarse)
+    monkeypatch.setattr("ridgeline.quantization.load", lambda *_: Int8Groups)
+    assert isinstance(open_weight_format("plain"), Int8Groups)
     with pytest.raises(ConfigError, match="no product that is the same in any company; choose"):
         open_weight_format("plain", deterministic=True)
 

@@ -12,7 +12,7 @@ from ridgeline.formats import WEIGHT_FORMATS
 from ridgeline.kernels import fp8_block_linear
 from ridgeline.kernels.quantize_rows import E4M3
 from ridgeline.quantization import Parameters, WeightFormat, open_weight_format
-from ridgeline.quantization.fp8_blocks import Fp8BlockWeights
+from ridgeline.quantization.fp8 import Fp8BlockWeights
 
 NAMES = ("fp8-tensor", "fp8-block")
 SHAPES = ((24, 40), (128, 256), (300, 200), (1, 129))

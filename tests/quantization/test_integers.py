@@ -8,10 +8,9 @@ import torch
 from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS
 from ridgeline.kernels.cpu import native
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.quantization import Fusion, Parameters, integers, open_weight_format
-from ridgeline.quantization.int4 import SpanRounding
-from ridgeline.quantization.integers import IntegerWeights
-from ridgeline.quantization.matrix import QuantizedMatrix
+from ridgeline.quantization.integers import IntegerWeights, SpanRounding
 
 CPU = torch.device("cpu")
 NAMES = (

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeline.architectures.stored import LAYOUTS, Stored, tensors_of
+from ridgeline.architectures.stored import CHECKPOINT_FORMATS, Stored, format_of, tensors_of
 from ridgeline.errors import ConfigError
-from ridgeline.quantization.layouts import READERS, read_matrix
-from ridgeline.quantization.layouts.forms import Ordered
-from ridgeline.quantization.matrix import QuantizedMatrix
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix
+from ridgeline.quantization.readers import Ordered, read_matrix
 from ridgeline.quantization.stored import DTYPES
+from ridgeline.registry import opened
 from tests.quantization.stored_cases import (
     Case,
     awq,
@@ -42,8 +42,12 @@ def read(stored: Stored, tensors: dict[str, torch.Tensor], case: Case) -> torch.
     return found.dequantize()
 
 
-def test_every_layout_that_is_described_has_a_reader() -> None:
-    assert LAYOUTS.keys() == READERS.keys()
+def test_every_line_names_functions_and_every_layout_has_one_line() -> None:
+    for line in CHECKPOINT_FORMATS.values():
+        for where in (line.config, line.tensors, line.matrix):
+            assert callable(opened(where)), where
+        for layout in line.layouts:
+            assert format_of(Stored(layout, 4)) is line
 
 
 @pytest.mark.parametrize("group", [16, 0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ridgeline.errors import InternalError
-from ridgeline.quantization.matrix import (
+from ridgeline.kernels.quantized_matrix import (
     QuantizedMatrix,
     join_bytes,
     outline,

@@ -12,8 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ridgeline.quantization.algorithms.grid import Grid, Quantized, fit_best, quantize
-from ridgeline.quantization.algorithms.rtn import round_to_nearest
+from ridgeline.quantization.algorithms.grid import (
+    Grid,
+    Quantized,
+    fit_best,
+    quantize,
+    round_to_nearest,
+)
 
 ALPHA_STEPS = 20
 SMALLEST_SPAN, SPAN_STEPS = 0.5, 21

@@ -160,3 +160,31 @@ def _joined(found: list[Scales]) -> Scales:
     zeros = [one.zero_OG for one in found if one.zero_OG is not None]
     scale_OG = torch.cat([one.scale_OG for one in found], 1)
     return Scales(scale_OG, torch.cat(zeros, 1) if zeros else None)
+
+
+class InputStatistics:
+    """What must be known of the inputs of a matrix, [T, I]: sums over calibration tokens.
+
+    Adds up in float32 on the device of its inputs; takes I * I numbers."""
+
+    def __init__(self, inputs: int, device: torch.device) -> None:
+        self._products_II = torch.zeros(inputs, inputs, device=device)
+        self._magnitudes_I = torch.zeros(inputs, device=device)
+        self.num_tokens = 0
+
+    def add(self, x_TI: torch.Tensor) -> None:
+        """Count these rows, any float dtype."""
+        x_TI = x_TI.float()
+        self._products_II.addmm_(x_TI.T, x_TI)
+        self._magnitudes_I.add_(x_TI.abs().sum(0))
+        self.num_tokens += x_TI.shape[0]
+
+    @property
+    def hessian_II(self) -> torch.Tensor:
+        """2 X X^T / T: of the squared error of a row of outputs, by its weights."""
+        return self._products_II * (2.0 / max(1, self.num_tokens))
+
+    @property
+    def magnitude_I(self) -> torch.Tensor:
+        """The mean |x| of each input."""
+        return self._magnitudes_I / max(1, self.num_tokens)

@@ -151,3 +151,10 @@ def fit_best(
         best_OG = torch.where(better_OG, cost_OG, best_OG)
         shrink_OG = torch.where(better_OG, torch.full_like(shrink_OG, shrink), shrink_OG)
     return fit(weight_OGg, grid, shrink_OG)
+
+
+def round_to_nearest(weight_OI: torch.Tensor, grid: Grid) -> Quantized:
+    """Each weight for itself, the measure that every other method is compared with: off by at most
+    half a scale each (asymmetric: a whole one at the ends of a span). At 4 bits
+    [0.12, -0.83, 0.45, -0.21] is [1, -7, 4, -2] * 0.118571."""
+    return quantize(weight_OI, fit(grid.grouped(weight_OI.float()), grid), grid)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ridgeline.errors import InternalError
-from ridgeline.kernels.add_norm import add_norm_reference
 from ridgeline.kernels.cpu import elementwise, native
 from ridgeline.kernels.draw_rows import Draws, draw_rows_reference
 from ridgeline.kernels.noise import stream_key
@@ -18,7 +17,7 @@ from ridgeline.kernels.qk_norm_rope_write import (
     plain_views,
     qk_norm_rope_write_reference,
 )
-from ridgeline.kernels.rms_norm import rms_norm_reference
+from ridgeline.kernels.rms_norm import add_norm_reference, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul_reference
 from ridgeline.kernels.step_inputs import make_step_inputs, step_inputs_reference
 from tests.kernels.kv_formats import FORMATS, check_near

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ridgeline.quantization.algorithms.awq import clip_and_round, output_error, search_scales
-from ridgeline.quantization.algorithms.grid import Grid
-from ridgeline.quantization.algorithms.rtn import round_to_nearest
+from ridgeline.quantization.algorithms.grid import Grid, round_to_nearest
 from tests.quantization.algorithms.test_gptq import correlated, noise
 
 

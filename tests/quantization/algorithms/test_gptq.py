@@ -7,10 +7,8 @@ import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.quantization.algorithms.awq import output_error
-from ridgeline.quantization.algorithms.gptq import GptqSettings, gptq
-from ridgeline.quantization.algorithms.grid import Grid
-from ridgeline.quantization.algorithms.rtn import round_to_nearest
-from ridgeline.quantization.algorithms.statistics import InputStatistics
+from ridgeline.quantization.algorithms.gptq import GptqSettings, InputStatistics, gptq
+from ridgeline.quantization.algorithms.grid import Grid, round_to_nearest
 
 PLAIN = GptqSettings(act_order=False, search=False)
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.quantization.algorithms.grid import Grid, fit, fit_best
-from ridgeline.quantization.algorithms.rtn import round_to_nearest
+from ridgeline.quantization.algorithms.grid import Grid, fit, fit_best, round_to_nearest
 
 GOLDEN = torch.tensor([[0.12, -0.83, 0.45, -0.21]])
 

@@ -3,7 +3,7 @@ their range and scales: of 32 numbers a float16 one, of the K types 16 for 256 n
 a small integer times a float16.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h .
-Letters: N blocks, C numbers of a block, G groups of a block.
+Letters: N blocks, B bytes, C numbers of a block, G groups of a block.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.architectures.stored import Stored
-from ridgeline.architectures.stored_gguf import BLOCKS
-from ridgeline.quantization.layouts.fields import fields, half, nibbles, pairs, single_bits
-from ridgeline.quantization.layouts.forms import widened
-from ridgeline.quantization.matrix import QuantizedMatrix, join_bytes
+from ridgeline.architectures.stored_methods import GGUF_BLOCKS
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, join_bytes
+from ridgeline.quantization.readers import Tensors, widened
 
-Tensors = dict[str, torch.Tensor]
 Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 SIGN = 0x80  # signed bytes become unsigned ones around 128
 
@@ -33,6 +31,45 @@ class Affine:
     num_bytes: int
     half_at: int
     split: Split
+
+
+# ------------------------------------------------------------------------ small numbers in bytes
+
+
+def half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at byte `at` of each block, [N, 1] float32."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def fields(data: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """[..., B] bytes -> [..., count, B]: the first `bits` of each byte, then the next. B is a
+    multiple of 4, because four bytes are cut at once: some times faster on a CPU."""
+    # A copy even of what is contiguous, as in a single block: it might not begin at a word.
+    words = data.clone(memory_format=torch.contiguous_format).view(torch.int32)
+    mask = 0x01010101 * ((1 << bits) - 1)
+    parts = [(words >> bits * place) & mask for place in range(count)]
+    return torch.stack(parts, dim=-2).view(torch.uint8)
+
+
+def nibbles(data: torch.Tensor) -> torch.Tensor:
+    """[N, B] bytes -> [N, 2 B]: all lower halves, then all upper ones."""
+    return fields(data, 4, 2).flatten(1)
+
+
+def single_bits(data: torch.Tensor) -> torch.Tensor:
+    """[N, B] bytes -> [N, 8 B], the lowest bit of a byte first: looked up, eight at once."""
+    places = torch.arange(8, device=data.device)
+    table = (torch.arange(256, device=data.device).unsqueeze(-1) >> places) & 1
+    eights = table.to(torch.uint8).view(torch.int64).view(-1)
+    return eights[data.int()].view(torch.uint8)
+
+
+def pairs(data: torch.Tensor) -> torch.Tensor:
+    """[N, 64] bytes -> [N, 16, 16] numbers of 2 bits: the groups of each half of a K block."""
+    return fields(data.reshape(-1, 2, 32), 2, 4).reshape(-1, 16, 16)
+
+
+# ------------------------------------------------------------------------ types of blocks
 
 
 def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +111,7 @@ AFFINE: Mapping[str, Affine] = {
 
 def read(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix:
     kind = AFFINE[stored.layout]
-    codes, scale = kind.split(tensors[BLOCKS].reshape(-1, kind.num_bytes))
+    codes, scale = kind.split(tensors[GGUF_BLOCKS].reshape(-1, kind.num_bytes))
     kept = 4 if kind.bits <= 4 else 8
     wide_OI = widened(codes, kind.bits).reshape(outputs, inputs)
     # Those of 32 numbers are float16 in the file, the products of the K types are not.

@@ -1,17 +1,20 @@
-"""How are keys and values kept in fewer bits than they are served in?
+"""How do keys and values lie in memory, in each format? The table of their names is
+`ridgeline.formats.KV_FORMATS`.
 
-Tensors [N, S, 2 * K, ...]: of each slot and head some codes, and what makes numbers of them. The K
-heads of a token come first, then its V heads. Letters: T tokens, N blocks, S block size, K KV
-heads, H = 2 * K, D head size, n gathered tokens.
+Letters: T tokens, N blocks, S block size, K KV heads, H = 2 * K, D head size, n gathered tokens.
 """
 
 from __future__ import annotations
 
+import mmap
+import sys
 from abc import abstractmethod
+from math import prod
 
 import torch
 
 from ridgeline.errors import ConfigError
+from ridgeline.kernels.cpu import native
 from ridgeline.kernels.paged_kv import (
     PagedKV,
     decode_4,
@@ -20,17 +23,54 @@ from ridgeline.kernels.paged_kv import (
     encode_8,
     hadamard,
     indexable,
+    plain_views,
 )
 from ridgeline.kernels.quantize_rows import E4M3, LARGEST
-from ridgeline.kvcache.format import KVFormat, Store, zeros
+from ridgeline.kvcache.contract import KVFormat, Store
 
-HEAD_DIMS = {"cpu": (16, 1024), "cuda": (32, 128)}  # of int4 read in place; others gather
+HEAD_DIMS = {"cpu": (16, 1024), "cuda": (32, 128)}  # that kernels read in place; others gather
+
+
+class PlainKV(KVFormat):
+    """Keys and values as they are, one number of the serving dtype each.
+
+    Layout [N, S, 2, K, D]: all of a token lies together, so that one copy writes it, one copy
+    gathers it, and K and V are two strided views of one tensor."""
+
+    name = "auto"
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Store:
+        shape = (num_blocks, block_size, 2 * num_kv_heads * head_dim)
+        return (zeros(shape, dtype, device),)
+
+    def write(self, store: Store, slots_T: torch.Tensor, kv_TC: torch.Tensor) -> None:
+        store[0].view(-1, kv_TC.shape[1]).index_copy_(0, slots_T, kv_TC)
+
+    def gather(
+        self, store: Store, slots_n: torch.Tensor, num_kv_heads: int, head_dim: int
+    ) -> torch.Tensor:
+        rows = store[0].view(-1, 2 * num_kv_heads * head_dim).index_select(0, slots_n)
+        return rows.view(-1, 2, num_kv_heads, head_dim)
+
+    def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV:
+        return plain_views(store[0], num_kv_heads)
+
 
 Part = tuple[tuple[int, ...], torch.dtype]  # of one head of one token: its shape there
 
 
 class CodedKV(KVFormat):
-    """A format says `parts`, `encode`, `decode` and `views`."""
+    """Keys and values in fewer bits than they are served in: tensors [N, S, 2 * K, ...], of each
+    slot and head some codes, and what makes numbers of them. The K heads of a token come first,
+    then its V heads. A format says `parts`, `encode`, `decode` and `views`."""
 
     def __init__(self) -> None:
         self.dtype = torch.float32
@@ -77,12 +117,20 @@ class CodedKV(KVFormat):
         return self.decode(*found).to(self.dtype).view(-1, 2, num_kv_heads, head_dim)
 
 
-class Fp8KV(CodedKV):
-    """As e4m3, half the bytes of 16 bits, without scales.
+def sides(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is of keys and what is of values, [N, S, K, ...]."""
+    heads = tensor.shape[2] // 2
+    return tensor[:, :, :heads], tensor[:, :, heads:]
 
-    A number is off by at most 1/16 of itself, or 2^-10 if it is below 2^-6; beyond 448 it becomes
-    448.
-    """
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A slot a row."""
+    return indexable(tensor).flatten(0, 1).flatten(1)
+
+
+class Fp8KV(CodedKV):
+    """e4m3, half the bytes of 16 bits, without scales. A number is off by at most 1/16 of itself,
+    or 2^-10 if it is below 2^-6; beyond 448 it becomes 448."""
 
     name = "fp8"
 
@@ -101,12 +149,11 @@ class Fp8KV(CodedKV):
 
 
 class Int8KV(CodedKV):
-    """As whole numbers of 8 bits, about half the bytes of 16: a scale for each head of each token.
+    """Whole numbers of 8 bits, about half the bytes of 16: a scale for each head of each token.
 
     A number is off by at most half a step, and 127 steps are the largest of its head and token: by
     1/250 of that, or by 1e-5 where that is more. Parts: codes [N, S, H, D], scales (float16)
-    [N, S, H].
-    """
+    [N, S, H]."""
 
     name = "int8"
 
@@ -124,15 +171,14 @@ class Int8KV(CodedKV):
 
 
 class Int4KV(CodedKV):
-    """As whole numbers of 4 bits, about a quarter of the bytes of 16: a scale and a smallest number
-    for each head of each token.
+    """Numbers of 4 bits, about a quarter of the bytes of 16: a scale and a smallest number for each
+    head of each token.
 
     Of a head's values, the smallest and the largest are codes 0 and 15, so a number is off by at
     most 1/29 of what lies between them. Keys are multiplied by Hadamard's matrix first, which
     spreads the few large places that keys have (QuaRot, arXiv 2404.00456), so that the same holds
     of rotated keys; `gather` rotates them back, kernels rotate the queries. Parts: codes
-    [N, S, H, D / 2], two to a byte, and scales with smallest numbers (float16) [N, S, H, 2].
-    """
+    [N, S, H, D / 2], two to a byte, and scales with smallest numbers (float16) [N, S, H, 2]."""
 
     name = "int4"
 
@@ -162,17 +208,18 @@ class Int4KV(CodedKV):
 
 
 def reads_in_place(device: torch.device, head_dim: int) -> bool:
-    """Kernels rotate heads of int4 whose size is a power of two."""
+    """Kernels rotate heads whose size is a power of two."""
     least, most = HEAD_DIMS.get(device.type, (1, 0))
     return least <= head_dim <= most and head_dim & (head_dim - 1) == 0
 
 
-def sides(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is of keys and what is of values, [N, S, K, ...]."""
-    heads = tensor.shape[2] // 2
-    return tensor[:, :, :heads], tensor[:, :, heads:]
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A slot a row."""
-    return indexable(tensor).flatten(0, 1).flatten(1)
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As many as a pool may ever need. On a CPU the system hands out pages when they are first
+    written, so that a large pool takes no time at start, and huge ones where it may. The whole of
+    it counts as taken all the same."""
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or sys.platform != "linux" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = native.advise_huge(torch.frombuffer(pages, dtype=torch.uint8))
+    return whole.view(dtype).view(shape)

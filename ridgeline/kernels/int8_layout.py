@@ -1,5 +1,5 @@
-"""Where do matrices of 8 bits with one scale a row live on a GPU? As int8, for the kernels of
-`int8_linear`: homes of `quantization.homes`.
+"""How do matrices of 8 bits with one scale a row lie on a GPU? As int8, for the kernels of
+`int8_linear`.
 
 Letters: T tokens, I inputs, O outputs, C some columns.
 """
@@ -17,18 +17,19 @@ from ridgeline.kernels.int8_linear import (
     invariant_int8_linear,
     widened_linear,
 )
-from ridgeline.kernels.int8_rows import int8_rows
-from ridgeline.kernels.quantized_matrix import QuantizedMatrix
+from ridgeline.kernels.quantized_matrix import Parameters, QuantizedMatrix, WeightLayout
 from ridgeline.kernels.small_linear import Fusion, Unfused
 from ridgeline.kernels.tile_linear import ALIGNMENT, OUTPUTS
 
 MIDDLE = 128  # the code of 0 in the canonical form: one bit turned, and it is int8
 MOST_NUMBERS = 1 << 31  # of a matrix that the kernel in Triton finds its way in
-Parameters = dict[str, torch.Tensor]
 
 
-class GpuInt8:
+class GpuInt8(WeightLayout):
     """Rows of x become int8 at each product: a few rows in pieces of 128, more with one scale."""
+
+    looks_up = True
+    reads_columns = True
 
     def takes(self, like: QuantizedMatrix, dtype: torch.dtype) -> bool:
         is_whole = like.bits == 8 and like.group == 0 and like.zero is None
@@ -90,7 +91,6 @@ class GpuInt8:
         return int8_rows(matrix.codes_NK, matrix.scale_N, rows_T, dtype)
 
     def columns(self, parameters: Parameters, columns_C: torch.Tensor) -> torch.Tensor:
-        """[O, C] float32."""
         matrix = int8_of(parameters)
         codes_OC = matrix.codes_NK.index_select(1, columns_C).float()
         return codes_OC.mul_(matrix.scale_N.float()[:, None])
@@ -156,3 +156,22 @@ def _is_aligned(y_TO: torch.Tensor) -> bool:
     """Rows begin where the kernels can store them."""
     row = y_TO.stride(0) * y_TO.element_size()
     return y_TO.stride(1) == 1 and (row | y_TO.data_ptr()) % ALIGNMENT == 0
+
+
+def int8_rows(
+    codes_NK: torch.Tensor, scale_N: torch.Tensor, rows_T: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a matrix of int8, looked up by number, [T, K]: code * scale in float32, rounded once.
+    Numbers of rows are integers below N, the rows of W."""
+    if codes_NK.device.type == "cuda":
+        from ridgeline.kernels.int8_rows_triton import int8_rows_triton
+
+        return int8_rows_triton(codes_NK, scale_N, rows_T, dtype)
+    return int8_rows_reference(codes_NK, scale_N, rows_T, dtype)
+
+
+def int8_rows_reference(
+    codes_NK: torch.Tensor, scale_N: torch.Tensor, rows_T: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    codes_TK = codes_NK.index_select(0, rows_T).float()
+    return codes_TK.mul_(scale_N.index_select(0, rows_T).float()[:, None]).to(dtype)

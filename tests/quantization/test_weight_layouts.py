@@ -1,4 +1,4 @@
-"""Homes of integer matrices: the first that takes one keeps it exactly, and all multiply alike."""
+"""The first layout that takes an integer matrix keeps it exactly, and all multiply alike."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, WeightLayout, join_bytes
 from ridgeline.quantization import Fusion, Parameters, open_vocabulary_format, open_weight_format
-from ridgeline.quantization.homes import HOMES, Homes, LooksUp, PortableHome, keep
-from ridgeline.quantization.int8 import Int8Weights
-from ridgeline.quantization.integers import IntegerWeights
-from ridgeline.quantization.matrix import QuantizedMatrix, join_bytes
+from ridgeline.quantization.integers import IntegerWeights, int8
+from ridgeline.quantization.weight_layouts import LAYOUTS, Layouts, PortableLayout
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,28 +79,28 @@ def test_a_matrix_comes_back_as_it_was_and_takes_no_more(
             outputs, inputs, bits, group, has_zero=has_zero, scale_dtype=scale_dtype
         )
         with nullcontext() if is_native else without_library():
-            kept = keep(matrix, torch.bfloat16)
-            home = Homes(HOMES).of(kept)
-            assert same(home.matrix(kept), matrix)
+            kept = Layouts(LAYOUTS).keep(matrix, torch.bfloat16)
+            layout = Layouts(LAYOUTS).of(kept)
+            assert same(layout.matrix(kept), matrix)
             assert sum(tensor.nbytes for tensor in kept.values()) == matrix.nbytes
 
 
 @needs_library
 def test_who_takes_what() -> None:
-    homes = Homes(HOMES)
+    layouts = Layouts(LAYOUTS)
     usual = any_matrix(32, 256, 4, 128, has_zero=False, scale_dtype=torch.float16)
-    assert homes.choose(usual, torch.bfloat16) == "panels"
-    assert homes.choose(usual, torch.float16) == "portable"  # rows that the kernels do not read
-    assert homes.choose(usual.part(0, 17), torch.bfloat16) == "portable"  # a panel is not full
+    assert layouts.choose(usual, torch.bfloat16) == "panels"
+    assert layouts.choose(usual, torch.float16) == "portable"  # rows that the kernels do not read
+    assert layouts.choose(usual.part(0, 17), torch.bfloat16) == "portable"  # a panel is not full
     whole_rows = any_matrix(32, 256, 4, 0, has_zero=False, scale_dtype=torch.float16)
-    assert homes.choose(whole_rows, torch.bfloat16) == "portable"
+    assert layouts.choose(whole_rows, torch.bfloat16) == "portable"
     for bits, group, has_zero in ((4, 32, True), (8, 32, False), (8, 0, False)):
         taken = any_matrix(32, 256, bits, group, has_zero=has_zero, scale_dtype=torch.bfloat16)
-        assert homes.choose(taken, torch.float32) == "panels"
+        assert layouts.choose(taken, torch.float32) == "panels"
     moved = any_matrix(32, 256, 8, 32, has_zero=True, scale_dtype=torch.bfloat16)
-    assert homes.choose(moved, torch.float32) == "portable"
+    assert layouts.choose(moved, torch.float32) == "portable"
     with without_library():
-        assert homes.choose(usual, torch.bfloat16) == "portable"
+        assert layouts.choose(usual, torch.bfloat16) == "portable"
 
 
 @pytest.mark.parametrize("scale_dtype", SCALES)
@@ -113,40 +112,40 @@ def test_products_are_those_of_the_weights(
     group, which is under a hundredth of the length of x in the mean."""
     matrix = any_matrix(64, 320, bits, group, has_zero=has_zero, scale_dtype=scale_dtype)
     weight = matrix.dequantize()
-    kept = keep(matrix, torch.float32)
-    home = Homes(HOMES).of(kept)
+    kept = Layouts(LAYOUTS).keep(matrix, torch.float32)
+    layout = Layouts(LAYOUTS).of(kept)
     noise = torch.Generator().manual_seed(1)
     for rows in (1, 5, 33):
         x, bias = (torch.randn(rows, 320, generator=noise), torch.randn(64, generator=noise))
         size = x.norm(dim=1)[:, None] * weight.norm(dim=1)[None]
         wanted = x @ weight.T + bias
-        got = home.linear(x, kept, bias)
-        slack = 1e-6 if isinstance(home, PortableHome) else 0.005
+        got = layout.linear(x, kept, bias)
+        slack = 1e-6 if isinstance(layout, PortableLayout) else 0.005
         assert ((got - wanted).abs() / size).max() < slack
-        gated = home.fused(x, kept, bias, Fusion(is_gated=True))
+        gated = layout.fused(x, kept, bias, Fusion(is_gated=True))
         if gated is not None:
             plain = torch.nn.functional.silu(got[:, :32]) * got[:, 32:]
             torch.testing.assert_close(gated, plain, rtol=1e-4, atol=1e-3)
-        assert isinstance(home, LooksUp)
+        assert layout.looks_up
         into = torch.empty(rows, 50)
-        assert home.linear_into(x, kept, into) is into
-        assert torch.allclose(into, home.linear(x, kept, None)[:, :50], rtol=1e-5, atol=1e-3)
-    assert isinstance(home, LooksUp)
+        assert layout.linear_into(x, kept, into) is into
+        assert torch.allclose(into, layout.linear(x, kept, None)[:, :50], rtol=1e-5, atol=1e-3)
+    assert layout.looks_up
     named = torch.tensor([5, 63, 5])
-    assert torch.equal(home.rows(kept, named, torch.float32), weight[named])
+    assert torch.equal(layout.rows(kept, named, torch.float32), weight[named])
 
 
 def test_a_mark_says_who_kept_what() -> None:
     matrix = any_matrix(17, 64, 8, 0, has_zero=False, scale_dtype=torch.float32)
-    kept = keep(matrix, torch.float32)
-    assert isinstance(Homes(HOMES).of(kept), PortableHome)
+    kept = Layouts(LAYOUTS).keep(matrix, torch.float32)
+    assert isinstance(Layouts(LAYOUTS).of(kept), PortableLayout)
     del kept["home:portable"]
-    with pytest.raises(InternalError, match=r"no home of panels.*portable kept codes"):
-        Homes(HOMES).of(kept)
+    with pytest.raises(InternalError, match=r"no layout of panels.*portable kept codes"):
+        Layouts(LAYOUTS).of(kept)
 
 
-class Shelf(PortableHome):
-    """A home from outside."""
+class Shelf(PortableLayout):
+    """A layout from outside."""
 
     kept = 0
 
@@ -158,26 +157,38 @@ class Shelf(PortableHome):
         return super().keep(matrix)
 
 
-class LooselyShelf:
-    """The same by its five methods alone, without look-ups."""
+class LooselyShelf(WeightLayout):
+    """The same by what a layout must have alone, without look-ups."""
 
     def __init__(self) -> None:
-        inner = Shelf()
-        self.takes, self.keep, self.linear = inner.takes, inner.keep, inner.linear
-        self.fused, self.matrix = inner.fused, inner.matrix
+        self.shelf = Shelf()
+
+    def takes(self, like: QuantizedMatrix, dtype: torch.dtype) -> bool:
+        return self.shelf.takes(like, dtype)
+
+    def keep(self, matrix: QuantizedMatrix) -> Parameters:
+        return self.shelf.keep(matrix)
+
+    def matrix(self, parameters: Parameters) -> QuantizedMatrix:
+        return self.shelf.matrix(parameters)
+
+    def linear(
+        self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.shelf.linear(x_TI, parameters, bias_O)
 
 
 def test_a_new_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"{__name__}:LooselyShelf"
-    table = {"shelf": where, **HOMES}
-    weights = Int8Weights()
-    weights.homes = replace(weights.homes, table=table)
+    table = {"shelf": where, **LAYOUTS}
+    weights = int8()
+    weights.layouts = replace(weights.layouts, table=table)
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
     before = Shelf.kept
     kept = weights.finish({"weight": weight})
     assert Shelf.kept == before + 1
     assert "home:shelf" in kept
-    plain = Int8Weights()
+    plain = int8()
     with without_library():
         other = plain.finish({"weight": weight})
     assert same(weights.matrix(kept), plain.matrix(other))
@@ -188,15 +199,15 @@ def test_a_new_home_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     weights.linear_into(x, kept, into)
     assert torch.equal(into, weights.linear(x, kept, None)[:, :31])
     vocabulary = weights.of_vocabulary()
-    vocabulary.homes = replace(vocabulary.homes, table=table)
+    vocabulary.layouts = replace(vocabulary.layouts, table=table)
     assert "home:shelf" not in vocabulary.finish({"weight": weight})
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_vocabularies_live_where_rows_are_looked_up(name: str) -> None:
     vocabulary = open_vocabulary_format(name)
-    assert isinstance(vocabulary, Int8Weights)
-    assert vocabulary.homes.looks_up
+    assert isinstance(vocabulary, IntegerWeights)
+    assert vocabulary.layouts.looks_up
     layers = open_weight_format(name)
     assert isinstance(layers, IntegerWeights)
-    assert not layers.homes.looks_up
+    assert not layers.layouts.looks_up

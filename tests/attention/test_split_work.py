@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.architectures.spec import AttentionSpec, RopeSpec
-from ridgeline.attention.dealt import Dealt
+from ridgeline.attention.split_work import SplitWork
 from ridgeline.kernels.paged_decode import DecodeBatch
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def test_made_once_and_dealt_out_anew_after_another_batch() -> None:
         made.append((max_requests, max_new))
         return f"schedule {len(made)}"
 
-    schedules = Dealt(make, lambda schedule, of: dealt.append((schedule, of)))
+    schedules = SplitWork(make, lambda schedule, of: dealt.append((schedule, of)))
     first, second, wide, windowed = batch(3), batch(4), batch(5), batch(3, window=8)
     guessing = batch(3, num_new=3)
     for of in (first, first, second, first, wide, windowed, guessing, first):
@@ -38,7 +38,7 @@ def test_made_once_and_dealt_out_anew_after_another_batch() -> None:
 
 
 def test_stands_for_the_batch_it_was_last_dealt_out_for() -> None:
-    schedules = Dealt(lambda *_: "schedule", lambda *_: None)
+    schedules = SplitWork(lambda *_: "schedule", lambda *_: None)
     first, second = batch(3), batch(4)
     assert not schedules.stands_for(first, SPEC)
     schedules.schedule(first, CPU, SPEC)
@@ -49,5 +49,5 @@ def test_stands_for_the_batch_it_was_last_dealt_out_for() -> None:
 
 
 def test_no_schedule_where_there_is_no_kernel() -> None:
-    schedules: Dealt[str] = Dealt(lambda *_: None, lambda *_: None)
+    schedules: SplitWork[str] = SplitWork(lambda *_: None, lambda *_: None)
     assert schedules.schedule(batch(3), CPU, SPEC) is None
