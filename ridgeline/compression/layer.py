@@ -29,7 +29,8 @@ from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import TensorSource, fill
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
-from ridgeline.quantization.contract import MatrixShare, Parameters
+from ridgeline.quantization import Parameters
+from ridgeline.quantization.contract import MatrixShare
 from ridgeline.quantization.plain import PlainWeights
 
 BLOCK_SIZE = 16
@@ -44,7 +45,7 @@ class WatchedWeights(Unfused, PlainWeights):
 
     watch: Watch | None = None
 
-    def of(self, shares: list[MatrixShare], dtype: torch.dtype) -> _WatchedProduct:
+    def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> _WatchedProduct:
         return _WatchedProduct(self, tuple(share.name for share in shares))
 
 

@@ -12,7 +12,7 @@ from ridgeline.kernels import paged_decode_cuda as cuda
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode_reference
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write_reference
-from ridgeline.kvcache.formats import Store
+from ridgeline.kvcache import Store
 from tests.kernels.kv_formats import FORMATS, check_near, poisoned
 
 WIDER = 8  # a packed row is longer than what is used of it
