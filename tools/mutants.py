@@ -824,8 +824,8 @@ MUTANTS = (
     Mutant(
         "drafts: what was accepted is never forgotten",
         CONTROLLER,
-        "seen[1] = seen[1] * kept +",
-        "seen[1] = seen[1] +",
+        "            seen[1] *= kept\n",
+        "",
     ),
     Mutant(
         "drafts: how the last answers ended is how all drafts are",
@@ -884,8 +884,8 @@ MUTANTS = (
     Mutant(
         "drafts: the chance of a position is that of all positions",
         CONTROLLER,
-        "self.chances[position] = chance",
-        "self.chances[position] = self.rate",
+        "self._chances.append(chance)",
+        "self._chances.append(self.rate)",
     ),
     Mutant(
         "drafts: a step that ran on behind an answer's end says how good they are",
