@@ -92,10 +92,10 @@ def test_the_last_layer_works_for_wanted_tokens_alone(
 def count_rows(inner: object, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     of = type(inner).__call__
 
-    def counted(self: object, hidden: Hidden, norm: RMSNorm) -> None:
+    def counted(self: object, hidden: Hidden, *norms: RMSNorm | None) -> None:
         if self is inner:
             seen.append(len(hidden.sum_TE))
-        of(self, hidden, norm)
+        of(self, hidden, *norms)
 
     monkeypatch.setattr(type(inner), "__call__", counted)
 
