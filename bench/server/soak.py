@@ -282,14 +282,8 @@ def _private_bytes(pid: int) -> int:
     return 1024 * sum(int(row.split()[1]) for row in rows if row.startswith("Private_"))
 
 
-async def soak(args: argparse.Namespace) -> dict[str, Tally]:
-    return dict(
-        zip(
-            args.models,
-            await asyncio.gather(*(Soak(model, args).run() for model in args.models)),
-            strict=True,
-        )
-    )
+async def soak(soaks: Sequence[Soak]) -> None:
+    await asyncio.gather(*(one.run() for one in soaks))
 
 
 def show(found: dict[str, Tally]) -> None:
@@ -301,6 +295,20 @@ def show(found: dict[str, Tally]) -> None:
             slope = "not known" if memory.slope is None else f"{memory.slope:.1f} bytes a request"
             print(f"  {name}: {slope}, at most {memory.largest_bytes >> 20} MiB")
         print(f"  open files of the server: {tally.fds}")
+
+
+def record(args: argparse.Namespace, found: dict[str, Tally]) -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {"ridgeline": ridgeline.__version__, "python": platform.python_version()},
+        "minutes": args.minutes,
+        "fault_every_s": args.fault_every,
+        "models": {
+            Path(model).name: asdict(tally)
+            | {"slopes": {name: m.slope for name, m in tally.memory.items()}}
+            for model, tally in found.items()
+        },
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -317,21 +325,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path)
     args = parser.parse_args(arguments)
     print(f"seed {args.seed}", flush=True)
-    found = asyncio.run(soak(args))
-    show(found)
-    if args.json:
-        record = {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "versions": {"ridgeline": ridgeline.__version__, "python": platform.python_version()},
-            "minutes": args.minutes,
-            "fault_every_s": args.fault_every,
-            "models": {
-                Path(model).name: asdict(tally)
-                | {"slopes": {name: m.slope for name, m in tally.memory.items()}}
-                for model, tally in found.items()
-            },
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    soaks = [Soak(model, args) for model in args.models]
+    found = {one.model: one.tally for one in soaks}
+    try:
+        asyncio.run(soak(soaks))
+    finally:  # what was seen until a fault or Ctrl-C is worth hours
+        show(found)
+        if args.json:
+            args.json.write_text(json.dumps(record(args, found), indent=1) + "\n")
     return 1 if any(t.counts["wrong"] or t.counts["left behind"] for t in found.values()) else 0
 
 

@@ -91,8 +91,7 @@ def fixed(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def long(sampling: SamplingParams, num: int) -> SamplingParams:
-    values = {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}
-    return SamplingParams(**(values | {"max_tokens": num, "ignore_eos": True}))
+    return sampling.replace(max_tokens=num, ignore_eos=True)
 
 
 def company(

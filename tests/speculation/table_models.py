@@ -173,9 +173,7 @@ DraftRunner = Callable[[Samples, int], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _seeded(params: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(
-        **{name: getattr(params, name) for name in params.__dataclass_fields__} | {"seed": seed}
-    )
+    return params.replace(seed=seed)
 
 
 def _forever(ks: Sequence[int]) -> Iterator[int]:
