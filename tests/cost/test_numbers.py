@@ -24,16 +24,9 @@ from ridgeline.architectures.spec import DenseSpec, ModelSpec
 from ridgeline.benchmark.jobs import Job
 from ridgeline.benchmark.run import Run, run_jobs, run_static
 from ridgeline.clock import VirtualClock
-from ridgeline.cost.attention_traffic import (
-    score_matrix_bytes,
-    tiled_extra_bytes,
-    tiled_traffic,
-    written_out_traffic,
-)
 from ridgeline.cost.communication import all_reduce_s, ring_s
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import Device, find_device
-from ridgeline.cost.hierarchy import pcie_bytes_per_s, tiers
 from ridgeline.cost.laws import (
     batch_ceiling,
     closed_loop_rate,
@@ -62,6 +55,13 @@ from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.speculation.price import DraftPrices, DraftSteps, expected_curve, expected_tokens
 from ridgeline.step import Listener, StepPlan, StepRecord, StepResult
+from tests.cost.attention_traffic import (
+    score_matrix_bytes,
+    tiled_extra_bytes,
+    tiled_traffic,
+    written_out_traffic,
+)
+from tests.cost.hierarchy import pcie_bytes_per_s, tiers
 from tests.cost.known_models import (
     DEEPSEEK_V3,
     GPT_3,

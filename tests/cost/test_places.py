@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.cost.attention_traffic import tiled_traffic, written_out_traffic
 from ridgeline.cost.hardware import catalogue
-from ridgeline.cost.hierarchy import ON_CHIP, tiers
+from tests.cost.attention_traffic import tiled_traffic, written_out_traffic
+from tests.cost.hierarchy import ON_CHIP, tiers
 
 
 def test_every_tier_is_larger_and_slower_than_the_one_before() -> None:
