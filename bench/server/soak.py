@@ -327,6 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {args.seed}", flush=True)
     soaks = [Soak(model, args) for model in args.models]
     found = {one.model: one.tally for one in soaks}
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell had them ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         asyncio.run(soak(soaks))
     finally:  # what was seen until a fault or Ctrl-C is worth hours
