@@ -166,8 +166,8 @@ class Soak:
             question = self.rng.choice(list(self.known))
             try:
                 await self._call(http, question)
-            except httpx.TransportError:
-                self.tally.counts["connection lost"] += 1
+            except httpx.TransportError as error:
+                self.tally.counts[f"connection lost: {type(error).__name__} {error}"[:90]] += 1
 
     async def _call(self, http: httpx.AsyncClient, question: str) -> None:
         body, counts = json.loads(question), self.tally.counts
@@ -305,6 +305,7 @@ def record(args: argparse.Namespace, found: dict[str, Tally]) -> dict[str, Any]:
         "fault_every_s": args.fault_every,
         "models": {
             Path(model).name: asdict(tally)
+            | {"counts": dict(tally.counts)}  # Python 3.11 makes a Counter of pairs of it
             | {"slopes": {name: m.slope for name, m in tally.memory.items()}}
             for model, tally in found.items()
         },
