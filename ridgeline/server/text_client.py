@@ -303,7 +303,10 @@ class TextClient:
 
     def on_answer(self, worker: _Worker, job: _Job, answer: Ids | Refusal) -> None:
         self._turns.done(job.tenant)
-        self._idle.append(worker)
+        if answer.is_last:
+            worker.drop()
+        else:
+            self._idle.append(worker)
         if isinstance(answer, Refusal):
             if answer.crash:
                 say(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+from msgspec import structs
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.server.child import die_with_parent, harden
@@ -221,9 +222,10 @@ def work(sock: socket.socket, tokenizer: Tokenizer, template: ChatTemplate | Non
     while True:
         question = _QUESTIONS.decode(read(sock, frame_length(read(sock, HEADER.size))))
         answer = worker.answer(question)
+        crashed = isinstance(answer, Refusal) and bool(answer.crash)  # it may be in any state
+        answer = structs.replace(answer, is_last=crashed or worker.is_worn)
         write(sock, answer)
-        crashed = isinstance(answer, Refusal) and answer.crash  # it may be in any state
-        if crashed or worker.is_worn:
+        if answer.is_last:
             os._exit(0)
 
 

@@ -86,20 +86,23 @@ class Stage(msgspec.Struct, tag="stage", array_like=True, frozen=True):
 
 
 class Ids(msgspec.Struct, tag="ids", array_like=True, frozen=True):
-    """The answer: an array of token ids for each text."""
+    """The answer: an array of token ids for each text. `is_last`: as of Refusal."""
 
     prompts: tuple[bytes, ...]
+    is_last: bool = False
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
     """The answer: the RequestFault of text number `place`. `crash`: the kind of exception or panic
-    that it was; "" where everything works and the text is refused."""
+    that it was; "" where everything works and the text is refused. `is_last`: the worker ends now
+    and takes no further question."""
 
     message: str
     param: str | None
     code: str
     place: int
     crash: str = ""
+    is_last: bool = False
 
 
 Command = LoadText | Fork | End

@@ -32,7 +32,12 @@ from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded, Loa
 from ridgeline.server.turns import Turns
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
-from tests.server.bombs import GROWTH, write_growing_decoder, write_tokenizer_bombs
+from tests.server.bombs import (
+    GROWTH,
+    write_growing_decoder,
+    write_template_bombs,
+    write_tokenizer_bombs,
+)
 from tests.server.model_folder import write_model_folder
 from tests.server.running import PATIENCE_S
 from tests.server.test_early_text import READY, serve
@@ -255,6 +260,27 @@ def test_three_hundred_losses_leave_nothing_behind(fake_model: Path) -> None:
                 await asyncio.sleep(0.01)
 
     run(fake_model, many)
+
+
+def test_nobody_is_given_to_a_worker_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that crashes ends its worker after the answer; who waits gets another one."""
+    folder = write_template_bombs(tmp_path / "model")
+    monkeypatch.setattr(text_client, "TRIES", 1)
+
+    async def crowd(client: TextClient) -> None:
+        plain = await ids(client, chat("hello"))
+        for _ in range(5):
+            asked = [chat("macro" if i % 3 else "hello") for i in range(12)]
+            answers = await asyncio.gather(
+                *(ids(client, one) for one in asked), return_exceptions=True
+            )
+            assert [a == plain for a in answers] == [i % 3 == 0 for i in range(12)]
+            faults = [str(a) for i, a in enumerate(answers) if i % 3]
+            assert all("RecursionError" in fault for fault in faults), faults
+
+    run(folder, crowd)
 
 
 def test_one_that_waits_is_not_begun_when_its_client_goes(fake_model: Path) -> None:
