@@ -5,10 +5,12 @@
 Each MODEL has a server of its own with the default settings, in float32, with one compute thread,
 and callers that never pause. A caller asks for one of some dozens of answers, whole or streamed,
 whose text is known: the server said it alone, at the beginning. One in five leaves in the middle.
-Every `--fault-every` seconds the engine process is killed; requests that then end with an error
-that says "try again" are counted, anything else is a fault. Memory is read from /proc each second:
-the slope is the growth of a process's private memory after its warm-up (`--warm` seconds from its
-start) over the requests that ended meanwhile.
+Every `--fault-every` seconds the engine process is stopped for five seconds, or, each fourth time,
+killed; requests that then end with an error that says "try again" are counted, anything else is a
+fault. Memory is read from /proc each second: all that a process has for itself but pages of files,
+which are its own or not as other processes come and go. The slope is that of the straight line
+through a life's values over the requests that had ended, from the warm-up on (`--warm` seconds from
+its start); lives count by their requests.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -28,10 +31,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 import ridgeline
 
@@ -41,13 +46,15 @@ LEAVES = 0.2  # of the calls
 WORDS = ("the", "a", "little", "dog", "cat", "ran", "to", "big", "tree", "and", "saw", "happy")
 RETRYABLE = (503,)
 READY_S = 120.0
+KILL_EACH = 4  # of the faults
+STOPPED_S = 5.0  # a sixth of what a server takes for stuck
 
 
 @dataclass
 class Memory:
     """Growth of one process over its lives, each from its warm-up on."""
 
-    grown_bytes: int = 0
+    grown_bytes: float = 0.0
     num_requests: int = 0
     largest_bytes: int = 0
 
@@ -58,12 +65,12 @@ class Memory:
 
 @dataclass
 class Life:
-    """Of one process: when it was first seen, and its memory after warm-up and last."""
+    """Of one process: when it was first seen, and what it held each second from warm-up on."""
 
     pid: int
     since: float
-    first: tuple[int, int] | None = None  # bytes, requests that had ended by then
-    last: tuple[int, int] | None = None
+    ended: list[int] = field(default_factory=list)  # requests, by then
+    held: list[int] = field(default_factory=list)  # bytes
 
 
 @dataclass
@@ -75,7 +82,7 @@ class Tally:
     )
     fds: list[int] = field(default_factory=list)
     samples: list[tuple[int, str, int, int, int]] = field(default_factory=list)
-    """Every ten seconds: second of the run, name, pid, private bytes, requests that had ended."""
+    """Every ten seconds: second of the run, name, pid, its own bytes, requests that had ended."""
 
     @property
     def num_ended(self) -> int:
@@ -207,9 +214,16 @@ class Soak:
             self.tally.wrong.append(f"{question}: {self.known[question]!r} and {texts!r}")
 
     async def _fault(self, http: httpx.AsyncClient) -> None:
-        while self.args.fault_every:
-            await asyncio.sleep(self.args.fault_every)
-            if (pid := self._pids().get("engine")) is not None:
+        for number in itertools.count(1):
+            await asyncio.sleep(self.args.fault_every or inf)
+            if (pid := self._pids().get("engine")) is None:
+                continue
+            if number % KILL_EACH:
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(STOPPED_S)
+                os.kill(pid, signal.SIGCONT)
+                self.tally.counts["engine stopped and continued"] += 1
+            else:
                 os.kill(pid, signal.SIGKILL)
                 self.tally.counts["engine killed"] += 1
             await self._until_ready(http)
@@ -246,25 +260,27 @@ class Soak:
                 self._add(name, life)
             life = lives[name] = Life(pid, time.monotonic())
         try:
-            size = _private_bytes(pid)
+            size = _own_bytes(pid)
         except (OSError, ValueError):
             return  # it has just ended
-        memory, now = self.tally.memory[name], (size, self.tally.num_ended)
+        memory = self.tally.memory[name]
         memory.largest_bytes = max(memory.largest_bytes, size)
         second = int(time.monotonic() - self.since)
         if not second % 10:
-            self.tally.samples.append((second, name, pid, *now))
+            self.tally.samples.append((second, name, pid, size, self.tally.num_ended))
         if time.monotonic() - life.since >= self.args.warm:
-            life.first = life.first or now
-            life.last = now
+            life.held.append(size)
+            life.ended.append(self.tally.num_ended)
         if name == "http":
             self.tally.fds = [*self.tally.fds[:1], len(os.listdir(f"/proc/{pid}/fd"))]
 
     def _add(self, name: str, life: Life) -> None:
-        if life.first and life.last:
+        if len(set(life.ended)) > 1:
+            num_requests = life.ended[-1] - life.ended[0]
+            slope = float(np.polyfit(life.ended, life.held, 1)[0])
             memory = self.tally.memory[name]
-            memory.grown_bytes += life.last[0] - life.first[0]
-            memory.num_requests += life.last[1] - life.first[1]
+            memory.grown_bytes += slope * num_requests
+            memory.num_requests += num_requests
 
 
 def _texts(reply: dict[str, Any]) -> str:
@@ -277,9 +293,11 @@ async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _private_bytes(pid: int) -> int:
+def _own_bytes(pid: int) -> int:
     rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(row.split()[1]) for row in rows if row.startswith("Private_"))
+    return 1024 * sum(
+        int(row.split()[1]) for row in rows if row.startswith(("Anonymous", "SwapPss"))
+    )
 
 
 async def soak(soaks: Sequence[Soak]) -> None:
@@ -320,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("models", nargs="*", default=["demo:chat"])
     add("--minutes", type=float, default=120.0)
     add("--fault-every", type=float, default=300.0, help="seconds; 0: no faults")
-    add("--warm", type=float, default=60.0, help="seconds of a process that do not count")
+    add("--warm", type=float, default=300.0, help="seconds of a process that do not count")
     add("--options", default="", help="further flags of ridgeline serve")
     add("--seed", type=int, default=random.randrange(1 << 30))
     add("--json", type=Path)
