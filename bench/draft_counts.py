@@ -21,10 +21,10 @@ class Counts(Listener):
 
     steps: int = 0
     tokens: int = 0
-    guesses: int = 0  # that steps were planned with
+    draft_tokens: int = 0  # that steps were planned with
     tried: list[int] = field(default_factory=list)  # by position: all before it were right
     right: list[int] = field(default_factory=list)
-    by_guesses: dict[int, int] = field(default_factory=dict)  # of those steps, by their drafts
+    by_drafts: dict[int, int] = field(default_factory=dict)  # of those steps, by their drafts
     context: int = 0  # tokens before them, all together
     answers: int = 0  # that have ended
     _kept: list[tuple[StepPlan, StepResult, Sequence[RequestOutput]]] = field(default_factory=list)
@@ -52,8 +52,8 @@ class Counts(Listener):
                 continue
             self.steps += 1
             self.tokens += got.num_taken
-            self.guesses += row.num_draft
-            self.by_guesses[row.num_draft] = self.by_guesses.get(row.num_draft, 0) + 1
+            self.draft_tokens += row.num_draft
+            self.by_drafts[row.num_draft] = self.by_drafts.get(row.num_draft, 0) + 1
             self.context += row.start
             if row.num_draft:
                 self._count(got.num_looked, got.num_right)
@@ -72,7 +72,7 @@ class Counts(Listener):
         pairs = list(zip(self.right, self.tried, strict=True))
         return {
             "tokens_per_step": self.tokens / self.steps if self.steps else None,
-            "guesses_per_step": self.guesses / self.steps if self.steps else None,
+            "drafts_per_step": self.draft_tokens / self.steps if self.steps else None,
             "by_position": [right / tried if tried else None for right, tried in pairs],
             "tried": list(self.tried),
         }
@@ -88,13 +88,13 @@ class Counts(Listener):
         answers = self.answers if batch == 1 else 0
         seconds = sum(
             prices.seconds(batch, context, k, tokens, answers / self.steps) * steps
-            for k, steps in self.by_guesses.items()
+            for k, steps in self.by_drafts.items()
         )
         plain_s = prices.plain_seconds(batch, context, answers / self.tokens)
         return plain_s * self.tokens / seconds
 
     def restart(self) -> None:
         self._kept.clear()
-        self.steps = self.tokens = self.guesses = self.answers = 0
+        self.steps = self.tokens = self.draft_tokens = self.answers = 0
         self.tried, self.right = [], []
-        self.by_guesses, self.context = {}, 0
+        self.by_drafts, self.context = {}, 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ridgeline.cost.captured import MAX_CHECKED_TOKENS
+from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.formats import read_speculate
 from ridgeline.observe.event_log import Aborted, Added, Collected, EventLog, Planned
@@ -61,7 +61,7 @@ def simulate(
 ) -> Comparison:
     """The log's arrivals under predicted times. `pricer` None: that of the log's own record.
 
-    A request that was aborted is taken to have asked for the tokens that it got. Guesses are
+    A request that was aborted is taken to have asked for the tokens that it got. Drafts are
     accepted at the rate of the log (`rng` is needed for that).
     """
     header, runs = log.header, _runs(log)
@@ -230,7 +230,7 @@ def _note_outputs(event: Collected, live: dict[str, _Run]) -> None:
 
 
 def _speculation(log: EventLog) -> Speculation | None:
-    """Guesses as good as those of the log at each position. What making them cost is priced where
+    """Drafts as good as those of the log at each position. What making them cost is priced where
     the log says who did, else it is in its own steps alone."""
     header = log.header
     if not header.num_drafts:
@@ -243,7 +243,7 @@ def _speculation(log: EventLog) -> Speculation | None:
             plan = drafts[event.step_id]
             for _, row in rows_taken(plan, event.result, event.outputs):
                 # Those behind a wrong one were not tried; one that was not there gave as little.
-                for position in range(min(row.num_guesses, row.num_taken)):
+                for position in range(min(row.num_draft_tokens, row.num_taken)):
                     looked[position] += 1
                     right[position] += position < row.num_right
     asked = read_speculate(header.speculate)
@@ -251,8 +251,8 @@ def _speculation(log: EventLog) -> Speculation | None:
         header.num_drafts,
         _chances(looked, right),
         drafter=engine_drafter(header, read_setup(header.setup)) if asked is not None else None,
-        is_chosen=asked is not None and asked.num_guesses is None,
-        max_checked_tokens=MAX_CHECKED_TOKENS["cpu" if header.computes_in_submit else "gpu"],
+        is_chosen=asked is not None and asked.num_draft_tokens is None,
+        max_verified_tokens=MAX_VERIFIED_TOKENS["cpu" if header.computes_in_submit else "gpu"],
     )
 
 

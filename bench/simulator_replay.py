@@ -108,8 +108,8 @@ class _Player:
             {e.step_id: e for e in log.events if isinstance(e, Collected)},
             {e.step_id: e.now for e in log.events if isinstance(e, Submitted)},
         )
-        self.guesses = _TapedGuesses() if log.header.speculate != "off" else None
-        scheduler, listeners = _scheduler(log.header, self.guesses)
+        self.draft_lengths = _TapedDrafts() if log.header.speculate != "off" else None
+        scheduler, listeners = _scheduler(log.header, self.draft_lengths)
         self.engine = Engine(scheduler, self.tape, self.clock, log.header.max_in_flight)
         self.engine.listeners += listeners
         self.decisions: list[Decision] = []
@@ -124,8 +124,8 @@ class _Player:
             elif isinstance(event, Aborted):
                 self.engine.abort(event.request_id)
             elif isinstance(event, Planned):
-                if self.guesses is not None:
-                    self.guesses.rewind(event.plan)
+                if self.draft_lengths is not None:
+                    self.draft_lengths.rewind(event.plan)
                 self._plan(recorded[len(self.decisions)])
             else:
                 self._collect(event)
@@ -188,8 +188,8 @@ class _Recorded:
         return self.collected.result
 
 
-class _TapedGuesses:
-    """As many guesses as were checked then: their number followed from times that were measured."""
+class _TapedDrafts:
+    """As many drafts as were checked then: their number followed from times that were measured."""
 
     def __init__(self) -> None:
         self._of_rows: dict[str, int] = {}
@@ -204,7 +204,7 @@ class _TapedGuesses:
     def limit(self, request: Request, k: int) -> int:
         return min(k, self._of_rows.get(request.request_id, 0))
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         """Nothing is to be learned."""
 
     def forget(self, request_id: str) -> None:
@@ -212,7 +212,7 @@ class _TapedGuesses:
 
 
 def _scheduler(
-    header: EngineHeader, guesses: _TapedGuesses | None
+    header: EngineHeader, draft_lengths: _TapedDrafts | None
 ) -> tuple[Scheduler, list[Listener]]:
     """As it was built then, with the listeners from which its policy learned step times."""
     blocks = BlockManager(
@@ -234,8 +234,8 @@ def _scheduler(
         header.max_num_batched_tokens,
         header.max_num_seqs,
         num_drafts=header.num_drafts,
-        guesses=guesses,
-        finds_guesses=guesses is None,  # else the tape knows how many there were
+        draft_lengths=draft_lengths,
+        finds_drafts=draft_lengths is None,  # else the tape knows how many there were
         max_bypasses=header.max_bypasses,
         max_preemptions=header.max_preemptions,
         max_num_mixed_tokens=header.max_num_mixed_tokens,

@@ -1,21 +1,21 @@
-r"""How much faster are answers with guesses, and are they ever slower? Tables, one JSON each.
+r"""How much faster are answers with drafts, and are they ever slower? Tables, one JSON each.
 
     python -m bench.speculation tasks --speculate off,draft:demo:draft:2,draft:demo:draft,ngram \
         --tasks stories,lookup,copy --temperatures 0,0.8 --questions 8 --rounds 3 --out tasks.json
     python -m bench.speculation batches --model DIR --dtype bfloat16 --rates 0.4,0.6,0.8 \
-        --guesses 0,1,2,3,4,6,8,auto --batches 1,2,4,8,16,32,64,128,256 --out batches.json
+        --drafts 0,1,2,3,4,6,8,auto --batches 1,2,4,8,16,32,64,128,256 --out batches.json
 
 `tasks`: held-out problems of `ridgeline eval`, the same for every engine, one at a
 time; all engines live side by side and are asked in turns. Medians of the rounds; `decode_tok_s` is
 that of tokens behind the first of each answer. `tokens_per_step` are those of a step of a row that
-decodes, its own among them; `by_position` is how often guess 1, 2, .. was right where all before it
+decodes, its own among them; `by_position` is how often draft 1, 2, .. was right where all before it
 were; `predicted_times_off` is what the cost model, with the prices of `--record`, says of the gain
-of such steps over steps without guesses, an answer's begin included. `same_answers` (greedy or
+of such steps over steps without drafts, an answer's begin included. `same_answers` (greedy or
 seeded): how many are those of the first engine, token for token; in 16 bits the likeliest of tokens
 that are as good as equal may be another, in float32 it is not.
 
 `batches`: see `bench.speculation_batches`.
-`device`: see `bench.speculation_device`; what steps with guesses take on a GPU alone, and by price.
+`device`: see `bench.speculation_device`; what steps with drafts take on a GPU alone, and by price.
 
     python -m bench.speculation device --record calibration.json --batches 1,8 --out device.json
 """
@@ -144,7 +144,7 @@ def rows_of(seats: Sequence[Seat], key: tuple[str, float], *, is_repeatable: boo
         row |= {"times_first": decode / first if decode and first else None}
         if seat.speculate != OFF:
             row["predicted_times_off"] = middle(rounds, "predicted_times_off")
-        row |= {name: rounds[-1][name] for name in ("tokens_per_step", "guesses_per_step")}
+        row |= {name: rounds[-1][name] for name in ("tokens_per_step", "drafts_per_step")}
         row |= {name: rounds[-1][name] for name in ("by_position", "tried")}
         if is_repeatable:
             pairs = zip(seat.answers[key], seats[0].answers[key], strict=True)
@@ -258,11 +258,11 @@ def add_batches(to: argparse.ArgumentParser) -> None:
     to.add_argument("--speculate", help="EngineConfig.speculate instead of one engine a rate")
     to.add_argument("--task", help="ask for problems of this task, not for random tokens")
     to.add_argument("--load-format", default="random", choices=("random", "auto"))
-    to.add_argument("--guesses", type=words, default=words("0,1,2,3,4,6,8,auto"))
+    to.add_argument("--draft_tokens", type=words, default=words("0,1,2,3,4,6,8,auto"))
     to.add_argument("--batches", type=numbers, default=numbers("1,2,4,8,16,32,64,128,256"))
     to.add_argument("--prompt-len", type=int, default=96, help="at least; at most twice as long")
     to.add_argument("--output-len", type=int, default=256)
-    to.add_argument("--least-s", type=float, default=0.25, help="of a round, without guesses")
+    to.add_argument("--least-s", type=float, default=0.25, help="of a round, without drafts")
     add_common(to, rounds=2, kv_bytes=None)
 
 
@@ -270,7 +270,7 @@ def add_device(to: argparse.ArgumentParser) -> None:
     to.set_defaults(rows=device)
     to.add_argument("--model", default="demo:chat")
     to.add_argument("--speculate", default="draft:demo:draft")
-    to.add_argument("--guesses", type=numbers, default=numbers("0,1,2,3,4,6,8"))
+    to.add_argument("--draft_tokens", type=numbers, default=numbers("0,1,2,3,4,6,8"))
     to.add_argument("--batches", type=numbers, default=[1])
     to.add_argument("--prompt-len", type=int, default=256)
     to.add_argument("--steps", type=int, default=8, help="of each row in a round")

@@ -1,17 +1,17 @@
 """Is an engine that speculates ever slower than one that does not, whatever the batch?
 
-Random weights, and guesses that are right so often by a coin: one engine for each rate, beside one
+Random weights, and drafts that are right so often by a coin: one engine for each rate, beside one
 that does not speculate ("off"). Or a model with its draft, asked for held-out problems of a task
-(`--speculate`, `--task`). The number of guesses is pinned from outside, and "auto" leaves it to the
+(`--speculate`, `--task`). The number of drafts is pinned from outside, and "auto" leaves it to the
 engine, which learns from the pinned runs too. Tokens a second are those of the window in which all
 requests decode; few requests of random tokens give longer answers, as few steps are given by luck.
 
 A host's speed may change twofold within a second. So a round has as many windows of each way as
-fill `--least-s` without guesses, all ways in turns and in another order each time, each turn with
+fill `--least-s` without drafts, all ways in turns and in another order each time, each turn with
 prompts of its own that all ways are given; its speed is all tokens of its windows over all their
-seconds, and `times_off` is the middle one of its rounds, each over the same round without guesses.
-Each number of guesses that the engine may choose is asked for once before that, alone and behind
-others, as its steps are captured then and a draft's kernels compiled. What became of guesses is
+seconds, and `times_off` is the middle one of its rounds, each over the same round without drafts.
+Each number of drafts that the engine may choose is asked for once before that, alone and behind
+others, as its steps are captured then and a draft's kernels compiled. What became of drafts is
 counted in one more window of each way, behind the rounds.
 """
 
@@ -53,18 +53,18 @@ class Prompt:
 
 
 class Pinned:
-    """In the place of an engine's chooser: so many guesses, as far as they fit into a step. With
+    """In the place of an engine's chooser: so many drafts, as far as they fit into a step. With
     several numbers each has some steps, one behind the other."""
 
-    def __init__(self, chooser: DraftLengthController, *num_guesses: int) -> None:
-        self._chooser, self._num_guesses = chooser, num_guesses
+    def __init__(self, chooser: DraftLengthController, *num_draft_tokens: int) -> None:
+        self._chooser, self._num_draft_tokens = chooser, num_draft_tokens
         self._num_steps = 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         if not decoding:
             return 0
         self._num_steps += 1
-        wanted = self._num_guesses[self._num_steps // TURN % len(self._num_guesses)]
+        wanted = self._num_draft_tokens[self._num_steps // TURN % len(self._num_draft_tokens)]
         most = self._chooser.max_verified_tokens // len(decoding) - 1
         fitting = [k for k in self._chooser.choices if k <= min(most, wanted)]
         return max(fitting, default=0)
@@ -72,29 +72,29 @@ class Pinned:
     def limit(self, request: Request, k: int) -> int:
         return k
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        self._chooser.observe(checked)
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
+        self._chooser.observe(verified)
 
     def forget(self, request_id: str) -> None:
         self._chooser.forget(request_id)
 
 
 @contextmanager
-def pinned(llm: LLM, guesses: str) -> Iterator[None]:
-    """The engine guesses so many tokens for each row; "auto": as many as it likes; "in turns": each
+def pinned(llm: LLM, draft_tokens: str) -> Iterator[None]:
+    """The engine drafts so many tokens for each row; "auto": as many as it likes; "in turns": each
     number that it may choose."""
     scheduler = llm.engine.scheduler
-    chooser = scheduler.guesses
+    chooser = scheduler.draft_lengths
     if not isinstance(chooser, DraftLengthController):
-        raise SystemExit("the engine does not choose how much to guess")
-    if guesses == IN_TURNS:
-        scheduler.guesses = Pinned(chooser, 0, *chooser.choices)
-    elif guesses != AUTO:
-        scheduler.guesses = Pinned(chooser, int(guesses))
+        raise SystemExit("the engine does not choose how much to draft")
+    if draft_tokens == IN_TURNS:
+        scheduler.draft_lengths = Pinned(chooser, 0, *chooser.choices)
+    elif draft_tokens != AUTO:
+        scheduler.draft_lengths = Pinned(chooser, int(draft_tokens))
     try:
         yield
     finally:
-        scheduler.guesses = chooser
+        scheduler.draft_lengths = chooser
 
 
 @dataclass(slots=True)
@@ -158,34 +158,34 @@ def batches(args: argparse.Namespace) -> Iterator[Row]:
     random = Random(args.seed)
     with engine_of(args, OFF) as plain:
         for rate in ("",) if args.speculate else args.rates:
-            with engine_of(args, args.speculate or f"synthetic:{rate}") as guessing:
+            with engine_of(args, args.speculate or f"synthetic:{rate}") as drafting:
                 for batch in args.batches:
-                    yield from rows_of_batch(args, plain, guessing, random, batch, rate)
+                    yield from rows_of_batch(args, plain, drafting, random, batch, rate)
 
 
 def rows_of_batch(
     args: argparse.Namespace,
     plain: RidgelineEngine,
-    guessing: RidgelineEngine,
+    drafting: RidgelineEngine,
     random: Random,
     batch: int,
     rate: str,
 ) -> Iterator[Row]:
-    names = [OFF, *args.guesses]
-    counts = {name: Counts() for name in args.guesses}
+    names = [OFF, *args.draft_tokens]
+    counts = {name: Counts() for name in args.draft_tokens}
 
     def asked(name: str, turn: int) -> Speed:
         prompts = Random(turn)
         if name == OFF:
             return window(plain, prompts, args, batch)
-        with pinned(guessing.llm, name):
-            return window(guessing, prompts, args, batch)
+        with pinned(drafting.llm, name):
+            return window(drafting, prompts, args, batch)
 
     def counted(name: str, turn: int) -> None:
-        with counting(guessing.llm, counts[name]):
+        with counting(drafting.llm, counts[name]):
             asked(name, turn)
 
-    for name in (*map(str, choices_of(guessing.llm)), IN_TURNS, AUTO, OFF):
+    for name in (*map(str, choices_of(drafting.llm)), IN_TURNS, AUTO, OFF):
         asked(name, random.randrange(TURNS))
     windows = max(1, math.ceil(args.least_s / asked(OFF, random.randrange(TURNS)).seconds))
     rounds: dict[str, list[Speed]] = {name: [] for name in names}
@@ -197,33 +197,33 @@ def rows_of_batch(
             for name in random.sample(names, len(names)):
                 rounds[name][-1].add(asked(name, turn))
     turn = random.randrange(TURNS)
-    for name in args.guesses:
+    for name in args.draft_tokens:
         counted(name, turn)
     speeds = {name: [one.tokens_per_s for one in rounds[name]] for name in names}
     for name in names:
         speed = statistics.median(speeds[name])
-        row = {"batch": batch, "guesses": name, "tokens_per_s": speed}
+        row = {"batch": batch, "draft_tokens": name, "tokens_per_s": speed}
         row |= {"speculate": args.speculate or f"synthetic:{rate}", "windows": windows}
         paired = [mine / base for mine, base in zip(speeds[name], speeds[OFF], strict=True)]
         row |= {"times_off": statistics.median(paired), "rounds": speeds[name]}
         if name in counts:
-            gain = counts[name].predicted_gain(prices_of(guessing.llm), batch)
+            gain = counts[name].predicted_gain(prices_of(drafting.llm), batch)
             row |= {"predicted_times_off": gain} | counts[name].figures()
         yield row
 
 
 def choices_of(llm: LLM) -> tuple[int, ...]:
-    """Numbers of guesses that the engine may choose."""
-    chooser = llm.engine.scheduler.guesses
+    """Numbers of drafts that the engine may choose."""
+    chooser = llm.engine.scheduler.draft_lengths
     return chooser.choices if isinstance(chooser, DraftLengthController) else ()
 
 
 def prices_of(llm: LLM) -> DraftPrices:
-    """What the cost model says of steps with guesses, before any has run."""
-    chooser = llm.engine.scheduler.guesses
+    """What the cost model says of steps with drafts, before any has run."""
+    chooser = llm.engine.scheduler.draft_lengths
     prices = chooser.times.prices if isinstance(chooser, DraftLengthController) else None
     if not isinstance(prices, DraftPrices):
-        raise SystemExit("the engine does not guess")
+        raise SystemExit("the engine does not draft")
     return prices
 
 

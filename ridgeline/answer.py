@@ -166,7 +166,7 @@ class Answer:
         self.sampling = sampling
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
-        self.num_accepted_tokens = 0  # of all samples: guesses that were checked and right
+        self.num_accepted_tokens = 0  # of all samples: drafts that were checked and right
         self.num_rejected_tokens = 0
         self.error: str | None = None
         self._tokenizer = tokenizer
@@ -251,7 +251,7 @@ class Answer:
             return self._take_beams(output)
         had = len(sample.assembler.token_ids)
         delta = sample.assembler.push(output)
-        # What lies behind a stop string was guessed right and is nobody's.
+        # What lies behind a stop string was drafted right and is nobody's.
         delivered = len(sample.assembler.token_ids) - had
         self.num_accepted_tokens += min(output.num_accepted, delivered)
         sample.logprobs += delta.logprobs

@@ -23,9 +23,9 @@ from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
 from ridgeline.clock import Clock, WallClock, process_seconds
-from ridgeline.config import EngineConfig, ResolvedConfig, without_guesses
+from ridgeline.config import EngineConfig, ResolvedConfig, without_drafts
 from ridgeline.cost.pricer import Pricer
-from ridgeline.costing import asked_guesses, draft_length_controller, engine_header, engine_pricer
+from ridgeline.costing import asked_drafts, draft_length_controller, engine_header, engine_pricer
 from ridgeline.devices import Device, open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.engine import Engine
@@ -34,7 +34,7 @@ from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
-from ridgeline.executor.warm_up import NUMBERS_OF_GUESSES, WARM_UP_S, WarmUp
+from ridgeline.executor.warm_up import NUMBERS_OF_DRAFTS, WARM_UP_S, WarmUp
 from ridgeline.figures import scaled
 from ridgeline.formats import MODEL, STORED
 from ridgeline.generation import GenerationDefaults, generation_defaults
@@ -218,8 +218,8 @@ def build(
     except ConfigError as problem:
         if config.speculate != "auto":
             raise
-        say(logger, logging.WARNING, "nothing is guessed", reason=problem)
-        drafting, resolved = None, without_guesses(resolved)
+        say(logger, logging.WARNING, "nothing is drafted", reason=problem)
+        drafting, resolved = None, without_drafts(resolved)
     executor = _executor(resolved, spec, device, decoder, kv, drafting)
     memory = _measured(memory, decoder, kv, drafting)
     draft = _draft_source(resolved)
@@ -231,7 +231,7 @@ def build(
                 executor,
                 max_tokens=resolved.max_num_batched_tokens,
                 max_mixed=resolved.max_num_mixed_tokens,
-                guesses=_foreseen_guesses(chooser),
+                draft_tokens=_foreseen_drafts(chooser),
             )
             warm_up.run(WARM_UP_S)
             opened.detail = warm_up.words()
@@ -378,8 +378,8 @@ def _empty_decoder(
 
 
 def _draft_source(resolved: ResolvedConfig) -> DraftSource | None:
-    """The model that guesses; None where none does."""
-    asked = asked_guesses(resolved)
+    """The model that drafts; None where none does."""
+    asked = asked_drafts(resolved)
     if asked is None or asked.line.argument != MODEL:
         return None
     return draft_source(asked.argument)
@@ -469,20 +469,20 @@ def _scheduler(
             pricer=pricer,
         ),
     )
-    asked = asked_guesses(resolved)
+    asked = asked_drafts(resolved)
     return Scheduler(
         blocks,
         policy,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_num_seqs=resolved.max_num_seqs,
         max_num_mixed_tokens=resolved.max_num_mixed_tokens,
-        num_drafts=resolved.max_guesses,
-        guesses=chooser,
-        finds_guesses=asked is None or asked.line.looks_ahead,
+        num_drafts=resolved.max_draft_tokens,
+        draft_lengths=chooser,
+        finds_drafts=asked is None or asked.line.looks_ahead,
     )
 
 
-def _foreseen_guesses(chooser: DraftLengthController | None) -> tuple[int, ...]:
+def _foreseen_drafts(chooser: DraftLengthController | None) -> tuple[int, ...]:
     """How many a step may check, the most useful number first: one that was asked for, then smaller
     ones, for steps of more rows."""
     if chooser is None:
@@ -490,7 +490,7 @@ def _foreseen_guesses(chooser: DraftLengthController | None) -> tuple[int, ...]:
     choices = [k for k in reversed(chooser.choices) if k]
     if chooser.fixed is not None:
         return tuple(choices)
-    usual = [k for k in NUMBERS_OF_GUESSES if k in choices]
+    usual = [k for k in NUMBERS_OF_DRAFTS if k in choices]
     return (*usual, *(k for k in choices if k not in usual))
 
 

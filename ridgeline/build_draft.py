@@ -16,11 +16,11 @@ from ridgeline.architectures.eagle3_head import eagle3_names, read_eagle3
 from ridgeline.architectures.mtp_head import read_mtp
 from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.config import ResolvedConfig
-from ridgeline.costing import asked_guesses
+from ridgeline.costing import asked_drafts
 from ridgeline.errors import ConfigError
 from ridgeline.executor.decode_graphs import why_not_captured
 from ridgeline.executor.drafter import Drafting
-from ridgeline.formats import DRAFT_METHODS, FOLDER, LAYERS, MODEL, RATE, AskedGuesses
+from ridgeline.formats import DRAFT_METHODS, FOLDER, LAYERS, MODEL, RATE, AskedDrafts
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.loader import ModelFolder, open_checkpoint, read_config, resolve_model
@@ -64,10 +64,10 @@ def open_drafting(
     open_decoder: OpenDecoder,
 ) -> Drafting | None:
     """What the executor is told of drafts; None where there are none. Raises ConfigError."""
-    if (asked := asked_guesses(resolved)) is None:
+    if (asked := asked_drafts(resolved)) is None:
         return None
-    most, rows = resolved.max_guesses, resolved.max_captured_rows
-    checked, where = resolved.max_checked_tokens, decoder.device
+    most, rows = resolved.max_draft_tokens, resolved.max_captured_rows
+    verified, where = resolved.max_verified_tokens, decoder.device
     if reason := why_not_captured(decoder, kv):
         raise ConfigError(f"drafts need captured steps, but {reason}; use speculate off")
     if asked.line.argument == LAYERS:
@@ -75,14 +75,16 @@ def open_drafting(
             decoder,
             kv,
             num_layers=int(asked.argument),
-            max_guesses=most,
+            max_draft_tokens=most,
             max_rows=rows,
-            max_logit_rows=checked,
+            max_logit_rows=verified,
         )
-        return Drafting(early, checked)
+        return Drafting(early, verified)
     if asked.line.argument == RATE:
-        synthetic = Synthetic(float(asked.argument), max_guesses=most, max_rows=rows, device=where)
-        return Drafting(synthetic, checked)
+        synthetic = Synthetic(
+            float(asked.argument), max_draft_tokens=most, max_rows=rows, device=where
+        )
+        return Drafting(synthetic, verified)
     if asked.line.is_head:
         head = _head(resolved, asked, decoder)
         drafts = HeadDrafts(
@@ -90,14 +92,14 @@ def open_drafting(
             head,
             decoder,
             kv,
-            max_guesses=most,
+            max_draft_tokens=most,
             max_rows=rows,
-            max_logit_rows=checked,
+            max_logit_rows=verified,
         )
-        return Drafting(drafts, checked)
+        return Drafting(drafts, verified)
     if asked.line.argument != MODEL:
         methods = {name: line.where for name, line in DRAFT_METHODS.items()}
-        return Drafting(load(methods, asked.method, "draft method")(where, rows, most), checked)
+        return Drafting(load(methods, asked.method, "draft method")(where, rows, most), verified)
     source = draft_source(asked.argument)
     theirs = load_tokenizer(source.folder.path)
     check_pair(
@@ -111,16 +113,16 @@ def open_drafting(
         open_decoder(source),
         decoder,
         kv,
-        max_guesses=most,
+        max_draft_tokens=most,
         max_rows=rows,
-        max_logit_rows=checked,
+        max_logit_rows=verified,
     )
     if reason := why_not_captured(method.decoder, method.kv):
-        raise ConfigError(f"the draft {asked.argument} cannot guess here: {reason}; choose another")
-    return Drafting(method, checked)
+        raise ConfigError(f"the draft {asked.argument} cannot draft here: {reason}; choose another")
+    return Drafting(method, verified)
 
 
-def _head(resolved: ResolvedConfig, asked: AskedGuesses, target: Decoder) -> DraftHead:
+def _head(resolved: ResolvedConfig, asked: AskedDrafts, target: Decoder) -> DraftHead:
     """From the folder of an EAGLE-3 head, or the model's own files."""
     is_eagle = asked.line.argument == FOLDER
     folder = resolve_model(asked.argument) if is_eagle else None

@@ -49,9 +49,9 @@ class EngineConfig:
     `tpot_slo_ms` are what policy slo promises: milliseconds to the first token, and per later one.
     `enforce_eager` launches the kernels of a decode step one by one, where a GPU would replay them
     as one captured graph. `deterministic` (on a GPU): a request's tokens do not depend on what else
-    is served beside it, for some speed. `speculate` says who guesses the tokens that a step then
+    is served beside it, for some speed. `speculate` says who drafts the tokens that a step then
     checks, as METHOD[:ARGUMENT][:K] (`formats.DRAFT_METHODS`), or off; what is answered follows the
-    same law with any. With K each step checks so many guesses of each request where there is room,
+    same law with any. With K each step checks so many drafts of each request where there is room,
     without it as many as pay, which may be none; auto: the draft that is known for the model, else
     off. `warm_up` auto, on a GPU: capture the steps that can be foreseen before the first request,
     for 30 s at most. `pack_cache` (on a CPU): weights as the kernels want them are kept on disk for
@@ -128,11 +128,11 @@ class ResolvedConfig:
     max_captured_rows: int = 0  # requests of the largest captured decode step; 0: none is captured
     max_captured_tokens: int = 0  # of the largest captured step with prompts
     deterministic: bool = False
-    draft_method: str | None = None  # None: nothing is guessed
+    draft_method: str | None = None  # None: nothing is drafted
     draft_argument: str = ""  # MODEL, N or RATE of the method
-    max_guesses: int = 0  # of one request in one step
-    num_guesses: int | None = None  # always so many where there is room; None: as many as pay
-    max_checked_tokens: int = 0  # of a step with guesses: of each request one token and its guesses
+    max_draft_tokens: int = 0  # of one request in one step
+    num_draft_tokens: int | None = None  # always so many where there is room; None: as many as pay
+    max_verified_tokens: int = 0  # of a step with drafts: of each request one token and its drafts
     attention_backend: str
     weight_format: str
     kv_cache_dtype: str
@@ -140,15 +140,15 @@ class ResolvedConfig:
     decisions: tuple[Decision, ...] = ()
 
 
-def without_guesses(resolved: ResolvedConfig) -> ResolvedConfig:
-    """The same for an engine in which nothing is guessed."""
+def without_drafts(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The same for an engine in which nothing is drafted."""
     return replace(
         resolved,
         draft_method=None,
         draft_argument="",
-        max_guesses=0,
-        num_guesses=None,
-        max_checked_tokens=0,
+        max_draft_tokens=0,
+        num_draft_tokens=None,
+        max_verified_tokens=0,
     )
 
 

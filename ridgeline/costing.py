@@ -20,7 +20,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.errors import ConfigError
-from ridgeline.formats import RATE, AskedGuesses
+from ridgeline.formats import RATE, AskedDrafts
 from ridgeline.kernels.cpu.native import level
 from ridgeline.log import say
 from ridgeline.observe.event_log import EngineHeader, header_of
@@ -70,16 +70,16 @@ def engine_host(host: HostConstants, resolved: ResolvedConfig) -> HostConstants:
     """The host of an engine that captures steps as this one does."""
     return replace(
         host,
-        captured_tokens=max(resolved.max_captured_rows, resolved.max_checked_tokens),
+        captured_tokens=max(resolved.max_captured_rows, resolved.max_verified_tokens),
         captured_prompt_tokens=resolved.max_captured_tokens,
     )
 
 
-def asked_guesses(resolved: ResolvedConfig) -> AskedGuesses | None:
-    """Who guesses in this engine; None where nobody does."""
+def asked_drafts(resolved: ResolvedConfig) -> AskedDrafts | None:
+    """Who drafts in this engine; None where nobody does."""
     if resolved.draft_method is None:
         return None
-    return AskedGuesses(resolved.draft_method, resolved.draft_argument, resolved.num_guesses)
+    return AskedDrafts(resolved.draft_method, resolved.draft_argument, resolved.num_draft_tokens)
 
 
 def draft_length_controller(
@@ -87,7 +87,7 @@ def draft_length_controller(
 ) -> DraftLengthController | None:
     """Says how many draft tokens each step of this engine verifies; `draft` is the draft model, if
     there is one. None where nothing is drafted."""
-    asked = asked_guesses(resolved)
+    asked = asked_drafts(resolved)
     if asked is None:
         return None
     acceptance = asked.line.acceptance
@@ -96,9 +96,9 @@ def draft_length_controller(
     return DraftLengthController(
         draft_prices(pricer, asked, draft),
         acceptance=acceptance,
-        max_drafts=resolved.max_guesses,
-        max_verified_tokens=resolved.max_checked_tokens,
-        num_drafts=resolved.num_guesses,
+        max_drafts=resolved.max_draft_tokens,
+        max_verified_tokens=resolved.max_verified_tokens,
+        num_drafts=resolved.num_draft_tokens,
         looks_ahead=asked.line.looks_ahead,
         has_cache=asked.line.has_cache,
     )
@@ -117,8 +117,8 @@ def engine_header(
     draft_config: Mapping[str, Any] | None = None,
 ) -> EngineHeader:
     """What the event log, and whoever explains a run, must know of this engine. `draft_config` is
-    the config.json of the model that guesses, if one does."""
-    asked = asked_guesses(resolved)
+    the config.json of the model that drafts, if one does."""
+    asked = asked_drafts(resolved)
     return header_of(
         scheduler,
         policy=resolved.policy,
@@ -176,7 +176,7 @@ def _slug(name: str) -> str:
 
 
 def device_figures(resolved: ResolvedConfig, device: OpenDevice) -> Device:
-    """The catalogue's device of this description, with the memory it really has; else a guess."""
+    """The catalogue's device of this description, with the memory it really has; else a draft."""
     name, memory = device.describe(), device.memory_total()
     found = None if resolved.device == "cpu" else match(name, catalogue().values())
     if found is not None:

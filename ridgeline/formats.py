@@ -1,4 +1,4 @@
-"""How many bits does a weight or a cached token take, who guesses tokens, who attends, and which
+"""How many bits does a weight or a cached token take, who drafts tokens, who attends, and which
 class does the work? Data only: cost, planner and resolve read these lines without loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
@@ -168,8 +168,8 @@ KV_FORMATS: dict[str, KVFormatLine] = {
 @dataclass(frozen=True, slots=True)
 class DraftMethodLine:
     """`where` is "module:Class" of a DraftMethod. `argument` says what stands behind the name, as
-    in draft:MODEL ("": nothing). `acceptance` is taken for the chance of a guess, if all before it
-    were right, until some were checked. `looks_ahead`: guesses are looked up in a row's own tokens
+    in draft:MODEL ("": nothing). `acceptance` is taken for the chance of a draft, if all before it
+    were right, until some were checked. `looks_ahead`: drafts are looked up in a row's own tokens
     and cost no pass of a model, so that what was found is measured even while nothing is checked.
     `has_cache`: it keeps keys and values of its own, which miss what it was not asked about.
     `is_served` is False for what only measures the engine: its tokens are no model's. `is_head`: it
@@ -232,7 +232,7 @@ DRAFT_METHODS: dict[str, DraftMethodLine] = {
         "ridgeline.speculation.synthetic:Synthetic",
         RATE,
         0.7,
-        "guesses that are right so often, whatever they are",
+        "drafts that are right so often, whatever they are",
         is_served=False,
     ),
 }
@@ -243,22 +243,22 @@ TOKEN_BUCKETS = (
     *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     *(2560, 3072, 4096, 5120, 6144, 8192),  # of small models
 )
-MAX_GUESSES = 16  # of one row in one step
+MAX_DRAFT_TOKENS = 16  # of one row in one step
 # Of steps that check some. Few, as each is captured by itself for each size of a batch; what lies
 # between loses a percent.
-STEP_GUESSES = (1, 2, 3, 4, 6, 8, 12, MAX_GUESSES)
+STEP_DRAFTS = (1, 2, 3, 4, 6, 8, 12, MAX_DRAFT_TOKENS)
 # At most, where they are as many as pay. On a CPU a step of up to 7 tokens in bfloat16 says bit for
-# bit what each of them alone does, so that no answer depends on how many are guessed.
-AUTO_GUESSES = {"gpu": 8, "cpu": 6}
+# bit what each of them alone does, so that no answer depends on how many are drafted.
+AUTO_DRAFT_TOKENS = {"gpu": 8, "cpu": 6}
 
 
 @dataclass(frozen=True, slots=True)
-class AskedGuesses:
-    """`ngram:4` taken apart. `num_guesses` None: as many as pay."""
+class AskedDrafts:
+    """`ngram:4` taken apart. `num_draft_tokens` None: as many as pay."""
 
     method: str
     argument: str = ""
-    num_guesses: int | None = None
+    num_draft_tokens: int | None = None
 
     @property
     def line(self) -> DraftMethodLine:
@@ -267,11 +267,11 @@ class AskedGuesses:
     @property
     def text(self) -> str:
         """As it is asked for."""
-        number = None if self.num_guesses is None else str(self.num_guesses)
+        number = None if self.num_draft_tokens is None else str(self.num_draft_tokens)
         return ":".join(filter(None, (self.method, self.argument, number)))
 
 
-def read_speculate(text: str) -> AskedGuesses | None:
+def read_speculate(text: str) -> AskedDrafts | None:
     """What METHOD[:ARGUMENT][:K] asks for, None for off; "auto" has to be decided before.
     ConfigError says what is wrong and what there is."""
     name, _, rest = text.partition(":")
@@ -286,17 +286,17 @@ def read_speculate(text: str) -> AskedGuesses | None:
     if wanted and not (argument and number.isdecimal()):
         argument, number = rest, ""
     if "" in text.split(":") or (wanted and not argument):
-        missing = wanted if wanted and argument[:1] in ("", ":") else "a number of guesses"
+        missing = wanted if wanted and argument[:1] in ("", ":") else "a number of drafts"
         raise ConfigError(f"speculate {text!r} lacks {missing}; write {_draft_form(name)}")
     _check_argument(wanted, argument, text)
     if not number:
-        return AskedGuesses(name, argument)
-    if not number.isdecimal() or not 1 <= int(number) <= MAX_GUESSES:
+        return AskedDrafts(name, argument)
+    if not number.isdecimal() or not 1 <= int(number) <= MAX_DRAFT_TOKENS:
         raise ConfigError(
-            f"speculate {text!r}: the number of guesses must be 1 .. {MAX_GUESSES}, not {number!r};"
-            f" write {_draft_form(name)}, or leave it out to guess as many as pay"
+            f"speculate {text!r}: the number of drafts must be 1 .. {MAX_DRAFT_TOKENS}, not "
+            f"{number!r}; write {_draft_form(name)}, or leave it out to draft as many as pay"
         )
-    return AskedGuesses(name, argument, int(number))
+    return AskedDrafts(name, argument, int(number))
 
 
 def _check_argument(wanted: str, argument: str, text: str) -> None:

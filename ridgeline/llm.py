@@ -47,7 +47,7 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request's tokens came, in seconds of the engine's clock. Of the guesses that were
+    """When a request's tokens came, in seconds of the engine's clock. Of the drafts that were
     checked for it, `num_accepted_tokens` are in its output and `num_rejected_tokens` are not."""
 
     arrival_time: float

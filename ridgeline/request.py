@@ -342,7 +342,7 @@ class Request:
     order: int = 0  # of arrival, from 1
     stop_token_ids: frozenset[int] = frozenset()  # those of `sampling`
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
-    draft_token_ids: tuple[int, ...] = ()  # guesses at what follows token_ids
+    draft_token_ids: tuple[int, ...] = ()  # drafts at what follows token_ids
     num_computed_tokens: int = 0  # planned; an upper bound while drafts are in flight
     num_done_tokens: int = 0  # of them, what collected steps are known to have written
     num_computable_tokens: int = 0  # nobody reads the last token of an answer
@@ -356,7 +356,7 @@ class Request:
     num_preemptions: int = 0
     epoch: int = 0  # raised when its blocks go: a result of an older epoch has no place any more
     has_row: bool = False  # the executor keeps a row for it
-    has_drafts: bool = False  # that row has guesses
+    has_drafts: bool = False  # that row has drafts
     has_output: bool = False  # something was delivered
     is_ended: bool = False
 
@@ -391,7 +391,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     them; the first prompt token has none. `error` is set with FinishReason.ERROR.
     `num_cached_tokens` is set on the first output alone. `beams` is set on the only output of a
     beam search: finished sequences, best first, each (token ids, score, log-probabilities of its
-    tokens); `new_token_ids` are then those of the best. Of the guesses that the step checked,
+    tokens); `new_token_ids` are then those of the best. Of the drafts that the step checked,
     `num_accepted` are among the new tokens and `num_rejected` are not.
     """
 

@@ -19,8 +19,8 @@ from ridgeline.asked import check_settings
 from ridgeline.attention import INVARIANT
 from ridgeline.config import DEFAULT_POLICY, Decision, EngineConfig, ResolvedConfig
 from ridgeline.cost.captured import (
-    MAX_CHECKED_TOKENS,
     MAX_ROWS,
+    MAX_VERIFIED_TOKENS,
     RECORDED_KV,
     can_capture,
     captured_chunk,
@@ -43,11 +43,11 @@ from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
 from ridgeline.resolve_draft import (
-    Guessing,
+    Drafting,
     ReadSpec,
-    decide_guessing,
+    decide_drafting,
     num_token_rows,
-    why_no_guesses,
+    why_no_drafts,
 )
 from ridgeline.scheduler.block_manager import blocks_needed
 from ridgeline.speculation.memory import DraftSetting
@@ -103,7 +103,7 @@ def resolve(
     read_draft: ReadSpec | None = None,
 ) -> tuple[ResolvedConfig, tuple[MemoryRow, ...]]:
     """The final configuration and the memory it will take. `read_draft` reads the model that
-    guesses, where `speculate` names one.
+    drafts, where `speculate` names one.
 
     Raises ConfigError for a choice that cannot be had and DoesNotFit, with the itemised table and
     changes that have been tried, when weights and one request's cache exceed the memory allowed.
@@ -129,9 +129,7 @@ def resolve(
         try:
             return take(asked)
         except DoesNotFit:
-            return take(
-                replace(asked, speculate="off"), no_guesses="with the draft it does not fit"
-            )
+            return take(replace(asked, speculate="off"), no_drafts="with the draft it does not fit")
 
     try:
         return attempt(config, memory)
@@ -151,9 +149,9 @@ def _resolve(
     revision: str | None,
     has_weights: bool,
     read_draft: ReadSpec | None,
-    no_guesses: str | None = None,
+    no_drafts: str | None = None,
 ) -> Resolved:
-    """`resolve` for one configuration; its DoesNotFit names no changes. `no_guesses` says why there
+    """`resolve` for one configuration; its DoesNotFit names no changes. `no_drafts` says why there
     are none although they might have been decided on."""
     check_settings(config)
     decisions = _Decisions()
@@ -191,23 +189,23 @@ def _resolve(
     captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
     has_graphs = captured > 0 and kind == "cuda"  # recorded steps of a CPU fit in its reserve
     captured_tokens = min(most_prompt_tokens(spec), batched) if has_graphs else 0
-    decided = decide_guessing(
+    decided = decide_drafting(
         config,
         spec,
         model_path,
-        why_not=why_no_guesses(config, spec, kind, dtype, captured),
+        why_not=why_no_drafts(config, spec, kind, dtype, captured),
         read_draft=read_draft,
     )
-    guessing = replace(decided, kind=kind)
-    if no_guesses is not None or config.speculate != "off":
-        asked = config.speculate if no_guesses is None else "auto"
-        decisions.note("speculate", asked, guessing.words, no_guesses or guessing.because)
-    checked = 0
-    if guessing.asked is not None:
-        checked = max(captured, MAX_CHECKED_TOKENS[device_kind(kind)])
-    in_flight = _in_flight(config, kind, guessing, decisions)
+    drafting = replace(decided, kind=kind)
+    if no_drafts is not None or config.speculate != "off":
+        asked = config.speculate if no_drafts is None else "auto"
+        decisions.note("speculate", asked, drafting.words, no_drafts or drafting.because)
+    verified = 0
+    if drafting.asked is not None:
+        verified = max(captured, MAX_VERIFIED_TOKENS[device_kind(kind)])
+    in_flight = _in_flight(config, kind, drafting, decisions)
     graphs = graph_items(
-        spec, max(captured, checked) * has_graphs, captured_tokens, DTYPE_BYTES[dtype]
+        spec, max(captured, verified) * has_graphs, captured_tokens, DTYPE_BYTES[dtype]
     )
     block_bytes = bytes_per_block(
         spec, config.block_size, DTYPE_BYTES[dtype], kv_format=config.kv_cache_dtype
@@ -217,18 +215,18 @@ def _resolve(
         max_num_batched_tokens=batched,
         block_size=config.block_size,
         num_rows=num_token_rows(captured),
-        max_guesses=guessing.max_guesses,
+        max_draft_tokens=drafting.max_draft_tokens,
         max_rows=captured,
-        max_logit_rows=checked,
+        max_logit_rows=verified,
         dtype_bytes=DTYPE_BYTES[dtype],
         kind=device_kind(kind),
     )
-    drafting = guessing.memory(spec, setting)
+    draft_memory = drafting.memory(spec, setting)
     kept = kept_for_others() if kind == "cpu" else 0
     others = (("HTTP process", kept),) if kept else ()
     fixed = (
         ("weights", weights),
-        *((item.what, item.bytes) for item in (*working, *graphs, *drafting.items)),
+        *((item.what, item.bytes) for item in (*working, *graphs, *draft_memory.items)),
         *others,
         ("reserve", RESERVE_BYTES[device_kind(kind)]),
     )
@@ -238,7 +236,7 @@ def _resolve(
         device,
         kind,
         fixed,
-        block_bytes + drafting.block_bytes,
+        block_bytes + draft_memory.block_bytes,
         max_num_seqs,
         max_model_len,
         batched,
@@ -262,11 +260,11 @@ def _resolve(
         ttft_slo_ms=config.ttft_slo_ms,
         tpot_slo_ms=config.tpot_slo_ms,
         max_in_flight=in_flight,
-        draft_method=guessing.method,
-        draft_argument=guessing.argument,
-        max_guesses=guessing.max_guesses,
-        num_guesses=guessing.num_guesses,
-        max_checked_tokens=checked,
+        draft_method=drafting.method,
+        draft_argument=drafting.argument,
+        max_draft_tokens=drafting.max_draft_tokens,
+        num_draft_tokens=drafting.num_draft_tokens,
+        max_verified_tokens=verified,
         max_captured_rows=captured,
         max_captured_tokens=captured_tokens,
         warm_up=config.warm_up == "auto" and has_graphs,
@@ -278,14 +276,14 @@ def _resolve(
         decisions=tuple(decisions.made),
     )
     cache = (num_blocks + 1) * block_bytes  # and the null block
-    drafting = guessing.memory(spec, replace(setting, max_model_len=max_model_len))
-    draft_cache = (num_blocks + 1) * drafting.block_bytes
+    draft_memory = drafting.memory(spec, replace(setting, max_model_len=max_model_len))
+    draft_cache = (num_blocks + 1) * draft_memory.block_bytes
     rows = [
         MemoryRow("weights", weights),
         MemoryRow("KV cache", cache),
         *([MemoryRow("draft cache", draft_cache)] if draft_cache else ()),
         *(MemoryRow(item.what, item.bytes) for item in working_of(context=max_model_len)),
-        *(MemoryRow(item.what, item.bytes) for item in (*graphs, *drafting.items)),
+        *(MemoryRow(item.what, item.bytes) for item in (*graphs, *draft_memory.items)),
         *(MemoryRow(*row) for row in (*others, fixed[-1])),
     ]
     return resolved, tuple(rows)
@@ -344,12 +342,12 @@ def _check_deterministic(
     decisions.note("deterministic", True, "one kernel for any number of tokens", because)
 
 
-def _in_flight(config: EngineConfig, kind: str, guessing: Guessing, decisions: _Decisions) -> int:
+def _in_flight(config: EngineConfig, kind: str, drafting: Drafting, decisions: _Decisions) -> int:
     """A CPU computes a step when it takes it: another in flight would only make the host plan
-    with more guesses accepted than were."""
-    if kind != "cpu" or guessing.asked is None or config.max_in_flight == 1:
+    with more drafts accepted than were."""
+    if kind != "cpu" or drafting.asked is None or config.max_in_flight == 1:
         return config.max_in_flight
-    because = "a CPU computes each step as it takes it, and guesses are best planned knowing it"
+    because = "a CPU computes each step as it takes it, and drafts are best planned knowing it"
     decisions.note("max_in_flight", config.max_in_flight, 1, because)
     return 1
 
@@ -459,10 +457,10 @@ def _captured_rows(
 
 def _records(config: EngineConfig, dtype: str) -> bool:
     """All of a decode step on a CPU is done by native kernels, so that it can be recorded. In
-    float32 torch does a part of it: worth it only for guesses that were asked for."""
+    float32 torch does a part of it: worth it only for drafts that were asked for."""
     has_kernels = config.kv_cache_dtype in RECORDED_KV and library() is not None
-    guesses = config.speculate not in ("auto", "off")
-    return has_kernels and (dtype == "bfloat16" or (dtype == "float32" and guesses))
+    draft_tokens = config.speculate not in ("auto", "off")
+    return has_kernels and (dtype == "bfloat16" or (dtype == "float32" and draft_tokens))
 
 
 def _cache_size(

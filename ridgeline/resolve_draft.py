@@ -19,7 +19,7 @@ from ridgeline.cost.captured import RECORDED_KV
 from ridgeline.cost.memory import device_kind
 from ridgeline.errors import ConfigError
 from ridgeline.executor.rows import FIRST_ROWS
-from ridgeline.formats import AUTO_GUESSES, LAYERS, MODEL, STORED, AskedGuesses, read_speculate
+from ridgeline.formats import AUTO_DRAFT_TOKENS, LAYERS, MODEL, STORED, AskedDrafts, read_speculate
 from ridgeline.kernels.cpu.native import library, why_no_library
 from ridgeline.speculation.memory import (
     DraftMemory,
@@ -37,10 +37,10 @@ ReadSpec = Callable[[str], ModelSpec]  # of a model by name, as MODEL of the com
 
 
 @dataclass(frozen=True, slots=True)
-class Guessing:
+class Drafting:
     """What was decided, None for off, and why. `draft` is the model that drafts, if it is one."""
 
-    asked: AskedGuesses | None
+    asked: AskedDrafts | None
     because: str
     draft: ModelSpec | None = None
     kind: str = "cuda"  # of device
@@ -54,15 +54,15 @@ class Guessing:
         return "" if self.asked is None else self.asked.argument
 
     @property
-    def max_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Of one request in one step."""
         if self.asked is None:
             return 0
-        return self.asked.num_guesses or AUTO_GUESSES[device_kind(self.kind)]
+        return self.asked.num_draft_tokens or AUTO_DRAFT_TOKENS[device_kind(self.kind)]
 
     @property
-    def num_guesses(self) -> int | None:
-        return None if self.asked is None else self.asked.num_guesses
+    def num_draft_tokens(self) -> int | None:
+        return None if self.asked is None else self.asked.num_draft_tokens
 
     def memory(self, spec: ModelSpec, setting: DraftSetting) -> DraftMemory:
         """What it takes on the device, beside the model `spec`."""
@@ -82,33 +82,33 @@ class Guessing:
         if self.asked is None:
             return "off"
         name = ":".join(filter(None, (self.asked.method, self.asked.argument)))
-        if self.asked.num_guesses is None:
-            return f"{name}, up to {self.max_guesses} guesses"
-        return f"{name}, {self.asked.num_guesses} guesses"
+        if self.asked.num_draft_tokens is None:
+            return f"{name}, up to {self.max_draft_tokens} drafts"
+        return f"{name}, {self.asked.num_draft_tokens} drafts"
 
 
-def decide_guessing(
+def decide_drafting(
     config: EngineConfig,
     spec: ModelSpec,
     model_path: str,
     *,
     why_not: str | None,
     read_draft: ReadSpec | None,
-) -> Guessing:
+) -> Drafting:
     """`why_not` is the first reason against drafts in this engine: with `auto` they are off then,
     and what was asked for is a ConfigError."""
     if config.speculate != "auto":
         return _as_asked(config.speculate, spec, why_not, read_draft)
     known = known_draft(model_path)
     if known is None:
-        return Guessing(None, "no draft is known for this model; ngram or a draft can be asked for")
+        return Drafting(None, "no draft is known for this model; ngram or a draft can be asked for")
     if why_not is not None:
-        return Guessing(None, why_not)
+        return Drafting(None, why_not)
     try:
         found = _as_asked(f"draft:{known}", spec, None, read_draft)
     except ConfigError as problem:
-        return Guessing(None, str(problem))
-    return Guessing(found.asked, "the draft that comes with this model", found.draft)
+        return Drafting(None, str(problem))
+    return Drafting(found.asked, "the draft that comes with this model", found.draft)
 
 
 def num_token_rows(max_rows: int) -> int:
@@ -126,13 +126,13 @@ def known_draft(model_path: str) -> str | None:
     return None
 
 
-def why_no_guesses(
+def why_no_drafts(
     config: EngineConfig, spec: ModelSpec, kind: str, dtype: str, captured: int
 ) -> str | None:
     """What of this engine does not go with drafts, and the way out. `captured` as resolved."""
     if config.deterministic:
         return (
-            "guesses are checked several at once, which deterministic rules out; leave out one of "
+            "drafts are checked several at once, which deterministic rules out; leave out one of "
             "deterministic and speculate"
         )
     if captured:
@@ -168,16 +168,16 @@ def _asked_backend(config: EngineConfig) -> str:
 
 def _as_asked(
     text: str, spec: ModelSpec, why_not: str | None, read_draft: ReadSpec | None
-) -> Guessing:
+) -> Drafting:
     asked = read_speculate(text)
     if asked is None:
-        return Guessing(None, "as asked")
+        return Drafting(None, "as asked")
     if why_not is not None:
         raise ConfigError(f"speculate {text!r}: {why_not}, or use speculate off")
     wanted, draft = asked.line.argument, None
     if wanted == LAYERS and int(asked.argument) >= spec.num_layers:
         raise ConfigError(
-            f"speculate {text!r}: the model has {spec.num_layers} layers; guess with fewer, at most"
+            f"speculate {text!r}: the model has {spec.num_layers} layers; draft with fewer, at most"
             f" {spec.num_layers - 1}"
         )
     if asked.line.is_head:
@@ -185,4 +185,4 @@ def _as_asked(
     if wanted == MODEL and read_draft is not None:
         draft = read_draft(asked.argument)
         draft_groups(kv_groups(spec), draft)  # raises
-    return Guessing(asked, asked.line.words, draft)
+    return Drafting(asked, asked.line.words, draft)

@@ -46,20 +46,20 @@ class NewRequest:
 
 @record
 class ScheduledRequest:
-    """Compute `num_tokens` tokens from position `start`; the last `num_draft` are guesses.
+    """Compute `num_tokens` tokens from position `start`; the last `num_draft` are drafts.
 
     Tokens the row does not hold yet were sampled (or drafted) by a step still in flight and are
     on the device. `new_block_ids` are appended to the row's tables, one tuple per KV group.
     `samples`: the step ends with a new token for this request.
 
     With drafts, each row keeps three things on the device: its true length (how many of its
-    tokens are computed), its newest token and its next guesses. While a step with guesses is in
+    tokens are computed), its newest token and its next drafts. While a step with drafts is in
     flight the host knows only the upper bound (all of them accepted), so `start` may lie beyond
     the true start; the device then runs the same `num_tokens` at the true start, where the row's
     blocks are reserved too. The entry's tokens are the row's num_tokens - num_draft newest ones,
-    then `num_draft` guesses; a row with fewer guesses fills up with any token ids (they are
-    verified like all others). A result has the accepted guesses and one sampled token, and the
-    row's true length becomes start + num_tokens - (guesses not accepted). Tokens past a stop token
+    then `num_draft` drafts; a row with fewer drafts fills up with any token ids (they are
+    verified like all others). A result has the accepted drafts and one sampled token, and the
+    row's true length becomes start + num_tokens - (drafts not accepted). Tokens past a stop token
     are cut by the host, whose next plan names the row in `finished`.
     """
 
@@ -97,7 +97,7 @@ class Decodes:
 @record
 class StepPlan:
     """`decodes` is there where the planner knows it, and then no row is new, no block is copied
-    and nothing is a guess. It is never more than `scheduled` says."""
+    and nothing is a draft. It is never more than `scheduled` says."""
 
     step_id: int
     scheduled: tuple[ScheduledRequest, ...]
@@ -129,15 +129,15 @@ class StepPlan:
 
 @record
 class StepResult:
-    """`token_ids`: accepted guesses, then one sampled token, per request that samples.
+    """`token_ids`: accepted drafts, then one sampled token, per request that samples.
 
     `logprobs` are there for requests that asked, one per token of `token_ids`. `prompt_logprobs`
     are those of prompt positions start+1 .. (start+num_tokens, at most the last prompt token)
     whose predicting position was computed in this step. `faults` names requests whose own numbers
     went wrong (for example NaN logits) and says how; they have no tokens. Of `draft_token_ids` only
-    the number counts; guesses that stay on the device stand as UNKNOWN_TOKEN, and those that are
-    made when they are wanted are not in it. `checked`: how many
-    guesses of a request were compared with what came out (up to the first wrong one; without a
+    the number counts; drafts that stay on the device stand as UNKNOWN_TOKEN, and those that are
+    made when they are wanted are not in it. `verified`: how many
+    drafts of a request were compared with what came out (up to the first wrong one; without a
     check the first may have been, too), and how many of them were right.
     """
 
@@ -146,7 +146,7 @@ class StepResult:
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
-    checked: dict[str, tuple[int, int]] = field(default_factory=dict)
+    verified: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class StepFuture(Protocol):

@@ -1,4 +1,4 @@
-"""Guesses need captured steps: on a CPU recorded calls of native kernels, which a machine without a
+"""Drafts need captured steps: on a CPU recorded calls of native kernels, which a machine without a
 C++ compiler has not."""
 
 from __future__ import annotations

@@ -174,9 +174,9 @@ class Row:
     sampling: SamplingParams
     tables: list[list[int]]
     root: int
-    truth: Truth | None  # only to make guesses that are sometimes right
+    truth: Truth | None  # only to make drafts that are sometimes right
     computed: int = -1  # set by the first entry
-    guesses: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
     is_dead: bool = False  # its numbers went wrong; what it does is ignored
     is_stale: bool = False  # a beam that has sampled: the host decides how it goes on
     opened_during: frozenset[int] = frozenset()  # steps of which the host knew no result then
@@ -331,13 +331,13 @@ class FakeDevice:
         tokens = row.token_ids[start : start + real]
         demand(len(tokens) == real, "only tokens there are", entry, start)
         demand(entry.samples == (start + real == len(row.token_ids)), "samples at the end", entry)
-        fill = [VOCAB - 1] * (entry.num_draft - len(row.guesses))
-        guesses = (row.guesses + fill)[: entry.num_draft]
-        states = self._compute(row, start, tokens + guesses, slots)
+        fill = [VOCAB - 1] * (entry.num_draft - len(row.draft_tokens))
+        draft_tokens = (row.draft_tokens + fill)[: entry.num_draft]
+        states = self._compute(row, start, tokens + draft_tokens, slots)
         self._report_prompt(row, entry, states, result)
         rejected = 0
         if entry.samples:
-            new = self._sample(row, entry, guesses, states[real - 1 :], result)
+            new = self._sample(row, entry, draft_tokens, states[real - 1 :], result)
             rejected = entry.num_draft + 1 - len(new)
         row.computed = start + entry.num_tokens - rejected
 
@@ -419,14 +419,14 @@ class FakeDevice:
         self,
         row: Row,
         entry: ScheduledRequest,
-        guesses: list[int],
+        draft_tokens: list[int],
         states: list[int],
         result: StepResult,
     ) -> list[int]:
         new: list[int] = []
         for i, state in enumerate(states):
             new.append(next_token(state))
-            if i < len(guesses) and guesses[i] != new[-1]:
+            if i < len(draft_tokens) and draft_tokens[i] != new[-1]:
                 break
         if row.sampling.beam_width > 1:
             top = candidates(states[0], row.sampling.logprobs or 0)
@@ -440,15 +440,15 @@ class FakeDevice:
         row.token_ids += new
         result.token_ids[entry.request_id] = tuple(new)
         if self.num_drafts and row.sampling.beam_width == 1:
-            row.guesses = self._guess(row)
-            result.draft_token_ids[entry.request_id] = tuple(row.guesses)
+            row.draft_tokens = self._draft(row)
+            result.draft_token_ids[entry.request_id] = tuple(row.draft_tokens)
         return new
 
-    def _guess(self, row: Row) -> list[int]:
+    def _draft(self, row: Row) -> list[int]:
         first = len(row.token_ids) - row.num_prompt
         output = row.truth.output if row.truth is not None else ()
-        guesses = []
+        draft_tokens = []
         for i in range(first, first + self.rng.randint(0, self.num_drafts)):
             right = i < len(output) and self.rng.random() < 0.7
-            guesses.append(output[i] if right else self.rng.randrange(VOCAB))
-        return guesses
+            draft_tokens.append(output[i] if right else self.rng.randrange(VOCAB))
+        return draft_tokens

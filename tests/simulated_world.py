@@ -214,7 +214,7 @@ class CheckedDevice(FakeDevice):
             demand(entry.num_tokens > entry.num_draft >= 0, "at least one real token", entry)
             demand(end <= row.num_computable_tokens, "the last token is not computed", entry)
             demand(end == row.num_computed_tokens, "accounted for at once", entry)
-            low = entry.start - self._guesses_in_flight(row, plan)
+            low = entry.start - self._drafts_in_flight(row, plan)
             own = self._promised_now(row, plan) if entry.num_tokens > 1 else set()
             for table in row.block_ids:
                 for block in table[low // size : -(-end // size)]:
@@ -237,7 +237,7 @@ class CheckedDevice(FakeDevice):
         made = self.scheduler.blocks._promised.get(plan.step_id, ())
         return {block for name, named in made if name == row.request_id for block in named}
 
-    def _guesses_in_flight(self, row: Request, plan: StepPlan) -> int:
+    def _drafts_in_flight(self, row: Request, plan: StepPlan) -> int:
         """By so much may the true start lie before the planned one."""
         return sum(
             entry.num_draft

@@ -1,4 +1,4 @@
-"""Is an engine that guesses put together from what was asked for?"""
+"""Is an engine that drafts put together from what was asked for?"""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = captures
 
 
 class Foreseeing:
-    """Stands for `WarmUp`, and notes which numbers of guesses it is told of."""
+    """Stands for `WarmUp`, and notes which numbers of drafts it is told of."""
 
     told: Sequence[int] = ()
 
-    def __init__(self, executor: Any, *, guesses: Sequence[int], **bounds: int | None) -> None:
-        Foreseeing.told = guesses
+    def __init__(self, executor: Any, *, draft_tokens: Sequence[int], **bounds: int | None) -> None:
+        Foreseeing.told = draft_tokens
 
     def run(self, seconds: float) -> None:
         """There is nothing to do."""
@@ -37,7 +37,7 @@ class Foreseeing:
 
 
 @pytest.mark.parametrize(
-    ("speculate", "guesses"),
+    ("speculate", "draft_tokens"),
     [
         ("draft:demo:draft:3", (3, 2, 1)),
         ("draft:demo:draft", (4, 2, 1, 3, 6) if TEST_DEVICE == "cpu" else (4, 2, 1, 3, 6, 8)),
@@ -46,7 +46,7 @@ class Foreseeing:
     ],
 )
 def test_what_may_be_chosen_is_warmed_up(
-    speculate: str, guesses: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    speculate: str, draft_tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warm(*args: Any, **options: Any) -> tuple[ResolvedConfig, Any]:
         resolved, memory = resolve(*args, **options)
@@ -55,7 +55,7 @@ def test_what_may_be_chosen_is_warmed_up(
     monkeypatch.setattr(building, "resolve", warm)
     monkeypatch.setattr(building, "WarmUp", Foreseeing)
     build(EngineConfig(model="demo:chat", device=TEST_DEVICE, speculate=speculate, num_blocks=64))
-    assert Foreseeing.told == guesses
+    assert Foreseeing.told == draft_tokens
 
 
 def test_the_memory_of_a_draft_is_as_announced() -> None:

@@ -40,7 +40,7 @@ def test_tokens_are_right_in_every_world(part: int) -> None:
         COUNTS.update(world.counts)
         COUNTS["engine faults"] += world.device.num_faults
         COUNTS["row faults"] += world.device.num_row_faults
-        COUNTS["guesses"] += world.device.num_accepted
+        COUNTS["draft_tokens"] += world.device.num_accepted
         COUNTS["early takers"] += world.device.num_early_takers
         COUNTS["spoiled takers"] += world.device.num_takers_spoiled
         COUNTS["late"] += world.scheduler.num_late_results
@@ -62,7 +62,7 @@ def test_the_worlds_were_eventful() -> None:
         "duplicates",
         "engine faults",
         "row faults",
-        "guesses",
+        "draft_tokens",
         "early takers",
         "late",
         *(str(reason) for reason in FinishReason),

@@ -27,13 +27,13 @@ def ask(speculate: str) -> tuple[int, int, int, tuple[int, ...]]:
 
 
 @captures
-def test_accepted_and_rejected_guesses_of_an_answer() -> None:
-    plain, guessed = ask("off"), ask("draft:demo:draft:3")
+def test_accepted_and_rejected_drafts_of_an_answer() -> None:
+    plain, drafted = ask("off"), ask("draft:demo:draft:3")
     assert plain[:2] == (0, 0)
-    accepted, rejected, num_tokens, _ = guessed
+    accepted, rejected, num_tokens, _ = drafted
     assert 0 < accepted < num_tokens
     assert rejected > 0
-    assert guessed[2:] == plain[2:]
+    assert drafted[2:] == plain[2:]
 
 
 class Scripted:
@@ -56,15 +56,15 @@ class Scripted:
     def limit(self, request: Request, k: int) -> int:
         return k if self.some is None or request.request_id in self.some else 0
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        self.looked += checked.values()
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
+        self.looked += verified.values()
 
     def forget(self, request_id: str) -> None: ...
 
 
 @records
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_draft_catches_up_with_rows_that_had_no_guesses_for_a_while(in_flight: int) -> None:
+def test_a_draft_catches_up_with_rows_that_had_no_drafts_for_a_while(in_flight: int) -> None:
     """It is the model itself, so all is right as long as it has read all there is. Between steps
     without drafts some rows have some, and the others go on missing what they missed."""
     with LLM("demo:chat", speculate="draft:demo:chat", device="cpu", dtype="float32") as llm:
@@ -83,7 +83,7 @@ def test_a_draft_catches_up_with_rows_that_had_no_guesses_for_a_while(in_flight:
             plain,
             (2, None),
         ]
-        scripted = llm.engine.scheduler.guesses = Scripted(script)
+        scripted = llm.engine.scheduler.draft_lengths = Scripted(script)
         llm.engine.max_in_flight = in_flight
         sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         prompts = [f"Once upon a time there was a little {name}" for name in ("dog", "cat", "girl")]

@@ -13,7 +13,7 @@ from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import Decision, EngineConfig, ResolvedConfig
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.formats import AUTO_GUESSES
+from ridgeline.formats import AUTO_DRAFT_TOKENS
 from ridgeline.kernels.cpu.native import library
 from ridgeline.loader import read_config
 from ridgeline.resolve import MemoryRow, resolve
@@ -68,12 +68,15 @@ def chat() -> dict[str, Any]:
     return dict(read_config(CHAT))
 
 
-def test_the_bundled_model_is_guessed_for_by_its_draft() -> None:
+def test_the_bundled_model_is_drafted_for_by_its_draft() -> None:
     resolved, memory = done(chat(), path=str(CHAT), dtype="bfloat16")
     assert (resolved.draft_method, resolved.draft_argument) == ("draft", "demo:draft")
-    assert (resolved.max_guesses, resolved.num_guesses) == (AUTO_GUESSES["gpu"], None)
-    assert resolved.max_checked_tokens >= resolved.max_captured_rows
-    assert decision(resolved, "speculate").got == "draft:demo:draft, up to 8 guesses"
+    assert (resolved.max_draft_tokens, resolved.num_draft_tokens) == (
+        AUTO_DRAFT_TOKENS["gpu"],
+        None,
+    )
+    assert resolved.max_verified_tokens >= resolved.max_captured_rows
+    assert decision(resolved, "speculate").got == "draft:demo:draft, up to 8 drafts"
     assert {"draft weights", "draft cache", "draft logits", "token rows"} <= set(memory)
     assert known_draft(str(CHAT)) == "demo:draft"
     assert known_draft(str(demo.folder("moe"))) is None
@@ -83,11 +86,11 @@ def test_the_bundled_model_is_guessed_for_by_its_draft() -> None:
     ("options", "says"),
     [({"enforce_eager": True}, "captured steps"), ({"deterministic": True}, "deterministic")],
 )
-def test_what_forbids_guesses_turns_them_off_where_nobody_asked(
+def test_what_forbids_drafts_turns_them_off_where_nobody_asked(
     options: dict[str, Any], says: str
 ) -> None:
     resolved, memory = done(chat(), path=str(CHAT), dtype="bfloat16", **options)
-    assert (resolved.draft_method, resolved.max_guesses) == (None, 0)
+    assert (resolved.draft_method, resolved.max_draft_tokens) == (None, 0)
     found = decision(resolved, "speculate")
     assert (found.asked, found.got) == ("auto", "off")
     assert says in found.because
@@ -117,7 +120,12 @@ def test_what_is_asked_for(
     asked: str, method: str, argument: str, most: int, fixed: int | None
 ) -> None:
     resolved, memory = done(LLAMA_8B, speculate=asked)
-    got = resolved.draft_method, resolved.draft_argument, resolved.max_guesses, resolved.num_guesses
+    got = (
+        resolved.draft_method,
+        resolved.draft_argument,
+        resolved.max_draft_tokens,
+        resolved.num_draft_tokens,
+    )
     assert got == (method, argument, most, fixed)
     assert memory["token rows"] > 0
     assert ("draft weights" in memory) == (method == "draft")
@@ -127,9 +135,9 @@ def test_what_is_asked_for(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculate": "guess"}, "choose auto, off, ngram"),
+        ({"speculate": "draft_token"}, "choose auto, off, ngram"),
         ({"speculate": "ngram:17"}, "1 .. 16"),
-        ({"speculate": "early:32"}, "has 32 layers; guess with fewer"),
+        ({"speculate": "early:32"}, "has 32 layers; draft with fewer"),
         ({"speculate": "ngram", "deterministic": True}, "deterministic.*or use speculate off"),
         ({"speculate": "ngram", "enforce_eager": True}, "enforce_eager rules out; leave it out"),
         ({"speculate": "ngram", "attention_backend": "reference"}, "attention_backend ref"),
@@ -155,7 +163,7 @@ def test_without_native_kernels_a_cpu_says_what_is_missing(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(library() is None, reason="needs the native library")
-def test_a_cpu_guesses_in_recorded_steps_and_plans_one_step_at_a_time() -> None:
+def test_a_cpu_drafts_in_recorded_steps_and_plans_one_step_at_a_time() -> None:
     cpu = FakeDevice("cpu", 64 * GB)
     with pytest.raises(ConfigError, match="float16"):
         done(tiny_config(), cpu, speculate="ngram", dtype="float16")

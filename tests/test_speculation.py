@@ -55,25 +55,25 @@ class Counted:
 
     def __init__(self, llm: LLM) -> None:
         self.scheduler = llm.engine.scheduler
-        self.inner: Any = self.scheduler.guesses
-        self.num_checked = self.num_right = self.num_steps = 0
+        self.inner: Any = self.scheduler.draft_lengths
+        self.num_verified = self.num_right = self.num_steps = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        for num_checked, num_right in checked.values():
-            self.num_checked += num_checked
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
+        for num_verified, num_right in verified.values():
+            self.num_verified += num_verified
             self.num_right += num_right
-            self.num_steps += num_checked > 0
-        self.inner.observe(checked)
+            self.num_steps += num_verified > 0
+        self.inner.observe(verified)
 
     def __enter__(self) -> Counted:
-        self.scheduler.guesses = self
+        self.scheduler.draft_lengths = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.scheduler.guesses = self.inner
+        self.scheduler.draft_lengths = self.inner
 
 
 def same_or_tied(plain: GenerationResult, result: GenerationResult) -> bool:
@@ -97,7 +97,7 @@ def check_greedy(speculate: str, num: int, max_tokens: int) -> None:
         results = llm.generate(prompts(num), sampling, progress=False)
     pairs = zip(plain_answers(num, max_tokens), results, strict=True)
     ties = sum(same_or_tied(plain, result) for plain, result in pairs)
-    print(f"{speculate}: {num} prompts, {ties} near ties, of {counted.num_checked} guesses "
+    print(f"{speculate}: {num} prompts, {ties} near ties, of {counted.num_verified} drafts "
           f"{counted.num_right} right")  # fmt: skip
     assert ties <= max(1, num // 100)
     if ":" in speculate.removeprefix("draft:demo:"):  # else as many as pay, perhaps none
@@ -240,6 +240,6 @@ def test_what_cannot_be_asked_for(speculate: str, words: str) -> None:
         LLM("demo:chat", device=TEST_DEVICE, speculate=speculate, num_blocks=100)
 
 
-def test_guesses_do_not_go_with_steps_that_are_not_captured() -> None:
+def test_drafts_do_not_go_with_steps_that_are_not_captured() -> None:
     with pytest.raises(ConfigError, match="captured"):
         LLM("demo:moe", device=TEST_DEVICE, speculate="ngram", num_blocks=100)

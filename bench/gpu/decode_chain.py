@@ -8,7 +8,7 @@ decode step: what counts is how much longer the chain is with attention in it, b
 launches let kernels overlap. Printed beside it: attention alone in a graph. Every way is compared
 with the first one before it is timed, and with early reads it gives the same bits as without.
 A split way is named by its stages, CTAs on a multiprocessor and warps. `--new`: each request has
-so many new tokens, the last ones of its context, as in the check of guesses.
+so many new tokens, the last ones of its context, as in the check of drafts.
 """
 
 from __future__ import annotations

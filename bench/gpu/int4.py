@@ -33,8 +33,8 @@ from ridgeline.kernels.int4_linear import (
     UNITS,
     Asked,
     by_tile,
-    guess,
     runs,
+    untuned_tile,
 )
 from ridgeline.kernels.int4_linear_cuda import (
     STREAM,
@@ -177,7 +177,7 @@ def tiled(asked: Asked) -> Iterator[Tile]:
 
 
 def candidates(asked: Asked, sweep: bool) -> list[Tile]:
-    best = guess(asked)
+    best = untuned_tile(asked)
     found = [] if best is None else [best]
     if sweep and asked.rows <= 2 * MAX_FEW:
         found += streams(asked)

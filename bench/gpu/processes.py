@@ -134,7 +134,7 @@ def load_callers(
     calls = asyncio.run(_call_in_turn(url, prompts, out_len))
     begin = max(own[1].sent_s for own in calls)
     end = min(own[-1].sent_s for own in calls)
-    num_tokens = sum(  # a line has several of them where guesses were right
+    num_tokens = sum(  # a line has several of them where drafts were right
         out_len / len(call.line_s) * sum(begin <= when < end for when in call.line_s)
         for own in calls
         for call in own

@@ -539,8 +539,8 @@ def int8_tiles(layer: Layer, rows: int) -> Iterator[Tile]:
     if rounds:
         return
     yield from tiled(layer, rows)
-    guess = of_int8.guess_tile
-    yield guess(rows, layer.outputs, layer.inputs, MULTIPROCESSORS, gated=layer.gated)
+    untuned_tile = of_int8.untuned_tile
+    yield untuned_tile(rows, layer.outputs, layer.inputs, MULTIPROCESSORS, gated=layer.gated)
     if rows > 64:
         for more in ({}, {"block_n": 64, "warps": 4}, {"block_n": 64, "warps": 4, "block_m": 64}):
             pairs = Tile(**{"block_n": 128, "block_k": 128, "warps": 8, "block_m": 128, **more})  # type: ignore[arg-type]

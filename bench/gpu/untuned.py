@@ -4,7 +4,7 @@
         CONFIG_DIR [CONFIG_DIR ...]
 
 A CONFIG_DIR needs a config.json only: weights are random. The captured greedy step of so many
-requests is replayed with the library's products and with those of `kernels.guessed_tiles`, in
+requests is replayed with the library's products and with those of `kernels.untuned_tiles`, in
 turns; sizes that `tiles.json` knows keep its tiles in both. FILE gets all times.
 """
 
@@ -24,7 +24,7 @@ import torch
 from bench.adapter import RidgelineEngine
 from bench.gpu.tune_chain import Step
 from ridgeline.benchmark.environment import environment
-from ridgeline.kernels import guessed_tiles
+from ridgeline.kernels import untuned_tiles
 from ridgeline.kernels.tiles import Tile
 
 Rule = Callable[..., Tile | None]
@@ -35,7 +35,7 @@ def library(rows: int, outputs: int, inputs: int, **beside: bool) -> Tile | None
     return None
 
 
-RULES: dict[str, Rule] = {"library": library, "rule": guessed_tiles.guess_tile}
+RULES: dict[str, Rule] = {"library": library, "rule": untuned_tiles.untuned_tile}
 
 
 def compared(step: Step, rules: Mapping[str, Rule]) -> dict[str, list[float]]:
@@ -43,7 +43,7 @@ def compared(step: Step, rules: Mapping[str, Rule]) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in rules}
     for _ in range(ROUNDS):
         for name, rule in rules.items():
-            with patch.object(guessed_tiles, "guess_tile", rule):
+            with patch.object(untuned_tiles, "untuned_tile", rule):
                 times[name].append(step.seconds() * 1e6)
     return times
 

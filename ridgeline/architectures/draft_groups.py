@@ -49,6 +49,6 @@ def _no_table(target: Sequence[KVGroup], window: int | None) -> str:
     wanted = "all tokens" if window is None else f"the last {window} tokens"
     return (
         f"the draft has layers that look back on {wanted}, and the model has no block tables left "
-        f"for them (it keeps {kept}); choose a draft of the model's own family, or guesses by "
+        f"for them (it keeps {kept}); choose a draft of the model's own family, or drafts by "
         "ngram or suffix"
     )

@@ -1,4 +1,4 @@
-"""What is an EAGLE-3 head? One layer that guesses from a model's own hidden states, as data.
+"""What is an EAGLE-3 head? One layer that drafts from a model's own hidden states, as data.
 
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", 2025, and the checkpoints that its authors and others publish (configs of
@@ -24,7 +24,7 @@ _UNSERVED = ("norm_before_fc", "norm_after_fc", "parallel_drafting")  # of newer
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """`model` is the layer as a model of one, whose ids are those that the head can guess. It reads
+    """`model` is the layer as a model of one, whose ids are those that the head can draft. It reads
     the states of `target_hidden_size` numbers before the target's layers `taps`, low to high.
     `norm_before_residual`: the normed states are also what the layer adds to."""
 

@@ -20,7 +20,7 @@ from ridgeline.errors import ConfigError
 class MTPLayout:
     """Where a family keeps a module, `{module}` counted from 0 or from the number of layers, and
     what it feeds it with. `takes_normed`: the model's states after its final norm, else before it;
-    `gives_normed`: the same of what the next guess is made of."""
+    `gives_normed`: the same of what the next draft is made of."""
 
     name: str
     stem: str
@@ -120,10 +120,10 @@ def _layout(target: ModelSpec, names: Collection[str], module: int) -> MTPLayout
     if _GATED in names:
         raise ConfigError(
             "the model's MTP module has gated attention and norms around one, as Qwen3-Next has; "
-            "this version does not compute them: guess by ngram, suffix or a draft model"
+            "this version does not compute them: draft by ngram, suffix or a draft model"
         )
     raise ConfigError(
-        f"the checkpoint has no MTP module {module}; guess by ngram, suffix or a draft model"
+        f"the checkpoint has no MTP module {module}; draft by ngram, suffix or a draft model"
     )
 
 

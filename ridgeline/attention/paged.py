@@ -1,6 +1,6 @@
 """Attention by our own Triton kernels, straight from the blocks of the cache.
 
-Requests with one new token, or a few of which some are guesses, are answered together by the decode
+Requests with one new token, or a few of which some are drafts, are answered together by the decode
 kernel, the others together by the prefill kernel; but a long prompt with nothing before it by
 torch's kernel on what is gathered, in a captured step too if it is alone there.
 With `is_invariant` the prefill kernel answers them all, always cut in the same way, so that what a
@@ -96,7 +96,7 @@ class Prompts:
 
 @dataclass(slots=True)
 class PagedPlan:
-    """`decodes`: requests with one new token, or with a few of which some are guesses. `prompts`:
+    """`decodes`: requests with one new token, or with a few of which some are drafts. `prompts`:
     those with several; `long`: those of them that torch answers. None: there are none. `whole_T`:
     the slots of the one prompt that a captured step is, which torch answers."""
 

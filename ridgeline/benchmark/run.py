@@ -50,7 +50,7 @@ class JobTimes:
 class StepSeen:
     """One step: when it was collected, how many tokens it gave, and to how many requests.
 
-    `bytes` is what it had to move by its price (None: nobody priced it). `drafts`: it made guesses
+    `bytes` is what it had to move by its price (None: nobody priced it). `drafts`: it made drafts
     before it checked them; what that reads is in no price."""
 
     ended_s: float
@@ -156,7 +156,7 @@ def pace_of(began_s: float, steps: Sequence[StepSeen]) -> Pace:
 
 def steady_steps(steps: Sequence[StepSeen], batch: int) -> Sequence[StepSeen]:
     """The longest run of consecutive steps that gave every one of `batch` requests a token, or
-    several where guesses were right: decode alone, without the steps in which the batch fills or
+    several where drafts were right: decode alone, without the steps in which the batch fills or
     empties."""
     best, start = range(0), 0
     for index, step in enumerate(steps):

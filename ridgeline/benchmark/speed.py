@@ -31,7 +31,7 @@ VERIFYING_ALONE = "bytes are those of verifying; what making the drafts reads is
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Steps in which each of `batch` requests got a token, or several where guesses were right;
+    """Steps in which each of `batch` requests got a token, or several where drafts were right;
     medians over the repeats. Rates are tokens delivered, and bytes moved, over time.
 
     Bytes are those that the steps had to move by their prices, None where these are not known;

@@ -370,8 +370,8 @@ def shown(report: Report) -> Iterator[Table | str]:
         for text in dict.fromkeys(result.note for result in results if result.note):
             yield f"  note: {text}"
     for result in report.sections.get("cost", ()):
-        if result.guesses is not None:
-            words = result.guesses.words(is_calibrated=result.is_calibrated)
+        if result.drafts is not None:
+            words = result.drafts.words(is_calibrated=result.is_calibrated)
             yield f"{result.what}, drafts: {'; '.join(words)}"
 
 

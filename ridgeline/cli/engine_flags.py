@@ -107,14 +107,14 @@ def byte_size(text: str) -> int:
 
 
 def speculation(text: str) -> str:
-    """What --speculate takes. Synthetic guesses change the answers, so they are for benchmarks."""
+    """What --speculate takes. Synthetic drafts change the answers, so they are for benchmarks."""
     try:
         asked = None if text == "auto" else read_speculate(text)
     except ConfigError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from None
     if asked is not None and not asked.line.is_served:
         raise argparse.ArgumentTypeError(
-            f"{asked.method} guesses are right whatever the model says: only "
+            f"{asked.method} drafts are right whatever the model says: only "
             "EngineConfig takes them, to measure the engine"
         )
     return text

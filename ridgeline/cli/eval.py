@@ -36,13 +36,13 @@ metrics (with 95 % intervals):
   accept                share of chat replies that say what was expected
   perplexity            per token, and byte_perplexity per byte: of held-out stories (the task
                         "perplexity") and of --data, each window of the context scored alone
-  draft_agreement       share of the answers' tokens that the draft of --draft guesses, each after
+  draft_agreement       share of the answers' tokens that the draft of --draft drafts, each after
                         the true ones before it
-  accepted_length_k4    tokens per step when the draft guesses 4 and the model adds one: 1 to 5
+  accepted_length_k4    tokens per step when the draft drafts 4 and the model adds one: 1 to 5
 
 examples:
   ridgeline eval                                            the bundled model, all tasks
-  ridgeline eval --draft demo:draft                         and how well its draft guesses
+  ridgeline eval --draft demo:draft                         and how well its draft drafts
   ridgeline eval path/to/model                              all tasks
   ridgeline eval path/to/model --task arithmetic,sort --num 500
   ridgeline eval path/to/model --task stories --num 10 --show 10    read ten stories
@@ -70,7 +70,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--data", metavar="FILE", help="perplexity of this text (UTF-8, perhaps gzipped) as well"
     )
-    group.add_argument("--draft", metavar="MODEL", help="how well does this one guess the answers?")
+    group.add_argument("--draft", metavar="MODEL", help="how well does this one draft the answers?")
     group.add_argument(
         "--show",
         type=whole(0),

@@ -117,8 +117,8 @@ def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | Text | str]:
         yield request_table(requests, most, floors=floors)
     if server is not None:
         yield gap_table(server)
-        if server.get("guesses") is not None:
-            yield draft_table(server["guesses"], is_calibrated(server))
+        if server.get("drafts") is not None:
+            yield draft_table(server["drafts"], is_calibrated(server))
         yield from _advice(report, server)
 
 

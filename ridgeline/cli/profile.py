@@ -26,8 +26,8 @@ operator that launched it; the cost model's operators are put into the same clas
 comes from this machine's calibration (ridgeline calibrate), else from assumed efficiencies, "ideal"
 from the peak and the bandwidth alone.
 
-Where the engine guesses (--speculate, the default of the bundled model), kernels and prices are of
-making guesses and of checking them, of as many as each step had, and of the draft model reading
+Where the engine drafts (--speculate, the default of the bundled model), kernels and prices are of
+making drafts and of checking them, of as many as each step had, and of the draft model reading
 prompts; with --speculate off a step is one token of each request.
 
 On a CPU the kernels are PyTorch's operators, and the profiler itself slows small ones down: compare
@@ -94,7 +94,7 @@ def as_json(model: str, found: Profile) -> dict[str, Any]:
         "phase": found.phase,
         "shape": [list(entry) for entry in found.shape],
         "num_steps": found.num_steps,
-        "guesses": list(found.guesses),
+        "draft_tokens": list(found.draft_tokens),
         "step_s": found.plain_s,
         "step_expected_s": found.plain_expected_s,
         "step_with_profiler_s": found.wall_s,
@@ -111,7 +111,9 @@ def as_json(model: str, found: Profile) -> dict[str, Any]:
 
 def _shown(model: str, found: Profile, top: int) -> Iterator[Table | str]:
     is_calibrated = found.cost.origin != "assumed"
-    drafts = f", {number(found.num_guesses)} of them drafts," if any(found.guesses) else ""
+    drafts = (
+        f", {number(found.num_draft_tokens)} of them drafts," if any(found.draft_tokens) else ""
+    )
     yield _class_table(model, found, drafts, is_calibrated=is_calibrated)
     kernels = (
         Column("kernel", lambda kernel: kernel.name[:60]),

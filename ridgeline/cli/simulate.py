@@ -17,7 +17,7 @@ from ridgeline.cli.session import stage
 from ridgeline.cli.tables import answer
 from ridgeline.cli.values import above_zero, positive, share, time_span
 from ridgeline.errors import ConfigError
-from ridgeline.formats import MAX_GUESSES
+from ridgeline.formats import MAX_DRAFT_TOKENS
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.scheduler.policies import POLICIES
 from ridgeline.simulator.workload import ARRIVALS, DEFAULT_REQUESTS, Lengths
@@ -58,7 +58,7 @@ def lengths(text: str) -> Lengths:
 
 
 def drafts(text: str) -> tuple[int | None, float]:
-    """ "4:0.8" is four guesses a step, each right with 0.8 if those before it were; "auto:0.8" as
+    """ "4:0.8" is four drafts a step, each right with 0.8 if those before it were; "auto:0.8" as
     many as pay in that step."""
     number, colon, chance = text.partition(":")
     try:
@@ -66,11 +66,11 @@ def drafts(text: str) -> tuple[int | None, float]:
     except ValueError:
         colon = ""
         found = 0, 0.0
-    is_number = found[0] is None or 1 <= found[0] <= MAX_GUESSES
+    is_number = found[0] is None or 1 <= found[0] <= MAX_DRAFT_TOKENS
     if not colon or not is_number or not 0 <= found[1] <= 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no speculation; write K:ACCEPTANCE such as 4:0.8, with K up to "
-            f"{MAX_GUESSES}, or auto:ACCEPTANCE"
+            f"{MAX_DRAFT_TOKENS}, or auto:ACCEPTANCE"
         )
     return found
 
@@ -162,11 +162,11 @@ def _add_engine(group: Any) -> None:
         "--speculate",
         type=drafts,
         metavar="K:A",
-        help="K guesses a step, each accepted with chance A; K auto: as many as pay, as the engine "
+        help="K drafts a step, each accepted with chance A; K auto: as many as pay, as the engine "
         "chooses them",
     )
     group.add_argument(
-        "--draft", metavar="MODEL", help="the model that guesses (default: guesses take no time)"
+        "--draft", metavar="MODEL", help="the model that drafts (default: drafts take no time)"
     )
 
 

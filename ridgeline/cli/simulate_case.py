@@ -10,7 +10,7 @@ from random import Random
 from ridgeline import registry
 from ridgeline.cli.machine import make_setup, price_band, read_model
 from ridgeline.cli.session import note, stage
-from ridgeline.cost.captured import MAX_CHECKED_TOKENS
+from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.chunk import mixed_tokens
 from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.layout import Layout
@@ -23,7 +23,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.cost.steady import seats, token_budget
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number
-from ridgeline.formats import AUTO_GUESSES
+from ridgeline.formats import AUTO_DRAFT_TOKENS
 from ridgeline.router import POLICIES as ROUTERS
 from ridgeline.scheduler.policies import POLICIES
 from ridgeline.simulator.executor import Speculation
@@ -76,13 +76,13 @@ class Case:
         return Outcome(report.requests, report.summary(self.slo, paid))
 
     def sweep(self, pace: Pace) -> Sweep:
-        """The same traffic at many rates, `pace` being a guess at the highest. The requests of a
-        trace keep their order and arrive anew: its own busy hours would hide the capacity."""
+        """The same traffic at many rates, `pace` being an estimate of the highest. The requests of
+        a trace keep their order and arrive anew: its own busy hours would hide the capacity."""
         args, replicas = self.args, self.setup.layout.replicas
-        guess, batch = pace.request_rate * replicas, pace.load.batch * replicas
+        estimate, batch = pace.request_rate * replicas, pace.load.batch * replicas
 
         def at(rate: float) -> Outcome:
-            count = args.requests or sweep_requests(batch, rate / guess)
+            count = args.requests or sweep_requests(batch, rate / estimate)
             workload = (
                 rearranged(self.workload, Random(args.seed), rate, args.arrivals or "poisson")
                 if args.trace
@@ -91,7 +91,7 @@ class Case:
             with stage(args, f"{len(workload)} requests at {number(rate)} a second"):
                 return self.outcome(self.run(workload))
 
-        return sweep(at, guess)
+        return sweep(at, estimate)
 
     def closed_form(self) -> Pace:
         """The pace at which one replica is full, for requests of the mean lengths."""
@@ -206,7 +206,7 @@ def _speculation(args: argparse.Namespace, setup: Setup) -> Speculation | None:
         return None
     num_drafts, acceptance = args.speculate
     kind = device_kind(setup.device.kind)
-    most, drafter = num_drafts or AUTO_GUESSES[kind], None
+    most, drafter = num_drafts or AUTO_DRAFT_TOKENS[kind], None
     if args.draft is not None:
         draft = read_model(args.draft)
         drafter = DraftSteps(
@@ -217,7 +217,7 @@ def _speculation(args: argparse.Namespace, setup: Setup) -> Speculation | None:
         (acceptance,) * most,
         drafter=drafter,
         is_chosen=num_drafts is None,
-        max_checked_tokens=MAX_CHECKED_TOKENS[kind],
+        max_verified_tokens=MAX_VERIFIED_TOKENS[kind],
     )
 
 

@@ -176,7 +176,7 @@ def _notes(case: Case, outcome: Outcome) -> Iterable[str]:
     if refused:
         yield f"{len(refused)} requests were refused, the first because {refused[0].refused}"
     if case.args.speculate and not case.args.draft:
-        yield "guesses take no time here; name the model that makes them with --draft"
+        yield "drafts take no time here; name the model that makes them with --draft"
 
 
 def pricing_words(case: Case, in_flight: float) -> Iterable[str]:

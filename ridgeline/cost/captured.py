@@ -18,8 +18,8 @@ from ridgeline.cost.precision import Precision
 from ridgeline.formats import TOKEN_BUCKETS
 
 MAX_ROWS = {"gpu": 512, "cpu": 64}  # of decodes; of a CPU's larger steps the calls are a small part
-# Tokens of a step that checks guesses: more take as long per token as prompts do, and gain nothing.
-MAX_CHECKED_TOKENS = {"gpu": 512, "cpu": 64}
+# Tokens of a step that checks drafts: more take as long per token as prompts do, and gain nothing.
+MAX_VERIFIED_TOKENS = {"gpu": 512, "cpu": 64}
 # A host may take a millisecond to send off the kernels of a layer, which a GPU computes with for so
 # many tokens, if the model is small. Longer steps of large ones are the work of the GPU.
 MAX_TOKENS, LEAST_TOKENS = 8192, 2048

@@ -23,7 +23,7 @@ ORIGINS: tuple[Origin, ...] = ("ideal", "measured", "calibrated", "extrapolated"
 UNPACKING = 0.8  # of e_c, where weights become the serving dtype before they are multiplied
 NARROW_FLOATS = ("fp8", "fp4")
 NARROW_SHARE = 0.77  # of the e_c that was measured in 16 bits; as NVIDIA's are assumed
-CHECK_TOKEN = 0.1  # as a later H200 calibration has it, for records with the form before it
+VERIFY_TOKEN = 0.1  # as a later H200 calibration has it, for records with the form before it
 STANDS_IN = {  # whose constants serve for a dtype that has none
     "fp16": "bf16",
     "bf16": "fp16",
@@ -65,7 +65,7 @@ class MatmulConstants:
 class AttentionConstants:
     """`decode_e_c` and `decode_e_m`, `prefill_e_c` and `prefill_e_m`: shares of peak and bandwidth;
     `skew`: how much the longest request of a decode holds up the others (0: not, 1: fully).
-    In a check of guesses each further token of a request adds `check_token` of what a decode takes:
+    In a check of drafts each further token of a request adds `verify_token` of what a decode takes:
     keys are read once for all, but compared with each. In a step that has both, prefill takes
     `mixed_prefill` times as long, decode `mixed_decode` times, and `mixed_overlap_s` are saved."""
 
@@ -79,7 +79,7 @@ class AttentionConstants:
     mixed_prefill: float = 1.0
     mixed_decode: float = 1.0
     mixed_overlap_s: float = 0.0
-    check_token: float = 0.0
+    verify_token: float = 0.0
 
     def __post_init__(self) -> None:
         _check_shares(
@@ -95,13 +95,13 @@ class AttentionConstants:
             prefill_t0_s=self.prefill_t0_s,
             skew=self.skew,
             mixed_overlap_s=self.mixed_overlap_s,
-            check_token=self.check_token,
+            verify_token=self.verify_token,
         )
 
-    def check_s(self, decode_s: float, longest: int) -> float:
+    def verify_s(self, decode_s: float, longest: int) -> float:
         """Seconds of a check with so many new tokens of a request at most, over keys that a decode
         reads in so long."""
-        return decode_s * (1 + self.check_token * (longest - 1))
+        return decode_s * (1 + self.verify_token * (longest - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class MessageConstants:
 
 @dataclass(frozen=True, slots=True)
 class HostConstants:
-    """`c0_s` + `c1_s` per request for each step, `check_request_s` more per request whose guesses
+    """`c0_s` + `c1_s` per request for each step, `check_request_s` more per request whose drafts
     are checked, `per_launch_s` for each kernel of a step that is not one captured graph.
     `overlapped`: the next step is planned while one runs. Steps of up to `captured_tokens` decoded
     tokens are captured, and of up to `captured_prompt_tokens` tokens with prompts among them; that
@@ -141,14 +141,14 @@ class HostConstants:
     the host, at its begin and its end, and takes `lone_least_s` at least: the host works beside the
     device too.
 
-    A step for which a number of guesses is chosen takes the host `choice_s` more, and every token
+    A step for which a number of drafts is chosen takes the host `choice_s` more, and every token
     of a row behind its first `token_s`. An answer alone takes it `begin_s` longer than as many
     steps of a long run: behind a prompt its caches are cold, and at the end there is more to do.
 
     `captured_s` is what the device does for a captured step beside the operators of the model: it
     copies the step's numbers in and out, makes inputs of them, deals out attention's work and
-    keeps the tokens. Each pass that guesses makes its inputs and keeps its guesses in `pass_s`.
-    Where guesses are looked up, that is done at the end of each step, in `look_s`.
+    keeps the tokens. Each pass that drafts makes its inputs and keeps its drafts in `pass_s`.
+    Where drafts are looked up, that is done at the end of each step, in `look_s`.
     """
 
     c0_s: float = 0.0
@@ -282,7 +282,7 @@ def _attention(entry: Mapping[str, Any]) -> AttentionConstants:
     """In older records checks are on the way from a decode to a chunk, by `check_way`."""
     known = {name: value for name, value in entry.items() if name != "check_way"}
     if "check_way" in entry:
-        known.setdefault("check_token", CHECK_TOKEN)
+        known.setdefault("verify_token", VERIFY_TOKEN)
     return AttentionConstants(**known)
 
 

@@ -74,7 +74,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "lone_least_s": (1e-7, 1e-1),
     "captured_s": (1e-6, 1e-3),  # at least as long as a copy
     "pass_s": (1e-6, 1e-3),
-    "check_token": (1e-3, 1.0),
+    "verify_token": (1e-3, 1.0),
     "check_request_s": (1e-8, 1e-3),
 }
 START_MATMUL = MatmulConstants(0.7, 0.7, 4e-6, q=2.0, k0=50.0, e_v=0.8, k_m=50.0)
@@ -88,7 +88,7 @@ START_ATTENTION = AttentionConstants(
     skew=0.05,
     mixed_prefill=1.05,
     mixed_decode=1.1,
-    check_token=0.1,
+    verify_token=0.1,
 )
 START_STREAM = StreamConstants(0.6, 5e-6)
 LONE_START_S = 3e-4
@@ -112,7 +112,7 @@ class Point:
     """`ops` together took `seconds`. `num_requests`: the point is a whole step of so many
     requests, with the host's part; None: device work alone. `captured`, `own` and `warm` are those
     of its `Manner`. `is_lone`: it was measured from its plan to its tokens, with nothing that ran
-    before it. `num_passes` that guess are among the ops. `dtype` as in `Device.peak_flops`."""
+    before it. `num_passes` that draft are among the ops. `dtype` as in `Device.peak_flops`."""
 
     what: str
     dtype: str
@@ -160,9 +160,9 @@ def predict(point: Point, device: Device, calibration: Calibration) -> float:
     if requests is None:
         return kernels
     launches = 0 if captured else sum(op.count for op in point.ops)
-    num_checked = requests if point.what == CHECK else 0
+    num_verified = requests if point.what == CHECK else 0
     return combine(
-        host, kernels, requests, launches, is_lone=point.is_lone, num_checked=num_checked
+        host, kernels, requests, launches, is_lone=point.is_lone, num_verified=num_verified
     )[2]
 
 
@@ -381,7 +381,7 @@ def _together(points: Sequence[Point], device: Device, start: Calibration) -> Ca
         return start
     knobs = [*_host_knobs(steps, start.host), *_beside_knobs(steps)]
     checked = dict.fromkeys(point.dtype for point in steps if point.what in CHECKS)
-    knobs += [("attention", dtype, "check_token") for dtype in checked]
+    knobs += [("attention", dtype, "verify_token") for dtype in checked]
     for dtype in dict.fromkeys(point.dtype for point in steps):
         names = ("e_c", "e_m", "t0_s", "e_v", "k_m", *_chains(start, dtype))
         knobs += [("matmul", dtype, name) for name in names]
@@ -424,7 +424,7 @@ def _turned(
 
 
 def _weights(points: Sequence[Point]) -> list[float]:
-    """Whole steps decide. But where guesses were timed on the device alone, checks of guesses that
+    """Whole steps decide. But where drafts were timed on the device alone, checks of drafts that
     somebody told the engine count as operators do: their host works more than any other's, and the
     device has some kernels that no other step has."""
     classes = {point.what for point in points}

@@ -451,8 +451,8 @@ def decode_op(
 
 
 def attends_once(kind: AttentionSpec, totals: StepTotals) -> bool:
-    """One launch norms, turns, caches and attends, as for decodes: guesses, and not too many."""
-    is_short = totals.is_check and totals.longest_chunk <= MOST_TOGETHER
+    """One launch norms, turns, caches and attends, as for decodes: drafts, and not too many."""
+    is_short = totals.is_verification and totals.longest_chunk <= MOST_TOGETHER
     return is_short and kind.latent is None
 
 
@@ -477,7 +477,7 @@ def prefill_op(
     precision: Precision,
     totals: StepTotals,
 ) -> Op:
-    """Requests with several new tokens: chunks of prompts, and checks of many guesses."""
+    """Requests with several new tokens: chunks of prompts, and checks of many drafts."""
     cached = sums.prefill_keys * layer_kv_bytes(
         kind, precision.dtype_bytes, precision.kv, layout.tp
     )

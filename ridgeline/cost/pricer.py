@@ -278,7 +278,7 @@ class _CheckLine:
         compute = sums.prefill_flops * self.per_flop_s
         memory = sums.prefill_keys * self.decode.memory_per_key_s
         memory += num_tokens * self.decode.memory_per_row_s
-        return self.constants.check_s(max(compute, memory) + self.decode.t0_s, longest)
+        return self.constants.verify_s(max(compute, memory) + self.decode.t0_s, longest)
 
 
 class _Attention:
@@ -375,7 +375,7 @@ class _Compiled:
         self.check = tuple(
             each.check_line(line) for each, line in zip(pricer.attention, self.decode, strict=True)
         )
-        # What is no operator of the model, of a step and of a pass that guesses.
+        # What is no operator of the model, of a step and of a pass that drafts.
         self.step_s = host.captured_s if manner.captured else 0.0
         self.pass_s = host.pass_s if manner.captured else 0.0
 
@@ -437,7 +437,7 @@ class Pricer:
         host_s: float = 0.0,
     ) -> float:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
-        per request), in which the device makes guesses for `drafting_s` before and the host works
+        per request), in which the device makes drafts for `drafting_s` before and the host works
         for `host_s` more than for other such steps."""
         kernels, launches, compiled = self._kernels(totals, num_logits)
         return combine(
@@ -446,12 +446,12 @@ class Pricer:
             totals.num_requests,
             launches,
             is_lone=is_lone(totals),
-            num_checked=totals.num_checked,
+            num_verified=totals.num_verified,
             more_s=host_s,
         )[2]
 
     def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
-        """Of a pass that guesses: the device's part of such a step, in which the host has none."""
+        """Of a pass that drafts: the device's part of such a step, in which the host has none."""
         kernels, launches, compiled = self._kernels(totals, num_logits)
         return max(kernels + compiled.pass_s, launches * self._host.per_launch_s)
 
@@ -493,7 +493,7 @@ class Pricer:
     ) -> DecodeRun:
         """The coming decode steps of requests with `contexts` computed tokens each, all in the
         manner of the first. `is_planned` False: the host has no part in them, as in passes that
-        guess."""
+        draft."""
         rows = len(contexts)
         num_logits = rows if num_logits is None else num_logits
         manner = self._manners.of(decode_totals(self.kinds, contexts))

@@ -90,7 +90,7 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
         len(shape),
         0 if manner.captured else sum(op.count for op in ops),
         is_lone=is_lone(totals),
-        num_checked=totals.num_checked,
+        num_verified=totals.num_verified,
     )
     return StepCost(
         costs,
@@ -136,14 +136,14 @@ def combine(
     num_launches: int,
     *,
     is_lone: bool = False,
-    num_checked: int = 0,
+    num_verified: int = 0,
     more_s: float = 0.0,
 ) -> tuple[float, float, float]:
     """(device, host, step) seconds: launches run ahead of kernels, and the host's plan of the next
     step beside both when it is overlapped (on the same thread as the launches). `is_lone`: of
-    prompts alone, that find the device idle. `num_checked` of the requests have guesses. `more_s`
+    prompts alone, that find the device idle. `num_verified` of the requests have drafts. `more_s`
     is what the host does beside what it does for all such steps."""
-    plan_s = host.c0_s + host.c1_s * num_requests + host.check_request_s * num_checked + more_s
+    plan_s = host.c0_s + host.c1_s * num_requests + host.check_request_s * num_verified + more_s
     launch_s = host.per_launch_s * num_launches
     if host.overlapped:
         waits_s = host.lone_s + host.lone_request_s * num_requests if is_lone else 0.0
@@ -256,7 +256,7 @@ def _check_parts(op: Op, device: Device, calibration: Calibration, wait: float) 
     t0_s = wait * c.decode_t0_s
     compute = op.flops / (c.decode_e_c * device.peak(op.dtype))
     memory = op.bytes / (c.decode_e_m * device.bandwidth)
-    total, latency = c.check_s(max(compute, memory) + t0_s, op.n), c.check_s(t0_s, op.n)
+    total, latency = c.verify_s(max(compute, memory) + t0_s, op.n), c.verify_s(t0_s, op.n)
     return {"total": total, "compute": compute, "memory": memory, "latency": latency}
 
 

@@ -15,7 +15,9 @@ from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
 from ridgeline.request import record
 from ridgeline.step import StepShape
 
-LONGEST_CHECK = 17  # new tokens of a request that is no chunk of a prompt: one and its guesses
+LONGEST_VERIFICATION = (
+    17  # new tokens of a request that is no chunk of a prompt: one and its drafts
+)
 MOST_TOGETHER = 8  # new tokens of a request that the kernels of decodes take in one launch
 _NO_ROPE = RopeSpec()
 
@@ -38,7 +40,7 @@ class AttentionTotals:
 @record
 class StepTotals:
     """`attention` has one entry per kind, in the order of `attention_kinds`. A request with one
-    new token decodes, one with more is a chunk of a prompt or a check of guesses; the longest of
+    new token decodes, one with more is a chunk of a prompt or a check of drafts; the longest of
     these has `longest_chunk` new tokens. `begins`: one of them has no tokens before."""
 
     num_requests: int
@@ -57,22 +59,22 @@ class StepTotals:
         return self.num_requests - self.num_decodes
 
     @property
-    def is_check(self) -> bool:
-        """Requests have so few new tokens that these are guesses, and no prompt."""
-        return 0 < self.longest_chunk <= LONGEST_CHECK and not self.begins
+    def is_verification(self) -> bool:
+        """Requests have so few new tokens that these are drafts, and no prompt."""
+        return 0 < self.longest_chunk <= LONGEST_VERIFICATION and not self.begins
 
     @property
     def has_prompts(self) -> bool:
-        return self.num_chunks > 0 and not self.is_check
+        return self.num_chunks > 0 and not self.is_verification
 
     @property
-    def num_checked(self) -> int:
-        """Requests whose guesses are checked."""
-        return self.num_chunks if self.is_check else 0
+    def num_verified(self) -> int:
+        """Requests whose drafts are checked."""
+        return self.num_chunks if self.is_verification else 0
 
     @property
     def is_mixed(self) -> bool:
-        return 0 < self.num_decodes < self.num_requests and not self.is_check
+        return 0 < self.num_decodes < self.num_requests and not self.is_verification
 
 
 def attention_kinds(spec: ModelSpec) -> dict[AttentionSpec, int]:

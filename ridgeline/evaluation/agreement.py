@@ -1,4 +1,4 @@
-"""How often does a draft model guess what its target says?
+"""How often does a draft model draft what its target says?
 
 Both figures follow from one teacher-forced pass of the draft over the target's own greedy answers
 (end token included): token i is a match when it is the draft's likeliest token after the prompt
@@ -8,8 +8,8 @@ and the target's tokens before i.
   trials divided by the design effect of tokens that come in answers).
 - `accepted_length_k4`: tokens of the answers / verification steps of greedy speculative decoding
   with k = 4 drafted tokens (n steps; normal approximation, answers as units). A step begins where
-  the last one ended, the draft guesses 4 tokens one after another, the target keeps those up to the
-  first that is not its own and adds one of its own (the bonus token). The guesses of a step equal
+  the last one ended, the draft drafts 4 tokens one after another, the target keeps those up to the
+  first that is not its own and adds one of its own (the bonus token). The drafts of a step equal
   the teacher-forced ones up to and including the first mismatch, so counting matches is exact. A
   step gives 1 to 5 tokens, and the last step of an answer no more than the answer has left.
 """
@@ -47,7 +47,7 @@ def check_pair(target: LLM, draft: LLM, answered: Sequence[Answered]) -> None:
 def matches(
     draft: LLM, answered: Sequence[Answered], *, progress: bool | None
 ) -> list[tuple[bool, ...]]:
-    """For each answer, which of its tokens the draft would have guessed. Answers whose tokens
+    """For each answer, which of its tokens the draft would have drafted. Answers whose tokens
     exceed the draft's context are cut there."""
     longest = draft.resolved.max_model_len - 1
     prompts = [(*a.question.prompt_token_ids, *a.token_ids)[:longest] for a in answered]

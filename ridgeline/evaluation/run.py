@@ -87,7 +87,7 @@ def evaluate(
             say(f"perplexity of {name}: {sum(w.num_scored for w in found)} tokens")
             rows += perplexity_rows(name, score(llm, found, progress=progress))
     if draft is not None and not answered:
-        say("there are no answers for the draft to guess; choose a task that has some")
+        say("there are no answers for the draft to draft; choose a task that has some")
     elif draft is not None:
         rows += _agreement(llm, draft, answered, progress, say)
     return Report(tuple(rows), skipped, tuple(answered))
@@ -109,7 +109,7 @@ def _agreement(
     progress: bool | None,
     say: Say,
 ) -> list[Row]:
-    with draft() as guesser:
-        check_pair(llm, guesser, answered)
-        say("what the draft would have guessed")
-        return list(agreement_rows(answered, matches(guesser, answered, progress=progress)))
+    with draft() as drafter:
+        check_pair(llm, drafter, answered)
+        say("what the draft would have drafted")
+        return list(agreement_rows(answered, matches(drafter, answered, progress=progress)))

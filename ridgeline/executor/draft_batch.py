@@ -42,7 +42,7 @@ class DraftRows:
     has_blocks: bool = False  # so do new blocks
     num_plain: int = 0  # steps without drafts that are not yet in the rows' `num_missed`
     run: RunRows | None = None
-    num_guesses: int = -1  # of `run`
+    num_draft_tokens: int = -1  # of `run`
     _draws: RowDraws | None = None
 
     @property
@@ -51,17 +51,17 @@ class DraftRows:
         if self._draws is None:
             rows = [row.sampling for row in self.kept.rows]
             places, by_odds_R = host_draws(rows), np.array([is_verified_by_odds(r) for r in rows])
-            guesses = replace(places, keys_R=draft_keys(places.keys_R, ~by_odds_R))
-            self._draws = RowDraws(places, guesses, by_odds_R)
+            draft_tokens = replace(places, keys_R=draft_keys(places.keys_R, ~by_odds_R))
+            self._draws = RowDraws(places, draft_tokens, by_odds_R)
         return self._draws
 
-    def run_of(self, num_guesses: int, vocab_size: int, transfer: Transfer) -> RunRows:
+    def run_of(self, num_draft_tokens: int, vocab_size: int, transfer: Transfer) -> RunRows:
         """The rows as torch samples them, with so many drafts each."""
-        if self.run is None or self.num_guesses != num_guesses:
+        if self.run is None or self.num_draft_tokens != num_draft_tokens:
             rows = [row.sampling for row in self.kept.rows]
-            each = [num_guesses] * len(rows)
+            each = [num_draft_tokens] * len(rows)
             self.run = build_run(rows, each, vocab_size, transfer.send)
-            self.num_guesses = num_guesses
+            self.num_draft_tokens = num_draft_tokens
         return self.run
 
 
@@ -90,12 +90,12 @@ class DraftBatchBuilder(BatchBuilder):
         graphs: DraftGraphs,
         *,
         needs_tokens: bool,
-        max_guesses: int,
+        max_draft_tokens: int,
     ) -> None:
         super().__init__(rows, block_size, vocab_size, transfer)
         self._graphs = graphs
-        self._needs_tokens, self._max_guesses = needs_tokens, max_guesses
-        self._guess_rows: DraftRows | None = None
+        self._needs_tokens, self._max_draft_tokens = needs_tokens, max_draft_tokens
+        self._draft_rows: DraftRows | None = None
         self.num_unsure = 0
 
     def build_step(self, plan: StepPlan) -> DraftBatch | StepBatch:
@@ -127,7 +127,7 @@ class DraftBatchBuilder(BatchBuilder):
             drafts.append(num_draft)
             rows.append(row)
         if is_decode:
-            return self._guess_batch(scheduled, rows, extended, drafts)
+            return self._draft_batch(scheduled, rows, extended, drafts)
         return self._other_batch(scheduled, rows)
 
     def _plain_batch(self, plan: StepPlan, decodes: Decodes) -> DraftBatch:
@@ -142,7 +142,7 @@ class DraftBatchBuilder(BatchBuilder):
             if rows[place].slot not in self._rows.dirty:
                 extended.append(place)
             self._rows.append_blocks(rows[place], plan.scheduled[place].new_block_ids)
-        kept, num = self._guess_rows_of(rows), len(rows)
+        kept, num = self._draft_rows_of(rows), len(rows)
         if any(kept.limits):
             kept.limits = [0] * num
             kept.sent_XB[1] = 0
@@ -151,13 +151,13 @@ class DraftBatchBuilder(BatchBuilder):
         kept.num_plain += 1
         least = _NOT_ASKED
         if kept.kept.batch.banned_until is not None:
-            slack = self._max_guesses if self.num_unsure else 0
+            slack = self._max_draft_tokens if self.num_unsure else 0
             least = np.array(decodes.starts, np.int64) + (1 - slack)
         return DraftBatch(VerifyStep(num, 0, kept.sent_XB), kept, kept.limits, least, None)
 
     # ------------------------------------------------------------------ one token, and drafts
 
-    def _guess_batch(
+    def _draft_batch(
         self,
         scheduled: Sequence[ScheduledRequest],
         rows: list[Row],
@@ -166,13 +166,13 @@ class DraftBatchBuilder(BatchBuilder):
     ) -> DraftBatch:
         num, wanted = len(rows), max(drafts)
         k = self._graphs.captured_for(num, wanted)
-        kept = self._guess_rows_of(rows)
+        kept = self._draft_rows_of(rows)
         limits = drafts if k >= wanted else [min(num_draft, k) for num_draft in drafts]
         if limits != kept.limits:
             kept.sent_XB[1, :num] = kept.limits = limits
         if extended or kept.has_blocks:
             self._enter_blocks(kept, scheduled, extended)
-        slack = self._max_guesses if self.num_unsure else 0
+        slack = self._max_draft_tokens if self.num_unsure else 0
         missed = self._missed(scheduled, rows, slack, limits) if self._needs_tokens else None
         least = _NOT_ASKED
         if kept.kept.batch.banned_until is not None:
@@ -196,8 +196,8 @@ class DraftBatchBuilder(BatchBuilder):
                         sent[3 + 2 * group, place] = counts[group] - 1
                 self._rows.dirty.discard(rows[place].slot)
 
-    def _guess_rows_of(self, rows: list[Row]) -> DraftRows:
-        kept = self._guess_rows
+    def _draft_rows_of(self, rows: list[Row]) -> DraftRows:
+        kept = self._draft_rows
         if kept is not None and kept.kept.rows == rows:
             return kept
         self._count_missed()
@@ -208,14 +208,14 @@ class DraftBatchBuilder(BatchBuilder):
         sent = np.full((2 + 2 * num_groups, bucket), -1, np.int64)
         sent[0, :num], sent[0, num:], sent[1] = [row.slot for row in rows], PADDING_ROW, 0
         kept = DraftRows(sampling, has_odds, sent, [0] * num)
-        self._guess_rows = kept
+        self._draft_rows = kept
         return kept
 
     # ---------------------------------------------------------------- what a draft model missed
 
     def _count_missed(self) -> None:
         """Let the rows know of steps in which they were not looked at."""
-        kept = self._guess_rows
+        kept = self._draft_rows
         if kept is not None and kept.num_plain:
             for row in kept.kept.rows:
                 row.num_missed += kept.num_plain
@@ -288,7 +288,7 @@ class DraftBatchBuilder(BatchBuilder):
     def _history(self) -> History:
         history = self._rows.history
         if history is None:
-            raise InternalError("guesses without a history")
+            raise InternalError("drafts without a history")
         return history
 
 

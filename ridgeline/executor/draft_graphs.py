@@ -26,7 +26,7 @@ from ridgeline.executor.decode_graphs import BUCKETS
 from ridgeline.executor.device_rows import DeviceDraws, DeviceTables
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
-from ridgeline.formats import STEP_GUESSES
+from ridgeline.formats import STEP_DRAFTS
 from ridgeline.kernels.drafts import (
     accept,
     draft_inputs,
@@ -50,7 +50,7 @@ from ridgeline.speculation.synthetic import Synthetic, synthetic_ids
 BEFORE_IDS = 3
 
 
-class Check(Enum):
+class Verification(Enum):
     """How the places of a captured step are drawn; with LOGITS they are not."""
 
     GREEDY = "greedy"
@@ -65,7 +65,7 @@ class RowDraws:
     their keys. `by_odds_R` (bool) are rows whose drafts are checked by their odds."""
 
     places_R: HostDraws
-    guesses_R: HostDraws
+    drafts_R: HostDraws
     by_odds_R: Array
 
 
@@ -75,25 +75,25 @@ class VerifyStep:
     count, and for each group its new block or -1 and where in the table that goes."""
 
     num_rows: int
-    num_guesses: int
+    num_draft_tokens: int
     sent_XB: Array
 
 
 @record
-class Checked:
+class Verified:
     """All of it is overwritten by the next step. `answer_RY` as the host wants it; None after a
     step that ended at the logits."""
 
     answer_RY: torch.Tensor | None
     logits_TV: torch.Tensor  # float32
-    guess_logits_BkV: torch.Tensor | None
+    draft_logits_BkV: torch.Tensor | None
     token_ids_T: torch.Tensor  # that were computed: each row's newest token, then its drafts
     positions_T: torch.Tensor  # where the tokens that come out stand
     rows_R: torch.Tensor
     limits_R: torch.Tensor
 
 
-Key = tuple[int, int, Check]
+Key = tuple[int, int, Verification]
 
 
 class DraftGraphs:
@@ -124,7 +124,7 @@ class DraftGraphs:
         )
         self._starts = [
             torch.arange(self.buckets[-1] + 1, dtype=torch.int32, device=where) * num_new
-            for num_new in range(1, method.max_guesses + 2)
+            for num_new in range(1, method.max_draft_tokens + 2)
         ]
         vocab_size = decoder.spec.vocab_size
         self._logits = torch.empty(most, vocab_size, dtype=torch.float32, device=where)
@@ -140,65 +140,67 @@ class DraftGraphs:
         self.has_odds = not (method.looks_ahead or isinstance(method, Synthetic))
         self.num_steps = 0
         self._graphs: dict[Key, tuple[Callable[[], None], torch.Tensor | None]] = {}
-        self._seen: dict[tuple[int, Key], tuple[torch.Tensor, Checked]] = {}
+        self._seen: dict[tuple[int, Key], tuple[torch.Tensor, Verified]] = {}
         self._captured_tables: torch.Tensor | None = None
 
     # --------------------------------------------------------------------------- a step
 
-    def most_guesses(self, num_rows: int) -> int:
+    def most_drafts(self, num_rows: int) -> int:
         """That a captured step of so many rows has room for."""
         bucket = self.buckets[bisect_right(self.buckets, max(0, num_rows - 1))]
-        return min(self._method.max_guesses, self.max_tokens // bucket - 1)
+        return min(self._method.max_draft_tokens, self.max_tokens // bucket - 1)
 
     def captured_for(self, num_rows: int, wanted: int) -> int:
         """How many drafts a step of so many rows checks, where its rows have up to `wanted`. At
         the ends of answers that is any number, and to capture another one takes as long on a GPU
         as hundreds of steps: the next larger one of those that are usual."""
-        most = self.most_guesses(num_rows)
+        most = self.most_drafts(num_rows)
         if wanted and self._decoder.device.type != "cpu":
-            wanted = STEP_GUESSES[bisect_left(STEP_GUESSES, wanted)]
+            wanted = STEP_DRAFTS[bisect_left(STEP_DRAFTS, wanted)]
         return min(wanted, most)
 
-    def prepare(self, bucket: int, num_guesses: int, check: Check) -> bool:
+    def prepare(self, bucket: int, num_draft_tokens: int, verification: Verification) -> bool:
         """Capture the steps of this size before one is asked for. False: they are. Nothing may be
         in flight."""
         self._follow()
-        key = bucket, num_guesses, check
+        key = bucket, num_draft_tokens, verification
         if key in self._graphs:
             return False
         self._graphs[key] = self._capture(key)
         return True
 
-    def run(self, step: VerifyStep, wanted: RowDraws | None, check: Check) -> Checked:
+    def run(
+        self, step: VerifyStep, wanted: RowDraws | None, verification: Verification
+    ) -> Verified:
         """Send the step off. `wanted`: rows at temperatures, None where all are greedy."""
-        bucket, num_new = step.sent_XB.shape[1], step.num_guesses + 1
-        key = bucket, step.num_guesses, check
+        bucket, num_new = step.sent_XB.shape[1], step.num_draft_tokens + 1
+        key = bucket, step.num_draft_tokens, verification
         self._follow()
         found = self._graphs.get(key)
         if found is None:
             found = self._graphs[key] = self._capture(key)
         self._take_draws(wanted, num_new)
-        replay, guess_logits = found
+        replay, draft_logits = found
         seen = self._seen.get((step.num_rows, key))
         if seen is None:
-            checked = self._checked(step.num_rows, key, guess_logits)
-            seen = self._sent[: step.sent_XB.size], checked
+            verified = self._verified(step.num_rows, key, draft_logits)
+            seen = self._sent[: step.sent_XB.size], verified
             self._seen[step.num_rows, key] = seen
-        sent, checked = seen
+        sent, verified = seen
         self._transfer.send_into(step.sent_XB, sent)
         replay()
         self.num_steps += 1
-        return checked
+        return verified
 
-    def _checked(self, num: int, key: Key, guess_logits: torch.Tensor | None) -> Checked:
+    def _verified(self, num: int, key: Key, draft_logits: torch.Tensor | None) -> Verified:
         """Where a step of `num` rows leaves what."""
         bucket, num_new, tokens = key[0], key[1] + 1, num * (key[1] + 1)
         sent_XB = self._sent[: (2 + 2 * len(self._kv.groups)) * bucket].view(-1, bucket)
-        answer = None if key[2] is Check.LOGITS else self._answer_of(bucket, num_new)[:num]
-        return Checked(
+        answer = None if key[2] is Verification.LOGITS else self._answer_of(bucket, num_new)[:num]
+        return Verified(
             answer,
             self._logits[:tokens],
-            None if guess_logits is None else guess_logits[:num],
+            None if draft_logits is None else draft_logits[:num],
             self._inputs.token_ids_B[:tokens],
             self._inputs.next_positions_B[:tokens],
             sent_XB[0, :num],
@@ -206,13 +208,13 @@ class DraftGraphs:
         )
 
     def finish(
-        self, checked: Checked, ids_T: torch.Tensor, is_sound_T: torch.Tensor
+        self, verified: Verified, ids_T: torch.Tensor, is_sound_T: torch.Tensor
     ) -> torch.Tensor:
         """The rest of a step that ended at the logits; its answer [R, Y]."""
-        num = len(checked.rows_R)
+        num = len(verified.rows_R)
         answer = self._answer_of(num, len(ids_T) // num)
-        self._accept(ids_T, is_sound_T, checked.rows_R, checked.limits_R, answer)
-        self._take_states(checked.rows_R, len(ids_T) // num)
+        self._accept(ids_T, is_sound_T, verified.rows_R, verified.limits_R, answer)
+        self._take_states(verified.rows_R, len(ids_T) // num)
         return answer
 
     def add(
@@ -233,7 +235,7 @@ class DraftGraphs:
     def _history(self) -> History:
         history = self._rows.history
         if history is None:
-            raise InternalError("guesses without a history")
+            raise InternalError("drafts without a history")
         return history
 
     def _follow(self) -> None:
@@ -250,7 +252,7 @@ class DraftGraphs:
         if wanted is None or self._drawn_for == (wanted, num_new):
             return
         self._draws.put(0, wanted.places_R, num_new)
-        self._draws.put(1, wanted.guesses_R)
+        self._draws.put(1, wanted.drafts_R)
         self._draws.put_flags(wanted.by_odds_R)
         self._draws.send()
         self._drawn_for = wanted, num_new
@@ -270,16 +272,18 @@ class DraftGraphs:
         replay = self._device.capture(lambda: kept.append(self._launch(sent_XB, *key[1:])))
         return replay, kept[-1]
 
-    def _launch(self, sent_XB: torch.Tensor, k: int, check: Check) -> torch.Tensor | None:
+    def _launch(
+        self, sent_XB: torch.Tensor, k: int, verification: Verification
+    ) -> torch.Tensor | None:
         rows_B, limits_B = sent_XB[0], sent_XB[1]
         num, num_new = len(rows_B), k + 1
         size, tables_gNM = self._kv.block_size, self._tables.tables_gNM
         draws = None
-        if check is not Check.GREEDY:
+        if verification is not Verification.GREEDY:
             draws = self._draws.parts[1].first(num)
         enter_blocks(rows_B, sent_XB[2:], tables_gNM)
         step = DraftStep(rows_B, limits_B, self._history, tables_gNM, size, draws)
-        guess_logits = self._method.guess(step, k) if k else None
+        draft_logits = self._method.draft(step, k) if k else None
         inputs = first_inputs(self._inputs, num, num_new)
         draft_inputs(
             rows_B, limits_B, self._history, tables_gNM, inputs, size,
@@ -293,11 +297,11 @@ class DraftGraphs:
             logits_TV.copy_(self._decoder.logits(hidden_TE))
         else:
             self._decoder.forward_logits(batch, self._kv, logits_TV)
-        if check is not Check.LOGITS:
-            ids, is_sound = self._draw(logits_TV, inputs, guess_logits, rows_B, check)
+        if verification is not Verification.LOGITS:
+            ids, is_sound = self._draw(logits_TV, inputs, draft_logits, rows_B, verification)
             self._accept(ids, is_sound, rows_B, limits_B, self._answer_of(num, num_new))
             self._take_states(rows_B, num_new)
-        return guess_logits
+        return draft_logits
 
     def _batch(self, rows_B: torch.Tensor, num_new: int) -> ForwardBatch:
         """Of a step whose inputs are there."""
@@ -322,25 +326,25 @@ class DraftGraphs:
         self,
         logits_TV: torch.Tensor,
         inputs: StepInputs,
-        guess_logits_BkV: torch.Tensor | None,
+        draft_logits_BkV: torch.Tensor | None,
         rows_B: torch.Tensor,
-        check: Check,
+        verification: Verification,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         draws = odds = None
         num, positions_T = len(rows_B), inputs.next_positions_B
-        if check is not Check.GREEDY:
+        if verification is not Verification.GREEDY:
             draws = self._draws.parts[0].first(len(logits_TV))
-        if check is Check.ODDS and guess_logits_BkV is not None:
-            guesses_Bk = inputs.token_ids_B.view(num, -1)[:, 1:]
-            odds = DraftOdds(guesses_Bk, guess_logits_BkV, self._draws.flags_B[:num])
+        if verification is Verification.ODDS and draft_logits_BkV is not None:
+            drafts_Bk = inputs.token_ids_B.view(num, -1)[:, 1:]
+            odds = DraftOdds(drafts_Bk, draft_logits_BkV, self._draws.flags_B[:num])
         ids_T, is_sound_T = verified_rows(
             logits_TV, positions_T, draws, odds, workspace=self._workspace
         )
         if isinstance(self._method, Synthetic):
             num_new = len(ids_T) // num
             keys_T = rows_B[:, None].expand(num, num_new).reshape(-1)
-            guesses_T = inputs.token_ids_B.roll(-1)
-            ids_T = synthetic_ids(ids_T, guesses_T, keys_T, positions_T, self._method.rate)
+            drafts_T = inputs.token_ids_B.roll(-1)
+            ids_T = synthetic_ids(ids_T, drafts_T, keys_T, positions_T, self._method.rate)
         return ids_T, is_sound_T
 
     def _accept(

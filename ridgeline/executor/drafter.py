@@ -17,7 +17,7 @@ from ridgeline.attention.layout import ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.draft_batch import DraftBatch, DraftBatchBuilder
-from ridgeline.executor.draft_graphs import BEFORE_IDS, Check, Checked, DraftGraphs
+from ridgeline.executor.draft_graphs import BEFORE_IDS, DraftGraphs, Verification, Verified
 from ridgeline.executor.future import Answers
 from ridgeline.executor.mixed_graphs import MixedStep
 from ridgeline.executor.rows import Rows
@@ -35,7 +35,7 @@ class Drafting:
     """What an executor is told: who drafts, and how many tokens a captured step may check."""
 
     method: DraftMethod
-    max_checked_tokens: int
+    max_verified_tokens: int
 
 
 class DraftRunner:
@@ -78,7 +78,7 @@ class DraftRunner:
             transfer,
             self.graphs,
             needs_tokens=method.needs_tokens,
-            max_guesses=method.max_guesses,
+            max_draft_tokens=method.max_draft_tokens,
         )
 
     def follow(self, step: MixedStep) -> None:
@@ -106,38 +106,38 @@ class DraftRunner:
             self.method.make_room(len(history.lens_N))
             self.method.take_states(*untaken, history)
 
-    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, Checked]:
+    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, Verified]:
         """One step: each row's answer [R, Y], which the next step overwrites."""
         if batch.missed is not None:
             self.method.follow(batch.missed)
-        rows, num_guesses = batch.rows, batch.step.num_guesses
+        rows, num_draft_tokens = batch.rows, batch.step.num_draft_tokens
         sampling = rows.kept.batch
         is_drawn = sampling.is_drawn_at(batch.least_positions)
-        check = Check.LOGITS
+        verification = Verification.LOGITS
         if is_drawn and sampling.filters is None:
-            checked = self.graphs.run(batch.step, None, Check.GREEDY)
+            verified = self.graphs.run(batch.step, None, Verification.GREEDY)
         else:
-            needs_odds = num_guesses > 0 and rows.has_odds and self.graphs.has_odds
+            needs_odds = num_draft_tokens > 0 and rows.has_odds and self.graphs.has_odds
             if is_drawn:
-                check = Check.ODDS if needs_odds else Check.TEMPERATURES
-            checked = self.graphs.run(batch.step, rows.draws, check)
-        answer_RY = checked.answer_RY
+                verification = Verification.ODDS if needs_odds else Verification.TEMPERATURES
+            verified = self.graphs.run(batch.step, rows.draws, verification)
+        answer_RY = verified.answer_RY
         if answer_RY is None:
-            ids_T, is_sound_T = self._drawn(batch, checked)
-            answer_RY = self.graphs.finish(checked, ids_T, is_sound_T)
+            ids_T, is_sound_T = self._drawn(batch, verified)
+            answer_RY = self.graphs.finish(verified, ids_T, is_sound_T)
         kept = rows.kept
         if kept.counts_rows_C is not None and kept.counts_slots_C is not None:
             ids_CQ = answer_RY[kept.counts_rows_C, BEFORE_IDS:-1]
             self._rows.counts.add_run(kept.counts_slots_C, ids_CQ)
-        return answer_RY, checked
+        return answer_RY, verified
 
-    def _drawn(self, batch: DraftBatch, checked: Checked) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(self, batch: DraftBatch, verified: Verified) -> tuple[torch.Tensor, torch.Tensor]:
         """What comes out at each place, by torch: whatever the rows ask for."""
-        num_guesses = batch.step.num_guesses
-        rows = batch.rows.run_of(num_guesses, self._vocab_size, self._transfer)
-        guesses_T = checked.token_ids_T.roll(-1)
-        run = VerifiedRun(rows, checked.positions_T, guesses_T, checked.guess_logits_BkV)
-        sampled = verify_run(checked.logits_TV, run, self._rows.counts)
+        num_draft_tokens = batch.step.num_draft_tokens
+        rows = batch.rows.run_of(num_draft_tokens, self._vocab_size, self._transfer)
+        drafts_T = verified.token_ids_T.roll(-1)
+        run = VerifiedRun(rows, verified.positions_T, drafts_T, verified.draft_logits_BkV)
+        sampled = verify_run(verified.logits_TV, run, self._rows.counts)
         return sampled.token_ids_R, sampled.is_sound_R
 
     def answers(self, answer_RY: torch.Tensor, limits: list[int]) -> Answers:

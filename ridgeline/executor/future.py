@@ -11,13 +11,13 @@ from ridgeline.errors import EngineFault
 from ridgeline.executor.draft_graphs import BEFORE_IDS
 from ridgeline.executor.prompt_logprobs import PromptLogprobs
 from ridgeline.executor.transfer import Mark
-from ridgeline.formats import MAX_GUESSES
+from ridgeline.formats import MAX_DRAFT_TOKENS
 from ridgeline.request import UNKNOWN_TOKEN, TokenLogprobs
 from ridgeline.sampling.logprobs import LogprobTensors, records
 from ridgeline.step import StepResult
 
-# By their number: guesses that stay on the device.
-UNKNOWN = tuple((UNKNOWN_TOKEN,) * num for num in range(MAX_GUESSES + 1))
+# By their number: drafts that stay on the device.
+UNKNOWN = tuple((UNKNOWN_TOKEN,) * num for num in range(MAX_DRAFT_TOKENS + 1))
 NOT_FINITE = "the model gave no finite logit for its next token (NaN, infinity or all banned)"
 
 
@@ -32,9 +32,9 @@ class SampledLogprobs:
 
 @dataclass(slots=True)
 class Answers:
-    """Of a step of an engine that guesses: what `kernels.drafts.accept` says of each row, and how
-    many guesses lie behind its tokens now; numbers where they are on the host already. `limits`:
-    how many of its guesses counted. `always`: there are as many as are wanted."""
+    """Of a step of an engine that drafts: what `kernels.drafts.accept` says of each row, and how
+    many drafts lie behind its tokens now; numbers where they are on the host already. `limits`:
+    how many of its drafts counted. `always`: there are as many as are wanted."""
 
     answer_RY: torch.Tensor | list[list[int]]
     limits: list[int]
@@ -50,7 +50,7 @@ class Answers:
                 result.token_ids.update({name: (token,) for name, num, token in tokens if num})
                 return
             answers = answers.tolist()
-        token_ids, drafts, checked = result.token_ids, result.draft_token_ids, result.checked
+        token_ids, drafts, verified = result.token_ids, result.draft_token_ids, result.verified
         for name, limit, answer in zip(names, self.limits, answers, strict=True):
             num = answer[0]
             if not num:
@@ -61,9 +61,9 @@ class Answers:
             found = answer[1]
             looked = limit if limit < found else found
             if looked:
-                checked[name] = (looked if looked < num else num, num - 1)
+                verified[name] = (looked if looked < num else num, num - 1)
             elif not always:
-                checked[name] = (1, answer[2]) if found else (0, 0)
+                verified[name] = (1, answer[2]) if found else (0, 0)
 
 
 @dataclass(slots=True)

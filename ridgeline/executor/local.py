@@ -65,7 +65,7 @@ class LocalExecutor:
     A step that fails takes the rows of its requests with it; steps already planned for those fail
     too, and all others go on. `deterministic`, over a decoder that is: what a request gets does
     not depend on the others; its decodes are captured as prompts are. With `drafting` tokens are
-    guessed, and as many of them checked as a plan says.
+    drafted, and as many of them checked as a plan says.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LocalExecutor:
         self._decoder = decoder
         self._kv = kv
         self._transfer = transfer_to(device.torch_device)
-        most_guesses = 0 if drafting is None else drafting.method.max_guesses
+        most_drafts = 0 if drafting is None else drafting.method.max_draft_tokens
         self._rows = Rows(
             len(groups),
             block_size,
@@ -102,7 +102,7 @@ class LocalExecutor:
             first_rows=max(FIRST_ROWS, 1 << max_captured_rows.bit_length()),
             # All at once: captured steps are of no use any more when the counts move.
             first_counts=max(FIRST_COUNTS, 1 << (max_captured_rows - 1).bit_length()),
-            max_guesses=most_guesses,
+            max_draft_tokens=most_drafts,
         )
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -110,7 +110,7 @@ class LocalExecutor:
             self._rows,
             self._transfer,
             len(groups),
-            -(-(max_model_len + most_guesses) // block_size),
+            -(-(max_model_len + most_drafts) // block_size),
             device.torch_device,
         )
         shared = decoder, kv, self._rows, tables, self._transfer, device
@@ -130,12 +130,12 @@ class LocalExecutor:
         )
         self._drafter: DraftRunner | None = None
         if drafting is not None:
-            check(max_captured_rows > 0 and not deterministic, "guesses need captured steps")
+            check(max_captured_rows > 0 and not deterministic, "drafts need captured steps")
             self._drafter = DraftRunner(
                 *shared,
                 method=drafting.method,
                 max_rows=max_captured_rows,
-                max_tokens=drafting.max_checked_tokens,
+                max_tokens=drafting.max_verified_tokens,
                 block_size=block_size,
             )
             self._builder = self._drafter.builder
@@ -179,8 +179,8 @@ class LocalExecutor:
     @property
     def num_captured_steps(self) -> int:
         """Decodes, and others."""
-        guessed = None if self._drafter is None else self._drafter.graphs
-        every = self._graphs, self._mixed, guessed
+        drafted = None if self._drafter is None else self._drafter.graphs
+        every = self._graphs, self._mixed, drafted
         return sum(graphs.num_steps for graphs in every if graphs is not None)
 
     @property
@@ -201,7 +201,7 @@ class LocalExecutor:
         if isinstance(step, CapturedBatch):
             return self._replay(plan, step)
         if isinstance(step, DraftBatch):
-            return self._guess(plan, step)
+            return self._draft(plan, step)
         hidden_TE = self._forward(step.forward)
         sampling = self._builder.sampling(step)
         prompt = None
@@ -257,16 +257,16 @@ class LocalExecutor:
         answer = self._transfer.fetch(ids_R, is_kept=False), logprobs
         return self._pending(plan, kept.request_ids, answer, None)
 
-    def _guess(self, plan: StepPlan, batch: DraftBatch) -> StepFuture:
-        """A captured step with guesses, or of an engine that guesses."""
+    def _draft(self, plan: StepPlan, batch: DraftBatch) -> StepFuture:
+        """A captured step with drafts, or of an engine that drafts."""
         if (drafter := self._drafter) is None:
-            raise InternalError("guesses of an engine without them")
-        answer_RY, checked = drafter.run(batch)
+            raise InternalError("drafts of an engine without them")
+        answer_RY, verified = drafter.run(batch)
         kept, logprobs = batch.rows.kept, None
         if (wanted := kept.batch.logprobs) is not None:
-            num_new = batch.step.num_guesses + 1
+            num_new = batch.step.num_draft_tokens + 1
             ids_T = answer_RY[:, BEFORE_IDS : BEFORE_IDS + num_new].clamp(min=0).reshape(-1)
-            there = self._logprobs(checked.logits_TV, ids_T, repeated(wanted, num_new))
+            there = self._logprobs(verified.logits_TV, ids_T, repeated(wanted, num_new))
             fetched = there.each(self._transfer.fetch)
             logprobs = SampledLogprobs(wanted.rows, wanted.top_ks, fetched)
         answers = drafter.answers(answer_RY, batch.limits)

@@ -29,7 +29,7 @@ _FIRST_BLOCKS = 16
 class Row:
     """`slot` is its place in the tables. `known_ids` (int64) are prompt and output as they were
     when the row was opened; `num_tokens` counts them and every token sampled since, but where
-    tokens are guessed: there only the device knows."""
+    tokens are drafted: there only the device knows."""
 
     request_id: str
     slot: int
@@ -48,7 +48,8 @@ class Rows:
     """All rows, by request id. `tables_NM` (int32, one per KV group) are on the host; `version`
     changes whenever they do, and `dirty` collects the rows that were changed. `last_ids_N` (int64)
     is on the device; `generation` changes when there is room for more rows than before.
-    `history`, of an engine that guesses up to `max_guesses` tokens of a row, knows all tokens."""
+    `history`, of an engine that drafts up to `max_draft_tokens` tokens of a row, knows all
+    tokens."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Rows:
         transfer: Transfer,
         first_rows: int = FIRST_ROWS,
         first_counts: int = FIRST_COUNTS,
-        max_guesses: int = 0,
+        max_draft_tokens: int = 0,
     ) -> None:
         self._transfer = transfer
         self._block_size = block_size
@@ -72,9 +73,9 @@ class Rows:
         self.last_ids_N = transfer.send(np.zeros(first_rows, np.int64))
         self.counts = PenaltyCounts(vocab_size, transfer.send, first_counts)
         self.history: History | None = None
-        if max_guesses:
+        if max_draft_tokens:
             where = self.last_ids_N.device
-            self.history = make_history(first_rows, max_model_len, max_guesses, where)
+            self.history = make_history(first_rows, max_model_len, max_draft_tokens, where)
         self.version = 0
         self.dirty: set[int] = set()
         self.generation = 0

@@ -4,7 +4,7 @@ A step of a size that was not met before is launched twice and captured, which t
 steps, and compiles kernels where the disk has none. What any traffic will meet is known: two plain
 prompts first, for all that is woken by its first use; then decode steps from the largest to the
 smallest (so that they share memory), steps in which a chunk of prompts joins them, other prompts,
-and the same decodes at temperatures. Where tokens are guessed, the decodes are those with guesses.
+and the same decodes at temperatures. Where tokens are drafted, the decodes are those with drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ridgeline.clock import WallClock
 from ridgeline.executor.decode_graphs import Sampling
-from ridgeline.executor.draft_graphs import Check, DraftGraphs
+from ridgeline.executor.draft_graphs import DraftGraphs, Verification
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.mixed_graphs import DECODE_BUCKETS
 from ridgeline.log import say
@@ -31,7 +31,7 @@ from ridgeline.step import NULL_BLOCK, NewRequest, ScheduledRequest, StepPlan
 WARM_UP_S = 90.0
 ROW = "warm-up"
 FEW_ROWS = 8
-NUMBERS_OF_GUESSES = 4, 2, 1, 3, 6, 8  # the most useful first, where nobody knows
+NUMBERS_OF_DRAFTS = 4, 2, 1, 3, 6, 8  # the most useful first, where nobody knows
 LONG_PROMPT, SHORT_PROMPT = 4096, 16
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 class WarmUp:
     """Foreseeable steps of an executor that runs nothing: of up to `max_tokens`, and up to
-    `max_mixed` where prompts join decodes (None: as many). `guesses`: how many of them a step may
-    check, the most useful number first."""
+    `max_mixed` where prompts join decodes (None: as many). `draft_tokens`: how many of them a step
+    may verify, the most useful number first."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class WarmUp:
         *,
         max_tokens: int,
         max_mixed: int | None = None,
-        guesses: Sequence[int] = NUMBERS_OF_GUESSES,
+        draft_tokens: Sequence[int] = NUMBERS_OF_DRAFTS,
     ) -> None:
-        steps = tuple(foreseen(executor, max_tokens, max_mixed, guesses))
+        steps = tuple(foreseen(executor, max_tokens, max_mixed, draft_tokens))
         self._clock = WallClock()
         self._coming = iter(steps)
         self._num_all = self._num_left = len(steps)
@@ -87,7 +87,7 @@ def foreseen(
     executor: LocalExecutor,
     max_tokens: int,
     max_mixed: int | None,
-    guesses: Sequence[int] = NUMBERS_OF_GUESSES,
+    draft_tokens: Sequence[int] = NUMBERS_OF_DRAFTS,
 ) -> Iterator[Callable[[], object]]:
     """In the order in which they are worth doing."""
     longest = min(max_tokens, executor.max_model_len - 1)
@@ -96,7 +96,7 @@ def foreseen(
             yield partial(_read_prompt, executor, num_tokens)
     graphs, mixed = executor.decode_graphs, executor.mixed_graphs
     if executor.drafter is not None:
-        yield from _checks(executor.drafter.graphs, guesses)
+        yield from _checks(executor.drafter.graphs, draft_tokens)
     if graphs is not None:
         for bucket in reversed(graphs.buckets):
             yield partial(graphs.prepare, bucket, Sampling.GREEDY)
@@ -113,17 +113,20 @@ def foreseen(
             yield partial(graphs.prepare, bucket, Sampling.TEMPERATURES)
 
 
-def _checks(graphs: DraftGraphs, guesses: Sequence[int]) -> Iterator[Callable[[], object]]:
-    """Of an engine that guesses: steps without guesses first; of those with, of few rows, where
+def _checks(graphs: DraftGraphs, draft_tokens: Sequence[int]) -> Iterator[Callable[[], object]]:
+    """Of an engine that drafts: steps without drafts first; of those with, of few rows, where
     they pay."""
     for bucket in reversed(graphs.buckets):
-        yield partial(graphs.prepare, bucket, 0, Check.GREEDY)
-    drawn = Check.ODDS if graphs.has_odds else Check.TEMPERATURES
-    for check, plain in ((Check.GREEDY, Check.GREEDY), (drawn, Check.TEMPERATURES)):
+        yield partial(graphs.prepare, bucket, 0, Verification.GREEDY)
+    drawn = Verification.ODDS if graphs.has_odds else Verification.TEMPERATURES
+    for verification, plain in (
+        (Verification.GREEDY, Verification.GREEDY),
+        (drawn, Verification.TEMPERATURES),
+    ):
         for bucket in [b for b in reversed(graphs.buckets) if b <= FEW_ROWS]:
-            for k in guesses:
-                if k <= graphs.most_guesses(bucket):
-                    yield partial(graphs.prepare, bucket, k, check)
+            for k in draft_tokens:
+                if k <= graphs.most_drafts(bucket):
+                    yield partial(graphs.prepare, bucket, k, verification)
             yield partial(graphs.prepare, bucket, 0, plain)
 
 

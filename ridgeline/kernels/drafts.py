@@ -183,8 +183,8 @@ def accept_reference(
     rows_B1, lens_B, found_B = rows_B[:, None], history.lens_N[rows_B], history.found_N[rows_B]
     places_BQ = lens_B[:, None] + steps_Q
     is_there_BQ = places_BQ < width
-    guesses_BQ = history.tokens_NL[rows_B1, places_BQ.clamp(max=width - 1)]
-    is_right_BQ = (ids_BQ == guesses_BQ) & is_sound_BQ & is_there_BQ
+    drafts_BQ = history.tokens_NL[rows_B1, places_BQ.clamp(max=width - 1)]
+    is_right_BQ = (ids_BQ == drafts_BQ) & is_sound_BQ & is_there_BQ
     most_B = torch.minimum(limits_B, found_B).clamp(max=num_new - 1)
     goes_on_BQ = (is_right_BQ & (steps_Q < most_B[:, None])).long().cumprod(1)
     num_B = 1 + goes_on_BQ.sum(1)

@@ -103,7 +103,7 @@ def draft_inputs_triton(
     check(len(out.token_ids_B) == num and out.slots_gB.shape[1] == num, "a place for each token")
     check(len(out.seq_lens_B) == num_rows, "a length for each row", rows=num_rows)
     pdl = launches_early(rows_B.device) if pdl is None else pdl
-    _guess_inputs[(triton.cdiv(num, BLOCK),)](
+    _draft_inputs[(triton.cdiv(num, BLOCK),)](
         rows_B,
         limits_B,
         limits_B if fresh_XB is None else fresh_XB,
@@ -136,7 +136,7 @@ def draft_inputs_triton(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_new", "first"])
-def _guess_inputs(
+def _draft_inputs(
     rows_ptr,
     limits_ptr,
     fresh_ptr,
@@ -275,8 +275,8 @@ def _accept(
     is_sound = tl.load(is_sound_ptr + b[:, None] * num_new + j, given, 0) != 0
     at = tokens_ptr + row[:, None] * token_row + length[:, None] + j
     is_there = given & (length[:, None] + j < token_width)
-    guess = tl.load(at, is_there, -1)
-    is_right = is_there & is_sound & (guess.to(tl.int64) == ids)
+    draft_token = tl.load(at, is_there, -1)
+    is_right = is_there & is_sound & (draft_token.to(tl.int64) == ids)
     tl.debug_barrier()  # all have read before one of them writes
     stops = (is_right == 0) | (j >= limit[:, None])
     num = 1 + tl.min(tl.where(stops, j, LANES), 1)
@@ -310,7 +310,7 @@ def put_drafts_triton(
     check_history(history)
     num_rows = len(rows_B)
     pdl = launches_early(rows_B.device) if pdl is None else pdl
-    _put_guesses[(triton.cdiv(num_rows, BLOCK),)](
+    _put_drafts[(triton.cdiv(num_rows, BLOCK),)](
         ids_B,
         rows_B,
         history.tokens_NL,
@@ -328,7 +328,7 @@ def put_drafts_triton(
 
 
 @triton.jit(do_not_specialize=["num_rows", "index"])
-def _put_guesses(
+def _put_drafts(
     ids_ptr,
     rows_ptr,
     tokens_ptr,

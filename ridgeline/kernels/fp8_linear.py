@@ -40,7 +40,7 @@ from ridgeline.kernels.workspace import Workspace
 # so a table entry of ours may win there; without one it is left to the library.
 MAX_FEW = 1  # rows up to which one kernel does all
 MAX_STREAMED = 8  # the same where W is streamed
-MAX_GUESS = 64  # rows up to which our kernel is chosen where nothing was measured
+MAX_UNTUNED_ROWS = 64  # rows up to which our kernel is chosen where nothing was measured
 MAX_OWN = 256  # rows that our kernel in Triton takes
 ALIGNMENT = 16  # of K and N in products of e4m3
 TILE_NUMBERS = {"cpu": 1 << 18}  # of W that are turned back at once where there is no e4m3
@@ -49,7 +49,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200, for the default choice of splits
 TALL = 16384  # rows of W that keep a device busy with small programs
 DTYPE = "float8_e4m3fn"  # in the table of tiles
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-GUESSED_STREAM = Tile(32, 64, warps=8, stages=3, stream=True)
+UNTUNED_STREAM = Tile(32, 64, warps=8, stages=3, stream=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def fp8_linear(
         return fp8_by_tile(
             x_MK,
             weight,
-            tile or guess_tile(rows, outputs, inputs),
+            tile or untuned_tile(rows, outputs, inputs),
             norm=norm,
             bias_N=bias_N,
             gated=gated,
@@ -151,7 +151,7 @@ def _few_tile(x_MK: torch.Tensor, weight: Fp8Matrix, kind: str) -> Tile | None:
         tile = None
     if rows == 1 or (tile is not None and tile.stream):
         return tile
-    return None if "norm" in kind else GUESSED_STREAM
+    return None if "norm" in kind else UNTUNED_STREAM
 
 
 def fp8_product(
@@ -182,7 +182,7 @@ def fp8_product(
                 pdl=pdl is not False,
                 **beside,
             )
-        tile = guess_tile(rows.codes_MK.shape[0], *weight.codes_NK.shape)
+        tile = untuned_tile(rows.codes_MK.shape[0], *weight.codes_NK.shape)
     if tile is not None and tile.wgmma:
         if can_tile(rows.codes_MK, weight.codes_NK, gated=gated):
             return tile_linear(
@@ -342,10 +342,10 @@ def choose_tile(rows: int, outputs: int, inputs: int, device: str, kind: str) ->
     place = Place(device, DTYPE, outputs, inputs, bucket(rows), kind)
     if is_measured(place):
         return find_tile(place)
-    return guess_tile(rows, outputs, inputs) if rows <= MAX_GUESS else None
+    return untuned_tile(rows, outputs, inputs) if rows <= MAX_UNTUNED_ROWS else None
 
 
-def guess_tile(rows: int, outputs: int, inputs: int) -> Tile:
+def untuned_tile(rows: int, outputs: int, inputs: int) -> Tile:
     """One row: 16 bytes of W for each thread along K, and small programs if they are many anyway.
     More: two programs a multiprocessor, if each still has two tiles of K to read."""
     if rows == 1:

@@ -24,13 +24,15 @@ class History:
     found_N: torch.Tensor
 
 
-def make_history(num_rows: int, max_tokens: int, max_guesses: int, device: torch.device) -> History:
+def make_history(
+    num_rows: int, max_tokens: int, max_draft_tokens: int, device: torch.device
+) -> History:
     """For rows of up to `max_tokens`. Row 0 is padding."""
 
     def whole(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    width = max(max_tokens, PADDING_LENGTH) + max_guesses + 1
+    width = max(max_tokens, PADDING_LENGTH) + max_draft_tokens + 1
     history = History(whole(num_rows, width, dtype=torch.int32), whole(num_rows), whole(num_rows))
     history.lens_N[0] = PADDING_LENGTH
     return history

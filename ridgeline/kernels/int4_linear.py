@@ -189,7 +189,7 @@ def choose(asked: Asked) -> Tile | None:
         tile = find_tile(place)
         if tile is None or runs(tile, asked):
             return tile
-    return guess(asked)
+    return untuned_tile(asked)
 
 
 def runs(tile: Tile, asked: Asked) -> bool:
@@ -207,22 +207,22 @@ def runs(tile: Tile, asked: Asked) -> bool:
     return tile.stream or not asked.norm
 
 
-def guess(asked: Asked) -> Tile | None:
+def untuned_tile(asked: Asked) -> Tile | None:
     """Where nothing was measured."""
     if asked.rows <= MAX_FEW:
-        for tile in _guessed_streams(asked):
+        for tile in _untuned_streams(asked):
             if runs(tile, asked):
                 return tile
     if asked.rows > MAX_TILED or asked.norm:
         return None
     for stages in range(12, 2, -1):
-        tile = _guessed_tile(asked, stages)
+        tile = _units_tile(asked, stages)
         if runs(tile, asked):
             return tile
     return None
 
 
-def _guessed_streams(asked: Asked) -> list[Tile]:
+def _untuned_streams(asked: Asked) -> list[Tile]:
     """Enough programs for all multiprocessors, as many slots as half of the memory takes; else
     what the memory takes, K being shared by more programs where x is large."""
     form = asked.form
@@ -254,7 +254,7 @@ def _within(tile: Tile, asked: Asked, room: int | None) -> bool:
     return room is None or cut.shared_bytes <= room
 
 
-def _guessed_tile(asked: Asked, stages: int) -> Tile:
+def _units_tile(asked: Asked, stages: int) -> Tile:
     """The steps of all tiles are shared evenly by the multiprocessors."""
     if asked.rows <= 128:
         return Tile(128, COLUMNS, warps=8, stages=stages, per_sm=1, wgmma=True)

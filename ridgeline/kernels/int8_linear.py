@@ -19,8 +19,8 @@ from typing import TypedDict
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.fp8_linear import MAX_GUESS, Fp8Matrix, by_tiles, fp8_by_tile
-from ridgeline.kernels.fp8_linear import guess_tile as fp8_guess
+from ridgeline.kernels.fp8_linear import MAX_UNTUNED_ROWS, Fp8Matrix, by_tiles, fp8_by_tile
+from ridgeline.kernels.fp8_linear import untuned_tile as fp8_untuned_tile
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows
 from ridgeline.kernels.rms_norm import add_norm
 from ridgeline.kernels.small_linear import InputNorm
@@ -203,9 +203,9 @@ def widened_linear(
     """x @ W.T + bias with x as it is, on any GPU of NVIDIA: few rows by the kernel in Triton that
     `fp8_linear` has for them, more by the library, some rows of W after the other."""
     matrix, rows = Fp8Matrix(weight.codes_NK, weight.scale_N), x_MK.shape[0]
-    if not 0 < rows <= MAX_GUESS:
+    if not 0 < rows <= MAX_UNTUNED_ROWS:
         return by_tiles(x_MK, matrix, bias_N, out_MO)
-    tile = fp8_guess(rows, *weight.codes_NK.shape)
+    tile = fp8_untuned_tile(rows, *weight.codes_NK.shape)
     return fp8_by_tile(x_MK, matrix, tile, bias_N=bias_N, out_MO=out_MO)
 
 
@@ -239,13 +239,15 @@ def pieces(rows: int) -> Iterator[slice]:
 def few_tile(rows: int, weight: Int8Matrix, kind: str) -> Tile:
     """Of rows that nobody has rounded."""
     tile = _measured(rows, weight, kind)
-    return tile if tile is not None and tile.stream else _guess(rows, weight, kind, stream=True)
+    return (
+        tile if tile is not None and tile.stream else _untuned_tile(rows, weight, kind, stream=True)
+    )
 
 
 def rounded_tile(rows: int, weight: Int8Matrix, kind: str) -> Tile:
     """Of rows in int8; measured for up to 8 of them as well, where deterministic serving asks."""
     tile = _measured(rows, weight, kind)
-    return tile or _guess(rows, weight, kind, stream=rows <= MAX_STREAMED)
+    return tile or _untuned_tile(rows, weight, kind, stream=rows <= MAX_STREAMED)
 
 
 def _measured(rows: int, weight: Int8Matrix, kind: str) -> Tile | None:
@@ -253,16 +255,16 @@ def _measured(rows: int, weight: Int8Matrix, kind: str) -> Tile | None:
     return find_tile(Place(name, DTYPE, outputs, inputs, bucket(rows), kind))
 
 
-def _guess(rows: int, weight: Int8Matrix, kind: str, *, stream: bool) -> Tile:
+def _untuned_tile(rows: int, weight: Int8Matrix, kind: str, *, stream: bool) -> Tile:
     outputs, inputs = weight.codes_NK.shape
     units, gated = multiprocessors(weight.codes_NK.device), "gated" in kind
     if stream:
-        return guess_stream(outputs, inputs, units, gated=gated)
-    return guess_tile(rows, outputs, inputs, units, gated=gated)
+        return untuned_stream(outputs, inputs, units, gated=gated)
+    return untuned_tile(rows, outputs, inputs, units, gated=gated)
 
 
 @lru_cache(maxsize=1024)
-def guess_stream(outputs: int, inputs: int, units: int, *, gated: bool) -> Tile:
+def untuned_stream(outputs: int, inputs: int, units: int, *, gated: bool) -> Tile:
     """Groups of which the busiest program has the fewest rows of W."""
 
     def busiest(tile: Tile) -> int:
@@ -274,7 +276,7 @@ def guess_stream(outputs: int, inputs: int, units: int, *, gated: bool) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def guess_tile(rows: int, outputs: int, inputs: int, units: int, *, gated: bool) -> Tile:
+def untuned_tile(rows: int, outputs: int, inputs: int, units: int, *, gated: bool) -> Tile:
     """Small tiles whose steps a cluster shares, where all of them run at once; else large ones, to
     each its own program if they are many, else shared evenly; pairs of these share rows of x, if
     there are many."""

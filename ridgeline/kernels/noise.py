@@ -40,9 +40,9 @@ def stream_key(seed: int) -> int:
     return _signed(z ^ (z >> 31))
 
 
-# A request's streams beside its own: of its guesses, of the coins that keep them, of what is drawn
+# A request's streams beside its own: of its drafts, of the coins that keep them, of what is drawn
 # in place of those that are not kept.
-_GUESSES = _signed(0xA0761D6478BD642F)
+_DRAFTS = _signed(0xA0761D6478BD642F)
 _COINS = _signed(0xE7037ED1A0B428DB)
 _REST = _signed(0x8EBC6AF09C88C6E3)
 
@@ -85,21 +85,21 @@ def _minus_uniforms(
 
 
 def draft_keys(keys_R: Keys, is_seeded_R: Keys) -> Keys:
-    """The keys (int64) that a draft draws its guesses with.
+    """The keys (int64) that a draft draws its drafts with.
 
-    A seeded row's guesses (`is_seeded_R`, bool) are compared with the token that its own noise
+    A seeded row's drafts (`is_seeded_R`, bool) are compared with the token that its own noise
     draws, so they are drawn with the same noise, which makes them agree more often. The other
     rows' are checked by their odds, which is right only if nothing else knows their noise.
     """
-    guesses_R: Keys = keys_R ^ (~is_seeded_R * _GUESSES)
-    return guesses_R
+    drafts_R: Keys = keys_R ^ (~is_seeded_R * _DRAFTS)
+    return drafts_R
 
 
 def coins(keys_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-    """[R] float32 in (0, 1), of a stream of their own: one decides if a guess is kept."""
+    """[R] float32 in (0, 1), of a stream of their own: one decides if a draft is kept."""
     return uniforms(keys_R ^ _COINS, positions_R, 1).squeeze(1)
 
 
 def rest_keys(keys_R: torch.Tensor) -> torch.Tensor:
-    """Keys of the noise that draws in place of a guess that is not kept."""
+    """Keys of the noise that draws in place of a draft that is not kept."""
     return keys_R ^ _REST

@@ -477,7 +477,7 @@ def _decode_kernel(
             if WINDOW > 0:
                 seen_RU = seen_RU & (key_U[None, :] > position_R[:, None] - WINDOW)
             score_RU = tl.where(seen_RU, score_RU, float("-inf"))
-            # Of the new tokens' own keys, those of guesses without a block may be anything.
+            # Of the new tokens' own keys, those of drafts without a block may be anything.
             if MAX_NEW > 1:
                 seen_by_all = length - num_new + 1
                 if (i + 1) * BLOCK_N > seen_by_all:

@@ -24,8 +24,8 @@ class LookUp:
 
     min_match: int
     max_match: int
-    max_guesses: int
-    guesses_per_match: int = 0  # so many for each token that matches; 0: always `max_guesses`
+    max_draft_tokens: int
+    drafts_per_match: int = 0  # so many for each token that matches; 0: always `max_draft_tokens`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRo
     row's tokens repeat them with the period that the match shows. Without a match none is found.
     """
     check(0 < rule.min_match <= rule.max_match, "1 <= min_match <= max_match", rule=rule)
-    check(rule.max_guesses > 0 and rule.guesses_per_match >= 0, "guesses are made", rule=rule)
+    check(rule.max_draft_tokens > 0 and rule.drafts_per_match >= 0, "drafts are made", rule=rule)
     if rows_B.is_cuda:
         from ridgeline.kernels.prompt_lookup_triton import look_up_triton
 
@@ -79,8 +79,8 @@ def look_up_reference(rows_B: torch.Tensor, history: History, rule: LookUp) -> N
             continue
         num = int(history.lens_N[row])
         end, match = _longest_match(history.tokens_NL[row, :num], rule.max_match)
-        wanted = rule.guesses_per_match * match or rule.max_guesses
-        found = min(wanted, rule.max_guesses, width - num) if match >= rule.min_match else 0
+        wanted = rule.drafts_per_match * match or rule.max_draft_tokens
+        found = min(wanted, rule.max_draft_tokens, width - num) if match >= rule.min_match else 0
         history.found_N[row] = found
         if found:
             steps = torch.arange(found, device=rows_B.device) % (num - end)

@@ -48,11 +48,11 @@ def look_up_triton(
         splits,
         rule.min_match,
         rule.max_match,
-        rule.max_guesses,
-        rule.guesses_per_match,
+        rule.max_draft_tokens,
+        rule.drafts_per_match,
         SPAN=span,
         SPLITS=triton.next_power_of_2(splits),
-        GUESSES=triton.next_power_of_2(rule.max_guesses),
+        DRAFT_TOKENS=triton.next_power_of_2(rule.max_draft_tokens),
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
@@ -60,7 +60,7 @@ def look_up_triton(
 
 
 @triton.jit(
-    do_not_specialize=["splits", "min_match", "max_match", "max_guesses", "guesses_per_match"]
+    do_not_specialize=["splits", "min_match", "max_match", "max_draft_tokens", "drafts_per_match"]
 )
 def _look_up(
     rows_ptr,
@@ -74,11 +74,11 @@ def _look_up(
     splits,
     min_match,
     max_match,
-    max_guesses,
-    guesses_per_match,
+    max_draft_tokens,
+    drafts_per_match,
     SPAN: tl.constexpr,
     SPLITS: tl.constexpr,
-    GUESSES: tl.constexpr,
+    DRAFT_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -115,13 +115,13 @@ def _look_up(
             winner = tl.max(tl.load(places, s < working, 0, cache_modifier=".cg"), 0)
             length = winner >> 32
             end = winner & 0xFFFFFFFF
-            found = tl.minimum(max_guesses, token_width - num)
-            if guesses_per_match > 0:
-                found = tl.minimum(found, guesses_per_match * length)
+            found = tl.minimum(max_draft_tokens, token_width - num)
+            if drafts_per_match > 0:
+                found = tl.minimum(found, drafts_per_match * length)
             found = tl.where((length >= min_match) & (length > 0), found, 0)
-            i = tl.arange(0, GUESSES)
+            i = tl.arange(0, DRAFT_TOKENS)
             period = tl.maximum(num - end, 1)
-            guess = tl.load(tokens + end + i % period, i < found, 0)
-            tl.store(tokens + num + i, guess, i < found)
+            draft_token = tl.load(tokens + end + i % period, i < found, 0)
+            tl.store(tokens + num + i, draft_token, i < found)
             tl.store(found_ptr + row, found)
             reset(arrivals_ptr, b)

@@ -194,9 +194,9 @@ def _tile(
     place = Place(_device_name(x_MK.device), dtype, outputs, inputs, rows, kind)
     tile = find_tile(place)
     if not is_measured(place) and not (norm and residual) and has_warpgroup_products(x_MK.device):
-        from ridgeline.kernels.guessed_tiles import guess_tile
+        from ridgeline.kernels.untuned_tiles import untuned_tile
 
-        tile = guess_tile(rows, outputs, inputs, norm=norm, gated=gated)
+        tile = untuned_tile(rows, outputs, inputs, norm=norm, gated=gated)
     if tile is not None and tile.stream:
         from ridgeline.kernels.stream_linear import can_stream
 

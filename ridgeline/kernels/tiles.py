@@ -13,7 +13,7 @@
              and the kernels it then needs beside it were faster
     others   (us, tb_per_s, library_us) say what was measured and are not read
 
-What has no entry is done as `kernels.guessed_tiles` says, or for e4m3 and int8 as
+What has no entry is done as `kernels.untuned_tiles` says, or for e4m3 and int8 as
 `kernels.fp8_linear` and `kernels.int8_linear` guess, or by the library. A bias has no part in the
 choice. An entry changes the order of additions and nothing else; but beside e4m3 it decides how x
 is rounded too.

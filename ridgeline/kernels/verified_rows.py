@@ -22,14 +22,14 @@ from ridgeline.kernels.workspace import Workspace
 
 @dataclass(frozen=True, slots=True)
 class DraftOdds:
-    """What a step's drafts were drawn from. `guesses_Bk` (int64) follow positions 0 .. k - 1 of
-    their rows; `logits_BkV` gave them at the rows' temperatures, nothing else. `is_checked_B`
+    """What a step's drafts were drawn from. `drafts_Bk` (int64) follow positions 0 .. k - 1 of
+    their rows; `logits_BkV` gave them at the rows' temperatures, nothing else. `is_verified_B`
     (bool): rows at temperatures without a seed; the others get the token they would have drawn
     anyway, as all rows do behind the last draft."""
 
-    guesses_Bk: torch.Tensor
+    drafts_Bk: torch.Tensor
     logits_BkV: torch.Tensor
-    is_checked_B: torch.Tensor
+    is_verified_B: torch.Tensor
 
 
 def verified_rows(
@@ -49,9 +49,9 @@ def verified_rows(
     """
     if odds is None or draws is None:
         return draw_rows(logits_TV, positions_T, draws, workspace=workspace, pdl=pdl)
-    num_rows, num_guesses, size = odds.logits_BkV.shape
-    check(logits_TV.shape[1] == size, "one vocabulary", has=logits_TV.shape[1], guesses=size)
-    check(len(logits_TV) == num_rows * (num_guesses + 1), "k + 1 positions", of=num_rows)
+    num_rows, num_draft_tokens, size = odds.logits_BkV.shape
+    check(logits_TV.shape[1] == size, "one vocabulary", has=logits_TV.shape[1], draft_tokens=size)
+    check(len(logits_TV) == num_rows * (num_draft_tokens + 1), "k + 1 positions", of=num_rows)
     if logits_TV.device.type == "cpu":
         from ridgeline.kernels.cpu import elementwise
 
@@ -77,24 +77,24 @@ def verified_rows_reference(
     workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plain_T, is_sound_T = draw_rows(logits_TV, positions_T, draws, workspace=workspace)
-    ids_Bq = plain_T.clone().view(len(odds.is_checked_B), -1)
-    num_guesses, size = odds.logits_BkV.shape[1:]
+    ids_Bq = plain_T.clone().view(len(odds.is_verified_B), -1)
+    num_draft_tokens, size = odds.logits_BkV.shape[1:]
 
-    def at_guesses(x_T: torch.Tensor) -> torch.Tensor:
-        return x_T.view(*ids_Bq.shape, *x_T.shape[1:])[:, :num_guesses].flatten(0, 1)
+    def at_drafts(x_T: torch.Tensor) -> torch.Tensor:
+        return x_T.view(*ids_Bq.shape, *x_T.shape[1:])[:, :num_draft_tokens].flatten(0, 1)
 
-    hot_O1 = at_guesses(draws.temperatures_R).unsqueeze(1)
+    hot_O1 = at_drafts(draws.temperatures_R).unsqueeze(1)
     taken_O, is_decided_O = odds_draw(
-        scores_at(at_guesses(logits_TV), hot_O1),
+        scores_at(at_drafts(logits_TV), hot_O1),
         scores_at(odds.logits_BkV.reshape(-1, size), hot_O1),
-        odds.guesses_Bk.reshape(-1),
-        at_guesses(draws.keys_R),
-        at_guesses(positions_T),
+        odds.drafts_Bk.reshape(-1),
+        at_drafts(draws.keys_R),
+        at_drafts(positions_T),
         workspace=workspace,
     )
-    is_taken_Bk = is_decided_O.view(-1, num_guesses) & odds.is_checked_B.unsqueeze(1)
-    some_Bk = ids_Bq[:, :num_guesses]
-    some_Bk.copy_(taken_O.view(-1, num_guesses).where(is_taken_Bk, some_Bk))
+    is_taken_Bk = is_decided_O.view(-1, num_draft_tokens) & odds.is_verified_B.unsqueeze(1)
+    some_Bk = ids_Bq[:, :num_draft_tokens]
+    some_Bk.copy_(taken_O.view(-1, num_draft_tokens).where(is_taken_Bk, some_Bk))
     return ids_Bq.view(-1).where(is_sound_T, 0), is_sound_T
 
 
@@ -106,8 +106,8 @@ def scores_at(logits_OV: torch.Tensor, temperatures_O1: torch.Tensor) -> torch.T
 
 def odds_draw(
     scores_OV: torch.Tensor,
-    guess_scores_OV: torch.Tensor,
-    guesses_O: torch.Tensor,
+    draft_scores_OV: torch.Tensor,
+    drafts_O: torch.Tensor,
     keys_O: torch.Tensor,
     positions_O: torch.Tensor,
     *,
@@ -119,12 +119,12 @@ def odds_draw(
     Scores are logarithms of p and q (float32) up to a constant for each row, minus infinity for
     what cannot be drawn; `keys_O` (int64) are the rows' own. Never waits for the device.
     """
-    p_OV, q_OV = scores_OV.softmax(-1), guess_scores_OV.softmax(-1)
-    at_O1 = guesses_O.clamp(min=0).unsqueeze(1)
+    p_OV, q_OV = scores_OV.softmax(-1), draft_scores_OV.softmax(-1)
+    at_O1 = drafts_O.clamp(min=0).unsqueeze(1)
     p_O, q_O = p_OV.gather(1, at_O1).squeeze(1), q_OV.gather(1, at_O1).squeeze(1)
-    is_guess_O = guesses_O >= 0
+    is_draft_O = drafts_O >= 0
     # Not a number is less than nothing, and so is never kept.
-    is_kept_O = (coins(keys_O, positions_O) * q_O < p_O) & is_guess_O
+    is_kept_O = (coins(keys_O, positions_O) * q_O < p_O) & is_draft_O
     one_O = torch.ones_like(p_O)
     drawn_O, has_rest_O = draw_rows(
         (p_OV - q_OV).clamp_(min=0).log_(),
@@ -132,4 +132,4 @@ def odds_draw(
         Draws(rest_keys(keys_O).contiguous(), one_O, one_O),
         workspace=workspace,
     )
-    return guesses_O.where(is_kept_O, drawn_O), is_kept_O | (has_rest_O & is_guess_O)
+    return drafts_O.where(is_kept_O, drawn_O), is_kept_O | (has_rest_O & is_draft_O)

@@ -45,11 +45,11 @@ def verified_rows_triton(
     block: int = BLOCK,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, num_guesses, size = odds.logits_BkV.shape
+    num_rows, num_draft_tokens, size = odds.logits_BkV.shape
     check(odds.logits_BkV.stride(2) == 1 or size == 1, "rows of logits are contiguous")
-    check(odds.guesses_Bk.stride(1) == 1 or num_guesses == 1, "a row's guesses are contiguous")
+    check(odds.drafts_Bk.stride(1) == 1 or num_draft_tokens == 1, "a row's drafts are contiguous")
     pdl = launches_early(logits_TV.device) if pdl is None else pdl
-    chunks, places = triton.cdiv(size, block), num_rows * num_guesses
+    chunks, places = triton.cdiv(size, block), num_rows * num_draft_tokens
     most = 3 * len(logits_TV) * chunks
     room = workspace or make_workspace(logits_TV.device, most, len(logits_TV))
     ids_T, is_sound_T = draw_rows_triton(
@@ -63,8 +63,8 @@ def verified_rows_triton(
         kernel[(places, chunks)](
             logits_TV,
             odds.logits_BkV,
-            odds.guesses_Bk,
-            odds.is_checked_B,
+            odds.drafts_Bk,
+            odds.is_verified_B,
             positions_T,
             draws.keys_R,
             draws.temperatures_R,
@@ -72,12 +72,12 @@ def verified_rows_triton(
             partial_O4C,
             state_O5,
             room.arrivals_A,
-            num_guesses,
+            num_draft_tokens,
             size,
             logits_TV.stride(0),
             odds.logits_BkV.stride(0),
             odds.logits_BkV.stride(1),
-            odds.guesses_Bk.stride(0),
+            odds.drafts_Bk.stride(0),
             chunks,
             BLOCK=block,
             CHUNKS=triton.next_power_of_2(chunks),
@@ -124,9 +124,9 @@ def _odds(logit, level, scale, temperature):
 @triton.jit
 def _weigh(
     logits_ptr,
-    guess_logits_ptr,
-    guesses_ptr,
-    is_checked_ptr,
+    draft_logits_ptr,
+    drafts_ptr,
+    is_verified_ptr,
     positions_ptr,
     keys_ptr,
     temperatures_ptr,
@@ -134,12 +134,12 @@ def _weigh(
     partial_ptr,
     state_ptr,
     arrivals_ptr,
-    num_guesses,
+    num_draft_tokens,
     size,
     stride,
-    guess_row_stride,
-    guess_stride,
-    guesses_stride,
+    draft_row_stride,
+    draft_stride,
+    drafts_stride,
     chunks,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -150,14 +150,14 @@ def _weigh(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    b, j = place // num_guesses, place % num_guesses
-    row = b * (num_guesses + 1) + j
-    guess = tl.load(guesses_ptr + b * guesses_stride + j)
+    b, j = place // num_draft_tokens, place % num_draft_tokens
+    row = b * (num_draft_tokens + 1) + j
+    draft_token = tl.load(drafts_ptr + b * drafts_stride + j)
     state = state_ptr + place * STATE
-    is_checked = (tl.load(is_checked_ptr + b) != 0) & (guess >= 0) & (guess < size)
-    if is_checked:
+    is_verified = (tl.load(is_verified_ptr + b) != 0) & (draft_token >= 0) & (draft_token < size)
+    if is_verified:
         p_ptr = logits_ptr + row * stride
-        q_ptr = guess_logits_ptr + b * guess_row_stride + j * guess_stride
+        q_ptr = draft_logits_ptr + b * draft_row_stride + j * draft_stride
         temperature = tl.load(temperatures_ptr + row)
         v = chunk * BLOCK + tl.arange(0, BLOCK)
         most_p, sum_p = _mass(p_ptr, v, size, temperature)
@@ -172,14 +172,14 @@ def _weigh(
             level_p, scale_p, is_p = _merged(places, places + chunks, c, chunks, temperature)
             q_places = places + 2 * chunks
             level_q, scale_q, is_q = _merged(q_places, q_places + chunks, c, chunks, temperature)
-            odds_p = _odds(tl.load(p_ptr + guess), level_p, scale_p, temperature)
-            odds_q = _odds(tl.load(q_ptr + guess), level_q, scale_q, temperature)
+            odds_p = _odds(tl.load(p_ptr + draft_token), level_p, scale_p, temperature)
+            odds_q = _odds(tl.load(q_ptr + draft_token), level_q, scale_q, temperature)
             key = tl.load(keys_ptr + row) ^ COINS
-            coin = uniform(key, tl.load(positions_ptr + row), guess * 0)
+            coin = uniform(key, tl.load(positions_ptr + row), draft_token * 0)
             is_known = is_p & is_q
             is_kept = is_known & (coin * odds_q < odds_p)
             if is_kept:
-                tl.store(ids_ptr + row, guess)
+                tl.store(ids_ptr + row, draft_token)
             tl.store(state, level_p)
             tl.store(state + 1, scale_p)
             tl.store(state + 2, level_q)
@@ -193,9 +193,9 @@ def _weigh(
 @triton.jit
 def _draw_rest(
     logits_ptr,
-    guess_logits_ptr,
-    guesses_ptr,
-    is_checked_ptr,
+    draft_logits_ptr,
+    drafts_ptr,
+    is_verified_ptr,
     positions_ptr,
     keys_ptr,
     temperatures_ptr,
@@ -203,12 +203,12 @@ def _draw_rest(
     partial_ptr,
     state_ptr,
     arrivals_ptr,
-    num_guesses,
+    num_draft_tokens,
     size,
     stride,
-    guess_row_stride,
-    guess_stride,
-    guesses_stride,
+    draft_row_stride,
+    draft_stride,
+    drafts_stride,
     chunks,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -221,13 +221,13 @@ def _draw_rest(
         gdc_launch_dependents()
     state = state_ptr + place * STATE
     if tl.load(state + 4) > 0:
-        b, j = place // num_guesses, place % num_guesses
-        row = b * (num_guesses + 1) + j
+        b, j = place // num_draft_tokens, place % num_draft_tokens
+        row = b * (num_draft_tokens + 1) + j
         temperature = tl.load(temperatures_ptr + row)
         v = chunk * BLOCK + tl.arange(0, BLOCK)
         inside = v < size
         p = tl.load(logits_ptr + row * stride + v, inside, float("-inf"))
-        q_ptr = guess_logits_ptr + b * guess_row_stride + j * guess_stride
+        q_ptr = draft_logits_ptr + b * draft_row_stride + j * draft_stride
         q = tl.load(q_ptr + v, inside, float("-inf"))
         left = _odds(p, tl.load(state), tl.load(state + 1), temperature)
         left -= _odds(q, tl.load(state + 2), tl.load(state + 3), temperature)

@@ -278,7 +278,7 @@ class _Hub:
         else:
             index = self.store / "snapshots" / commit / INDEX_FILE
             if not index.is_file():
-                self._fetch_checked(files[INDEX_FILE], commit, _bar(lambda _: None))
+                self._fetch_verified(files[INDEX_FILE], commit, _bar(lambda _: None))
             wanted += [INDEX_FILE, *shard_names(index)]
         for name in wanted:
             if name not in files:
@@ -293,7 +293,7 @@ class _Hub:
         transfer = _Transfer(sum(files[name].size for name in wanted), progress)
         for name in wanted:
             if files[name] in missing:
-                self._fetch_checked(files[name], commit, _bar(transfer.advance))
+                self._fetch_verified(files[name], commit, _bar(transfer.advance))
             transfer.complete(files[name].size)
         self._remember(commit)
         say(logger, logging.INFO, "model is complete", model=self.name, revision=commit)
@@ -305,7 +305,7 @@ class _Hub:
             num_resumed,
         )
 
-    def _fetch_checked(self, file: HubFile, commit: str, bar: type) -> None:
+    def _fetch_verified(self, file: HubFile, commit: str, bar: type) -> None:
         from huggingface_hub import hf_hub_url
 
         if file.sha256 is not None and file.size <= MAX_RESUMED_BYTES:

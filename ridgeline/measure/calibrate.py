@@ -19,11 +19,11 @@ from ridgeline.devices import Device as OpenDevice
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
 from ridgeline.kernels import nvrtc
-from ridgeline.kernels.guessed_tiles import LEAST
 from ridgeline.kernels.launching import has_warpgroup_products
 from ridgeline.kernels.tiles import own_products
+from ridgeline.kernels.untuned_tiles import LEAST
 from ridgeline.measure.disturbance import Disturbance, watch
-from ridgeline.measure.host import guess_seconds, host_seconds, line_through
+from ridgeline.measure.host import draft_seconds, host_seconds, line_through
 from ridgeline.measure.machine import Bandwidth, figures, last_cache_bytes, measure_bandwidth
 from ridgeline.measure.models import Grid, grid_for
 from ridgeline.measure.points import Effort, Progress, Session
@@ -78,7 +78,7 @@ def calibrate_on(opened: OpenDevice, grid: Grid, question: Question, progress: P
         bandwidth = _better(first, measure_bandwidth(there))
         launch_s = launch_seconds(there)
         hosts = _hosts(grid.hosts, progress)
-        choice_s, token_s = guess_seconds()
+        choice_s, token_s = draft_seconds()
         disturbance = watcher.done(session.spread)
     finally:
         watcher.stop()

@@ -10,7 +10,7 @@ from itertools import pairwise
 from ridgeline.clock import WallClock
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.formats import MAX_GUESSES
+from ridgeline.formats import MAX_DRAFT_TOKENS
 from ridgeline.measure.stopwatch import typical
 from ridgeline.observe.pricing import Pricing
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
@@ -22,7 +22,7 @@ from ridgeline.step import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 NUM_STEPS = 60
-NUM_GUESSES = 4  # of a step whose host is timed
+NUM_DRAFT_TOKENS = 4  # of a step whose host is timed
 ROUNDS = 9  # of what is told from a difference
 
 
@@ -48,8 +48,8 @@ class StubExecutor:
         )
 
 
-class GuessingStub(StubExecutor):
-    """One that looks guesses up: there are always some, and `num_out` tokens come out."""
+class DraftingStub(StubExecutor):
+    """One that looks drafts up: there are always some, and `num_out` tokens come out."""
 
     def __init__(self, num_blocks: int, num_out: int) -> None:
         super().__init__(num_blocks)
@@ -61,54 +61,58 @@ class GuessingStub(StubExecutor):
             if entry.samples:
                 name, num = entry.request_id, min(self.num_out, entry.num_draft + 1)
                 result.token_ids[name] = (1,) * num
-                result.draft_token_ids[name] = (UNKNOWN_TOKEN,) * NUM_GUESSES
-                result.checked[name] = (min(num, entry.num_draft), num - 1)
+                result.draft_token_ids[name] = (UNKNOWN_TOKEN,) * NUM_DRAFT_TOKENS
+                result.verified[name] = (min(num, entry.num_draft), num - 1)
         return _Done(result)
 
 
 class _Prices:
-    """Of steps in which guesses cost next to nothing."""
+    """Of steps in which drafts cost next to nothing."""
 
     def seconds(self, batch: int, context: int, num_drafts: int) -> float:
         return 1e-3 * (1 + 0.01 * num_drafts)
 
 
-def guess_seconds() -> tuple[float, float]:
-    """Seconds of the host, more than for a step with a given number of guesses of which one token
+def draft_seconds() -> tuple[float, float]:
+    """Seconds of the host, more than for a step with a given number of drafts of which one token
     comes out: for choosing the number, and for each further token. Of one request, as what a step
     does for each is small beside the rest of it; differences of medians of rounds in turns. Beside
     a device at work a choice takes longer: there `StepBench.choosing` tells."""
-    kinds = ((NUM_GUESSES, 1), (NUM_GUESSES, NUM_GUESSES + 1), (None, NUM_GUESSES + 1))
+    kinds = (
+        (NUM_DRAFT_TOKENS, 1),
+        (NUM_DRAFT_TOKENS, NUM_DRAFT_TOKENS + 1),
+        (None, NUM_DRAFT_TOKENS + 1),
+    )
     found: list[list[float]] = [[] for _ in kinds]
     for _ in range(ROUNDS):
-        for times, (num_guesses, num_out) in zip(found, kinds, strict=True):
-            times.append(_timed(_guessing_engine(num_guesses, num_out)))
+        for times, (num_draft_tokens, num_out) in zip(found, kinds, strict=True):
+            times.append(_timed(_drafting_engine(num_draft_tokens, num_out)))
     one_s, all_s, chosen_s = map(typical, found)
-    return max(0.0, chosen_s - all_s), max(0.0, (all_s - one_s) / NUM_GUESSES)
+    return max(0.0, chosen_s - all_s), max(0.0, (all_s - one_s) / NUM_DRAFT_TOKENS)
 
 
-def _guessing_engine(num_guesses: int | None, num_out: int) -> Engine:
-    """With one request in the middle of its answer; `num_guesses` None: they are chosen."""
+def _drafting_engine(num_draft_tokens: int | None, num_out: int) -> Engine:
+    """With one request in the middle of its answer; `num_draft_tokens` None: they are chosen."""
     chooser = DraftLengthController(
         _Prices(),
         acceptance=0.9,
-        max_drafts=NUM_GUESSES,
-        max_verified_tokens=MAX_GUESSES + 1,
-        num_drafts=num_guesses,
+        max_drafts=NUM_DRAFT_TOKENS,
+        max_verified_tokens=MAX_DRAFT_TOKENS + 1,
+        num_drafts=num_draft_tokens,
         looks_ahead=True,
     )
     context = 2 * BLOCK_SIZE
-    num_tokens = (2 * NUM_STEPS + 2) * (NUM_GUESSES + 1)
-    blocks = -(-(context + num_tokens + MAX_GUESSES) // BLOCK_SIZE)
+    num_tokens = (2 * NUM_STEPS + 2) * (NUM_DRAFT_TOKENS + 1)
+    blocks = -(-(context + num_tokens + MAX_DRAFT_TOKENS) // BLOCK_SIZE)
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_SIZE, windows=(None,), prefix_caching=True, key=b"calibration"),
         FCFS(),
         max_num_batched_tokens=8192,
         max_num_seqs=1,
-        num_drafts=NUM_GUESSES,
-        guesses=chooser,
+        num_drafts=NUM_DRAFT_TOKENS,
+        draft_lengths=chooser,
     )
-    engine = Engine(scheduler, GuessingStub(blocks, num_out), WallClock(), max_in_flight=2)
+    engine = Engine(scheduler, DraftingStub(blocks, num_out), WallClock(), max_in_flight=2)
     pricing = Pricing(lambda shape, num_logits: StepPrice(1e-3, 1e-3, 1.0, 1.0))
     pricing.followers.append(chooser.on_priced)
     engine.listeners.append(pricing)

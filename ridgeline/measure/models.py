@@ -20,8 +20,8 @@ from ridgeline.architectures.spec import ModelSpec
 class Sample:
     """A model shape. `prefills` and `decodes` (requests, context) are the whole steps that are
     measured with it, `mixes` are (prompt tokens, requests that decode, their context), `checks`
-    (requests, context, guesses of each). `drafts` are such steps in which the model's first layers
-    guess, timed on a device that has a clock of its own. `answers` (number, tokens of the
+    (requests, context, drafts of each). `drafts` are such steps in which the model's first layers
+    draft, timed on a device that has a clock of its own. `answers` (number, tokens of the
     prompt) are timed whole, one after the other. Without `has_operators` it is for these alone."""
 
     name: str
@@ -156,7 +156,7 @@ _QWEN_LIKE = config(1024, 28, 16, 8, 3072, 151936, family="qwen3", head_dim=128)
 _LLAMA_LIKE = config(4096, 16, 32, 8, 14336, 128256, tied=False)
 
 # Kernels were tuned for the two above, but not for these, which are also too small for the rule
-# that cuts what was not tuned (`kernels.guessed_tiles`): such products are the library's. The last
+# that cuts what was not tuned (`kernels.untuned_tiles`): such products are the library's. The last
 # has so little to do that its steps wait for the host; what is once in each step or pass is seen by
 # it, and what is in each layer by the others. Of the second all is still in the last cache when it
 # is read again.

@@ -31,9 +31,9 @@ from ridgeline.measure.operators import (
     stream_series,
 )
 from ridgeline.measure.steps import (
-    GUESSES,
+    DRAFT_TOKENS,
     LOOK_UPS,
-    RIGHT_GUESSES,
+    RIGHT_DRAFTS,
     WARM_UP,
     StepBench,
     StepTimes,
@@ -53,9 +53,9 @@ ROUNDS = 2  # every point is measured in each, so that a disturbance does not hi
 STEP_BUDGET_S = 0.4  # of one point of whole steps, per round
 MIN_STEPS, MAX_STEPS = 4, 24
 ALONE_STEPS = 8  # on the device alone, per round: nobody disturbs there
-CHOICES, CHOICE_ROUNDS = 32, 9  # steps with a chosen number of guesses, and how often
-LOOKS = 24  # steps that look guesses up
-DRAFT_LAYERS = 1  # of a model that guesses by its first layers
+CHOICES, CHOICE_ROUNDS = 32, 9  # steps with a chosen number of drafts, and how often
+LOOKS = 24  # steps that look drafts up
+DRAFT_LAYERS = 1  # of a model that drafts by its first layers
 LONE = ("prefill_step", "mixed_step")  # are timed from their plan to their tokens
 
 
@@ -128,10 +128,10 @@ class Session:
         self, sample: Sample, dtype: str, turn: int, found: dict[tuple[str, str], StepPoints]
     ) -> None:
         """Of what has been found in an earlier turn the faster ones are kept."""
-        for steps_of, guesses in ((_wanted, ""), *self._guessed(sample)):
-            key = sample.name, guesses
+        for steps_of, draft_tokens in ((_wanted, ""), *self._drafted(sample)):
+            key = sample.name, draft_tokens
             stage = f"whole steps, {sample.name}, {dtype}{', again' if turn else ''}"
-            points = self._steps(sample, dtype, steps_of, guesses, stage)
+            points = self._steps(sample, dtype, steps_of, draft_tokens, stage)
             found[key] = faster(found.get(key, {}), points)
             self._forget()
         if sample.answers[0]:
@@ -207,31 +207,31 @@ class Session:
 
     # -- whole steps
 
-    def _guessed(self, sample: Sample) -> Iterator[tuple[StepsOf, str]]:
-        """Steps of engines that guess, and who guesses there."""
+    def _drafted(self, sample: Sample) -> Iterator[tuple[StepsOf, str]]:
+        """Steps of engines that draft, and who drafts there."""
         if sample.checks:
-            yield _wanted_checks, GUESSES
+            yield _wanted_verifications, DRAFT_TOKENS
         if sample.drafts and open_device_timer(self.device.torch_device) is not None:
             yield _wanted_drafts, f"early:{DRAFT_LAYERS}"
 
     def _steps(
-        self, sample: Sample, dtype: str, steps_of: StepsOf, guesses: str, stage: str
+        self, sample: Sample, dtype: str, steps_of: StepsOf, draft_tokens: str, stage: str
     ) -> StepPoints:
-        """Of an engine that makes such guesses; "": none."""
+        """Of an engine that makes such drafts; "": none."""
         try:
-            return self._measured(sample, dtype, steps_of, guesses, stage)
+            return self._measured(sample, dtype, steps_of, draft_tokens, stage)
         except (ConfigError, EngineFault) as reason:
-            if not guesses:
+            if not draft_tokens:
                 raise
-            self.progress(f"checks of guesses are not measured: {reason}", 0, 1)
-            return {}  # what cannot guess here is left out
+            self.progress(f"checks of drafts are not measured: {reason}", 0, 1)
+            return {}  # what cannot draft here is left out
 
     def _measured(
-        self, sample: Sample, dtype: str, steps_of: StepsOf, guesses: str, stage: str
+        self, sample: Sample, dtype: str, steps_of: StepsOf, draft_tokens: str, stage: str
     ) -> StepPoints:
         options = engine_options(sample, self.device, dtype, self.threads)
-        if guesses:
-            options["speculate"] = guesses
+        if draft_tokens:
+            options["speculate"] = draft_tokens
         with random_engine(sample.config, **options) as built:
             bench = step_bench(built)
             host = engine_host(HostConstants(), built.resolved)
@@ -267,31 +267,31 @@ class Session:
             return
         options = engine_options(sample, self.device, dtype, self.threads)
         try:
-            with random_engine(sample.config, **options, speculate=RIGHT_GUESSES) as built:
+            with random_engine(sample.config, **options, speculate=RIGHT_DRAFTS) as built:
                 bench, context = step_bench(built), sample.answers[1]
                 bench.choosing(context, CHOICES)  # captures, and learns what steps take
                 for _ in range(CHOICE_ROUNDS):
                     chosen_s, given_s = bench.choosing(context, CHOICES)
                     self.choices_s.append(chosen_s - given_s)
-        except (ConfigError, EngineFault) as reason:  # what cannot guess here is left out
-            self.progress(f"the choice of guesses is not measured: {reason}", 0, 1)
+        except (ConfigError, EngineFault) as reason:  # what cannot draft here is left out
+            self.progress(f"the choice of drafts is not measured: {reason}", 0, 1)
         self._forget()
 
     def _look_ups(self, sample: Sample, dtype: str) -> None:
-        """What the device does longer where guesses are looked up, though none is checked."""
+        """What the device does longer where drafts are looked up, though none is checked."""
         if open_device_timer(self.device.torch_device) is None:
             return
         found = []
         options = engine_options(sample, self.device, dtype, self.threads)
         try:
-            for guesses in ("off", LOOK_UPS):
-                with random_engine(sample.config, **options, speculate=guesses) as built:
+            for draft_tokens in ("off", LOOK_UPS):
+                with random_engine(sample.config, **options, speculate=draft_tokens) as built:
                     bench, context = step_bench(built), sample.answers[1]
                     bench.alone(1, context, 0, WARM_UP)
                     found.append(bench.alone(1, context, 0, LOOKS).seconds)
                 self._forget()
         except (ConfigError, EngineFault) as reason:
-            self.progress(f"look-ups of guesses are not measured: {reason}", 0, 1)
+            self.progress(f"look-ups of drafts are not measured: {reason}", 0, 1)
             return
         if all(found):  # the host was in time
             plain_s, looking_s = map(typical, found)
@@ -355,20 +355,20 @@ def _wanted(sample: Sample, bench: StepBench) -> Wanted:
         )
 
 
-def _wanted_checks(sample: Sample, bench: StepBench) -> Wanted:
-    for rows, context, guesses in sample.checks:
+def _wanted_verifications(sample: Sample, bench: StepBench) -> Wanted:
+    for rows, context, draft_tokens in sample.checks:
         yield (
             "check_step",
-            lambda n, r=rows, c=context, k=guesses: bench.check(r, c, k, n),  # type: ignore[misc]
+            lambda n, r=rows, c=context, k=draft_tokens: bench.check(r, c, k, n),  # type: ignore[misc]
         )
 
 
 def _wanted_drafts(sample: Sample, bench: StepBench) -> Wanted:
-    for rows, context, guesses in sample.drafts:
-        if rows * (guesses + 1) <= bench.most_alone:
+    for rows, context, draft_tokens in sample.drafts:
+        if rows * (draft_tokens + 1) <= bench.most_alone:
             yield (
                 "draft_device",
-                lambda n, r=rows, c=context, k=guesses: bench.alone(r, c, k, n),  # type: ignore[misc]
+                lambda n, r=rows, c=context, k=draft_tokens: bench.alone(r, c, k, n),  # type: ignore[misc]
             )
 
 
@@ -402,22 +402,22 @@ def step_point(
     what: str, sample: Sample, dtype: str, shape: StepShape, seconds: float, captured: bool = False
 ) -> Point:
     """A whole step as a point to fit, or what the device does of it; every request of it gets a
-    token, and each guess a row of logits too."""
+    token, and each draft a row of logits too."""
     precision = Precision(dtype)
     num_logits = sum(new for new, _ in shape) if what in CHECKS else None
     ops = step_ops(sample.spec, shape, precision=precision, num_logits=num_logits)
     passes = max(new for new, _ in shape) - 1 if what == "draft_device" else 0
     if passes:
-        ops += guess_ops(first_layers(sample.spec, DRAFT_LAYERS), shape, passes, precision)
+        ops += draft_ops(first_layers(sample.spec, DRAFT_LAYERS), shape, passes, precision)
     label = f"{sample.name}: {described(shape)}"
     requests, short = None if what in ALONE else len(shape), precision.short_dtype
     return Point(what, short, ops, seconds, requests, label, captured, num_passes=passes)
 
 
-def guess_ops(
+def draft_ops(
     spec: ModelSpec, shape: StepShape, num_passes: int, precision: Precision
 ) -> tuple[Op, ...]:
-    """The operators of so many passes in which `spec` guesses, one token of each request after the
+    """The operators of so many passes in which `spec` drafts, one token of each request after the
     other: all as in the middle one, as little depends on the context."""
     middle = tuple((1, before + num_passes // 2) for _, before in shape)
     ops = step_ops(spec, middle, precision=precision)
@@ -427,9 +427,9 @@ def guess_ops(
 def described(shape: StepShape) -> str:
     """A step shape in words."""
     contexts = [before + 1 for new, before in shape if new == 1]
-    if step_totals((), shape).is_check:
-        guesses, mean = max(new for new, _ in shape) - 1, sum(b for _, b in shape) / len(shape)
-        return f"check {len(shape)} x {round(mean)}, {guesses} guesses"
+    if step_totals((), shape).is_verification:
+        draft_tokens, mean = max(new for new, _ in shape) - 1, sum(b for _, b in shape) / len(shape)
+        return f"check {len(shape)} x {round(mean)}, {draft_tokens} drafts"
     chunks = [f"prefill {new}" for new, _ in shape if new > 1]
     if contexts:
         chunks.append(f"decode {len(contexts)} x {round(sum(contexts) / len(contexts))}")

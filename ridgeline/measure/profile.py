@@ -3,7 +3,7 @@
 Each kernel (on a CPU: each operator of PyTorch) is put into the class of the operator that launched
 it, and so is each operator of the cost model; a class is the finest thing that both know.
 
-Where the engine guesses, each step is priced as it ran, with its own number of guesses: making
+Where the engine drafts, each step is priced as it ran, with its own number of drafts: making
 them, checking them, and the pass in which a draft model reads prompts, as the kernels are of all.
 """
 
@@ -26,7 +26,7 @@ from ridgeline.build import Built
 from ridgeline.cost.constants import ORIGINS, Origin
 from ridgeline.cost.roofline import OpCost, StepCost, step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.costing import asked_guesses
+from ridgeline.costing import asked_drafts
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.kernels.cpu.recorder import watched
 from ridgeline.observe.evidence import engine_drafter
@@ -37,9 +37,9 @@ from ridgeline.step import Listener, StepPlan, StepRecord, StepShape
 Phase = Literal["decode", "prefill"]
 CLASSES = ("matmul", "attention", "elementwise", "embedding", "sampling", "other")
 WARM_UP = 3  # steps before those that are profiled
-# With guesses, until their number has settled: the first step of each number prepares what later
+# With drafts, until their number has settled: the first step of each number prepares what later
 # ones find, and a draft model reads what it was not asked of before; neither has a price.
-WARM_UP_GUESSES = 16
+WARM_UP_DRAFTS = 16
 PROMPT_IDS = 1000  # different token ids in prompts
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "einsum", "mv", "dot")
@@ -86,8 +86,8 @@ class ClassTime:
 
 @dataclass(frozen=True, slots=True)
 class MeanCost:
-    """What steps should cost, making their guesses included: means of one. `draft_s` is the part
-    of `expected_s` that makes guesses; `bound` is what most of the time is bound by."""
+    """What steps should cost, making their drafts included: means of one. `draft_s` is the part
+    of `expected_s` that makes drafts; `bound` is what most of the time is bound by."""
 
     expected_s: float
     ideal_s: float
@@ -98,15 +98,15 @@ class MeanCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Means over the steps of `shapes`, of which `shape` is the middle one; `guesses` are those
-    that each of them checked, of all its requests. `wall_s` is a step from end to end with the
-    profiler on, which slows a CPU's small operators down; `plain_s` without it, of other steps of
-    the same requests, which should have cost `plain_expected_s`: they may have had more guesses,
+    """Means over the steps of `shapes`, of which `shape` is the middle one; `draft_tokens` are
+    those that each of them verified, of all its requests. `wall_s` is a step from end to end with
+    the profiler on, which slows a CPU's small operators down; `plain_s` without it, of other steps
+    of the same requests, which should have cost `plain_expected_s`: they may have had more drafts,
     or fewer."""
 
     phase: Phase
     shapes: tuple[StepShape, ...]
-    guesses: tuple[int, ...]
+    draft_tokens: tuple[int, ...]
     wall_s: float
     plain_s: float
     plain_expected_s: float
@@ -124,13 +124,13 @@ class Profile:
 
     @property
     def num_tokens(self) -> float:
-        """Of a step, guesses included."""
+        """Of a step, drafts included."""
         return sum(new for shape in self.shapes for new, _ in shape) / self.num_steps
 
     @property
-    def num_guesses(self) -> float:
+    def num_draft_tokens(self) -> float:
         """Of a step."""
-        return sum(self.guesses) / self.num_steps
+        return sum(self.draft_tokens) / self.num_steps
 
     @property
     def kernels_s(self) -> float:
@@ -181,7 +181,7 @@ def profile_steps(
     if trace is not None:
         _write_trace(profiler, trace)
     kernels = _kernels(profiler.events(), num_steps)
-    asked = asked_guesses(built.resolved)
+    asked = asked_drafts(built.resolved)
     drafter = engine_drafter(built.watch.header, setup)
     prices = _Prices(setup, drafter, asked is not None and asked.line.has_cache)
     costs = [prices.of(plan) for plan in plans]
@@ -190,7 +190,7 @@ def profile_steps(
     return Profile(
         phase,
         tuple(plan.shape for plan in plans),
-        tuple(map(_num_guesses, plans)),
+        tuple(map(_num_draft_tokens, plans)),
         wall_s,
         plain_s,
         _mean(plain_costs).expected_s,
@@ -236,8 +236,8 @@ class _Decodes:
             self.engine.add(request)
         while any(r.num_computed_tokens < num_input for r in requests):
             self()
-        guesses = built.resolved.draft_method is not None
-        for _ in range(WARM_UP_GUESSES if guesses else WARM_UP):
+        draft_tokens = built.resolved.draft_method is not None
+        for _ in range(WARM_UP_DRAFTS if draft_tokens else WARM_UP):
             self()
 
     def __call__(self) -> None:
@@ -283,10 +283,10 @@ def _timed(
     seen.records.clear()
     for done in range(num_steps):
         run()
-        # Right guesses make answers longer than a token a step, which no check can foresee.
+        # Right drafts make answers longer than a token a step, which no check can foresee.
         if len(seen.records) <= done or _rows(seen.records[done]) < _rows(seen.records[0]):
             raise ConfigError(
-                f"right guesses filled the context of {built.resolved.max_model_len} tokens before "
+                f"right drafts filled the context of {built.resolved.max_model_len} tokens before "
                 "all steps were profiled; lower --steps or --input, or give --speculate off"
             )
     built.device.synchronize()
@@ -298,7 +298,7 @@ def _rows(record: StepRecord) -> int:
     return len(record.plan.scheduled)
 
 
-def _num_guesses(plan: StepPlan) -> int:
+def _num_draft_tokens(plan: StepPlan) -> int:
     return sum(entry.num_draft for entry in plan.scheduled)
 
 
@@ -315,7 +315,7 @@ class _PlanCost:
 
 @dataclass(frozen=True, slots=True)
 class _Prices:
-    """`reads_prompts`: who guesses has a cache of its own, that prompts have to go into."""
+    """`reads_prompts`: who drafts has a cache of its own, that prompts have to go into."""
 
     setup: Setup
     drafter: Drafter | None
@@ -326,12 +326,12 @@ class _Prices:
         num_logits = sum(entry.num_draft + 1 for entry in plan.scheduled if entry.samples)
         passes, draft_s = [step_cost(self.setup, plan.shape, num_logits)], 0.0
         rows, drafter = plan.scheduled, self.drafter
-        guesses = [entry.num_draft for entry in rows if entry.num_draft]
-        if guesses and drafter is not None:
-            batch, context = len(guesses), sum(entry.start for entry in rows) // len(rows)
-            draft_s += drafter.seconds(batch, context, max(guesses))
+        draft_tokens = [entry.num_draft for entry in rows if entry.num_draft]
+        if draft_tokens and drafter is not None:
+            batch, context = len(draft_tokens), sum(entry.start for entry in rows) // len(rows)
+            draft_s += drafter.seconds(batch, context, max(draft_tokens))
             if isinstance(drafter, DraftSteps):
-                shapes = drafter.passes(batch, context, max(guesses))
+                shapes = drafter.passes(batch, context, max(draft_tokens))
                 passes += [step_cost(drafter.pricer.setup, shape) for shape in shapes]
         prompts = tuple(
             (entry.num_tokens, entry.start)

@@ -29,7 +29,7 @@ from ridgeline.cost.constants import HostConstants
 from ridgeline.costing import engine_host
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, check
-from ridgeline.formats import MAX_GUESSES
+from ridgeline.formats import MAX_DRAFT_TOKENS
 from ridgeline.measure.stopwatch import DeviceTimer, host_clock, open_device_timer
 from ridgeline.request import Request, SamplingParams
 from ridgeline.step import (
@@ -116,9 +116,11 @@ ANSWER_TOKENS = 40  # of an answer whose begin and end are told from its middle:
 FIRST_STEPS, LAST_STEPS = 10, 3  # of it; in these the host's caches become warm, and it ends
 MOST_LATE = 6  # steps of a series on the device alone that a host may send too late
 PROMPT_IDS = 1000  # different token ids in prompts
-GUESSES = "synthetic:0"  # of an engine that is to check guesses: they cost nothing, and are wrong
-RIGHT_GUESSES = "synthetic:0.9"  # of one that is to choose their number
-LOOK_UPS = "ngram"  # of one that looks guesses up
+DRAFT_TOKENS = (
+    "synthetic:0"  # of an engine that is to check drafts: they cost nothing, and are wrong
+)
+RIGHT_DRAFTS = "synthetic:0.9"  # of one that is to choose their number
+LOOK_UPS = "ngram"  # of one that looks drafts up
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +133,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """In the place of what chooses how many guesses are checked."""
+    """In the place of what chooses how many drafts are checked."""
 
-    num_guesses: int
+    num_draft_tokens: int
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
-        return self.num_guesses if decoding else 0
+        return self.num_draft_tokens if decoding else 0
 
     def limit(self, request: Request, k: int) -> int:
         return k
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         """Nothing is learned."""
 
     def forget(self, request_id: str) -> None:
@@ -172,24 +174,26 @@ class StepBench(Listener):
         self._end()
         return StepTimes(middle, tuple(b - a for a, b in pairwise(times)))
 
-    def check(self, num_requests: int, context: int, num_guesses: int, steps: int) -> StepTimes:
-        """Steps that check so many guesses of each, none of which is right, where `context` tokens
-        are before them. The engine must guess (`GUESSES`)."""
-        with self._pinned(num_guesses):
+    def check(
+        self, num_requests: int, context: int, num_draft_tokens: int, steps: int
+    ) -> StepTimes:
+        """Steps that check so many drafts of each, none of which is right, where `context` tokens
+        are before them. The engine must draft (`DRAFT_TOKENS`)."""
+        with self._pinned(num_draft_tokens):
             return self.decode(num_requests, context, steps)
 
     def choosing(self, context: int, steps: int) -> tuple[float, float]:
-        """Mean seconds of steps that check guesses of one request, whose number is chosen, and of
-        others that check as many. The engine must guess, `RIGHT_GUESSES` for one, and its steps
+        """Mean seconds of steps that check drafts of one request, whose number is chosen, and of
+        others that check as many. The engine must draft, `RIGHT_DRAFTS` for one, and its steps
         must take the host longer than the device."""
-        chosen_s, most = self._mean_of_checks(context, steps)
+        chosen_s, most = self._mean_of_verifying(context, steps)
         with self._pinned(most):
-            given_s, _ = self._mean_of_checks(context, steps)
+            given_s, _ = self._mean_of_verifying(context, steps)
         return chosen_s, given_s
 
-    def _mean_of_checks(self, context: int, steps: int) -> tuple[float, int]:
-        """And how many guesses most of them check."""
-        self._reach(1, context, (steps + 2 * WARM_UP) * (MAX_GUESSES + 1))
+    def _mean_of_verifying(self, context: int, steps: int) -> tuple[float, int]:
+        """And how many drafts most of them check."""
+        self._reach(1, context, (steps + 2 * WARM_UP) * (MAX_DRAFT_TOKENS + 1))
         for _ in range(WARM_UP + steps + 1):
             self.engine.step()
         times = [record.collected_at for record in self.records[WARM_UP - 1 :]]
@@ -197,12 +201,16 @@ class StepBench(Listener):
         self._end()
         return (times[-1] - times[0]) / (len(times) - 1), mode(numbers)
 
-    def alone(self, num_requests: int, context: int, num_guesses: int, steps: int) -> StepTimes:
-        """What the device does for such steps, guessing too if the engine makes guesses in them.
+    def alone(
+        self, num_requests: int, context: int, num_draft_tokens: int, steps: int
+    ) -> StepTimes:
+        """What the device does for such steps, drafting too if the engine makes drafts in them.
         Without any seconds where the host was never in time."""
         check(self.timer is not None, "the device has a clock of its own")
-        with self._pinned(num_guesses):
-            self._reach(num_requests, context, (steps + MOST_LATE + WARM_UP) * (num_guesses + 1))
+        with self._pinned(num_draft_tokens):
+            self._reach(
+                num_requests, context, (steps + MOST_LATE + WARM_UP) * (num_draft_tokens + 1)
+            )
             for _ in range(WARM_UP):
                 self._one_step()
             self.records.clear()
@@ -244,16 +252,16 @@ class StepBench(Listener):
         return tuple(found)
 
     @contextmanager
-    def _pinned(self, num_guesses: int) -> Iterator[None]:
-        """An engine that guesses makes so many for each request."""
+    def _pinned(self, num_draft_tokens: int) -> Iterator[None]:
+        """An engine that drafts makes so many for each request."""
         scheduler = self.engine.scheduler
-        chosen = scheduler.guesses
+        chosen = scheduler.draft_lengths
         if chosen is not None:
-            scheduler.guesses = Pinned(num_guesses)
+            scheduler.draft_lengths = Pinned(num_draft_tokens)
         try:
             yield
         finally:
-            scheduler.guesses = chosen
+            scheduler.draft_lengths = chosen
 
     def prefill(self, num_tokens: int, repeats: int) -> StepTimes:
         """Steps that read one new prompt of `num_tokens`, which must fit in a step."""

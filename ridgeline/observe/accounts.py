@@ -271,7 +271,7 @@ class PromptChunks:
 
 @dataclass(slots=True)
 class _Steady:
-    """Steps in which the same requests, all of them, decode one token each, or that and guesses:
+    """Steps in which the same requests, all of them, decode one token each, or that and drafts:
     what is the same for all is added up once for each step, and not once for each request and
     step."""
 
@@ -333,7 +333,7 @@ class _Steady:
 
 
 def _decoding_rows(step: PricedStep) -> tuple[str, ...] | None:
-    """The rows of a step that gives each one token, or that and guesses; None for any other."""
+    """The rows of a step that gives each one token, or that and drafts; None for any other."""
     plan = step.plan
     if plan.decodes is not None:
         return plan.decodes.row_ids

@@ -51,7 +51,7 @@ class EngineHeader:
     max_in_flight: int
     prefix_caching: bool
     num_drafts: int = 0
-    speculate: str = "off"  # who guesses, as on the command line
+    speculate: str = "off"  # who drafts, as on the command line
     draft_config: Mapping[str, Any] = field(default_factory=dict)  # of the model that does
     max_bypasses: int
     max_preemptions: int

@@ -59,11 +59,11 @@ class Evidence:
         header = dict(record["header"])
         totals = dict(record["totals"])
         regimes = {name: Regime(**values) for name, values in totals.pop("regimes").items()}
-        guesses = DraftTotals(**totals.pop("guesses", {}))
+        drafts = DraftTotals(**totals.pop("drafts", {}))
         return cls(
             header=EngineHeader(**(header | {"windows": tuple(header["windows"])})),
             now=record["now"],
-            totals=Totals(**totals, regimes=regimes, guesses=guesses),
+            totals=Totals(**totals, regimes=regimes, drafts=drafts),
             accounts=tuple(_account(row) for row in record["accounts"]),
             live=tuple(_account(row) for row in record["live"]),
             recent=tuple(_step(row) for row in record["recent"]),
@@ -168,7 +168,7 @@ def observatory(
 
 
 def engine_drafter(header: EngineHeader, setup: Setup) -> Drafter | None:
-    """What making guesses takes in the engine of this header; None where that is not known."""
+    """What making drafts takes in the engine of this header; None where that is not known."""
     asked = read_speculate(header.speculate)
     if asked is None:
         return None

@@ -17,7 +17,7 @@ from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes,
 from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.evidence import Evidence
 from ridgeline.observe.pricing import Regime
-from ridgeline.observe.readout import guesses_between
+from ridgeline.observe.readout import drafts_between
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.speculation.report import DraftReport
 
@@ -89,7 +89,7 @@ class Server:
     bound_s: dict[str, float]  # expected seconds of recent steps by what binds their operators
     binds: str
     unexplained_share: float = 0.0  # of all steps' and the host's time, whichever way it is off
-    guesses: DraftReport | None = None
+    drafts: DraftReport | None = None
     is_assumed_device: bool = False  # so are shares of its bandwidth and peak
     cpu: CpuTime | None = None
 
@@ -241,7 +241,7 @@ def _server(evidence: Evidence, pricer: Pricer, whole: Parts) -> Server:
         bound_s=bounds,
         binds=what_binds(gap, bounds, whole),
         unexplained_share=_rate(abs(gap.unexplained_s), busy + totals.host_s),
-        guesses=guesses_between(totals),
+        drafts=drafts_between(totals),
         is_assumed_device=setup.device.is_assumed,
         cpu=evidence.cpu,
     )

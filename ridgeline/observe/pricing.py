@@ -22,7 +22,7 @@ MOST_UNCOUNTED = 64  # checks that are kept until somebody asks
 
 
 Price = Callable[[StepShape, int], StepPrice]  # of a step and how many rows of logits it makes
-DraftPrice = Callable[[int, int, int], float]  # seconds by rows, context of each, guesses of each
+DraftPrice = Callable[[int, int, int], float]  # seconds by rows, context of each, drafts of each
 DecodesPrice = Callable[[tuple[int, ...]], StepPrice]  # of one token after each of these contexts
 
 
@@ -42,7 +42,7 @@ class PricedStep:
     prompts: tuple[ScheduledRequest, ...]
     price_without_prompts_s: float
     drafting_s: float = 0.0  # part of the price
-    checks: bool = False  # guesses, and reads no prompts
+    checks: bool = False  # drafts, and reads no prompts
     is_overlapped: bool = False  # it was launched before the one before it was over
 
     @property
@@ -85,7 +85,7 @@ class Totals:
     num_rows: int = 0
     num_padded_rows: int = 0  # computed because a captured graph is larger than its batch
     regimes: dict[str, Regime] = field(default_factory=lambda: {r: Regime() for r in REGIMES})
-    guesses: DraftTotals = field(default_factory=DraftTotals)
+    drafts: DraftTotals = field(default_factory=DraftTotals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ class _InFlight:
     prompts: tuple[ScheduledRequest, ...]
     price_without_prompts_s: float
     drafting_s: float = 0.0  # part of the price
-    checks: bool = False  # guesses, and reads no prompts
+    checks: bool = False  # drafts, and reads no prompts
 
 
-# A check that has run, what came out of it, for whom, and its price without guesses.
-_Checked = tuple[PricedStep, StepResult, Sequence[RequestOutput], float]
+# A check that has run, what came out of it, for whom, and its price without drafts.
+_Verified = tuple[PricedStep, StepResult, Sequence[RequestOutput], float]
 
 
 class Pricing(Listener):
@@ -120,7 +120,7 @@ class Pricing(Listener):
     priced once it is sent off, so that no device waits for that, or when somebody asks before.
     `graph_sizes` are the batch sizes that captured graphs exist for, if
     any; `decodes_price` is a quicker way to what `price` says of a step that only decodes,
-    `draft_price` is what making guesses takes before they are checked."""
+    `draft_price` is what making drafts takes before they are checked."""
 
     def __init__(
         self,
@@ -136,11 +136,11 @@ class Pricing(Listener):
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
         self._draft_price = draft_price
-        self._plain_s: dict[int, float] = {}  # what steps in flight would take without guesses
+        self._plain_s: dict[int, float] = {}  # what steps in flight would take without drafts
         self._ran: dict[int, PricedStep] = {}  # of these, what they took
         # Checks that are not counted yet. To count some at once takes less than each as it ends,
         # when the host's caches are cold for it.
-        self._checked: list[_Checked] = []
+        self._verified: list[_Verified] = []
         self.computes_in_submit = computes_in_submit
         self._graph_sizes = sorted(graph_sizes)
         self._planned: deque[tuple[StepPlan, float]] = deque()  # not priced yet
@@ -151,7 +151,7 @@ class Pricing(Listener):
     @property
     def totals(self) -> Totals:
         """Of all steps that have run."""
-        self._count_checks()
+        self._count_verified()
         return self._totals
 
     @property
@@ -191,14 +191,14 @@ class Pricing(Listener):
             return _InFlight(plan, len(rows), now, price, (), price.expected_s)
         num_logits = sum([entry.num_draft + 1 for entry in rows if entry.samples])
         price = self._price(plan.shape, num_logits)
-        guesses = [entry.num_draft for entry in rows if entry.num_draft]
-        checks = bool(guesses) and num_logits == sum([entry.num_tokens for entry in rows])
+        draft_tokens = [entry.num_draft for entry in rows if entry.num_draft]
+        checks = bool(draft_tokens) and num_logits == sum([entry.num_tokens for entry in rows])
         drafting_s = 0.0
-        if guesses and self._draft_price is not None:
+        if draft_tokens and self._draft_price is not None:
             context = sum([entry.start for entry in rows]) // len(rows)
-            drafting_s = self._draft_price(len(guesses), context, max(guesses))
+            drafting_s = self._draft_price(len(draft_tokens), context, max(draft_tokens))
             price = replace(price, expected_s=price.expected_s + drafting_s)
-        if checks:  # each row computes its newest token and guesses
+        if checks:  # each row computes its newest token and drafts
             self._plain_s[plan.step_id] = self._decodes_s(tuple([entry.start for entry in rows]))
             return _InFlight(plan, num_logits, now, price, (), price.expected_s, drafting_s, True)
         prompts = tuple([entry for entry in rows if entry.num_tokens > 1 and _is_prompt(entry)])
@@ -239,20 +239,20 @@ class Pricing(Listener):
         if plan.step_id in self._plain_s:
             plain_s, ran = self._plain_s.pop(plan.step_id), self._ran.pop(plan.step_id, None)
             if ran is not None and result is not None:
-                self._checked.append((ran, result, outputs, plain_s))
-                if len(self._checked) >= MOST_UNCOUNTED:
-                    self._count_checks()
+                self._verified.append((ran, result, outputs, plain_s))
+                if len(self._verified) >= MOST_UNCOUNTED:
+                    self._count_verified()
         for output in outputs:
             if output.finish_reason is not None:
                 self._live.discard(output.request_id)
 
-    def _count_checks(self) -> None:
+    def _count_verified(self) -> None:
         """But those that gave nobody a token who was left."""
-        checked, self._checked = self._checked, []
-        guesses = self._totals.guesses
-        for ran, result, outputs, plain_s in checked:
-            if guesses.count_result(ran.plan, result, outputs, plain_s):
-                guesses.count_step(ran.seconds, ran.price.expected_s, ran.drafting_s)
+        verified, self._verified = self._verified, []
+        drafts = self._totals.drafts
+        for ran, result, outputs, plain_s in verified:
+            if drafts.count_result(ran.plan, result, outputs, plain_s):
+                drafts.count_step(ran.seconds, ran.price.expected_s, ran.drafting_s)
 
     def _over(self, step_id: int, ended: float, *, has_failed: bool = False) -> None:
         """The oldest step in flight has run; one that failed says nothing of its price."""
@@ -305,7 +305,7 @@ class Pricing(Listener):
 
 
 def _is_prompt(entry: ScheduledRequest) -> bool:
-    """More than one token that is no guess: a prompt, or a chunk of one."""
+    """More than one token that is no draft: a prompt, or a chunk of one."""
     return entry.num_tokens - entry.num_draft > 1
 
 

@@ -36,7 +36,7 @@ class ReadOut:
     origin: str
     device: str
     note: str = ""
-    guesses: DraftReport | None = None
+    drafts: DraftReport | None = None
     num_by_regime: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     bytes: float = 0.0
@@ -79,8 +79,8 @@ class ReadOut:
         yield "compute", flops
         if self.padded_share:
             yield "padding", f"{percent(self.padded_share)} of the rows pad graphs"
-        if self.guesses is not None:
-            for words in self.guesses.words(is_calibrated=self.is_calibrated):
+        if self.drafts is not None:
+            for words in self.drafts.words(is_calibrated=self.is_calibrated):
                 yield "drafts", words
         work = f"{scaled(self.flops, 'FLOP')}, {scaled(self.bytes, 'B')} moved"
         yield "cost", f"{seconds(self.measured_s)} of the device, {work}"
@@ -120,7 +120,7 @@ def read_out(what: str, pricer: Pricer, after: Totals, before: Totals | None = N
         setup.constants.origin,
         setup.device.label,
         note=setup.constants.caveat,
-        guesses=guesses_between(after, start),
+        drafts=drafts_between(after, start),
         num_by_regime={
             name: num
             for name, regime in after.regimes.items()
@@ -132,12 +132,12 @@ def read_out(what: str, pricer: Pricer, after: Totals, before: Totals | None = N
     )
 
 
-def guesses_between(after: Totals, before: Totals | None = None) -> DraftReport | None:
-    """What guesses brought between two snapshots, or in all; None where there were none."""
+def drafts_between(after: Totals, before: Totals | None = None) -> DraftReport | None:
+    """What drafts brought between two snapshots, or in all; None where there were none."""
     start = before or Totals()
     plain, plain_before = after.regimes["decode"], start.regimes["decode"]
     return draft_report(
-        after.guesses.since(start.guesses),
+        after.drafts.since(start.drafts),
         plain.num_steps - plain_before.num_steps,
         plain.measured_s - plain_before.measured_s,
         plain.expected_s - plain_before.expected_s,

@@ -63,7 +63,7 @@ class Priced:
         self._paces: dict[tuple[int, int], Pace] = {}
 
     def pace(self, batch: int, token_budget: int) -> Pace:
-        """With so many requests in flight. With guesses, its TPOT is the time of a step."""
+        """With so many requests in flight. With drafts, its TPOT is the time of a step."""
         key = (batch, token_budget)
         if key not in self._paces:
             pricer: StepPricer = self.target if self.drafts is None else self.drafts

@@ -37,7 +37,7 @@ from ridgeline.planner.search import WORK, Deployment, RngMaker, Search, best_of
 from ridgeline.planner.sensitivity import BreakEven, sensitivity_of
 
 CLOSE_LOOKS = 40  # hardware, the cheapest by a quick look, of which all limits are tried
-WITH_DRAFTS = 6  # of these are also looked at with guesses
+WITH_DRAFTS = 6  # of these are also looked at with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _promising(
 
 
 def _with_drafts(question: Question, benches: Sequence[Bench], grid: Grid) -> list[Bench]:
-    """The first few again, with guesses."""
+    """The first few again, with drafts."""
     found = []
     for bench in benches[:WITH_DRAFTS]:
         for num_drafts in grid.drafts:

@@ -126,7 +126,7 @@ GRID = Grid()
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One replica: a device, how many of it, in which formats, with how many guesses a step.
+    """One replica: a device, how many of it, in which formats, with how many drafts a step.
     `model_needs`: what the model needs and this version lacks, on any device."""
 
     offer: Offer

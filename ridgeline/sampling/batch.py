@@ -91,7 +91,7 @@ class SparseAdds:
 @dataclass(frozen=True, slots=True)
 class Penalties:
     """`rows_C` index the batch, `slots_C` the counts; None where nobody uses that penalty.
-    `before_CK`: rows of the batch whose guesses count as tokens of this one, as they stand between
+    `before_CK`: rows of the batch whose drafts count as tokens of this one, as they stand between
     the row's counts and its position; -1 for none. None: no row is part of a checked run."""
 
     rows_C: torch.Tensor

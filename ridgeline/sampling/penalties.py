@@ -79,12 +79,12 @@ def _with_room(rows_PV: torch.Tensor, more: int) -> torch.Tensor:
     return larger_PV
 
 
-def with_guesses(
-    counts_CV: torch.Tensor, guesses_R: torch.Tensor, before_CK: torch.Tensor
+def with_drafts(
+    counts_CV: torch.Tensor, drafts_R: torch.Tensor, before_CK: torch.Tensor
 ) -> torch.Tensor:
-    """These counts, written to, and each row's guesses before it (see `batch.Penalties`); a guess
+    """These counts, written to, and each row's drafts before it (see `batch.Penalties`); a draft
     below 0 is none."""
-    tokens_CK = guesses_R[before_CK.clamp(min=0)]
+    tokens_CK = drafts_R[before_CK.clamp(min=0)]
     is_there_CK = (before_CK >= 0) & (tokens_CK >= 0)
     return counts_CV.scatter_add_(1, tokens_CK.clamp(min=0), is_there_CK.int())
 

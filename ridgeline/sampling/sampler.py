@@ -31,7 +31,7 @@ from ridgeline.sampling.penalties import (
     PenaltyCounts,
     frequency_and_presence,
     repetition,
-    with_guesses,
+    with_drafts,
 )
 
 
@@ -83,13 +83,13 @@ def adjust(
     host_positions: Array | None,
     counts: PenaltyCounts | None,
     *,
-    guesses_R: torch.Tensor | None = None,
+    drafts_R: torch.Tensor | None = None,
     allowed_RV: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Steps 0 to 3: what greedy rows are subject to as well.
 
-    Without `host_positions` the device alone knows which bans are over. `guesses_R` (int64) are
-    the tokens guessed to follow each row, -1 for none: rows of a checked run are penalised for
+    Without `host_positions` the device alone knows which bans are over. `drafts_R` (int64) are
+    the tokens drafted to follow each row, -1 for none: rows of a checked run are penalised for
     those before them (`Penalties.before_CK`).
     """
     bans = batch.bans if host_positions is None or batch.bans_at(host_positions) else None
@@ -105,7 +105,7 @@ def adjust(
         _add(logits_RV, bans, bans.values_N.where(is_on_N, 0.0))
     if penalties is not None and counts is not None:
         for part in parts(len(penalties.rows_C), logits_RV):
-            _penalise(logits_RV, penalties.part(part), counts, guesses_R)
+            _penalise(logits_RV, penalties.part(part), counts, drafts_R)
     return logits_RV
 
 
@@ -158,12 +158,12 @@ def _penalise(
     logits_RV: torch.Tensor,
     penalties: Penalties,
     counts: PenaltyCounts,
-    guesses_R: torch.Tensor | None,
+    drafts_R: torch.Tensor | None,
 ) -> None:
     some_CV = logits_RV[penalties.rows_C]
     counts_CV = counts.counts_PV[penalties.slots_C]
-    if guesses_R is not None and penalties.before_CK is not None:
-        counts_CV = with_guesses(counts_CV, guesses_R, penalties.before_CK)
+    if drafts_R is not None and penalties.before_CK is not None:
+        counts_CV = with_drafts(counts_CV, drafts_R, penalties.before_CK)
     if penalties.repetition_C1 is not None:
         seen_CV = (counts_CV > 0) | counts.prompt_PV[penalties.slots_C]
         some_CV = repetition(some_CV, seen_CV, penalties.repetition_C1)

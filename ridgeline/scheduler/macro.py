@@ -1,7 +1,7 @@
 """How many steps will be plain decodes of the same rows, and what is the state after them?
 
 A step is quiet when every running row computes its one pending token and nothing else happens:
-nobody is admitted, preempted or ended, no prompt is computed, no guess verified. A run of quiet
+nobody is admitted, preempted or ended, no prompt is computed, no draft verified. A run of quiet
 steps is known in advance, so it need not be planned step by step: only those steps touch the block
 manager that open a block, fill one or let one leave a window. These are done here in order, by the
 block manager's own functions; everything between them is counting. The state that `advance` leaves

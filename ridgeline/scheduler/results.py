@@ -39,7 +39,7 @@ class ResultTaker:
             entry, row, epoch = flight
             if row.epoch == epoch and row.has_output and entry.samples:
                 new = sampled[row.request_id]
-                first = row.num_done_tokens + 1  # with guesses in flight, before that of the plan
+                first = row.num_done_tokens + 1  # with drafts in flight, before that of the plan
                 if entry.num_tokens == 1:
                     (token_id,) = new
                     if first < row.num_computable_tokens and token_id not in row.stop_token_ids:
@@ -95,7 +95,7 @@ class ResultTaker:
         if request.epoch == epoch:
             request.num_computed_tokens -= num_rejected
             request.num_done_tokens += entry.num_tokens - num_rejected
-            if reason is not None:  # accepted guesses may have been cut
+            if reason is not None:  # accepted drafts may have been cut
                 request.num_done_tokens = min(request.num_done_tokens, request.num_known_tokens)
             request.draft_token_ids = result.draft_token_ids.get(request_id, ())
             self.state.blocks.publish(request, self.state.last_planned)
@@ -127,26 +127,26 @@ class ResultTaker:
         return self.state.end_with_error(row, reason)
 
 
-def checked_of_the_living(
-    checked: Mapping[str, tuple[int, int]], outputs: Sequence[RequestOutput]
+def verified_of_running(
+    verified: Mapping[str, tuple[int, int]], outputs: Sequence[RequestOutput]
 ) -> dict[str, tuple[int, int]]:
     """`StepResult.checked` of those that `outputs` are for, up to where they end: what a model says
-    behind its last token, in the same step or in one that was under way, is not what it is guessed
+    behind its last token, in the same step or in one that was under way, is not what it is drafted
     to say."""
     living = {}
     for output in outputs:
         name = output.request_id
-        if name in checked:
-            num_checked, num_right = checked[name]
+        if name in verified:
+            num_verified, num_right = verified[name]
             num_taken = len(output.new_token_ids)
-            living[name] = min(num_checked, num_taken), min(num_right, num_taken)
+            living[name] = min(num_verified, num_taken), min(num_right, num_taken)
     return living
 
 
 def _append(
     request: Request, entry: ScheduledRequest, sampled: tuple[int, ...]
 ) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Put known tokens where unknown ones stand; those of rejected guesses go."""
+    """Put known tokens where unknown ones stand; those of rejected drafts go."""
     first = request.num_known_tokens
     room = request.num_computable_tokens + 1 - first
     new, reason = _cut(sampled, room, request.stop_token_ids)

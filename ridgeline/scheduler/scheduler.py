@@ -15,7 +15,7 @@ from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.base import Flight, Overloaded, Policy, Refuse
 from ridgeline.scheduler.prefix_cache import Prefix
 from ridgeline.scheduler.queue import MAX_BYPASSES
-from ridgeline.scheduler.results import ResultTaker, checked_of_the_living
+from ridgeline.scheduler.results import ResultTaker, verified_of_running
 from ridgeline.scheduler.state import SchedulerState, can_share, has_prompt
 from ridgeline.step import (
     BlockCopy,
@@ -32,8 +32,8 @@ MAX_PREEMPTIONS = 8
 SHORT_LINE = 4  # prompts that may wait before steps grow for their sake
 
 
-class GuessPlanner(Protocol):
-    """How many guesses are checked; `speculation.controller.DraftLengthController` is one."""
+class DraftLengths(Protocol):
+    """How many drafts are checked; `speculation.controller.DraftLengthController` is one."""
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         """For each of these rows, if it has so many."""
@@ -43,8 +43,8 @@ class GuessPlanner(Protocol):
         """For one of them, of up to `k`."""
         ...
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        """Guesses of requests that were compared with what came out, and those that were right."""
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
+        """Drafts of requests that were compared with what came out, and those that were right."""
         ...
 
     def forget(self, request_id: str) -> None: ...
@@ -67,7 +67,7 @@ class _Step:
     flights: list[Flight] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)  # places of rows that were given blocks
     only_decodes: bool = True
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     memory_is_short: bool = False
     _num_planned: dict[str, int] = field(default_factory=dict)
 
@@ -94,9 +94,9 @@ class _Step:
 class Scheduler:
     """Plans steps and takes in their results.
 
-    `num_drafts` is how many guesses the executor's draft method has for each row at most (0: none),
-    and `guesses`, if given, says how many of them are worth a check. Results say how many a row has
-    if they are to be found (`finds_guesses`); else there are as many as are wanted.
+    `num_drafts` is how many drafts the executor's draft method has for each row at most (0: none),
+    and `draft_lengths`, if given, says how many of them are worth verifying. Results say how many
+    a row has if they are to be found (`finds_drafts`); else there are as many as are wanted.
     After `max_bypasses` younger requests went first, the oldest that waits is next; after
     `max_preemptions` a request runs again only when nobody need be preempted any more.
     Without `chunked_prefill` a prompt waits until one step can compute all of it. With
@@ -114,8 +114,8 @@ class Scheduler:
         max_num_seqs: int,
         *,
         num_drafts: int = 0,
-        guesses: GuessPlanner | None = None,
-        finds_guesses: bool = True,
+        draft_lengths: DraftLengths | None = None,
+        finds_drafts: bool = True,
         max_bypasses: int = MAX_BYPASSES,
         max_preemptions: int = MAX_PREEMPTIONS,
         chunked_prefill: bool = True,
@@ -130,8 +130,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.num_drafts = num_drafts
-        self.guesses = guesses
-        self.finds_guesses = finds_guesses
+        self.draft_lengths = draft_lengths
+        self.finds_drafts = finds_drafts
         self.chunked_prefill = chunked_prefill
         self.max_num_mixed_tokens = mixed
         self.capacity = Capacity(
@@ -212,7 +212,7 @@ class Scheduler:
             self.waiting.add(fork, now)
         if self._has_lanes:
             self._make_way(now)
-        step.num_guesses = self._num_guesses(now)
+        step.num_draft_tokens = self._num_draft_tokens(now)
         prompts = self._decode_running(step)
         self._read_running(prompts, step)
         self._admit_waiting(step)
@@ -246,22 +246,22 @@ class Scheduler:
         self.state.retire(plan.step_id)
         num_changes = self.state.num_changes
         outputs = self._results.take_all(flights, result)
-        if self.guesses is not None:
+        if self.draft_lengths is not None:
             ended = []
             if self.state.num_changes != num_changes:
                 ended = [o.request_id for o in outputs if o.finish_reason is not None]
-            checked: Mapping[str, tuple[int, int]] = result.checked
+            verified: Mapping[str, tuple[int, int]] = result.verified
             if ended or plan.step_id <= self._planned_at_end:
-                checked = checked_of_the_living(checked, outputs)
-            self.guesses.observe(checked)
+                verified = verified_of_running(verified, outputs)
+            self.draft_lengths.observe(verified)
             for request_id in ended:
                 self._forget(request_id)
         return self.beams.lead(outputs, self._now) if self.beams else outputs
 
     def _forget(self, request_id: str) -> None:
-        """It has ended: steps that are under way may still have guesses for it."""
-        if self.guesses is not None:
-            self.guesses.forget(request_id)
+        """It has ended: steps that are under way may still have drafts for it."""
+        if self.draft_lengths is not None:
+            self.draft_lengths.forget(request_id)
             self._planned_at_end = self.state.last_planned
 
     def finish(self, request_id: str) -> bool:
@@ -305,7 +305,7 @@ class Scheduler:
         return most if wanted is None else max(1, min(wanted, most))
 
     def _decode_running(self, step: _Step) -> list[Request]:
-        """Decodes go first, as each costs few tokens of the budget: one of each row, and guesses
+        """Decodes go first, as each costs few tokens of the budget: one of each row, and drafts
         behind it. Returns the rows that have more to compute.
 
         Most rows of most steps write to blocks of their own, or open the next ones. That is done
@@ -314,7 +314,7 @@ class Scheduler:
         others: list[Request] = []
         scheduled, flights, blocks = step.scheduled, step.flights, self.blocks
         no_blocks, may_draft = blocks.no_blocks, self.num_drafts > 0
-        guesses, budget = step.num_guesses > 0, step.budget
+        drafts, budget = step.num_draft_tokens > 0, step.budget
         for _, _, row in self.running.in_order(step.now):
             if budget <= 0:
                 break
@@ -323,7 +323,7 @@ class Scheduler:
                 others.append(row)
                 continue
             num_draft, new_block_ids = 0, no_blocks
-            if guesses and row.has_drafts:
+            if drafts and row.has_drafts:
                 num_draft = self._num_wanted(row, step)
             end = start + num_draft + 1
             is_full = end > row.num_roomy_tokens
@@ -362,19 +362,19 @@ class Scheduler:
                 return
             self._continue(row, step)
 
-    def _num_guesses(self, now: float) -> int:
+    def _num_draft_tokens(self, now: float) -> int:
         """Of each row of this step, at most. A step that reads prompts checks none: its rows wait
         for the prompts anyway."""
         if not self.num_drafts:
             return 0
-        if self.guesses is None:
+        if self.draft_lengths is None:
             return self.num_drafts
         decoding = list(self.running)
         if self._all_decode_at != self.state.num_changes:
             if any(len(r.token_ids) > r.num_computed_tokens + 1 for r in decoding):
                 return 0
             self._all_decode_at = self.state.num_changes  # and they go on so until one comes
-        return min(self.num_drafts, self.guesses.plan(decoding, now))
+        return min(self.num_drafts, self.draft_lengths.plan(decoding, now))
 
     def _budget_beside(self, num_decoded: int, num_chunks: int, budget: int) -> int:
         """Of prompts, in a step that decodes so many tokens; see `max_num_mixed_tokens`."""
@@ -385,7 +385,7 @@ class Scheduler:
         return min(budget, max(most - num_decoded, most // 4, 1))
 
     def _continue(self, row: Request, step: _Step, num_wanted: int = 0) -> None:
-        """As many of its tokens, and of the guesses that are wanted, as there is room for."""
+        """As many of its tokens, and of the drafts that are wanted, as there is room for."""
         if not row.block_ids:
             return  # preempted by this very step
         start, pending = row.num_computed_tokens, row.num_pending_tokens
@@ -396,12 +396,12 @@ class Scheduler:
             step.memory_is_short = True
 
     def _num_wanted(self, row: Request, step: _Step) -> int:
-        """Guesses of this row that are worth a check, as far as there are any."""
-        most = step.num_guesses
-        if self.finds_guesses and row.token_ids[-1] != UNKNOWN_TOKEN:
+        """Drafts of this row that are worth a check, as far as there are any."""
+        most = step.num_draft_tokens
+        if self.finds_drafts and row.token_ids[-1] != UNKNOWN_TOKEN:
             most = min(most, len(row.draft_token_ids))
-        if self.guesses is not None:
-            most = self.guesses.limit(row, most)
+        if self.draft_lengths is not None:
+            most = self.draft_lengths.limit(row, most)
         if self._policy_limits_drafts:
             wanted = self.policy.num_drafts(row, step.shape)
             most = most if wanted is None else max(0, min(most, wanted))

@@ -8,7 +8,7 @@ from ridgeline.clock import Clock
 from ridgeline.observe.pricing import Pricing
 from ridgeline.observe.steps import StepCounters
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.server.wire import Gauges, GuessCosts, RegimeTime, StepCosts
+from ridgeline.server.wire import DraftCosts, Gauges, RegimeTime, StepCosts
 from ridgeline.speculation.report import DraftTotals
 
 MEMORY_PERIOD_S = 1.0  # asking a device for its free memory can cost more than a step
@@ -77,15 +77,15 @@ def _costs(pricing: Pricing) -> StepCosts:
             RegimeTime(name, regime.num_steps, regime.measured_s, regime.expected_s)
             for name, regime in totals.regimes.items()
         ),
-        _guesses(totals.guesses),
+        _draft_tokens(totals.drafts),
     )
 
 
-def _guesses(totals: DraftTotals) -> GuessCosts:
-    return GuessCosts(
+def _draft_tokens(totals: DraftTotals) -> DraftCosts:
+    return DraftCosts(
         totals.num_steps,
         totals.num_rows,
-        totals.num_guesses,
+        totals.num_draft_tokens,
         totals.num_accepted,
         totals.num_tokens,
         totals.drafting_s,

@@ -315,7 +315,7 @@ SPECULATION = (
     _counter(
         "draft_tokens_total",
         "Draft tokens that the model verified, accepted ones and rejected ones.",
-        lambda seen: seen.drafts.num_guesses,
+        lambda seen: seen.drafts.num_draft_tokens,
     ),
     _counter(
         "draft_accepted_tokens_total",
@@ -344,7 +344,7 @@ SPECULATION = (
         "verify_seconds_total",
         "Seconds spent on verifying draft tokens: the part of steps that verify them which the "
         "cost model does not put to drafting.",
-        lambda seen: seen.drafts.checking_s,
+        lambda seen: seen.drafts.verifying_s,
     ),
     _counter(
         "speculative_baseline_seconds_total",

@@ -20,7 +20,7 @@ from ridgeline.observe.pricing import REGIMES
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError
 from ridgeline.server.service import Service
-from ridgeline.server.wire import Gauges, GuessCosts, Prices, StepCosts
+from ridgeline.server.wire import DraftCosts, Gauges, Prices, StepCosts
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 PREFIX = "ridgeline_"
@@ -39,7 +39,7 @@ class Seen:
         self.ready = service.engine.ready
         self.gauges: Gauges = service.engine.gauges
         self.costs = self.gauges.costs or StepCosts()
-        self.drafts: GuessCosts = self.costs.guesses
+        self.drafts: DraftCosts = self.costs.drafts
         self.prices = (None if self.ready is None else self.ready.prices) or NO_PRICES
         self._processes = processes
 

@@ -30,7 +30,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):
-    """Guesses that the engine made at the answer and checked."""
+    """Drafts that the engine made at the answer and checked."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -159,11 +159,11 @@ def usage_of(
     output = 0 if drop_output else sum(answer.num_output_tokens for answer in live.answers)
     cached = sum(answer.num_cached_tokens for answer in live.answers)
     cost = cost_of(live, price_per_hour) if live.wants_cost else UNSET
-    return Usage(prompt, output, prompt + output, PromptDetails(cached), _guesses(live), cost)
+    return Usage(prompt, output, prompt + output, PromptDetails(cached), _draft_tokens(live), cost)
 
 
-def _guesses(live: Live) -> CompletionDetails | UnsetType:
-    """Of all samples; left out where nothing was guessed."""
+def _draft_tokens(live: Live) -> CompletionDetails | UnsetType:
+    """Of all samples; left out where nothing was drafted."""
     accepted = sum(answer.num_accepted_tokens for answer in live.answers)
     rejected = sum(answer.num_rejected_tokens for answer in live.answers)
     return CompletionDetails(accepted, rejected) if accepted + rejected else UNSET

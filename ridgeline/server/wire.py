@@ -145,16 +145,16 @@ class RegimeTime(msgspec.Struct, array_like=True, frozen=True, gc=False):
     expected_s: float
 
 
-class GuessCosts(msgspec.Struct, array_like=True, frozen=True):
-    """Sums over steps that checked guesses, as `speculation.report.DraftTotals` has them."""
+class DraftCosts(msgspec.Struct, array_like=True, frozen=True):
+    """Sums over steps that checked drafts, as `speculation.report.DraftTotals` has them."""
 
     num_steps: int = 0
     num_rows: int = 0
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
     drafting_s: float = 0.0
-    checking_s: float = 0.0
+    verifying_s: float = 0.0
     plain_s: float = 0.0
     num_looked: tuple[int, ...] = ()
     num_right: tuple[int, ...] = ()
@@ -172,7 +172,7 @@ class StepCosts(msgspec.Struct, array_like=True, frozen=True):
     num_rows: int = 0
     num_padded_rows: int = 0
     regimes: tuple[RegimeTime, ...] = ()
-    guesses: GuessCosts = GuessCosts()
+    drafts: DraftCosts = DraftCosts()
 
 
 class Gauges(msgspec.Struct, array_like=True, frozen=True):

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 from ridgeline.clock import VirtualClock
-from ridgeline.cost.captured import MAX_CHECKED_TOKENS
+from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import ConfigError
 from ridgeline.request import record
@@ -18,7 +18,7 @@ from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, S
 
 
 class Rng(Protocol):
-    """The part of random.Random that guesses are accepted by."""
+    """The part of random.Random that drafts are accepted by."""
 
     def random(self) -> float: ...
 
@@ -48,12 +48,12 @@ NOBODY = Answer(0)  # a row that has ended with a step in flight: nobody reads w
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A draft method with `num_drafts` guesses a step.
+    """A draft method with `num_drafts` drafts a step.
 
-    `accepted[i]` is the chance that guess i is right when all before it were. `draft_seconds` is
-    the time of making `num_drafts` guesses for the rows of a step, added to the step's own;
-    `drafter` is that of the guesses that a step checks. `is_chosen`: a step checks as many as pay,
-    at most `num_drafts` of a row, and of all rows together what makes `max_checked_tokens`.
+    `accepted[i]` is the chance that draft i is right when all before it were. `draft_seconds` is
+    the time of making `num_drafts` drafts for the rows of a step, added to the step's own;
+    `drafter` is that of the drafts that a step checks. `is_chosen`: a step checks as many as pay,
+    at most `num_drafts` of a row, and of all rows together what makes `max_verified_tokens`.
     """
 
     num_drafts: int
@@ -61,11 +61,11 @@ class Speculation:
     draft_seconds: Callable[[StepShape], float] | None = None
     drafter: Drafter | None = None
     is_chosen: bool = False
-    max_checked_tokens: int = MAX_CHECKED_TOKENS["gpu"]
+    max_verified_tokens: int = MAX_VERIFIED_TOKENS["gpu"]
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1 or len(self.accepted) < self.num_drafts:
-            raise ConfigError(f"{self.num_drafts} guesses a step need as many acceptance rates")
+            raise ConfigError(f"{self.num_drafts} drafts a step need as many acceptance rates")
         if not all(0 <= chance <= 1 for chance in self.accepted):
             raise ConfigError(f"acceptance rates are between 0 and 1, not {self.accepted}")
 
@@ -76,7 +76,7 @@ class Speculation:
         acceptance: float,
         draft_seconds: Callable[[StepShape], float] | None = None,
     ) -> Speculation:
-        """Every guess is right with the same chance."""
+        """Every draft is right with the same chance."""
         return cls(num_drafts, (acceptance,) * num_drafts, draft_seconds)
 
     @classmethod
@@ -86,8 +86,8 @@ class Speculation:
         lengths: Sequence[float],
         draft_seconds: Callable[[StepShape], float] | None = None,
     ) -> Speculation:
-        """`lengths[k - 1]` tokens come from a step with k guesses on average, the sampled one
-        included: guess k is reached and right in lengths[k - 1] - lengths[k - 2] of the steps."""
+        """`lengths[k - 1]` tokens come from a step with k drafts on average, the sampled one
+        included: draft k is reached and right in lengths[k - 1] - lengths[k - 2] of the steps."""
         reached, chances = 1.0, []
         for before, after in zip((1.0, *lengths), lengths, strict=False):
             right = min(reached, max(0.0, after - before))
@@ -95,11 +95,11 @@ class Speculation:
             reached = right
         return cls(num_drafts, tuple(chances), draft_seconds)
 
-    def num_accepted(self, num_guesses: int, rng: Rng) -> int:
-        for i in range(num_guesses):
+    def num_accepted(self, num_draft_tokens: int, rng: Rng) -> int:
+        for i in range(num_draft_tokens):
             if rng.random() >= self.accepted[i]:
                 return i
-        return num_guesses
+        return num_draft_tokens
 
 
 @record
@@ -143,13 +143,13 @@ class SimulatedExecutor:
     num_ghosts: int = 0
     busy_until: float = 0.0
     spans: deque[Span] = field(default_factory=deque)  # of steps in flight, the oldest first
-    _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with guesses alone
+    _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with drafts alone
     _drafted: dict[int, StepResult] = field(default_factory=dict)
 
     def submit(self, plan: StepPlan) -> SimulatedFuture:
         seconds = self._seconds_of(plan)
         if self.speculation is not None:
-            seconds += self._guess(plan, self.speculation) + self._more_logits(plan, seconds)
+            seconds += self._draft(plan, self.speculation) + self._more_logits(plan, seconds)
         start = max(self.clock.now(), self.busy_until)
         self.busy_until = start + seconds
         span = Span(start, self.busy_until)
@@ -204,26 +204,26 @@ class SimulatedExecutor:
         self.answers.pop(request_id, None)
         self._num_sampled.pop(request_id, None)
 
-    # ------------------------------------------------------------------ guesses
+    # ------------------------------------------------------------------ drafts
 
-    def _guess(self, plan: StepPlan, speculation: Speculation) -> float:
-        """Decide at once what is accepted; the extra seconds for making the next guesses."""
+    def _draft(self, plan: StepPlan, speculation: Speculation) -> float:
+        """Decide at once what is accepted; the extra seconds for making the next drafts."""
         counts = self._num_sampled
         for new in plan.new:
             counts[new.request_id] = len(new.token_ids) - new.num_prompt_tokens
         tokens: dict[str, tuple[int, ...]] = {}
-        checked: dict[str, tuple[int, int]] = {}
+        verified: dict[str, tuple[int, int]] = {}
         for entry in plan.scheduled:
             if entry.samples:
                 count = 1 + self._num_accepted(entry, speculation)
                 if entry.num_draft:
-                    checked[entry.request_id] = (entry.num_draft, count - 1)
+                    verified[entry.request_id] = (entry.num_draft, count - 1)
                 first = counts.get(entry.request_id, 0)
                 answer = self.answers.get(entry.request_id, NOBODY)
                 tokens[entry.request_id] = answer.tokens(first, count)
                 counts[entry.request_id] = first + count
         drafts: Mapping[str, tuple[int, ...]] = dict.fromkeys(tokens, (0,) * speculation.num_drafts)
-        self._drafted[plan.step_id] = StepResult(tokens, dict(drafts), checked=checked)
+        self._drafted[plan.step_id] = StepResult(tokens, dict(drafts), verified=verified)
         rows = tuple((1, e.start) for e in plan.scheduled if e.samples)
         if speculation.drafter is not None:
             return _drafting_s(plan, speculation.drafter)
@@ -231,11 +231,11 @@ class SimulatedExecutor:
         return draft_seconds(rows) if draft_seconds is not None and rows else 0.0
 
     def _more_logits(self, plan: StepPlan, seconds: float) -> float:
-        """Each guess needs a row of logits too."""
-        num_guesses = sum([entry.num_draft for entry in plan.scheduled])
-        if not num_guesses or not isinstance(self.pricer, Target):
+        """Each draft needs a row of logits too."""
+        num_draft_tokens = sum([entry.num_draft for entry in plan.scheduled])
+        if not num_draft_tokens or not isinstance(self.pricer, Target):
             return 0.0
-        num_logits = num_guesses + len(plan.scheduled)
+        num_logits = num_draft_tokens + len(plan.scheduled)
         whole_s = self.pricer.seconds_of(self.pricer.totals(plan.shape), num_logits)
         return max(0.0, whole_s - seconds)
 
@@ -246,7 +246,7 @@ class SimulatedExecutor:
 
 
 def _drafting_s(plan: StepPlan, drafter: Drafter) -> float:
-    """Of the guesses that this step checks."""
+    """Of the drafts that this step checks."""
     rows = [entry for entry in plan.scheduled if entry.num_draft]
     if not rows:
         return 0.0

@@ -42,7 +42,7 @@ JournalOf = Callable[[int, Scheduler], Listener]  # of a replica, by its number
 
 
 class Rng(Protocol):
-    """The part of random.Random that a simulation uses: for the router and for guesses."""
+    """The part of random.Random that a simulation uses: for the router and for drafts."""
 
     def random(self) -> float: ...
 
@@ -293,7 +293,7 @@ class Simulation:
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
             num_drafts=speculation.num_drafts if speculation is not None else 0,
-            guesses=_chooser(speculation, machine.pricer),
+            draft_lengths=_chooser(speculation, machine.pricer),
             chunked_prefill=options.chunked_prefill,
             max_num_mixed_tokens=options.max_num_mixed_tokens if options.chunked_prefill else None,
         )
@@ -320,10 +320,10 @@ def _chooser(speculation: Speculation | None, pricer: StepPricer) -> DraftLength
     if speculation is None or not speculation.is_chosen:
         return None
     if not isinstance(pricer, Target):
-        raise ConfigError("as many guesses as pay: that needs a machine with prices of its steps")
+        raise ConfigError("as many drafts as pay: that needs a machine with prices of its steps")
     return DraftLengthController(
         DraftPrices(pricer, speculation.drafter or Drafter()),
         acceptance=DRAFT_METHODS["draft"].acceptance,
         max_drafts=speculation.num_drafts,
-        max_verified_tokens=speculation.max_checked_tokens,
+        max_verified_tokens=speculation.max_verified_tokens,
     )

@@ -124,27 +124,27 @@ class Sweep:
 Run = Callable[[float], Outcome]  # at so many requests a second
 
 
-def sweep(run: Run, guess: float, fractions: Sequence[float] = FRACTIONS) -> Sweep:
-    """Find the capacity, of which `guess` is one, then run at `fractions` of it.
+def sweep(run: Run, estimate: float, fractions: Sequence[float] = FRACTIONS) -> Sweep:
+    """Find the capacity, of which `estimate` is one, then run at `fractions` of it.
 
     The run that told the capacity is the last point.
     """
-    check_rate(guess)
-    probes = find_capacity(run, guess)
+    check_rate(estimate)
+    probes = find_capacity(run, estimate)
     last = next((p for p in reversed(probes) if p.is_saturated), probes[-1])
     top, known = last.capacity or last.rate, last.capacity
     points = [_point(rate, run(rate), known) for f in fractions if (rate := f * top) < last.rate]
     return Sweep((*sorted(points, key=lambda p: p.rate), last), last.capacity)
 
 
-def find_capacity(run: Run, guess: float) -> list[Point]:
+def find_capacity(run: Run, estimate: float) -> list[Point]:
     """Runs in search of the capacity; the last saturated one tells it.
 
     A run that keeps up says that the capacity is higher: twice the rate is tried. One far above it
     gives an estimate, and the next is made not far above that.
     """
     probes: list[Point] = []
-    rate = OVERLOAD * guess
+    rate = OVERLOAD * estimate
     for _ in range(MAX_PROBES):
         probes.append(point := _point(rate, run(rate)))
         if point.capacity is None:

@@ -40,24 +40,24 @@ class DraftMethod:
 
     Prompt lookup finds them at the end of the step before (`look_ahead`), so that the host learns
     with its result how many there are; a model makes them at the beginning of the step that
-    verifies them (`guess`). Nothing here may wait for the device; on a captured step all of it is
+    verifies them (`draft`). Nothing here may wait for the device; on a captured step all of it is
     recorded once and replayed.
     """
 
     name: str
-    max_guesses: int  # draft tokens of one row in one step
-    looks_ahead = False  # `look_ahead` finds the draft tokens; else `guess` makes them
+    max_draft_tokens: int  # draft tokens of one row in one step
+    looks_ahead = False  # `look_ahead` finds the draft tokens; else `draft` makes them
     needs_tokens = False  # has a cache of its own: each computed token has to go through `follow`
     taps: tuple[int, ...] = ()  # layers of the target whose states it reads by `take_states`
 
-    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
+    def draft(self, step: DraftStep, num_draft_tokens: int) -> torch.Tensor | None:
         """Draft so many tokens of each row, at least 1. The logits [B, k, V] that they were drawn
         from, in the serving dtype, valid until the step has ended; None: they were chosen, not
         drawn."""
         return None
 
     def look_ahead(self, step: DraftStep) -> None:
-        """Leave up to `max_guesses` tokens behind each row's own; `limits_B` is not asked."""
+        """Leave up to `max_draft_tokens` tokens behind each row's own; `limits_B` is not asked."""
 
     def follow(self, batch: ForwardBatch) -> None:
         """These tokens are computed by a step that drafts nothing: prompts, or what a row has

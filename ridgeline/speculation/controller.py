@@ -17,11 +17,11 @@ from itertools import accumulate, islice
 from typing import Any
 
 from ridgeline.errors import check
-from ridgeline.formats import STEP_GUESSES
+from ridgeline.formats import STEP_DRAFTS
 from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.speculation.step_times import StepPrices, StepTimes, TimedStep, row_bucket
 
-CHOICES = (0, *STEP_GUESSES)
+CHOICES = (0, *STEP_DRAFTS)
 MARGIN = 1.02  # gain that drafting needs: prices are not more exact
 STAYS = 1.01  # gain that another k needs over the one in use
 SURE = 0.98  # no chance is taken to be higher

@@ -23,7 +23,7 @@ UNSEEN = 2  # tokens at the end of a row that the draft has not computed, at mos
 
 class DraftModel(DraftMethod):
     """A DraftMethod. `kv` is the draft's, over the target's block ids; `vocab_size` the target's,
-    and that of the logits that `guess` returns: ids that the draft has not are at minus infinity.
+    and that of the logits that `draft` returns: ids that the draft has not are at minus infinity.
 
     A block that a request filled with a fully accepted step and then ended may lack the draft's
     keys of its last token (they are then older numbers): who finds it cached gets worse drafts for
@@ -39,7 +39,7 @@ class DraftModel(DraftMethod):
         kv: KVCache,
         *,
         vocab_size: int,
-        max_guesses: int,
+        max_draft_tokens: int,
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
@@ -51,7 +51,7 @@ class DraftModel(DraftMethod):
             needs=vocab_size,
         )
         self.decoder, self.kv = decoder, kv
-        self.max_guesses = max_guesses
+        self.max_draft_tokens = max_draft_tokens
         self._passes = ModelPasses(
             decoder,
             kv,
@@ -61,8 +61,8 @@ class DraftModel(DraftMethod):
             longest=UNSEEN,
         )
 
-    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
-        return self._passes.guess(step, num_guesses, begin=UNSEEN)
+    def draft(self, step: DraftStep, num_draft_tokens: int) -> torch.Tensor | None:
+        return self._passes.draft(step, num_draft_tokens, begin=UNSEEN)
 
     def follow(self, batch: ForwardBatch) -> None:
         self.decoder.fill(batch, self.kv)
@@ -85,7 +85,7 @@ def open_draft_model(
     target: Decoder,
     target_kv: KVCache,
     *,
-    max_guesses: int,
+    max_draft_tokens: int,
     max_rows: int,
     max_logit_rows: int,
     kv_format: str = "auto",
@@ -110,7 +110,7 @@ def open_draft_model(
         decoder,
         kv,
         vocab_size=target.spec.vocab_size,
-        max_guesses=max_guesses,
+        max_draft_tokens=max_draft_tokens,
         max_rows=max_rows,
         max_logit_rows=max_logit_rows,
     )

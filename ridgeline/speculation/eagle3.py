@@ -119,7 +119,7 @@ class Eagle3Head(DraftHead):
         if "d2t" not in self._names:
             if shape[0] != self.spec.num_target_ids:
                 raise ConfigError(
-                    f"the EAGLE-3 head guesses {shape[0]} of {self.spec.num_target_ids} ids and"
+                    f"the EAGLE-3 head drafts {shape[0]} of {self.spec.num_target_ids} ids and"
                     " lacks 'd2t', which says which; it is damaged"
                 )
             return

@@ -28,7 +28,7 @@ class EarlyLayers(DraftMethod):
         kv: KVCache,
         *,
         num_layers: int,
-        max_guesses: int,
+        max_draft_tokens: int,
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
@@ -36,10 +36,10 @@ class EarlyLayers(DraftMethod):
         ConfigError if so many layers are none, or all."""
         if not 0 < num_layers < decoder.spec.num_layers:
             raise ConfigError(
-                f"speculate early:{num_layers}: guess with 1 to {decoder.spec.num_layers - 1} of "
+                f"speculate early:{num_layers}: draft with 1 to {decoder.spec.num_layers - 1} of "
                 f"the model's {decoder.spec.num_layers} layers"
             )
-        self.max_guesses = max_guesses
+        self.max_draft_tokens = max_draft_tokens
         self._passes = ModelPasses(
             decoder,
             kv,
@@ -49,8 +49,8 @@ class EarlyLayers(DraftMethod):
             num_layers=num_layers,
         )
 
-    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
-        return self._passes.guess(step, num_guesses)
+    def draft(self, step: DraftStep, num_draft_tokens: int) -> torch.Tensor | None:
+        return self._passes.draft(step, num_draft_tokens)
 
     @property
     def num_bytes(self) -> int:

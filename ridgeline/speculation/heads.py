@@ -68,12 +68,17 @@ class HeadDrafts(DraftMethod):
         target: Decoder,
         target_kv: KVCache,
         *,
-        max_guesses: int,
+        max_draft_tokens: int,
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
         """Steps of up to `max_rows` rows; with draws, of rows * drafts <= `max_logit_rows`."""
-        self.name, self.head, self.max_guesses, self.taps = name, head, max_guesses, head.taps
+        self.name, self.head, self.max_draft_tokens, self.taps = (
+            name,
+            head,
+            max_draft_tokens,
+            head.taps,
+        )
         spec, where = head.cache_spec, target.device
         self.kv = KVCache(
             spec,
@@ -96,12 +101,12 @@ class HeadDrafts(DraftMethod):
             room = self._states_NE.new_zeros(more, self._states_NE.shape[1])
             self._states_NE = torch.cat((self._states_NE, room))
 
-    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
+    def draft(self, step: DraftStep, num_draft_tokens: int) -> torch.Tensor | None:
         rows_B, history, num = step.rows_B, step.history, len(step.rows_B)
-        each = 1 if step.draws is None else num_guesses
+        each = 1 if step.draws is None else num_draft_tokens
         logits_BkV = self._logits[: num * each].view(num, each, -1)
         lens_B, states_BE = history.lens_N[rows_B], self._states_NE[rows_B]
-        for index in range(num_guesses):
+        for index in range(num_draft_tokens):
             if index:
                 states_BE = self._pass(step, lens_B, index, states_BE)
             out_BV = logits_BkV[:, index % each]

@@ -27,15 +27,15 @@ PASS_TOKENS = 2  # of a row, in the longest pass of a draft model
 
 @dataclass(frozen=True, slots=True)
 class DraftSetting:
-    """`num_rows` rows of up to `max_model_len` tokens and `max_guesses` drafts stay on the device;
-    of a step at most `max_rows` are drafted for, and with odds at most `max_logit_rows` drafts in
-    all. A draft model is served in `weight_format` and has its cache in `kv_format`."""
+    """`num_rows` rows of up to `max_model_len` tokens and `max_draft_tokens` drafts stay on the
+    device; of a step at most `max_rows` are drafted for, and with odds at most `max_logit_rows`
+    drafts in all. A draft model is served in `weight_format` and has its cache in `kv_format`."""
 
     max_model_len: int
     max_num_batched_tokens: int
     block_size: int
     num_rows: int
-    max_guesses: int
+    max_draft_tokens: int
     max_rows: int
     max_logit_rows: int
     dtype_bytes: int
@@ -76,7 +76,7 @@ def draft_model(target: ModelSpec, draft: ModelSpec, setting: DraftSetting) -> D
     per_token = layer_kv_bytes(draft.layers[0].attention, setting.dtype_bytes, setting.kv_format)
     stores = max(len(group.layers) for group in groups)
     items = (
-        MemoryItem("draft weights", weights, f"a model of {draft.num_layers} layers that guesses"),
+        MemoryItem("draft weights", weights, f"a model of {draft.num_layers} layers that drafts"),
         *_working(target, draft, setting),
         _buffers(target.vocab_size, draft, setting, PASS_TOKENS),
         _rows(setting),
@@ -134,10 +134,10 @@ def _buffers(
     each = (3 + len(kv_groups(draft))) * INDEX + 4 + FLOAT
     read = rows * (pass_tokens * each + (each if pass_tokens > 1 else 0))
     logits = kept * vocab_size * FLOAT
-    return MemoryItem("draft logits", logits + drawn + read, f"of {kept} guesses at once")
+    return MemoryItem("draft logits", logits + drawn + read, f"of {kept} drafts at once")
 
 
 def _rows(setting: DraftSetting) -> MemoryItem:
-    width = max(setting.max_model_len, PADDING_LENGTH) + setting.max_guesses + 1
+    width = max(setting.max_model_len, PADDING_LENGTH) + setting.max_draft_tokens + 1
     amount = setting.num_rows * (width * TOKEN + 2 * INDEX)
-    return MemoryItem("token rows", amount, f"of {setting.num_rows} requests, with their guesses")
+    return MemoryItem("token rows", amount, f"of {setting.num_rows} requests, with their drafts")

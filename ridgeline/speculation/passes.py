@@ -60,12 +60,14 @@ class ModelPasses:
         held = (self._logits, room.partial_P, room.arrivals_A, *self._starts, *inputs)
         return sum(t.numel() * t.element_size() for t in held)
 
-    def guess(self, step: DraftStep, num_guesses: int, *, begin: int = 1) -> torch.Tensor | None:
-        """As `DraftMethod.guess`; the first pass is of the newest `begin` tokens of each row."""
-        num, each = len(step.rows_B), 1 if step.draws is None else num_guesses
+    def draft(
+        self, step: DraftStep, num_draft_tokens: int, *, begin: int = 1
+    ) -> torch.Tensor | None:
+        """As `DraftMethod.draft`; the first pass is of the newest `begin` tokens of each row."""
+        num, each = len(step.rows_B), 1 if step.draws is None else num_draft_tokens
         check(num * each <= len(self._logits), "there is room for the logits", rows=num * each)
         logits_BkV = self._logits[: num * each].view(num, each, -1)
-        for index in range(num_guesses):
+        for index in range(num_draft_tokens):
             out_BV = logits_BkV[:, index % each, : self._columns]
             ids_B = self._pass(step, index, begin if index == 0 else 1, out_BV)
             put_drafts(ids_B, step.rows_B, step.history, index)

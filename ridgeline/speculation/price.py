@@ -22,7 +22,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import StepTotals, repeated
 from ridgeline.errors import ConfigError
-from ridgeline.formats import DRAFT_METHODS, LAYERS, MODEL, AskedGuesses
+from ridgeline.formats import DRAFT_METHODS, LAYERS, MODEL, AskedDrafts
 from ridgeline.step import StepShape
 
 MAX_DRAFTS = 16
@@ -105,7 +105,7 @@ class HostLookup(Drafter):
         return self.seconds_per_request * batch if num_drafts else 0.0
 
 
-def drafter_of(setup: Setup, asked: AskedGuesses, draft: ModelSpec | None) -> Drafter:
+def drafter_of(setup: Setup, asked: AskedDrafts, draft: ModelSpec | None) -> Drafter:
     """For the model of `setup`, on the same devices and in the same dtype. `draft` is the draft
     model, if there is one; ConfigError where it is lacking."""
     wanted = asked.line.argument
@@ -206,13 +206,13 @@ class DraftPrices:
         return max(enumerate(found), key=lambda one: one[1])
 
 
-def draft_prices(target: Pricer, asked: AskedGuesses, draft: ModelSpec | None) -> DraftPrices:
+def draft_prices(target: Pricer, asked: AskedDrafts, draft: ModelSpec | None) -> DraftPrices:
     """Of steps of the engine that `target` prices; arguments and errors as `drafter_of`."""
     host = target.setup.constants.host
     return DraftPrices(
         target,
         drafter_of(target.setup, asked, draft),
-        choice_s=host.choice_s if asked.num_guesses is None else 0.0,
+        choice_s=host.choice_s if asked.num_draft_tokens is None else 0.0,
         token_s=host.token_s,
         begin_s=host.begin_s,
     )

@@ -22,8 +22,8 @@ class PromptLookup(DraftMethod):
 
     def __init__(self, device: torch.device, max_rows: int, rule: LookUp) -> None:
         """For steps of up to `max_rows` rows, padding included."""
-        check(max_rows > 0 and rule.max_guesses > 0, "rows and drafts", max_rows=max_rows)
-        self.max_guesses = rule.max_guesses
+        check(max_rows > 0 and rule.max_draft_tokens > 0, "rows and drafts", max_rows=max_rows)
+        self.max_draft_tokens = rule.max_draft_tokens
         self._rule = rule
         self._room = make_look_up_room(device, max_rows)
 
@@ -41,8 +41,8 @@ class NGram(PromptLookup):
 
     name = "ngram"
 
-    def __init__(self, device: torch.device, max_rows: int, max_guesses: int) -> None:
-        super().__init__(device, max_rows, LookUp(2, 4, max_guesses))
+    def __init__(self, device: torch.device, max_rows: int, max_draft_tokens: int) -> None:
+        super().__init__(device, max_rows, LookUp(2, 4, max_draft_tokens))
 
 
 class Suffix(PromptLookup):
@@ -52,5 +52,5 @@ class Suffix(PromptLookup):
 
     name = "suffix"
 
-    def __init__(self, device: torch.device, max_rows: int, max_guesses: int) -> None:
-        super().__init__(device, max_rows, LookUp(1, 32, max_guesses, 1))
+    def __init__(self, device: torch.device, max_rows: int, max_draft_tokens: int) -> None:
+        super().__init__(device, max_rows, LookUp(1, 32, max_draft_tokens, 1))

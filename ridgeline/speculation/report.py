@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ridgeline.figures import percent
-from ridgeline.formats import MAX_GUESSES
+from ridgeline.formats import MAX_DRAFT_TOKENS
 from ridgeline.request import RequestOutput
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 
@@ -31,22 +31,22 @@ class DraftTotals:
 
     num_steps: int = 0
     num_rows: int = 0
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
     num_tokens: int = 0
     measured_s: float = 0.0
     expected_s: float = 0.0
     drafting_s: float = 0.0
     plain_s: float = 0.0
-    num_looked: list[int] = field(default_factory=lambda: [0] * MAX_GUESSES)
-    num_right: list[int] = field(default_factory=lambda: [0] * MAX_GUESSES)
+    num_looked: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    num_right: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
 
     def since(self, start: DraftTotals) -> DraftTotals:
         """What came after the snapshot `start`."""
         return DraftTotals(
             self.num_steps - start.num_steps,
             self.num_rows - start.num_rows,
-            self.num_guesses - start.num_guesses,
+            self.num_draft_tokens - start.num_draft_tokens,
             self.num_accepted - start.num_accepted,
             self.num_tokens - start.num_tokens,
             self.measured_s - start.measured_s,
@@ -88,9 +88,9 @@ class DraftTotals:
         return num_rows
 
     def _count_rows(self, kind: Taken, count: int) -> None:
-        self.num_guesses += count * kind.num_guesses
+        self.num_draft_tokens += count * kind.num_draft_tokens
         self.num_accepted += count * kind.num_right
-        for position in range(min(kind.num_looked, MAX_GUESSES)):
+        for position in range(min(kind.num_looked, MAX_DRAFT_TOKENS)):
             self.num_looked[position] += count
             self.num_right[position] += count * (position < kind.num_right)
 
@@ -100,7 +100,7 @@ class Taken(NamedTuple):
     look-up may have found fewer, or none); `num_sampled` tokens came out, `num_taken` of them up to
     where the answer ends."""
 
-    num_guesses: int
+    num_draft_tokens: int
     num_there: int
     num_sampled: int
     num_taken: int
@@ -121,12 +121,12 @@ def rows_taken(
 ) -> Iterator[tuple[ScheduledRequest, Taken]]:
     """Each row that got tokens. One that ended while the step was under way gets none, whatever
     came out."""
-    sampled, checked = result.token_ids, result.checked
+    sampled, verified = result.token_ids, result.verified
     num_taken = {output.request_id: len(output.new_token_ids) for output in outputs}
     for row in plan.scheduled:
         name = row.request_id
         if (num := num_taken.get(name)) and name in sampled:  # of beams the best ones are told
-            num_there = checked[name][0] if row.num_draft and name in checked else row.num_draft
+            num_there = verified[name][0] if row.num_draft and name in verified else row.num_draft
             yield row, Taken(row.num_draft, num_there, len(sampled[name]), num)
 
 
@@ -134,20 +134,20 @@ def rows_taken(
 class DraftReport:
     """`accepted_length`: tokens that a row of a step with drafts gives, its own one included.
     `by_position`: how often a draft that is reached is right. `drafting_share` and
-    `checking_share` are of the time of these steps, by price. `gain`: tokens per second over those
+    `verifying_share` are of the time of these steps, by price. `gain`: tokens per second over those
     of steps without drafts; `is_measured` says that such steps have run here, else the error of
     their price is taken to be that of the others."""
 
     num_steps: int
-    num_guesses: int
+    num_draft_tokens: int
     num_accepted: int
     accepted_length: float
     acceptance: float
     by_position: tuple[float, ...]
     drafting_s: float
-    checking_s: float
+    verifying_s: float
     drafting_share: float
-    checking_share: float
+    verifying_share: float
     gain: float
     is_measured: bool
 
@@ -169,7 +169,7 @@ def draft_report(
 ) -> DraftReport | None:
     """None when nothing was drafted. `num_plain` steps without drafts or prompts took
     `plain_measured_s` and should have taken `plain_expected_s`."""
-    if not totals.num_steps or not totals.num_guesses:
+    if not totals.num_steps or not totals.num_draft_tokens:
         return None
     is_measured = num_plain >= ENOUGH_STEPS and plain_expected_s > 0
     ratio = _ratio(totals.measured_s, totals.expected_s)
@@ -179,7 +179,7 @@ def draft_report(
     looked = [num for num in totals.num_looked if num]
     return DraftReport(
         totals.num_steps,
-        totals.num_guesses,
+        totals.num_draft_tokens,
         totals.num_accepted,
         _ratio(totals.num_tokens, totals.num_rows),
         _ratio(sum(totals.num_right), sum(totals.num_looked)),

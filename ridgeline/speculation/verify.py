@@ -35,7 +35,7 @@ class OddsRows:
 
     rows_O: torch.Tensor
     requests_O: torch.Tensor
-    guesses_O: torch.Tensor
+    drafts_O: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRun:
-    """One step's runs. `positions_R` (int64): where the new tokens will stand. `guesses_R` (int64):
+    """One step's runs. `positions_R` (int64): where the new tokens will stand. `drafts_R` (int64):
     the draft that follows each row, -1 where there is none; behind a run's last row it may be
-    anything. `guess_logits_GkV`: what the drafts were drawn from, at their rows' temperatures and
+    anything. `draft_logits_GkV`: what the drafts were drawn from, at their rows' temperatures and
     nothing else; None if they were chosen. `allowed_RV` (bool): see `sampler.sample`."""
 
     rows: RunRows
     positions_R: torch.Tensor
-    guesses_R: torch.Tensor
-    guess_logits_GkV: torch.Tensor | None = None
+    drafts_R: torch.Tensor
+    draft_logits_GkV: torch.Tensor | None = None
     allowed_RV: torch.Tensor | None = None
 
 
@@ -69,40 +69,40 @@ def is_verified_by_odds(row: SamplingRow) -> bool:
 
 
 def build_run(
-    rows: Sequence[SamplingRow], num_guesses: Sequence[int], vocab_size: int, upload: Upload
+    rows: Sequence[SamplingRow], num_draft_tokens: Sequence[int], vocab_size: int, upload: Upload
 ) -> RunRows:
     """For these requests, in this order, with so many drafts each (0 or more). Never waits for
     the device."""
-    check(len(rows) == len(num_guesses), "guesses of each request", has=len(num_guesses))
-    firsts = (0, *accumulate(num + 1 for num in num_guesses))
-    each = [row for row, num in zip(rows, num_guesses, strict=True) for _ in range(num + 1)]
+    check(len(rows) == len(num_draft_tokens), "drafts of each request", has=len(num_draft_tokens))
+    firsts = (0, *accumulate(num + 1 for num in num_draft_tokens))
+    each = [row for row, num in zip(rows, num_draft_tokens, strict=True) for _ in range(num + 1)]
     batch = build_batch(each, vocab_size, upload)
-    if batch.penalties is not None and any(num_guesses):
-        before = _guesses_before(rows, num_guesses, firsts)
+    if batch.penalties is not None and any(num_draft_tokens):
+        before = _drafts_before(rows, num_draft_tokens, firsts)
         batch = replace(batch, penalties=replace(batch.penalties, before_CK=upload(before)))
-    odds = np.array(list(_odds_rows(rows, num_guesses, firsts)), np.int64)
+    odds = np.array(list(_odds_rows(rows, num_draft_tokens, firsts)), np.int64)
     return RunRows(batch, firsts, OddsRows(*upload(odds.T.copy())) if len(odds) else None)
 
 
 def _odds_rows(
-    rows: Sequence[SamplingRow], num_guesses: Sequence[int], firsts: Sequence[int]
+    rows: Sequence[SamplingRow], num_draft_tokens: Sequence[int], firsts: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     place = 0
-    for row, num, first in zip(rows, num_guesses, firsts, strict=False):
+    for row, num, first in zip(rows, num_draft_tokens, firsts, strict=False):
         if is_verified_by_odds(row):
             yield from ((first + j, place, j) for j in range(num))
         place += num > 0
 
 
-def _guesses_before(
-    rows: Sequence[SamplingRow], num_guesses: Sequence[int], firsts: Sequence[int]
+def _drafts_before(
+    rows: Sequence[SamplingRow], num_draft_tokens: Sequence[int], firsts: Sequence[int]
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """[C, k]: rows whose drafts stand before each penalised row's position, -1 for none."""
-    most = max(num_guesses)
+    most = max(num_draft_tokens)
     return np.array(
         [
             [first + i if i < j else -1 for i in range(most)]
-            for row, num, first in zip(rows, num_guesses, firsts, strict=False)
+            for row, num, first in zip(rows, num_draft_tokens, firsts, strict=False)
             if row.needs & Needs.PENALTIES
             for j in range(num + 1)
         ],
@@ -125,21 +125,21 @@ def verify_run(
         run.positions_R,
         None,
         counts,
-        guesses_R=run.guesses_R,
+        drafts_R=run.drafts_R,
         allowed_RV=run.allowed_RV,
     )
     sampled = pick(adjusted_RV, batch, run.positions_R)
     odds = run.rows.odds
-    if odds is not None and run.guess_logits_GkV is not None:
+    if odds is not None and run.draft_logits_GkV is not None:
         for part in parts(len(odds.rows_O), logits_RV):
-            _check_by_odds(adjusted_RV, run, run.guess_logits_GkV, odds, part, sampled)
+            _check_by_odds(adjusted_RV, run, run.draft_logits_GkV, odds, part, sampled)
     return sampled
 
 
 def _check_by_odds(
     adjusted_RV: torch.Tensor,
     run: VerifiedRun,
-    guess_logits_GkV: torch.Tensor,
+    draft_logits_GkV: torch.Tensor,
     odds: OddsRows,
     part: slice,
     sampled: Sampled,
@@ -149,11 +149,11 @@ def _check_by_odds(
     if filters is None:
         return
     some, logits_OV = filters.part(rows_O), adjusted_RV[rows_O]
-    guess_logits_OV = guess_logits_GkV[odds.requests_O[part], odds.guesses_O[part]]
+    draft_logits_OV = draft_logits_GkV[odds.requests_O[part], odds.drafts_O[part]]
     ids_O, is_decided_O = odds_draw(
         likely_scores(logits_OV, logits_OV.amax(-1), some),
-        scores_at(guess_logits_OV, some.temperature_R1),
-        run.guesses_R[rows_O],
+        scores_at(draft_logits_OV, some.temperature_R1),
+        run.drafts_R[rows_O],
         some.keys_R,
         run.positions_R[rows_O],
     )

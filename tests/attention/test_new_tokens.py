@@ -1,5 +1,5 @@
-"""Decodes with several new tokens, guesses among them: each is answered as the definition says, and
-guesses without a block reach nobody before them."""
+"""Decodes with several new tokens, drafts among them: each is answered as the definition says, and
+drafts without a block reach nobody before them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHED = (0, 1, 3, 15, 30, 66, 130)
 
 
 @dataclass(frozen=True)
-class Guessed:
+class Drafted:
     """A case in which request b has blocks for 1 + limits[b] of its new tokens."""
 
     case: Case
@@ -51,7 +51,7 @@ def shape_of(rng: random.Random, num_new: int, **spec: int | None) -> Shape:
     return Shape(lengths, AttentionSpec(**heads | spec), rng.choice((4, 16)))  # type: ignore[arg-type]
 
 
-def guessed(case: Case, rng: random.Random) -> Guessed:
+def drafted(case: Case, rng: random.Random) -> Drafted:
     """Without blocks for some of the last tokens, whose places in the table lead to the null block,
     or are past its end; with a request of padding, and the rows in another order."""
     size, num_new = case.shape.block_size, case.shape.lengths[0][1]
@@ -80,17 +80,17 @@ def guessed(case: Case, rng: random.Random) -> Guessed:
         num_new,
     )
     wide = torch.cat((case.q_THD, torch.randn_like(case.q_THD[:num_new])))
-    return Guessed(replace(case, q_THD=wide), new, limits)
+    return Drafted(replace(case, q_THD=wide), new, limits)
 
 
-def answer(backend: NativeAttention | PagedAttention, of: Guessed) -> torch.Tensor:
+def answer(backend: NativeAttention | PagedAttention, of: Drafted) -> torch.Tensor:
     spec = of.case.shape.spec
     plan = backend.plan_decodes(of.layout, 0, spec.window)
     out = backend.attend(of.case.q_THD, of.case.layer_kv, plan, spec).cpu()  # type: ignore[arg-type]
     return out[: len(of.limits) * of.layout.num_new]
 
 
-def off_by(out: torch.Tensor, of: Guessed, want: torch.Tensor) -> float:
+def off_by(out: torch.Tensor, of: Drafted, want: torch.Tensor) -> float:
     there = of.checked()
     return float((out.double()[there] - want.double()[there]).abs().max())
 
@@ -103,7 +103,7 @@ def test_native_in_float32(level: str, num_new: int) -> None:
         for seed in range(8):
             rng = random.Random(100 * num_new + seed)
             shape = shape_of(rng, num_new, window=rng.choice((None, None, 1, 5, 40)))
-            of = guessed(make_case(shape, seed, device="cpu"), rng)
+            of = drafted(make_case(shape, seed, device="cpu"), rng)
             error = off_by(answer(NativeAttention(), of), of, of.wanted())
             assert error < 1e-5, f"seed {seed}: {error} {shape} {of.limits}"
 
@@ -118,7 +118,7 @@ def test_native_in_bfloat16_and_fewer_bits(level: str, name: str) -> None:
             shape = shape_of(rng, rng.randint(2, 9), window=rng.choice((None, 20)))
             case = make_case(shape, seed, torch.bfloat16, device="cpu")
             case = case if name == "auto" else coded(case, name)
-            of = guessed(case, rng)
+            of = drafted(case, rng)
             exact = of.wanted()
             theirs = off_by(of.wanted(torch.bfloat16), of, exact)
             limit = max(2 * theirs, torch.finfo(torch.bfloat16).eps * float(exact.abs().max()))
@@ -135,7 +135,7 @@ def test_whoever_sees_what_is_no_number_says_so(name: str, dtype: torch.dtype) -
     case = case if name == "auto" else coded(case, name)
     for level in LEVELS:
         with native.at_level(level):
-            of = guessed(case, random.Random(11))
+            of = drafted(case, random.Random(11))
             broken = answer(NativeAttention(), of).isnan().flatten(1)
         assert any(limit < 4 for limit in of.limits), of.limits
         assert torch.equal(broken.all(1), ~of.checked())
@@ -147,7 +147,7 @@ def test_a_recorded_step_serves_other_lengths() -> None:
     spec = AttentionSpec(4, 2, 32, RopeSpec())
     rng, backend = random.Random(5), NativeAttention()
     first, other = (
-        guessed(make_case(Shape(lengths, spec, 16), 3, device="cpu"), rng)
+        drafted(make_case(Shape(lengths, spec, 16), 3, device="cpu"), rng)
         for lengths in (((90, 3), (5, 3)), ((9, 3), (70, 3)))
     )
     plan = backend.plan_decodes(first.layout, 0, None)
@@ -174,7 +174,7 @@ def test_paged(num_new: int) -> None:
     for seed in range(6):
         rng = random.Random(7 * num_new + seed)
         shape = shape_of(rng, num_new, head_dim=64, window=rng.choice((None, 5, 40)))
-        of = guessed(make_case(shape, seed), rng)
+        of = drafted(make_case(shape, seed), rng)
         error = off_by(answer(PagedAttention(), of), of, of.wanted())
         assert error < 1e-5, f"seed {seed}: {error} {shape} {of.limits}"
 
@@ -182,7 +182,7 @@ def test_paged(num_new: int) -> None:
 def test_a_plan_has_as_many_new_tokens_as_the_layout() -> None:
     spec = AttentionSpec(4, 2, 64, RopeSpec())
     for num_new in (1, 2):
-        of = guessed(make_case(Shape(((20, num_new),), spec, 16), 1), random.Random(1))
+        of = drafted(make_case(Shape(((20, num_new),), spec, 16), 1), random.Random(1))
         plan = PagedAttention().plan_decodes(of.layout, 0, None)
         assert plan.decodes is not None
         assert plan.decodes.max_new == num_new

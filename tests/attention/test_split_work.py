@@ -28,11 +28,11 @@ def test_made_once_and_dealt_out_anew_after_another_batch() -> None:
 
     schedules = SplitWork(make, lambda schedule, of: dealt.append((schedule, of)))
     first, second, wide, windowed = batch(3), batch(4), batch(5), batch(3, window=8)
-    guessing = batch(3, num_new=3)
-    for of in (first, first, second, first, wide, windowed, guessing, first):
+    drafting = batch(3, num_new=3)
+    for of in (first, first, second, first, wide, windowed, drafting, first):
         schedules.schedule(of, CPU, SPEC)
-    assert made == [(4, 1), (8, 1), (4, 1), (4, 3)]  # rounded up; windows, guesses: their own
-    assert [of for _, of in dealt] == [first, second, first, wide, windowed, guessing]
+    assert made == [(4, 1), (8, 1), (4, 1), (4, 3)]  # rounded up; windows, drafts: their own
+    assert [of for _, of in dealt] == [first, second, first, wide, windowed, drafting]
     assert [name for name, _ in dealt] == [f"schedule {n}" for n in (1, 1, 1, 2, 3, 4)]
     assert schedules.schedule(second, CPU, SPEC) == "schedule 1"
 

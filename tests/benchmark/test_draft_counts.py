@@ -1,4 +1,4 @@
-"""What the table of guesses says of a gain before it is measured."""
+"""What the table of drafts says of a gain before it is measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def collected(
     counts: Counts, k: int, num_new: int, start: int, reason: FinishReason | None = None
 ) -> None:
     row = ScheduledRequest("a", start, k + 1, (), samples=True, num_draft=k)
-    result = StepResult({"a": tuple(range(num_new))}, checked={"a": (k, num_new - 1)})
+    result = StepResult({"a": tuple(range(num_new))}, verified={"a": (k, num_new - 1)})
     output = RequestOutput("a", result.token_ids["a"], reason)
     counts.on_collect(StepPlan(1, (row,)), result, [output], None, 0.0)
 
@@ -28,7 +28,7 @@ def test_steps_that_ran_on_behind_the_end_are_not_of_the_answer() -> None:
     counts = Counts()
     collected(counts, 4, 5, 100)
     row = ScheduledRequest("a", 105, 5, (), samples=True, num_draft=4)
-    late = StepResult({"a": (1,)}, checked={"a": (1, 0)})
+    late = StepResult({"a": (1,)}, verified={"a": (1, 0)})
     counts.on_collect(StepPlan(2, (row,)), late, [], None, 0.0)
     assert counts.figures()["tokens_per_step"] == 5
     assert counts.figures()["by_position"] == [1.0] * 4
@@ -40,8 +40,8 @@ def test_a_gain_is_predicted_of_the_steps_that_ran() -> None:
     for _ in range(3):
         collected(counts, 4, 5, 1000)
     collected(counts, 0, 1, 1000)
-    plain_s, check_s = (AT_HAND.seconds(1, 1000, k) for k in (0, 4))
-    expected = plain_s * 16 / (3 * check_s + plain_s)
+    plain_s, verify_s = (AT_HAND.seconds(1, 1000, k) for k in (0, 4))
+    expected = plain_s * 16 / (3 * verify_s + plain_s)
     assert counts.predicted_gain(AT_HAND, 1) == pytest.approx(expected)
     counts.restart()
     collected(counts, 0, 1, 0)
@@ -65,12 +65,12 @@ def test_what_the_host_does_for_answers_beside_their_steps_is_in_a_gain_of_one_r
     prices = DraftPrices(LINE, Drafter(), begin_s=30.0)  # the longer part, of each step a share
     assert counts.predicted_gain(prices, 1) == pytest.approx(1.0)
     prices = DraftPrices(LINE, Drafter(), begin_s=12.0)
-    plain_s, check_s = prices.plain_seconds(1, 0), prices.seconds(1, 0, 4)
-    assert plain_s * 20 < 2 * 12 < check_s * 4 * 20
+    plain_s, verify_s = prices.plain_seconds(1, 0), prices.seconds(1, 0, 4)
+    assert plain_s * 20 < 2 * 12 < verify_s * 4 * 20
     assert counts.predicted_gain(prices, 1) == pytest.approx(max(plain_s * 20, 24) / 24)
     assert counts.predicted_gain(prices, 2) == pytest.approx(
         20 * prices.plain_seconds(2, 0) / (4 * prices.seconds(2, 0, 4))
     )
     counts.restart()
     collected(counts, 4, 5, 0)
-    assert counts.predicted_gain(prices, 1) == pytest.approx(5 * plain_s / check_s)
+    assert counts.predicted_gain(prices, 1) == pytest.approx(5 * plain_s / verify_s)

@@ -52,7 +52,7 @@ def test_what_each_step_had_to_move_is_what_the_engine_priced(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("speculate", "drafts"), [("synthetic:1:3", False), ("early:1:3", True)])
 @captures
-def test_rows_of_steps_with_guesses(tmp_path: Path, speculate: str, drafts: bool) -> None:
+def test_rows_of_steps_with_drafts(tmp_path: Path, speculate: str, drafts: bool) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, weights=False, head_dim=16)
     with LLM(
         str(folder), load_format="random", num_blocks=200, max_num_seqs=4, speculate=speculate

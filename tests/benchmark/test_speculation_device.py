@@ -29,14 +29,14 @@ def asked(folder: Path, *more: str) -> list[dict[str, Any]]:
 
 
 @records
-def test_each_number_of_guesses_has_a_row_of_both_engines(
+def test_each_number_of_drafts_has_a_row_of_both_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "open_device_timer", lambda device: DeviceTimer(Timeline(5e-6)))
-    rows = asked(tmp_path, "--guesses", "0,2", "--batches", "1,3")
-    guessed = [(r["batch"], r["guesses"]) for r in rows if r["speculate"] == "early:1"]
-    assert guessed == [(1, 0), (1, 2), (3, 0), (3, 2)]
-    assert all(r["guesses"] == 0 for r in rows if r["speculate"] == "off")
+    rows = asked(tmp_path, "--draft_tokens", "0,2", "--batches", "1,3")
+    drafted = [(r["batch"], r["draft_tokens"]) for r in rows if r["speculate"] == "early:1"]
+    assert drafted == [(1, 0), (1, 2), (3, 0), (3, 2)]
+    assert all(r["draft_tokens"] == 0 for r in rows if r["speculate"] == "off")
     for row in rows:
         assert len(row["rounds"]) == 4
         assert row["device_us"] == pytest.approx(5.0)
@@ -49,7 +49,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
 
 
 @records
-def test_guesses_are_priced_with_their_check(tmp_path: Path) -> None:
+def test_drafts_are_priced_with_their_check(tmp_path: Path) -> None:
     SAMPLE.write(tmp_path)
     config = EngineConfig(
         model=str(tmp_path), device="cpu", dtype="float32", threads=1, load_format="random",

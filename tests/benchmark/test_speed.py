@@ -49,7 +49,7 @@ def run_of(
     return run
 
 
-def test_a_step_with_right_guesses_counts_all_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_right_drafts_counts_all_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [4, 2, 3, 1, 5]
     found = bench(monkeypatch, [run_of(counts)]).decode(1, 8, 16)
     assert found.tokens_per_s == pytest.approx(15 / 2.5)
@@ -100,7 +100,7 @@ def test_too_few_steps_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @captures
-def test_an_engine_whose_guesses_are_all_right(tmp_path: Path) -> None:
+def test_an_engine_whose_drafts_are_all_right(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, weights=False, head_dim=16)
     with LLM(
         str(folder), load_format="random", num_blocks=200, max_num_seqs=4, speculate="synthetic:1:3"

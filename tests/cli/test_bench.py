@@ -59,7 +59,7 @@ def test_decode_prefill_and_split(bare: Path, cli: Cli) -> None:
 
 
 @captures
-def test_steps_with_guesses_in_json_and_in_tables(tmp_path: Path, cli: Cli) -> None:
+def test_steps_with_drafts_in_json_and_in_tables(tmp_path: Path, cli: Cli) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, weights=False, head_dim=16)
     argv = (
         *("--workload", "decode,split", "--batch", 1, "--prompt-len", 16, "--output-len", 40),

@@ -45,7 +45,7 @@ def test_every_task_has_its_row(cli: Cli, chatty: Path) -> None:
     for task in scored:
         ((key, row),) = [item for item in rows.items() if item[0][0] == task]
         assert row["n"] == 2 - found["skipped"].get(task, 0), key
-    # Random weights over 261 tokens are hardly better than guessing, in any unit.
+    # Random weights over 261 tokens are hardly better than drafting, in any unit.
     assert rows["held-out stories", "perplexity"]["value"] > 100
     assert ("held-out stories", "byte_perplexity") in rows
     assert (found["model"], found["draft"], found["num"], found["seed"]) == (
@@ -71,19 +71,19 @@ def test_a_draft_gets_two_rows_for_each_task(cli: Cli, chatty: Path) -> None:
     for row in rows.values():
         check_row(row)
     for task in ("arithmetic", "copy"):
-        # The same random weights: the draft always guesses right.
+        # The same random weights: the draft always drafts right.
         assert rows[task, "draft_agreement"]["value"] == 1.0
         assert 1.0 < rows[task, "accepted_length_k4"]["value"] <= 5.0
     assert len(rows) == 6
     assert found["draft"] == str(chatty)
 
 
-def test_a_draft_without_answers_to_guess_is_said(cli: Cli, chatty: Path) -> None:
+def test_a_draft_without_answers_to_draft_is_said(cli: Cli, chatty: Path) -> None:
     argv = ("--load-format", "random", "--num-blocks", 200, "--num", 2, "--task", "perplexity")
     code, out, err = cli("eval", chatty, *argv, "--draft", chatty, "--json")
     assert code == 0
     assert {row["task"] for row in json.loads(out)["rows"]} == {"held-out stories"}
-    assert "no answers for the draft to guess" in err
+    assert "no answers for the draft to draft" in err
 
 
 @pytest.mark.parametrize("packed", [False, True])

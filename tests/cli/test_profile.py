@@ -55,7 +55,7 @@ def test_a_folder_is_no_trace(
 
 
 @captures
-def test_guesses_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafts_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["profile", model, *FEW, "--speculate", "early:1:3"]
     assert main.main(asked) == 0
     out, _ = capsys.readouterr()
@@ -63,5 +63,5 @@ def test_guesses_are_said(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "not calibrated: ridgeline" in out
     assert main.main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["guesses"] == [3, 3]
+    assert found["draft_tokens"] == [3, 3]
     assert 0 < found["drafting_expected_s"] < found["expected_s"]

@@ -203,9 +203,9 @@ def test_toggles_change_what_they_should(model: Path, cli: Cli) -> None:
         simulate(cli, model, *small, "--weights", "fp8")["tpot_ms"]["p50"]
         < (plain["tpot_ms"]["p50"])
     )
-    guessed = simulate(cli, model, *SHORT, "--rate", 5, "--speculate", "3:0.9")
+    drafted = simulate(cli, model, *SHORT, "--rate", 5, "--speculate", "3:0.9")
     assert (
-        guessed["tpot_ms"]["p50"]
+        drafted["tpot_ms"]["p50"]
         < 0.6 * simulate(cli, model, *SHORT, "--rate", 5)["tpot_ms"]["p50"]
     )
 

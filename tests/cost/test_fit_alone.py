@@ -64,7 +64,7 @@ TRUTH = replace(
     default_calibration(DEVICE),
     origin="calibrated",
     matmul={"bf16": MatmulConstants(0.8, 0.85, 4.6e-6, q=2.5, k0=20.0, e_v=0.95, k_m=10.0)},
-    attention={"bf16": AttentionConstants(0.85, 4e-6, 0.55, 0.4, 7e-6, check_token=0.12)},
+    attention={"bf16": AttentionConstants(0.85, 4e-6, 0.55, 0.4, 7e-6, verify_token=0.12)},
     streams={
         f"{name} bf16": StreamConstants(share, seconds)
         for name, share, seconds in (
@@ -105,13 +105,13 @@ def operators() -> Iterator[Point]:
             yield Point(what, "bf16", ops, 0.0, label=f"{what} {number}")
 
 
-def guessed(spec: ModelSpec, rows: int, context: int, num_guesses: int) -> tuple[Op, ...]:
+def drafted(spec: ModelSpec, rows: int, context: int, num_draft_tokens: int) -> tuple[Op, ...]:
     """A check, and the passes of the first layer before it."""
     check = step_ops(
-        spec, ((num_guesses + 1, context),) * rows, num_logits=rows * (num_guesses + 1)
+        spec, ((num_draft_tokens + 1, context),) * rows, num_logits=rows * (num_draft_tokens + 1)
     )
     one = step_ops(first_layers(spec, 1), decodes(rows, context))
-    return check + tuple(replace(op, count=op.count * num_guesses) for op in one)
+    return check + tuple(replace(op, count=op.count * num_draft_tokens) for op in one)
 
 
 def warm(spec: ModelSpec, shape: StepShape) -> float:
@@ -128,7 +128,7 @@ def steps() -> Iterator[Point]:
             yield replace(what, what="decode_step", num_requests=rows)
             yield replace(what, what="decode_device")
         for rows, context, k in ((1, 200, 1), (1, 300, 4), (1, 200, 7), (16, 300, 3), (64, 200, 2)):
-            ops, label = guessed(spec, rows, context, k), f"{number}: {rows} {context}, {k}"
+            ops, label = drafted(spec, rows, context, k), f"{number}: {rows} {context}, {k}"
             what = Point("draft_device", "bf16", ops, 0.0, None, label, captured=True, num_passes=k)
             yield replace(what, warm=warm(spec, ((k + 1, context),) * rows))
         for rows, context, k in ((1, 200, 1), (16, 300, 1), (64, 200, 2), (128, 200, 1)):
@@ -145,14 +145,14 @@ def measured(rng: Random) -> list[Point]:
     ]
 
 
-def device_seconds(known: Calibration, num_guesses: int) -> float:
+def device_seconds(known: Calibration, num_draft_tokens: int) -> float:
     """Of a step of a pair that nobody has measured."""
     host = replace(known.host, captured_tokens=512)
     setup = Setup(UNSEEN, DEVICE, calibration=replace(known, host=host))
     drafts = DraftSteps(Pricer(replace(setup, spec=ITS_DRAFT)), begin=2)
-    shape = ((num_guesses + 1, 300),)
-    check_s = Pricer(setup).cost(shape, num_guesses + 1).device_s
-    return check_s + drafts.seconds(1, 300, num_guesses)
+    shape = ((num_draft_tokens + 1, 300),)
+    check_s = Pricer(setup).cost(shape, num_draft_tokens + 1).device_s
+    return check_s + drafts.seconds(1, 300, num_draft_tokens)
 
 
 def errors(found: Fit) -> list[float]:

@@ -161,7 +161,7 @@ def test_a_step_passes_each_layer_once() -> None:
 
 
 class Countdown:
-    """Answers every step with token 7, and accepts so many of the guesses that it gave."""
+    """Answers every step with token 7, and accepts so many of the drafts that it gave."""
 
     def __init__(self, num_drafts: int = 0, num_accepted: int = 0) -> None:
         self.num_blocks, self.block_size = 4000, 16
@@ -220,7 +220,7 @@ def test_an_answer_of_500_tokens_is_one_prefill_and_499_decodes() -> None:
 
 
 @pytest.mark.parametrize(("drafts", "accepted", "tokens"), [(5, 3, 4), (8, 5, 6)])
-def test_accepted_guesses_and_one_more_come_out_of_a_check(
+def test_accepted_drafts_and_one_more_come_out_of_a_check(
     drafts: int, accepted: int, tokens: int
 ) -> None:
     made, watch = engine(device=Countdown(drafts, accepted))
@@ -677,7 +677,7 @@ def test_pruning_saves_what_it_removes() -> None:
 # ---------------------------------------------------------------------- speculation
 
 
-def test_at_an_acceptance_of_0_7_five_guesses_give_2_94_tokens_and_2_18_times() -> None:
+def test_at_an_acceptance_of_0_7_five_drafts_give_2_94_tokens_and_2_18_times() -> None:
     assert expected_tokens(0.7, 5) == pytest.approx(2.941, abs=0.0005)
     assert simple_speedup(0.7, 5, 0.07) == pytest.approx(2.18, abs=0.005)
 
@@ -692,7 +692,7 @@ def test_at_an_acceptance_of_0_7_five_guesses_give_2_94_tokens_and_2_18_times() 
         (0.9, 0.05, 13, 4.67),
     ],
 )
-def test_the_best_number_of_guesses(
+def test_the_best_number_of_drafts(
     acceptance: float, ratio: float, best: int, speedup: float
 ) -> None:
     assert best_simple(acceptance, ratio) == pytest.approx((best, speedup), abs=0.005)
@@ -711,7 +711,7 @@ def llama_70b_with_a_1b_draft() -> tuple[Pricer, DraftPrices]:
     return target, DraftPrices(target, DraftSteps(draft))
 
 
-def test_four_guesses_of_a_small_model_give_two_to_three_times() -> None:
+def test_four_drafts_of_a_small_model_give_two_to_three_times() -> None:
     target, whole = llama_70b_with_a_1b_draft()
     ratio = whole.drafter.seconds(1, 1000, 1) / target.seconds(((1, 1000),))
     assert 2 < simple_speedup(0.8, 4, ratio) < 3
@@ -726,7 +726,7 @@ def test_a_check_is_cheap_because_it_waits_for_memory_too() -> None:
     assert check.ideal_s < 1.05 * decode.ideal_s
 
 
-def test_guesses_help_most_at_batch_1_and_not_at_large_batches() -> None:
+def test_drafts_help_most_at_batch_1_and_not_at_large_batches() -> None:
     _, whole = llama_70b_with_a_1b_draft()
     gains = [whole.best(batch, 1000, expected_curve(0.8))[1] for batch in (1, 16, 64, 256)]
     assert gains == sorted(gains, reverse=True)
@@ -887,7 +887,7 @@ def test_our_own_figures_of_that_design() -> None:
     assert replicas(100, found.request_rate, headroom=0.25) == 7
 
 
-def test_a_whole_answer_in_a_second_needs_small_batches_or_guesses() -> None:
+def test_a_whole_answer_in_a_second_needs_small_batches_or_drafts() -> None:
     """(1 s - 30 ms) / 199 is 4.9 ms a token at most; reading the weights alone takes 2.6."""
     setup = Setup(LLAMA_3_70B, find_device("h100-sxm"), Layout(tp=8), FP8)
     weights = sum(
@@ -897,7 +897,7 @@ def test_a_whole_answer_in_a_second_needs_small_batches_or_guesses() -> None:
     assert request_seconds(0.030, 4.35e-3, 200) < 1 < request_seconds(0.030, 5e-3, 200)
     pricer = Pricer(setup)
     assert largest_batch(pricer, Load(1, 500, 200), 64, 4.35e-3) == 0  # even one is slower
-    assert pace(pricer, Load(1, 500, 200)).tpot_s / 4.35e-3 < 2.2  # what guesses have to bring
+    assert pace(pricer, Load(1, 500, 200)).tpot_s / 4.35e-3 < 2.2  # what drafts have to bring
 
 
 def test_the_first_token_of_a_70b_within_100_ms_at_50_requests_per_second() -> None:

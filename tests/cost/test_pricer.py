@@ -66,7 +66,7 @@ def every_constant(rng: random.Random, setup: Setup) -> Setup:
         captured_s=rng.uniform(0, 1e-4), lone_s=2e-4, lone_request_s=1e-5, lone_least_s=1e-3,
         check_request_s=3e-6,
     )  # fmt: skip
-    attention = {"bf16": replace(known.attention["bf16"], check_token=rng.uniform(0, 0.3))}
+    attention = {"bf16": replace(known.attention["bf16"], verify_token=rng.uniform(0, 0.3))}
     own = tuple(sorted(layer_products(setup.spec, ONE_DEVICE, setup.precision)))
     calibration = replace(known, matmul=matmul, host=host, attention=attention, own_products=own)
     return replace(setup, device=on, layout=ONE_DEVICE, calibration=calibration)

@@ -100,7 +100,7 @@ def test_a_captured_kernel_starts_sooner() -> None:
 
 
 def test_what_reads_from_the_last_cache_waits_less() -> None:
-    known = with_attention(check_token=0.1)
+    known = with_attention(verify_token=0.1)
     known = replace(known, host=replace(known.host, warm_t0=0.4))
     check = replace(DECODE, kind="check_attention", n=3)
     writes, norm = (Op(name, "elementwise", 1, 0, 4e5, 1e5) for name in ("rope_and_cache", "norm"))

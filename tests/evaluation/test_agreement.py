@@ -64,13 +64,15 @@ def greedy(llm: LLM, ids: list[int], count: int) -> list[int]:
 
 
 def speculate(draft: LLM, one: Answered) -> int:
-    """Steps of speculative decoding, each guess really made by the draft."""
+    """Steps of speculative decoding, each draft really made by the draft."""
     prompt, answer = list(one.question.prompt_token_ids), list(one.token_ids)
     position = steps = 0
     while position < len(answer):
-        guesses = greedy(draft, prompt + answer[:position], K)
+        draft_tokens = greedy(draft, prompt + answer[:position], K)
         right = 0
-        while right < K and answer[position + right : position + right + 1] == [guesses[right]]:
+        while right < K and answer[position + right : position + right + 1] == [
+            draft_tokens[right]
+        ]:
             right += 1
         position, steps = position + right + 1, steps + 1
     return steps
@@ -83,7 +85,7 @@ def test_steps_of_known_matches() -> None:
     assert num_steps((yes,) * 4) == num_steps((yes,) * 5) == 1
     assert num_steps((yes,) * 6) == num_steps((yes,) * 10) == 2
     assert num_steps((no,) * 7) == 7
-    # 2 guessed and a bonus token, then 0 and a bonus token, then 4 and a bonus token
+    # 2 drafted and a bonus token, then 0 and a bonus token, then 4 and a bonus token
     assert num_steps((yes, yes, no, no, yes, yes, yes, yes, no)) == 3
 
 

@@ -1,4 +1,4 @@
-"""Do captured steps read of each row how it is drawn, and its guesses by which noise?"""
+"""Do captured steps read of each row how it is drawn, and its drafts by which noise?"""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_all_parts_come_in_one_copy_and_each_row_as_often_as_asked() -> None:
     draws.put_flags(np.array([True, False, True]))
     assert draws.parts[0].temperatures_R.tolist() == [1.0] * 8  # not sent yet
     draws.send()
-    places, guesses = draws.parts
+    places, draft_tokens = draws.parts
     keys = [row.key for row in ROWS]
     assert places.keys_R.tolist() == [*np.repeat(keys, 2).tolist(), 0, 0]
     assert places.temperatures_R.tolist() == [1.0, 1.0, 0.5, 0.5, 2.0, 2.0, 1.0, 1.0]
     assert places.noisy_R.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
-    assert guesses.keys_R.tolist() == [*keys, 0]
-    assert guesses.temperatures_R.tolist() == [1.0, 0.5, 2.0, 1.0]
-    assert guesses.noisy_R.tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert draft_tokens.keys_R.tolist() == [*keys, 0]
+    assert draft_tokens.temperatures_R.tolist() == [1.0, 0.5, 2.0, 1.0]
+    assert draft_tokens.noisy_R.tolist() == [0.0, 1.0, 1.0, 0.0]
     assert draws.flags_B.tolist() == [True, False, True, False, False]
     draws.put(0, host_draws(ROWS[1:2]), 3)
     draws.send()
@@ -49,14 +49,14 @@ def test_all_parts_come_in_one_copy_and_each_row_as_often_as_asked() -> None:
     assert places.first(2).temperatures_R.tolist() == [0.5, 0.5]
 
 
-def test_guesses_of_seeded_rows_are_drawn_with_their_own_noise() -> None:
+def test_drafts_of_seeded_rows_are_drawn_with_their_own_noise() -> None:
     """And those that odds decide on with noise that nothing else knows."""
     kept = cast(SamplingRows, SimpleNamespace(rows=[SimpleNamespace(sampling=r) for r in ROWS]))
     draws = DraftRows(kept, True, np.zeros((2, 4), np.int64), [0, 0, 0]).draws
     assert draws.by_odds_R.tolist() == [False, False, True]
     own: list[Any] = draws.places_R.keys_R.tolist()
-    guessed: list[Any] = draws.guesses_R.keys_R.tolist()
-    assert guessed[:2] == own[:2] == [stream_key(1), stream_key(2)]
+    drafted: list[Any] = draws.drafts_R.keys_R.tolist()
+    assert drafted[:2] == own[:2] == [stream_key(1), stream_key(2)]
     seeded = torch.tensor([False])
-    assert guessed[2] == draft_keys(torch.tensor(own[2:]), seeded).item() != own[2]
-    assert draws.guesses_R.temperatures_R.tolist() == [1.0, 0.5, 2.0]
+    assert drafted[2] == draft_keys(torch.tensor(own[2:]), seeded).item() != own[2]
+    assert draws.drafts_R.temperatures_R.tolist() == [1.0, 0.5, 2.0]

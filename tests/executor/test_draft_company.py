@@ -51,7 +51,7 @@ class Coin:
 
     def __init__(self) -> None:
         self.rng = random.Random(SEED)
-        self.num_checked = self.num_right = 0
+        self.num_verified = self.num_right = 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         return self.rng.choice([0, 1, MOST, MOST])
@@ -59,9 +59,9 @@ class Coin:
     def limit(self, request: Request, k: int) -> int:
         return self.rng.randint(0, k)
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        for num_checked, num_right in checked.values():
-            self.num_checked += num_checked
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
+        for num_verified, num_right in verified.values():
+            self.num_verified += num_verified
             self.num_right += num_right
 
     def forget(self, request_id: str) -> None: ...
@@ -88,14 +88,14 @@ def looked_up(model: Decoder, kv: KVCache) -> DraftMethod:
 
 def early(model: Decoder, kv: KVCache) -> DraftMethod:
     return EarlyLayers(
-        model, kv, num_layers=1, max_guesses=MOST, max_rows=ROWS, max_logit_rows=ROWS * MOST
+        model, kv, num_layers=1, max_draft_tokens=MOST, max_rows=ROWS, max_logit_rows=ROWS * MOST
     )
 
 
 def drafted(model: Decoder, kv: KVCache) -> DraftMethod:
     """The same weights, so that every draft is right that sees all of its row."""
     return open_draft_model(
-        model, model, kv, max_guesses=MOST, max_rows=ROWS, max_logit_rows=ROWS * MOST
+        model, model, kv, max_draft_tokens=MOST, max_rows=ROWS, max_logit_rows=ROWS * MOST
     )
 
 
@@ -121,8 +121,8 @@ def make_engine(
         max_num_batched_tokens=budget,
         max_num_seqs=ROWS,
         num_drafts=MOST,
-        guesses=coin,
-        finds_guesses=method is looked_up,
+        draft_lengths=coin,
+        finds_drafts=method is looked_up,
     )
     return Engine(scheduler, executor, VirtualClock(), in_flight), executor, coin
 
@@ -137,8 +137,8 @@ def test_random_company(in_flight: int, num_blocks: int) -> None:
     got = serve(engine, requests(), random.Random(SEED))
     assert got == expected(captured_decoder())
     assert executor.inner.num_captured_steps > 10
-    assert coin.num_checked > 100
-    assert 0.4 < coin.num_right / coin.num_checked < 0.9
+    assert coin.num_verified > 100
+    assert 0.4 < coin.num_right / coin.num_verified < 0.9
     if num_blocks == 60:
         assert executor.num_preempted > 5
 
@@ -150,23 +150,23 @@ def test_random_company_of_each_method(method: Method, in_flight: int) -> None:
     engine, _, coin = make_engine(captured_decoder(), method, num_blocks=100, in_flight=in_flight)
     got = serve(engine, requests(), random.Random(SEED))
     assert got == expected(captured_decoder())
-    assert coin.num_checked > 20
+    assert coin.num_verified > 20
     if method is drafted:
-        assert coin.num_right > 0.5 * coin.num_checked
+        assert coin.num_right > 0.5 * coin.num_verified
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("method", [told, looked_up, drafted, early])
-def test_steps_may_have_room_for_more_guesses_than_any_row_has(
+def test_steps_may_have_room_for_more_drafts_than_any_row_has(
     method: Method, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def largest(graphs: DraftGraphs, num_rows: int, wanted: int) -> int:
-        return graphs.most_guesses(num_rows) if wanted else 0
+        return graphs.most_drafts(num_rows) if wanted else 0
 
     monkeypatch.setattr(DraftGraphs, "captured_for", largest)
     engine, _, coin = make_engine(captured_decoder(), method, num_blocks=100, in_flight=in_flight)
     assert serve(engine, requests(), random.Random(SEED)) == expected(captured_decoder())
-    assert coin.num_checked > 20
+    assert coin.num_verified > 20
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,11 @@ def test_steps_may_have_room_for_more_guesses_than_any_row_has(
         ("cpu", 7, 7),
     ],
 )
-def test_a_gpu_s_steps_are_captured_for_few_numbers_of_guesses(
+def test_a_gpu_s_steps_are_captured_for_few_numbers_of_drafts(
     device_type: str, wanted: int, captured: int
 ) -> None:
     graphs = SimpleNamespace(
-        most_guesses=lambda num_rows: 10,
+        most_drafts=lambda num_rows: 10,
         _decoder=SimpleNamespace(device=torch.device(device_type)),
     )
     assert DraftGraphs.captured_for(graphs, 3, wanted) == captured  # type: ignore[arg-type]
@@ -203,10 +203,10 @@ def test_random_company_with_windows(in_flight: int) -> None:
 def test_early_layers_write_where_the_check_does(in_flight: int) -> None:
     engine, _, coin = make_engine(captured_decoder(), early, num_blocks=100, in_flight=in_flight)
     assert serve(engine, requests(), random.Random(SEED)) == expected(captured_decoder())
-    assert coin.num_checked > 50
+    assert coin.num_verified > 50
 
 
-def test_beams_go_their_way_beside_rows_with_guesses() -> None:
+def test_beams_go_their_way_beside_rows_with_drafts() -> None:
     """A beam search has no drafts; the requests beside it have."""
     model = captured_decoder()
     engine, _, coin = make_engine(model, told, num_blocks=300, in_flight=2)
@@ -227,7 +227,7 @@ def test_beams_go_their_way_beside_rows_with_guesses() -> None:
             elif output.finish_reason is not None:
                 beams[output.request_id] = output
     assert all(got[name] == expected(model)[name] for name in got)
-    assert coin.num_checked > 10
+    assert coin.num_verified > 10
     scorer = make_scorer(model)
     for i, prompt in enumerate(prompts):
         output = beams[f"beam{i}"]

@@ -82,7 +82,11 @@ def exact_law(name: str) -> torch.Tensor:
 
 
 def drafting(method: str, model: Decoder, kv: KVCache) -> Drafting:
-    sizes: dict[str, Any] = {"max_guesses": MOST, "max_rows": ROWS, "max_logit_rows": ROWS * MOST}
+    sizes: dict[str, Any] = {
+        "max_draft_tokens": MOST,
+        "max_rows": ROWS,
+        "max_logit_rows": ROWS * MOST,
+    }
     if method == "draft":
         return Drafting(open_draft_model(other(), model, kv, **sizes), ROWS * 4)
     if method == "early":
@@ -95,7 +99,7 @@ class Always:
 
     def __init__(self, num: int) -> None:
         self.num = num
-        self.num_right = self.num_checked = 0
+        self.num_right = self.num_verified = 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         return self.num
@@ -103,17 +107,17 @@ class Always:
     def limit(self, request: Request, k: int) -> int:
         return k
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        for num_checked, num_right in checked.values():
-            self.num_checked += num_checked
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
+        for num_verified, num_right in verified.values():
+            self.num_verified += num_verified
             self.num_right += num_right
 
     def forget(self, request_id: str) -> None: ...
 
 
-def observed(name: str, method: str | None, num: int, num_guesses: int) -> torch.Tensor:
+def observed(name: str, method: str | None, num: int, num_draft_tokens: int) -> torch.Tensor:
     """How often each continuation came. Batches of a full step, so that all rows draft at once."""
-    always = Always(num_guesses)
+    always = Always(num_draft_tokens)
     executor = make_executor(
         decoder(),
         num_blocks=400,
@@ -127,10 +131,10 @@ def observed(name: str, method: str | None, num: int, num_guesses: int) -> torch
         max_num_batched_tokens=1024,
         max_num_seqs=ROWS,
         num_drafts=0 if method is None else MOST,
-        guesses=None if method is None else always,
-        finds_guesses=method == "suffix",
+        draft_lengths=None if method is None else always,
+        finds_drafts=method == "suffix",
     )
-    engine = Engine(scheduler, executor, VirtualClock(), 1 if num_guesses == MOST else 2)
+    engine = Engine(scheduler, executor, VirtualClock(), 1 if num_draft_tokens == MOST else 2)
     sampling = PARAMS[name].replace(max_tokens=NUM_NEW - 1)
     answers: dict[str, list[int]] = {}
     for begin in range(0, num, ROWS):
@@ -141,16 +145,16 @@ def observed(name: str, method: str | None, num: int, num_guesses: int) -> torch
             for output in engine.step():
                 answers[output.request_id] += output.new_token_ids
     if method is not None:
-        assert always.num_checked > num / 4
-        assert always.num_right > 0.02 * always.num_checked
+        assert always.num_verified > num / 4
+        assert always.num_right > 0.02 * always.num_verified
     ids = torch.tensor(list(answers.values()))
     places = (ids * torch.tensor([VOCAB ** (NUM_NEW - 2 - i) for i in range(NUM_NEW - 1)])).sum(1)
     return torch.bincount(places, minlength=VOCAB ** (NUM_NEW - 1))
 
 
-def check_law(name: str, method: str | None, num: int, num_guesses: int = MOST) -> None:
-    p = p_value(observed(name, method, num, num_guesses), exact_law(name))
-    print(f"{name}, {method}, {num_guesses} guesses, {num} samples: p = {p:.3g}")
+def check_law(name: str, method: str | None, num: int, num_draft_tokens: int = MOST) -> None:
+    p = p_value(observed(name, method, num, num_draft_tokens), exact_law(name))
+    print(f"{name}, {method}, {num_draft_tokens} drafts, {num} samples: p = {p:.3g}")
     assert p > LEAST_P
 
 
@@ -168,15 +172,15 @@ def test_so_have_those_of_plain_sampling() -> None:
 
 @captures
 @pytest.mark.slow
-@pytest.mark.parametrize("num_guesses", [1, 2, 3])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
 @pytest.mark.parametrize("method", ["draft", "early", "suffix"])
 @pytest.mark.parametrize("name", PARAMS)
-def test_the_same_with_any_parameters(name: str, method: str, num_guesses: int) -> None:
-    check_law(name, method, 12288, num_guesses)
+def test_the_same_with_any_parameters(name: str, method: str, num_draft_tokens: int) -> None:
+    check_law(name, method, 12288, num_draft_tokens)
 
 
 @captures
-def test_guesses_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def keeps(
         logits_TV: torch.Tensor,
         positions_T: torch.Tensor,
@@ -187,7 +191,7 @@ def test_guesses_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatc
         ids_T, is_sound_T = plain(logits_TV, positions_T, draws, odds, **options)
         if odds is not None:
             ids_T = ids_T.clone()
-            ids_T.view(len(odds.guesses_Bk), -1)[:, :-1] = odds.guesses_Bk
+            ids_T.view(len(odds.drafts_Bk), -1)[:, :-1] = odds.drafts_Bk
         return ids_T, is_sound_T
 
     plain = rule.verified_rows
@@ -197,7 +201,7 @@ def test_guesses_that_are_always_kept_are_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 @captures
-def test_a_token_that_does_not_follow_the_last_guess_is_noticed(
+def test_a_token_that_does_not_follow_the_last_draft_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last token of a fully accepted run is dropped, as if there were no bonus."""

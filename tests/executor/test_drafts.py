@@ -57,31 +57,35 @@ class Told(DraftMethod):
     """Drafts what a test says comes next after these tokens, and now and then something else."""
 
     name = "told"
-    max_guesses = MOST
+    max_draft_tokens = MOST
 
     def __init__(self, says: Callable[[list[int]], list[int]], wrong: float, seed: int) -> None:
         self.says, self.wrong, self.rng = says, wrong, random.Random(seed)
 
-    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
+    def draft(self, step: DraftStep, num_draft_tokens: int) -> torch.Tensor | None:
         history: History = step.history
-        guesses = torch.zeros(len(step.rows_B), num_guesses, dtype=torch.int64)
+        draft_tokens = torch.zeros(len(step.rows_B), num_draft_tokens, dtype=torch.int64)
         for b, row in enumerate(step.rows_B.tolist()):
             known = history.tokens_NL[row, : history.lens_N[row]].tolist()
-            right = (self.says(known) + [0] * num_guesses)[:num_guesses]
+            right = (self.says(known) + [0] * num_draft_tokens)[:num_draft_tokens]
             for i, token in enumerate(right):
                 is_wrong = self.rng.random() < self.wrong
-                guesses[b, i] = (token + 1) % VOCAB if is_wrong else token
-        for i in range(num_guesses):
-            put_drafts(guesses[:, i].contiguous().to(step.rows_B.device), step.rows_B, history, i)
+                draft_tokens[b, i] = (token + 1) % VOCAB if is_wrong else token
+        for i in range(num_draft_tokens):
+            put_drafts(
+                draft_tokens[:, i].contiguous().to(step.rows_B.device), step.rows_B, history, i
+            )
         return None
 
 
-def guessing(method: DraftMethod, *, max_checked_tokens: int = 64, **changes: Any) -> LocalExecutor:
+def drafting(
+    method: DraftMethod, *, max_verified_tokens: int = 64, **changes: Any
+) -> LocalExecutor:
     """What a `Told` says is known to the host alone, which a captured step does not ask."""
     return make_executor(
         decoder(),
         max_captured_rows=8,
-        drafting=Drafting(method, max_checked_tokens),
+        drafting=Drafting(method, max_verified_tokens),
         is_captured=not isinstance(method, Told),
         **changes,
     )
@@ -95,7 +99,7 @@ class DraftRunner:
         self.executor = executor
         self.flying: list[tuple[StepPlan, StepFuture]] = []
         self.num_right = 0
-        self.num_checked = 0
+        self.num_verified = 0
 
     def step(self, work: dict[str, int]) -> None:
         """So many drafts for each of these rows."""
@@ -123,9 +127,9 @@ class DraftRunner:
             at = held.tokens.index(-1)
             held.tokens[at : at + entry.num_draft + 1] = got
             held.num_computed -= entry.num_draft + 1 - len(got)
-            checked, right = result.checked.get(entry.request_id, (0, 0))
-            assert right == len(got) - 1 if entry.num_draft and checked else True
-            self.num_checked += checked
+            verified, right = result.verified.get(entry.request_id, (0, 0))
+            assert right == len(got) - 1 if entry.num_draft and verified else True
+            self.num_verified += verified
             self.num_right += right
 
     def run(self, names: list[str], ks: list[int], in_flight: int, rng: random.Random) -> None:
@@ -163,9 +167,9 @@ def truths(names: list[str], num: int) -> Callable[[list[int]], list[int]]:
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("names", [["greedy"], ["greedy", "seeded"], list(KINDS)])
-def test_same_tokens_as_without_guesses(names: list[str], wrong: float, in_flight: int) -> None:
+def test_same_tokens_as_without_drafts(names: list[str], wrong: float, in_flight: int) -> None:
     method = Told(truths(names, 60), wrong, seed=7)
-    drafter = started(guessing(method), names)
+    drafter = started(drafting(method), names)
     rng = random.Random(len(names))
     drafter.run(names, [MOST, 0, 2, MOST, 1, 0, 0, 3, MOST], in_flight, rng)
     for i, name in enumerate(names):
@@ -176,14 +180,14 @@ def test_same_tokens_as_without_guesses(names: list[str], wrong: float, in_fligh
         assert drafter.num_right > 5 * len(names)
     if wrong == 1.0:
         assert drafter.num_right == 0
-        assert drafter.num_checked > 0
+        assert drafter.num_verified > 0
 
 
 @captures
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_looked_up(in_flight: int) -> None:
     names = list(KINDS)
-    executor = guessing(NGram(device().torch_device, 8, MOST))
+    executor = drafting(NGram(device().torch_device, 8, MOST))
     drafter = started(executor, names)
     drafter.run(names, [MOST] * 10, in_flight, random.Random(0))
     for i, name in enumerate(names):
@@ -196,7 +200,7 @@ def test_looked_up(in_flight: int) -> None:
 def test_prompts_join_while_the_host_does_not_know_how_long_rows_are() -> None:
     names = list(KINDS)
     method = Told(truths(names, 60), 0.2, seed=1)
-    drafter = started(guessing(method), names)
+    drafter = started(drafting(method), names)
     host = drafter.host
     drafter.step(dict.fromkeys(names, MOST))
     late = prompt(77, 14)
@@ -231,7 +235,7 @@ def test_more_rows_than_a_captured_step_has(in_flight: int) -> None:
     """They are answered without drafts; when some have left, the others go on with theirs."""
     names = [f"row {i}" for i in range(11)]
     kinds = dict.fromkeys(names, KINDS["greedy"])
-    executor = guessing(NGram(device().torch_device, 8, MOST), max_checked_tokens=8)
+    executor = drafting(NGram(device().torch_device, 8, MOST), max_verified_tokens=8)
     drafter = DraftRunner(executor)
     host = drafter.host
     for i, name in enumerate(names):
@@ -251,7 +255,7 @@ def test_log_probabilities_of_all_that_came_out() -> None:
     truth = alone(decoder(), prompt(1, 8), sampling, 20)
     says = (prompt(1, 8) + truth).__getitem__
     method = Told(lambda known: says(slice(len(known), None)), 0.3, seed=3)
-    drafter = DraftRunner(guessing(method))
+    drafter = DraftRunner(drafting(method))
     plain = Host(make_executor(decoder()))
     for host in (drafter.host, plain):
         host.add("r", prompt(1, 8), sampling)
@@ -273,7 +277,7 @@ def test_log_probabilities_of_all_that_came_out() -> None:
 @captures
 def test_a_row_without_finite_logits_fails_alone() -> None:
     names = ["greedy", "seeded"]
-    executor = guessing(Told(truths(names, 60), 0.0, seed=0))
+    executor = drafting(Told(truths(names, 60), 0.0, seed=0))
     drafter = started(executor, names)
     row = executor._rows.get("greedy")
     assert row is not None
@@ -289,8 +293,8 @@ def test_a_row_without_finite_logits_fails_alone() -> None:
     assert result.token_ids["seeded"] == tuple(expected("seeded", 1, 11, 60)[1:4])
 
 
-def test_what_the_host_learns_of_guesses() -> None:
-    executor = guessing(NGram(device().torch_device, 8, MOST))
+def test_what_the_host_learns_of_drafts() -> None:
+    executor = drafting(NGram(device().torch_device, 8, MOST))
     host = Host(executor)
     host.add("r", [5, 6, 7, 8] * 4, KINDS["greedy"])
     result = executor.submit(host.plan({"r": 16})).result()

@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.attention.paged import PagedAttention
 from ridgeline.executor import warm_up
-from ridgeline.executor.draft_graphs import Check
+from ridgeline.executor.draft_graphs import Verification
 from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.warm_up import WarmUp
@@ -67,22 +67,22 @@ def test_no_step_is_captured_that_was_foreseen(monkeypatch: pytest.MonkeyPatch) 
     serve(executor)
 
 
-def test_numbers_of_guesses_are_warmed_up_in_the_order_that_is_told(
+def test_numbers_of_drafts_are_warmed_up_in_the_order_that_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ngram = NGram(device().torch_device, 4, 4)
-    executor = make(drafting=Drafting(ngram, max_checked_tokens=16))
+    executor = make(drafting=Drafting(ngram, max_verified_tokens=16))
     assert executor.drafter is not None
     graphs = executor.drafter.graphs
-    prepared: list[tuple[int, int, Check]] = []
+    prepared: list[tuple[int, int, Verification]] = []
     monkeypatch.setattr(graphs, "prepare", lambda *key: prepared.append(key))
-    WarmUp(executor, max_tokens=24, guesses=(3, 1, 4)).run(1e9)
+    WarmUp(executor, max_tokens=24, draft_tokens=(3, 1, 4)).run(1e9)
     for bucket, room in ((4, 3), (1, 4)):  # four rows check four tokens each at most
         wanted = [k for k in (3, 1, 4) if k <= room]
-        for check in (Check.GREEDY, Check.TEMPERATURES):
-            found = [k for b, k, how in prepared if (b, how) == (bucket, check) and k]
+        for verification in (Verification.GREEDY, Verification.TEMPERATURES):
+            found = [k for b, k, how in prepared if (b, how) == (bucket, verification) and k]
             assert found == wanted
-            assert (bucket, 0, check) in prepared
+            assert (bucket, 0, verification) in prepared
 
 
 def test_half_a_warm_up_does_no_harm() -> None:

@@ -105,8 +105,8 @@ def test_a_policy_from_outside_is_served(plain: Path, monkeypatch: pytest.Monkey
     assert answers(plain, policy="toy", max_num_seqs=1) == answers(plain)
 
 
-class Guesses(Listener):
-    """Counts the guesses that were checked."""
+class Drafts(Listener):
+    """Counts the drafts that were checked."""
 
     def __init__(self) -> None:
         self.num_accepted = self.num_rejected = 0
@@ -130,10 +130,10 @@ def test_a_draft_method_from_outside_is_served(
     sampling = [greedy, greedy.replace(temperature=0.6, seed=5)]
     tokens = {}
     for speculate in ("off", "toy:3", "toy"):
-        llm, guesses = opened(folder, speculate=speculate), Guesses()
-        llm.engine.listeners.append(guesses)
+        llm, draft_tokens = opened(folder, speculate=speculate), Drafts()
+        llm.engine.listeners.append(draft_tokens)
         results = llm.generate([[3, 14, 15, 9, 6], [3, 14, 15, 9, 7, 8]], sampling)
         tokens[speculate] = [result.token_ids for result in results]
         if speculate == "toy:3":
-            assert min(guesses.num_accepted, guesses.num_rejected) > 10
+            assert min(draft_tokens.num_accepted, draft_tokens.num_rejected) > 10
     assert tokens["toy:3"] == tokens["toy"] == tokens["off"]

@@ -12,7 +12,7 @@ MAX_ANSWER = 1000
 
 
 class ShortestFirst(Policy):
-    """Its ranks change as requests grow, it halves the budget when crowded, verifies one guess at
+    """Its ranks change as requests grow, it halves the budget when crowded, verifies one draft at
     most and turns very long answers away."""
 
     def rank(self, request: Request, now: float) -> Rank:

@@ -27,14 +27,16 @@ def test_the_device_is_timed_by_its_own_clock() -> None:
     assert timer.take() is None
 
 
-@pytest.mark.parametrize(("speculate", "num_guesses"), [("off", 0), ("early:1", 0), ("early:1", 3)])
-def test_steps_are_timed_alone(speculate: str, num_guesses: int) -> None:
+@pytest.mark.parametrize(
+    ("speculate", "num_draft_tokens"), [("off", 0), ("early:1", 0), ("early:1", 3)]
+)
+def test_steps_are_timed_alone(speculate: str, num_draft_tokens: int) -> None:
     with random_engine(LEAST, **OPTIONS, speculate=speculate) as built:
         bench = step_bench(built)
         assert bench.most_alone >= 8
-        found = bench.alone(4, 100, num_guesses, steps=4)
+        found = bench.alone(4, 100, num_draft_tokens, steps=4)
         assert len(found.seconds) == 4
         assert min(found.seconds) > 0.0
-        assert [new for new, _ in found.shape] == [num_guesses + 1] * 4
+        assert [new for new, _ in found.shape] == [num_draft_tokens + 1] * 4
         assert bench.engine.is_idle
         bench.engine.scheduler.check_invariants()

@@ -18,7 +18,7 @@ from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookUp, LookUpRoom
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SIZE = 4  # of a block
-ROOM, GUESSES, MOST = 9, 5, 40  # rows, drafts, tokens
+ROOM, DRAFT_TOKENS, MOST = 9, 5, 40  # rows, drafts, tokens
 
 each_kind = pytest.mark.parametrize("kind", ["reference", "native", "triton"])
 each_seed = pytest.mark.parametrize("seed", range(6))
@@ -67,19 +67,19 @@ def whole(numbers: object) -> torch.Tensor:
 def make_case(seed: int, *, letters: int = 3, shortest: int = 2) -> Case:
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
-    history = make_history(ROOM, MOST, GUESSES, DEVICE)
+    history = make_history(ROOM, MOST, DRAFT_TOKENS, DEVICE)
     shape = tuple(history.tokens_NL.shape)
     tokens = torch.randint(0, letters, shape, generator=generator, dtype=torch.int32)
     lens = torch.randint(shortest, MOST + 1, (ROOM,), generator=generator)
     lens[1], lens[2] = shortest, MOST
-    found = torch.randint(0, GUESSES + 1, (ROOM,), generator=generator)
+    found = torch.randint(0, DRAFT_TOKENS + 1, (ROOM,), generator=generator)
     lens[0], found[0] = PADDING_LENGTH, 0
     for ours, value in ((history.tokens_NL, tokens), (history.lens_N, lens)):
         ours.copy_(value)
     history.found_N.copy_(found)
     real = (torch.randperm(ROOM - 1, generator=generator) + 1).tolist()[: 1 + seed % (ROOM - 1)]
     rows = [*real, 0, 0, 0]
-    limits = torch.randint(0, GUESSES + 1, (len(rows),), generator=generator).tolist()
+    limits = torch.randint(0, DRAFT_TOKENS + 1, (len(rows),), generator=generator).tolist()
     return Case(history, rows, limits, tokens.tolist(), lens.tolist(), found.tolist(), generator)
 
 

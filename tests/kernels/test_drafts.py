@@ -14,7 +14,7 @@ from ridgeline.kernels.prompt_lookup import LookUp, look_up, make_look_up_room
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from tests.kernels.draft_case import (
     DEVICE,
-    GUESSES,
+    DRAFT_TOKENS,
     MOST,
     ROOM,
     SIZE,
@@ -183,10 +183,10 @@ def test_nothing_is_written_beyond_the_room(kind: str) -> None:
 
 @each_kind
 @each_seed
-def test_guesses_of_a_model(kind: str, seed: int) -> None:
+def test_drafts_of_a_model(kind: str, seed: int) -> None:
     case = make_case(seed)
     rows, _ = case.on_device()
-    for index in range(GUESSES):
+    for index in range(DRAFT_TOKENS):
         ids = case.random(100, 1 << 20, len(case.rows))
         kernel(kind, "put_drafts")(ids.to(DEVICE), rows, case.history, index)
         for row, token in zip(case.rows, ids.tolist(), strict=True):

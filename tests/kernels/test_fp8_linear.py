@@ -16,16 +16,16 @@ from torch.nn import functional
 from ridgeline.errors import InternalError
 from ridgeline.kernels import fp8_linear as module
 from ridgeline.kernels.fp8_linear import (
-    MAX_GUESS,
+    MAX_UNTUNED_ROWS,
     Fp8Matrix,
     choose_tile,
     dequantize_rows,
     fp8_linear,
     fp8_linear_reference,
     fp8_product,
-    guess_tile,
     library_product,
     takes_e4m3,
+    untuned_tile,
 )
 from ridgeline.kernels.quantize_rows import has_e4m3, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.rms_norm import rms_norm
@@ -178,10 +178,10 @@ def test_what_the_kernel_refuses() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-def test_guessed_tiles_fit_the_usual_workspace(shape: tuple[int, int]) -> None:
+def test_untuned_tiles_fit_the_usual_workspace(shape: tuple[int, int]) -> None:
     outputs, inputs = shape
     for rows in (1, 2, 16, 64):
-        tile = guess_tile(rows, outputs, inputs)
+        tile = untuned_tile(rows, outputs, inputs)
         assert tile.dot == (rows > 1)
         cut = ours.cut_fp8(tile, rows, outputs, inputs, 132)
         if cut.merges:
@@ -189,7 +189,7 @@ def test_guessed_tiles_fit_the_usual_workspace(shape: tuple[int, int]) -> None:
             make_workspace(torch.device("cpu")).check_room(needed, cut.tiles)
 
 
-def test_a_tile_is_what_was_measured_or_else_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_is_what_was_measured_or_else_untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {
         Place("card", module.DTYPE, 64, 32, 128, "plain"): DOT,
         Place("card", module.DTYPE, 64, 32, 16, "plain"): None,
@@ -197,9 +197,11 @@ def test_a_tile_is_what_was_measured_or_else_a_guess(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ridgeline.kernels.tiles._table", lambda: known)
     assert choose_tile(100, 64, 32, "card", "plain") == DOT
     assert choose_tile(16, 64, 32, "card", "plain") is None
-    assert choose_tile(MAX_GUESS, 64, 32, "card", "plain") == guess_tile(MAX_GUESS, 64, 32)
+    assert choose_tile(MAX_UNTUNED_ROWS, 64, 32, "card", "plain") == untuned_tile(
+        MAX_UNTUNED_ROWS, 64, 32
+    )
     assert choose_tile(129, 64, 32, "card", "plain") is None
-    assert choose_tile(1, 64, 32, "card", "norm") == guess_tile(1, 64, 32)
+    assert choose_tile(1, 64, 32, "card", "norm") == untuned_tile(1, 64, 32)
     assert bucket(MAX_ROWS) == MAX_ROWS
 
 

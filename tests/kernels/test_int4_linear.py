@@ -22,10 +22,10 @@ from ridgeline.kernels.int4_linear import (
     Asked,
     Int4Layout,
     choose,
-    guess,
     kept,
     records_of,
     runs,
+    untuned_tile,
 )
 from ridgeline.kernels.int4_linear_cuda import (
     StreamCut,
@@ -267,11 +267,13 @@ def test_each_record_is_read_once(outputs: int, inputs: int, gated: bool, tile: 
 
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), LAYERS)
 @pytest.mark.parametrize("zeros", [False, True])
-def test_a_guess_can_be_launched(outputs: int, inputs: int, gated: bool, zeros: bool) -> None:
+def test_an_untuned_tile_can_be_launched(
+    outputs: int, inputs: int, gated: bool, zeros: bool
+) -> None:
     form = Form(outputs, inputs, 32 if zeros else 128, torch.float32, zeros)
     for rows in (1, 2, 5, 8, 9, 64, 129, 256, 512, 1000):
         asked = Asked(rows, form, UNITS, gated=gated)
-        tile = guess(asked)
+        tile = untuned_tile(asked)
         assert tile is not None
         assert runs(tile, asked)
         assert tile.stream or rows > MAX_FEW or inputs > 8192
@@ -282,8 +284,8 @@ def test_a_guess_can_be_launched(outputs: int, inputs: int, gated: bool, zeros: 
         else:
             some = tiles_cut(tile, rows, form, units=UNITS, gated=gated)
             assert some.shared_bytes <= MOST_SHARED_BYTES
-    assert guess(Asked(MAX_TILED + 1, form, UNITS)) is None
-    assert guess(Asked(9, form, UNITS, norm=True)) is None
+    assert untuned_tile(Asked(MAX_TILED + 1, form, UNITS)) is None
+    assert untuned_tile(Asked(9, form, UNITS, norm=True)) is None
 
 
 def test_what_the_table_asks_for_can_be_launched() -> None:

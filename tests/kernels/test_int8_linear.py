@@ -26,9 +26,9 @@ from ridgeline.kernels.int8_linear import (
     Int8Matrix,
     dequantize_int8,
     fits_int8,
-    guess_stream,
-    guess_tile,
     int8_linear_reference,
+    untuned_stream,
+    untuned_tile,
 )
 from ridgeline.kernels.quantize_rows import QuantizedRows, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, outline
@@ -92,13 +92,13 @@ def canonical(outputs: int, inputs: int, seed: int = 3) -> QuantizedMatrix:
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), SHAPES)
 def test_guesses_fit(outputs: int, inputs: int, gated: bool) -> None:
     assert fits_int8(outputs, inputs)
-    tile = guess_stream(outputs, inputs, H200, gated=gated)
+    tile = untuned_stream(outputs, inputs, H200, gated=gated)
     for rows, rounds in ((1, True), (8, True), (3, False), (16, False)):
         cut = groups_of(tile, rows, outputs, inputs, units=H200, gated=gated, rounds=rounds)
         assert cut.shared_bytes <= ROOM_BYTES
         assert -(-cut.count // cut.each) <= H200
     for rows in (17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 300, 1024, 8192):
-        tile = guess_tile(rows, outputs, inputs, H200, gated=gated)
+        tile = untuned_tile(rows, outputs, inputs, H200, gated=gated)
         whole = cut_of(tile, rows, outputs, inputs, item=1, units=H200, gated=gated)
         assert whole.shared_bytes <= ROOM_BYTES
         assert tile.stages >= 3
@@ -110,14 +110,14 @@ def test_guesses_fit(outputs: int, inputs: int, gated: bool) -> None:
 def test_guesses_keep_the_device_busy() -> None:
     """The busiest program has little more than its share of the rows of W."""
     for outputs, inputs, gated in SHAPES[:12]:
-        tile = guess_stream(outputs, inputs, H200, gated=gated)
+        tile = untuned_stream(outputs, inputs, H200, gated=gated)
         cut = groups_of(tile, 1, outputs, inputs, units=H200, gated=gated, rounds=True)
         share = outputs / H200
         assert cut.each * tile.block_n <= max(1.6 * share, 32)
-    assert guess_tile(64, 4096, 4096, H200, gated=False).splits == 2
-    assert guess_tile(64, 1024, 2048, H200, gated=False).splits == 4
-    assert guess_tile(256, 28672, 4096, H200, gated=True).per_sm == 1
-    assert guess_tile(4096, 28672, 4096, H200, gated=True).per_sm == 0
+    assert untuned_tile(64, 4096, 4096, H200, gated=False).splits == 2
+    assert untuned_tile(64, 1024, 2048, H200, gated=False).splits == 4
+    assert untuned_tile(256, 28672, 4096, H200, gated=True).per_sm == 1
+    assert untuned_tile(4096, 28672, 4096, H200, gated=True).per_sm == 0
 
 
 def test_what_the_table_asks_of_streams_fits() -> None:

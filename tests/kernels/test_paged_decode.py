@@ -194,7 +194,7 @@ def lose(case: Case, lost: list[int]) -> torch.Tensor:
     ("new", "lost"), [(2, [1, 0, 1, 0]), (5, [3, 4, 0, 1]), (9, [8, 0, 2, 5]), (17, [16, 3, 9, 16])]
 )
 @pytest.mark.parametrize("kind", ["float32", "float16", "e4m3", *CODES])
-def test_guesses_without_a_block_reach_nobody_before_them(
+def test_drafts_without_a_block_reach_nobody_before_them(
     new: int, lost: list[int], kind: str
 ) -> None:
     dtype = torch.float16 if kind == "float16" else torch.float32

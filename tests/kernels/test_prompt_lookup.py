@@ -13,7 +13,7 @@ from ridgeline.kernels.prompt_lookup import LookUp, look_up_reference, make_look
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from tests.kernels.draft_case import (
     DEVICE,
-    GUESSES,
+    DRAFT_TOKENS,
     ROOM,
     SIZE,
     Case,
@@ -38,9 +38,9 @@ def look_up_list(tokens: list[int], rule: LookUp) -> list[int]:
     match, end = best
     if match < rule.min_match:
         return []
-    wanted = rule.guesses_per_match * match if rule.guesses_per_match else rule.max_guesses
+    wanted = rule.drafts_per_match * match if rule.drafts_per_match else rule.max_draft_tokens
     longer = list(tokens)
-    for i in range(min(wanted, rule.max_guesses)):
+    for i in range(min(wanted, rule.max_draft_tokens)):
         longer.append(longer[end + i])
     return longer[num:]
 
@@ -59,7 +59,7 @@ def check_look_up(kind: str, case: Case, rule: LookUp) -> None:
 @each_seed
 @pytest.mark.parametrize("letters", [1, 2, 5, 30])
 def test_what_came_next_before(kind: str, seed: int, letters: int) -> None:
-    for rule in (LookUp(2, 4, GUESSES), LookUp(1, 32, GUESSES, 1), LookUp(3, 7, 2, 2)):
+    for rule in (LookUp(2, 4, DRAFT_TOKENS), LookUp(1, 32, DRAFT_TOKENS, 1), LookUp(3, 7, 2, 2)):
         check_look_up(kind, make_case(seed, letters=letters), rule)
 
 
@@ -102,10 +102,10 @@ def test_the_room_of_a_gpu_is_left_as_it_was() -> None:
     room = gpu_room(ROOM + 3)
     for seed in range(3):
         case = make_case(seed)
-        run(case.on_device()[0], case.history, LookUp(2, 4, GUESSES), room, span=16)
+        run(case.on_device()[0], case.history, LookUp(2, 4, DRAFT_TOKENS), room, span=16)
         assert not room.arrivals_B.any()
         for row in {*case.rows} - {0}:
-            found = look_up_list(case.tokens[row][: case.lens[row]], LookUp(2, 4, GUESSES))
+            found = look_up_list(case.tokens[row][: case.lens[row]], LookUp(2, 4, DRAFT_TOKENS))
             assert case.history.found_N[row] == len(found)
 
 
@@ -118,7 +118,7 @@ def test_many_rows_and_long_ones(kind: str) -> None:
     """More rows than a program of any kernel has lanes; enough tokens to share between threads."""
     num, most, num_new = 140, 1500, 3
     generator = torch.Generator().manual_seed(1)
-    ours, want = (make_history(num, most, GUESSES, DEVICE) for _ in range(2))
+    ours, want = (make_history(num, most, DRAFT_TOKENS, DEVICE) for _ in range(2))
     tokens = torch.randint(0, 40, tuple(ours.tokens_NL.shape), generator=generator)
     lens = torch.randint(2, most, (num,), generator=generator)
     lens[0] = PADDING_LENGTH
@@ -127,7 +127,7 @@ def test_many_rows_and_long_ones(kind: str) -> None:
         history.lens_N.copy_(lens)
     rows = torch.cat((torch.randperm(num, generator=generator), torch.zeros(9))).long().to(DEVICE)
     limits = torch.randint(0, 3, (len(rows),), generator=generator).to(DEVICE)
-    rule = LookUp(1, 32, GUESSES, 2)
+    rule = LookUp(1, 32, DRAFT_TOKENS, 2)
     look_up_reference(rows, want, rule)
     threads = torch.get_num_threads()
     native.set_threads(2)

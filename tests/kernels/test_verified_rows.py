@@ -30,7 +30,7 @@ Case = tuple[torch.Tensor, torch.Tensor, Draws, DraftOdds]
 
 def case(
     rows: int,
-    guesses: int,
+    draft_tokens: int,
     size: int,
     *,
     dtype: torch.dtype = torch.float32,
@@ -40,42 +40,44 @@ def case(
 ) -> Case:
     """Greedy, seeded and checked rows at temperatures of 0.3 to 1.5; drafts drawn by the draft."""
     rng = torch.Generator().manual_seed(seed)
-    logits_BqV = torch.randn(rows, guesses + 1, size, generator=rng)
-    other = torch.randn(rows, guesses, size, generator=rng)
-    guess_logits = likeness * logits_BqV[:, :guesses] + (1 - likeness) * other
-    logits_BqV, guess_logits = (3 * logits_BqV).to(dtype), (3 * guess_logits).to(dtype)
+    logits_BqV = torch.randn(rows, draft_tokens + 1, size, generator=rng)
+    other = torch.randn(rows, draft_tokens, size, generator=rng)
+    draft_logits = likeness * logits_BqV[:, :draft_tokens] + (1 - likeness) * other
+    logits_BqV, draft_logits = (3 * logits_BqV).to(dtype), (3 * draft_logits).to(dtype)
     kinds_B = torch.arange(rows) % 4  # greedy, seeded, checked, checked
-    is_checked_B = kinds_B >= 2
+    is_verified_B = kinds_B >= 2
     keys_B = torch.tensor([stream_key(1000 * seed + b) for b in range(rows)])
     hot_B = (0.3 + 1.2 * torch.rand(rows, generator=rng)).where(kinds_B > 0, 1.0)
     noisy_B = (kinds_B > 0).float()
-    positions_Bq = torch.randint(3, 1000, (rows, 1), generator=rng) + torch.arange(guesses + 1)
+    positions_Bq = torch.randint(3, 1000, (rows, 1), generator=rng) + torch.arange(draft_tokens + 1)
 
-    def per_guess(x_B: torch.Tensor, num: int) -> torch.Tensor:
+    def per_draft(x_B: torch.Tensor, num: int) -> torch.Tensor:
         return x_B.repeat_interleave(num)
 
     drafted_by = Draws(
-        per_guess(draft_keys(keys_B, ~is_checked_B), guesses),
-        per_guess(hot_B, guesses),
-        per_guess(noisy_B, guesses),
+        per_draft(draft_keys(keys_B, ~is_verified_B), draft_tokens),
+        per_draft(hot_B, draft_tokens),
+        per_draft(noisy_B, draft_tokens),
     )
-    positions_O = positions_Bq[:, :guesses].flatten().contiguous()
-    ids, _ = draw_rows(guess_logits.reshape(-1, size), positions_O, drafted_by)
-    inputs_Bq = torch.cat([ids.new_zeros(rows, 1), ids.view(rows, guesses)], 1).to(device)
-    draws = Draws(*(per_guess(x, guesses + 1).to(device) for x in (keys_B, hot_B, noisy_B)))
+    positions_O = positions_Bq[:, :draft_tokens].flatten().contiguous()
+    ids, _ = draw_rows(draft_logits.reshape(-1, size), positions_O, drafted_by)
+    inputs_Bq = torch.cat([ids.new_zeros(rows, 1), ids.view(rows, draft_tokens)], 1).to(device)
+    draws = Draws(*(per_draft(x, draft_tokens + 1).to(device) for x in (keys_B, hot_B, noisy_B)))
     # Strides such as buffers with room for more have.
-    wide = torch.full((rows, guesses + 2, size + 5), torch.nan, dtype=dtype, device=device)
-    wide[:, :guesses, :size] = guess_logits
-    odds = DraftOdds(inputs_Bq[:, 1:], wide[:, :guesses, :size], is_checked_B.to(device))
-    padded = torch.full((rows * (guesses + 1), size + 3), torch.nan, dtype=dtype, device=device)
+    wide = torch.full((rows, draft_tokens + 2, size + 5), torch.nan, dtype=dtype, device=device)
+    wide[:, :draft_tokens, :size] = draft_logits
+    odds = DraftOdds(inputs_Bq[:, 1:], wide[:, :draft_tokens, :size], is_verified_B.to(device))
+    padded = torch.full(
+        (rows * (draft_tokens + 1), size + 3), torch.nan, dtype=dtype, device=device
+    )
     padded[:, :size] = logits_BqV.flatten(0, 1)
     return padded[:, :size], positions_Bq.flatten().to(device), draws, odds
 
 
 def reached(ids_T: torch.Tensor, odds: DraftOdds) -> torch.Tensor:
     """[T]: positions that come into question, up to the first token that was not drafted."""
-    ids_Bq = ids_T.view(len(odds.is_checked_B), -1)
-    is_right_Bk = ids_Bq[:, :-1] == odds.guesses_Bk
+    ids_Bq = ids_T.view(len(odds.is_verified_B), -1)
+    is_right_Bk = ids_Bq[:, :-1] == odds.drafts_Bk
     first_B1 = torch.ones_like(ids_Bq[:, :1])
     return torch.cat([first_B1, is_right_Bk.long()], 1).cumprod(1).bool().flatten()
 
@@ -105,10 +107,10 @@ class TestNative:
             assert not ids[~is_reached].any()
             assert bool(is_sound[~is_reached].all())
 
-    def test_guesses_of_another_dtype(self) -> None:
+    def test_drafts_of_another_dtype(self) -> None:
         for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
             logits, positions, draws, odds = case(8, 3, 333, seed=2)
-            odds = DraftOdds(odds.guesses_Bk, odds.logits_BkV.to(dtypes[1]), odds.is_checked_B)
+            odds = DraftOdds(odds.drafts_Bk, odds.logits_BkV.to(dtypes[1]), odds.is_verified_B)
             some = logits.to(dtypes[0]), positions, draws, odds
             assert_same(verified_rows(*some), some)
 
@@ -166,16 +168,16 @@ def broken_case(device: str) -> Case:
     """One row each (checked): p has a NaN; p an infinity; q a NaN; q an infinity; q is nothing;
     no draft; p is q; p cannot be the draft; the lowest temperature; all is well."""
     logits, positions, draws, odds = case(10, 2, 100, seed=5, device=device)
-    logits, guesses, q = logits.clone(), odds.guesses_Bk.clone(), odds.logits_BkV.clone()
+    logits, draft_tokens, q = logits.clone(), odds.drafts_Bk.clone(), odds.logits_BkV.clone()
     logits[0, 7], logits[3, 7] = torch.nan, torch.inf
     q[2, 0, 9], q[3, 0, 9], q[4] = torch.nan, torch.inf, -torch.inf
-    guesses[5] = -1
+    draft_tokens[5] = -1
     q[6] = logits.view(10, 3, 100)[6, :2]
-    logits[21, guesses[7, 0]] = -torch.inf
+    logits[21, draft_tokens[7, 0]] = -torch.inf
     hot = draws.temperatures_R.clone()
     hot[24:27] = 1e-30
     draws = Draws(draws.keys_R, hot, torch.ones_like(hot))
-    return logits, positions, draws, DraftOdds(guesses, q, torch.ones_like(odds.is_checked_B))
+    return logits, positions, draws, DraftOdds(draft_tokens, q, torch.ones_like(odds.is_verified_B))
 
 
 def assert_broken(got: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -184,8 +186,8 @@ def assert_broken(got: tuple[torch.Tensor, torch.Tensor]) -> None:
     assert ids_Bq[:2, 0].tolist() == [0, 0]
     some = broken_case(str(ids_Bq.device))
     odds = some[3]
-    assert torch.equal(ids_Bq[6, :2], odds.guesses_Bk[6]), "the same odds are always kept"
-    assert ids_Bq[7, 0] != odds.guesses_Bk[7, 0]
+    assert torch.equal(ids_Bq[6, :2], odds.drafts_Bk[6]), "the same odds are always kept"
+    assert ids_Bq[7, 0] != odds.drafts_Bk[7, 0]
     plain, _ = draw_rows(some[0], some[1], some[2])
     assert torch.equal(ids_Bq[2:6, 0], plain.view(10, 3)[2:6, 0]), "their own draws"
 
@@ -203,9 +205,9 @@ def test_captured_by_a_graph_and_run_again() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ids, _ = checked_rows_of_any(logits, positions, draws, odds, workspace=space)
-    kept = [(x[0].clone(), x[3].guesses_Bk.clone(), x[3].logits_BkV.clone()) for x in (some, other)]
+    kept = [(x[0].clone(), x[3].drafts_Bk.clone(), x[3].logits_BkV.clone()) for x in (some, other)]
     for again in (kept[0], kept[1], kept[0]):
-        for buffer, numbers in zip((logits, odds.guesses_Bk, odds.logits_BkV), again, strict=True):
+        for buffer, numbers in zip((logits, odds.drafts_Bk, odds.logits_BkV), again, strict=True):
             buffer.copy_(numbers)
         graph.replay()
         now = logits, positions, draws, odds

@@ -127,7 +127,7 @@ def check_same_bits(
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("weights", ["plain", "int8", "int4"])
 def test_the_same_bits_as_one_by_one(weights: str, kv: str, level: str) -> None:
-    """No tolerance: greedy and seeded answers do not depend on how many guesses are checked."""
+    """No tolerance: greedy and seeded answers do not depend on how many drafts are checked."""
     before = torch.get_num_threads()
     native.set_threads(2)
     try:

@@ -60,7 +60,7 @@ def timed(bench: StepBench, host_s: float) -> Timeline:
 
 
 @pytest.fixture(scope="module")
-def guessing() -> Iterator[Built]:
+def drafting() -> Iterator[Built]:
     with random_engine(SAMPLE.config, **OPTIONS, speculate="early:1") as built:
         yield built
 
@@ -98,24 +98,24 @@ def test_late_steps_are_done_again_and_given_up_in_the_end() -> None:
 
 
 @records
-@pytest.mark.parametrize("num_guesses", [0, 2, 3])
-def test_guesses_and_their_check_are_timed_together(guessing: Built, num_guesses: int) -> None:
-    bench = step_bench(guessing)
-    chosen = guessing.engine.scheduler.guesses
+@pytest.mark.parametrize("num_draft_tokens", [0, 2, 3])
+def test_drafts_and_their_check_are_timed_together(drafting: Built, num_draft_tokens: int) -> None:
+    bench = step_bench(drafting)
+    chosen = drafting.engine.scheduler.draft_lengths
     timed(bench, host_s=1e-5)
-    found = bench.alone(2, 30, num_guesses, steps=4)
+    found = bench.alone(2, 30, num_draft_tokens, steps=4)
     assert len(found.seconds) == 4
-    assert [new for new, _ in found.shape] == [num_guesses + 1] * 2
-    assert guessing.engine.scheduler.guesses is chosen
+    assert [new for new, _ in found.shape] == [num_draft_tokens + 1] * 2
+    assert drafting.engine.scheduler.draft_lengths is chosen
     assert bench.engine.is_idle
-    guessing.engine.executor = bench.shortcut.inner.inner  # type: ignore[attr-defined]
-    guessing.engine.listeners[:] = [
-        one for one in guessing.engine.listeners if not isinstance(one, StepBench)
+    drafting.engine.executor = bench.shortcut.inner.inner  # type: ignore[attr-defined]
+    drafting.engine.listeners[:] = [
+        one for one in drafting.engine.listeners if not isinstance(one, StepBench)
     ]
 
 
 class Broken(Sending):
-    """A device on which steps with guesses fail."""
+    """A device on which steps with drafts fail."""
 
     def submit(self, plan: StepPlan) -> StepFuture:
         if any(new > 1 for new, _ in plan.shape):
@@ -181,11 +181,11 @@ def test_points_that_a_slow_host_spoils_are_left_out(monkeypatch: pytest.MonkeyP
     assert [point.what for point in found] == ["decode_step"] * 2
 
 
-def test_guesses_that_fail_do_not_take_the_rest_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_fail_do_not_take_the_rest_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found = session_points(monkeypatch, host_s=1e-5, is_broken=True, said=said)
     assert [point.what for point in found] == ["decode_step", "decode_device"] * 2
-    assert any(stage.startswith("checks of guesses are not measured") for stage in said)
+    assert any(stage.startswith("checks of drafts are not measured") for stage in said)
 
 
 def test_of_two_measurements_the_one_is_kept_that_nobody_disturbed() -> None:
@@ -240,9 +240,11 @@ def test_look_ups_are_told_from_what_the_device_does_without(
     took: dict[str, tuple[float, ...]] = {"off": (5.0,) * 3, "ngram": (7.0,) * 3}
     asked: list[str] = []
 
-    def alone(bench: StepBench, rows: int, context: int, guesses: int, steps: int) -> StepTimes:
-        assert (rows, guesses) == (1, 0)
-        method = "off" if bench.engine.scheduler.guesses is None else "ngram"
+    def alone(
+        bench: StepBench, rows: int, context: int, draft_tokens: int, steps: int
+    ) -> StepTimes:
+        assert (rows, draft_tokens) == (1, 0)
+        method = "off" if bench.engine.scheduler.draft_lengths is None else "ngram"
         asked.append(method)
         return StepTimes(((1, context),), took[method])
 
@@ -257,10 +259,10 @@ def test_look_ups_are_told_from_what_the_device_does_without(
 
 def test_a_cpu_has_none_of_them() -> None:
     session = session_of()
-    assert [who for _, who in session._guessed(DRAFTED)] == []
+    assert [who for _, who in session._drafted(DRAFTED)] == []
 
 
-def test_what_is_seen_of_drafts_is_what_steps_with_guesses_are_priced_by() -> None:
+def test_what_is_seen_of_drafts_is_what_steps_with_drafts_are_priced_by() -> None:
     """The point's price and that of speculation are one."""
     gpu, shape, k = find_device("h200-sxm"), ((5, 200),) * 3, 4
     host = HostConstants(
@@ -280,7 +282,7 @@ def test_what_is_seen_of_drafts_is_what_steps_with_guesses_are_priced_by() -> No
     assert predict(point, gpu, known) - predict(point, gpu, none) == pytest.approx(9e-6 + k * 5e-6)
 
 
-def test_small_models_are_seen_with_guesses_on_every_gpu() -> None:
+def test_small_models_are_seen_with_drafts_on_every_gpu() -> None:
     for grid in (CUDA, CUDA_QUICK):
         drafted = [sample for sample in grid.samples if sample.drafts]
         assert len(drafted) >= 2

@@ -76,8 +76,8 @@ def test_a_trace_that_cannot_be_written_is_said(built: Built, tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
-    folder = tmp_path_factory.mktemp("guessing")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    folder = tmp_path_factory.mktemp("drafting")
     make_tiny_model(folder, head_dim=16)  # the least that a GPU captures
 
     def make(speculate: str) -> Built:
@@ -96,7 +96,7 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]
 
 
 class Scripted:
-    """In the place of the choice: so many guesses by the number of the step."""
+    """In the place of the choice: so many drafts by the number of the step."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.number = counts, 0
@@ -110,7 +110,7 @@ class Scripted:
     def limit(self, request: Request, k: int) -> int:
         return k
 
-    def observe(self, checked: object) -> None:
+    def observe(self, verified: object) -> None:
         """Nothing is learned."""
 
     def forget(self, request_id: str) -> None:
@@ -118,20 +118,20 @@ class Scripted:
 
 
 @captures
-def test_each_step_is_priced_with_its_own_guesses(guessing: Callable[[str], Built]) -> None:
-    built = guessing("early:1")
-    built.engine.scheduler.guesses = Scripted((1, 3))
+def test_each_step_is_priced_with_its_own_drafts(drafting: Callable[[str], Built]) -> None:
+    built = drafting("early:1")
+    built.engine.scheduler.draft_lengths = Scripted((1, 3))
     priced: list[PricedStep] = []
     built.watch.pricing.followers.append(priced.append)
     found = profiled(built, batch=1)
-    assert sorted(found.guesses) == [1, 1, 3, 3]
+    assert sorted(found.draft_tokens) == [1, 1, 3, 3]
     ran = priced[-found.num_steps :]
     assert [step.shape for step in ran] == list(found.shapes)
     assert found.num_tokens == 3
     expected = sum(step.price.expected_s for step in ran) / len(ran)
     assert found.cost.expected_s == pytest.approx(expected, rel=0.01)
-    drafting = sum(step.drafting_s for step in ran) / len(ran)
-    assert found.cost.draft_s == pytest.approx(drafting, rel=0.01)
+    expected_s = sum(step.drafting_s for step in ran) / len(ran)
+    assert found.cost.draft_s == pytest.approx(expected_s, rel=0.01)
     assert found.cost.draft_s > 0
 
 
@@ -142,20 +142,20 @@ def matmuls(found: Profile) -> ClassTime:
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @captures
 def test_prices_hold_the_passes_of_a_draft_model(
-    guessing: Callable[[str], Built], phase: Phase
+    drafting: Callable[[str], Built], phase: Phase
 ) -> None:
-    """Of as many layers as the model here: three guesses are three more passes."""
-    plain = profiled(guessing("off"), phase=phase, batch=1)
-    found = profiled(guessing("draft:MODEL:3"), phase=phase, batch=1)
+    """Of as many layers as the model here: three drafts are three more passes."""
+    plain = profiled(drafting("off"), phase=phase, batch=1)
+    found = profiled(drafting("draft:MODEL:3"), phase=phase, batch=1)
     assert matmuls(found).flops > 1.5 * matmuls(plain).flops
     assert matmuls(found).calls > 1.5 * matmuls(plain).calls
     assert found.cost.draft_s > 0
-    assert set(found.guesses) == ({3} if phase == "decode" else {0})
+    assert set(found.draft_tokens) == ({3} if phase == "decode" else {0})
 
 
 @captures
-def test_right_guesses_that_fill_the_context_are_said(guessing: Callable[[str], Built]) -> None:
-    built = guessing("synthetic:1:3")
+def test_right_drafts_that_fill_the_context_are_said(drafting: Callable[[str], Built]) -> None:
+    built = drafting("synthetic:1:3")
     steps = (built.resolved.max_model_len - 20) // 3
     with pytest.raises(ConfigError, match="--speculate off"):
         profiled(built, batch=1, num_steps=steps // 2)

@@ -12,8 +12,8 @@ from ridgeline.measure.host import host_seconds, line_through
 from ridgeline.measure.points import described, step_point
 from ridgeline.measure.steps import (
     ANSWER_TOKENS,
-    GUESSES,
-    RIGHT_GUESSES,
+    DRAFT_TOKENS,
+    RIGHT_DRAFTS,
     StepBench,
     beside_steps,
     random_engine,
@@ -93,38 +93,38 @@ def test_one_thread_is_timed_by_its_own_clock(bench: StepBench) -> None:
 
 
 @records
-def test_checks_have_their_guesses_and_none_is_right() -> None:
+def test_checks_have_their_drafts_and_none_is_right() -> None:
     options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
-    with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=GUESSES) as built:
+    with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=DRAFT_TOKENS) as built:
         bench = step_bench(built)
-        chosen = built.engine.scheduler.guesses
+        chosen = built.engine.scheduler.draft_lengths
         found = bench.check(3, 40, 2, steps=6)
         assert [new for new, _ in found.shape] == [3, 3, 3]
         assert all(40 <= before <= 60 for _, before in found.shape)  # one token a step
         assert bench.engine.is_idle
-        assert bench.engine.scheduler.guesses is chosen
+        assert bench.engine.scheduler.draft_lengths is chosen
         assert {new for new, _ in bench.decode(2, 30, steps=3).shape} <= {1, 2, 3, 4, 5, 6, 7}
 
 
 @records
-def test_a_choice_is_timed_beside_as_many_guesses_that_nobody_chose() -> None:
+def test_a_choice_is_timed_beside_as_many_drafts_that_nobody_chose() -> None:
     options = {"device": "cpu", "dtype": "float32", "threads": 1, "num_blocks": 200}
-    with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=RIGHT_GUESSES) as built:
+    with random_engine(SAMPLE.config, **options, max_num_seqs=4, speculate=RIGHT_DRAFTS) as built:
         bench = step_bench(built)
-        chosen = built.engine.scheduler.guesses
+        chosen = built.engine.scheduler.draft_lengths
         assert isinstance(chosen, DraftLengthController)
         assert min(bench.choosing(20, 12)) > 0
         num_steps = chosen.times.num_steps
         assert num_steps > 0
         bench.choosing(20, 12)
         assert num_steps < chosen.times.num_steps
-        assert bench.engine.scheduler.guesses is chosen
+        assert bench.engine.scheduler.draft_lengths is chosen
         assert bench.engine.is_idle
 
 
-def test_a_check_becomes_a_point_with_a_row_of_logits_for_each_guess() -> None:
+def test_a_check_becomes_a_point_with_a_row_of_logits_for_each_draft() -> None:
     point = step_point("check_step", SAMPLE, "bfloat16", ((3, 30), (3, 32)), 0.5, captured=True)
-    assert point.label == "tiny: check 2 x 31, 2 guesses"
+    assert point.label == "tiny: check 2 x 31, 2 drafts"
     by_name = {op.name: op for op in point.ops}
     assert by_name["lm_head"].m == 6
     assert by_name["check_attention"].n == 3
@@ -140,7 +140,7 @@ def test_a_step_becomes_a_point_with_its_operators() -> None:
     assert {"matmul", "decode_attention", "prefill_attention", "sampling"} <= kinds
     assert Precision("bfloat16").short_dtype == "bf16"
     assert described(((40, 3),)) == "prefill 40"
-    assert described(((3, 30), (3, 32))) == "check 2 x 31, 2 guesses"
+    assert described(((3, 30), (3, 32))) == "check 2 x 31, 2 drafts"
 
 
 def test_the_loop_without_a_device_costs_more_for_more_requests() -> None:

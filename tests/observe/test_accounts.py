@@ -91,7 +91,7 @@ def test_the_worlds_have_every_kind_of_time(tmp_path: Path) -> None:
 def test_steps_that_are_alike_are_put_down_as_each_by_itself(
     seed: int, in_submit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of plain steps, and of such with guesses: those two in turns, too."""
+    """Rows of plain steps, and of such with drafts: those two in turns, too."""
     _, quick = ticking_world(seed, tmp_path / "quick", in_submit=in_submit)
     monkeypatch.setattr(_Steady, "of", lambda step, live: None)
     _, each = ticking_world(seed, tmp_path / "each", in_submit=in_submit)
@@ -102,7 +102,7 @@ def test_steps_that_are_alike_are_put_down_as_each_by_itself(
         if not one.num_preemptions:
             assert asdict(one.parts) == pytest.approx(asdict(other.parts))
             continue
-        # Where a lost answer ended is known but for guesses that were in flight.
+        # Where a lost answer ended is known but for drafts that were in flight.
         for name in ("queue", "others_prefill", "host", "total"):
             assert getattr(one.parts, name) == pytest.approx(getattr(other.parts, name))
 

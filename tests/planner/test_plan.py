@@ -269,19 +269,19 @@ def test_layouts_divide_the_model() -> None:
     assert {one.tp for one in layouts(SMALL, find_device("h100-pcie"))} == {1, 2}
 
 
-def test_guesses_make_tokens_faster_for_few_requests() -> None:
+def test_drafts_make_tokens_faster_for_few_requests() -> None:
     grid = replace(GRID, drafts=(3,), weights=("plain",), tp=(1,))
     asked = question(
         device("h100-sxm", 3.0), spec=MEDIUM, rate=1.0, tpot_s=0.004, include_unserved=True
     )
     found = plan(asked, lambda: random.Random(0), grid)
     assert found.winner is None  # reading the weights alone takes longer
-    assert found.unserved is None  # and so nothing is tried with guesses
+    assert found.unserved is None  # and so nothing is tried with drafts
     slower = replace(asked, tpot_s=0.012)
     found = plan(slower, lambda: random.Random(0), grid)
-    with_guesses = [e for e in found.estimates if e.hardware.num_drafts]
+    with_drafts = [e for e in found.estimates if e.hardware.num_drafts]
     plain = [e for e in found.estimates if not e.hardware.num_drafts]
-    assert max(e.planned for e in with_guesses) != max(e.planned for e in plain)
+    assert max(e.planned for e in with_drafts) != max(e.planned for e in plain)
 
 
 # ---------------------------------------------------------------------- the question

@@ -1,4 +1,4 @@
-"""Decodes and checks of guesses take a shorter way: do they say and do what the long one would?"""
+"""Decodes and checks of drafts take a shorter way: do they say and do what the long one would?"""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_columns_say_what_the_rows_say(seed: int) -> None:
 
 
 class Choosy:
-    """Another number of guesses in each step, often none, and never any of some rows."""
+    """Another number of drafts in each step, often none, and never any of some rows."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -62,14 +62,14 @@ class Choosy:
     def limit(self, request: Request, k: int) -> int:
         return 0 if request.order % 3 == 0 else k
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None: ...
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None: ...
 
     def forget(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Says nothing of guesses to come, as a draft model does."""
+    """Says nothing of drafts to come, as a draft model does."""
 
     future: FakeFuture
 
@@ -77,11 +77,11 @@ class Silent:
         return replace(self.future.result(), draft_token_ids={})
 
 
-def seen_with_guesses(seed: int, *, finds: bool) -> tuple[list[StepPlan], list[RequestOutput]]:
-    """What a world plans and delivers whose number of guesses changes from step to step. `finds`:
+def seen_with_drafts(seed: int, *, finds: bool) -> tuple[list[StepPlan], list[RequestOutput]]:
+    """What a world plans and delivers whose number of drafts changes from step to step. `finds`:
     results say how many there are."""
     world = World(seed)
-    world.scheduler.guesses, world.scheduler.finds_guesses = Choosy(seed), finds
+    world.scheduler.draft_lengths, world.scheduler.finds_drafts = Choosy(seed), finds
     plans: list[StepPlan] = []
     outputs: list[RequestOutput] = []
     submit, tell = world.engine.executor.submit, world.on_output
@@ -107,10 +107,10 @@ def seen_with_guesses(seed: int, *, finds: bool) -> tuple[list[StepPlan], list[R
 
 @pytest.mark.parametrize("finds", [True, False], ids=["looked_up", "of_a_model"])
 @pytest.mark.parametrize("seed", range(40))
-def test_guesses_are_planned_and_taken_as_the_long_way(
+def test_drafts_are_planned_and_taken_as_the_long_way(
     seed: int, finds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans, outputs = seen_with_guesses(seed, finds=finds)
+    plans, outputs = seen_with_drafts(seed, finds=finds)
 
     def take_each(
         taker: ResultTaker, flights: Sequence[Flight], result: StepResult
@@ -119,21 +119,21 @@ def test_guesses_are_planned_and_taken_as_the_long_way(
 
     monkeypatch.setattr(BlockManager, "_note_room", lambda blocks, request, end: None)
     monkeypatch.setattr(ResultTaker, "take_all", take_each)
-    long_plans, long_outputs = seen_with_guesses(seed, finds=finds)
+    long_plans, long_outputs = seen_with_drafts(seed, finds=finds)
     assert plans == long_plans
     assert outputs == long_outputs
 
 
-def test_worlds_guess_between_steps_that_do_not() -> None:
-    turns = guessing = 0
+def test_worlds_draft_between_steps_that_do_not() -> None:
+    turns = drafting = 0
     for seed in range(20):
         before = False
-        for plan in seen_with_guesses(seed, finds=seed % 2 == 0)[0]:
-            guesses = any(entry.num_draft for entry in plan.scheduled)
-            guessing += guesses
-            turns += before is not guesses
-            before = guesses
-    assert guessing > 100
+        for plan in seen_with_drafts(seed, finds=seed % 2 == 0)[0]:
+            draft_tokens = any(entry.num_draft for entry in plan.scheduled)
+            drafting += draft_tokens
+            turns += before is not draft_tokens
+            before = draft_tokens
+    assert drafting > 100
     assert turns > 100
 
 
@@ -189,7 +189,7 @@ def test_no_room_beyond_what_is_ever_computed() -> None:
     assert request.num_roomy_tokens <= request.num_computable_tokens == 2
 
 
-def test_room_is_no_reason_to_leave_guesses_out() -> None:
+def test_room_is_no_reason_to_leave_drafts_out() -> None:
     rig = Rig(num_drafts=2, num_blocks=40)
     request = make_request("a", 5, 20)
     rig.add(request)

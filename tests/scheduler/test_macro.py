@@ -191,11 +191,11 @@ def test_a_policy_with_wishes_of_its_own_is_asked_each_time(policy: Policy) -> N
     assert pair.most == 0
 
 
-def test_guesses_and_beams_are_not_quiet() -> None:
-    guessing = Pair(num_blocks=40, num_drafts=2)
-    guessing.add("a", max_tokens=30)
-    guessing.step()
-    assert guessing.most == 0
+def test_drafts_and_beams_are_not_quiet() -> None:
+    drafting = Pair(num_blocks=40, num_drafts=2)
+    drafting.add("a", max_tokens=30)
+    drafting.step()
+    assert drafting.most == 0
     rig = Rig(num_blocks=40)
     rig.add(make_request("b", sampling=SamplingParams(max_tokens=9, beam_width=2)))
     rig.plan()

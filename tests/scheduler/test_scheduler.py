@@ -76,7 +76,7 @@ def test_unknown_tokens_stand_for_what_is_in_flight() -> None:
     assert request.token_ids[4:] == [7, UNKNOWN_TOKEN]
 
 
-def test_with_guesses_in_flight_the_upper_bound_is_planned_and_lowered() -> None:
+def test_with_drafts_in_flight_the_upper_bound_is_planned_and_lowered() -> None:
     rig = Rig(num_drafts=3, num_blocks=40)
     request = make_request("a", 4, 30)
     rig.add(request)
@@ -85,7 +85,7 @@ def test_with_guesses_in_flight_the_upper_bound_is_planned_and_lowered() -> None
     assert rig.plan().scheduled[0].start == 8
     assert request.num_computed_tokens == 12
     rig.retire(5)
-    rig.retire(a=(6, 7))  # one of three guesses was right
+    rig.retire(a=(6, 7))  # one of three drafts was right
     assert request.num_computed_tokens == 10
     assert request.num_done_tokens == 6
     assert request.token_ids[4:] == [5, 6, 7] + [UNKNOWN_TOKEN] * 4
@@ -95,7 +95,7 @@ def test_with_guesses_in_flight_the_upper_bound_is_planned_and_lowered() -> None
     assert request.num_pending_tokens == 1
 
 
-def test_when_nothing_is_in_flight_the_guesses_are_those_that_were_reported() -> None:
+def test_when_nothing_is_in_flight_the_drafts_are_those_that_were_reported() -> None:
     rig = Rig(num_drafts=3)
     request = make_request("a", 4, 30)
     rig.add(request)
@@ -117,7 +117,7 @@ def test_tokens_behind_a_stop_token_are_cut() -> None:
 
 
 class Told:
-    """A GuessPlanner that always wants three, and keeps what it is told."""
+    """A DraftLengths that always wants three, and keeps what it is told."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, tuple[int, int]]] = []
@@ -128,8 +128,8 @@ class Told:
     def limit(self, request: Request, k: int) -> int:
         return k
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None:
-        self.seen.append(dict(checked))
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
+        self.seen.append(dict(verified))
 
     def forget(self, request_id: str) -> None: ...
 
@@ -142,41 +142,41 @@ def end_of_an_answer(rig: Rig, last: tuple[int, ...], right: int) -> None:
         rig.plan()
     rig.retire(5)
     tokens = {"a": last, "b": (6, 6)}
-    checked = {"a": (3 if right == 3 else right + 1, right), "b": (2, 1)}
+    verified = {"a": (3 if right == 3 else right + 1, right), "b": (2, 1)}
     rig.plan()
-    rig.scheduler.update(rig.plans.pop(0), StepResult(tokens, checked=checked))
+    rig.scheduler.update(rig.plans.pop(0), StepResult(tokens, verified=verified))
     rig.plan()
-    late = StepResult({"a": (1,), "b": (6, 6)}, checked={"a": (1, 0), "b": (2, 1)})
+    late = StepResult({"a": (1,), "b": (6, 6)}, verified={"a": (1, 0), "b": (2, 1)})
     rig.scheduler.update(rig.plans.pop(0), late)
-    rig.scheduler.update(rig.plans.pop(0), StepResult({"b": (6, 6)}, checked={"b": (2, 1)}))
+    rig.scheduler.update(rig.plans.pop(0), StepResult({"b": (6, 6)}, verified={"b": (2, 1)}))
 
 
 @pytest.mark.parametrize(
     ("last", "right", "heard"),
     [
-        ((6, 7, 8, 9), 3, (2, 2)),  # a guess was the stop token, and right; what came behind is not
+        ((6, 7, 8, 9), 3, (2, 2)),  # a draft was the stop token, and right; what came behind is not
         ((6, 7, 8), 2, (2, 2)),
-        ((6, 7), 1, (2, 1)),  # it was no guess
+        ((6, 7), 1, (2, 1)),  # it was no draft
         ((7,), 0, (1, 0)),
     ],
 )
-def test_guesses_behind_the_end_of_an_answer_say_nothing(
+def test_drafts_behind_the_end_of_an_answer_say_nothing(
     last: tuple[int, ...], right: int, heard: tuple[int, int]
 ) -> None:
     told = Told()
-    end_of_an_answer(Rig(num_drafts=3, num_blocks=80, guesses=told), last, right)
+    end_of_an_answer(Rig(num_drafts=3, num_blocks=80, draft_lengths=told), last, right)
     assert told.seen == [{}, {"a": heard, "b": (2, 1)}, {"b": (2, 1)}, {"b": (2, 1)}]
 
 
 def test_nor_do_those_of_a_request_that_was_given_up() -> None:
     told = Told()
-    rig = Rig(num_drafts=3, num_blocks=80, guesses=told)
+    rig = Rig(num_drafts=3, num_blocks=80, draft_lengths=told)
     rig.add(make_request("a", 4, 20), make_request("b", 4, 20))
     for _ in range(2):
         rig.plan()
     rig.retire(5)
     rig.scheduler.finish("a")
-    both = StepResult({"a": (6,), "b": (6, 6)}, checked={"a": (1, 0), "b": (2, 1)})
+    both = StepResult({"a": (6,), "b": (6, 6)}, verified={"a": (1, 0), "b": (2, 1)})
     rig.scheduler.update(rig.plans.pop(0), both)
     assert told.seen == [{}, {"b": (2, 1)}]
 
@@ -326,7 +326,7 @@ def test_policies_rank_running_requests_too() -> None:
     assert [next(iter(entries(rig.step()))) for _ in range(2)] == ["low", "low"]
 
 
-def test_a_policy_sets_the_budget_and_the_number_of_guesses() -> None:
+def test_a_policy_sets_the_budget_and_the_number_of_drafts() -> None:
     rig = Rig(policy=ShortestFirst(), num_drafts=3, num_blocks=60)
     rig.add(*(make_request(f"r{i}", 2, 20 - i) for i in range(4)))
     rig.step()

@@ -1,4 +1,4 @@
-"""Does the usage of a reply say what was guessed of it?"""
+"""Does the usage of a reply say what was drafted of it?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def usage(*outputs: RequestOutput, tokenizer: Any = None, **sampling: Any) -> di
     return found
 
 
-def test_accepted_and_rejected_guesses_are_counted() -> None:
+def test_accepted_and_rejected_drafts_are_counted() -> None:
     found = usage(
         RequestOutput("a-0", (5,)),
         RequestOutput("a-0", (5, 6, 7), num_accepted=2, num_rejected=1),
@@ -45,7 +45,7 @@ def test_accepted_and_rejected_guesses_are_counted() -> None:
     }
 
 
-def test_right_guesses_behind_a_stop_string_are_nobodys(fake_model: Path) -> None:
+def test_right_drafts_behind_a_stop_string_are_nobodys(fake_model: Path) -> None:
     found = usage(
         RequestOutput("a-0", tuple(b"a")),
         RequestOutput("a-0", tuple(b"b. c"), num_accepted=3, num_rejected=1),
@@ -68,6 +68,6 @@ def test_answers_that_share_one_prompt_have_not_found_it_in_the_cache(cached: in
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_without_guesses_nothing_is_said_of_them(num_tokens: int) -> None:
+def test_without_drafts_nothing_is_said_of_them(num_tokens: int) -> None:
     found = usage(*[RequestOutput("a-0", (5,))] * num_tokens)
     assert "completion_tokens_details" not in found

@@ -1,4 +1,4 @@
-"""A device that is only a price: when its steps end, what they give, which guesses hold."""
+"""A device that is only a price: when its steps end, what they give, which drafts hold."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_times_of_a_run_are_those_of_its_steps(num_ghosts: int) -> None:
         assert seconds == device.seconds(shape)
 
 
-# ---------------------------------------------------------------------- guesses
+# ---------------------------------------------------------------------- drafts
 
 
-def guessing(speculation: Speculation, seed: int = 1) -> SimulatedExecutor:
+def drafting(speculation: Speculation, seed: int = 1) -> SimulatedExecutor:
     device = executor(speculation=speculation, rng=random.Random(seed))
     device.answers["a"] = Answer(2, tuple(range(100, 200)))
     return device
@@ -92,27 +92,27 @@ def new_row(num_known: int) -> NewRequest:
     return NewRequest("a", tokens, 2, None, NO_BLOCKS)  # type: ignore[arg-type]
 
 
-def test_accepted_guesses_move_the_row_on() -> None:
-    device = guessing(Speculation(3, (1.0, 1.0, 0.0)))
+def test_accepted_drafts_move_the_row_on() -> None:
+    device = drafting(Speculation(3, (1.0, 1.0, 0.0)))
     first = device.submit(StepPlan(1, (entry("a", 0, 2),), (new_row(2),))).result()
     assert first.token_ids == {"a": (100,)}
     assert len(first.draft_token_ids["a"]) == 3
     second = device.submit(StepPlan(2, (entry("a", 2, 4, num_draft=3),))).result()
-    assert second.token_ids == {"a": (101, 102, 103)}  # two guesses and the next token
+    assert second.token_ids == {"a": (101, 102, 103)}  # two drafts and the next token
     reopened = StepPlan(3, (entry("a", 0, 4),), (new_row(4),), preempted=("a",))
     assert device.submit(reopened).result().token_ids == {"a": (102,)}
 
 
-def test_fewer_guesses_are_verified_when_fewer_are_planned() -> None:
-    device = guessing(Speculation.even(4, 1.0))
+def test_fewer_drafts_are_verified_when_fewer_are_planned() -> None:
+    device = drafting(Speculation.even(4, 1.0))
     device.submit(StepPlan(1, (entry("a", 0, 2),), (new_row(2),))).result()
     result = device.submit(StepPlan(2, (entry("a", 2, 2, num_draft=1),))).result()
     assert result.token_ids == {"a": (101, 102)}
 
 
-def test_making_guesses_takes_time() -> None:
+def test_making_drafts_takes_time() -> None:
     speculation = Speculation.even(2, 0.5, lambda shape: 0.25 * len(shape))
-    device = guessing(speculation)
+    device = drafting(speculation)
     plan = StepPlan(1, (entry("a", 0, 2), entry("b", 0, 5, samples=False)), (new_row(2),))
     assert device.submit(plan).span.end_s == 1.25
 

@@ -180,7 +180,7 @@ def test_a_prompt_that_many_share_is_computed_once() -> None:
     assert (plain.ttft_s.p50 or 0) == pytest.approx(0.010 + 600 * 0.0001)
 
 
-# ---------------------------------------------------------------------- prompts and guesses
+# ---------------------------------------------------------------------- prompts and drafts
 
 
 def test_chunks_keep_long_prompts_from_stopping_everyone_else() -> None:
@@ -198,14 +198,14 @@ def test_chunks_keep_long_prompts_from_stopping_everyone_else() -> None:
     assert ttft[0] > ttft[1], "the price: the long prompt itself waits longer"
 
 
-def test_guesses_that_are_right_make_a_lone_request_faster() -> None:
-    """Three guesses, each right with 0.8: (1 - 0.8^4) / (1 - 0.8) = 2.95 tokens a step."""
+def test_drafts_that_are_right_make_a_lone_request_faster() -> None:
+    """Three drafts, each right with 0.8: (1 - 0.8^4) / (1 - 0.8) = 2.95 tokens a step."""
     work = all_at_once([(10, 3000)])
     plain = summary(work, Machine(Linear(token_s=0.0), 1000))
-    guessed = summary(
+    drafted = summary(
         work, Machine(Linear(token_s=0.0), 1000), speculation=Speculation.even(3, 0.8)
     )
-    speedup = (plain.tpot_s.mean or 0) / (guessed.tpot_s.mean or 1)
+    speedup = (plain.tpot_s.mean or 0) / (drafted.tpot_s.mean or 1)
     assert speedup == pytest.approx((1 - 0.8**4) / (1 - 0.8), rel=0.04)
 
 

@@ -40,7 +40,7 @@ NUM_WORLDS = 12
 
 
 def recorded_world(seed: int, path: Path) -> EventLog:
-    """A world with forks, beams, guesses, aborts and failing steps, written down and read back."""
+    """A world with forks, beams, drafts, aborts and failing steps, written down and read back."""
     world = CheckedWorld(seed)
     scheduler = world.scheduler
     header = header_of(scheduler, policy="fcfs", max_in_flight=world.case.max_in_flight)
@@ -131,7 +131,7 @@ def test_leaps_write_the_log_of_single_steps(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_guesses_that_were_chosen_are_those_of_the_log(max_in_flight: int, tmp_path: Path) -> None:
+def test_drafts_that_were_chosen_are_those_of_the_log(max_in_flight: int, tmp_path: Path) -> None:
     """How many pay follows from what was right and from times, so a replay takes it from the log;
     a comparison chooses anew, with the acceptance of the log at each position."""
     lines: list[str] = []
@@ -169,7 +169,7 @@ def test_guesses_that_were_chosen_are_those_of_the_log(max_in_flight: int, tmp_p
     assert outcome.is_equal, f"{outcome.stopped} {outcome.first_difference}"
     foreseen = simulate(log, rng=random.Random(3))
     assert all(r.finished_s is not None for r in foreseen.predicted.requests)
-    report = evidence_of(log).totals.guesses
+    report = evidence_of(log).totals.drafts
     assert report.num_accepted > 0
     assert report.drafting_s > 0
 

@@ -149,7 +149,7 @@ def test_equal_prefixes_are_found(prefix_caching: bool) -> None:
     assert [r.num_cached for r in report.requests] == ([0, 512, 512] if prefix_caching else [0] * 3)
 
 
-def test_guesses_shorten_answers_as_their_acceptance_says() -> None:
+def test_drafts_shorten_answers_as_their_acceptance_says() -> None:
     work = all_at_once([(5, 401)])
     plain = run(work)
     sure = run(work, speculation=Speculation.even(3, 1.0))
@@ -165,7 +165,7 @@ def test_guesses_shorten_answers_as_their_acceptance_says() -> None:
     ("num_rows", "chance"),
     [(1, 0.8), (8, 0.6), (64, 0.8), pytest.param(128, 0.4, marks=pytest.mark.slow)],
 )
-def test_the_scheduler_checks_as_many_guesses_as_pay(num_rows: int, chance: float) -> None:
+def test_the_scheduler_checks_as_many_drafts_as_pay(num_rows: int, chance: float) -> None:
     """The whole engine, two steps in flight: as fast as with the best number, or nearly."""
     machine = Machine(PLAIN, 40_000)
     work = tuple(Arrival(0.0, 200, 160, id=str(i)) for i in range(num_rows))
@@ -189,9 +189,9 @@ def test_the_scheduler_checks_as_many_guesses_as_pay(num_rows: int, chance: floa
 
 @pytest.mark.parametrize(("most", "steps"), [(64, 80), (512, 18)])
 def test_no_step_checks_more_tokens_than_the_engine_would(most: int, steps: int) -> None:
-    """Of 32 rows with 160 tokens to come: one guess of each, or eight where these are allowed."""
+    """Of 32 rows with 160 tokens to come: one draft of each, or eight where these are allowed."""
     asked = Speculation(
-        8, (1.0,) * 8, drafter=DRAFTED.drafter, is_chosen=True, max_checked_tokens=most
+        8, (1.0,) * 8, drafter=DRAFTED.drafter, is_chosen=True, max_verified_tokens=most
     )
     work = tuple(Arrival(0.0, 200, 160, id=str(i)) for i in range(32))
     report = run(work, Machine(PLAIN, 40_000), max_num_seqs=32, speculation=asked)

@@ -15,7 +15,7 @@ from ridgeline.observe.pricing import Pricing
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
-from ridgeline.scheduler.scheduler import GuessPlanner, Scheduler
+from ridgeline.scheduler.scheduler import DraftLengths, Scheduler
 from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 
@@ -50,25 +50,25 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    per_guess_s: float = 0.0
+    per_draft_s: float = 0.0
 
     def seconds(self, batch: int, context: int, num_drafts: int) -> float:
-        return PRICE_S + self.per_guess_s * num_drafts
+        return PRICE_S + self.per_draft_s * num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class AlwaysPlanned:
     """So many drafts in every step."""
 
-    num_guesses: int
+    num_draft_tokens: int
 
     def plan(self, decoding: object, now: float) -> int:
-        return self.num_guesses
+        return self.num_draft_tokens
 
     def limit(self, request: Request, k: int) -> int:
         return k
 
-    def observe(self, checked: Mapping[str, tuple[int, int]]) -> None: ...
+    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None: ...
 
     def forget(self, request_id: str) -> None: ...
 
@@ -95,7 +95,7 @@ class Hosted:
     clock: VirtualClock = field(default_factory=VirtualClock)
     num_blocks: int = 1000
     block_size: int = 16
-    by_guesses: Counter[int] = field(default_factory=Counter)  # steps that only decode
+    by_drafts: Counter[int] = field(default_factory=Counter)  # steps that only decode
     num_tokens: int = 0  # of these
     busy_until: float = 0.0
     there: dict[str, bool] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Hosted:
         if is_decode:
             k = max(row.num_draft for row in rows)
             host_s, device_s = self.machine.host_s(k), self.machine.device_s(k)
-            self.by_guesses[k] += 1
+            self.by_drafts[k] += 1
         self.clock.advance_to(self.clock.now() + host_s * self._uneven())
         self.busy_until = max(self.clock.now(), self.busy_until) + device_s * self._uneven()
         outcome = StepResult({})
@@ -128,9 +128,9 @@ class Hosted:
             while right < entry.num_draft and rng.random() < text.later:
                 right += 1
         if is_there and entry.num_draft:
-            outcome.checked[name] = (min(entry.num_draft, right + 1), right)
+            outcome.verified[name] = (min(entry.num_draft, right + 1), right)
         elif not text.is_drafted:
-            outcome.checked[name] = (1, int(is_right)) if is_there else (0, 0)
+            outcome.verified[name] = (1, int(is_right)) if is_there else (0, 0)
         self.there[name] = found = text.is_drafted or rng.random() < text.found
         outcome.draft_token_ids[name] = (UNKNOWN_TOKEN,) * (MOST if found else 0)
         outcome.token_ids[name] = (7,) * (right + 1)
@@ -141,13 +141,13 @@ class Hosted:
 class Ran:
     tokens_per_s: float
     tokens_per_step: float
-    by_guesses: Mapping[int, int]
+    by_drafts: Mapping[int, int]
 
 
 def run(
     machine: Machine,
     text: Text,
-    guesses: GuessPlanner,
+    draft_lengths: DraftLengths,
     *,
     in_flight: int,
     seed: int,
@@ -156,11 +156,11 @@ def run(
     """One request after the other."""
     hosted = Hosted(machine, text, Random(seed))
     blocks = BlockManager(hosted.num_blocks, hosted.block_size, (None,), False, b"k")
-    scheduler = Scheduler(blocks, FCFS(), 2048, 8, num_drafts=MOST, guesses=guesses)
+    scheduler = Scheduler(blocks, FCFS(), 2048, 8, num_drafts=MOST, draft_lengths=draft_lengths)
     engine = Engine(scheduler, hosted, hosted.clock, in_flight)
     pricing = Pricing(lambda shape, num_logits: StepPrice(PRICE_S, PRICE_S, 1.0, 1.0))
-    if isinstance(guesses, DraftLengthController):
-        pricing.followers.append(guesses.on_priced)
+    if isinstance(draft_lengths, DraftLengthController):
+        pricing.followers.append(draft_lengths.on_priced)
     engine.listeners.append(pricing)
     num_tokens = 0
     for number in range(num_requests):
@@ -169,5 +169,5 @@ def run(
         engine.add(Request(f"{seed} {number}", prompt, sampling, hosted.clock.now()))
         while not engine.is_idle:
             num_tokens += sum(len(output.new_token_ids) for output in engine.step())
-    steps = hosted.by_guesses.total()
-    return Ran(num_tokens / hosted.clock.now(), hosted.num_tokens / steps, dict(hosted.by_guesses))
+    steps = hosted.by_drafts.total()
+    return Ran(num_tokens / hosted.clock.now(), hosted.num_tokens / steps, dict(hosted.by_drafts))

@@ -73,7 +73,7 @@ class Scene:
 
     decoder: Decoder  # the target
     kv: KVCache
-    max_guesses: int = 8
+    max_draft_tokens: int = 8
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Scene:
         need = shape[0] * NUM_ROWS * width
         self.tables_gNM = torch.tensor(blocks[:need], dtype=torch.int32, device=where).view(shape)
         self.tables_gNM[:, 0] = 0
-        self.history: History = make_history(NUM_ROWS, MAX_MODEL_LEN, self.max_guesses, where)
+        self.history: History = make_history(NUM_ROWS, MAX_MODEL_LEN, self.max_draft_tokens, where)
 
     def open(self, row: int, tokens: Sequence[int], method: DraftMethod | None = None) -> None:
         """All but the newest token are computed; `method` follows them, if it is given."""
@@ -145,7 +145,7 @@ class Scene:
             draws,
         )
 
-    def guesses(self, row: int) -> list[int]:
+    def draft_tokens(self, row: int) -> list[int]:
         """What lies behind the row's tokens."""
         begin, found = len(self.tokens[row]), int(self.history.found_N[row])
         line: list[int] = self.history.tokens_NL[row, begin : begin + found].tolist()

@@ -134,13 +134,13 @@ class Samples:
         known_NX = torch.cat([self.at(-1)[:, None], self.at(0)[:, None], runs_NX], 1)
         return table[known_NX[:, place], known_NX[:, place + 1]]
 
-    def accept(self, ids_Nq: torch.Tensor, guesses_Nk: torch.Tensor) -> None:
+    def accept(self, ids_Nq: torch.Tensor, drafts_Nk: torch.Tensor) -> None:
         """The walk: a row gets its tokens up to the first that was not drafted."""
-        num_guesses = guesses_Nk.shape[1]
-        is_right_Nk = (ids_Nq[:, :num_guesses] == guesses_Nk).long()
+        num_draft_tokens = drafts_Nk.shape[1]
+        is_right_Nk = (ids_Nq[:, :num_draft_tokens] == drafts_Nk).long()
         num_N = 1 + is_right_Nk.cumprod(1).sum(1)
-        given_Nq = ids_Nq.where(torch.arange(num_guesses + 1) < num_N[:, None], -1)
-        for j in range(num_guesses + 1):
+        given_Nq = ids_Nq.where(torch.arange(num_draft_tokens + 1) < num_N[:, None], -1)
+        for j in range(num_draft_tokens + 1):
             at_N1 = (self.lens_N + j).unsqueeze(1)
             is_in_N1 = (given_Nq[:, j] >= 0).unsqueeze(1)
             old_N1 = self.tokens_NL.gather(1, at_N1)
@@ -193,26 +193,26 @@ def drafted(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None
         is_seeded_N = torch.tensor([row.params.seed is not None for row in samples.rows])
         keys_N = draft_keys(draws.keys_R, is_seeded_N)
         draws = Draws(keys_N, draws.temperatures_R, draws.noisy_R)
-    guesses_Nk, logits = torch.zeros(samples.num, 0, dtype=torch.int64), []
+    drafts_Nk, logits = torch.zeros(samples.num, 0, dtype=torch.int64), []
     for j in range(k):
-        logits.append(samples.logits(samples.models.draft, guesses_Nk, j))
+        logits.append(samples.logits(samples.models.draft, drafts_Nk, j))
         ids_N, _ = draw_rows(logits[-1], samples.lens_N + j, draws)
-        guesses_Nk = torch.cat([guesses_Nk, ids_N[:, None]], 1)
-    return guesses_Nk, torch.stack(logits, 1)
+        drafts_Nk = torch.cat([drafts_Nk, ids_N[:, None]], 1)
+    return drafts_Nk, torch.stack(logits, 1)
 
 
 def chosen(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Drafts that depend on the tokens before alone."""
     size = samples.models.vocab_size
-    guesses = [(samples.at(0) * 3 + samples.at(-1) + 2 * j) % size for j in range(k)]
-    return torch.stack(guesses, 1), None
+    draft_tokens = [(samples.at(0) * 3 + samples.at(-1) + 2 * j) % size for j in range(k)]
+    return torch.stack(draft_tokens, 1), None
 
 
-def target_logits(samples: Samples, guesses_Nk: torch.Tensor) -> torch.Tensor:
+def target_logits(samples: Samples, drafts_Nk: torch.Tensor) -> torch.Tensor:
     """[N * (k + 1), V]"""
-    places = range(guesses_Nk.shape[1] + 1)
+    places = range(drafts_Nk.shape[1] + 1)
     table = samples.models.target
-    return torch.stack([samples.logits(table, guesses_Nk, j) for j in places], 1).flatten(0, 1)
+    return torch.stack([samples.logits(table, drafts_Nk, j) for j in places], 1).flatten(0, 1)
 
 
 def _positions(samples: Samples, k: int) -> torch.Tensor:
@@ -227,12 +227,12 @@ def general_step(drafter: DraftRunner = drafted) -> Step:
         size = samples.models.vocab_size
         if k not in kept:
             kept[k] = build_run(samples.rows, [k] * samples.num, size, upload)
-        guesses_Nk, logits = drafter(samples, k) if k else (_none(samples), None)
-        follows_Nq = torch.cat([guesses_Nk, guesses_Nk.new_zeros(samples.num, 1)], 1)
+        drafts_Nk, logits = drafter(samples, k) if k else (_none(samples), None)
+        follows_Nq = torch.cat([drafts_Nk, drafts_Nk.new_zeros(samples.num, 1)], 1)
         run = VerifiedRun(kept[k], _positions(samples, k), follows_Nq.flatten(), logits)
-        sampled = verify_run(target_logits(samples, guesses_Nk), run, samples.counts)
+        sampled = verify_run(target_logits(samples, drafts_Nk), run, samples.counts)
         assert bool(sampled.is_sound_R.all())
-        samples.accept(sampled.token_ids_R.view(-1, k + 1), guesses_Nk)
+        samples.accept(sampled.token_ids_R.view(-1, k + 1), drafts_Nk)
 
     return step
 
@@ -241,23 +241,23 @@ def captured_step(drafter: DraftRunner = drafted, *, is_reference: bool = False)
     """By `verified_rows`, or its reference: greedy, or a temperature alone."""
 
     def step(samples: Samples, k: int) -> None:
-        guesses_Nk, logits = drafter(samples, k) if k else (_none(samples), None)
+        drafts_Nk, logits = drafter(samples, k) if k else (_none(samples), None)
         draws = draws_of(samples.rows, samples.models.vocab_size)
         if draws is not None:
             each = (draws.keys_R, draws.temperatures_R, draws.noisy_R)
             draws = Draws(*(x.repeat_interleave(k + 1) for x in each))
         odds = None
         if logits is not None:
-            is_checked_N = torch.tensor([is_verified_by_odds(row) for row in samples.rows])
-            odds = DraftOdds(guesses_Nk, logits, is_checked_N)
+            is_verified_N = torch.tensor([is_verified_by_odds(row) for row in samples.rows])
+            odds = DraftOdds(drafts_Nk, logits, is_verified_N)
         positions_T = _positions(samples, k)
-        logits_TV = target_logits(samples, guesses_Nk)
+        logits_TV = target_logits(samples, drafts_Nk)
         if is_reference and draws is not None and odds is not None:
             ids_T, is_sound_T = verified_rows_reference(logits_TV, positions_T, draws, odds)
         else:
             ids_T, is_sound_T = verified_rows(logits_TV, positions_T, draws, odds)
         assert bool(is_sound_T.all())
-        samples.accept(ids_T.view(-1, k + 1), guesses_Nk)
+        samples.accept(ids_T.view(-1, k + 1), drafts_Nk)
 
     return step
 

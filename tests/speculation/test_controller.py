@@ -82,7 +82,7 @@ class World:
     speed: Callable[[float], float] = lambda now: 1.0  # of the host, by the time
     rng: Random = field(init=False)
     rows: list[Request] = field(init=False)
-    by_guesses: dict[int, int] = field(default_factory=dict)
+    by_drafts: dict[int, int] = field(default_factory=dict)
     num_tokens: int = 0
     seconds: float = 0.0
     known: dict[int, float] = field(default_factory=dict)
@@ -114,32 +114,32 @@ class World:
         tokens, seconds = self.num_tokens, self.seconds
         for number in range(begin, begin + num_steps):
             if isinstance(chooser, int):
-                checked = self.step(number, chooser)
+                verified = self.step(number, chooser)
                 if told is not None:
-                    told.observe(checked if chooser else {})
+                    told.observe(verified if chooser else {})
                     told.on_priced(Ran(self.plan(chooser), self.last_s))
                 continue
             k = chooser.plan(self.rows, self.seconds)
-            checked = self.step(number, k)
+            verified = self.step(number, k)
             if k:
-                chooser.observe(checked)
+                chooser.observe(verified)
             chooser.on_priced(Ran(self.plan(k), self.last_s))
         return (self.num_tokens - tokens) / (self.seconds - seconds)
 
     def step(self, number: int, k: int) -> dict[str, tuple[int, int]]:
-        chance, checked = self.chance(number), {}
+        chance, verified = self.chance(number), {}
         for row in self.rows:
             right = 0
             while right < k and self.rng.random() < chance:
                 right += 1
-            checked[row.request_id] = (k, right)
+            verified[row.request_id] = (k, right)
             self.num_tokens += right + 1
         self.last_s = self.takes(k) + (self.catching_up_s if k and self.is_behind else 0.0)
         self.last_s /= self.speed(self.seconds)
         self.is_behind = not k
         self.seconds += self.last_s
-        self.by_guesses[k] = self.by_guesses.get(k, 0) + 1
-        return checked
+        self.by_drafts[k] = self.by_drafts.get(k, 0) + 1
+        return verified
 
     def plan(self, k: int) -> StepPlan:
         start = self.context
@@ -190,7 +190,7 @@ MORE = [
 
 @pytest.mark.parametrize(("num_rows", "chance"), [*CASES, *MORE])
 @pytest.mark.parametrize("prices", [DRAFTED, AT_HAND], ids=["drafted", "at hand"])
-def test_nearly_the_best_number_of_guesses_and_never_worse_than_none(
+def test_nearly_the_best_number_of_drafts_and_never_worse_than_none(
     prices: DraftPrices, num_rows: int, chance: float
 ) -> None:
     num_steps = max(150, 2400 // num_rows)
@@ -204,7 +204,7 @@ def test_nearly_the_best_number_of_guesses_and_never_worse_than_none(
     chosen = world()
     speed = chosen.run(num_steps, chooser_for(prices))
     best = max(speeds, key=lambda k: speeds[k])
-    said = f"best {best}, chosen {chosen.by_guesses}, seed {num_rows}"
+    said = f"best {best}, chosen {chosen.by_drafts}, seed {num_rows}"
     assert speed >= 0.97 * speeds[best], said
     assert speed >= 0.98 * speeds[0], said
 
@@ -272,7 +272,7 @@ def test_a_draft_that_has_to_catch_up_is_seldom_asked_where_it_does_not_pay(chan
     )
     chooser = chooser_for(TooCheap(), max_verified_tokens=512, has_cache=True)
     world.run(100, chooser)
-    assert world.run(500, chooser) >= 0.995 * 128, world.by_guesses
+    assert world.run(500, chooser) >= 0.995 * 128, world.by_drafts
 
 
 @pytest.mark.parametrize("dearer", [0.6, 1.8, 4.0])
@@ -351,13 +351,13 @@ def test_one_number_is_fixed_as_far_as_there_is_room() -> None:
     assert chooser.choices == (0, 1, 2, 3, 4, 5)
 
 
-def test_a_hopeless_row_has_no_guesses_beside_good_ones() -> None:
+def test_a_hopeless_row_has_no_drafts_beside_good_ones() -> None:
     world = World(Line(per_token=0.001), 4, lambda _: 0.0, seed=1)
     chooser = chooser_for(world.prices)
     for _ in range(120):
         k = chooser.plan(world.rows, 0.0)
-        checked = {row.request_id: (max(1, k), max(1, k)) for row in world.rows[1:]}
-        chooser.observe(checked | {"0": (max(1, k), 0)})
+        verified = {row.request_id: (max(1, k), max(1, k)) for row in world.rows[1:]}
+        chooser.observe(verified | {"0": (max(1, k), 0)})
     k = chooser.plan(world.rows, 0.0)
     assert k == 8
     assert [chooser.limit(row, k) for row in world.rows] == [0, 8, 8, 8]
@@ -563,23 +563,23 @@ def test_short_answers_that_copy_are_one_choice_after_the_other() -> None:
     assert len(made) < len(results) / 12, made
 
 
-def test_without_a_guess_nothing_is_known_so_one_is_made_now_and_then() -> None:
+def test_without_a_draft_nothing_is_known_so_one_is_made_now_and_then() -> None:
     world = World(Line(draft_s=0.2), 1, lambda _: 0.0, seed=1)
     chooser = chooser_for(world.prices)
     world.run(100, chooser)
-    before = dict(world.by_guesses)
+    before = dict(world.by_drafts)
     world.run(1000, chooser)
-    made = {k: n - before.get(k, 0) for k, n in world.by_guesses.items()}
+    made = {k: n - before.get(k, 0) for k, n in world.by_drafts.items()}
     assert made[0] >= 980
     assert 3 <= made[1] <= 1000 // EXPLORED_AFTER
     assert sum(made.values()) == made[0] + made[1]
     costly = World(Line(draft_s=2.0), 1, lambda _: 0.0, seed=1)
     asked = chooser_for(costly.prices)
     costly.run(1000, asked)
-    assert set(costly.by_guesses) == {0}, "no guess can pay here, so there is nothing to find out"
+    assert set(costly.by_drafts) == {0}, "no draft can pay here, so there is nothing to find out"
 
 
-def test_positions_that_are_seldom_right_shorten_the_guesses() -> None:
+def test_positions_that_are_seldom_right_shorten_the_drafts() -> None:
     """The first two are nearly always right, the third never."""
     world = World(Line(draft_s=0.05), 1, lambda _: 0.0, seed=1)
     chooser = chooser_for(world.prices)
@@ -652,9 +652,9 @@ def test_buckets_of_rows() -> None:
 def test_steps_with_prompts_say_nothing() -> None:
     times = StepTimes(Line(), (0, 1))
     prompt = ScheduledRequest("p", 0, 40, (), samples=True)
-    guess = ScheduledRequest("g", 10, 2, (), samples=True, num_draft=1)
+    draft_token = ScheduledRequest("g", 10, 2, (), samples=True, num_draft=1)
     for _ in range(4):
-        times.on_priced(Ran(StepPlan(1, (prompt, guess)), 5.0))
+        times.on_priced(Ran(StepPlan(1, (prompt, draft_token)), 5.0))
     assert correction(times, 2, 1) == 1.0
 
 
@@ -668,10 +668,10 @@ def test_looking_once_more_asks_a_few_of_many_rows() -> None:
         limits = [chooser.limit(row, k) for row in world.rows]
         if k and number > 400:
             asked.append(sum(limits))
-        checked = world.step(number, k)
+        verified = world.step(number, k)
         if k:
             rows = [row.request_id for row, limit in zip(world.rows, limits, strict=True) if limit]
-            chooser.observe({name: checked[name] for name in rows})
+            chooser.observe({name: verified[name] for name in rows})
         chooser.on_priced(Ran(world.plan(k), world.last_s))
     assert asked
     assert set(asked) == {EXPLORED_ROWS}
@@ -705,11 +705,11 @@ def test_of_many_rows_few_steps_wait_to_be_learned_from(num_rows: int, num_kept:
     """To learn from many rows of many steps at once would hold the host up for longer than a step
     takes the device."""
     chooser = chooser_for(Line(draft_s=0.05))
-    checked = {str(row): (4, 4) for row in range(num_rows)}
+    verified = {str(row): (4, 4) for row in range(num_rows)}
     for _ in range(num_kept):
-        chooser.observe(checked)
+        chooser.observe(verified)
     assert len(chooser._unread) == num_kept
-    chooser.observe(checked)
+    chooser.observe(verified)
     assert not chooser._unread
     assert 0 < len(chooser._rows) <= ROWS_PER_RESULT * 8
 

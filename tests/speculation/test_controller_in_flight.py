@@ -72,7 +72,7 @@ def test_never_slower_from_the_first_request_on(machine: Machine, in_flight: int
 @MACHINES
 @IN_FLIGHT
 @pytest.mark.parametrize("text", [COPIES, SOME, SELDOM_GOOD], ids=["copies", "some", "seldom"])
-def test_good_guesses_are_checked(machine: Machine, in_flight: int, text: Text) -> None:
+def test_good_drafts_are_checked(machine: Machine, in_flight: int, text: Text) -> None:
     """With the last result known, even better: nothing is checked where nothing was found."""
     most, _ = best(machine, text, in_flight)
     chooser = looked_up()
@@ -84,7 +84,7 @@ def test_good_guesses_are_checked(machine: Machine, in_flight: int, text: Text) 
 
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.85])
 @IN_FLIGHT
-def test_guesses_of_a_small_model(in_flight: int, right: float) -> None:
+def test_drafts_of_a_small_model(in_flight: int, right: float) -> None:
     machine = Machine(
         lambda k: (260 + 3 * k if k else 170) * MICRO,
         lambda k: (140 + 45 * k if k else 110) * MICRO,

@@ -50,20 +50,20 @@ def make(
     shape = DRAFT if draft is None else draft
     small = make_decoder(seed=5, min_token_ids=vocab, **shape, **options)
     return scene, open_draft_model(
-        small, model, scene.kv, max_guesses=8, max_rows=6, max_logit_rows=24
+        small, model, scene.kv, max_draft_tokens=8, max_rows=6, max_logit_rows=24
     )
 
 
-def check_guesses(
+def check_drafts(
     scene: Scene, method: DraftModel, rows: list[int], k: int, draws: Draws | None = None
 ) -> None:
     """Of rows in a step with padding rows behind them."""
     padded = [*rows, 0, 0]
-    method.guess(scene.step(padded, [k] * len(rows) + [0, 0], draws), k)
+    method.draft(scene.step(padded, [k] * len(rows) + [0, 0], draws), k)
     for place, row in enumerate(rows):
         own = None if draws is None else of_row(draws, place)
         wanted, _ = alone(method.decoder, scene.tokens[row], k, own, scene.decoder.spec.vocab_size)
-        assert scene.guesses(row) == wanted, row
+        assert scene.draft_tokens(row) == wanted, row
 
 
 CASES = {
@@ -78,7 +78,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("is_drawn", [False, True])
-def test_whatever_became_of_the_guesses_before(case: str, is_drawn: bool) -> None:
+def test_whatever_became_of_the_drafts_before(case: str, is_drawn: bool) -> None:
     """Rows go on with some or all of their drafts and a token of the target's, step after step."""
     target, draft = CASES[case]
     scene, method = make(target, draft)
@@ -90,10 +90,10 @@ def test_whatever_became_of_the_guesses_before(case: str, is_drawn: bool) -> Non
         scene.open(row, some_tokens(length, row, vocab), method)
     rng = random.Random(1)
     for k in (4, 1, 3, 2, 4):
-        check_guesses(scene, method, [1, 3, 4], k, draws)
+        check_drafts(scene, method, [1, 3, 4], k, draws)
         for row in (1, 3, 4):
             num = k if row == 3 else rng.randint(0, k)
-            scene.add(row, [*scene.guesses(row)[:num], rng.randrange(vocab)])
+            scene.add(row, [*scene.draft_tokens(row)[:num], rng.randrange(vocab)])
 
 
 def test_all_accepted_every_time() -> None:
@@ -101,40 +101,40 @@ def test_all_accepted_every_time() -> None:
     scene, method = make()
     scene.open(2, some_tokens(5, 0), method)
     for k in (3, 3, 1, 1, 2):
-        check_guesses(scene, method, [2], k)
-        scene.add(2, [*scene.guesses(2), 7])
+        check_drafts(scene, method, [2], k)
+        scene.add(2, [*scene.draft_tokens(2), 7])
 
 
-def test_logits_are_those_that_guesses_were_drawn_from() -> None:
+def test_logits_are_those_that_drafts_were_drawn_from() -> None:
     scene, method = make(None, DRAFT | {"vocab_size": VOCAB - 16})
     for row in (1, 2):
         scene.open(row, some_tokens(9, row, VOCAB - 16), method)
     draws = Draws(there([3, 4]), there([0.7, 1.0]), there([1.0, 1.0]))
-    logits_BkV = method.guess(scene.step([1, 2], [3, 3], draws), 3)
+    logits_BkV = method.draft(scene.step([1, 2], [3, 3], draws), 3)
     assert logits_BkV is not None
     assert logits_BkV.shape == (2, 3, VOCAB)
     assert logits_BkV[..., VOCAB - 16 :].isneginf().all()
     for place, row in enumerate((1, 2)):
         _, wanted = alone(method.decoder, scene.tokens[row], 3, of_row(draws, place))
         torch.testing.assert_close(logits_BkV[place, :, : VOCAB - 16], wanted)
-    assert method.guess(scene.step([1, 2], [3, 3]), 3) is None
+    assert method.draft(scene.step([1, 2], [3, 3]), 3) is None
 
 
 def test_ids_that_the_draft_has_not_are_zeros() -> None:
     """A target may say them, and the draft has to go on."""
     scene, method = make(None, DRAFT | {"vocab_size": VOCAB - 16})
     scene.open(1, [5, VOCAB - 1, 7, VOCAB - 3], method)
-    check_guesses(scene, method, [1], 3)
+    check_drafts(scene, method, [1], 3)
 
 
-def test_rows_with_less_room_get_guesses_and_leave_other_blocks_alone() -> None:
+def test_rows_with_less_room_get_drafts_and_leave_other_blocks_alone() -> None:
     scene, method = make()
     scene.open(1, some_tokens(2 * BLOCK_SIZE, 1), method)  # its newest token ends a block
     scene.open(2, some_tokens(9, 2), method)
     before = [store.clone() for store in method.kv.stores[0]]
-    method.guess(scene.step([1, 2], [0, 3]), 3)
+    method.draft(scene.step([1, 2], [0, 3]), 3)
     wanted, _ = alone(method.decoder, scene.tokens[2], 3)
-    assert scene.guesses(2) == wanted
+    assert scene.draft_tokens(2) == wanted
     # Row 1 has blocks here, which a limit of 0 says it has not.
     after = int(scene.tables_gNM[0, 1, 2])
     for was, now in zip(before, method.kv.stores[0], strict=True):
@@ -145,24 +145,24 @@ def test_at_the_end_of_the_longest_row() -> None:
     scene, method = make()
     scene.open(1, some_tokens(MAX_MODEL_LEN - 1, 1), method)
     scene.open(2, some_tokens(6, 2), method)
-    method.guess(scene.step([1, 2], [0, 4]), 4)
-    assert scene.guesses(1)[:1] == alone(method.decoder, scene.tokens[1], 1)[0]
-    assert scene.guesses(2) == alone(method.decoder, scene.tokens[2], 4)[0]
+    method.draft(scene.step([1, 2], [0, 4]), 4)
+    assert scene.draft_tokens(1)[:1] == alone(method.decoder, scene.tokens[1], 1)[0]
+    assert scene.draft_tokens(2) == alone(method.decoder, scene.tokens[2], 4)[0]
 
 
-def test_following_what_is_computed_without_guesses() -> None:
+def test_following_what_is_computed_without_drafts() -> None:
     """Prompts in pieces, and single tokens as a captured step has them."""
     scene, method = make()
     for row in (1, 2):
         scene.open(row, some_tokens(13 + row, row))
     method.follow(scene.batch({1: (0, 5), 2: (0, 8)}))
     method.follow(scene.batch({1: (5, 13), 2: (8, 14)}))
-    check_guesses(scene, method, [1, 2], 2)
+    check_drafts(scene, method, [1, 2], 2)
     for _ in range(4):
         method.follow(one_token_each(scene, [1, 2]))
         for row in (1, 2):
             scene.add(row, some_tokens(1, row))
-    check_guesses(scene, method, [1, 2], 3)
+    check_drafts(scene, method, [1, 2], 3)
 
 
 def test_one_token_need_not_be_followed_and_two_must() -> None:
@@ -170,7 +170,7 @@ def test_one_token_need_not_be_followed_and_two_must() -> None:
     draws = Draws(there([3]), there([1.0]), there([1.0]))
 
     def is_right() -> bool:
-        logits_BkV = method.guess(scene.step([1], [1], draws), 1)
+        logits_BkV = method.draft(scene.step([1], [1], draws), 1)
         assert logits_BkV is not None
         wanted = alone(method.decoder, scene.tokens[1], 1, draws)[1]
         return torch.allclose(logits_BkV[0], wanted, rtol=1e-3, atol=1e-3)
@@ -206,7 +206,7 @@ def test_copied_blocks_have_the_draft_in_them() -> None:
     scene.open(2, scene.tokens[1])
     sources, targets = (scene.tables_gNM[0, row, :3].long() for row in (1, 2))
     method.copy_blocks(sources, targets)
-    check_guesses(scene, method, [2], 3)
+    check_drafts(scene, method, [2], 3)
 
 
 def test_what_it_keeps() -> None:
@@ -215,11 +215,11 @@ def test_what_it_keeps() -> None:
     assert sum(parts) + 24 * VOCAB * 4 < method.num_bytes < sum(parts) + 24 * VOCAB * 4 + 4096
 
 
-def test_too_many_guesses_at_once() -> None:
+def test_too_many_drafts_at_once() -> None:
     scene, method = make()
     draws = Draws(there([0] * 6), there([1.0] * 6), there([1.0] * 6))
     with pytest.raises(InternalError, match="room for the logits"):
-        method.guess(scene.step([0] * 6, [5] * 6, draws), 5)
+        method.draft(scene.step([0] * 6, [5] * 6, draws), 5)
 
 
 def test_a_draft_for_shorter_rows() -> None:
@@ -227,7 +227,7 @@ def test_a_draft_for_shorter_rows() -> None:
     small = make_decoder(max_model_len=MAX_MODEL_LEN - 1, **DRAFT)
     with pytest.raises(ConfigError, match=r"max_model_len 63.* 64"):
         open_draft_model(
-            small, model, make_cache(model), max_guesses=4, max_rows=4, max_logit_rows=16
+            small, model, make_cache(model), max_draft_tokens=4, max_rows=4, max_logit_rows=16
         )
 
 
@@ -253,17 +253,17 @@ def test_captured_once_and_replayed(is_drawn: bool, draft_ids: int) -> None:
     for row in (1, 2):
         scene.open(row, some_tokens(9 + row, row, draft_ids), method)
     step = scene.step([0, 0, 0], [0, 0, 0], draws)
-    replay = captured(lambda: discard(method.guess(step, 3)))
+    replay = captured(lambda: discard(method.draft(step, 3)))
     for round_ in range(3):
         step.rows_B.copy_(there([1, 2, 0]))
         step.limits_B.copy_(there([3, 3, 0]))
         replay()
-        replayed = [scene.guesses(row) for row in (1, 2)]
-        assert all(len(guesses) == 3 for guesses in replayed)
+        replayed = [scene.draft_tokens(row) for row in (1, 2)]
+        assert all(len(draft_tokens) == 3 for draft_tokens in replayed)
         fresh = scene.step([1, 2, 0], [3, 3, 0], draws)
         scene.history.found_N.zero_()
-        method.guess(fresh, 3)
-        assert replayed == [scene.guesses(row) for row in (1, 2)]
+        method.draft(fresh, 3)
+        assert replayed == [scene.draft_tokens(row) for row in (1, 2)]
         scene.add(1, [*replayed[0], 5])
         scene.add(2, [*replayed[1][:round_], 9])
 

@@ -127,26 +127,26 @@ def reference(
     tapped_TX: torch.Tensor,
     following: list[int],
     *,
-    num_guesses: int,
+    num_draft_tokens: int,
     is_normed: bool,
 ) -> tuple[torch.Tensor, list[int]]:
     """Logits [T, D] at each position given the target's states, then greedy drafts after the last:
     the head goes on with its own states, and starts over from nothing for each."""
     stem = "midlayer."
     states = tapped_TX @ some["fc.weight"].T
-    guesses: list[int] = []
+    draft_tokens: list[int] = []
     first: torch.Tensor | None = None
     while True:
-        tokens = embedding_VE[torch.tensor([*following, *guesses])]
+        tokens = embedding_VE[torch.tensor([*following, *draft_tokens])]
         normed = rms(states, some[f"{stem}hidden_norm.weight"])
         pair = torch.cat((rms(tokens, some[f"{stem}input_layernorm.weight"]), normed), -1)
         x = (normed if is_normed else states) + attended(pair, some, stem, HEAD_DIM)
         x = x + fed_forward(rms(x, some[f"{stem}post_attention_layernorm.weight"]), some, stem)
         logits = rms(x, some["norm.weight"]) @ some["lm_head.weight"].T
         first = logits if first is None else first
-        if len(guesses) == num_guesses:
-            return first, guesses
-        guesses.append(int(known_ids()[logits[-1].argmax()]))
+        if len(draft_tokens) == num_draft_tokens:
+            return first, draft_tokens
+        draft_tokens.append(int(known_ids()[logits[-1].argmax()]))
         states = torch.cat((states, x[-1:]))
 
 
@@ -163,15 +163,17 @@ def test_it_says_what_the_formulas_say(kind: str, tmp_path: Path) -> None:
         states = rig.head.forward(rig.head.fuse(taps), batch, rig.kv)
         said.append(rig.head.logits(states))
         tapped.append(taps)
-    guesses: list[int] = []
+    draft_tokens: list[int] = []
     state = states[-1:].clone()
     for _ in range(4):
         whole = rig.head.target_logits(state)
         assert whole.shape == (1, VOCAB)
         assert int(whole.isfinite().sum()) == KNOWN
-        guesses.append(int(whole.argmax()))
-        if len(guesses) < 4:
-            batch, _ = rig.batch([0], guesses[-1:])  # any token: the target's states are not used
+        draft_tokens.append(int(whole.argmax()))
+        if len(draft_tokens) < 4:
+            batch, _ = rig.batch(
+                [0], draft_tokens[-1:]
+            )  # any token: the target's states are not used
             state = rig.head.forward(state, batch, rig.kv)
     embedding = rig.target.embedding.parameters["weight"].cpu().float()
     wanted, chosen = reference(
@@ -179,11 +181,11 @@ def test_it_says_what_the_formulas_say(kind: str, tmp_path: Path) -> None:
         embedding,
         torch.cat(tapped).cpu(),
         following,
-        num_guesses=4,
+        num_draft_tokens=4,
         is_normed=kind == "normed residual",
     )
     torch.testing.assert_close(torch.cat(said).cpu(), wanted, rtol=1e-4, atol=1e-4)
-    assert guesses == chosen
+    assert draft_tokens == chosen
 
 
 def test_taps_are_states_before_layers() -> None:
@@ -320,7 +322,9 @@ def test_a_head_of_another_size_has_its_own_embedding(tmp_path: Path) -> None:
     batch, taps = rig.batch(tokens[:5], tokens[1:])
     said = rig.head.logits(rig.head.forward(rig.head.fuse(taps), batch, rig.kv))
     embedding = some["embed_tokens.weight"]
-    wanted, _ = reference(some, embedding, taps.cpu(), tokens[1:], num_guesses=0, is_normed=False)
+    wanted, _ = reference(
+        some, embedding, taps.cpu(), tokens[1:], num_draft_tokens=0, is_normed=False
+    )
     torch.testing.assert_close(said.cpu(), wanted, rtol=1e-4, atol=1e-4)
     del some["embed_tokens.weight"]
     with pytest.raises(ConfigError, match="no embedding of its own"):

@@ -42,7 +42,7 @@ def make(num_layers: int, **changes: Any) -> tuple[Scene, EarlyLayers, Decoder]:
     model = make_decoder(seed=0, **changes)
     scene = Scene(model, make_cache(model))
     method = EarlyLayers(
-        model, scene.kv, num_layers=num_layers, max_guesses=6, max_rows=4, max_logit_rows=16
+        model, scene.kv, num_layers=num_layers, max_draft_tokens=6, max_rows=4, max_logit_rows=16
     )
     vocab = model.spec.vocab_size
     for row, length in ((1, 3), (2, 11), (4, 18)):
@@ -61,11 +61,11 @@ def test_what_the_first_layers_say(name: str, num_layers: int, is_drawn: bool) -
     keys, noisy = there([3, 4, 5, 0]), there([1.0, 0.0, 1.0, 0.0])
     draws = Draws(keys, there([0.9, 1.0, 1.2, 1.0]), noisy) if is_drawn else None
     rows, k = [1, 2, 4], 4
-    logits_BkV = method.guess(scene.step([*rows, 0], [k, k, k, 0], draws), k)
+    logits_BkV = method.draft(scene.step([*rows, 0], [k, k, k, 0], draws), k)
     for place, row in enumerate(rows):
         own = None if draws is None else of_row(draws, place)
         wanted, lines = alone(small, scene.tokens[row], k, own)
-        assert scene.guesses(row) == wanted
+        assert scene.draft_tokens(row) == wanted
         if is_drawn:
             assert logits_BkV is not None
             torch.testing.assert_close(logits_BkV[place], lines)
@@ -76,9 +76,9 @@ def test_what_the_first_layers_say(name: str, num_layers: int, is_drawn: bool) -
 def test_the_check_writes_the_same_numbers_again() -> None:
     """Drafts that are right leave the cache of their layers as it is."""
     scene, method, _ = make(1, num_hidden_layers=2)
-    method.guess(scene.step([2], [3]), 3)
+    method.draft(scene.step([2], [3]), 3)
     begin = len(scene.tokens[2]) - 1
-    scene.add(2, scene.guesses(2))
+    scene.add(2, scene.draft_tokens(2))
     slots = scene.batch({2: (0, begin + 3)}).layout.slots_T[0]
     before = [scene.kv.layers[index].gather(slots).clone() for index in range(2)]
     scene.decoder.forward(scene.batch({2: (begin, begin + 3)}), scene.kv)
@@ -102,7 +102,7 @@ def test_no_layers_or_all_of_them(num_layers: int) -> None:
             model,
             make_cache(model),
             num_layers=num_layers,
-            max_guesses=2,
+            max_draft_tokens=2,
             max_rows=2,
             max_logit_rows=4,
         )
@@ -113,13 +113,13 @@ def test_captured_once_and_replayed() -> None:
     step = scene.step([0, 0], [0, 0])
 
     def run() -> None:
-        method.guess(step, 3)
+        method.draft(step, 3)
 
     replay = captured(run)
     step.rows_B.copy_(there([2, 4]))
     step.limits_B.fill_(3)
     replay()
-    replayed = [scene.guesses(row) for row in (2, 4)]
-    assert [len(guesses) for guesses in replayed] == [3, 3]
+    replayed = [scene.draft_tokens(row) for row in (2, 4)]
+    assert [len(draft_tokens) for draft_tokens in replayed] == [3, 3]
     run()
-    assert replayed == [scene.guesses(row) for row in (2, 4)]
+    assert replayed == [scene.draft_tokens(row) for row in (2, 4)]

@@ -86,7 +86,7 @@ def test_answers_are_those_without_drafts(kind: str, tmp_path: Path) -> None:
             found = [r.token_ids for r in drafted.generate(PROMPTS, sampling, progress=False)]
             assert found == wanted
     figures = counts.figures()
-    assert figures["guesses_per_step"] > 1
+    assert figures["drafts_per_step"] > 1
     assert counts.tried[0] > 100, "accepted and rejected drafts are counted"
     assert all(right <= tried for right, tried in zip(counts.right, counts.tried, strict=True))
 
@@ -101,17 +101,17 @@ class Spy:
         self.method = executor.drafter.method
         self.decoder = executor.drafter.graphs._decoder
         assert isinstance(self.method, HeadDrafts)
-        self._guess, self.seen = self.method.guess, list[tuple[list[int], list[int]]]()
+        self._draft, self.seen = self.method.draft, list[tuple[list[int], list[int]]]()
         self.logits: list[torch.Tensor] = []
-        self.method.guess = self.guess  # type: ignore[method-assign]
+        self.method.draft = self.draft  # type: ignore[method-assign]
 
-    def guess(self, step: DraftStep, num_guesses: int) -> torch.Tensor | None:
-        made = self._guess(step, num_guesses)
+    def draft(self, step: DraftStep, num_draft_tokens: int) -> torch.Tensor | None:
+        made = self._draft(step, num_draft_tokens)
         tokens_NL = step.history.tokens_NL
         for place, row in enumerate(step.rows_B.tolist()):
             if row:  # else it is padding
                 num = int(step.history.lens_N[row])
-                known = tokens_NL[row, : num + num_guesses].tolist()
+                known = tokens_NL[row, : num + num_draft_tokens].tolist()
                 self.seen.append((known[:num], known[num:]))
                 assert isinstance(self.method, HeadDrafts)
                 self.logits.append(self.method._logits[place].clone())
@@ -134,7 +134,7 @@ def drafts_by_the_formulas(
         embedding = stored["model.embed_tokens.weight"]
         logits, drafts = eagle3.reference(
             eagle3.tensors(), embedding, torch.cat(list(tapped), -1).cpu(), tokens[1:],
-            num_guesses=DRAFTS, is_normed=False,
+            num_draft_tokens=DRAFTS, is_normed=False,
         )  # fmt: skip
         whole = torch.full((len(embedding),), -torch.inf)
         return whole.index_copy(0, eagle3.known_ids(), logits[-1]), drafts

@@ -25,7 +25,7 @@ from tests.captures import captures
 from tests.conftest import TEST_DEVICE
 
 DEVICE = torch.device(TEST_DEVICE)
-GUESSES, SIZE = 4, 4
+DRAFT_TOKENS, SIZE = 4, 4
 
 
 def step_for(history: History, rows: list[int], limits: list[int]) -> DraftStep:
@@ -47,7 +47,7 @@ def recorded(launch: Callable[[], None]) -> Callable[[], None]:
 
 
 def methods() -> list[DraftMethod]:
-    return [NGram(DEVICE, 4, GUESSES), Suffix(DEVICE, 4, GUESSES)]
+    return [NGram(DEVICE, 4, DRAFT_TOKENS), Suffix(DEVICE, 4, DRAFT_TOKENS)]
 
 
 def write(history: History, row: int, tokens: list[int]) -> None:
@@ -55,7 +55,7 @@ def write(history: History, row: int, tokens: list[int]) -> None:
     history.lens_N[row] = len(tokens)
 
 
-def guesses_of(history: History, row: int) -> list[int]:
+def drafts_of(history: History, row: int) -> list[int]:
     num, found = int(history.lens_N[row]), int(history.found_N[row])
     tokens: list[int] = history.tokens_NL[row, num : num + found].tolist()
     return tokens
@@ -67,7 +67,7 @@ def test_what_they_say_of_themselves() -> None:
     for method in (ngram, suffix):
         assert method.looks_ahead
         assert not method.needs_tokens
-        assert method.max_guesses == GUESSES
+        assert method.max_draft_tokens == DRAFT_TOKENS
         assert (method.num_bytes > 0) == (TEST_DEVICE != "cpu"), "scratch of a GPU"
     with pytest.raises(InternalError, match="drafts"):
         NGram(DEVICE, 4, 0)
@@ -75,27 +75,27 @@ def test_what_they_say_of_themselves() -> None:
 
 def test_a_long_match_is_trusted_farther_and_preferred() -> None:
     passage = [1, 2, 3, 4, 5, 6, 7, 8]
-    history = make_history(4, 60, GUESSES, DEVICE)
+    history = make_history(4, 60, DRAFT_TOKENS, DEVICE)
     write(history, 1, [*passage, 0, 3, 4, 5, 6, 20, 21, 0, 9, 1, 2, 3, 4, 5, 6])
     write(history, 2, [*passage, 0, 5, 6])
     write(history, 3, [*passage, 0, 6])
     ngram, suffix = methods()
     step = step_for(history, [1, 2, 3, 0], [9, 9, 9, 9])
-    assert ngram.guess(step, 3) is None
+    assert ngram.draft(step, 3) is None
     ngram.look_ahead(step)
     # Four tokens match in both places, and the second is the more recent.
-    assert guesses_of(history, 1) == [20, 21, 0, 9]
-    assert guesses_of(history, 2) == [7, 8, 0, 5]
-    assert guesses_of(history, 3) == []
+    assert drafts_of(history, 1) == [20, 21, 0, 9]
+    assert drafts_of(history, 2) == [7, 8, 0, 5]
+    assert drafts_of(history, 3) == []
     suffix.look_ahead(step)
-    assert guesses_of(history, 1) == [7, 8, 0, 3]
-    assert guesses_of(history, 2) == [7, 8]
-    assert guesses_of(history, 3) == [7]
+    assert drafts_of(history, 1) == [7, 8, 0, 3]
+    assert drafts_of(history, 2) == [7, 8]
+    assert drafts_of(history, 3) == [7]
 
 
 def loop(method: DraftMethod, text: list[int], history: History, launch: Callable[[], None]) -> int:
     """Decode a text that is known; returns in how many steps."""
-    step = step_for(history, [1], [GUESSES])
+    step = step_for(history, [1], [DRAFT_TOKENS])
     method.look_ahead(step)
     steps = 0
     while int(history.lens_N[1]) < len(text):
@@ -112,15 +112,15 @@ def test_a_text_that_repeats_itself_takes_few_steps(index: int) -> None:
     verse = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(index)).tolist()
     text = verse * 4 + [7, 7, 7, 7, 7, 7, 7, 7, 3]
     method = methods()[index]
-    history = make_history(2, len(text) + GUESSES + 1, GUESSES, DEVICE)
+    history = make_history(2, len(text) + DRAFT_TOKENS + 1, DRAFT_TOKENS, DEVICE)
     write(history, 1, verse)
-    step = step_for(history, [1], [GUESSES])
-    told = whole([[0] * (GUESSES + 4)])
-    is_sound = torch.ones(GUESSES + 1, dtype=torch.bool, device=DEVICE)
+    step = step_for(history, [1], [DRAFT_TOKENS])
+    told = whole([[0] * (DRAFT_TOKENS + 4)])
+    is_sound = torch.ones(DRAFT_TOKENS + 1, dtype=torch.bool, device=DEVICE)
 
     def launch() -> None:
         num = int(history.lens_N[1])
-        ids = whole([*text, *[0] * GUESSES][num : num + GUESSES + 1])
+        ids = whole([*text, *[0] * DRAFT_TOKENS][num : num + DRAFT_TOKENS + 1])
         accept(ids, is_sound, step.rows_B, whole([len(text) - 1 - num]), history, told)
         assert int(told[0, 0]) >= 1
         method.look_ahead(step)
@@ -133,7 +133,7 @@ def test_a_text_that_repeats_itself_takes_few_steps(index: int) -> None:
 def test_a_recorded_step_is_replayed_on_what_is_there_then(index: int) -> None:
     """All kernels of a step, recorded on padding and replayed twice on a row."""
     method = methods()[index]
-    history = make_history(3, 60, GUESSES, DEVICE)
+    history = make_history(3, 60, DRAFT_TOKENS, DEVICE)
     write(history, 2, [5, 6, 7, 8, 5, 6])
     sent = whole([[0, 0], [0, 0], [-1, -1], [-1, -1]])
     tables = torch.zeros(1, 3, 20, dtype=torch.int32, device=DEVICE)
@@ -157,18 +157,18 @@ def test_a_recorded_step_is_replayed_on_what_is_there_then(index: int) -> None:
     assert history.lens_N.tolist() == [2, 0, 6]
     assert not history.tokens_NL[0].any()
     method.look_ahead(step_for(history, [2], [0]))
-    assert guesses_of(history, 2)[:2] == [7, 8]
+    assert drafts_of(history, 2)[:2] == [7, 8]
     sent.copy_(whole([[2, 0], [2, 0], [9, -1], [1, 0]]))
     ids[:3] = whole([7, 1, 2])
     replay()
-    assert told[0, :6].tolist() == [2, GUESSES if index == 0 else 2, 1, 7, 1, -1]
+    assert told[0, :6].tolist() == [2, DRAFT_TOKENS if index == 0 else 2, 1, 7, 1, -1]
     assert history.tokens_NL[2, :8].tolist() == [5, 6, 7, 8, 5, 6, 7, 1]
     assert inputs.token_ids_B[:3].tolist() == [6, 7, 8]
     assert inputs.slots_gB[0, :3].tolist() == [9 * SIZE + 1, 9 * SIZE + 2, 9 * SIZE + 3]
-    assert guesses_of(history, 2) == []
+    assert drafts_of(history, 2) == []
     sent[2] = -1
     ids[:3] = whole([6, 0, 0])
     replay()
     assert told[0, :6].tolist() == [1, 0, 0, 6, -1, -1]
     assert int(history.lens_N[2]) == 9
-    assert guesses_of(history, 2) == ([] if index == 0 else [7])
+    assert drafts_of(history, 2) == ([] if index == 0 else [7])

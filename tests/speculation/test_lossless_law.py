@@ -91,11 +91,11 @@ def test_temperatures_in_a_captured_step_keep_the_law(k: int) -> None:
     assert measured({"temperature": 0.5 * k}, captured_step(), (k,), 3 * NUM_SAMPLES) > LIMIT
 
 
-def test_guesses_of_any_number_keep_the_law() -> None:
+def test_drafts_of_any_number_keep_the_law() -> None:
     assert measured({}, captured_step(), (3, 0, 1, 2), 3 * NUM_SAMPLES) > LIMIT
 
 
-def test_chosen_guesses_keep_the_law() -> None:
+def test_chosen_drafts_keep_the_law() -> None:
     assert measured({"top_p": 0.9}, general_step(chosen), (3,), NUM_SAMPLES) > LIMIT
     assert measured({}, captured_step(chosen), (3,), NUM_SAMPLES) > LIMIT
 
@@ -132,15 +132,15 @@ def test_a_draft_that_knows_nothing_and_one_that_knows_all(likeness: float) -> N
 # ------------------------------------------------------------------- rules that are not quite right
 
 MUTANTS = (
-    "each guess is kept",
-    "no guess is kept, and the rest drawn in its place",
+    "each draft is kept",
+    "no draft is kept, and the rest drawn in its place",
     "p over q turned round",
-    "what is left after a guess is not taken off",
-    "the coin is used again in place of the guess",
-    "the guess's noise is used again in place of the guess",
-    "the guess knows the coin",
-    "the guess knows the request's own noise, and so the coin does",
-    "odds of the guess before",
+    "what is left after a draft is not taken off",
+    "the coin is used again in place of the draft",
+    "the draft's noise is used again in place of the draft",
+    "the draft knows the coin",
+    "the draft knows the request's own noise, and so the coin does",
+    "odds of the draft before",
     "odds of the row before",
     "a bonus token from the draft",
     "the draft's odds at another temperature",
@@ -159,42 +159,42 @@ def break_it(monkeypatch: pytest.MonkeyPatch, mutant: str) -> Step:
         monkeypatch.setattr(verify, "odds_draw", function)
 
     match mutant:
-        case "each guess is kept":
+        case "each draft is kept":
             monkeypatch.setattr(rule, "coins", lambda keys, at: torch.zeros(len(keys)))
-        case "no guess is kept, and the rest drawn in its place":
+        case "no draft is kept, and the rest drawn in its place":
             monkeypatch.setattr(rule, "coins", lambda keys, at: torch.full((len(keys),), torch.inf))
         case "p over q turned round":
 
-            def turned(p: Any, q: Any, guesses: Any, keys: Any, at: Any, **more: Any) -> Any:
-                kept = noise.coins(keys, at) * p.softmax(-1).gather(1, guesses[:, None])[:, 0]
-                is_kept = kept < q.softmax(-1).gather(1, guesses[:, None])[:, 0]
-                ids, is_decided = right(p, q, guesses, keys, at, **more)
-                return guesses.where(is_kept, ids), is_decided
+            def turned(p: Any, q: Any, draft_tokens: Any, keys: Any, at: Any, **more: Any) -> Any:
+                kept = noise.coins(keys, at) * p.softmax(-1).gather(1, draft_tokens[:, None])[:, 0]
+                is_kept = kept < q.softmax(-1).gather(1, draft_tokens[:, None])[:, 0]
+                ids, is_decided = right(p, q, draft_tokens, keys, at, **more)
+                return draft_tokens.where(is_kept, ids), is_decided
 
             patched(turned)
-        case "what is left after a guess is not taken off":
+        case "what is left after a draft is not taken off":
 
-            def whole(p: Any, q: Any, guesses: Any, keys: Any, at: Any, **more: Any) -> Any:
+            def whole(p: Any, q: Any, draft_tokens: Any, keys: Any, at: Any, **more: Any) -> Any:
                 some = p - noise.minus_gumbel(noise.rest_keys(keys), at, p.shape[1])
-                p_O, q_O = (x.softmax(-1).gather(1, guesses[:, None])[:, 0] for x in (p, q))
+                p_O, q_O = (x.softmax(-1).gather(1, draft_tokens[:, None])[:, 0] for x in (p, q))
                 is_kept = noise.coins(keys, at) * q_O < p_O
-                return guesses.where(is_kept, some.argmax(-1)), torch.ones_like(is_kept)
+                return draft_tokens.where(is_kept, some.argmax(-1)), torch.ones_like(is_kept)
 
             patched(whole)
-        case "the coin is used again in place of the guess":
+        case "the coin is used again in place of the draft":
             monkeypatch.setattr(rule, "rest_keys", lambda keys: keys ^ noise._COINS)
-        case "the guess's noise is used again in place of the guess":
-            monkeypatch.setattr(rule, "rest_keys", lambda keys: keys ^ noise._GUESSES)
-        case "the guess knows the coin":
+        case "the draft's noise is used again in place of the draft":
+            monkeypatch.setattr(rule, "rest_keys", lambda keys: keys ^ noise._DRAFTS)
+        case "the draft knows the coin":
             monkeypatch.setattr(
                 table_models, "draft_keys", lambda keys, is_seeded: keys ^ noise._COINS
             )
-        case "the guess knows the request's own noise, and so the coin does":
+        case "the draft knows the request's own noise, and so the coin does":
             monkeypatch.setattr(table_models, "draft_keys", lambda keys, is_seeded: keys)
             monkeypatch.setattr(
                 rule, "coins", lambda keys, at: noise.uniforms(keys, at, 1).squeeze(1)
             )
-        case "odds of the guess before":
+        case "odds of the draft before":
             drafter = _with_odds(lambda logits: logits.roll(1, 1))
         case "odds of the row before":
             drafter = _with_odds(lambda logits: logits.roll(1, 0))
@@ -215,8 +215,8 @@ def break_it(monkeypatch: pytest.MonkeyPatch, mutant: str) -> Step:
 
 def _with_odds(change: Any) -> DraftRunner:
     def drafter(samples: Samples, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        guesses_Nk, logits = drafted(samples, k)
-        return guesses_Nk, change(logits)
+        drafts_Nk, logits = drafted(samples, k)
+        return drafts_Nk, change(logits)
 
     return drafter
 
@@ -227,8 +227,8 @@ def _bonus_of_the_draft(samples: Samples, k: int) -> None:
     right = Samples.accept
 
     class Skewed(Samples):
-        def accept(self, ids_Nq: torch.Tensor, guesses_Nk: torch.Tensor) -> None:
-            right(self, torch.cat([ids_Nq[:, :-1], more_Nk[:, -1:]], 1), guesses_Nk)
+        def accept(self, ids_Nq: torch.Tensor, drafts_Nk: torch.Tensor) -> None:
+            right(self, torch.cat([ids_Nq[:, :-1], more_Nk[:, -1:]], 1), drafts_Nk)
 
     samples.__class__ = Skewed
     captured_step()(samples, k)
@@ -239,9 +239,9 @@ def _one_too_far(samples: Samples, k: int) -> None:
     right = Samples.accept
 
     class Eager(Samples):
-        def accept(self, ids_Nq: torch.Tensor, guesses_Nk: torch.Tensor) -> None:
+        def accept(self, ids_Nq: torch.Tensor, drafts_Nk: torch.Tensor) -> None:
             """The first draft counts as right, but its token is the one that came out."""
-            believed_Nk = torch.cat([ids_Nq[:, :1], guesses_Nk[:, 1:]], 1)
+            believed_Nk = torch.cat([ids_Nq[:, :1], drafts_Nk[:, 1:]], 1)
             right(self, ids_Nq, believed_Nk)
 
     samples.__class__ = Eager
@@ -265,24 +265,24 @@ def test_the_same_amount_does_not_accuse_the_right_rule() -> None:
 
 
 @pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
-def test_penalties_that_do_not_see_the_guesses_are_noticed(
+def test_penalties_that_do_not_see_the_drafts_are_noticed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def blind(counts_CV: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return counts_CV
 
     assert measured(GENERAL[name], general_step(), (3,), NUM_SAMPLES) > LIMIT
-    monkeypatch.setattr(sampler, "with_guesses", blind)
+    monkeypatch.setattr(sampler, "with_drafts", blind)
     assert measured(GENERAL[name], general_step(), (3,), NUM_SAMPLES) < LIMIT
 
 
-def test_penalties_that_see_a_guess_too_many_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = verify._guesses_before
+def test_penalties_that_see_a_draft_too_many_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = verify._drafts_before
 
-    def one_more(rows: Any, num_guesses: Any, firsts: Any) -> Any:
-        return _shifted(right(rows, num_guesses, firsts), firsts)
+    def one_more(rows: Any, num_draft_tokens: Any, firsts: Any) -> Any:
+        return _shifted(right(rows, num_draft_tokens, firsts), firsts)
 
-    monkeypatch.setattr(verify, "_guesses_before", one_more)
+    monkeypatch.setattr(verify, "_drafts_before", one_more)
     assert measured(GENERAL["presence"], general_step(), (3,), NUM_SAMPLES) < LIMIT
 
 

@@ -22,7 +22,7 @@ SETTING = DraftSetting(
     max_num_batched_tokens=64,
     block_size=BLOCK_SIZE,
     num_rows=32,
-    max_guesses=8,
+    max_draft_tokens=8,
     max_rows=16,
     max_logit_rows=64,
     dtype_bytes=4,
@@ -35,7 +35,7 @@ WINDOWS: dict[str, Any] = {
     "max_window_layers": 2,
     "num_hidden_layers": 4,
 }
-SIZES = {"max_guesses": 8, "max_rows": 16, "max_logit_rows": 64}
+SIZES = {"max_draft_tokens": 8, "max_rows": 16, "max_logit_rows": 64}
 SLACK = 1024  # bytes of small things
 
 

@@ -92,10 +92,10 @@ def reference(
     embedding, head = (m.parameters["weight"].cpu().float() for m in (w.embedding, w.lm_head))
     if name == "deepseek":
         states = rms(states, w.norm.weight_E.cpu())
-    guesses: list[int] = []
+    draft_tokens: list[int] = []
     first: torch.Tensor | None = None
     while True:
-        tokens = embedding[torch.tensor([*following, *guesses])]
+        tokens = embedding[torch.tensor([*following, *draft_tokens])]
         if name == "deepseek":
             both = (
                 rms(tokens, some[f"{stem}enorm.weight"]),
@@ -112,9 +112,9 @@ def reference(
             x = normed = rms(x, some[f"{stem}final_layernorm.weight"])
         logits = normed @ head.T
         first = logits if first is None else first
-        if len(guesses) == num:
-            return first, guesses
-        guesses.append(int(logits[-1].argmax()))
+        if len(draft_tokens) == num:
+            return first, draft_tokens
+        draft_tokens.append(int(logits[-1].argmax()))
         states = torch.cat((states, x[-1:]))
 
 
@@ -132,16 +132,16 @@ def test_it_says_what_the_formulas_say(name: str, kind: str, tmp_path: Path) -> 
         given.append(hidden.clone())
         states = rig.head.forward(rig.head.of_target(hidden[None]), batch, rig.kv)
         said.append(rig.head.logits(states))
-    guesses: list[int] = []
+    draft_tokens: list[int] = []
     state = states[-1:].clone()
     for _ in range(4):
-        guesses.append(int(rig.head.logits(state).argmax()))
-        if len(guesses) < 4:
-            batch, _ = rig.batch([0], guesses[-1:])  # the target's states are not used
+        draft_tokens.append(int(rig.head.logits(state).argmax()))
+        if len(draft_tokens) < 4:
+            batch, _ = rig.batch([0], draft_tokens[-1:])  # the target's states are not used
             state = rig.head.forward(state, batch, rig.kv)
     wanted, chosen = reference(rig, some, torch.cat(given).cpu(), tokens[1:], 4)
     torch.testing.assert_close(torch.cat(said).cpu(), wanted, rtol=1e-4, atol=1e-4)
-    assert guesses == chosen
+    assert draft_tokens == chosen
     assert rig.head.num_bytes == 4 * sum(tensor.numel() for tensor in some.values())
 
 
@@ -166,7 +166,7 @@ def test_a_module_that_is_not_whole() -> None:
 
 
 def test_a_model_without_a_module() -> None:
-    with pytest.raises(ConfigError, match="no MTP module 0; guess by ngram"):
+    with pytest.raises(ConfigError, match="no MTP module 0; draft by ngram"):
         read_mtp(target_of(), ["model.norm.weight"])
 
 

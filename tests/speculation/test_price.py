@@ -108,7 +108,7 @@ def test_a_rate_is_a_share(rate: float) -> None:
         expected_tokens(rate, 3)
 
 
-def test_negative_guesses_are_refused() -> None:
+def test_negative_drafts_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 0"):
         expected_tokens(0.5, -1)
 
@@ -129,7 +129,7 @@ def test_the_simple_form_is_the_full_one_where_checking_is_free() -> None:
     assert prices.best(1, 100, expected_curve(0.8)) == pytest.approx(best_simple(0.8, 0.05))
 
 
-def test_no_guess_is_best_when_none_pays() -> None:
+def test_no_draft_is_best_when_none_pays() -> None:
     assert DraftPrices(Line(1.0), Drafts(0.5)).best(1, 100, expected_curve(0.1)) == (0, 1.0)
     assert DraftPrices(Line(1.0), Drafts(0.05)).best(1, 100, expected_curve(0.8, 3))[0] == 3
 
@@ -233,30 +233,30 @@ def test_a_head_that_drafts_for_a_70b(context: int, batch: int, speedup: float) 
     ] == pytest.approx(speedup, rel=0.12)
 
 
-def test_the_host_works_more_where_guesses_are_checked() -> None:
+def test_the_host_works_more_where_drafts_are_checked() -> None:
     device = find_device("h200-sxm")
     host = HostConstants(1e-4, 1e-6, captured_tokens=512, check_request_s=4e-6)
     calibration = replace(default_calibration(device), host=host)
     pricer = Pricer(Setup(LLAMA_3_1B, device, calibration=calibration))
-    plain, checked = (pricer.cost(((new, 100),) * 128, 128 * new) for new in (1, 2))
+    plain, verified = (pricer.cost(((new, 100),) * 128, 128 * new) for new in (1, 2))
     assert plain.host_s == pytest.approx(1e-4 + 128e-6)
-    assert checked.host_s == pytest.approx(1e-4 + 5 * 128e-6)
+    assert verified.host_s == pytest.approx(1e-4 + 5 * 128e-6)
     prices = DraftPrices(pricer, Drafter())
-    assert prices.seconds(128, 100, 1) == pytest.approx(checked.expected_s)
+    assert prices.seconds(128, 100, 1) == pytest.approx(verified.expected_s)
     light = replace(calibration, host=replace(host, check_request_s=0.0))
     prompts = ((40, 0),) * 128  # they have no drafts
     without = Pricer(Setup(LLAMA_3_1B, device, calibration=light)).cost(prompts, 128)
     assert pricer.cost(prompts, 128).host_s == without.host_s
 
 
-def test_looking_guesses_up_takes_as_long_where_none_is_checked() -> None:
+def test_looking_drafts_up_takes_as_long_where_none_is_checked() -> None:
     prices = DraftPrices(Line(1.0), DeviceLookup(0.25))
     assert prices.plain_seconds(1, 64) == 1.0
     assert prices.seconds(1, 64, 0) == 1.25
     assert prices.seconds(1, 64, 4) == 1.25
 
 
-def test_what_the_host_does_for_guesses_counts_where_it_is_the_longer_part() -> None:
+def test_what_the_host_does_for_drafts_counts_where_it_is_the_longer_part() -> None:
     prices = DraftPrices(Line(1.0), Drafter(), choice_s=0.9, token_s=0.1)
     assert prices.seconds(1, 64, 4) == prices.plain_seconds(1, 64) == 1.0
     assert prices.seconds(1, 64, 4, tokens=4.0) == pytest.approx(0.9 + 0.3)

@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.observe.pricing import Pricing
-from ridgeline.observe.readout import guesses_between, snapshot
+from ridgeline.observe.readout import drafts_between, snapshot
 from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.speculation.report import ENOUGH_STEPS, DraftTotals, draft_report
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
@@ -43,11 +43,11 @@ def outputs_of(got: StepResult) -> list[RequestOutput]:
     return [RequestOutput(name, ids) for name, ids in got.token_ids.items()]
 
 
-def test_steps_with_guesses_are_priced_with_their_drafting() -> None:
+def test_steps_with_drafts_are_priced_with_their_drafting() -> None:
     pricing = Pricing(price, draft_price=lambda rows, context, k: DRAFT_S * k)
     run(pricing, plan(1, 3, 3), result(4, 2), seconds=20.0)
-    totals = pricing.totals.guesses
-    assert (totals.num_steps, totals.num_rows, totals.num_guesses) == (1, 2, 6)
+    totals = pricing.totals.drafts
+    assert (totals.num_steps, totals.num_rows, totals.num_draft_tokens) == (1, 2, 6)
     assert (totals.num_accepted, totals.num_tokens) == (4, 6)
     assert totals.num_looked[:4] == [2, 2, 1, 0]
     assert totals.num_right[:4] == [2, 1, 1, 0]
@@ -61,13 +61,13 @@ def test_steps_with_guesses_are_priced_with_their_drafting() -> None:
 def test_the_gain_is_over_plain_steps_that_have_run_here() -> None:
     pricing = Pricing(price, draft_price=lambda rows, context, k: DRAFT_S * k)
     run(pricing, plan(1, 3, 3), result(4, 2), seconds=9.75 / 2)
-    first = guesses_between(pricing.totals)
+    first = drafts_between(pricing.totals)
     assert first is not None
     assert not first.is_measured
     assert first.gain == pytest.approx(9 / 9.75)  # the prices are wrong by the same factor
     for step in range(ENOUGH_STEPS):
         run(pricing, plan(2 + step, 0, 0), result(1, 1), seconds=3.0)
-    report = guesses_between(pricing.totals)
+    report = drafts_between(pricing.totals)
     assert report is not None
     assert report.is_measured
     assert report.gain == pytest.approx(9 / (9.75 / 2))
@@ -75,7 +75,7 @@ def test_the_gain_is_over_plain_steps_that_have_run_here() -> None:
     assert report.acceptance == pytest.approx(4 / 5)
     assert report.by_position == (1.0, 0.5, 1.0)
     assert report.drafting_share == pytest.approx(0.75 / 9.75)
-    assert report.drafting_share + report.checking_share == pytest.approx(1.0)
+    assert report.drafting_share + report.verifying_share == pytest.approx(1.0)
     drafts, speed = report.words(is_calibrated=True)
     assert "3.00 tokens a row" in drafts
     assert "by price" in speed
@@ -89,23 +89,23 @@ def test_what_a_look_up_has_not_found_was_not_wrong() -> None:
     which the second was wrong."""
     pricing = Pricing(price)
     got = result(1, 3, 2)
-    got.checked.update({"0": (0, 0), "1": (2, 2), "2": (2, 1)})
+    got.verified.update({"0": (0, 0), "1": (2, 2), "2": (2, 1)})
     run(pricing, plan(1, 4, 4, 4), got, seconds=1.0)
-    totals = pricing.totals.guesses
+    totals = pricing.totals.drafts
     assert totals.num_looked[:4] == [2, 2, 0, 0]
     assert totals.num_right[:4] == [2, 1, 0, 0]
-    assert (totals.num_guesses, totals.num_accepted, totals.num_tokens) == (12, 3, 6)
+    assert (totals.num_draft_tokens, totals.num_accepted, totals.num_tokens) == (12, 3, 6)
 
 
 def test_between_two_snapshots() -> None:
     pricing = Pricing(price)
     run(pricing, plan(1, 2), result(3), seconds=1.0)
     before = snapshot(pricing.totals)
-    assert guesses_between(pricing.totals, before) is None
+    assert drafts_between(pricing.totals, before) is None
     run(pricing, plan(2, 2), result(1), seconds=1.0)
-    report = guesses_between(pricing.totals, before)
+    report = drafts_between(pricing.totals, before)
     assert report is not None
-    assert (report.num_steps, report.num_guesses, report.num_accepted) == (1, 2, 0)
+    assert (report.num_steps, report.num_draft_tokens, report.num_accepted) == (1, 2, 0)
     assert report.by_position == (0.0,)
 
 
@@ -115,7 +115,7 @@ def test_what_failed_or_read_prompts_is_left_out() -> None:
     prompt = ScheduledRequest("p", 0, 40, (), samples=True)
     mixed = StepPlan(2, (prompt, *plan(2, 2).scheduled))
     run(pricing, mixed, result(3), seconds=1.0)
-    assert pricing.totals.guesses == DraftTotals()
+    assert pricing.totals.drafts == DraftTotals()
     assert pricing.totals.regimes["mixed"].num_steps == 1
 
 
@@ -129,9 +129,9 @@ def test_what_came_behind_the_end_of_an_answer_is_no_part_of_it() -> None:
     ]
     pricing.on_plan(step, 0.0)
     pricing.on_collect(step, got, outputs, None, 1.0)
-    totals = pricing.totals.guesses
+    totals = pricing.totals.drafts
     assert (totals.num_steps, totals.num_rows, totals.num_tokens) == (1, 2, 3)
-    assert (totals.num_guesses, totals.num_accepted) == (6, 2)
+    assert (totals.num_draft_tokens, totals.num_accepted) == (6, 2)
     assert (totals.num_looked[:4], totals.num_right[:4]) == ([2, 1, 0, 0], [1, 1, 0, 0])
 
 
@@ -140,7 +140,7 @@ def test_a_step_that_nobody_was_left_for_does_not_count() -> None:
     step = plan(1, 3)
     pricing.on_plan(step, 0.0)
     pricing.on_collect(step, result(2), [], None, 1.0)
-    assert pricing.totals.guesses == DraftTotals()
+    assert pricing.totals.drafts == DraftTotals()
     assert pricing.totals.regimes["verify"].num_steps == 1
 
 

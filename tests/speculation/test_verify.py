@@ -60,7 +60,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("drafter", [drafted, chosen])
 @pytest.mark.parametrize("name", ALIKE)
-def test_guesses_never_change_a_greedy_or_seeded_answer(name: str, drafter: DraftRunner) -> None:
+def test_drafts_never_change_a_greedy_or_seeded_answer(name: str, drafter: DraftRunner) -> None:
     num_right = 0
     for seed in range(11, 17):
         samples, step = Samples(tables(7, seed), params(**ALIKE[name]), 40), general_step(drafter)
@@ -134,44 +134,44 @@ def _alone(
     return int(sample(logits_V[None], batch, upload(at), at, copy).token_ids_R)
 
 
-def test_rows_with_any_numbers_of_guesses_are_sampled_as_if_alone() -> None:
-    size, num_guesses = 12, [2, 0, 3, 3, 1, 4]
+def test_rows_with_any_numbers_of_drafts_are_sampled_as_if_alone() -> None:
+    size, num_draft_tokens = 12, [2, 0, 3, 3, 1, 4]
     counts = PenaltyCounts(size, upload)
     rows = _mixed_rows(counts)
-    run = build_run(rows, num_guesses, size, upload)
+    run = build_run(rows, num_draft_tokens, size, upload)
     assert run.firsts == (0, 3, 4, 8, 12, 14, 19)
     rng = torch.Generator().manual_seed(1)
     logits = torch.randn(19, size, generator=rng) * 2
-    guesses = torch.randint(size, (19,), generator=rng)
-    positions = torch.tensor([5 + j for num in num_guesses for j in range(num + 1)])
+    draft_tokens = torch.randint(size, (19,), generator=rng)
+    positions = torch.tensor([5 + j for num in num_draft_tokens for j in range(num + 1)])
     old_counts, old_logits = counts.counts_PV.clone(), logits.clone()
-    ids = verify_run(logits, VerifiedRun(run, positions, guesses), counts).token_ids_R
+    ids = verify_run(logits, VerifiedRun(run, positions, draft_tokens), counts).token_ids_R
     for i, row in enumerate(rows):
         first = run.firsts[i]
-        for j in range(num_guesses[i] + 1):
-            before = guesses[first : first + j].tolist()
+        for j in range(num_draft_tokens[i] + 1):
+            before = draft_tokens[first : first + j].tolist()
             want = _alone(row, logits[first + j], 5 + j, counts, before)
             assert int(ids[first + j]) == want, (i, j)
-    assert torch.equal(counts.counts_PV, old_counts), "a guess has left a trace"
+    assert torch.equal(counts.counts_PV, old_counts), "a draft has left a trace"
     assert torch.equal(logits, old_logits)
 
 
 def test_only_random_rows_without_a_seed_are_checked_by_odds() -> None:
-    size, num_guesses = 12, [2, 0, 3, 3, 1, 4]
+    size, num_draft_tokens = 12, [2, 0, 3, 3, 1, 4]
     counts = PenaltyCounts(size, upload)
     rows = _mixed_rows(counts)
     assert [is_verified_by_odds(row) for row in rows] == [False, False, True, False, True, False]
-    run = build_run(rows, num_guesses, size, upload)
+    run = build_run(rows, num_draft_tokens, size, upload)
     assert run.odds is not None
     assert run.odds.rows_O.tolist() == [4, 5, 6, 12]
     assert run.odds.requests_O.tolist() == [1, 1, 1, 3]  # the second request has no drafts
-    assert run.odds.guesses_O.tolist() == [0, 1, 2, 0]
+    assert run.odds.drafts_O.tolist() == [0, 1, 2, 0]
 
 
-def test_drawn_guesses_change_checked_rows_alone() -> None:
-    size, num_guesses = 12, [2, 0, 3, 3, 1, 4]
+def test_drawn_drafts_change_checked_rows_alone() -> None:
+    size, num_draft_tokens = 12, [2, 0, 3, 3, 1, 4]
     counts = PenaltyCounts(size, upload)
-    run = build_run(_mixed_rows(counts), num_guesses, size, upload)
+    run = build_run(_mixed_rows(counts), num_draft_tokens, size, upload)
     rng = torch.Generator().manual_seed(2)
     logits = torch.randn(19, size, generator=rng)
     positions = torch.arange(19)
@@ -179,13 +179,13 @@ def test_drawn_guesses_change_checked_rows_alone() -> None:
     plain = verify_run(logits, without, counts).token_ids_R
     surely_7 = torch.full((5, 4, size), -50.0)  # whose odds of 7 are so low that it is kept
     surely_7[..., 0] = 0.0
-    with_odds = replace(without, guess_logits_GkV=surely_7)
+    with_odds = replace(without, draft_logits_GkV=surely_7)
     ids = verify_run(logits.index_fill(1, torch.tensor(7), 5.0), with_odds, counts).token_ids_R
     again = verify_run(logits.index_fill(1, torch.tensor(7), 5.0), without, counts).token_ids_R
-    is_checked = torch.zeros(19, dtype=torch.bool)
-    is_checked[[4, 5, 6, 12]] = True
-    assert ids[is_checked].tolist() == [7] * 4
-    assert torch.equal(ids[~is_checked], again[~is_checked])
+    is_verified = torch.zeros(19, dtype=torch.bool)
+    is_verified[[4, 5, 6, 12]] = True
+    assert ids[is_verified].tolist() == [7] * 4
+    assert torch.equal(ids[~is_verified], again[~is_verified])
     assert plain.shape == (19,)
 
 
@@ -193,12 +193,12 @@ def test_many_rows_are_checked_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -
     size, num = 64, 40
     rng = torch.Generator().manual_seed(3)
     logits = torch.randn(num * 3, size, generator=rng)
-    guess_logits = torch.randn(num, 2, size, generator=rng)
-    guesses = torch.randint(size, (num * 3,), generator=rng)
+    draft_logits = torch.randn(num, 2, size, generator=rng)
+    draft_tokens = torch.randint(size, (num * 3,), generator=rng)
     wanted = [(SamplingParams(presence_penalty=0.5, top_p=0.95), (1, 2), (3,))] * num
     counts = PenaltyCounts(size, upload)
     run = build_run(open_rows(wanted, counts), [2] * num, size, upload)
-    step = VerifiedRun(run, torch.arange(num * 3), guesses, guess_logits)
+    step = VerifiedRun(run, torch.arange(num * 3), draft_tokens, draft_logits)
     whole = verify_run(logits, step, counts).token_ids_R
     monkeypatch.setitem(pieces.NUMBERS_AT_ONCE, "cpu", 7 * size)
     assert torch.equal(verify_run(logits, step, counts).token_ids_R, whole)
@@ -208,14 +208,14 @@ def test_many_rows_are_checked_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _odds(
-    p: Sequence[float], q: Sequence[float], guess: int, num: int = 400
+    p: Sequence[float], q: Sequence[float], draft_token: int, num: int = 400
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys = torch.tensor([stream_key(seed) for seed in range(num)])
     p_OV, q_OV = (torch.tensor(x).log().expand(num, -1) for x in (p, q))
-    return odds_draw(p_OV, q_OV, torch.full((num,), guess), keys, torch.full((num,), 9))
+    return odds_draw(p_OV, q_OV, torch.full((num,), draft_token), keys, torch.full((num,), 9))
 
 
-def test_nothing_is_decided_without_a_guess_or_with_odds_that_are_not_numbers() -> None:
+def test_nothing_is_decided_without_a_draft_or_with_odds_that_are_not_numbers() -> None:
     nan = float("nan")
     assert not _odds([0.5, 0.5], [0.3, 0.7], -1)[1].any()
     assert not _odds([0.5, 0.5], [nan, 0.7], 1)[1].any()
@@ -224,13 +224,13 @@ def test_nothing_is_decided_without_a_guess_or_with_odds_that_are_not_numbers() 
     assert not _odds([0.0, 0.0], [0.3, 0.7], 0)[1].any()
 
 
-def test_a_guess_with_the_targets_own_odds_is_always_kept() -> None:
+def test_a_draft_with_the_targets_own_odds_is_always_kept() -> None:
     ids, is_decided = _odds([0.25, 0.5, 0.25], [0.25, 0.5, 0.25], 2)
     assert bool(is_decided.all())
     assert ids.tolist() == [2] * 400
 
 
-def test_a_guess_that_cannot_be_drawn_is_never_kept() -> None:
+def test_a_draft_that_cannot_be_drawn_is_never_kept() -> None:
     ids, is_decided = _odds([0.4, 0.6, 0.0], [0.1, 0.3, 0.6], 2)
     assert bool(is_decided.all())
     assert set(ids.tolist()) == {0, 1}
@@ -264,8 +264,8 @@ def test_a_draft_whose_numbers_went_wrong_leaves_plain_sampling() -> None:
     rng = torch.Generator().manual_seed(4)
     logits, keys = torch.randn(12, 9, generator=rng), torch.arange(12) * 7919
     draws = Draws(keys, torch.ones(12), torch.ones(12))
-    guess_logits = torch.full((4, 2, 9), torch.nan)
-    odds = DraftOdds(torch.zeros(4, 2, dtype=torch.int64), guess_logits, torch.ones(4).bool())
+    draft_logits = torch.full((4, 2, 9), torch.nan)
+    odds = DraftOdds(torch.zeros(4, 2, dtype=torch.int64), draft_logits, torch.ones(4).bool())
     plain, _ = draw_rows(logits, torch.arange(12), draws)
     ids, is_sound = verified_rows_reference(logits, torch.arange(12), draws, odds)
     assert torch.equal(ids, plain)
@@ -282,17 +282,17 @@ def test_a_draft_whose_numbers_went_wrong_leaves_plain_sampling() -> None:
 def test_rows_that_are_not_checked_are_drawn_as_ever(dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(5)
     logits = torch.randn(5 * 4, 300, generator=rng).mul_(3).to(dtype)
-    guess_logits = torch.randn(5, 3, 300, generator=rng).mul_(3).to(dtype)
+    draft_logits = torch.randn(5, 3, 300, generator=rng).mul_(3).to(dtype)
     positions = torch.arange(20)
     noisy = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]).repeat_interleave(4)
     draws = Draws(torch.arange(20) // 4 * 7919, torch.full((20,), 0.7), noisy)
-    is_checked = torch.tensor([True, False, False, True, False])
+    is_verified = torch.tensor([True, False, False, True, False])
     inputs = torch.randint(300, (5, 4), generator=rng)
     plain, _ = draw_rows(logits, positions, draws)
     inputs[1:3, 1:] = plain.view(5, 4)[1:3, :3]  # drafts that are right
-    odds = DraftOdds(inputs[:, 1:], guess_logits, is_checked)
+    odds = DraftOdds(inputs[:, 1:], draft_logits, is_verified)
     ids, _ = verified_rows_reference(logits, positions, draws, odds)
-    is_plain = ~is_checked.repeat_interleave(4)
+    is_plain = ~is_verified.repeat_interleave(4)
     is_plain[3::4] = True  # behind the last draft
     assert torch.equal(ids[is_plain], plain[is_plain])
     assert not torch.equal(ids, plain)
@@ -324,7 +324,7 @@ def test_both_ways_agree_where_temperatures_are_all() -> None:
 # ---------------------------------------------------------------------------- chosen or drawn
 
 
-def test_for_a_chosen_guess_the_rule_is_the_plain_draw() -> None:
+def test_for_a_chosen_draft_the_rule_is_the_plain_draw() -> None:
     """q is 1 at the draft: it is kept with probability p, and else p without it is drawn from."""
     p = (0.5, 0.2, 0.05, 0.25)
     one_hot = (0.0, 1.0, 0.0, 0.0)
@@ -351,10 +351,10 @@ def test_what_comes_out_has_the_targets_odds() -> None:
     is_seeded = torch.zeros(num, dtype=torch.bool)
     one, at = torch.ones(num), torch.full((num,), 3)
     q_OV, p_OV = (torch.tensor(x).log().expand(num, -1) for x in (q, p))
-    guesses, _ = draw_rows(q_OV, at, Draws(draft_keys(keys, is_seeded), one, one))
-    ids, is_decided = odds_draw(p_OV, q_OV, guesses, keys, at)
+    draft_tokens, _ = draw_rows(q_OV, at, Draws(draft_keys(keys, is_seeded), one, one))
+    ids, is_decided = odds_draw(p_OV, q_OV, draft_tokens, keys, at)
     found = p_value(torch.bincount(ids, minlength=4), torch.tensor(p))
-    kept = float((ids == guesses).float().mean())
+    kept = float((ids == draft_tokens).float().mean())
     print(f"p={found:.3g}, kept {kept:.3f}")
     assert bool(is_decided.all())
     assert found > 1e-4
@@ -364,7 +364,7 @@ def test_what_comes_out_has_the_targets_odds() -> None:
 # ------------------------------------------------------------------------ noise, counts, masks
 
 
-def test_seeded_guesses_share_their_requests_noise_and_others_do_not() -> None:
+def test_seeded_drafts_share_their_requests_noise_and_others_do_not() -> None:
     keys = torch.tensor([5, -6, 7])
     got = draft_keys(keys, torch.tensor([True, False, False]))
     assert got[0] == 5
@@ -424,6 +424,6 @@ def test_bans_are_asked_of_the_device_where_the_host_knows_no_position() -> None
     assert ids.tolist() == [3, 3, 0, 0]
 
 
-def test_one_number_of_guesses_for_each_request() -> None:
-    with pytest.raises(InternalError, match="guesses of each request"):
+def test_one_number_of_drafts_for_each_request() -> None:
+    with pytest.raises(InternalError, match="drafts of each request"):
         build_run([batch_row()], [1, 2], 3, upload)

@@ -2,7 +2,7 @@
 // tokens by the keys of each, so that one long request keeps all threads busy.
 //
 // How a token's keys are cut depends on how many these are and on nothing else, so that a token has
-// the same answer, bit for bit, alone and among guesses that are checked together.
+// the same answer, bit for bit, alone and among drafts that are checked together.
 #include "attention.h"
 
 #include <algorithm>

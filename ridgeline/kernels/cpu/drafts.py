@@ -24,7 +24,7 @@ class _Blocks(ctypes.Structure):
     )
 
 
-class _GuessInputs(ctypes.Structure):
+class _DraftInputs(ctypes.Structure):
     _fields_ = (
         *pointers("places", "limits", "fresh", "tokens", "lens", "tables"),
         *pointers("token_ids", "positions", "next_positions", "seq_lens", "slots"),
@@ -45,7 +45,7 @@ class _Found(ctypes.Structure):
     _fields_ = (*pointers("places", "found", "out"), *numbers("rows", "out_stride"))
 
 
-class _PutGuesses(ctypes.Structure):
+class _PutDrafts(ctypes.Structure):
     _fields_ = (
         *pointers("ids", "places", "tokens", "lens", "found"),
         *numbers("rows", "token_stride", "token_width", "index"),
@@ -101,16 +101,16 @@ def draft_inputs(
 ) -> None:
     """As `kernels.drafts.draft_inputs`."""
     outs = out.token_ids_B, out.positions_B, out.next_positions_B, out.slots_gB
-    check_whole("guess inputs", rows_B, limits_B, *outs)
-    check_history("guess inputs", history)
-    _check_tables("guess inputs", tables_gNM, fresh_XB)
+    check_whole("draft inputs", rows_B, limits_B, *outs)
+    check_history("draft inputs", history)
+    _check_tables("draft inputs", tables_gNM, fresh_XB)
     rows, groups, tokens_NL = len(rows_B), len(tables_gNM), history.tokens_NL
     check(out.seq_lens_B.shape == (rows,), "a length for each row", rows=rows)
     check(out.seq_lens_B.dtype == torch.int32, "lengths of 32 bits", dtype=out.seq_lens_B.dtype)
     for x in outs:
         check(x.shape[-1] == rows * num_new, "a place for each token", rows=rows, new=num_new)
     check(len(out.slots_gB) == groups, "slots of each group", groups=groups)
-    arguments = _GuessInputs(
+    arguments = _DraftInputs(
         pointer(rows_B), pointer(limits_B), pointer(fresh_XB), pointer(tokens_NL),
         pointer(history.lens_N), pointer(tables_gNM), pointer(out.token_ids_B),
         pointer(out.positions_B), pointer(out.next_positions_B), pointer(out.seq_lens_B),
@@ -119,7 +119,7 @@ def draft_inputs(
         tokens_NL.shape[1], out.slots_gB.stride(0), block_size, num_new, first, max_positions,
     )  # fmt: skip
     kept = rows_B, limits_B, fresh_XB, history, tables_gNM, out
-    launch(kernel_of("rl_guess_inputs"), arguments, *kept)
+    launch(kernel_of("rl_draft_inputs"), arguments, *kept)
 
 
 def accept(
@@ -148,15 +148,15 @@ def accept(
 
 def put_drafts(ids_B: torch.Tensor, rows_B: torch.Tensor, history: History, index: int) -> None:
     """As `kernels.drafts.put_drafts`."""
-    check_whole("put guesses", ids_B, rows_B)
-    check_history("put guesses", history)
+    check_whole("put drafts", ids_B, rows_B)
+    check_history("put drafts", history)
     check(len(ids_B) == len(rows_B), "an id for each row", rows=len(rows_B))
     tokens_NL = history.tokens_NL
-    arguments = _PutGuesses(
+    arguments = _PutDrafts(
         pointer(ids_B), pointer(rows_B), pointer(tokens_NL), pointer(history.lens_N),
         pointer(history.found_N), len(rows_B), tokens_NL.stride(0), tokens_NL.shape[1], index,
     )  # fmt: skip
-    launch(kernel_of("rl_put_guesses"), arguments, ids_B, rows_B, history)
+    launch(kernel_of("rl_put_drafts"), arguments, ids_B, rows_B, history)
 
 
 def tell_found(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> None:

@@ -6,7 +6,7 @@
 //
 // The numbers of a row do not depend on how many rows there are, up to FEW_ROWS: whole numbers have
 // no order, and those of bfloat16 are added up in the same CHAINS. So a token has the same logits
-// alone and among guesses that are checked together. More rows of bfloat16 have fewer chains each.
+// alone and among drafts that are checked together. More rows of bfloat16 have fewer chains each.
 #pragma once
 
 #include "linear.h"

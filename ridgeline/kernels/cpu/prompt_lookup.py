@@ -17,7 +17,7 @@ class _LookUp(ctypes.Structure):
     _fields_ = (
         *pointers("places", "tokens", "lens", "found"),
         *numbers("rows", "token_stride", "token_width"),
-        *numbers("min_match", "max_match", "max_guesses", "guesses_per_match"),
+        *numbers("min_match", "max_match", "max_draft_tokens", "drafts_per_match"),
     )
 
 
@@ -29,6 +29,6 @@ def look_up(rows_B: torch.Tensor, history: History, rule: LookUp) -> None:
     arguments = _LookUp(
         pointer(rows_B), pointer(tokens_NL), pointer(history.lens_N), pointer(history.found_N),
         len(rows_B), tokens_NL.stride(0), tokens_NL.shape[1], rule.min_match, rule.max_match,
-        rule.max_guesses, rule.guesses_per_match,
+        rule.max_draft_tokens, rule.drafts_per_match,
     )  # fmt: skip
     launch(kernel_of("rl_look_up"), arguments, rows_B, history)

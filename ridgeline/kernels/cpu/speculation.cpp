@@ -1,4 +1,4 @@
-// How do guessed tokens come into a step, which come out of it, and what came next before?
+// How do drafted tokens come into a step, which come out of it, and what came next before?
 #include "speculation.h"
 
 namespace {
@@ -47,23 +47,23 @@ void look_up_row(const LookUpArgs& args, int64_t row) {
   Match match = longest_match(tokens, num, args.min_match, args.max_match);
   int64_t found = 0;
   if (match.length > 0) {
-    found = least(args.max_guesses, args.token_width - num);
-    if (args.guesses_per_match) found = least(found, args.guesses_per_match * match.length);
+    found = least(args.max_draft_tokens, args.token_width - num);
+    if (args.drafts_per_match) found = least(found, args.drafts_per_match * match.length);
   }
-  // Beyond the row's tokens these are the guesses themselves.
+  // Beyond the row's tokens these are the drafts themselves.
   for (int64_t i = 0; i < found; ++i) tokens[num + i] = tokens[match.end + i];
   args.found[place] = found;
 }
 
-int64_t accept_row(const AcceptArgs& args, int64_t row, int32_t* guesses, int64_t room) {
+int64_t accept_row(const AcceptArgs& args, int64_t row, int32_t* draft_tokens, int64_t room) {
   const int64_t* ids = args.ids + row * args.num_new;
   const uint8_t* is_sound = args.is_sound + row * args.num_new;
   int64_t found = args.found[args.places[row]];
   int64_t limit = least(least(args.limits[row], found), args.num_new - 1);
   int64_t* out = args.out + row * args.out_stride;
-  bool is_first_right = found > 0 && room > 0 && is_sound[0] && ids[0] == guesses[0];
+  bool is_first_right = found > 0 && room > 0 && is_sound[0] && ids[0] == draft_tokens[0];
   int64_t num = 1;
-  while (num <= limit && num <= room && is_sound[num - 1] && ids[num - 1] == guesses[num - 1]) ++num;
+  while (num <= limit && num <= room && is_sound[num - 1] && ids[num - 1] == draft_tokens[num - 1]) ++num;
   if (!is_sound[num - 1]) num = 0;  // those before it are right, so they are sound
   out[0] = num, out[1] = found, out[2] = is_first_right;
   for (int64_t i = 0; i < args.out_width - COUNTS; ++i) out[COUNTS + i] = i < num ? ids[i] : -1;
@@ -85,7 +85,7 @@ RL_API int rl_enter_blocks(const BlocksArgs* args) {
   return 0;
 }
 
-RL_API int rl_guess_inputs(const GuessInputsArgs* args) {
+RL_API int rl_draft_inputs(const DraftInputsArgs* args) {
   if (args->fresh != nullptr) {
     BlocksArgs blocks{args->places,       args->fresh,        args->tables,      args->rows,
                       args->groups,       args->fresh_stride, args->group_stride, args->table_stride};
@@ -116,17 +116,17 @@ RL_API int rl_accept(const AcceptArgs* args) {
   for (int64_t row = 0; row < args->rows; ++row) {
     int64_t place = args->places[row], len = args->lens[place];
     int64_t room = args->token_width - len;
-    int32_t* guesses = args->tokens + place * args->token_stride + len;
-    int64_t num = least(accept_row(*args, row, guesses, room), room);
+    int32_t* draft_tokens = args->tokens + place * args->token_stride + len;
+    int64_t num = least(accept_row(*args, row, draft_tokens, room), room);
     if (place == 0) continue;
-    for (int64_t i = 0; i < num; ++i) guesses[i] = int32_t(args->ids[row * args->num_new + i]);
+    for (int64_t i = 0; i < num; ++i) draft_tokens[i] = int32_t(args->ids[row * args->num_new + i]);
     args->lens[place] = len + num;
     args->found[place] = 0;
   }
   return 0;
 }
 
-RL_API int rl_put_guesses(const PutGuessesArgs* args) {
+RL_API int rl_put_drafts(const PutDraftsArgs* args) {
   for (int64_t row = 0; row < args->rows; ++row) {
     int64_t place = args->places[row], at = args->lens[place] + args->index;
     if (place == 0 || at >= args->token_width) continue;

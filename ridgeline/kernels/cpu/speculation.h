@@ -1,7 +1,7 @@
-// What do steps with guesses need besides the model? Their arguments; kernels.drafts and
+// What do steps with drafts need besides the model? Their arguments; kernels.drafts and
 // kernels.prompt_lookup have the meaning of each.
 //
-// All fields are 8 bytes; strides count numbers. The other sides are guesses.py and look_up.py.
+// All fields are 8 bytes; strides count numbers. The other sides are drafts.py and look_up.py.
 // Row 0 is padding: nothing of it is written.
 #pragma once
 
@@ -19,7 +19,7 @@ struct BlocksArgs {
 };
 
 // `fresh` null: no blocks are new.
-struct GuessInputsArgs {
+struct DraftInputsArgs {
   const int64_t* places;
   const int64_t* limits;
   const int64_t* fresh;
@@ -48,7 +48,7 @@ struct AcceptArgs {
   int64_t rows, num_new, token_stride, token_width, out_stride, out_width;
 };
 
-struct PutGuessesArgs {
+struct PutDraftsArgs {
   const int64_t* ids;
   const int64_t* places;
   int32_t* tokens;
@@ -70,12 +70,12 @@ struct LookUpArgs {
   const int64_t* lens;
   int64_t* found;
   int64_t rows, token_stride, token_width;
-  int64_t min_match, max_match, max_guesses, guesses_per_match;
+  int64_t min_match, max_match, max_draft_tokens, drafts_per_match;
 };
 
 RL_API int rl_enter_blocks(const BlocksArgs* args);
-RL_API int rl_guess_inputs(const GuessInputsArgs* args);
+RL_API int rl_draft_inputs(const DraftInputsArgs* args);
 RL_API int rl_accept(const AcceptArgs* args);
-RL_API int rl_put_guesses(const PutGuessesArgs* args);
+RL_API int rl_put_drafts(const PutDraftsArgs* args);
 RL_API int rl_look_up(const LookUpArgs* args);
 RL_API int rl_tell_found(const FoundArgs* args);

@@ -26,9 +26,9 @@ from ridgeline.kernels.verified_rows import DraftOdds
 class _Check(ctypes.Structure):
     _fields_ = (
         ("draw", Draw),
-        *pointers("guesses", "guess_logits", "is_checked"),
-        *numbers("rows", "num_guesses", "guess_stride", "logits_row_stride", "logits_stride"),
-        *numbers("guess_dtype"),
+        *pointers("draft_tokens", "draft_logits", "is_verified"),
+        *numbers("rows", "num_draft_tokens", "draft_stride", "logits_row_stride", "logits_stride"),
+        *numbers("draft_dtype"),
     )
 
 
@@ -38,9 +38,9 @@ def verified_rows(
     """As `kernels.verified_rows`. Behind the first token of a row that was not drafted nothing is
     drawn: ids are 0, and sound."""
     rows, size = logits_TV.shape
-    num_rows, num_guesses, _ = odds.logits_BkV.shape
+    num_rows, num_draft_tokens, _ = odds.logits_BkV.shape
     check(0 < size < 1 << 31, "ids fit", size=size)
-    for x, dtype in ((odds.guesses_Bk, torch.int64), (odds.is_checked_B, torch.bool)):
+    for x, dtype in ((odds.drafts_Bk, torch.int64), (odds.is_verified_B, torch.bool)):
         check(x.dtype == dtype and x.device.type == "cpu", "on the CPU", dtype=x.dtype)
         check(x.stride(-1) == 1 or x.shape[-1] == 1, "contiguous lines")
     check_draws("check", rows, positions_T, draws)
@@ -53,11 +53,11 @@ def verified_rows(
             pointer(ids_T), pointer(is_sound_T),
             rows, size, logits_TV.stride(0), DTYPES[logits_TV.dtype],
         ),
-        pointer(odds.guesses_Bk), pointer(odds.logits_BkV), pointer(odds.is_checked_B),
-        num_rows, num_guesses, odds.guesses_Bk.stride(0), odds.logits_BkV.stride(0),
+        pointer(odds.drafts_Bk), pointer(odds.logits_BkV), pointer(odds.is_verified_B),
+        num_rows, num_draft_tokens, odds.drafts_Bk.stride(0), odds.logits_BkV.stride(0),
         odds.logits_BkV.stride(1), DTYPES[odds.logits_BkV.dtype],
     )  # fmt: skip
     kept = logits_TV, positions_T, *of_draws, ids_T, is_sound_T
-    of_odds = odds.guesses_Bk, odds.logits_BkV, odds.is_checked_B
-    launch(kernel_of("rl_check"), arguments, *kept, *of_odds)
+    of_odds = odds.drafts_Bk, odds.logits_BkV, odds.is_verified_B
+    launch(kernel_of("rl_verify"), arguments, *kept, *of_odds)
     return ids_T, is_sound_T

@@ -1,4 +1,4 @@
-"""What may a policy decide? The order, the budget, whom to turn away, how many guesses."""
+"""What may a policy decide? The order, the budget, whom to turn away, how many drafts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Policy:
         return Admit()
 
     def num_drafts(self, request: Request, shape: StepShape) -> int | None:
-        """Guesses to verify in a step that has `shape` so far; None: all there are."""
+        """Drafts to verify in a step that has `shape` so far; None: all there are."""
         return None
 
     def lane(self, request: Request) -> bytes:

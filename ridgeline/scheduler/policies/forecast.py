@@ -53,11 +53,11 @@ class Waiter:
     answer_s: float
 
 
-def largest(most: int, guess: int, fits: Callable[[int], bool]) -> int:
+def largest(most: int, draft_token: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `most` that fits, within 6 %; 0 when 1 does not. What fits, fits
-    when smaller too. A good guess saves questions."""
+    when smaller too. A good draft saves questions."""
     low, high = 0, most + 1  # low fits, high does not
-    probe, reach = max(1, min(guess, most)), max(1, guess // 16)
+    probe, reach = max(1, min(draft_token, most)), max(1, draft_token // 16)
     while high - low > 1 + low // 16:
         if fits(probe):
             low = probe

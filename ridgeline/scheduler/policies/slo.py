@@ -100,7 +100,7 @@ class SLO(Policy):
         self._open: dict[str, _Open] = {}
         self._prompt, self._answer = _Mean(0.0), _Mean(TYPICAL_ANSWER)  # tokens
         self._cached = _Mean(0.0)  # share of a prompt
-        self._guess = max_num_batched_tokens
+        self._draft = max_num_batched_tokens
         self._speed: Speed | None = None
         self._speed_context, self._speed_age = 0, 0
 
@@ -176,8 +176,8 @@ class SLO(Policy):
             return max(most, 0)
         rows: StepShape = tuple(decodes)
         seconds = self.pricer.seconds
-        chunk = largest(most, self._guess, lambda n: seconds((*rows, (n, before))) <= step_s)
-        self._guess = max(chunk, 1)
+        chunk = largest(most, self._draft, lambda n: seconds((*rows, (n, before))) <= step_s)
+        self._draft = max(chunk, 1)
         return chunk
 
     # ------------------------------------------------------------------ admission
@@ -236,7 +236,7 @@ class SLO(Policy):
     # ------------------------------------------------------------------ what is known of requests
 
     def _num_to_read(self, request: Request) -> int:
-        """Tokens of its prompt that it will have to compute; a guess where the cache may help."""
+        """Tokens of its prompt that it will have to compute; a draft where the cache may help."""
         if request.num_computed_tokens:
             return request.num_pending_tokens
         if request.fork_of is not None and request.fork_of in self._open:

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "driver_attention.h"
-#include "driver_checked.h"
+#include "driver_verified.h"
 #include "driver_speculation.h"
 #include "isa.h"
 #include "linear.h"

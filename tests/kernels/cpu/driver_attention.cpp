@@ -168,11 +168,11 @@ int check_attention(std::mt19937& noise) {
     }
   }
 
-  // Some of a request's last tokens may be guesses without a block of their own.
+  // Some of a request's last tokens may be drafts without a block of their own.
   std::vector<int32_t> sound = lens;
   for (int64_t b = 0; b < requests; ++b) {
-    int32_t fresh = starts[size_t(b) + 1] - starts[size_t(b)], guesses = int32_t(below(fresh));
-    sound[size_t(b)] -= guesses;
+    int32_t fresh = starts[size_t(b) + 1] - starts[size_t(b)], draft_tokens = int32_t(below(fresh));
+    sound[size_t(b)] -= draft_tokens;
     for (int64_t key = sound[size_t(b)]; key < lens[size_t(b)]; ++key)
       spoil(kv, tables[size_t(b * columns + key / block_size)] * block_size + key % block_size);
   }

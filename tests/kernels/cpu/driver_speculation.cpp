@@ -1,4 +1,4 @@
-// Do the kernels of guesses stay within exactly the memory they are given, and do they do what a
+// Do the kernels of drafts stay within exactly the memory they are given, and do they do what a
 // plain loop does?
 #include "driver_speculation.h"
 
@@ -23,11 +23,11 @@ struct History {
 };
 
 bool wrong(const char* what, int64_t row) {
-  std::printf("guesses: %s of row %d\n", what, int(row));
+  std::printf("draft_tokens: %s of row %d\n", what, int(row));
   return true;
 }
 
-// Longest match, then the most recent; as many guesses as the rule says.
+// Longest match, then the most recent; as many drafts as the rule says.
 Narrow looked_up(const int32_t* tokens, int64_t num, const LookUpArgs& rule) {
   int64_t best = 0, at = 0;
   for (int64_t end = 1; end < num; ++end) {
@@ -39,8 +39,8 @@ Narrow looked_up(const int32_t* tokens, int64_t num, const LookUpArgs& rule) {
   }
   Narrow longer(tokens, tokens + num);
   if (best < rule.min_match) return {};
-  int64_t found = std::min(rule.max_guesses, rule.token_width - num);
-  if (rule.guesses_per_match) found = std::min(found, rule.guesses_per_match * best);
+  int64_t found = std::min(rule.max_draft_tokens, rule.token_width - num);
+  if (rule.drafts_per_match) found = std::min(found, rule.drafts_per_match * best);
   for (int64_t i = 0; i < found; ++i) longer.push_back(longer[size_t(at + i)]);
   return Narrow(longer.begin() + num, longer.end());
 }
@@ -76,11 +76,11 @@ bool check_inputs(History& h, const Wide& places, const Wide& limits, std::mt199
     fresh[size_t(at)] = 100 + row, fresh[size_t(at + rows)] = int64_t(noise() % uint64_t(width));
   }
   Wide ids(size_t(tokens), -1), positions(ids), nexts(ids), slots(size_t(groups * tokens), -1);
-  GuessInputsArgs args{places.data(), limits.data(), fresh.data(), h.tokens.data(), h.lens.data(),
+  DraftInputsArgs args{places.data(), limits.data(), fresh.data(), h.tokens.data(), h.lens.data(),
                        tables.data(), ids.data(), positions.data(), nexts.data(), lens.data(),
                        slots.data(), rows, groups, rows, h.places * width, width, width, h.width,
                        h.width, tokens, size, num_new, first, last};
-  if (rl_guess_inputs(&args) != 0) return wrong("refused", -1);
+  if (rl_draft_inputs(&args) != 0) return wrong("refused", -1);
   for (int64_t t = 0; t < tokens; ++t) {
     int64_t row = t / num_new, place = places[size_t(row)], newest = h.lens[size_t(place)] - 1;
     int64_t position = std::max<int64_t>(0, newest + first + t % num_new);
@@ -162,13 +162,13 @@ int check_speculation(std::mt19937& noise) {
   bool failed = check_look_up(h, rows, noise) || check_inputs(h, rows, limits, noise) ||
                 check_accept(h, rows, limits, noise);
   Wide ids(rows.size(), 77);
-  PutGuessesArgs put{ids.data(), rows.data(), h.tokens.data(), h.lens.data(), h.found.data(),
+  PutDraftsArgs put{ids.data(), rows.data(), h.tokens.data(), h.lens.data(), h.found.data(),
                      int64_t(rows.size()), width, width, 3};
-  failed |= rl_put_guesses(&put) != 0;
+  failed |= rl_put_drafts(&put) != 0;
   for (int64_t place : rows) {
     int64_t at = h.lens[size_t(place)] + 3;
     bool is_put = place && at < width;
-    if (is_put && h.row(place)[at] != 77) failed |= wrong("put guess", place);
+    if (is_put && h.row(place)[at] != 77) failed |= wrong("put draft_token", place);
     if (h.found[size_t(place)] != (is_put ? 4 : 0)) failed |= wrong("found", place);
   }
   return failed;

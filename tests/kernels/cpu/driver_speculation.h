@@ -1,4 +1,4 @@
-// One random case of a step with guesses: 0, or 1 after a line that says what is wrong.
+// One random case of a step with drafts: 0, or 1 after a line that says what is wrong.
 #pragma once
 
 #include <random>

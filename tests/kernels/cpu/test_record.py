@@ -119,7 +119,7 @@ def test_every_decode_step_is_one_call(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize("speculate", ["draft:demo:draft:3", "ngram:3", "early:2:3"])
-def test_so_is_every_step_with_guesses(speculate: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_so_is_every_step_with_drafts(speculate: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         llm = LLM("demo:chat", device="cpu", max_model_len=128, dtype="bfloat16",
                   speculate=speculate)  # fmt: skip

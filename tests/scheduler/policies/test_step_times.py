@@ -83,8 +83,8 @@ def test_first_steps_and_steps_without_time_teach_nothing() -> None:
 @pytest.mark.parametrize("contexts", [[100] * 7, [1000] * 8, [100] * 7 + [1500]])
 def test_checks_are_learned_by_their_own_price(contexts: list[int]) -> None:
     learned = LearnedPricer(PRICER)
-    for num_guesses in (1, 2, 5) * LEAST_STEPS:
-        plan = checks(contexts, num_guesses)
+    for num_draft_tokens in (1, 2, 5) * LEAST_STEPS:
+        plan = checks(contexts, num_draft_tokens)
         learned.on_priced(Planned(plan, 2 * PRICER.seconds(plan.shape)))
     shape = checks(contexts, 3).shape
     assert learned.seconds(shape) == pytest.approx(2 * PRICER.seconds(shape), rel=0.01)

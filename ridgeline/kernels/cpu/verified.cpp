@@ -1,5 +1,5 @@
-// Is the guess kept that stands at a position, or what is drawn in its place?
-#include "checked.h"
+// Is the draft kept that stands at a position, or what is drawn in its place?
+#include "verified.h"
 
 #include <cmath>
 
@@ -74,7 +74,7 @@ bool weigh(Odds& odds, const float* most, const float* sum, int64_t shares) {
 }
 
 // The token, or -1 if the row's own draw stands.
-int64_t by_odds(Work& w, int64_t guess, uint64_t key, uint64_t position) {
+int64_t by_odds(Work& w, int64_t draft_token, uint64_t key, uint64_t position) {
   int64_t shares = w.size < WORTH_SHARING ? 1 : 2 * pool_threads();
   w.shares = shares < MAX_SHARES ? shares : MAX_SHARES;
   pool_run(int(w.shares), mass_share, &w);
@@ -82,7 +82,7 @@ int64_t by_odds(Work& w, int64_t guess, uint64_t key, uint64_t position) {
     return -1;
   }
   float coin = uniform_of((key ^ COINS) + position * GOLDEN);
-  if (coin * odds_of(w.q, guess) < odds_of(w.p, guess)) return guess;
+  if (coin * odds_of(w.q, draft_token) < odds_of(w.p, draft_token)) return draft_token;
   w.start = (key ^ REST) + position * GOLDEN;
   pool_run(int(w.shares), rest_share, &w);
   float best = -INFINITY;
@@ -99,32 +99,32 @@ const void* row_of(const void* logits, int64_t dtype, int64_t numbers) {
 
 }  // namespace
 
-RL_API int rl_check(const CheckArgs* args) {
-  const CheckArgs& a = *args;
+RL_API int rl_verify(const VerifyArgs* args) {
+  const VerifyArgs& a = *args;
   const DrawArgs& d = a.draw;
   for (int64_t b = 0; b < a.rows; ++b) {
     bool is_reached = true;
-    for (int64_t j = 0; j <= a.num_guesses; ++j) {
-      int64_t row = b * (a.num_guesses + 1) + j, token = -1;
+    for (int64_t j = 0; j <= a.num_draft_tokens; ++j) {
+      int64_t row = b * (a.num_draft_tokens + 1) + j, token = -1;
       if (!is_reached) {
         d.ids[row] = 0, d.is_sound[row] = 1;
         continue;
       }
-      int64_t guess = j < a.num_guesses ? a.guesses[b * a.guess_stride + j] : -1;
-      if (a.is_checked[b] && guess >= 0 && guess < d.size) {
+      int64_t draft_token = j < a.num_draft_tokens ? a.draft_tokens[b * a.draft_stride + j] : -1;
+      if (a.is_verified[b] && draft_token >= 0 && draft_token < d.size) {
         const void* p = row_of(d.logits, d.dtype, row * d.stride);
-        const void* q = row_of(a.guess_logits, a.guess_dtype,
+        const void* q = row_of(a.draft_logits, a.draft_dtype,
                                b * a.logits_row_stride + j * a.logits_stride);
         Work work{*elementwise_variant(), {p, d.dtype, d.temperatures[row], 0, 0},
-                  {q, a.guess_dtype, d.temperatures[row], 0, 0}, 0, d.size, 1, {}, {}, {}, {}};
-        token = by_odds(work, guess, uint64_t(d.keys[row]), uint64_t(d.positions[row]));
+                  {q, a.draft_dtype, d.temperatures[row], 0, 0}, 0, d.size, 1, {}, {}, {}, {}};
+        token = by_odds(work, draft_token, uint64_t(d.keys[row]), uint64_t(d.positions[row]));
       }
       if (token >= 0) {
         d.ids[row] = token, d.is_sound[row] = 1;
       } else {
         draw_row(d, row);
       }
-      is_reached = d.is_sound[row] && d.ids[row] == guess;
+      is_reached = d.is_sound[row] && d.ids[row] == draft_token;
     }
   }
   return 0;

@@ -33,7 +33,7 @@ SHARED_STAGES = 6  # deeper ones, beside another program, gain nothing
 STREAM = Tile(32, STEP, warps=8, stages=3, stream=True)
 
 
-def guess_tile(
+def untuned_tile(
     rows: int, outputs: int, inputs: int, *, norm: bool = False, gated: bool = False
 ) -> Tile | None:
     """Of M = `rows`, which is a bucket; None: the library. `gated`: W has gate and up."""

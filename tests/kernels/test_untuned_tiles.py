@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ridgeline.kernels import small_linear as ours
-from ridgeline.kernels.guessed_tiles import LEAST, MOST_OUTPUTS, STREAM, guess_tile
 from ridgeline.kernels.stream_linear import ROOM_BYTES, groups_of
 from ridgeline.kernels.stream_linear import shared_bytes as streamed_bytes
 from ridgeline.kernels.tile_linear import columns_of, cut_of, shared_bytes
 from ridgeline.kernels.tiles import Place, Tile, bucket, find_tile, is_measured
+from ridgeline.kernels.untuned_tiles import LEAST, MOST_OUTPUTS, STREAM, untuned_tile
 
 UNITS = 132
 SIZES = (
@@ -28,7 +28,7 @@ SIZES = (
 def test_what_is_guessed_can_run(outputs: int, inputs: int) -> None:
     for rows in (1, 2, 4, 8, 16, 32, 64):
         for gated in (False, True):
-            tile = guess_tile(rows, outputs, inputs, gated=gated)
+            tile = untuned_tile(rows, outputs, inputs, gated=gated)
             assert tile is not None
             if tile.stream:
                 groups = groups_of(
@@ -48,30 +48,30 @@ def test_what_is_guessed_can_run(outputs: int, inputs: int) -> None:
 
 def test_few_rows_take_one_tile_and_their_norm_along() -> None:
     for rows in (1, 8, 16):
-        assert guess_tile(rows, 6144, 2560, norm=True) == guess_tile(rows, 2560, 9728) == STREAM
+        assert untuned_tile(rows, 6144, 2560, norm=True) == untuned_tile(rows, 2560, 9728) == STREAM
     assert streamed_bytes(STREAM, 16, pieces=1) <= ROOM_BYTES
-    assert guess_tile(32, 6144, 2560, norm=True) is None
+    assert untuned_tile(32, 6144, 2560, norm=True) is None
 
 
 def test_programs_meet_where_there_would_be_few() -> None:
     """As they were found to be the fastest, product by product, but for what one rule costs."""
-    assert guess_tile(32, 2048, 2048) == Tile(64, 64, splits=2, stages=16, wgmma=True)
-    assert guess_tile(64, 2048, 2048) == Tile(64, 64, splits=2, stages=13, wgmma=True)
-    assert guess_tile(32, 6144, 2560) == Tile(64, 64, splits=2, stages=8, wgmma=True)
-    assert guess_tile(32, 16384, 2048, gated=True) == Tile(64, 64, stages=8, wgmma=True)
-    assert guess_tile(64, 2560, 9728) == Tile(64, 64, stages=6, per_sm=2, wgmma=True)
-    few = guess_tile(64, 1024, 2048)
+    assert untuned_tile(32, 2048, 2048) == Tile(64, 64, splits=2, stages=16, wgmma=True)
+    assert untuned_tile(64, 2048, 2048) == Tile(64, 64, splits=2, stages=13, wgmma=True)
+    assert untuned_tile(32, 6144, 2560) == Tile(64, 64, splits=2, stages=8, wgmma=True)
+    assert untuned_tile(32, 16384, 2048, gated=True) == Tile(64, 64, stages=8, wgmma=True)
+    assert untuned_tile(64, 2560, 9728) == Tile(64, 64, stages=6, per_sm=2, wgmma=True)
+    few = untuned_tile(64, 1024, 2048)
     assert few is not None
     assert few.splits == 4
 
 
 def test_what_nobody_has_measured_is_the_librarys() -> None:
-    assert guess_tile(128, 6144, 2560) is None
-    assert guess_tile(1, LEAST - 64, 2048) is guess_tile(1, 2048, LEAST - 64) is None
-    assert guess_tile(1, 2048, 2048 + 32) is None  # no whole steps
+    assert untuned_tile(128, 6144, 2560) is None
+    assert untuned_tile(1, LEAST - 64, 2048) is untuned_tile(1, 2048, LEAST - 64) is None
+    assert untuned_tile(1, 2048, 2048 + 32) is None  # no whole steps
     logits = MOST_OUTPUTS + 8
-    assert guess_tile(8, logits, 2048) == STREAM
-    assert guess_tile(8, logits, 2048, norm=True) is guess_tile(16, logits, 2048) is None
+    assert untuned_tile(8, logits, 2048) == STREAM
+    assert untuned_tile(8, logits, 2048, norm=True) is untuned_tile(16, logits, 2048) is None
 
 
 class OnCard:
@@ -98,7 +98,7 @@ def test_the_table_is_asked_first(monkeypatch: pytest.MonkeyPatch, capable: bool
 
     tuned = Place("NVIDIA H200", "bfloat16", 6144, 1024, bucket(16), "norm+gated")
     assert is_measured(tuned)
-    assert guess_tile(16, 6144, 1024, norm=True, gated=True) == STREAM
+    assert untuned_tile(16, 6144, 1024, norm=True, gated=True) == STREAM
     assert found(16, 6144, 1024, norm=True, gated=True) is None
     assert found(5, 6144, 1024, norm=True, gated=True) == find_tile(replace(tuned, rows=8))
     guessed = found(5, 6144, 2560, norm=True)

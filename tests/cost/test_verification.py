@@ -1,4 +1,4 @@
-"""What do checks of guesses cost, and steps by kernels that know their products?"""
+"""What do checks of drafts cost, and steps by kernels that know their products?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import combine, is_lone, step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.cost.totals import MOST_TOGETHER, step_totals
-from ridgeline.formats import AskedGuesses, read_speculate
+from ridgeline.formats import AskedDrafts, read_speculate
 from ridgeline.speculation.price import Drafter, DraftPrices, DraftSteps, draft_prices, drafter_of
 from ridgeline.step import StepShape
 from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_8B
@@ -51,7 +51,7 @@ def pricer(calibration: Calibration | None = None) -> Pricer:
     return Pricer(Setup(LLAMA_3_8B, DEVICE, calibration=calibration or constants()))
 
 
-def asked() -> AskedGuesses:
+def asked() -> AskedDrafts:
     found = read_speculate("draft:any")
     assert found is not None
     return found
@@ -64,12 +64,12 @@ def named(shape: StepShape) -> set[str]:
 # ---------------------------------------------------------------------- attention of a check
 
 
-def test_a_few_tokens_behind_others_are_guesses() -> None:
-    assert step_totals((), ((5, 200), (1, 90))).is_check
-    assert not step_totals((), ((5, 0),)).is_check  # a prompt
-    assert not step_totals((), ((5, 200), (5, 0))).is_check
-    assert not step_totals((), ((18, 200),)).is_check
-    assert not step_totals((), ((1, 200),)).is_check
+def test_a_few_tokens_behind_others_are_drafts() -> None:
+    assert step_totals((), ((5, 200), (1, 90))).is_verification
+    assert not step_totals((), ((5, 0),)).is_verification  # a prompt
+    assert not step_totals((), ((5, 200), (5, 0))).is_verification
+    assert not step_totals((), ((18, 200),)).is_verification
+    assert not step_totals((), ((1, 200),)).is_verification
     assert step_totals((), ((5, 0),)).has_prompts
     assert not step_totals((), ((5, 200),)).has_prompts
 
@@ -77,10 +77,10 @@ def test_a_few_tokens_behind_others_are_guesses() -> None:
 def test_records_of_the_form_before_are_read() -> None:
     record = constants().to_json()
     for entry in record["attention"].values():
-        del entry["check_token"]
+        del entry["verify_token"]
         entry["check_way"] = 0.5
     found = Calibration.from_json(record)
-    assert 0 < found.attention_for("bf16").check_token < 0.2
+    assert 0 < found.attention_for("bf16").verify_token < 0.2
 
 
 def test_as_many_as_the_kernels_of_decodes_take() -> None:
@@ -96,7 +96,7 @@ def test_each_further_token_adds_a_share_of_a_decode(rows: int) -> None:
         return sum(one.expected_s for one in cost.ops if one.op.kind.endswith("_attention"))
 
     share = 0.1
-    attention = replace(constants().attention_for("bf16"), check_token=share)
+    attention = replace(constants().attention_for("bf16"), verify_token=share)
     known = constants(attention={"bf16": attention})
     prices = [attention_s(new) for new in range(1, MOST_TOGETHER + 1)]
     for further, price in enumerate(prices):
@@ -203,7 +203,7 @@ def test_a_draft_takes_as_long_as_its_passes(
     assert (len(passes), last_new + last_start) == (num_drafts, context + num_drafts)
 
 
-def test_guesses_and_their_check_are_one_step_of_the_host() -> None:
+def test_drafts_and_their_check_are_one_step_of_the_host() -> None:
     idle = pricer(constants(host=replace(HOST, c0_s=1.0)))
     drafts = DraftSteps(Pricer(replace(idle.setup, spec=LLAMA_3_1B)), begin=2)
     prices = DraftPrices(idle, drafts)
@@ -227,9 +227,9 @@ def test_a_draft_model_catches_up_in_its_first_pass() -> None:
     assert whole.seconds(1, 400, 3) > replace(whole, drafter=Drafter()).seconds(1, 400, 3)
 
 
-def test_who_looks_guesses_up_does_so_in_every_step() -> None:
+def test_who_looks_drafts_up_does_so_in_every_step() -> None:
     looked_up = pricer(constants(host=replace(HOST, look_s=1e-3)))
-    prices = draft_prices(looked_up, AskedGuesses("ngram", "", None), None)
+    prices = draft_prices(looked_up, AskedDrafts("ngram", "", None), None)
     for k in (0, 4):
         longer_s = prices.seconds(1, 400, k) - replace(prices, drafter=Drafter()).seconds(1, 400, k)
         assert longer_s == pytest.approx(1e-3), k
@@ -288,7 +288,7 @@ def single_operators() -> list[Point]:
 
 def test_what_steps_show_of_checks_and_of_our_own_kernels_is_found() -> None:
     host = replace(HOST, c0_s=3e-4, c1_s=1e-6, captured_t0=0.7, own_t0=0.2, own_rows_t0=0.4)
-    attention = AttentionConstants(0.9, 4e-6, 0.5, 0.25, 1.2e-5, check_token=0.3)
+    attention = AttentionConstants(0.9, 4e-6, 0.5, 0.25, 1.2e-5, verify_token=0.3)
     truth = constants(
         host=replace(host, lone_s=9e-4, lone_request_s=2e-5, lone_least_s=3e-3),
         attention={"bf16": attention},
@@ -304,4 +304,4 @@ def test_what_steps_show_of_checks_and_of_our_own_kernels_is_found() -> None:
     assert found.host.own_rows_t0 == pytest.approx(0.4, rel=0.3)
     assert found.host.lone_least_s == pytest.approx(3e-3, rel=0.05)
     assert found.host.lone_s == pytest.approx(9e-4, rel=0.2)
-    assert found.attention_for("bf16").check_token == pytest.approx(0.3, rel=0.3)
+    assert found.attention_for("bf16").verify_token == pytest.approx(0.3, rel=0.3)

@@ -1,6 +1,0 @@
-// One random case of guesses checked by their odds: 0, or 1 after a line that says what is wrong.
-#pragma once
-
-#include <random>
-
-int check_checked(std::mt19937& noise);
