@@ -23,6 +23,7 @@ ORIGINS: tuple[Origin, ...] = ("ideal", "measured", "calibrated", "extrapolated"
 UNPACKING = 0.8  # of e_c, where weights become the serving dtype before they are multiplied
 NARROW_FLOATS = ("fp8", "fp4")
 NARROW_SHARE = 0.77  # of the e_c that was measured in 16 bits; as NVIDIA's are assumed
+OLD_NAMES = ("check_token", "check_way")
 VERIFY_TOKEN = 0.1  # as a later H200 calibration has it, for records with the form before it
 STANDS_IN = {  # whose constants serve for a dtype that has none
     "fp16": "bf16",
@@ -279,9 +280,12 @@ def _scaled(constants: MatmulConstants, share: float) -> MatmulConstants:
 
 
 def _attention(entry: Mapping[str, Any]) -> AttentionConstants:
-    """In older records checks are on the way from a decode to a chunk, by `check_way`."""
-    known = {name: value for name, value in entry.items() if name != "check_way"}
-    if "check_way" in entry:
+    """In older records the name is `check_token`, and in those before them verifying is on the way
+    from a decode to a chunk, by `check_way`."""
+    known = {name: value for name, value in entry.items() if name not in OLD_NAMES}
+    if "check_token" in entry:
+        known.setdefault("verify_token", entry["check_token"])
+    elif "check_way" in entry:
         known.setdefault("verify_token", VERIFY_TOKEN)
     return AttentionConstants(**known)
 
