@@ -22,7 +22,7 @@ from ridgeline.observe.event_log import (
     Submitted,
     plan_digest,
 )
-from ridgeline.observe.evidence import observatory
+from ridgeline.observe.evidence import run_record
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
@@ -225,8 +225,8 @@ def _scheduler(
     elif policy.needs_promise:
         real = Pricer(read_setup(header.setup))
         pricer = LearnedPricer(real)
-        watch = observatory(header, real)
-        watch.pricing.followers.append(pricer.on_priced)
+        watch = run_record(header, real)
+        watch.pricing.listeners.append(pricer.on_priced)
         listeners += watch.listeners
     scheduler = Scheduler(
         blocks,
@@ -236,7 +236,7 @@ def _scheduler(
         num_drafts=header.num_drafts,
         draft_lengths=draft_lengths,
         finds_drafts=draft_lengths is None,  # else the tape knows how many there were
-        max_bypasses=header.max_bypasses,
+        starvation_limit=header.starvation_limit,
         max_preemptions=header.max_preemptions,
         max_num_mixed_tokens=header.max_num_mixed_tokens,
     )

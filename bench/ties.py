@@ -4,7 +4,7 @@
 
 Prompts are held-out problems of `ridgeline eval`. Each is answered alone, without a cached
 prefix: these answers are what the others are compared with. Then again alone (nothing may change),
-in company (8 at a time, and all at once), and alone with the prompt in the prefix cache. Where
+in a batch (8 at a time, and all at once), and alone with the prompt in the prefix cache. Where
 the two likeliest tokens of a place have the same logit, to the last bit, is counted too: then the
 lowest id is taken, and the smallest change elsewhere moves the answer.
 """

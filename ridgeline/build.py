@@ -58,7 +58,7 @@ from ridgeline.loader.parallel import ParallelSource
 from ridgeline.loader.stored_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
-from ridgeline.observe.evidence import Observatory, observatory
+from ridgeline.observe.evidence import RunRecord, run_record
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
@@ -91,7 +91,7 @@ class Built:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
-    watch: Observatory
+    watch: RunRecord
     pricer: Pricer
     event_log: LogFile | None = None
     startup: tuple[Phase, ...] = ()
@@ -244,11 +244,11 @@ def build(
         engine.listeners.append(
             Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
         )
-    watch = observatory(header, pricer, cpu_s=process_seconds)
+    watch = run_record(header, pricer, cpu_s=process_seconds)
     if scheduler.policy.needs_promise:
-        watch.pricing.followers.append(learned.on_priced)
+        watch.pricing.listeners.append(learned.on_priced)
     if chooser is not None:
-        watch.pricing.followers.append(chooser.on_priced)
+        watch.pricing.listeners.append(chooser.on_priced)
     engine.listeners += watch.listeners
     return Built(
         engine,

@@ -103,7 +103,7 @@ class Engine:
         except EngineFault as fault:
             future = _Failed(fault)
         self._in_flight.append(Launched(plan, future, now))
-        self.scheduler.blocks.settle()  # while the device is at work
+        self.scheduler.blocks.hash_blocks()  # while the device is at work
         if self.listeners:
             self.listeners.tell("on_submitted", plan, self.clock.now())
         return future

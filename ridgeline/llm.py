@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from ridgeline.architectures.spec import ModelSpec
-    from ridgeline.observe.evidence import Observatory
+    from ridgeline.observe.evidence import RunRecord
     from ridgeline.resolve import MemoryRow
     from ridgeline.text.tokenizer import Tokenizer
 
@@ -112,7 +112,7 @@ class GenerationResult:
 
 
 @dataclass(slots=True)
-class _Live:
+class _ActiveRequest:
     """A question that the engine is working on. `waits`: nobody looks at pieces of its answer, and
     no text may end it, so outputs wait in `outputs`, by request, until there are some."""
 
@@ -187,12 +187,12 @@ class LLM:
         given = {name: _option(value) for name, value in options.items()}
         config = make_config({"model": _option(named), **given})
         self._built: Built = build(config, progress, startup=startup)
-        self._live: dict[str, _Live] = {}  # request id -> its question
+        self._live: dict[str, _ActiveRequest] = {}  # request id -> its question
         self._ids = itertools.count()
         self._is_closed = False
         self._lock = Lock()  # on the engine, and on what is known of its requests
         self._next = Lock()  # of who waits for it
-        self._forgotten: deque[_Live] = deque()
+        self._forgotten: deque[_ActiveRequest] = deque()
 
     # ------------------------------------------------------------------ what it is
 
@@ -206,7 +206,7 @@ class LLM:
         return self._built.engine
 
     @property
-    def watch(self) -> Observatory:
+    def watch(self) -> RunRecord:
         """What each step cost and should have cost, and where each request's time went."""
         return self._built.watch
 
@@ -384,7 +384,7 @@ class LLM:
         if self._forgotten:  # meanwhile
             self._release(())
 
-    def _release(self, lives: Sequence[_Live]) -> None:
+    def _release(self, lives: Sequence[_ActiveRequest]) -> None:
         """Nobody waits for these any more. This may be called in the middle of a step, when a
         forgotten stream is collected: then whoever takes the step does the work."""
         self._forgotten += lives
@@ -402,7 +402,7 @@ class LLM:
         while not self._live and not self.engine.is_idle:
             self.engine.step()
 
-    def _prepare(self, prompt: str | list[object], sampling: SamplingParams) -> _Live:
+    def _prepare(self, prompt: str | list[object], sampling: SamplingParams) -> _ActiveRequest:
         self._check_open()
         text = prompt if isinstance(prompt, str) else None
         ids = check_prompt(
@@ -424,15 +424,15 @@ class LLM:
             end_token_ids=self._built.end_token_ids,
             arrival_time=now,
         )
-        return _Live(answer, text, RequestMetrics(now))
+        return _ActiveRequest(answer, text, RequestMetrics(now))
 
-    def _submit(self, lives: Sequence[_Live]) -> None:
+    def _submit(self, lives: Sequence[_ActiveRequest]) -> None:
         with self._turn():
             for index, live in enumerate(lives):
                 with _naming(index, len(lives)):
                     self._add(live)
 
-    def _add(self, live: _Live) -> None:
+    def _add(self, live: _ActiveRequest) -> None:
         """Into the engine, or its refusal by the policy into it."""
         try:
             for request in live.answer.requests:
@@ -453,7 +453,7 @@ class LLM:
                 )
             )
 
-    def _abandon(self, lives: Iterable[_Live]) -> None:
+    def _abandon(self, lives: Iterable[_ActiveRequest]) -> None:
         for live in list(lives):
             for request in live.answer.requests:
                 self.engine.abort(request.request_id)
@@ -480,7 +480,7 @@ class LLM:
                 for request in live.answer.requests:
                     self._live.pop(request.request_id, None)
 
-    def _run_all(self, lives: Sequence[_Live], *, show: bool) -> None:
+    def _run_all(self, lives: Sequence[_ActiveRequest], *, show: bool) -> None:
         if not show:
             left = list(lives)
             while left:  # to look at all of them takes as long as a step
@@ -518,7 +518,7 @@ class LLM:
                 bar.update(task, completed=done, rate=tokens / elapsed)
             bar.update(task, completed=len(lives))
 
-    def _stream(self, live: _Live) -> Generator[ChoiceDelta, None, None]:
+    def _stream(self, live: _ActiveRequest) -> Generator[ChoiceDelta, None, None]:
         try:
             self._submit([live])
             while True:

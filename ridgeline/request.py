@@ -346,7 +346,9 @@ class Request:
     num_computed_tokens: int = 0  # planned; an upper bound while drafts are in flight
     num_done_tokens: int = 0  # of them, what collected steps are known to have written
     num_computable_tokens: int = 0  # nobody reads the last token of an answer
-    num_roomy_tokens: int = 0  # below this it may compute token by token, in blocks all its own
+    num_tokens_with_slots: int = (
+        0  # below this it may compute token by token, in blocks all its own
+    )
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0  # leading blocks that the prefix cache has been told of

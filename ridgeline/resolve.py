@@ -335,7 +335,7 @@ def _check_deterministic(
             f" {way_out} serve another model"
         )
     because = (
-        "the same bits in any company: no products by the library or by the number of rows, no keys"
+        "the same bits in any batch: no products by the library or by the number of rows, no keys"
         " dealt out to several programs, no kernels of their own for decodes and long prompts, and"
         " filters and log-probabilities row by row"
     )

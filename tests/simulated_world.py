@@ -93,7 +93,7 @@ class Case:
     num_drafts: int
     prefix_caching: bool
     policy: str
-    max_bypasses: int
+    starvation_limit: int
     max_preemptions: int
     longest_prompt: float  # as a share of the request
     has_faults: bool
@@ -117,7 +117,7 @@ def draw_case(rng: random.Random) -> Case:
         num_drafts=rng.choice([0, 0, 0, 1, 2, 3, 4]),
         prefix_caching=rng.random() < 0.7,
         policy=rng.choice(["fcfs", "fair", "priority", "moody"]),
-        max_bypasses=rng.choice([1, 4, 256]),
+        starvation_limit=rng.choice([1, 4, 256]),
         max_preemptions=rng.choice([1, 2, 8]),
         longest_prompt=rng.choice([1.0, 0.2]),
         has_faults=rng.random() < 0.4,
@@ -221,20 +221,22 @@ class CheckedDevice(FakeDevice):
                     free_to_write = blocks._ref_count[block] == 1 and not blocks._cache.names(block)
                     free_to_write = free_to_write or block in own
                     demand(free_to_write, "one writer, neither shared nor sealed", entry, block)
-        promised = {b for made in blocks._promised.values() for _, named in made for b in named}
+        promised = {
+            b for made in blocks._published_early.values() for _, named in made for b in named
+        }
         for new in plan.new:
             self.num_early_takers += any(not promised.isdisjoint(table) for table in new.block_ids)
         owners = (scheduler.beams.asked(name) or scheduler.requests[name] for name in names)
         self.flown[plan.step_id] = list(owners)
         future = super().submit(plan)
-        ledger = scheduler.state
-        open_rows = {name for name, row in ledger.requests.items() if row.has_row}
+        state = scheduler.state
+        open_rows = {name for name, row in state.requests.items() if row.has_row}
         demand(self.rows.keys() == open_rows, "both sides keep the same rows", open_rows)
         return future
 
     def _promised_now(self, row: Request, plan: StepPlan) -> set[int]:
         """Blocks that it fills in this very step and that others may find, or have taken."""
-        made = self.scheduler.blocks._promised.get(plan.step_id, ())
+        made = self.scheduler.blocks._published_early.get(plan.step_id, ())
         return {block for name, named in made if name == row.request_id for block in named}
 
     def _drafts_in_flight(self, row: Request, plan: StepPlan) -> int:
@@ -288,7 +290,7 @@ class World(Listener):
             case.max_num_batched_tokens,
             case.max_num_seqs,
             num_drafts=case.num_drafts,
-            max_bypasses=case.max_bypasses,
+            starvation_limit=case.starvation_limit,
             max_preemptions=case.max_preemptions,
         )
         self.device.scheduler = self.scheduler
@@ -347,12 +349,12 @@ class World(Listener):
             often = request.num_preemptions <= self.case.max_preemptions
             demand(often, "preempted too often", request)
         queue = self.scheduler.waiting
-        demand(queue._num_bypasses <= queue.max_bypasses, "passed over too often")
+        demand(queue._num_overtaken <= queue.starvation_limit, "passed over too often")
 
     def _check_hashes(self) -> None:
         """The hashes of a row are those of its own tokens."""
-        ledger, cache = self.scheduler.state, self.scheduler.blocks._cache
-        for row in ledger.requests.values():
+        state, cache = self.scheduler.state, self.scheduler.blocks._cache
+        for row in state.requests.values():
             fresh = Request("", tuple(row.token_ids), row.sampling, 0.0)
             fresh.cache_salt = row.cache_salt
             hashes = cache._hashes(fresh, len(row.block_hashes))
@@ -655,7 +657,7 @@ class Saturated(World):
             max_num_seqs=rng.choice([4, 8, 16]),
             num_drafts=0,
             policy="fair",
-            max_bypasses=256,
+            starvation_limit=256,
             max_preemptions=8,
             has_faults=False,
             weights=tuple(rng.choice([1.0, 1.0, 2.0, 3.0]) for _ in range(rng.randint(2, 4))),

@@ -66,15 +66,7 @@ SHORT_ALONE = {
     "ridgeline.scheduler.policies.priority": "a line of POLICIES",
     "ridgeline.speculation.prompt_lookup": "a line of DRAFT_METHODS",
     # To be merged.
-    "ridgeline.devices.choose": "",
-    "ridgeline.devices.driver": "",
-    "ridgeline.layers.invariant_attention": "",
-    "ridgeline.layers.random_source": "",
-    "ridgeline.loader.model": "",
-    "ridgeline.observe.progress": "",
-    "ridgeline.quantization.algorithms.mixed": "",
     "ridgeline.speculation.early_layers": "",
-    "ridgeline.text.plain": "",
 }
 
 

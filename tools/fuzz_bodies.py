@@ -26,11 +26,11 @@ from ridgeline.server.bodies import (
     TokenizeChat,
     TokenizeText,
 )
-from ridgeline.server.calls import Call, read_completion
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import MAX_ECHO, ApiError
 from ridgeline.server.json_body import parse_object
 from ridgeline.server.model import ServedModel
+from ridgeline.server.parsed_request import ParsedRequest, read_completion
 from ridgeline.server.prepare import prepare, question_of
 from ridgeline.server.text_process import Worker
 from ridgeline.server.text_wire import Question, Refusal
@@ -90,15 +90,15 @@ def _tokenized(body: Body) -> None:
     tokens(_encoded(question)[0], model(), wants_texts)
 
 
-def _completion(body: Body) -> Call:
+def _completion(body: Body) -> ParsedRequest:
     return read_completion(body, model().defaults, MAX_SEQUENCES)
 
 
-def _chat(body: Body) -> Call:
+def _chat(body: Body) -> ParsedRequest:
     return read_chat(body, model().defaults, MAX_SEQUENCES)
 
 
-def _answered(read: Callable[[Body], Call], body: Body) -> None:
+def _answered(read: Callable[[Body], ParsedRequest], body: Body) -> None:
     call = read(body)
     model().check_name(call.body.model)
     prepared = prepare(call, model(), _encoded(question_of(call, model())), "req-0", Tenant(), 0.0)

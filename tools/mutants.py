@@ -195,8 +195,8 @@ MUTANTS = (
     Mutant(
         "the usual decode writes where it has no block",
         SCHEDULER,
-        "is_full = end > row.num_roomy_tokens",
-        "is_full = num_draft > 0 and end > row.num_roomy_tokens",
+        "is_full = end > row.num_tokens_with_slots",
+        "is_full = num_draft > 0 and end > row.num_tokens_with_slots",
     ),
     Mutant(
         "the usual decode passes over chunks of prompts",
@@ -219,8 +219,8 @@ MUTANTS = (
     Mutant(
         "drafts are checked where there is no block for them",
         SCHEDULER,
-        "is_full = end > row.num_roomy_tokens",
-        "is_full = start >= row.num_roomy_tokens",
+        "is_full = end > row.num_tokens_with_slots",
+        "is_full = start >= row.num_tokens_with_slots",
     ),
     Mutant(
         "drafts are checked beyond the budget",
@@ -237,7 +237,7 @@ MUTANTS = (
     Mutant(
         "a block is opened behind one that is not its own",
         BLOCKS,
-        "request.num_roomy_tokens == room >= request.num_computed_tokens",
+        "request.num_tokens_with_slots == room >= request.num_computed_tokens",
         "room >= request.num_computed_tokens",
     ),
     Mutant(
@@ -302,22 +302,22 @@ MUTANTS = (
         "len(self.running) < self.max_num_seqs:",
     ),
     Mutant(
-        "what was promised has no name when it is looked for",
+        "blocks published early have no hash when they are looked for",
         BLOCKS,
-        "self.settle()\n        return self._cache.match(",
+        "self.hash_blocks()\n        return self._cache.match(",
         "return self._cache.match(",
     ),
     Mutant(
         "a parent writes where its fork reads",
         BLOCKS,
-        "parent.num_roomy_tokens = 0  # it may write to one of them next",
+        "parent.num_tokens_with_slots = 0  # it may write to one of them next",
         "pass",
     ),
     Mutant(
         "there is room for the last token, which nobody reads",
         BLOCKS,
-        "request.num_roomy_tokens = min(room, request.num_computable_tokens)",
-        "request.num_roomy_tokens = room",
+        "request.num_tokens_with_slots = min(room, request.num_computable_tokens)",
+        "request.num_tokens_with_slots = room",
     ),
     Mutant(
         "room is a token too long",
@@ -519,7 +519,7 @@ MUTANTS = (
     Mutant(
         "the oldest is passed over for ever",
         QUEUE,
-        "if self._num_bypasses >= self.max_bypasses:",
+        "if self._num_overtaken >= self.starvation_limit:",
         "if False:",
     ),
     # ------------------------------------------------------------ blocks
@@ -538,7 +538,7 @@ MUTANTS = (
     Mutant(
         "reuses blocks that a step in flight may touch",
         BLOCKS,
-        "if in_flight <= self._retired:",
+        "if in_flight <= self._last_completed:",
         "if True:",
     ),
     Mutant(
@@ -734,7 +734,7 @@ MUTANTS = (
     ),
     # ------------------------------------------------------------ engine
     Mutant(
-        "retires steps out of order", ENGINE, "self._in_flight.popleft()", "self._in_flight.pop()"
+        "completes steps out of order", ENGINE, "self._in_flight.popleft()", "self._in_flight.pop()"
     ),
     Mutant(
         "does not wait for steps behind a failed one",
@@ -913,7 +913,7 @@ MUTANTS = (
     ),
     Mutant(
         "drafts: a check costs as much behind any context",
-        "cost/totals.py",
+        "cost/step_features.py",
         "pairs = sum(map(mul, new, before)) + (sum(map(mul, new, new)) + sum(new)) // 2",
         "pairs = (sum(map(mul, new, new)) + sum(new)) // 2",
     ),

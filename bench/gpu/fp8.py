@@ -81,13 +81,13 @@ class Step:
     def before(self, adds: bool) -> Hidden:
         """As the layer before leaves them: its sum still pending where products add nothing."""
         hidden = Hidden(self.states)
-        hidden.pending_TE = None if adds else self.pending
+        hidden.partial_TE = None if adds else self.pending
         return hidden
 
     def parts(self, layer: Layer) -> Iterator[tuple[str, Linear, Callable[[Layer], object]]]:
         probe = Hidden(self.states)
         layer.o.add_to(probe, self.attended)
-        adds = probe.pending_TE is None
+        adds = probe.partial_TE is None
         later = layer.down.gates_input(self.states)
         inner = self.inner if later else self.inner[:, :INNER].contiguous()
         activation = None if later else "silu"

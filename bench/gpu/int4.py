@@ -44,6 +44,7 @@ from ridgeline.kernels.int4_linear_cuda import (
     tiles_defines,
 )
 from ridgeline.kernels.int4_linear_records import Form, Records, pack_records
+from ridgeline.kernels.large_m_linear import fits_large_m, large_m_linear
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
@@ -55,7 +56,6 @@ from ridgeline.kernels.small_linear import (
     small_linear,
     small_linear_reference,
 )
-from ridgeline.kernels.tall_linear import fits_tall, tall_linear
 from ridgeline.kernels.tile_linear import SOURCE as TILES
 from ridgeline.kernels.tiles import Place, Tile, bucket, kind_of, write_tiles
 
@@ -351,8 +351,8 @@ def in_bfloat16(
             x, weight, norm=norm, gated=gated, residual_MO=residual, out_MO=out
         )  # fmt: skip
     normed = x if norm is None else rms_norm(x, norm.weight_K, norm.eps)
-    if fits_tall(normed, weight, Fusion(is_gated=gated)):
-        return tall_linear(normed, weight)
+    if fits_large_m(normed, weight, Fusion(is_gated=gated)):
+        return large_m_linear(normed, weight)
     y = torch.nn.functional.linear(normed, weight)
     y = silu_mul(y) if gated else y
     return y if residual is None else y.add_(residual)

@@ -42,7 +42,7 @@ KINDS = {
         "small_linear",
         "invariant_linear",
         "fp8_linear",
-        "tall_linear",
+        "large_m_linear",
         "nvjet",
         "gemm",
         "gemv",

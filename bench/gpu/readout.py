@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.adapter import RidgelineEngine, RunResult
 from ridgeline.observe.pricing import Totals
-from ridgeline.observe.readout import read_out, snapshot
+from ridgeline.observe.run_summary import run_summary, snapshot
 from ridgeline.step import Listener, StepRecord
 
 PROMPT, ANSWER = 128, 256
@@ -67,7 +67,7 @@ def measure(engine: RidgelineEngine, batch: int) -> dict[str, float | str]:
     result = engine.run(requests())
     llm.engine.listeners.remove(watch)
     before, after = watch.totals
-    read = read_out("steps", llm.watch.pricer, after, before)
+    read = run_summary("steps", llm.watch.pricer, after, before)
     seen_ms = clock_ms(result, batch)
     return {
         "batch": batch,

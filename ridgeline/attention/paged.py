@@ -200,9 +200,9 @@ class PagedAttention(AttentionBackend):
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not read in place")
         if (alone := plan.torch_alone) is not None:
-            lone_THD = self._torch.attend_lone(q_THD, layer_kv, alone, spec)
-            if lone_THD is not None:
-                return lone_THD
+            single_THD = self._torch.attend_single(q_THD, layer_kv, alone, spec)
+            if single_THD is not None:
+                return single_THD
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         scale, device = softmax_scale(spec), q_THD.device
         if plan.decodes is not None:
@@ -275,7 +275,7 @@ def _config(case: AttentionCase, num_tokens: int | None) -> Config | None:
 
 
 def _num_programs(num_tokens: int | None) -> int:
-    """That the keys of few tiles are dealt out to. How many there are depends on the company."""
+    """That the keys of few tiles are dealt out to. How many there are depends on the batch."""
     return 0 if num_tokens is None else MOST_PROGRAMS
 
 

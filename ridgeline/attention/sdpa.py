@@ -140,7 +140,7 @@ class SdpaAttention(AttentionBackend):
         alone = ShortTile(None, 1, 1, length, slots, None)
         return _attend_short(q_1HD, layer_kv, alone, softmax_scale(spec))
 
-    def attend_lone(
+    def attend_single(
         self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: SdpaPlan, spec: AttentionSpec
     ) -> torch.Tensor | None:
         """Of a step that is one prompt, by cuDNN, whose result `attend_rows` copies. None: it is

@@ -211,13 +211,13 @@ class _Driver(Listener):
     def run(self) -> Run:
         self.engine.listeners.append(self)
         if self.pricing is not None:
-            self.pricing.followers.append(self.on_priced)
+            self.pricing.listeners.append(self.on_priced)
         try:
             self._drive()
         finally:
             self.engine.listeners.remove(self)
             if self.pricing is not None:
-                self.pricing.followers.remove(self.on_priced)
+                self.pricing.listeners.remove(self.on_priced)
             for request_id in self.live:
                 self.engine.abort(request_id)
         self.result.ended_s = self.engine.clock.now()

@@ -15,8 +15,8 @@ from ridgeline.startup import say_first_token
 if TYPE_CHECKING:
     from ridgeline.answer import ChoiceDelta
     from ridgeline.llm import LLM, GenerationResult
-    from ridgeline.observe.accounts import Account
     from ridgeline.observe.pricing import Totals
+    from ridgeline.observe.time_breakdown import TimeBreakdown
 
 
 def add_stats_flag(parser: argparse.ArgumentParser) -> None:
@@ -88,29 +88,29 @@ def _tokens(num: int) -> str:
 
 
 def _snapshot(llm: LLM) -> tuple[Totals, int]:
-    from ridgeline.observe.readout import snapshot
+    from ridgeline.observe.run_summary import snapshot
 
-    return snapshot(llm.watch.pricing.totals), llm.watch.accounts.num_finished
+    return snapshot(llm.watch.pricing.totals), llm.watch.time_breakdowns.num_finished
 
 
 def _lines(llm: LLM, before: tuple[Totals, int]) -> Iterable[tuple[str, str]]:
-    from ridgeline.observe.readout import read_out
+    from ridgeline.observe.run_summary import run_summary
 
     watch = llm.watch
     totals, num_finished = before
-    num = watch.accounts.num_finished - num_finished
-    yield from _request_lines(list(watch.accounts.finished)[-num:] if num else [])
-    yield from read_out("all", watch.pricer, watch.pricing.totals, totals).lines()
+    num = watch.time_breakdowns.num_finished - num_finished
+    yield from _request_lines(list(watch.time_breakdowns.finished)[-num:] if num else [])
+    yield from run_summary("all", watch.pricer, watch.pricing.totals, totals).lines()
 
 
-def _request_lines(accounts: Sequence[Account]) -> Iterable[tuple[str, str]]:
-    if not accounts:
+def _request_lines(time_breakdowns: Sequence[TimeBreakdown]) -> Iterable[tuple[str, str]]:
+    if not time_breakdowns:
         return
-    cached = sum(account.num_cached_tokens for account in accounts)
-    prompt = sum(account.num_prompt_tokens for account in accounts)
+    cached = sum(breakdown.num_cached_tokens for breakdown in time_breakdowns)
+    prompt = sum(breakdown.num_prompt_tokens for breakdown in time_breakdowns)
     yield "prompt", f"{_tokens(prompt)}, {cached} of them from the prefix cache"
-    waited = max(account.parts.queue for account in accounts)
+    waited = max(breakdown.parts.queue for breakdown in time_breakdowns)
     yield "queue", f"{seconds(waited)} until the first step"
-    preempted = sum(account.num_preemptions for account in accounts)
+    preempted = sum(breakdown.num_preemptions for breakdown in time_breakdowns)
     if preempted:
         yield "preempted", f"{preempted} times"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ridgeline.benchmark.compare import BatchingResult, CachingResult
     from ridgeline.benchmark.speed import Bench, LoadResult, SplitResult
     from ridgeline.llm import LLM
-    from ridgeline.observe.readout import ReadOut
+    from ridgeline.observe.run_summary import RunSummary
 
 WORKLOADS = ("decode", "prefill", "split", "mixed", "serving")
 EXAMPLES = """workloads (--workload, several with commas):
@@ -153,7 +153,7 @@ def _measure_here(args: argparse.Namespace, report: Report) -> None:
 
 def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     from ridgeline.benchmark.speed import Bench
-    from ridgeline.observe.readout import read_out, snapshot
+    from ridgeline.observe.run_summary import run_summary, snapshot
 
     _describe(args, report, llm)
     bench = Bench(
@@ -163,7 +163,7 @@ def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     for name in args.workload:
         before = snapshot(watch.pricing.totals)
         _WORK[name](args, report, bench)
-        costs.append(read_out(name, watch.pricer, watch.pricing.totals, before))
+        costs.append(run_summary(name, watch.pricer, watch.pricing.totals, before))
     for cost in costs:
         report.add("cost", cost)
 
@@ -452,7 +452,7 @@ def _batching_table(results: Sequence[BatchingResult]) -> Table:
     return grid(("batching", "steps", "idle places", "seconds", "tok/s"), rows, title)
 
 
-def _known(name: str) -> Callable[[ReadOut], Any]:
+def _known(name: str) -> Callable[[RunSummary], Any]:
     """A share of the device's limits, where they are not assumed."""
     return lambda r: None if r.is_assumed_device else getattr(r, name)
 
@@ -470,9 +470,9 @@ COST = (
 )
 
 
-def _cost_table(results: Sequence[ReadOut]) -> Table:
+def _cost_table(results: Sequence[RunSummary]) -> Table:
     """All steps of each workload, warm-up included, against their prices and the limits."""
-    from ridgeline.observe.readout import NOT_CALIBRATED
+    from ridgeline.observe.run_summary import NOT_CALIBRATED
 
     first = results[0]
     prices = f"prices {first.origin}" if first.is_calibrated else NOT_CALIBRATED

@@ -100,7 +100,7 @@ def _some(num: int, what: str) -> str:
 
 def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | Text | str]:
     """The report of `ridgeline.observe.explain`, as JSON has it, with the `most` slowest."""
-    from ridgeline.observe.readout import NOT_CALIBRATED
+    from ridgeline.observe.run_summary import NOT_CALIBRATED
 
     server, requests = report.get("server"), report["requests"]
     if server is None:  # the key's own requests
@@ -223,7 +223,7 @@ def gap_table(server: Mapping[str, Any]) -> Table:
 
 def draft_table(drafts: Mapping[str, Any], calibrated: bool) -> Table:
     """What drafts brought, but what rests on assumed prices."""
-    from ridgeline.observe.readout import NOT_CALIBRATED
+    from ridgeline.observe.run_summary import NOT_CALIBRATED
 
     positions = "  ".join(f"{share:.2f}" for share in drafts["by_position"])
     than = "such steps measured here" if drafts["is_measured"] else "what such steps should take"

@@ -130,3 +130,12 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int:
         """Do it; the exit code. Raises RidgelineError when it cannot be done."""
         ...
+
+
+class Renamed(argparse.Action):
+    """The old name of a flag, for one version more; `nargs=0` for one without a value."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+        now = "--" + self.dest.removeprefix("limit_").replace("_", "-")
+        print(f"ridgeline: {option} is now {now}", file=sys.stderr)

@@ -208,7 +208,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "runner_up": deployment_json(plan.runner_up, question),
         "not_served_yet": deployment_json(plan.unserved, question),
         "reasons": [asdict(reason) for reason in reasons(plan)],
-        "flips": [asdict(change) for change in plan.sensitivity],
+        "sensitivity": [asdict(change) for change in plan.sensitivity],
         "rejected": [
             {
                 "device": one.hardware.device.name,

@@ -14,7 +14,7 @@ from ridgeline.cli.session import add_session_flags, note, open_llm
 from ridgeline.cli.tables import Column, answer, places, table, whole_percent
 from ridgeline.cli.values import positive
 from ridgeline.figures import number, seconds
-from ridgeline.observe.readout import NOT_CALIBRATED
+from ridgeline.observe.run_summary import NOT_CALIBRATED
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from dataclasses import Field, fields
 from typing import Any
 
 from ridgeline import log
 from ridgeline.cli.engine_flags import add_engine_flags, byte_size, engine_options
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, Renamed
 from ridgeline.config import EngineConfig
 from ridgeline.server.config import Limits, ServeConfig
 
@@ -161,7 +160,7 @@ def add_arguments(parser: Parser) -> None:
         parser.mark_expert(*_add_limit(group, field).option_strings)
     for old, new in RENAMED.items():
         group.add_argument(
-            old, type=int, action=_Renamed, dest="limit_" + new, default=argparse.SUPPRESS,
+            old, type=int, action=Renamed, dest="limit_" + new, default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )  # fmt: skip
     parser.mark_expert(
@@ -171,15 +170,6 @@ def add_arguments(parser: Parser) -> None:
         "--allow-anyone-on-the-network-without-a-key",
         "--no-tripwire",
     )
-
-
-class _Renamed(argparse.Action):
-    """Its old name, for one version more."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        setattr(namespace, self.dest, values)
-        now = "--" + self.dest.removeprefix("limit_").replace("_", "-")
-        print(f"ridgeline: {option} is now {now}", file=sys.stderr)
 
 
 def _add_limit(group: argparse._ArgumentGroup, field: Field[Any]) -> argparse.Action:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.asked import check_writable
 from ridgeline.cli.engine_flags import add_model
 from ridgeline.cli.machine import add_machine_flags
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, Renamed
 from ridgeline.cli.session import stage
 from ridgeline.cli.tables import answer
 from ridgeline.cli.values import above_zero, positive, share, time_span
@@ -84,7 +84,7 @@ def add_arguments(parser: Parser) -> None:
     _add_output(parser.add_argument_group("what to say"))
     parser.mark_expert(
         *("--max-num-mixed-tokens", "--block-size", "--num-blocks", "--max-in-flight", "--draft"),
-        *("--no-late-plans", "--no-chunked-prefill", "--no-paging", "--no-prefix-cache"),
+        *("--no-deferred-scheduling", "--no-chunked-prefill", "--no-paging", "--no-prefix-cache"),
         *("--batching", "--memory-utilization", "--seed", "--timeline"),
     )
 
@@ -143,11 +143,15 @@ def _add_engine(group: Any) -> None:
         "--max-in-flight", type=int, choices=(1, 2), default=2, help="1: host and device take turns"
     )
     group.add_argument(
-        "--no-late-plans",
+        "--no-deferred-scheduling",
         action="store_true",
         help="a step is planned as soon as the one before it runs, also on a GPU, where a server "
         "waits until just before that ends, so that who comes meanwhile is in it",
     )
+    group.add_argument(
+        "--no-late-plans", action=Renamed, nargs=0, dest="no_deferred_scheduling",
+        default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+    )  # fmt: skip
     group.add_argument("--batching", choices=("continuous", "static"), default="continuous")
     group.add_argument(
         "--no-chunked-prefill", action="store_true", help="a prompt is read in one step"

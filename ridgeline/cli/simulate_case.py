@@ -20,7 +20,7 @@ from ridgeline.cost.pace import Load, Pace, decode_shape, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.steady import seats, token_budget
+from ridgeline.cost.steady import slots, token_budget
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number
 from ridgeline.formats import AUTO_DRAFT_TOKENS
@@ -266,7 +266,7 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
         paging=not args.no_paging,
         prefix_caching=not args.no_prefix_cache,
         max_in_flight=args.max_in_flight,
-        max_num_seqs=seats(setup) if args.max_num_seqs is None else args.max_num_seqs,
+        max_num_seqs=slots(setup) if args.max_num_seqs is None else args.max_num_seqs,
         max_num_batched_tokens=_step_tokens(args, setup),
         max_num_mixed_tokens=_mixed_tokens(args, setup, is_bounded=_needs_promise(args)),
         max_model_len=args.max_model_len or min(limit, longest),
@@ -275,5 +275,5 @@ def make_options(args: argparse.Namespace, setup: Setup, limit: int, workload: W
         memory_utilization=args.memory_utilization,
         speculation=_speculation(args, setup),
         computes_in_submit=setup.device.kind == "cpu",
-        plans_ahead_s=None if args.no_late_plans else PLANS_AHEAD_S,
+        plans_ahead_s=None if args.no_deferred_scheduling else PLANS_AHEAD_S,
     )

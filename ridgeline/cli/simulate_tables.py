@@ -16,7 +16,7 @@ from ridgeline.cli.plots import Chart, Series
 from ridgeline.cli.prediction import calibration_caveats
 from ridgeline.cli.simulate_case import SWEEP_BATCHES
 from ridgeline.cli.tables import UNKNOWN, Column, grid, table, unbroken
-from ridgeline.cost.totals import attention_kinds
+from ridgeline.cost.step_features import attention_kinds
 from ridgeline.figures import number, percent, seconds
 from ridgeline.simulator.report import Spread, Summary, thinned, used_blocks
 from ridgeline.simulator.sweep import Point, Sweep, is_saturated

@@ -137,7 +137,7 @@ class HostConstants:
     leaves `captured_t0` of every kernel's t0. Kernels that were made for a model's products (see
     `Calibration.own_products`) leave `own_t0` in a step of a few tokens, and of theirs
     `own_rows_t0` (None: `captured_t0`) in one of some more. `warm_t0` of the t0 of products and
-    decodes is left where what a captured step reads is still in the last cache (see `manner`). A
+    decodes is left where what a captured step reads is still in the last cache (see `mode`). A
     step with prompts before which nothing runs waits `lone_s` + `lone_request_s` per request for
     the host, at its begin and its end, and takes `lone_least_s` at least: the host works beside the
     device too.

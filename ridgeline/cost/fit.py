@@ -24,9 +24,9 @@ from ridgeline.cost.constants import (
     StreamConstants,
     default_calibration,
 )
+from ridgeline.cost.execution_mode import ExecutionMode, Own
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.least_squares import minimise
-from ridgeline.cost.manner import Manner, Own
 from ridgeline.cost.ops import COLLECTIVES, Op
 from ridgeline.cost.roofline import QUANTITIES, combine, op_cost
 
@@ -111,8 +111,9 @@ ATTENTION_CONSTANTS = {
 class Point:
     """`ops` together took `seconds`. `num_requests`: the point is a whole step of so many
     requests, with the host's part; None: device work alone. `captured`, `own` and `warm` are those
-    of its `Manner`. `is_lone`: it was measured from its plan to its tokens, with nothing that ran
-    before it. `num_passes` that draft are among the ops. `dtype` as in `Device.peak_flops`."""
+    of its `ExecutionMode`. `is_lone`: it was measured from its plan to its tokens, with nothing
+    that ran before it. `num_passes` that draft are among the ops. `dtype` as in
+    `Device.peak_flops`."""
 
     what: str
     dtype: str
@@ -127,8 +128,8 @@ class Point:
     warm: float = 0.0
 
     @property
-    def manner(self) -> Manner:
-        return Manner(self.captured, self.own, self.warm)
+    def mode(self) -> ExecutionMode:
+        return ExecutionMode(self.captured, self.own, self.warm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,8 @@ class Fit:
 
 def predict(point: Point, device: Device, calibration: Calibration) -> float:
     """Seconds that the model gives to a point."""
-    captured, manner = point.captured, point.manner
-    kernels = sum(op_cost(op, device, calibration, manner).expected_s for op in point.ops)
+    captured, mode = point.captured, point.mode
+    kernels = sum(op_cost(op, device, calibration, mode).expected_s for op in point.ops)
     host, requests = calibration.host, point.num_requests
     if captured:
         kernels += host.captured_s + host.pass_s * point.num_passes

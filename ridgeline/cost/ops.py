@@ -40,12 +40,12 @@ from ridgeline.architectures.spec import (
 )
 from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.precision import LOGIT_BYTES, PLAIN, Precision
-from ridgeline.cost.totals import (
+from ridgeline.cost.step_features import (
     MOST_TOGETHER,
-    AttentionTotals,
-    StepTotals,
+    AttentionFeatures,
+    StepFeatures,
     attention_kinds,
-    step_totals,
+    step_features,
 )
 from ridgeline.formats import STORED
 from ridgeline.step import StepShape
@@ -118,13 +118,13 @@ def step_ops(
 ) -> tuple[Op, ...]:
     """The operators of a step; `num_logits` rows need logits (None: one per request)."""
     kinds = attention_kinds(spec)
-    totals = step_totals(tuple(kinds), shape)
-    if not totals.num_tokens:
+    features = step_features(tuple(kinds), shape)
+    if not features.num_tokens:
         return ()
-    rows = totals.num_requests if num_logits is None else num_logits
+    rows = features.num_requests if num_logits is None else num_logits
     ops = (
-        *token_ops(spec, totals.num_tokens, layout, precision),
-        *attention_ops(kinds, totals, layout, precision),
+        *token_ops(spec, features.num_tokens, layout, precision),
+        *attention_ops(kinds, features, layout, precision),
         *output_ops(spec, rows, layout, precision),
     )
     return _merged(ops)
@@ -411,24 +411,24 @@ def experts_hit(num_experts: int, num_active: int, num_tokens: int) -> float:
 
 
 def attention_ops(
-    kinds: dict[AttentionSpec, int], totals: StepTotals, layout: Layout, precision: Precision
+    kinds: dict[AttentionSpec, int], features: StepFeatures, layout: Layout, precision: Precision
 ) -> Iterator[Op]:
-    for (kind, count), sums in zip(kinds.items(), totals.attention, strict=True):
-        if totals.num_decodes:
-            yield decode_op(kind, count, totals.num_decodes, sums, layout, precision, totals)
-        if totals.num_chunks:
-            several = check_op if attends_once(kind, totals) else prefill_op
-            yield several(kind, count, sums, layout, precision, totals)
+    for (kind, count), sums in zip(kinds.items(), features.attention, strict=True):
+        if features.num_decodes:
+            yield decode_op(kind, count, features.num_decodes, sums, layout, precision, features)
+        if features.num_chunks:
+            several = check_op if attends_once(kind, features) else prefill_op
+            yield several(kind, count, sums, layout, precision, features)
 
 
 def decode_op(
     kind: AttentionSpec,
     count: int,
     num_rows: int,
-    sums: AttentionTotals,
+    sums: AttentionFeatures,
     layout: Layout,
     precision: Precision,
-    totals: StepTotals | None = None,
+    features: StepFeatures | None = None,
 ) -> Op:
     """One new token of `num_rows` requests each, that see `sums.decode_keys` keys together."""
     keys = sums.decode_keys
@@ -445,43 +445,43 @@ def decode_op(
         m=num_rows,
         n=sums.longest_decode,
         k=keys,
-        mixed=totals is not None and totals.is_mixed,
+        mixed=features is not None and features.is_mixed,
         kv_bytes=cached,
     )
 
 
-def attends_once(kind: AttentionSpec, totals: StepTotals) -> bool:
+def attends_once(kind: AttentionSpec, features: StepFeatures) -> bool:
     """One launch norms, turns, caches and attends, as for decodes: drafts, and not too many."""
-    is_short = totals.is_verification and totals.longest_chunk <= MOST_TOGETHER
+    is_short = features.is_verification and features.longest_chunk <= MOST_TOGETHER
     return is_short and kind.latent is None
 
 
 def check_op(
     kind: AttentionSpec,
     count: int,
-    sums: AttentionTotals,
+    sums: AttentionFeatures,
     layout: Layout,
     precision: Precision,
-    totals: StepTotals,
+    features: StepFeatures,
 ) -> Op:
     """Requests with a few new tokens each, that see the same keys but for the last of them."""
-    op = prefill_op(kind, count, sums, layout, precision, totals)
-    return replace(op, name="check_attention", kind="check_attention", n=totals.longest_chunk)
+    op = prefill_op(kind, count, sums, layout, precision, features)
+    return replace(op, name="check_attention", kind="check_attention", n=features.longest_chunk)
 
 
 def prefill_op(
     kind: AttentionSpec,
     count: int,
-    sums: AttentionTotals,
+    sums: AttentionFeatures,
     layout: Layout,
     precision: Precision,
-    totals: StepTotals,
+    features: StepFeatures,
 ) -> Op:
     """Requests with several new tokens: chunks of prompts, and checks of many drafts."""
     cached = sums.prefill_keys * layer_kv_bytes(
         kind, precision.dtype_bytes, precision.kv, layout.tp
     )
-    read, written = _query_and_output_bytes(kind, totals.num_prefill_tokens, layout, precision)
+    read, written = _query_and_output_bytes(kind, features.num_prefill_tokens, layout, precision)
     return Op(
         "prefill_attention",
         "prefill_attention",
@@ -490,10 +490,10 @@ def prefill_op(
         cached + read,
         written,
         dtype=precision.short_dtype,
-        m=totals.num_prefill_tokens,
-        n=totals.num_chunks,
+        m=features.num_prefill_tokens,
+        n=features.num_chunks,
         k=sums.prefill_keys,
-        mixed=totals.is_mixed,
+        mixed=features.is_mixed,
         kv_bytes=cached,
     )
 

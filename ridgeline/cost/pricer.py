@@ -9,7 +9,7 @@ lists these operators for n = 1 and n = 2, which tells all coefficients of each:
 w h(n) are weights. p is 1, and h too, where all of them are read whatever n is; of X experts of
 which each token chooses k at random p is k / X. Passes over memory are one straight line together;
 products stay apart, as each is a power sum over what it computes and what it reads. Attention
-follows from the sums of `totals`. `DecodeRun` has the next decode steps of the same requests in
+follows from the sums of `features`. `DecodeRun` has the next decode steps of the same requests in
 closed form.
 """
 
@@ -24,7 +24,7 @@ from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.cost.communication import message_s, wire
 from ridgeline.cost.constants import AttentionConstants
 from ridgeline.cost.decode_run import DecodeLine, DecodeRun
-from ridgeline.cost.manner import Manner, Manners, sent_tokens
+from ridgeline.cost.execution_mode import ExecutionMode, ExecutionModes, sent_tokens
 from ridgeline.cost.ops import (
     COLLECTIVES,
     Op,
@@ -44,13 +44,13 @@ from ridgeline.cost.roofline import (
     step_cost,
 )
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import (
-    AttentionTotals,
-    StepTotals,
+from ridgeline.cost.step_features import (
+    AttentionFeatures,
+    StepFeatures,
     attention_kinds,
     chunk_keys,
-    decode_totals,
-    step_totals,
+    decode_features,
+    step_features,
 )
 from ridgeline.request import record
 from ridgeline.step import StepShape
@@ -167,14 +167,14 @@ class _Counts:
                 ideal += count * max(computed / peak, read / device.bandwidth)
         return flops, moved, ideal
 
-    def times(self, manner: Manner) -> _Times:
-        return _Times(self._setup, manner, self.operators)
+    def times(self, mode: ExecutionMode) -> _Times:
+        return _Times(self._setup, mode, self.operators)
 
 
 class _Times:
     """Expected seconds by n, of operators that run in one manner."""
 
-    def __init__(self, setup: Setup, manner: Manner, operators: Iterable[_Counted]) -> None:
+    def __init__(self, setup: Setup, mode: ExecutionMode, operators: Iterable[_Counted]) -> None:
         self._fixed_s = self._each_s = 0.0
         self._products: list[_Product] = []
         self._messages: list[tuple[int, float, Callable[[float], float]]] = []
@@ -182,20 +182,20 @@ class _Times:
         bandwidth = setup.device.bandwidth
         for each in operators:
             op = each.op
-            if op.name in manner.own.value:
+            if op.name in mode.own.value:
                 self._each_s += op.count * op.bytes / bandwidth
             elif op.kind in COLLECTIVES:
                 self._messages.append((op.count, op.sent_bytes, _message(setup, op)))
             elif op.kind == "matmul":
-                self._add_product(setup, manner, each)
+                self._add_product(setup, mode, each)
             else:
-                self._add_pass(setup, manner, op)
+                self._add_pass(setup, mode, op)
 
-    def _add_product(self, setup: Setup, manner: Manner, each: _Counted) -> None:
+    def _add_product(self, setup: Setup, mode: ExecutionMode, each: _Counted) -> None:
         op, device, host = each.op, setup.device, setup.constants.host
         dtype, bandwidth = op.dtype_on(device.kind), device.bandwidth
         c = setup.constants.matmul_for(dtype, op.weights)
-        self._fixed_s += op.count * manner.wait(host) * manner.product_t0(host) * c.t0_s
+        self._fixed_s += op.count * mode.wait(host) * mode.product_t0(host) * c.t0_s
         self._each_s += op.count * c.q_b * 3 * op.m * op.k / bandwidth
         self._products.append(
             _Product(
@@ -211,10 +211,10 @@ class _Times:
             )
         )
 
-    def _add_pass(self, setup: Setup, manner: Manner, op: Op) -> None:
+    def _add_pass(self, setup: Setup, mode: ExecutionMode, op: Op) -> None:
         host = setup.constants.host
         stream = setup.constants.stream_for(op.name, op.kind, op.dtype)
-        launch = manner.pass_t0(host) * (manner.wait(host) if op.name == WRITES_CACHE else 1.0)
+        launch = mode.pass_t0(host) * (mode.wait(host) if op.name == WRITES_CACHE else 1.0)
         self._fixed_s += op.count * launch * stream.t0_s
         self._each_s += op.count * op.bytes / (stream.e_m * setup.device.bandwidth)
 
@@ -255,7 +255,7 @@ class _PrefillLine:
     t0_s: float
     mixed: float
 
-    def seconds(self, sums: AttentionTotals, num_tokens: int, *, is_mixed: bool) -> float:
+    def seconds(self, sums: AttentionFeatures, num_tokens: int, *, is_mixed: bool) -> float:
         alone = (
             sums.prefill_flops * self.per_flop_s
             + sums.prefill_keys * self.per_key_s
@@ -274,7 +274,7 @@ class _CheckLine:
     per_flop_s: float
     constants: AttentionConstants
 
-    def seconds(self, sums: AttentionTotals, num_tokens: int, longest: int) -> float:
+    def seconds(self, sums: AttentionFeatures, num_tokens: int, longest: int) -> float:
         compute = sums.prefill_flops * self.per_flop_s
         memory = sums.prefill_keys * self.decode.memory_per_key_s
         memory += num_tokens * self.decode.memory_per_row_s
@@ -287,10 +287,15 @@ class _Attention:
 
     def __init__(self, setup: Setup, kind: AttentionSpec, count: int) -> None:
         layout, precision, device = setup.layout, setup.precision, setup.device
-        token = decode_op(kind, 1, 1, AttentionTotals(), layout, precision)
-        key = decode_op(kind, 1, 0, AttentionTotals(1, 1), layout, precision)
+        token = decode_op(kind, 1, 1, AttentionFeatures(), layout, precision)
+        key = decode_op(kind, 1, 0, AttentionFeatures(1, 1), layout, precision)
         chunk_key = prefill_op(
-            kind, 1, AttentionTotals(prefill_keys=1), layout, precision, StepTotals(1, 0, 0, 0, ())
+            kind,
+            1,
+            AttentionFeatures(prefill_keys=1),
+            layout,
+            precision,
+            StepFeatures(1, 0, 0, 0, ()),
         )
         self.kind, self.count = kind, count
         self._tp, self._bandwidth = layout.tp, device.bandwidth
@@ -309,7 +314,7 @@ class _Attention:
         )
 
     def decode_line(self, wait: float) -> DecodeLine:
-        """`wait`: share of its t0 (see `Manner.wait`)."""
+        """`wait`: share of its t0 (see `ExecutionMode.wait`)."""
         c = self._constants
         rate = c.decode_e_m * self._bandwidth
         return DecodeLine(
@@ -326,19 +331,21 @@ class _Attention:
         c = self._constants
         return _CheckLine(decode, 1.0 / self._tp / (c.decode_e_c * self._peak), c)
 
-    def several_seconds(self, line: _CheckLine, sums: AttentionTotals, totals: StepTotals) -> float:
+    def several_seconds(
+        self, line: _CheckLine, sums: AttentionFeatures, features: StepFeatures
+    ) -> float:
         """Of the requests with several new tokens, in one layer."""
-        num_tokens = totals.num_prefill_tokens
-        if attends_once(self.kind, totals):
-            return line.seconds(sums, num_tokens, totals.longest_chunk)
-        return self._prefill.seconds(sums, num_tokens, is_mixed=totals.is_mixed)
+        num_tokens = features.num_prefill_tokens
+        if attends_once(self.kind, features):
+            return line.seconds(sums, num_tokens, features.longest_chunk)
+        return self._prefill.seconds(sums, num_tokens, is_mixed=features.is_mixed)
 
-    def work(self, sums: AttentionTotals, totals: StepTotals) -> Work:
+    def work(self, sums: AttentionFeatures, features: StepFeatures) -> Work:
         """Of all its layers."""
         flops = moved = ideal = 0.0
         for computed, keys, tokens in (
-            (self._key_flops * sums.decode_keys, sums.decode_keys, totals.num_decodes),
-            (sums.prefill_flops // self._tp, sums.prefill_keys, totals.num_prefill_tokens),
+            (self._key_flops * sums.decode_keys, sums.decode_keys, features.num_decodes),
+            (sums.prefill_flops // self._tp, sums.prefill_keys, features.num_prefill_tokens),
         ):
             if tokens:
                 read = keys * self._key_bytes + tokens * self._token_bytes
@@ -347,7 +354,7 @@ class _Attention:
                 ideal += self.count * max(computed / self._peak, read / self._bandwidth)
         return flops, moved, ideal
 
-    def own_work(self, sums: AttentionTotals) -> tuple[float, float]:
+    def own_work(self, sums: AttentionFeatures) -> tuple[float, float]:
         """(operations, bytes) that single rows cause, on all devices together."""
         flops = self._own_flops * sums.decode_keys + self.count * sums.prefill_flops
         return flops, self._own_bytes * (sums.decode_keys + sums.prefill_keys)
@@ -367,17 +374,17 @@ class _Attention:
 class _Compiled:
     """A set-up whose steps run in one manner."""
 
-    def __init__(self, pricer: Pricer, manner: Manner) -> None:
+    def __init__(self, pricer: Pricer, mode: ExecutionMode) -> None:
         host = pricer.setup.constants.host
-        self.tokens, self.rows = pricer.by_tokens.times(manner), pricer.by_rows.times(manner)
-        wait = manner.wait(host)
+        self.tokens, self.rows = pricer.by_tokens.times(mode), pricer.by_rows.times(mode)
+        wait = mode.wait(host)
         self.decode = tuple(each.decode_line(wait) for each in pricer.attention)
         self.check = tuple(
             each.check_line(line) for each, line in zip(pricer.attention, self.decode, strict=True)
         )
         # What is no operator of the model, of a step and of a pass that drafts.
-        self.step_s = host.captured_s if manner.captured else 0.0
-        self.pass_s = host.pass_s if manner.captured else 0.0
+        self.step_s = host.captured_s if mode.captured else 0.0
+        self.pass_s = host.pass_s if mode.captured else 0.0
 
 
 class Pricer:
@@ -396,42 +403,42 @@ class Pricer:
         self.kinds: tuple[AttentionSpec, ...] = tuple(kinds)
         self.attention = tuple(_Attention(setup, *one) for one in kinds.items())
         self._num_layers = sum(kinds.values())
-        self._manners = Manners(setup)
-        self._compiled: dict[Manner, _Compiled] = {}
+        self._modes = ExecutionModes(setup)
+        self._compiled: dict[ExecutionMode, _Compiled] = {}
         # The last shapes that were summed up; told apart by identity, as comparing takes longer.
-        self._latest: tuple[tuple[object, StepTotals], ...] = ()
+        self._latest: tuple[tuple[object, StepFeatures], ...] = ()
 
     # -- what decides the price of a step
 
-    def totals(self, shape: StepShape) -> StepTotals:
-        return self._summed(shape, partial(step_totals, self.kinds, shape))
+    def features(self, shape: StepShape) -> StepFeatures:
+        return self._summed(shape, partial(step_features, self.kinds, shape))
 
-    def decode_totals(self, contexts: tuple[int, ...]) -> StepTotals:
+    def decode_features(self, contexts: tuple[int, ...]) -> StepFeatures:
         """Sums of a step with one new token after each of these contexts."""
-        return self._summed(contexts, partial(decode_totals, self.kinds, contexts))
+        return self._summed(contexts, partial(decode_features, self.kinds, contexts))
 
-    def _summed(self, what: object, sums: Callable[[], StepTotals]) -> StepTotals:
-        for known, totals in self._latest:
+    def _summed(self, what: object, sums: Callable[[], StepFeatures]) -> StepFeatures:
+        for known, features in self._latest:
             if known is what:
-                return totals
-        totals = sums()
-        self._latest = ((what, totals), *self._latest[: NUM_LATEST - 1])
-        return totals
+                return features
+        features = sums()
+        self._latest = ((what, features), *self._latest[: NUM_LATEST - 1])
+        return features
 
     # -- seconds
 
     def seconds(self, shape: StepShape, num_logits: int | None = None) -> float:
         """Expected seconds of a step of which `num_logits` rows need logits (None: one of every
         request)."""
-        return self.seconds_of(self.totals(shape), num_logits)
+        return self.seconds_of(self.features(shape), num_logits)
 
     def decodes_seconds(self, contexts: tuple[int, ...]) -> float:
         """The same of a step with one new token after each of these contexts."""
-        return self.seconds_of(self.decode_totals(contexts))
+        return self.seconds_of(self.decode_features(contexts))
 
     def seconds_of(
         self,
-        totals: StepTotals,
+        features: StepFeatures,
         num_logits: int | None = None,
         drafting_s: float = 0.0,
         host_s: float = 0.0,
@@ -439,42 +446,44 @@ class Pricer:
         """Expected seconds of a step with these sums and `num_logits` rows of logits (None: one
         per request), in which the device makes drafts for `drafting_s` before and the host works
         for `host_s` more than for other such steps."""
-        kernels, launches, compiled = self._kernels(totals, num_logits)
+        kernels, launches, compiled = self._kernels(features, num_logits)
         return combine(
             self._host,
             kernels + compiled.step_s + drafting_s,
-            totals.num_requests,
+            features.num_requests,
             launches,
-            is_lone=is_lone(totals),
-            num_verified=totals.num_verified,
+            is_lone=is_lone(features),
+            num_verified=features.num_verified,
             more_s=host_s,
         )[2]
 
-    def pass_seconds_of(self, totals: StepTotals, num_logits: int | None = None) -> float:
+    def pass_seconds_of(self, features: StepFeatures, num_logits: int | None = None) -> float:
         """Of a pass that drafts: the device's part of such a step, in which the host has none."""
-        kernels, launches, compiled = self._kernels(totals, num_logits)
+        kernels, launches, compiled = self._kernels(features, num_logits)
         return max(kernels + compiled.pass_s, launches * self._host.per_launch_s)
 
-    def _kernels(self, totals: StepTotals, num_logits: int | None) -> tuple[float, int, _Compiled]:
+    def _kernels(
+        self, features: StepFeatures, num_logits: int | None
+    ) -> tuple[float, int, _Compiled]:
         """Seconds of all kernels, and how many are launched one by one."""
-        manner = self._manners.of(totals)
-        compiled = self._compiled_for(manner)
-        num_rows = totals.num_requests if num_logits is None else num_logits
-        num_tokens = sent_tokens(self._host, manner, totals)
+        mode = self._modes.of(features)
+        compiled = self._compiled_for(mode)
+        num_rows = features.num_requests if num_logits is None else num_logits
+        num_tokens = sent_tokens(self._host, mode, features)
         kernels = compiled.tokens.seconds(num_tokens) + compiled.rows.seconds(num_rows)
-        num_decodes, is_mixed = totals.num_decodes, totals.is_mixed
-        for i, sums in enumerate(totals.attention):
+        num_decodes, is_mixed = features.num_decodes, features.is_mixed
+        for i, sums in enumerate(features.attention):
             each = self.attention[i]
             if num_decodes:
                 kernels += each.count * compiled.decode[i].seconds(
                     num_decodes, sums.decode_keys, sums.longest_decode, is_mixed=is_mixed
                 )
-            if totals.num_prefill_tokens:
-                kernels += each.count * each.several_seconds(compiled.check[i], sums, totals)
-        if manner.captured:
+            if features.num_prefill_tokens:
+                kernels += each.count * each.several_seconds(compiled.check[i], sums, features)
+        if mode.captured:
             return kernels, 0, compiled
         launches = self._launches(num_tokens, num_rows)
-        launches += self._num_layers * (bool(num_decodes) + bool(totals.num_prefill_tokens))
+        launches += self._num_layers * (bool(num_decodes) + bool(features.num_prefill_tokens))
         return kernels, launches, compiled
 
     def _launches(self, num_tokens: int, num_rows: int) -> int:
@@ -482,10 +491,10 @@ class Pricer:
         by_tokens = self.by_tokens.num_launches if num_tokens else 0
         return by_tokens + (self.by_rows.num_launches if num_rows else 0)
 
-    def _compiled_for(self, manner: Manner) -> _Compiled:
-        found = self._compiled.get(manner)
+    def _compiled_for(self, mode: ExecutionMode) -> _Compiled:
+        found = self._compiled.get(mode)
         if found is None:
-            found = self._compiled[manner] = _Compiled(self, manner)
+            found = self._compiled[mode] = _Compiled(self, mode)
         return found
 
     def decode_run(
@@ -496,8 +505,8 @@ class Pricer:
         draft."""
         rows = len(contexts)
         num_logits = rows if num_logits is None else num_logits
-        manner = self._manners.of(decode_totals(self.kinds, contexts))
-        compiled = self._compiled_for(manner)
+        mode = self._modes.of(decode_features(self.kinds, contexts))
+        compiled = self._compiled_for(mode)
         fixed_s = compiled.tokens.seconds(rows) + compiled.rows.seconds(num_logits)
         return DecodeRun(
             contexts,
@@ -506,39 +515,39 @@ class Pricer:
             fixed_s,
             compiled.step_s if is_planned else compiled.pass_s,
             self._host if is_planned else replace(self._host, c0_s=0.0, c1_s=0.0),
-            0 if manner.captured else self._launches(rows, num_logits) + self._num_layers,
+            0 if mode.captured else self._launches(rows, num_logits) + self._num_layers,
         )
 
     # -- work
 
     def price(self, shape: StepShape, num_logits: int) -> StepPrice:
         """Raises nothing for any shape; an empty one is free."""
-        return self._price(self.totals(shape), num_logits)
+        return self._price(self.features(shape), num_logits)
 
     def price_decodes(self, contexts: tuple[int, ...]) -> StepPrice:
         """The same of a step with one new token after each of these contexts, all of them
         sampled."""
-        return self._price(self.decode_totals(contexts), len(contexts))
+        return self._price(self.decode_features(contexts), len(contexts))
 
-    def _price(self, totals: StepTotals, num_logits: int) -> StepPrice:
+    def _price(self, features: StepFeatures, num_logits: int) -> StepPrice:
         flops, moved, ideal = map(
             sum,
             zip(
-                self.by_tokens.work(totals.num_tokens),
+                self.by_tokens.work(features.num_tokens),
                 self.by_rows.work(num_logits),
                 *(
-                    each.work(sums, totals)
-                    for each, sums in zip(self.attention, totals.attention, strict=True)
+                    each.work(sums, features)
+                    for each, sums in zip(self.attention, features.attention, strict=True)
                 ),
                 strict=True,
             ),
         )
         own_flops = own_bytes = 0.0
-        for each, sums in zip(self.attention, totals.attention, strict=True):
+        for each, sums in zip(self.attention, features.attention, strict=True):
             own = each.own_work(sums)
             own_flops += own[0]
             own_bytes += own[1]
-        tp, seconds = self.setup.layout.tp, self.seconds_of(totals, num_logits)
+        tp, seconds = self.setup.layout.tp, self.seconds_of(features, num_logits)
         return StepPrice(seconds, ideal, tp * flops, tp * moved, own_flops, own_bytes)
 
     def own_work(self, num_tokens: int, before: int) -> tuple[float, float]:

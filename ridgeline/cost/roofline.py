@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 
 from ridgeline.cost.communication import message_s, wire
 from ridgeline.cost.constants import ORIGINS, Calibration, HostConstants, MatmulConstants, Origin
+from ridgeline.cost.execution_mode import SINGLE, ExecutionMode, ExecutionModes, sent_tokens
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.manner import SINGLE, Manner, Manners, sent_tokens
 from ridgeline.cost.ops import COLLECTIVES, Op, step_ops, token_ops
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import StepTotals, attention_kinds, step_totals
+from ridgeline.cost.step_features import StepFeatures, attention_kinds, step_features
 from ridgeline.step import StepShape
 
 BOUNDS = ("compute", "memory", "link", "latency")
@@ -77,20 +77,20 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
     """The cost of a step of (new tokens, context before them) per request."""
     constants, device = setup.constants, setup.device
     ops = step_ops(setup.spec, shape, setup.layout, setup.precision, num_logits)
-    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
-    manner = Manners(setup).of(totals)
-    costs = tuple(op_cost(op, device, constants, manner) for op in ops)
-    sent = sent_tokens(constants.host, manner, totals)
-    if sent > totals.num_tokens:
-        costs = _as_sent(costs, setup, manner, totals.num_tokens, sent)
-    beside_s = constants.host.captured_s if manner.captured else 0.0
+    features = step_features(tuple(attention_kinds(setup.spec)), shape)
+    mode = ExecutionModes(setup).of(features)
+    costs = tuple(op_cost(op, device, constants, mode) for op in ops)
+    sent = sent_tokens(constants.host, mode, features)
+    if sent > features.num_tokens:
+        costs = _as_sent(costs, setup, mode, features.num_tokens, sent)
+    beside_s = constants.host.captured_s if mode.captured else 0.0
     device_s, host_s, expected_s = combine(
         constants.host,
         sum(cost.expected_s for cost in costs) + beside_s,
         len(shape),
-        0 if manner.captured else sum(op.count for op in ops),
-        is_lone=is_lone(totals),
-        num_verified=totals.num_verified,
+        0 if mode.captured else sum(op.count for op in ops),
+        is_lone=is_lone(features),
+        num_verified=features.num_verified,
     )
     return StepCost(
         costs,
@@ -106,7 +106,7 @@ def step_cost(setup: Setup, shape: StepShape, num_logits: int | None = None) -> 
 
 
 def _as_sent(
-    costs: Sequence[OpCost], setup: Setup, manner: Manner, num_tokens: int, sent: int
+    costs: Sequence[OpCost], setup: Setup, mode: ExecutionMode, num_tokens: int, sent: int
 ) -> tuple[OpCost, ...]:
     """With what the operators of that many tokens take longer for `sent` of them. What must be read
     and computed, and what binds, is still that of the tokens there are."""
@@ -114,8 +114,8 @@ def _as_sent(
     more: dict[Op, float] = {}
     both = (token_ops(setup.spec, n, setup.layout, setup.precision) for n in (num_tokens, sent))
     for op, as_sent in zip(*both, strict=True):
-        more_s = op_cost(as_sent, device, constants, manner).expected_s
-        more_s -= op_cost(op, device, constants, manner).expected_s
+        more_s = op_cost(as_sent, device, constants, mode).expected_s
+        more_s -= op_cost(op, device, constants, mode).expected_s
         one = replace(op, count=1)
         more[one] = more.get(one, 0.0) + more_s
     return tuple(
@@ -124,9 +124,9 @@ def _as_sent(
     )
 
 
-def is_lone(totals: StepTotals) -> bool:
+def is_lone(features: StepFeatures) -> bool:
     """Prompts and nothing else: no step before it is sure to run while it is prepared."""
-    return totals.has_prompts and not totals.num_decodes
+    return features.has_prompts and not features.num_decodes
 
 
 def combine(
@@ -157,10 +157,10 @@ def op_cost(
     op: Op,
     device: Device,
     calibration: Calibration,
-    manner: Manner = SINGLE,
+    mode: ExecutionMode = SINGLE,
 ) -> OpCost:
     """Ideal and expected seconds of all `op.count`, and what binds."""
-    parts = _parts(op, device, calibration, manner)
+    parts = _parts(op, device, calibration, mode)
     ideal = _ideal(op, device)
     expected = max(parts.pop("total"), ideal)
     return OpCost(
@@ -178,24 +178,26 @@ def _ideal(op: Op, device: Device) -> float:
     return max(op.flops / device.peak(op.dtype_on(device.kind)), op.bytes / device.bandwidth)
 
 
-def _parts(op: Op, device: Device, calibration: Calibration, manner: Manner) -> dict[str, float]:
+def _parts(
+    op: Op, device: Device, calibration: Calibration, mode: ExecutionMode
+) -> dict[str, float]:
     """Seconds of one: "total", and the share of each resource by itself."""
     host = calibration.host
-    wait = manner.wait(host)
-    if op.name in manner.own.value:
+    wait = mode.wait(host)
+    if op.name in mode.own.value:
         return {"total": 0.0, "memory": op.bytes / device.bandwidth}
     if op.kind in COLLECTIVES:
         return _message_parts(op, device, calibration)
     if op.kind == "matmul":
         constants = calibration.matmul_for(op.dtype_on(device.kind), op.weights)
-        return _matmul_parts(op, device, constants, wait * manner.product_t0(host))
+        return _matmul_parts(op, device, constants, wait * mode.product_t0(host))
     if op.kind == "decode_attention":
         return _decode_parts(op, device, calibration, wait)
     if op.kind == "prefill_attention":
         return _prefill_parts(op, device, calibration)
     if op.kind == "check_attention":
         return _check_parts(op, device, calibration, wait)
-    launch = manner.pass_t0(host) * (wait if op.name == WRITES_CACHE else 1.0)
+    launch = mode.pass_t0(host) * (wait if op.name == WRITES_CACHE else 1.0)
     stream = calibration.stream_for(op.name, op.kind, op.dtype)
     memory, latency = op.bytes / (stream.e_m * device.bandwidth), launch * stream.t0_s
     return {"total": memory + latency, "memory": memory, "latency": latency}

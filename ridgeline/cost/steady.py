@@ -173,7 +173,7 @@ def steady(
     return Steady(
         setup=setup,
         pace=found,
-        saturated=saturation(pricer, load, max(batch, min(largest, seats(setup))), stages),
+        saturated=saturation(pricer, load, max(batch, min(largest, slots(setup))), stages),
         decode=step_cost(setup, decode_shape(shape_load.batch, load.middle_context)),
         prefill=step_cost(setup, ((own, (num_input - own) // 2),)),
         mixed=None if shape_load.batch == 1 else _mixed_cost(setup, shape_load, found),
@@ -192,7 +192,7 @@ def token_budget(setup: Setup) -> int:
     return TOKEN_BUDGET.get(setup.device.kind, DEFAULT_TOKEN_BUDGET)
 
 
-def seats(setup: Setup) -> int:
+def slots(setup: Setup) -> int:
     """Requests at once where nobody says, of all pipeline stages."""
     return SEATS.get(setup.device.kind, DEFAULT_SEATS) * setup.layout.pp
 

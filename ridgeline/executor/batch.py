@@ -249,18 +249,18 @@ class BatchBuilder:
 
     def _mixed_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
         if len(rows) == 1:
-            return self._lone_batch(scheduled, rows)
+            return self._single_batch(scheduled, rows)
         starts = np.array([entry.start for entry in scheduled], np.int64)
         lens = np.array([entry.num_tokens for entry in scheduled], np.int64)
         known = self._known_tokens(scheduled, rows)
         due = [place for place, entry in enumerate(scheduled) if entry.samples]
-        wanted_R = None
+        logits_indices_R = None
         if len(due) < len(known[0]) and not any(map(wants_prompt, scheduled, rows)):
-            wanted_R = lens.cumsum()[due] - 1
-        mixed = self._mixed_step(rows, starts, lens, *known, wanted_R)
+            logits_indices_R = lens.cumsum()[due] - 1
+        mixed = self._mixed_step(rows, starts, lens, *known, logits_indices_R)
         return StepBatch(mixed, rows, scheduled, None, has_prompts=True, due=due)
 
-    def _lone_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
+    def _single_batch(self, scheduled: Sequence[ScheduledRequest], rows: list[Row]) -> StepBatch:
         """The same of one row, in few calls: a prompt alone waits for them."""
         entry, row, size = scheduled[0], rows[0], self._block_size
         start, num = entry.start, entry.num_tokens
@@ -271,12 +271,12 @@ class BatchBuilder:
             places = table[row.slot, first:last, None] * np.int64(size) + self._offsets
             slots.append(places.reshape(-1)[begin : begin + num])
         known = self._known_tokens(scheduled, rows)
-        wanted_R = None
+        logits_indices_R = None
         if entry.samples and num > 1 and not wants_prompt(entry, row):
-            wanted_R = np.array([num - 1], np.int64)
+            logits_indices_R = np.array([num - 1], np.int64)
         row_1, start_1, num_1, end_1 = np.array([[row.slot], [0], [num], [end]], np.int64)
         positions = np.arange(start, end)
-        mixed = MixedStep(*known, positions, slots, row_1, start_1, num_1, end_1, wanted_R)
+        mixed = MixedStep(*known, positions, slots, row_1, start_1, num_1, end_1, logits_indices_R)
         due = [0] if entry.samples else []
         return StepBatch(mixed, rows, scheduled, None, has_prompts=True, due=due)
 
@@ -289,7 +289,7 @@ class BatchBuilder:
             return None
         next_positions = mixed.seq_lens_B[due]
         places_R = None
-        if mixed.wanted_R is None:
+        if mixed.logits_indices_R is None:
             places = mixed.starts_B[due] + mixed.num_new_B[due] - 1
             places_R, next_R = self._transfer.send_all([places, next_positions])
         else:
@@ -304,7 +304,7 @@ class BatchBuilder:
         lens: Array,
         token_ids: Array,
         sources: Array,
-        wanted_R: Array | None = None,
+        logits_indices_R: Array | None = None,
     ) -> MixedStep:
         """`lens` tokens of each row, from position `starts` on."""
         query_start = lens.cumsum() - lens
@@ -316,7 +316,7 @@ class BatchBuilder:
             self._cache_slots(table[row_of_T, blocks], offsets) for table in self._rows.tables_NM
         ]
         ends = starts + lens
-        about = slots, query_start, lens, ends, wanted_R
+        about = slots, query_start, lens, ends, logits_indices_R
         return MixedStep(token_ids, sources, positions, cache_slots, *about)
 
     def send(self, step: MixedStep) -> ForwardBatch:
@@ -336,7 +336,7 @@ class BatchBuilder:
                 unknown,
                 query_start,
                 decode_lens,
-                step.wanted_R if step.wanted_R is not None else unknown[0],
+                step.logits_indices_R if step.logits_indices_R is not None else unknown[0],
                 *step.slots_T,
                 *tables,
             ]
@@ -355,8 +355,8 @@ class BatchBuilder:
             decode_lens_B=sent[4],
         )
         wanted = None
-        if step.wanted_R is not None:
-            wanted = Wanted(sent[5], is_last=len(step.wanted_R) == len(starts) == 1)
+        if step.logits_indices_R is not None:
+            wanted = Wanted(sent[5], is_last=len(step.logits_indices_R) == len(starts) == 1)
         return ForwardBatch(token_ids_T, sent[1], layout, wanted)
 
     def _known_tokens(

@@ -19,7 +19,6 @@ from ridgeline.architectures.kv_groups import KVGroup
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.devices import Device
 from ridgeline.errors import EngineFault, InternalError, check
-from ridgeline.executor.alone import LoneSampler, PieceBuilder, lone_logprobs
 from ridgeline.executor.batch import (
     BatchBuilder,
     CapturedBatch,
@@ -27,6 +26,7 @@ from ridgeline.executor.batch import (
     SamplingStep,
     StepBatch,
 )
+from ridgeline.executor.batch_invariant import InvariantSampler, PieceBuilder, invariant_logprobs
 from ridgeline.executor.decode_graphs import DecodeGraphs
 from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.draft_batch import DraftBatch
@@ -120,7 +120,7 @@ class LocalExecutor:
             self._mixed = MixedGraphs(
                 *shared, max_tokens=max_captured_tokens, all_pieces=deterministic
             )
-        self._lone = LoneSampler(vocab_size, self._transfer) if deterministic else None
+        self._invariant = InvariantSampler(vocab_size, self._transfer) if deterministic else None
         self._builder = (PieceBuilder if deterministic else BatchBuilder)(
             self._rows,
             block_size,
@@ -305,8 +305,8 @@ class LocalExecutor:
         """Tokens of the rows that are due, -1 where logits were not finite; the rows remember
         theirs on the device."""
         counts, kept, positions_R = self._rows.counts, sampling.kept, sampling.positions_R
-        if self._lone is not None:
-            sampled = self._lone.sample(sampling, logits_RV, counts)
+        if self._invariant is not None:
+            sampled = self._invariant.sample(sampling, logits_RV, counts)
         else:
             sampled = sample(logits_RV, kept.batch, positions_R, sampling.host_positions, counts)
         ids_R = sampled.token_ids_R
@@ -330,8 +330,8 @@ class LocalExecutor:
     def _logprobs(
         self, logits_RV: torch.Tensor, ids_R: torch.Tensor, wanted: LogprobRows
     ) -> LogprobTensors:
-        if self._lone is not None:
-            return lone_logprobs(logits_RV, ids_R, wanted)
+        if self._invariant is not None:
+            return invariant_logprobs(logits_RV, ids_R, wanted)
         return token_logprobs(logits_RV, ids_R[wanted.rows_L], max(wanted.top_ks), wanted.rows_L)
 
     def _pending(

@@ -44,8 +44,8 @@ KNOWN_TO_HOST = -1
 class MixedStep:
     """What the host knows of a step: arrays over its T tokens (int64), over its B requests, and
     the same slots for each KV group. `sources_T` is the row whose last token this one is, where
-    only the device knows it, else -1. `wanted_R` are the tokens whose hidden states are asked for;
-    None: all."""
+    only the device knows it, else -1. `logits_indices_R` are the tokens whose hidden states are
+    asked for; None: all."""
 
     token_ids_T: Array
     sources_T: Array
@@ -55,7 +55,7 @@ class MixedStep:
     starts_B: Array
     num_new_B: Array
     seq_lens_B: Array
-    wanted_R: Array | None = None
+    logits_indices_R: Array | None = None
 
 
 class Work(Enum):
@@ -104,7 +104,7 @@ class _Sent:
     sources_T: torch.Tensor
     positions_T: torch.Tensor
     slots_gT: torch.Tensor
-    wanted_R: torch.Tensor
+    logits_indices_R: torch.Tensor
     rows_D: torch.Tensor
     seq_lens_D: torch.Tensor
     query_start_D1: torch.Tensor
@@ -167,7 +167,7 @@ class MixedGraphs:
             work = Work.WHOLE
         elif num_tokens > LONGEST_PIECE and _has_long(step):
             return None
-        num_wanted = num_tokens if step.wanted_R is None else len(step.wanted_R)
+        num_wanted = num_tokens if step.logits_indices_R is None else len(step.logits_indices_R)
         size = _Size(bucket, room, _room_of_wanted(bucket, max(room, num_wanted)))
         sent = self._fill(step, size, is_decode, work)
         if sent is None:
@@ -232,7 +232,7 @@ class MixedGraphs:
         sent[at.positions : at.positions + num] = step.positions_T
         for slots_T, begin in zip(step.slots_T, range(at.slots, at.wanted, bucket), strict=True):
             sent[begin : begin + num] = slots_T
-        wanted = np.arange(num) if step.wanted_R is None else step.wanted_R
+        wanted = np.arange(num) if step.logits_indices_R is None else step.logits_indices_R
         sent[at.wanted : at.wanted + len(wanted)] = wanted
         which: Array | slice = slice(None)
         if size.decodes:
@@ -313,7 +313,7 @@ class MixedGraphs:
         known = sent.sources_T < 0
         last_ids_T = self._rows.last_ids_N.index_select(0, sent.sources_T.clamp(min=0))
         token_ids_T = sent.token_ids_T.where(known, last_ids_T)
-        batch = ForwardBatch(token_ids_T, sent.positions_T, layout, Wanted(sent.wanted_R))
+        batch = ForwardBatch(token_ids_T, sent.positions_T, layout, Wanted(sent.logits_indices_R))
         hidden_RE = self._decoder.forward(batch, self._kv)
         self._hidden[: len(hidden_RE)].copy_(hidden_RE)
 

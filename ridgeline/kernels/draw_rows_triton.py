@@ -158,7 +158,7 @@ def _draw_rows(
     PDL: tl.constexpr,
 ):
     """Each chunk leaves its largest logit, best score and token for the merge: how scores are
-    rounded does not depend on how many chunks a program takes, hence not on the company."""
+    rounded does not depend on how many chunks a program takes, hence not on the batch."""
     row = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     if PDL:

@@ -31,6 +31,7 @@ from ridgeline.kernels.int4_linear_records import (
     pack_records,
     unpack_records,
 )
+from ridgeline.kernels.large_m_linear import large_m_linear
 from ridgeline.kernels.quantized_matrix import (
     SIZES,
     Parameters,
@@ -40,7 +41,6 @@ from ridgeline.kernels.quantized_matrix import (
 )
 from ridgeline.kernels.small_linear import Beside, Fusion
 from ridgeline.kernels.stream_linear import compiles, multiprocessors
-from ridgeline.kernels.tall_linear import tall_linear
 from ridgeline.kernels.tile_linear import ALIGNMENT
 from ridgeline.kernels.tiles import Place, Tile, bucket, find_tile, is_measured, kind_of
 
@@ -282,7 +282,7 @@ def _tall(x_TI: torch.Tensor, records: Records, fusion: Fusion) -> torch.Tensor 
     is_known = fusion == Fusion(is_gated=True) and form.outputs * form.inputs <= LIBRARY_NUMBERS
     if not is_known or x_TI.shape[0] <= MAX_TILED or x_TI.dtype != torch.bfloat16:
         return None
-    return tall_linear(x_TI, unpack(records, x_TI.dtype, 0, form.outputs))
+    return large_m_linear(x_TI, unpack(records, x_TI.dtype, 0, form.outputs))
 
 
 def _asked(x_TI: torch.Tensor, form: Form, fusion: Fusion) -> Asked:

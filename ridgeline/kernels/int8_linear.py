@@ -4,7 +4,7 @@ For a few rows of bfloat16 reading W is the time, and one kernel does all (`stre
 rounds x to int8 as it goes, in pieces of 128. Of more rows each becomes int8 with one scale first
 (`quantize_rows`), and tensor cores multiply whole numbers (`tile_linear`, or the stream again).
 Those sums are exact, and what follows them is the same few operations everywhere, each rounded: so
-such a row of y has the same bits whatever the kernel, its tile and the company (`invariant`).
+such a row of y has the same bits whatever the kernel, its tile and the batch (`invariant`).
 Letters: M rows, K inputs, N rows of W, O outputs: N, or N / 2 if gated.
 """
 

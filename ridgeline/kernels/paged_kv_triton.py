@@ -159,7 +159,7 @@ def encoded_4(first_HD, second_HD):
 
 
 @triton.jit
-def turned_halves(first_HD, second_HD, HALF: tl.constexpr, PRECISION: tl.constexpr):
+def rotated_halves(first_HD, second_HD, HALF: tl.constexpr, PRECISION: tl.constexpr):
     """`paged_kv.hadamard` of heads in two halves, float32. A matrix of twice the size is four of
     this one, the last with its sign turned."""
     sign_DD = signs(HALF)

@@ -18,9 +18,9 @@ from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_kv_triton import (
     encoded_4,
     encoded_8,
+    rotated_halves,
     scaling,
     scaling_strides,
-    turned_halves,
 )
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms
 
@@ -203,7 +203,7 @@ def _qk_norm_rope_write(
             tl.store(v_to, first_code, v_chosen)
             tl.store(v_to + SIZE // 2, second_code, v_chosen)
         else:
-            k_first, k_second = turned_halves(first, second, HALF, PRECISION)
+            k_first, k_second = rotated_halves(first, second, HALF, PRECISION)
             first = tl.where(is_k[:, None], k_first, first)
             second = tl.where(is_k[:, None], k_second, second)
             pair, scale, low = encoded_4(first, second)

@@ -17,23 +17,31 @@ from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import Wanted
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, InternalError
-from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
+from ridgeline.kernels.cpu.elementwise import rotate_and_write, runs_native
 from ridgeline.kernels.paged_decode_cuda import Prologue
-from ridgeline.kernels.qk_norm_rope_write import HeadNorms, PagedKV, qk_norm_rope_write, rotate_
+from ridgeline.kernels.qk_norm_rope_write import (
+    HeadNorms,
+    PagedKV,
+    qk_norm_rope_write,
+    qk_norm_rope_write_reference,
+    rotate_,
+)
 from ridgeline.kvcache import LayerKV
 from ridgeline.layers.hidden import Hidden
 from ridgeline.layers.linear import Linear, Part
 from ridgeline.layers.norm import RMSNorm
 
+HEADS = 4  # of a program
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What one step means to the layers of one KV group and rotation. `turned_T1D`: cosines and
+    """What one step means to the layers of one KV group and rotation. `rotated_T1D`: cosines and
     signed sines of the step's positions; None where a kernel looks them up in `table_L2D`."""
 
     table_L2D: torch.Tensor
     positions_T: torch.Tensor
-    turned_T1D: tuple[torch.Tensor, torch.Tensor] | None
+    rotated_T1D: tuple[torch.Tensor, torch.Tensor] | None
     slots_T: torch.Tensor
     plan: Any
 
@@ -126,13 +134,13 @@ class Attention:
         if self.spec.norms_all_heads:
             self._norm_all_heads(qkv_TC)
         backend = self.backend
-        if step.turned_T1D is None:
+        if step.rotated_T1D is None:
             if backend.takes_product(layer_kv, step.plan, self.spec, qkv_TC.dtype):
                 prologue = Prologue(step.table_L2D, step.slots_T, self._head_norms)
                 return backend.attend_product(qkv_TC, prologue, layer_kv, step.plan, self.spec)
-            q_THD = self._turn_and_write(qkv_TC, step, layer_kv)
+            q_THD = self._rotate_and_write(qkv_TC, step, layer_kv)
         else:
-            q_THD = self._turn(qkv_TC, *step.turned_T1D)
+            q_THD = self._rotate(qkv_TC, *step.rotated_T1D)
             layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
         if is_last:
             out_1HD = backend.attend_last(q_THD[-1:], layer_kv, step.plan, self.spec)
@@ -140,7 +148,7 @@ class Attention:
                 return out_1HD
         return backend.attend(q_THD, layer_kv, step.plan, self.spec)
 
-    def _turn_and_write(
+    def _rotate_and_write(
         self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
     ) -> torch.Tensor:
         """Norms, rotation and the write to the cache in one kernel; the queries."""
@@ -148,7 +156,7 @@ class Attention:
             raise InternalError("this KV format is not written in place")
         table, positions_T, slots_T = step.table_L2D, step.positions_T, step.slots_T
         if not qkv_TC.is_cuda:
-            return turn_and_write(qkv_TC, table, positions_T, slots_T, views, self._head_norms)
+            return rotate_and_write(qkv_TC, table, positions_T, slots_T, views, self._head_norms)
         return qk_norm_rope_write(
             qkv_TC, table, positions_T, slots_T, views, norms=self._head_norms
         )
@@ -168,19 +176,19 @@ class Attention:
             return None
         return HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
 
-    def _turn(
+    def _rotate(
         self, qkv_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
     ) -> torch.Tensor:
         """The same without the write, in place, by torch's kernels."""
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         tokens, width = qkv_TC.shape
-        turned_TND = qkv_TC.as_strided((tokens, heads + kv_heads, size), (width, size, 1))
+        rotated_TND = qkv_TC.as_strided((tokens, heads + kv_heads, size), (width, size, 1))
         by_head = not self.spec.norms_all_heads
         if by_head and self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = turned_TND[:, :heads], turned_TND[:, heads:]
+            q_THD, k_TKD = rotated_TND[:, :heads], rotated_TND[:, heads:]
             q_THD.copy_(self.q_norm(q_THD))
             k_TKD.copy_(self.k_norm(k_TKD))
-        rotate_(turned_TND, cos_T1D, sin_T1D)
+        rotate_(rotated_TND, cos_T1D, sin_T1D)
         return qkv_TC.as_strided((tokens, heads, size), (width, size, 1))
 
     @property
@@ -194,3 +202,18 @@ class Attention:
 
 def _times(shard: Shard, size: int) -> Shard:
     return Shard(shard.start * size, shard.length * size)
+
+
+class InvariantAttention(Attention):
+    def _rotate_and_write(
+        self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
+    ) -> torch.Tensor:
+        if (views := layer_kv.views) is None:
+            raise InternalError("this KV format is not written in place")
+        norms = self._head_norms
+        where = step.table_L2D, step.positions_T, step.slots_T, views
+        if not qkv_TC.is_cuda:
+            return qk_norm_rope_write_reference(qkv_TC, *where, norms=norms)
+        from ridgeline.kernels.qk_norm_rope_write_triton import qk_norm_rope_write_triton
+
+        return qk_norm_rope_write_triton(qkv_TC, *where, norms=norms, block_heads=HEADS)

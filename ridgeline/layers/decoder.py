@@ -21,16 +21,14 @@ from ridgeline.attention.layout import ForwardBatch, Wanted
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache, LayerKV
-from ridgeline.layers.attention import Attention, AttentionStep
+from ridgeline.layers.attention import Attention, AttentionStep, InvariantAttention
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden
-from ridgeline.layers.invariant_attention import InvariantAttention
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.norm import RMSNorm
-from ridgeline.layers.piece import Piece, TensorSource, arriving
-from ridgeline.layers.random_source import RandomSource
+from ridgeline.layers.piece import Piece, RandomSource, TensorSource, arriving
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat, open_vocabulary_format

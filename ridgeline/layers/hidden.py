@@ -1,6 +1,6 @@
 """The hidden states between the parts of a decoder, and what is still to be added to them.
 
-A part leaves what it adds as `pending_TE`, so that the sum and the norm in front of the next part
+A part leaves what it adds as `partial_TE`, so that the sum and the norm in front of the next part
 are one kernel; or a product adds it in place, where it can. Letters: T tokens, R of them, E hidden.
 """
 
@@ -13,26 +13,26 @@ from ridgeline.layers.norm import RMSNorm
 
 
 class Hidden:
-    __slots__ = ("pending_TE", "sum_TE")
+    __slots__ = ("partial_TE", "sum_TE")
 
     def __init__(self, sum_TE: torch.Tensor) -> None:
         self.sum_TE = sum_TE
-        self.pending_TE: torch.Tensor | None = None
+        self.partial_TE: torch.Tensor | None = None
 
     def normed(self, norm: RMSNorm | None) -> torch.Tensor:
         """[T, E], of the whole sum; without a norm the sum itself."""
         if norm is None:
             return self.whole()
-        pending_TE, self.pending_TE = self.pending_TE, None
-        return norm.of_sum(pending_TE, self.sum_TE)
+        partial_TE, self.partial_TE = self.partial_TE, None
+        return norm.of_sum(partial_TE, self.sum_TE)
 
     def unnormed(self, norm: RMSNorm, *, is_gated: bool = False) -> tuple[torch.Tensor, Fusion]:
         """x, and what makes the normed states of it, for a product that takes both; nothing is
         changed here."""
-        if self.pending_TE is None:
+        if self.partial_TE is None:
             return self.sum_TE, Fusion(norm=norm.as_input, is_gated=is_gated)
         fusion = Fusion(norm=norm.as_input, is_gated=is_gated, sum_TI=self.sum_TE)
-        return self.pending_TE, fusion
+        return self.partial_TE, fusion
 
     def last_of(self, num_new: int) -> Hidden:
         """The same of the last of each `num_new` tokens alone: views, of which one is to be used,
@@ -40,27 +40,27 @@ class Hidden:
         if num_new == 1:
             return self
         some = Hidden(self.sum_TE[num_new - 1 :: num_new])
-        if self.pending_TE is not None:
-            some.pending_TE = self.pending_TE[num_new - 1 :: num_new]
+        if self.partial_TE is not None:
+            some.partial_TE = self.partial_TE[num_new - 1 :: num_new]
         return some
 
-    def keep(self, wanted_R: torch.Tensor) -> None:
+    def keep(self, logits_indices_R: torch.Tensor) -> None:
         """These tokens alone, from here on."""
-        if not len(wanted_R):  # no kernel for nothing
-            self.sum_TE, self.pending_TE = self.sum_TE[:0], None
+        if not len(logits_indices_R):  # no kernel for nothing
+            self.sum_TE, self.partial_TE = self.sum_TE[:0], None
             return
-        self.sum_TE = self.sum_TE.index_select(0, wanted_R)
-        if self.pending_TE is not None:
-            self.pending_TE = self.pending_TE.index_select(0, wanted_R)
+        self.sum_TE = self.sum_TE.index_select(0, logits_indices_R)
+        if self.partial_TE is not None:
+            self.partial_TE = self.partial_TE.index_select(0, logits_indices_R)
 
     def add(self, y_TE: torch.Tensor, norm: RMSNorm | None = None) -> None:
         """y, or its norm, is still to be added."""
         self.whole()
-        self.pending_TE = y_TE if norm is None else norm(y_TE)
+        self.partial_TE = y_TE if norm is None else norm(y_TE)
 
     def whole(self) -> torch.Tensor:
         """[T, E], nothing pending any more."""
-        if self.pending_TE is not None:
-            self.sum_TE.add_(self.pending_TE)
-            self.pending_TE = None
+        if self.partial_TE is not None:
+            self.sum_TE.add_(self.partial_TE)
+            self.partial_TE = None
         return self.sum_TE

@@ -73,7 +73,7 @@ class Linear:
         if norm is not None and (is_gated or activation is None):
             y_TO = self._fused(*hidden.unnormed(norm, is_gated=is_gated))
             if y_TO is not None:
-                hidden.pending_TE = None
+                hidden.partial_TE = None
                 return y_TO
         if activation is None:
             return self(hidden.normed(norm))
@@ -101,7 +101,7 @@ class Linear:
         """Of x, added to the hidden states, after its `norm` if there is one; `of_gated`: a row of
         x is gate and up, 2 * I, and silu(gate) * up is meant. Only where `gates_input` says so."""
         is_whole = self.columns is None or self.placement.size == 1
-        if is_whole and norm is None and hidden.pending_TE is None:
+        if is_whole and norm is None and hidden.partial_TE is None:
             fusion = Fusion(residual_TO=hidden.sum_TE, of_gated=of_gated)
             if self._fused(x_TI, fusion) is not None:
                 return

@@ -114,7 +114,7 @@ def _drafting_engine(num_draft_tokens: int | None, num_out: int) -> Engine:
     )
     engine = Engine(scheduler, DraftingStub(blocks, num_out), WallClock(), max_in_flight=2)
     pricing = Pricing(lambda shape, num_logits: StepPrice(1e-3, 1e-3, 1.0, 1.0))
-    pricing.followers.append(chooser.on_priced)
+    pricing.listeners.append(chooser.on_priced)
     engine.listeners.append(pricing)
     engine.add(_request(0, context, num_tokens))
     for _ in range(NUM_STEPS):

@@ -24,7 +24,7 @@ from ridgeline.attention.layout import AttentionLayout
 from ridgeline.cost.ops import Op, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.devices import Device
-from ridgeline.kernels.cpu.elementwise import runs_native, turn_and_write
+from ridgeline.kernels.cpu.elementwise import rotate_and_write, runs_native
 from ridgeline.kernels.draw_rows import draw_rows
 from ridgeline.kernels.paged_decode_cuda import Prologue
 from ridgeline.kernels.qk_norm_rope_write import HeadNorms, qk_norm_rope_write, rotate_
@@ -164,7 +164,7 @@ def _rope_and_cache(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
         there,
     )
     qkv_TC = bench.numbers(num_tokens, (heads + 2 * kv_heads) * size)
-    turned_TND = qkv_TC.view(num_tokens, -1, size)[:, : heads + kv_heads]
+    rotated_TND = qkv_TC.view(num_tokens, -1, size)[:, : heads + kv_heads]
     angles_T1D = torch.rand(num_tokens, 1, size, device=there)
     slots_T = torch.arange(BLOCK_SIZE, BLOCK_SIZE + num_tokens, device=there)
     weight_D = bench.numbers(size)
@@ -178,12 +178,12 @@ def _rope_and_cache(bench: Bench, spec: ModelSpec, num_tokens: int) -> Call:
             qk_norm_rope_write(qkv_TC, table_L2D, positions_T, slots_T, views, norms=norms)
             return
         if views is not None and runs_native(there, bench.torch_dtype):
-            turn_and_write(qkv_TC, table_L2D, positions_T, slots_T, views, norms)
+            rotate_and_write(qkv_TC, table_L2D, positions_T, slots_T, views, norms)
             return
         if attention.qk_norm:
-            for part in (turned_TND[:, :heads], turned_TND[:, heads:]):
+            for part in (rotated_TND[:, :heads], rotated_TND[:, heads:]):
                 part.copy_(rms_norm(part, weight_D, spec.norm_eps))
-        rotate_(turned_TND, angles_T1D, angles_T1D)
+        rotate_(rotated_TND, angles_T1D, angles_T1D)
         layer = cache.layers[number % len(cache.layers)]
         layer.write(slots_T, qkv_TC[:, heads * size :])
 

@@ -11,12 +11,18 @@ import torch
 
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import HostConstants
+from ridgeline.cost.execution_mode import (
+    Footprint,
+    is_captured,
+    most_tokens_of,
+    own_of,
+    still_there,
+)
 from ridgeline.cost.fit import ALONE, CHECKS, Point
 from ridgeline.cost.layout import ONE_DEVICE
-from ridgeline.cost.manner import Footprint, is_captured, most_tokens_of, own_of, still_there
 from ridgeline.cost.ops import Op, layer_products, step_ops
 from ridgeline.cost.precision import Precision
-from ridgeline.cost.totals import attention_kinds, step_totals
+from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.costing import engine_host
 from ridgeline.devices import Device
 from ridgeline.errors import ConfigError, EngineFault
@@ -307,7 +313,7 @@ class Session:
         host: HostConstants,
     ) -> Point:
         precision, kinds = Precision(dtype), tuple(attention_kinds(sample.spec))
-        totals = step_totals(kinds, shape)
+        totals = step_features(kinds, shape)
         captured = is_captured(host, totals)
         products = layer_products(sample.spec, ONE_DEVICE, precision)
         point = step_point(what, sample, dtype, shape, seconds, captured)
@@ -427,7 +433,7 @@ def draft_ops(
 def described(shape: StepShape) -> str:
     """A step shape in words."""
     contexts = [before + 1 for new, before in shape if new == 1]
-    if step_totals((), shape).is_verification:
+    if step_features((), shape).is_verification:
         draft_tokens, mean = max(new for new, _ in shape) - 1, sum(b for _, b in shape) / len(shape)
         return f"check {len(shape)} x {round(mean)}, {draft_tokens} drafts"
     chunks = [f"prefill {new}" for new, _ in shape if new > 1]

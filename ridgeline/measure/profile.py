@@ -340,7 +340,7 @@ class _Prices:
         )
         if prompts and self.reads_prompts and isinstance(drafter, DraftSteps):
             pricer = drafter.pricer
-            draft_s += pricer.pass_seconds_of(pricer.totals(prompts), 0)
+            draft_s += pricer.pass_seconds_of(pricer.features(prompts), 0)
             passes.append(step_cost(pricer.setup, prompts, 0))
         return _PlanCost(tuple(passes), draft_s)
 

@@ -70,7 +70,7 @@ class _Waiting:
         )
 
 
-class ShortcutExecutor:
+class SyntheticKVExecutor:
     """The executor inside, except for the plans that are skipped. A request whose row is open
     there must not be scheduled by a skipped plan. What `timer` is set to times the others."""
 
@@ -156,7 +156,7 @@ class StepBench(Listener):
     `most_alone`: tokens of the largest decode step that `alone` can time; 0: none."""
 
     engine: Engine
-    shortcut: ShortcutExecutor
+    synthetic: SyntheticKVExecutor
     vocabulary: int
     timer: DeviceTimer | None = None
     most_alone: int = 0
@@ -237,7 +237,7 @@ class StepBench(Listener):
     def _timed(self, steps: int) -> tuple[float, ...]:
         """Seconds of the next steps, one by one; fewer where the host is too late again and again,
         as one that waits for the device would be with any pause."""
-        self.shortcut.timer = timer = self.timer
+        self.synthetic.timer = timer = self.timer
         found: list[float] = []
         num_late = 0
         try:
@@ -248,7 +248,7 @@ class StepBench(Listener):
                 else:
                     found.append(seconds)
         finally:
-            self.shortcut.timer = None
+            self.synthetic.timer = None
         return tuple(found)
 
     @contextmanager
@@ -294,7 +294,7 @@ class StepBench(Listener):
     def _reach(self, num_requests: int, context: int, steps: int) -> None:
         """Requests that have just finished their prompts of `context` tokens; one step of theirs
         has been computed, so that their rows exist."""
-        self.shortcut.is_skipping = True
+        self.synthetic.is_skipping = True
         for _ in range(num_requests):
             self._add(context, steps + num_requests + 64)
         while any(
@@ -303,7 +303,7 @@ class StepBench(Listener):
         ):
             self.engine.step()
         self._settle()
-        self.shortcut.is_skipping = False
+        self.synthetic.is_skipping = False
         if num_requests:
             self._one_step()
             self._one_step()
@@ -345,12 +345,12 @@ def beside_steps(times: Sequence[float]) -> float:
 def step_bench(built: Built) -> StepBench:
     """A bench on this engine, whose executor it wraps and whose clock it sets."""
     built.engine.clock = host_clock(built.device.torch_device, built.resolved.threads)
-    shortcut = ShortcutExecutor(built.engine.executor)
-    built.engine.executor = shortcut
+    synthetic = SyntheticKVExecutor(built.engine.executor)
+    built.engine.executor = synthetic
     timer = open_device_timer(built.device.torch_device)
     most = engine_host(HostConstants(), built.resolved).captured_tokens
     bench = StepBench(
-        built.engine, shortcut, built.spec.vocab_size, timer, 0 if timer is None else most
+        built.engine, synthetic, built.spec.vocab_size, timer, 0 if timer is None else most
     )
     built.engine.listeners.append(bench)
     return bench

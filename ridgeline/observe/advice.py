@@ -18,8 +18,8 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.figures import number
 from ridgeline.formats import DRAFT_METHODS
-from ridgeline.observe.accounts import Parts
 from ridgeline.observe.evidence import Evidence, RecentStep
+from ridgeline.observe.time_breakdown import Parts
 from ridgeline.speculation.price import DraftPrices, HostLookup, expected_curve
 from ridgeline.step import StepShape
 
@@ -244,4 +244,4 @@ class _Advisor:
 
 
 def _seconds(pricer: Pricer, step: RecentStep) -> float:
-    return pricer.seconds_of(pricer.totals(step.shape), step.num_logits)
+    return pricer.seconds_of(pricer.features(step.shape), step.num_logits)

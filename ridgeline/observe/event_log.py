@@ -53,7 +53,7 @@ class EngineHeader:
     num_drafts: int = 0
     speculate: str = "off"  # who drafts, as on the command line
     draft_config: Mapping[str, Any] = field(default_factory=dict)  # of the model that does
-    max_bypasses: int
+    starvation_limit: int
     max_preemptions: int
     max_num_mixed_tokens: int | None = None
     computes_in_submit: bool = False  # the executor is done with a step when it has taken it
@@ -234,7 +234,7 @@ def header_of(
         num_drafts=scheduler.num_drafts,
         speculate=speculate,
         draft_config=draft_config or {},
-        max_bypasses=scheduler.waiting.max_bypasses,
+        starvation_limit=scheduler.waiting.starvation_limit,
         max_preemptions=scheduler.state.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
         computes_in_submit=computes_in_submit,

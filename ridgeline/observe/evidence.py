@@ -12,12 +12,12 @@ from ridgeline.architectures import read_spec
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.formats import MODEL, read_speculate
-from ridgeline.observe.accounts import Account, Accounts, Parts
 from ridgeline.observe.cpu_time import CpuTime, CpuTimes
 from ridgeline.observe.event_log import Added, EngineHeader, Event, EventLog
 from ridgeline.observe.pricing import PricedStep, Pricing, Regime, Totals
-from ridgeline.observe.receipts import Receipts
+from ridgeline.observe.request_cost import RequestCosts
 from ridgeline.observe.setup_record import read_setup
+from ridgeline.observe.time_breakdown import Parts, TimeBreakdown, TimeBreakdowns
 from ridgeline.speculation.price import Drafter, drafter_of
 from ridgeline.speculation.report import DraftTotals
 from ridgeline.step import StepShape
@@ -37,15 +37,15 @@ class RecentStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All times in seconds. `accounts` are those that ended, `live` those that have not, up to
-    `now`. `prompt_reuse`: share of prompt tokens that an earlier prompt began with, where it is
-    known (a log has the prompts)."""
+    """All times in seconds. `time_breakdowns` are those that ended, `live` those that have not,
+    up to `now`. `prompt_reuse`: share of prompt tokens that an earlier prompt began with, where it
+    is known (a log has the prompts)."""
 
     header: EngineHeader
     now: float
     totals: Totals
-    accounts: tuple[Account, ...]
-    live: tuple[Account, ...]
+    time_breakdowns: tuple[TimeBreakdown, ...]
+    live: tuple[TimeBreakdown, ...]
     recent: tuple[RecentStep, ...]
     num_finished: int
     prompt_reuse: float | None = None
@@ -64,7 +64,7 @@ class Evidence:
             header=EngineHeader(**(header | {"windows": tuple(header["windows"])})),
             now=record["now"],
             totals=Totals(**totals, regimes=regimes, drafts=drafts),
-            accounts=tuple(_account(row) for row in record["accounts"]),
+            time_breakdowns=tuple(_account(row) for row in record["time_breakdowns"]),
             live=tuple(_account(row) for row in record["live"]),
             recent=tuple(_step(row) for row in record["recent"]),
             num_finished=record["num_finished"],
@@ -73,8 +73,8 @@ class Evidence:
         )
 
 
-def _account(row: Mapping[str, Any]) -> Account:
-    return Account(**(dict(row) | {"parts": Parts(**row["parts"])}))
+def _account(row: Mapping[str, Any]) -> TimeBreakdown:
+    return TimeBreakdown(**(dict(row) | {"parts": Parts(**row["parts"])}))
 
 
 def _step(row: Mapping[str, Any]) -> RecentStep:
@@ -110,49 +110,49 @@ def _row(kept: tuple[int, int] | int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Observatory:
+class RunRecord:
     """All that watches one engine's time and cost. `listeners` go to the engine, in order."""
 
     header: EngineHeader
     pricer: Pricer
     pricing: Pricing
-    accounts: Accounts
-    receipts: Receipts
+    time_breakdowns: TimeBreakdowns
+    request_costs: RequestCosts
     cpu_times: CpuTimes
     recent: Recent = field(default_factory=Recent)
 
     @property
-    def listeners(self) -> tuple[Pricing, Accounts, CpuTimes]:
-        return self.pricing, self.accounts, self.cpu_times
+    def listeners(self) -> tuple[Pricing, TimeBreakdowns, CpuTimes]:
+        return self.pricing, self.time_breakdowns, self.cpu_times
 
     def evidence(self, now: float, tenant: str | None = None) -> Evidence:
         """As it is now; nothing in it changes any more. With a `tenant` (hex) the requests are its
         own, and what all share is left out: it would tell what others do."""
-        finished, live = self.accounts.of(tenant, now)
+        finished, live = self.time_breakdowns.of(tenant, now)
         if tenant is not None:
             return Evidence(
-                header=self.header, now=now, totals=Totals(), accounts=finished, live=live,
+                header=self.header, now=now, totals=Totals(), time_breakdowns=finished, live=live,
                 recent=(), num_finished=0,
             )  # fmt: skip
         return Evidence(
             header=self.header,
             now=now,
             totals=deepcopy(self.pricing.totals),
-            accounts=finished,
+            time_breakdowns=finished,
             live=live,
             recent=self.recent.steps,
-            num_finished=self.accounts.num_finished,
+            num_finished=self.time_breakdowns.num_finished,
             cpu=self.cpu_times.until(now),
         )
 
 
-def observatory(
+def run_record(
     header: EngineHeader,
     pricer: Pricer,
     *,
     max_finished: int | None = 256,
     cpu_s: Callable[[], float | None] = lambda: None,
-) -> Observatory:
+) -> RunRecord:
     """All watchers, wired to each other. `cpu_s`: CPU seconds of the process, where known."""
     drafter = engine_drafter(header, pricer.setup)
     pricing = Pricing(
@@ -161,10 +161,12 @@ def observatory(
         decodes_price=pricer.price_decodes,
         draft_price=None if drafter is None else drafter.seconds,
     )
-    receipts, recent = Receipts(pricer), Recent()
-    accounts = Accounts(pricing, max_finished)
-    pricing.followers += [receipts.on_priced, recent.on_priced]
-    return Observatory(header, pricer, pricing, accounts, receipts, CpuTimes(cpu_s), recent)
+    request_costs, recent = RequestCosts(pricer), Recent()
+    time_breakdowns = TimeBreakdowns(pricing, max_finished)
+    pricing.listeners += [request_costs.on_priced, recent.on_priced]
+    return RunRecord(
+        header, pricer, pricing, time_breakdowns, request_costs, CpuTimes(cpu_s), recent
+    )
 
 
 def engine_drafter(header: EngineHeader, setup: Setup) -> Drafter | None:
@@ -182,7 +184,7 @@ def evidence_of(log: EventLog) -> Evidence:
     """What the engine of a log would have said at its end. Raises ConfigError when the log does
     not say what was priced."""
     reading: list[float | None] = [None]
-    watch = observatory(
+    watch = run_record(
         log.header,
         Pricer(read_setup(log.header.setup)),
         max_finished=None,

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ridgeline.cost.pricer import Pricer
-from ridgeline.observe.accounts import PARTS, Account, Parts
 from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes, findings
 from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.evidence import Evidence
 from ridgeline.observe.pricing import Regime
-from ridgeline.observe.readout import drafts_between
+from ridgeline.observe.run_summary import drafts_between
 from ridgeline.observe.setup_record import read_setup
+from ridgeline.observe.time_breakdown import PARTS, Parts, TimeBreakdown
 from ridgeline.speculation.report import DraftReport
 
 FLOOR_SEGMENTS = 8  # of a decode, within which time per token is taken as a straight line
@@ -156,7 +156,8 @@ def _own(parts: Parts) -> Parts:
 def _own_report(evidence: Evidence, pricer: Pricer) -> OwnReport:
     chunk = evidence.header.max_num_batched_tokens
     requests = tuple(
-        _request(account, pricer, chunk) for account in (*evidence.accounts, *evidence.live)
+        _request(breakdown, pricer, chunk)
+        for breakdown in (*evidence.time_breakdowns, *evidence.live)
     )
     whole = Parts()
     for request in requests:
@@ -171,30 +172,30 @@ def _own_report(evidence: Evidence, pricer: Pricer) -> OwnReport:
 # ---------------------------------------------------------------------- requests
 
 
-def _request(account: Account, pricer: Pricer, chunk: int) -> RequestTime:
-    first = account.first_token
+def _request(breakdown: TimeBreakdown, pricer: Pricer, chunk: int) -> RequestTime:
+    first = breakdown.first_token
     return RequestTime(
-        account.request_id,
-        account.end,
-        account.latency,
-        None if first is None else first - account.arrival,
-        account.num_prompt_tokens,
-        account.num_cached_tokens,
-        account.num_output_tokens,
-        account.num_preemptions,
-        account.parts,
-        floor_of(account, pricer, chunk),
+        breakdown.request_id,
+        breakdown.end,
+        breakdown.latency,
+        None if first is None else first - breakdown.arrival,
+        breakdown.num_prompt_tokens,
+        breakdown.num_cached_tokens,
+        breakdown.num_output_tokens,
+        breakdown.num_preemptions,
+        breakdown.parts,
+        floor_of(breakdown, pricer, chunk),
     )
 
 
-def floor_of(account: Account, pricer: Pricer, chunk: int) -> Floor:
+def floor_of(breakdown: TimeBreakdown, pricer: Pricer, chunk: int) -> Floor:
     """What the work it has done so far would take alone."""
-    if not account.has_started:
+    if not breakdown.has_started:
         return Floor(0.0, 0.0)
-    num_prompt = min(account.num_prompt_tokens, account.num_done)
-    prefill = prefill_alone_s(pricer, account.num_cached_tokens, num_prompt, chunk)
-    num_steps = max(0, account.num_output_tokens - 1)
-    return Floor(prefill, decode_alone_s(pricer, account.num_prompt_tokens, num_steps))
+    num_prompt = min(breakdown.num_prompt_tokens, breakdown.num_done)
+    prefill = prefill_alone_s(pricer, breakdown.num_cached_tokens, num_prompt, chunk)
+    num_steps = max(0, breakdown.num_output_tokens - 1)
+    return Floor(prefill, decode_alone_s(pricer, breakdown.num_prompt_tokens, num_steps))
 
 
 def prefill_alone_s(pricer: Pricer, start: int, end: int, chunk: int) -> float:
@@ -202,8 +203,8 @@ def prefill_alone_s(pricer: Pricer, start: int, end: int, chunk: int) -> float:
     last of which makes a token."""
     total = 0.0
     for first in range(start, end, chunk):
-        totals = pricer.totals(((min(chunk, end - first), first),))
-        total += pricer.seconds_of(totals, int(first + chunk >= end))
+        features = pricer.features(((min(chunk, end - first), first),))
+        total += pricer.seconds_of(features, int(first + chunk >= end))
     return total
 
 

@@ -132,7 +132,7 @@ class Pricing(Listener):
         draft_price: DraftPrice | None = None,
     ) -> None:
         self._totals = Totals()
-        self.followers: list[Callable[[PricedStep], object]] = []  # told of each step
+        self.listeners: list[Callable[[PricedStep], object]] = []  # told of each step
         self.last_ended = 0.0
         self._price, self._decodes_price = price, decodes_price
         self._draft_price = draft_price
@@ -278,8 +278,8 @@ class Pricing(Listener):
         self.last_ended = ended
         if not has_failed:
             self._count(done)
-        for follower in self.followers:
-            follower(done)
+        for listener in self.listeners:
+            listener(done)
 
     def _count(self, step: PricedStep) -> None:
         totals, price, num_rows = self._totals, step.price, len(step.plan.scheduled)

@@ -30,7 +30,7 @@ def open_weight_format(name: str, *, deterministic: bool = False) -> WeightForma
     invariant = opened.invariant()
     if invariant is None:
         raise ConfigError(
-            f"deterministic: weight format {name} has no product that is the same in any company;"
+            f"deterministic: weight format {name} has no product that is the same in any batch;"
             " choose plain or fp8, or leave out deterministic"
         )
     return invariant

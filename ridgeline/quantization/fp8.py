@@ -185,7 +185,7 @@ class Fp8TensorWeights(Fp8Weights):
 
 
 class InvariantFp8TensorWeights(InvariantFp8Weights, Fp8TensorWeights):
-    """Each row of a product has the same bits in any company."""
+    """Each row of a product has the same bits in any batch."""
 
 
 class Fp8BlockWeights(WeightFormat):

@@ -6,8 +6,8 @@ numbers. Numbers of x beyond THRESHOLD (the paper's 6.0) are taken out of the ro
 rounded to 8 bits and multiplied by the columns of the weights that belong to them, as these are
 kept: in int8 too, so nothing is stored twice (the paper's own program does the same). Each row is
 judged alone, where the paper takes a column out of all rows if one has it large: what a request
-gets does not depend on its company. Where x is not rounded at all nothing has to be taken out.
-Letters: T tokens, I inputs, O outputs, C columns with outliers.
+gets does not depend on the rest of its batch. Where x is not rounded at all nothing has to be taken
+out. Letters: T tokens, I inputs, O outputs, C columns with outliers.
 """
 
 from __future__ import annotations

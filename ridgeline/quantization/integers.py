@@ -143,7 +143,7 @@ def _extreme(grouped_OGg: torch.Tensor) -> torch.Tensor:
 class PackedIntegers(WeightFormat):
     """Matrices that are codes and scales already, each in the first layout that takes it.
 
-    `is_invariant`: each row of a product has the same bits in any company. Native products of
+    `is_invariant`: each row of a product has the same bits in any batch. Native products of
     integers are exact and their groups are added in one order, so a row does not depend on others;
     elsewhere there is one way of multiplying for any number of rows."""
 

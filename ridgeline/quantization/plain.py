@@ -16,6 +16,7 @@ from ridgeline.kernels.cpu.packed_linear import (
     pack,
 )
 from ridgeline.kernels.invariant_linear import invariant_linear
+from ridgeline.kernels.large_m_linear import fits_large_m, large_m_linear
 from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.kernels.small_linear import (
     Fusion,
@@ -24,7 +25,6 @@ from ridgeline.kernels.small_linear import (
     multiply_into,
     small_linear,
 )
-from ridgeline.kernels.tall_linear import fits_tall, tall_linear
 from ridgeline.quantization.contract import WeightFormat
 from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed, packed_of
 
@@ -66,8 +66,8 @@ class PlainWeights(WeightFormat):
         packed = self.packed(parameters)
         if packed is not None:
             return fused_packed(x_TI, packed, bias_O, fusion)
-        if bias_O is None and fits_tall(x_TI, parameters["weight"], fusion):
-            return tall_linear(x_TI, parameters["weight"])
+        if bias_O is None and fits_large_m(x_TI, parameters["weight"], fusion):
+            return large_m_linear(x_TI, parameters["weight"])
         if not fits_small(x_TI, parameters["weight"], fusion):
             return _added(x_TI, parameters["weight"], bias_O, fusion)
         return small_linear(

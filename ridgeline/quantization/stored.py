@@ -85,7 +85,7 @@ class StoredWeights(PlainWeights):
 
 
 class InvariantStoredWeights(InvariantPlainWeights, StoredWeights):
-    """The same numbers; each row of a product has the same bits in any company."""
+    """The same numbers; each row of a product has the same bits in any batch."""
 
     def invariant(self) -> StoredWeights:
         return self

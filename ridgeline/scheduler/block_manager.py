@@ -77,13 +77,14 @@ class BlockManager:
     tenant on, tenants that have more than their share give first (`cache_shares`).
 
     Others find a block from the moment its last token is planned, if a step computes it together
-    with other tokens of its row (`promise`). One rule makes that safe: until the step that fills it
-    is over, a promised block is held or deferred, never free, and whoever takes it has tokens in
-    that step or a later one. The device runs steps in order, and in a step with prompts each layer
-    writes all keys and values before any row attends, so nobody reads what is not there. A plan is
-    sent as soon as it is made: what happens to the row afterwards (abort, preemption) leaves its
-    promises standing, and only a failed step or a fault of the row breaks them. A failed step ends
-    all that have tokens in flight, so all takers. After a fault a taker goes by its own numbers.
+    with other tokens of its row (`publish_early`). One rule makes that safe: until the step that
+    fills it is over, such a block is held or deferred, never free, and whoever takes it has tokens
+    in that step or a later one. The device runs steps in order, and in a step with prompts each
+    layer writes all keys and values before any row attends, so nobody reads what is not there. A
+    plan is sent as soon as it is made: what happens to the row afterwards (abort, preemption) changes
+    nothing of that; only a failed step or a fault of the row withdraws its blocks. A failed step
+    ends all that have tokens in flight, so all takers. After a fault a taker goes by its own
+    numbers.
 
     `windows` has one entry per KV group; `key` makes the hashes of the prefix cache unguessable;
     `weights` of tenants decide how much of the pool is their share, 1 where there is none.
@@ -119,9 +120,9 @@ class BlockManager:
         self._weights = weights or {}
         self._tenant: bytes | None = None  # the only one so far
         self._shares: CacheShares | None = None  # from the second tenant on
-        self._retired = 0  # this step and all before it are over
+        self._last_completed = 0  # this step and all before it are over
         # By step that is to fill them, the oldest first: rows, and their blocks that were named.
-        self._promised: dict[int, list[tuple[str, list[int]]]] = {}
+        self._published_early: dict[int, list[tuple[str, list[int]]]] = {}
         self._unnamed: list[tuple[int, Request, int, int]] = []  # step, whose, first and last + 1
 
     # ------------------------------------------------------------------ how much
@@ -136,7 +137,7 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        self.settle()
+        self.hash_blocks()
         return len(self._cache)
 
     @property
@@ -200,7 +201,7 @@ class BlockManager:
 
         Groups with a window need only the blocks that the next query looks back on.
         """
-        self.settle()
+        self.hash_blocks()
         return self._cache.match(request, limit if self.prefix_caching else 0)
 
     def share(self, parent: Request, num_tokens: int) -> Prefix | None:
@@ -213,13 +214,13 @@ class BlockManager:
             if parent.num_dropped_blocks[g] > first and first < end:
                 return None
             tables.append((NULL_BLOCK,) * min(first, end) + tuple(parent.block_ids[g][first:end]))
-        parent.num_roomy_tokens = 0  # it may write to one of them next
+        parent.num_tokens_with_slots = 0  # it may write to one of them next
         return Prefix(num_tokens, tuple(tables))
 
-    def promise(self, request: Request, step_id: int) -> None:
+    def publish_early(self, request: Request, step_id: int) -> None:
         """Let others find its full blocks up to the last of its tokens that is planned: step
         `step_id`, which was just planned, fills them and is sent before any other. They are named
-        as soon as somebody looks, or by `settle`.
+        as soon as somebody looks, or by `hash_blocks`.
 
         Not for what a step computes as the only token of a row: the kernel that answers such rows
         may write their keys while others read.
@@ -229,23 +230,23 @@ class BlockManager:
         if full <= first or not self.prefix_caching:
             return
         is_known = request.token_ids[full * self.block_size - 1] != UNKNOWN_TOKEN
-        check(is_known, "only known tokens are promised", id=request.request_id)
+        check(is_known, "only known tokens are published", id=request.request_id)
         request.num_published_blocks = full
         self._unnamed.append((step_id, request, first, full))
 
-    def settle(self) -> None:
-        """Name what was promised, which may take longer than all else that a step needs of the
-        host: so it waits until the step is sent, or until somebody looks."""
+    def hash_blocks(self) -> None:
+        """Hash what was published early, which may take longer than all else that a step needs of
+        the host: so it waits until the step is sent, or until somebody looks."""
         for step_id, request, first, end in self._unnamed:
             if named := self._cache.publish(request, first, end):
-                self._promised.setdefault(step_id, []).append((request.request_id, named))
+                self._published_early.setdefault(step_id, []).append((request.request_id, named))
         self._unnamed.clear()
 
-    def break_promises(self, row_id: str | None = None) -> None:
+    def withdraw_early(self, row_id: str | None = None) -> None:
         """What steps in flight compute for this row is wrong, or (None) nothing in flight will be
         computed: nobody shall find it from now on."""
-        self.settle()
-        for made in self._promised.values():
+        self.hash_blocks()
+        for made in self._published_early.values():
             for name, named in made:
                 if row_id is None or name == row_id:
                     for block in named:
@@ -254,7 +255,7 @@ class BlockManager:
     def publish(self, request: Request, in_flight: int) -> None:
         """Let others find the blocks that it is known to have filled, and give back those that
         left its windows: no query to come looks back on them."""
-        self.settle()
+        self.hash_blocks()
         full = request.num_done_tokens // self.block_size
         if full > (first := request.num_published_blocks):
             request.num_published_blocks = full
@@ -265,7 +266,7 @@ class BlockManager:
 
     def forget(self, request: Request) -> None:
         """Its numbers went wrong: nobody shall find any of its blocks again."""
-        self.settle()
+        self.hash_blocks()
         for table in request.block_ids:
             for block in table:
                 self._cache.forget(block)
@@ -319,7 +320,7 @@ class BlockManager:
         `end`, and are there as many?"""
         room = len(request.block_ids[0]) * self.block_size
         return (
-            request.num_roomy_tokens == room >= request.num_computed_tokens
+            request.num_tokens_with_slots == room >= request.num_computed_tokens
             and end <= min(room + self.block_size, request.num_computable_tokens)
             and len(self._free) >= len(self.windows)
         )
@@ -333,22 +334,24 @@ class BlockManager:
         return new
 
     def free(self, request: Request, in_flight: int) -> None:
-        """Take back every block. Step `in_flight` may still touch them until it is retired."""
-        self.settle()
+        """Take back every block. Step `in_flight` may still touch them until it is complete."""
+        self.hash_blocks()
         for table, dropped in zip(request.block_ids, request.num_dropped_blocks, strict=True):
             for i in range(len(table) - 1, dropped - 1, -1):  # tail first: evicted first
                 self._release(table[i], in_flight)
         request.block_ids = []
         request.num_dropped_blocks = []
         request.num_computed_tokens = request.num_done_tokens = 0
-        request.num_published_blocks = request.num_roomy_tokens = 0
+        request.num_published_blocks = request.num_tokens_with_slots = 0
 
-    def retire(self, step_id: int) -> None:
+    def complete(self, step_id: int) -> None:
         """Step `step_id` and all before it are over."""
-        self.settle()
-        self._retired = step_id
-        if self._promised:  # those of these steps were kept
-            self._promised = {step: p for step, p in self._promised.items() if step > step_id}
+        self.hash_blocks()
+        self._last_completed = step_id
+        if self._published_early:  # those of these steps were kept
+            self._published_early = {
+                step: p for step, p in self._published_early.items() if step > step_id
+            }
         if not self._deferred:
             return
         over = list(takewhile(lambda block: self._deferred[block] <= step_id, self._deferred))
@@ -358,7 +361,7 @@ class BlockManager:
 
     def clear_cache(self) -> None:
         """Forget every cached block; running requests keep theirs."""
-        self.settle()
+        self.hash_blocks()
         for block in range(1, self.num_blocks + 1):
             self._cache.forget(block)
             if self._shares and block in self._free:
@@ -383,11 +386,13 @@ class BlockManager:
         check(len(free) + len(deferred) == unused, "an unused block is free or deferred")
         check(all(uses[b] == 0 for b in free), "a free block is in no table")
         check(all(uses[b] == 0 for b in deferred), "a deferred block is in no table")
-        check(all(step > self._retired for step in deferred.values()), "deferred blocks wait")
-        for step, made in self._promised.items():
-            check(step > self._retired, "what is promised is in flight", step=step)
+        check(
+            all(step > self._last_completed for step in deferred.values()), "deferred blocks wait"
+        )
+        for step, made in self._published_early.items():
+            check(step > self._last_completed, "what is published early is in flight", step=step)
             is_there = all(block not in free for _, named in made for block in named)
-            check(is_there, "a promised block is held or deferred", step=step)
+            check(is_there, "such a block is held or deferred", step=step)
         self._cache.check_invariants()
         if self._shares:
             self._shares.check_invariants(free, map(self._cache.names, free))
@@ -410,7 +415,7 @@ class BlockManager:
             check(dropped <= bound, "only what no query needs has left")
 
     def _check_room(self, request: Request) -> None:
-        start, room = request.num_computed_tokens, request.num_roomy_tokens
+        start, room = request.num_computed_tokens, request.num_tokens_with_slots
         if start >= room:
             return
         index, size = start // self.block_size, self.block_size
@@ -424,7 +429,7 @@ class BlockManager:
     def _note_room(self, request: Request, end: int) -> None:
         """The block of its token `end` - 1 is its own, to the last slot."""
         room = -(-end // self.block_size) * self.block_size
-        request.num_roomy_tokens = min(room, request.num_computable_tokens)
+        request.num_tokens_with_slots = min(room, request.num_computable_tokens)
 
     def _num_to_take(self, request: Request, num_tokens: int) -> int:
         end = _ceil_div(request.num_computed_tokens + num_tokens, self.block_size)
@@ -492,7 +497,7 @@ class BlockManager:
         self._ref_count[block] = count
         if count:
             return
-        if in_flight <= self._retired:
+        if in_flight <= self._last_completed:
             self._put_free(block)
         else:
             self._deferred[block] = in_flight

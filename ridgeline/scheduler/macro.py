@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ridgeline.errors import check
 from ridgeline.request import UNKNOWN_TOKEN, Request
-from ridgeline.scheduler.policies.base import Flight, Policy
+from ridgeline.scheduler.policies.base import InFlight, Policy
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import BlockTables, Decodes, ScheduledRequest, StepPlan
 
@@ -76,16 +76,16 @@ class QuietSteps:
     def rows(self) -> list[Request]:
         """The rows of the next steps when these are quiet; [] when the next one may not be."""
         scheduler = self.scheduler
-        ledger = scheduler.state
-        if not self._can_be_quiet or not ledger.forks.is_quiet:
+        state = scheduler.state
+        if not self._can_be_quiet or not state.forks.is_quiet:
             return []
-        size = len(ledger.running)
+        size = len(state.running)
         if not size or size > scheduler.max_num_batched_tokens:
             return []
         if size < scheduler.max_num_batched_tokens and scheduler.may_admit():
             return []
         rows = []
-        for _, _, row in ledger.running.in_order(0.0):
+        for _, _, row in state.running.in_order(0.0):
             if len(row.token_ids) - row.num_computed_tokens != 1:
                 return []  # it has a prompt to compute
             rows.append(row)
@@ -121,8 +121,8 @@ class QuietSteps:
         `num_steps` tokens of each row, none of them a stop token. As many steps are in flight
         afterwards as were before.
         """
-        ledger = self.scheduler.state
-        first_step_id = ledger.last_planned + 1
+        state = self.scheduler.state
+        first_step_id = state.last_planned + 1
         begun = tuple(n for n, row in enumerate(rows) if not row.has_output)
         starts = tuple(row.num_computed_tokens for row in rows)
         self._append(rows, token_ids, num_steps)
@@ -135,10 +135,10 @@ class QuietSteps:
             opened,
             ((),) * len(self.scheduler.blocks.windows),
             begun,
-            tuple(ledger.preempted),
-            tuple(ledger.finished),
+            tuple(state.preempted),
+            tuple(state.finished),
         )
-        ledger.preempted, ledger.finished = [], []
+        state.preempted, state.finished = [], []
         self._replace_flights(run, rows)
         return run
 
@@ -170,8 +170,8 @@ class QuietSteps:
 
     def _touch_blocks(self, rows: Sequence[Request], num_steps: int) -> Opened:
         """Block by block what the steps take and fill, in order; the rest is counting."""
-        ledger, blocks = self.scheduler.state, self.scheduler.blocks
-        planned, retired = ledger.last_planned, ledger.last_retired
+        state, blocks = self.scheduler.state, self.scheduler.blocks
+        planned, completed = state.last_planned, state.last_completed
         done = [
             row.num_done_tokens - 1 + n for row, n in zip(rows, self._oldest(rows), strict=True)
         ]
@@ -181,7 +181,7 @@ class QuietSteps:
         for i, has_result, n in events:
             row = rows[n]
             if has_windows or blocks.num_deferred_blocks:
-                blocks.retire(retired + i - 1)
+                blocks.complete(completed + i - 1)
             if has_result:
                 row.num_done_tokens = done[n] + i
                 blocks.publish(row, planned + i)
@@ -192,8 +192,8 @@ class QuietSteps:
             row.num_done_tokens = num_done + num_steps
             if not names:
                 row.num_published_blocks = row.num_done_tokens // blocks.block_size
-        ledger.last_planned += num_steps
-        ledger.retire(retired + num_steps)
+        state.last_planned += num_steps
+        state.complete(completed + num_steps)
         return opened
 
     def _oldest(self, rows: Sequence[Request]) -> list[int]:
@@ -237,7 +237,7 @@ class QuietSteps:
             flights[plan.step_id] = (plan, [(entry, row, row.epoch) for entry, row in entries])
 
 
-def _samples(rows: Sequence[Request], flights: Sequence[Flight]) -> bool:
+def _samples(rows: Sequence[Request], flights: Sequence[InFlight]) -> bool:
     """Does a step in flight sample for each of these rows, in this order?"""
     if len(flights) != len(rows):
         return False
@@ -247,6 +247,6 @@ def _samples(rows: Sequence[Request], flights: Sequence[Flight]) -> bool:
     return True
 
 
-def _decodes(rows: Sequence[Request], flights: Sequence[Flight]) -> bool:
+def _decodes(rows: Sequence[Request], flights: Sequence[InFlight]) -> bool:
     """Does it compute one token of each of them and nothing more?"""
     return _samples(rows, flights) and all(entry.num_tokens == 1 for entry, _, _ in flights)

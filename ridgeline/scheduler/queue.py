@@ -12,7 +12,7 @@ from ridgeline.scheduler.policies.base import Policy, Rank
 Place = tuple[Rank, int]  # rank, then order of arrival: never equal for two requests
 Line = list[tuple[Rank, int, Request]]  # by place
 
-MAX_BYPASSES = 256
+STARVATION_LIMIT = 256
 
 
 class RunningSet:
@@ -84,17 +84,17 @@ class RunningSet:
 class WaitingQueue:
     """Requests in the order of the policy, with a bound on how often the oldest is passed over.
 
-    After `max_bypasses` younger ones went before the oldest, nobody else is head until it is taken:
-    so nobody starves, whatever the policy ranks by.
+    After `starvation_limit` younger ones went before the oldest, nobody else is head until it is
+    taken: so nobody starves, whatever the policy ranks by.
     """
 
-    def __init__(self, policy: Policy, max_bypasses: int = MAX_BYPASSES) -> None:
+    def __init__(self, policy: Policy, starvation_limit: int = STARVATION_LIMIT) -> None:
         self.policy = policy
-        self.max_bypasses = max_bypasses
+        self.starvation_limit = starvation_limit
         self._lines: dict[bytes, Line] = {}  # by lane
         self._places: dict[int, Place] = {}  # by order of arrival
         self._by_age: OrderedDict[int, Request] = OrderedDict()
-        self._num_bypasses = 0  # of the oldest
+        self._num_overtaken = 0  # of the oldest
         self._ranked_at: float | None = None
 
     def __len__(self) -> int:
@@ -117,12 +117,12 @@ class WaitingQueue:
         """It was running and comes back: it counts as the oldest."""
         self.add(request, now)
         self._by_age.move_to_end(request.order, last=False)
-        self._num_bypasses = 0
+        self._num_overtaken = 0
 
     def head(self, now: float) -> Request | None:
         if not self._lines:
             return None
-        if self._num_bypasses >= self.max_bypasses:
+        if self._num_overtaken >= self.starvation_limit:
             return next(iter(self._by_age.values()))
         if not self.policy.rank_is_fixed and self._ranked_at != now:
             self._rank_again(now)
@@ -133,9 +133,9 @@ class WaitingQueue:
     def take(self, request: Request) -> None:
         """It starts to run."""
         if next(iter(self._by_age)) == request.order:
-            self._num_bypasses = 0
+            self._num_overtaken = 0
         else:
-            self._num_bypasses += 1
+            self._num_overtaken += 1
         self._remove(request)
         self.policy.on_take(request)
 
@@ -144,7 +144,7 @@ class WaitingQueue:
         if request not in self:
             return
         if next(iter(self._by_age)) == request.order:
-            self._num_bypasses = 0
+            self._num_overtaken = 0
         self._remove(request)
 
     def _remove(self, request: Request) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ridgeline.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from ridgeline.scheduler.policies.base import Flight
+from ridgeline.scheduler.policies.base import InFlight
 from ridgeline.scheduler.state import SchedulerState
 from ridgeline.step import ScheduledRequest, StepResult
 
@@ -18,7 +18,7 @@ class ResultTaker:
         self.num_late = 0  # of rows that had been closed
         self._may_draft = may_draft
 
-    def take_all(self, flights: Sequence[Flight], result: StepResult) -> list[RequestOutput]:
+    def take_all(self, flights: Sequence[InFlight], result: StepResult) -> list[RequestOutput]:
         """What one step gave, in the order of its rows."""
         special = result.faults or result.logprobs or result.prompt_logprobs
         if special or (result.draft_token_ids and not self._may_draft):
@@ -27,7 +27,7 @@ class ResultTaker:
         return self._take_tokens_alone(flights, result)
 
     def _take_tokens_alone(
-        self, flights: Sequence[Flight], result: StepResult
+        self, flights: Sequence[InFlight], result: StepResult
     ) -> list[RequestOutput]:
         """The same where there is nothing but tokens. Most rows of most steps have had some before
         and go on: these are done here, without a call for each, and all others by `take`."""
@@ -71,7 +71,7 @@ class ResultTaker:
                 outputs.append(output)
         return outputs
 
-    def take(self, flight: Flight, result: StepResult) -> RequestOutput | None:
+    def take(self, flight: InFlight, result: StepResult) -> RequestOutput | None:
         entry, row, _ = flight
         if row.is_ended:
             self.num_late += 1
@@ -80,7 +80,7 @@ class ResultTaker:
             return self._fault(row, result.faults[entry.request_id])
         return self._take_tokens(flight, result)
 
-    def _take_tokens(self, flight: Flight, result: StepResult) -> RequestOutput | None:
+    def _take_tokens(self, flight: InFlight, result: StepResult) -> RequestOutput | None:
         """A request that was preempted meanwhile still gets its token, which it waits for; but
         nothing of an older epoch counts as computed."""
         entry, request, epoch = flight

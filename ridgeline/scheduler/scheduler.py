@@ -12,9 +12,9 @@ from ridgeline.request import UNKNOWN_TOKEN, Request, RequestOutput
 from ridgeline.scheduler.admission import Capacity
 from ridgeline.scheduler.beams import BeamSearches, Search
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.policies.base import Flight, Overloaded, Policy, Refuse
+from ridgeline.scheduler.policies.base import InFlight, Overloaded, Policy, Refuse
 from ridgeline.scheduler.prefix_cache import Prefix
-from ridgeline.scheduler.queue import MAX_BYPASSES
+from ridgeline.scheduler.queue import STARVATION_LIMIT
 from ridgeline.scheduler.results import ResultTaker, verified_of_running
 from ridgeline.scheduler.state import SchedulerState, can_share, has_prompt
 from ridgeline.step import (
@@ -64,7 +64,7 @@ class _Step:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[InFlight] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)  # places of rows that were given blocks
     only_decodes: bool = True
     num_draft_tokens: int = 0
@@ -97,7 +97,7 @@ class Scheduler:
     `num_drafts` is how many drafts the executor's draft method has for each row at most (0: none),
     and `draft_lengths`, if given, says how many of them are worth verifying. Results say how many
     a row has if they are to be found (`finds_drafts`); else there are as many as are wanted.
-    After `max_bypasses` younger requests went first, the oldest that waits is next; after
+    After `starvation_limit` younger requests went first, the oldest that waits is next; after
     `max_preemptions` a request runs again only when nobody need be preempted any more.
     Without `chunked_prefill` a prompt waits until one step can compute all of it. With
     `max_num_mixed_tokens` a step that also decodes computes at most so many tokens, since everybody
@@ -116,7 +116,7 @@ class Scheduler:
         num_drafts: int = 0,
         draft_lengths: DraftLengths | None = None,
         finds_drafts: bool = True,
-        max_bypasses: int = MAX_BYPASSES,
+        starvation_limit: int = STARVATION_LIMIT,
         max_preemptions: int = MAX_PREEMPTIONS,
         chunked_prefill: bool = True,
         max_num_mixed_tokens: int | None = None,
@@ -137,14 +137,14 @@ class Scheduler:
         self.capacity = Capacity(
             blocks, max_num_batched_tokens, max_num_seqs, chunked_prefill=chunked_prefill
         )
-        self.state = SchedulerState(blocks, policy, max_num_seqs, max_bypasses, max_preemptions)
+        self.state = SchedulerState(blocks, policy, max_num_seqs, starvation_limit, max_preemptions)
         self.beams = BeamSearches(self.state)
         self.requests = self.state.requests
         self.running, self.waiting = self.state.running, self.state.waiting
         self._has_lanes = type(policy).lane is not Policy.lane
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
         self._results = ResultTaker(self.state, may_draft=num_drafts > 0)
-        self._flights: dict[int, tuple[StepPlan, list[Flight]]] = {}  # by step, oldest first
+        self._flights: dict[int, tuple[StepPlan, list[InFlight]]] = {}  # by step, oldest first
         self._now = 0.0  # of the last plan
         self._planned_at_end = 0  # the last step that was, when a request ended
         self._all_decode_at = -1  # change of the set of running requests
@@ -174,7 +174,7 @@ class Scheduler:
         return self._results.num_late
 
     @property
-    def flights(self) -> dict[int, tuple[StepPlan, list[Flight]]]:
+    def flights(self) -> dict[int, tuple[StepPlan, list[InFlight]]]:
         """Steps that were planned and whose results are still to come, the oldest first."""
         return self._flights
 
@@ -237,13 +237,15 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take in what a step has sampled. Steps retire in the order they were planned."""
-        in_order = plan.step_id == self.state.last_retired + 1
-        check(in_order and plan.step_id in self._flights, "steps retire in order", id=plan.step_id)
+        """Take in what a step has sampled. Steps complete in the order they were planned."""
+        in_order = plan.step_id == self.state.last_completed + 1
+        check(
+            in_order and plan.step_id in self._flights, "steps complete in order", id=plan.step_id
+        )
         _, flights = self._flights.pop(plan.step_id)
         for row_id in result.faults:
-            self.blocks.break_promises(row_id)
-        self.state.retire(plan.step_id)
+            self.blocks.withdraw_early(row_id)
+        self.state.complete(plan.step_id)
         num_changes = self.state.num_changes
         outputs = self._results.take_all(flights, result)
         if self.draft_lengths is not None:
@@ -281,21 +283,21 @@ class Scheduler:
         close are named again, since nobody knows how far they got.
         """
         state, outputs = self.state, []
-        self.blocks.break_promises()
+        self.blocks.withdraw_early()
         for plan, flights in self._flights.values():
             state.finished += (*plan.preempted, *plan.finished)
             for _, row, _ in flights:
                 if not row.is_ended:
                     outputs.append(state.end_with_error(row, reason))
         self._flights.clear()
-        state.retire(state.last_planned)
+        state.complete(state.last_planned)
         return self.beams.lead(outputs, self._now)
 
     def check_invariants(self) -> None:
         """Everything that must hold between two steps, for tests and for idle time."""
         self.state.check_invariants()
         check(len(self.running) <= self.max_num_seqs, "slots are limited")
-        check(len(self._flights) == self.state.last_planned - self.state.last_retired, "flights")
+        check(len(self._flights) == self.state.last_planned - self.state.last_completed, "flights")
 
     # ------------------------------------------------------------------ running requests
 
@@ -326,7 +328,7 @@ class Scheduler:
             if drafts and row.has_drafts:
                 num_draft = self._num_wanted(row, step)
             end = start + num_draft + 1
-            is_full = end > row.num_roomy_tokens
+            is_full = end > row.num_tokens_with_slots
             if num_draft >= budget or (is_full and not blocks.can_extend_by_one(row, end)):
                 step.budget = budget
                 self._continue(row, step, num_draft)
@@ -471,7 +473,7 @@ class Scheduler:
             step.opened.append(len(step.scheduled))
         row.num_computed_tokens = start + num_tokens
         if num_tokens > 1 and not num_draft:
-            self.blocks.promise(row, step.step_id)
+            self.blocks.publish_early(row, step.step_id)
         state = self.state
         if samples:
             row.token_ids += [UNKNOWN_TOKEN] * (num_draft + 1)

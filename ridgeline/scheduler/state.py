@@ -94,7 +94,7 @@ class SchedulerState:
         blocks: BlockManager,
         policy: Policy,
         max_num_seqs: int,
-        max_bypasses: int,
+        starvation_limit: int,
         max_preemptions: int,
     ) -> None:
         self.blocks = blocks
@@ -102,7 +102,7 @@ class SchedulerState:
         self.max_preemptions = max_preemptions
         self.requests: dict[str, Request] = {}
         self.running = RunningSet(policy)
-        self.waiting = WaitingQueue(policy, max_bypasses)
+        self.waiting = WaitingQueue(policy, starvation_limit)
         self.forks = Forks()
         self.preempted: list[str] = []  # whose rows were closed since the last plan that was sent
         self.finished: list[str] = []
@@ -112,7 +112,7 @@ class SchedulerState:
         )
         self.num_changes = 0  # of the set of running requests
         self.last_planned = 0
-        self.last_retired = 0
+        self.last_completed = 0
         self._num_added = 0
         self._ended: list[Request] = []  # that still have their blocks
 
@@ -199,10 +199,10 @@ class SchedulerState:
         self.end(request)
         return RequestOutput(request.request_id, (), FinishReason.ERROR, error=reason)
 
-    def retire(self, step_id: int) -> None:
+    def complete(self, step_id: int) -> None:
         """Step `step_id` and all before it are over."""
-        self.last_retired = step_id
-        self.blocks.retire(step_id)
+        self.last_completed = step_id
+        self.blocks.complete(step_id)
 
     # ------------------------------------------------------------------ invariants
 
@@ -227,6 +227,6 @@ class SchedulerState:
     def _check_empty(self) -> None:
         check(not self.forks, "no state is left when idle")
         check(self.forks.num_parked == self.num_exempt == 0, "no state is left when idle")
-        if self.last_planned == self.last_retired:
+        if self.last_planned == self.last_completed:
             num_free = self.blocks.num_free_blocks
             check(num_free == self.blocks.num_blocks, "all is free when idle", free=num_free)

@@ -14,20 +14,20 @@ from starlette.types import Receive, Scope, Send
 
 import ridgeline
 from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
-from ridgeline.server.calls import Call, read_completion
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import from_fault
-from ridgeline.server.gate import Gate
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.metrics import METRICS
 from ridgeline.server.metrics_page import CONTENT_TYPE, render
+from ridgeline.server.middleware import Middleware
 from ridgeline.server.model import ModelCard, ModelList, ServedModel
 from ridgeline.server.openapi import Page
+from ridgeline.server.parsed_request import ParsedRequest, read_completion
 from ridgeline.server.service import Body, Service, send_json, unless_gone
 from ridgeline.server.text_client import TextFault
 from ridgeline.server.tokenize import detokenize, read_tokenize, tokens
 
-Read = Callable[[Body, ServedModel], Call]
+Read = Callable[[Body, ServedModel], ParsedRequest]
 Work = Callable[[Service, Scope, Body, int], Coroutine[Any, Any, bytes]]
 
 
@@ -93,7 +93,7 @@ async def _detokenize(service: Service, scope: Scope, body: Body, size: int) -> 
     return await service.run_aside(detokenize, body, service.need_model())
 
 
-def make_app(service: Service, keys: Keys) -> Gate:
+def make_app(service: Service, keys: Keys) -> Middleware:
     """The whole application, as ASGI, but for what has moved to the admin port."""
     routes = make_routes(service)
     service.admission.num_keys = service.aside.num_keys = len(keys)
@@ -102,28 +102,28 @@ def make_app(service: Service, keys: Keys) -> Gate:
     return _gate(service, keys, routes, service.config.host)
 
 
-def make_admin_app(service: Service, keys: Keys) -> Gate:
+def make_admin_app(service: Service, keys: Keys) -> Middleware:
     """What the admin port answers."""
     return _gate(service, keys, make_admin_routes(service), service.config.admin_host)
 
 
-def _gate(service: Service, keys: Keys, routes: list[Route], host: str) -> Gate:
+def _gate(service: Service, keys: Keys, routes: list[Route], host: str) -> Middleware:
     hosts = HostGuard(host, service.config.allowed_hosts)
     router = Router(routes, redirect_slashes=False)
-    return Gate(router, keys, hosts, service.engine.traffic, service.clock)
+    return Middleware(router, keys, hosts, service.engine.traffic, service.clock)
 
 
 def make_routes(service: Service) -> list[Route]:
     """Each endpoint's docstring is its line in docs/http-api.md."""
     limits = service.limits
 
-    def completion(body: Body, model: ServedModel) -> Call:
+    def completion(body: Body, model: ServedModel) -> ParsedRequest:
         """An answer that continues a text or token ids, whole or streamed."""
         call = read_completion(body, model.defaults, limits.max_sequences_per_request)
         model.check_name(call.body.model)
         return call
 
-    def chat(body: Body, model: ServedModel) -> Call:
+    def chat(body: Body, model: ServedModel) -> ParsedRequest:
         """The next message of a conversation, whole or streamed."""
         call = read_chat(body, model.defaults, limits.max_sequences_per_request)
         model.check_name(call.body.model)

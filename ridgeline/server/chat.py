@@ -16,19 +16,21 @@ from ridgeline.server.bodies import (
     read,
     wrong_type,
 )
-from ridgeline.server.calls import (
-    Call,
+from ridgeline.server.errors import ApiError, quote
+from ridgeline.server.parsed_request import (
     Conversation,
+    ParsedRequest,
     names_given,
     refuse_unservable,
     sampling_of,
 )
-from ridgeline.server.errors import ApiError, quote
 
 MEDIA = ("image_url", "video_url", "audio_url")
 
 
-def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any], max_sequences: int) -> Call:
+def read_chat(
+    body: Mapping[str, object], defaults: Mapping[str, Any], max_sequences: int
+) -> ParsedRequest:
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
     asked = read(body, ChatBody)
     conversation = conversation_of(asked)
@@ -43,7 +45,7 @@ def read_chat(body: Mapping[str, object], defaults: Mapping[str, Any], max_seque
     )
     refuse_unservable(asked, sampling, 1, max_sequences)
     rename = {"prompt": "messages", "max_tokens": asked_as}
-    return Call(asked, (), conversation, sampling, rename, top_logprobs=logprobs)
+    return ParsedRequest(asked, (), conversation, sampling, rename, top_logprobs=logprobs)
 
 
 def _max_tokens(asked: ChatBody) -> tuple[int | None, str]:

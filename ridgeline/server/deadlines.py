@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.config import Limits
 from ridgeline.server.errors import ApiError
-from ridgeline.server.live import Live
 
 PERIOD_S = 0.25
 PATIENCE = 2.0  # times what a wait was foretold to be
@@ -55,7 +55,7 @@ class Pace:
         return min(self._answer, num_tokens) * step_s
 
 
-def enforce(lives: Iterable[Live], limits: Limits, now: float, pace: Pace) -> None:
+def enforce(lives: Iterable[ActiveRequest], limits: Limits, now: float, pace: Pace) -> None:
     """Fail, cut off or nudge what is over its time. `now` is the clock of `live.arrival`."""
     for live in list(lives):
         if live.error is None:
@@ -67,7 +67,7 @@ def enforce(lives: Iterable[Live], limits: Limits, now: float, pace: Pace) -> No
             live.keep_alive()
 
 
-def _enforce_wait(live: Live, limits: Limits, now: float, pace: Pace) -> None:
+def _enforce_wait(live: ActiveRequest, limits: Limits, now: float, pace: Pace) -> None:
     waited = now - live.arrival
     if not live.started and not live.answered:
         if live.expected_wait_s is None:  # nothing was known when it came
@@ -79,7 +79,9 @@ def _enforce_wait(live: Live, limits: Limits, now: float, pace: Pace) -> None:
         live.fail(ApiError("deadline_exceeded", f"not finished within {limits.run_timeout_s:g} s"))
 
 
-def check_wait(live: Live, limits: Limits, pace: Pace, num_before: int, num_tokens: int) -> None:
+def check_wait(
+    live: ActiveRequest, limits: Limits, pace: Pace, num_before: int, num_tokens: int
+) -> None:
     """Before the engine hears of it: `num_before` sequences wait, and an answer of it has
     `num_tokens` at most. Raises ApiError overloaded when it would surely wait for longer than
     `run_timeout_s` leaves it."""

@@ -18,16 +18,15 @@ from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError, EngineFault, RequestFault
 from ridgeline.log import say
 from ridgeline.observe.latency import Latency
-from ridgeline.observe.progress import Progress
 from ridgeline.observe.traffic import Traffic
 from ridgeline.observe.watchdog import Overdue, StepInFlight, Watchdog
 from ridgeline.request import RequestOutput
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.child import environment
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.deadlines import Pace
 from ridgeline.server.errors import ApiError, internal_error
-from ridgeline.server.heartbeat import HeartbeatPage, new_page
-from ridgeline.server.live import Live
+from ridgeline.server.heartbeat import HeartbeatPage, Progress, new_page
 from ridgeline.server.outlet import Relay
 from ridgeline.server.tripwire import allow_spawn, arm
 from ridgeline.server.wire import (
@@ -105,9 +104,9 @@ class EngineClient:
         self.traffic = Traffic()
         self.loading: Loading | None = None
         self.num_restarts = 0
-        self.lives: dict[str, Live] = {}
+        self.lives: dict[str, ActiveRequest] = {}
         self._listener = listener
-        self._tickets: dict[int, Live] = {}
+        self._tickets: dict[int, ActiveRequest] = {}
         self._questions: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
         self._life: _Life | None = None
@@ -131,7 +130,7 @@ class EngineClient:
         if self.ready is None:
             raise ApiError("starting", "the model is still being loaded; try again soon")
 
-    async def submit(self, live: Live) -> None:
+    async def submit(self, live: ActiveRequest) -> None:
         """Hand the requests of `live` to the engine and wait until it has taken them in.
 
         Raises RequestFault when it refuses and ApiError when it is gone. On any exit but the
@@ -172,12 +171,12 @@ class EngineClient:
         finally:
             self._questions.pop(ticket, None)
 
-    def abandon(self, live: Live) -> None:
+    def abandon(self, live: ActiveRequest) -> None:
         """Nobody waits for `live` any more: abort what the engine still does for it."""
         self._abort(live, tuple(live.open_ids))
         live.open_ids.clear()
 
-    def _abort(self, live: Live, request_ids: tuple[str, ...]) -> None:
+    def _abort(self, live: ActiveRequest, request_ids: tuple[str, ...]) -> None:
         known = tuple(i for i in request_ids if self.lives.pop(i, None) is not None)
         if known:
             self.progress.work_ended(len(known))
@@ -433,7 +432,7 @@ class EngineClient:
         elif stopped := live.take_aborts():
             self._stopped(live, stopped, now)
 
-    def _push(self, live: Live, output: RequestOutput) -> None:
+    def _push(self, live: ActiveRequest, output: RequestOutput) -> None:
         """No output, whatever is in it, may harm anyone but its own request."""
         try:
             live.push(output)
@@ -449,7 +448,7 @@ class EngineClient:
                 request_id=live.request_id, reason=output.error,
             )  # fmt: skip
 
-    def _stopped(self, live: Live, request_ids: Iterable[str], now: float) -> None:
+    def _stopped(self, live: ActiveRequest, request_ids: Iterable[str], now: float) -> None:
         """A stop string ended these, which the engine cannot see."""
         known = tuple(i for i in request_ids if self.lives.pop(i, None) is not None)
         self.progress.work_ended(len(known))

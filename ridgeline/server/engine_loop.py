@@ -15,14 +15,14 @@ from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.generation import GenerationDefaults
-from ridgeline.observe.accounts import PromptChunks
-from ridgeline.observe.evidence import Observatory
+from ridgeline.observe.evidence import RunRecord
 from ridgeline.observe.steps import StepCounters
+from ridgeline.observe.time_breakdown import PromptChunks
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.beams import BEAM_MARK
+from ridgeline.server.deferred_scheduling import DeferredScheduling
 from ridgeline.server.engine_gauges import GaugeReader, ReportsMemory
 from ridgeline.server.heartbeat import Heartbeat
-from ridgeline.server.late_plans import LatePlans
 from ridgeline.server.wire import (
     Abort,
     Add,
@@ -78,7 +78,7 @@ class Served(Protocol):
     @property
     def end_token_ids(self) -> frozenset[int]: ...
     @property
-    def watch(self) -> Observatory | None: ...
+    def watch(self) -> RunRecord | None: ...
 
 
 Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], Served]
@@ -110,7 +110,7 @@ def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Re
     )
 
 
-def _prices(watch: Observatory) -> Prices:
+def _prices(watch: RunRecord) -> Prices:
     limits, setup = watch.pricer.limits, watch.pricer.setup
     return Prices(setup.device.label, setup.constants.origin, limits.flops, limits.bytes)
 
@@ -132,14 +132,14 @@ class EngineLoop:
         self._idle_work = served.warm_up if isinstance(served, WarmsUp) else None
         self._engine.listeners.append(self._watch)
         scheduler, watch = served.engine.scheduler, served.watch
-        self._observatory = watch
+        self._run_record = watch
         self._chunks = PromptChunks()
         if watch is not None:
-            watch.pricing.followers.append(self._chunks.on_priced)
+            watch.pricing.listeners.append(self._chunks.on_priced)
         pricing = None if watch is None else watch.pricing
-        self.late_plans: LatePlans | None = None
+        self.deferred_scheduling: DeferredScheduling | None = None
         if pricing is not None and not pricing.computes_in_submit:
-            self.late_plans = LatePlans(served.engine, pricing, clock)
+            self.deferred_scheduling = DeferredScheduling(served.engine, pricing, clock)
         self._gauges = GaugeReader(scheduler, served.device, self._watch, clock, pricing)
 
     def run(self) -> None:
@@ -150,7 +150,9 @@ class EngineLoop:
         """Obey what came in, then one step. Waits for commands when there is nothing to do."""
         is_idle = self._engine.is_idle and not self._works_idly()
         commands = self._obey_all(self._wire.take(wait_s=inf if is_idle else 0.0))
-        while self.late_plans is not None and (pause := self.late_plans.pause()) > 0:
+        while (
+            self.deferred_scheduling is not None and (pause := self.deferred_scheduling.pause()) > 0
+        ):
             commands += self._obey_all(self._wire.take(wait_s=pause))
         num_steps = self._watch.num_steps
         outputs = self._engine.step()
@@ -196,15 +198,15 @@ class EngineLoop:
 
     def _evidence(self, tenant: bytes | None) -> bytes:
         """All at once and encoded by C: the next step waits for it."""
-        if self._observatory is None:
+        if self._run_record is None:
             return b""
         who = None if tenant is None else tenant.hex()
-        return msgspec.json.encode(self._observatory.evidence(self._engine.clock.now(), who))
+        return msgspec.json.encode(self._run_record.evidence(self._engine.clock.now(), who))
 
     def _close(self, request_id: str) -> None:
         self._chunks.close(request_id)
-        if self._observatory is not None:
-            self._observatory.receipts.close(request_id)
+        if self._run_record is not None:
+            self._run_record.request_costs.close(request_id)
 
     def _add(self, command: Add) -> Admitted | Refused:
         """All of them or none."""
@@ -215,8 +217,8 @@ class EngineLoop:
                 added.append(request.request_id)
                 if command.wants_chunks:
                     self._chunks.ask(request.request_id)
-                if command.wants_cost and self._observatory is not None:
-                    self._observatory.receipts.ask(request.request_id)
+                if command.wants_cost and self._run_record is not None:
+                    self._run_record.request_costs.ask(request.request_id)
         except RequestFault as fault:
             for request_id in added:
                 self._engine.abort(request_id)
@@ -243,14 +245,19 @@ class EngineLoop:
 
     def _costs(self, outputs: Sequence[RequestOutput]) -> tuple[Cost, ...]:
         """Up to and with this output, for those who asked."""
-        if self._observatory is None:
+        if self._run_record is None:
             return ()
-        receipts, costs = self._observatory.receipts, []
+        request_costs, costs = self._run_record.request_costs, []
         for output in outputs:
-            if (receipt := receipts.get(output.request_id)) is not None:
+            if (request_cost := request_costs.get(output.request_id)) is not None:
                 costs.append(
-                    Cost(output.request_id, receipt.device_ns, receipt.flops, receipt.bytes)
+                    Cost(
+                        output.request_id,
+                        request_cost.device_ns,
+                        request_cost.flops,
+                        request_cost.bytes,
+                    )
                 )
                 if output.finish_reason is not None:
-                    receipts.close(output.request_id)
+                    request_costs.close(output.request_id)
         return tuple(costs)

@@ -38,7 +38,7 @@ class Outlet(io.TextIOBase):
         os.register_at_fork(after_in_child=self._reset)  # the thread stays with the parent
 
     def _reset(self) -> None:
-        self._news = threading.Condition()  # reentrant: a collected object may warn in `write`
+        self._changed = threading.Condition()  # reentrant: a collected object may warn in `write`
         self._lines: deque[bytes] = deque()
         self._part = ""
         self._size = 0  # of the lines that wait
@@ -59,7 +59,7 @@ class Outlet(io.TextIOBase):
         return os.isatty(self._fd)
 
     def write(self, text: str) -> int:
-        with self._news:
+        with self._changed:
             whole, end, self._part = (self._part + text).rpartition("\n")
             if end:
                 self._take((whole + end).encode("utf-8", "backslashreplace"))
@@ -67,10 +67,10 @@ class Outlet(io.TextIOBase):
 
     def drain(self, patience_s: float = DRAIN_S) -> None:
         """Wait until all is written, for so long at most. For the end of a process."""
-        with self._news:
+        with self._changed:
             if self._part:
                 self.write("\n")
-            self._news.wait_for(self._is_drained, patience_s)
+            self._changed.wait_for(self._is_drained, patience_s)
 
     def _take(self, lines: bytes) -> None:
         if self._is_full or self._size + len(lines) > self._queue_bytes:
@@ -82,18 +82,18 @@ class Outlet(io.TextIOBase):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="stderr", daemon=True)
             self._thread.start()
-        self._news.notify_all()
+        self._changed.notify_all()
 
-    def _has_news(self) -> bool:
+    def _has_lines(self) -> bool:
         return bool(self._lines) or (self._num_lost > 0 and self._is_well)
 
     def _is_drained(self) -> bool:
-        return not self._is_writing and not self._has_news()
+        return not self._is_writing and not self._has_lines()
 
     def _run(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(self._has_news)
+            with self._changed:
+                self._changed.wait_for(self._has_lines)
                 self._is_writing = True
                 num_told = 0
                 if self._lines:
@@ -103,11 +103,11 @@ class Outlet(io.TextIOBase):
                     num_told, self._num_lost, self._is_full = self._num_lost, 0, False
                     lines = _loss(num_told)
             is_written = self._put(lines)
-            with self._news:
+            with self._changed:
                 self._is_well, self._is_writing = is_written, False
                 if not is_written:
                     self._num_lost += num_told or lines.count(b"\n")
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def _put(self, lines: bytes) -> bool:
         """Whether all of it could be written: a pipe may be closed and a disk full."""

@@ -14,9 +14,9 @@ from hashlib import sha256
 from ridgeline.answer import Answer, check_prompt, resolve_sampling
 from ridgeline.errors import RequestFault
 from ridgeline.server.auth import Tenant
-from ridgeline.server.calls import Call, Conversation, Prompt
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.model import ServedModel
+from ridgeline.server.parsed_request import Conversation, ParsedRequest, Prompt
 from ridgeline.server.text_client import TextFault
 from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Question
 from ridgeline.text.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ class Prepared:
         return sum(len(answer.prompt_token_ids) for answer in self.answers)
 
 
-def question_of(call: Call, model: ServedModel) -> Question | None:
+def question_of(call: ParsedRequest, model: ServedModel) -> Question | None:
     """What the tokenizer must be asked; None when the prompts are token ids. Raises ApiError."""
     if call.conversation is not None:
         return conversation_question(call.conversation, model)
@@ -66,7 +66,7 @@ def conversation_question(conversation: Conversation, model: ServedModel) -> Enc
     )
 
 
-def fault_of(call: Call, fault: TextFault) -> ApiError:
+def fault_of(call: ParsedRequest, fault: TextFault) -> ApiError:
     """What the tokenizer found, in the client's words."""
     if call.conversation is not None or fault.place is None:
         return from_fault(fault)
@@ -75,7 +75,7 @@ def fault_of(call: Call, fault: TextFault) -> ApiError:
 
 
 def prepare(
-    call: Call,
+    call: ParsedRequest,
     model: ServedModel,
     encoded: tuple[bytes, ...],
     request_id: str,
@@ -102,7 +102,7 @@ def prepare(
     return Prepared(tuple(answers), tuple(echoes))
 
 
-def _path(call: Call, place: int) -> str:
+def _path(call: ParsedRequest, place: int) -> str:
     """Of one of the prompts, as the client wrote it."""
     return f"prompt[{place}]" if call.has_list_of_prompts else "prompt"
 
@@ -114,7 +114,12 @@ def need_tokenizer(model: ServedModel, param: str) -> Vocabulary:
 
 
 def _answer(
-    call: Call, model: ServedModel, answer_id: str, ids: tuple[int, ...], tenant: Tenant, now: float
+    call: ParsedRequest,
+    model: ServedModel,
+    answer_id: str,
+    ids: tuple[int, ...],
+    tenant: Tenant,
+    now: float,
 ) -> Answer:
     sampling = resolve_sampling(
         call.sampling,

@@ -16,8 +16,8 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.answer import Answer, Choice, ChoiceDelta
 from ridgeline.request import TokenLogprobs
-from ridgeline.server.calls import Call
-from ridgeline.server.live import Live
+from ridgeline.server.active_request import ActiveRequest
+from ridgeline.server.parsed_request import ParsedRequest
 from ridgeline.server.token_text import Places, TokenTexts, places_of_prompt
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's word for "as good as impossible"; JSON has no -inf
@@ -152,7 +152,7 @@ _ENCODE = msgspec.json.Encoder().encode
 
 
 def usage_of(
-    live: Live, *, drop_output: bool = False, price_per_hour: float | None = None
+    live: ActiveRequest, *, drop_output: bool = False, price_per_hour: float | None = None
 ) -> Usage:
     """Tokens read and delivered; those of `best_of` that lost were made, so they count."""
     prompt = sum(len(answer.prompt_token_ids) for answer in live.answers)
@@ -162,14 +162,14 @@ def usage_of(
     return Usage(prompt, output, prompt + output, PromptDetails(cached), _draft_tokens(live), cost)
 
 
-def _draft_tokens(live: Live) -> CompletionDetails | UnsetType:
+def _draft_tokens(live: ActiveRequest) -> CompletionDetails | UnsetType:
     """Of all samples; left out where nothing was drafted."""
     accepted = sum(answer.num_accepted_tokens for answer in live.answers)
     rejected = sum(answer.num_rejected_tokens for answer in live.answers)
     return CompletionDetails(accepted, rejected) if accepted + rejected else UNSET
 
 
-def cost_of(live: Live, price_per_hour: float | None) -> UsageCost | None:
+def cost_of(live: ActiveRequest, price_per_hour: float | None) -> UsageCost | None:
     """Of all its samples together; None from an engine that prices nothing."""
     if not live.costs:
         return None
@@ -186,7 +186,7 @@ class Renderer:
 
     def __init__(
         self,
-        call: Call,
+        call: ParsedRequest,
         reply_id: str,
         created: int,
         texts: TokenTexts,
@@ -206,7 +206,7 @@ class Renderer:
 
     # ------------------------------------------------------------------ the whole answer
 
-    def whole(self, live: Live) -> bytes:
+    def whole(self, live: ActiveRequest) -> bytes:
         parts: list[Part] = []
         for number, answer in enumerate(live.answers):
             first = number * answer.sampling.n
@@ -292,7 +292,7 @@ class Renderer:
             self._event(CompletionChoice(i, text, None, None)) for i, text in enumerate(prompts)
         )
 
-    def piece(self, delta: ChoiceDelta, live: Live) -> bytes:
+    def piece(self, delta: ChoiceDelta, live: ActiveRequest) -> bytes:
         """The events for what one choice gained; none when there is nothing to see."""
         if self._call.drop_output:
             delta = ChoiceDelta(delta.index, "", (), (), delta.finish_reason and "length")
@@ -316,20 +316,20 @@ class Renderer:
             events += self._event(end, usage)
         return events
 
-    def usage(self, live: Live) -> bytes:
+    def usage(self, live: ActiveRequest) -> bytes:
         """The last event of a stream that asked for it."""
         return self._event(None, self._usage(live))
 
-    def _usage(self, live: Live) -> Usage:
+    def _usage(self, live: ActiveRequest) -> Usage:
         return usage_of(
             live, drop_output=self._call.drop_output, price_per_hour=self._price_per_hour
         )
 
-    def _running_usage(self, live: Live) -> Usage | None:
+    def _running_usage(self, live: ActiveRequest) -> Usage | None:
         is_asked = self._call.stream_options.continuous_usage_stats
         return self._usage(live) if is_asked else None
 
-    def _prompt_ids(self, delta: ChoiceDelta, live: Live) -> tuple[int, ...] | UnsetType:
+    def _prompt_ids(self, delta: ChoiceDelta, live: ActiveRequest) -> tuple[int, ...] | UnsetType:
         """With the first tokens of a choice of a completion, and of the first one of a chat."""
         if not self._show_ids or not delta.token_ids or delta.index in self._begun:
             return UNSET

@@ -16,17 +16,17 @@ from starlette.types import Receive, Scope, Send
 from ridgeline.clock import Clock
 from ridgeline.errors import RequestFault
 from ridgeline.log import say
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.admission import Admission, Ticket
 from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
-from ridgeline.server.calls import Call
 from ridgeline.server.config import Limits, ServeConfig
 from ridgeline.server.deadlines import PERIOD_S, check_wait, enforce
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.http_protocol import EXTENSION
 from ridgeline.server.json_body import parse_object, parsed_bytes
-from ridgeline.server.live import Live
 from ridgeline.server.model import ServedModel, epoch_s, served_model, text_folder
+from ridgeline.server.parsed_request import ParsedRequest
 from ridgeline.server.prepare import Prepared, fault_of, prepare, question_of
 from ridgeline.server.replies import Renderer
 from ridgeline.server.reports import Pages, Reports
@@ -66,7 +66,7 @@ class Service:
         self.manager = ServiceManager(os.environ)
         self.model: ServedModel | None = None
         self.draining = False
-        self.open: set[Live] = set()
+        self.open: set[ActiveRequest] = set()
         self.connections: Collection[object] = ()  # the HTTP side puts its own here
         self.text = TextClient(config.limits.tokenizer_processes)
         self.pool = ThreadPoolExecutor(WORKER_THREADS, "worker")
@@ -176,7 +176,7 @@ class Service:
         scope: Scope,
         receive: Receive,
         send: Send,
-        read: Callable[[Body, ServedModel], Call],
+        read: Callable[[Body, ServedModel], ParsedRequest],
     ) -> None:
         """Serve one completion or chat request, from its body to its last byte. It arrives when
         its body is here: how fast a client sends that is not our doing."""
@@ -192,11 +192,11 @@ class Service:
     async def _understand(
         self,
         scope: Scope,
-        read: Callable[[Body, ServedModel], Call],
+        read: Callable[[Body, ServedModel], ParsedRequest],
         body: Body,
         size: int,
         arrival: float,
-    ) -> tuple[Call, Prepared]:
+    ) -> tuple[ParsedRequest, Prepared]:
         """Validate and tokenize. Raises ApiError."""
         model = self.need_model()
         request_id, tenant = scope["state"]["request_id"], scope["state"]["tenant"]
@@ -215,7 +215,7 @@ class Service:
         self,
         scope: Scope,
         send: Send,
-        read: Callable[[Body, ServedModel], Call],
+        read: Callable[[Body, ServedModel], ParsedRequest],
         body: Body,
         size: int,
         ticket: Ticket,
@@ -227,7 +227,7 @@ class Service:
         trace: Trace | None = scope["state"].get("trace")
         if trace is not None:
             trace.asked(call)
-        live = Live(
+        live = ActiveRequest(
             prepared.answers,
             streams=call.body.stream,
             max_bytes=self.limits.max_stream_bytes,
@@ -256,17 +256,19 @@ class Service:
             self.engine.abandon(live)
             self.open.discard(live)
 
-    async def _submit(self, live: Live, call: Call) -> None:
+    async def _submit(self, live: ActiveRequest, call: ParsedRequest) -> None:
         self.need_model()
         try:
             await self.engine.submit(live)
         except RequestFault as fault:
             raise from_fault(fault, call.rename) from None
 
-    async def _send_whole(self, live: Live, call: Call, renderer: Renderer, send: Send) -> None:
+    async def _send_whole(
+        self, live: ActiveRequest, call: ParsedRequest, renderer: Renderer, send: Send
+    ) -> None:
         while live.error is None and not live.is_finished:
-            await live.news.wait()
-            live.news.clear()
+            await live.changed.wait()
+            live.changed.clear()
         if live.error is not None:
             raise live.error
         is_large = call.top_logprobs is not None or call.sampling.prompt_logprobs is not None
@@ -274,14 +276,19 @@ class Service:
         await send_json(send, await self.run(size, renderer.whole, live))
 
     async def _stream(
-        self, live: Live, call: Call, renderer: Renderer, stream: EventStream, scope: Scope
+        self,
+        live: ActiveRequest,
+        call: ParsedRequest,
+        renderer: Renderer,
+        stream: EventStream,
+        scope: Scope,
     ) -> None:
         while live.error is None:
-            await live.news.wait()
-            live.news.clear()
+            await live.changed.wait()
+            live.changed.clear()
             if live.error is not None:
                 break
-            await self._send_news(live, call, renderer, stream)
+            await self._send_changes(live, call, renderer, stream)
             if stream.state is State.ENDED:
                 return
         error = live.error
@@ -291,8 +298,8 @@ class Service:
                 connection.close_after_response()
             await stream.fail(error)
 
-    async def _send_news(
-        self, live: Live, call: Call, renderer: Renderer, stream: EventStream
+    async def _send_changes(
+        self, live: ActiveRequest, call: ParsedRequest, renderer: Renderer, stream: EventStream
     ) -> None:
         pieces = live.take()
         finished = live.is_finished
@@ -318,7 +325,7 @@ def _aside(limits: Limits) -> Limits:
 
 
 def _renderer(
-    call: Call,
+    call: ParsedRequest,
     prepared: Prepared,
     model: ServedModel,
     request_id: str,

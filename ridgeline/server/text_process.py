@@ -152,7 +152,7 @@ class Worker:
             return Refusal(reason, None, BROKEN, self._place, _kind(fault))
 
     def _text(self, text: str, question: Encode) -> list[int]:
-        self._refuse_hopeless(text, question.max_tokens, "prompt")
+        self._refuse_too_long(text, question.max_tokens, "prompt")
         with self._limits_of(text):
             return self._tokenizer.encode(text, question.add_special_tokens)
 
@@ -161,7 +161,7 @@ class Worker:
         if template is None:
             raise RequestFault("this model has no chat template", param="messages")
         words = "".join(m["content"] for m in question.messages if m["role"] == "user").strip()
-        self._refuse_hopeless(words, question.max_tokens, "messages")
+        self._refuse_too_long(words, question.max_tokens, "messages")
         self._stage(is_template=True)
         with limited(TEMPLATE_S, self._own_bytes + WORK_BYTES):
             written = template.write(
@@ -171,7 +171,7 @@ class Worker:
         with self._limits_of(written.text):
             return template.encode(written)
 
-    def _refuse_hopeless(self, text: str, max_tokens: int, param: str) -> None:
+    def _refuse_too_long(self, text: str, max_tokens: int, param: str) -> None:
         """Raises RequestFault when a long text is over `max_tokens` already at its beginning.
 
         Megabytes of text for a context of kilobytes would otherwise take seconds. The tokens of a

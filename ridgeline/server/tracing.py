@@ -20,10 +20,10 @@ from starlette.types import Scope
 import ridgeline
 from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError
-from ridgeline.observe.accounts import PromptChunk
 from ridgeline.observe.latency import SequenceTimes
-from ridgeline.server.calls import Call
-from ridgeline.server.live import Live
+from ridgeline.observe.time_breakdown import PromptChunk
+from ridgeline.server.active_request import ActiveRequest
+from ridgeline.server.parsed_request import ParsedRequest
 
 TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
 HEADERS = (b"traceparent", b"tracestate")  # W3C Trace Context
@@ -42,13 +42,15 @@ class Trace:
         self._tracer, self._span, self._context = tracer, span, context
         self._start_ns = start_ns  # what the clock's zero is in nanoseconds since 1970
 
-    def asked(self, call: Call) -> None:
+    def asked(self, call: ParsedRequest) -> None:
         """What is known once the body is read."""
         chat = call.is_chat
         self._span.set_attribute("gen_ai.operation.name", "chat" if chat else "text_completion")
         self._span.set_attribute("gen_ai.request.model", call.body.model)
 
-    def end(self, status: int | None, error: str | None, live: Live | None, now: float) -> None:
+    def end(
+        self, status: int | None, error: str | None, live: ActiveRequest | None, now: float
+    ) -> None:
         """`status` is what the client was sent, if anything; `error` the code of what ended it."""
         span = self._span
         if not self.is_wanted:
@@ -64,7 +66,7 @@ class Trace:
             span.set_status(import_module("opentelemetry.trace").StatusCode.ERROR, error)
         span.end(self._ns(now))
 
-    def _sequences(self, live: Live) -> None:
+    def _sequences(self, live: ActiveRequest) -> None:
         chunks: dict[str, list[PromptChunk]] = {}
         for chunk in live.chunks:
             chunks.setdefault(chunk.request_id, []).append(chunk)
@@ -100,7 +102,7 @@ class Trace:
         return self._start_ns + round(when * NANO)
 
 
-def _usage(live: Live) -> Attributes:
+def _usage(live: ActiveRequest) -> Attributes:
     answers = live.answers
     values: dict[str, str | int | float | Sequence[str]] = {
         "ridgeline.request_id": live.request_id,

@@ -236,7 +236,7 @@ class SimulatedExecutor:
         if not num_draft_tokens or not isinstance(self.pricer, Target):
             return 0.0
         num_logits = num_draft_tokens + len(plan.scheduled)
-        whole_s = self.pricer.seconds_of(self.pricer.totals(plan.shape), num_logits)
+        whole_s = self.pricer.seconds_of(self.pricer.features(plan.shape), num_logits)
         return max(0.0, whole_s - seconds)
 
     def _num_accepted(self, entry: ScheduledRequest, speculation: Speculation) -> int:

@@ -128,11 +128,11 @@ def without_paging(limits: Limits, machine: Machine) -> Limits:
     """Contiguous caches: each seat is as long as the longest request may get, windows or not."""
     if limits.paging:
         return limits
-    per_seat = -(-limits.max_model_len // limits.block_size) * len(machine.windows)
-    seats = machine.num_blocks // per_seat
-    if seats < 1:
+    per_slot = -(-limits.max_model_len // limits.block_size) * len(machine.windows)
+    slots = machine.num_blocks // per_slot
+    if slots < 1:
         raise ConfigError(
-            f"without paging one request of {limits.max_model_len} tokens reserves {per_seat} "
+            f"without paging one request of {limits.max_model_len} tokens reserves {per_slot} "
             f"blocks, and there are {machine.num_blocks}; lower max_model_len"
         )
-    return replace(limits, max_num_seqs=min(limits.max_num_seqs, seats))
+    return replace(limits, max_num_seqs=min(limits.max_num_seqs, slots))

@@ -20,7 +20,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import StepTotals, repeated
+from ridgeline.cost.step_features import StepFeatures, repeated
 from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS, LAYERS, MODEL, AskedDrafts
 from ridgeline.step import StepShape
@@ -72,7 +72,7 @@ class DraftSteps(Drafter):
         run = self.pricer.decode_run((context,) * batch, is_planned=False)
         if self.begin == 1 or context < self.begin:
             return run.total(num_drafts)
-        one = self.pricer.totals(((self.begin, context + 1 - self.begin),))
+        one = self.pricer.features(((self.begin, context + 1 - self.begin),))
         first_s = self.pricer.pass_seconds_of(repeated(one, batch), batch)
         return first_s + run.total(num_drafts - 1, first=1)
 
@@ -142,11 +142,11 @@ class Target(Protocol):
     """What `ridgeline.cost.pricer.Pricer` has: the price of a step of which `num_logits` rows need
     logits (None: one per request)."""
 
-    def totals(self, shape: StepShape) -> StepTotals: ...
+    def features(self, shape: StepShape) -> StepFeatures: ...
 
     def seconds_of(
         self,
-        totals: StepTotals,
+        features: StepFeatures,
         num_logits: int | None = None,
         drafting_s: float = 0.0,
         host_s: float = 0.0,
@@ -191,8 +191,8 @@ class DraftPrices:
         self, batch: int, context: int, num_drafts: int, drafting_s: float, host_s: float
     ) -> float:
         rows = num_drafts + 1
-        totals = repeated(self.target.totals(((rows, context),)), batch)
-        return self.target.seconds_of(totals, rows * batch, drafting_s, host_s)
+        features = repeated(self.target.features(((rows, context),)), batch)
+        return self.target.seconds_of(features, rows * batch, drafting_s, host_s)
 
     def speedup(self, batch: int, context: int, num_drafts: int, tokens: float) -> float:
         """Tokens per second over those without drafts, if so many come out of a request."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
+from tokenizers import normalizers
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.loader.folder import read_bytes, read_optional, refuse
 from ridgeline.loader.gguf import is_gguf
 from ridgeline.registry import load
 from ridgeline.text.pieces import Pieces, read_rule
-from ridgeline.text.plain import PlainEncoder
 from ridgeline.text.sentencepiece import build_sentencepiece, read_sentencepiece
 from ridgeline.text.tokenizer_file import MAX_BYTES, MAX_ID, check_added, check_tokenizer_json
 from ridgeline.text.vocabulary import Vocabulary
@@ -300,3 +300,32 @@ def _added_token(path: Path, value: object) -> tokenizers.AddedToken:
         refuse(path, "added_tokens_decoder holds a token without content")
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return tokenizers.AddedToken(content, **{f: bool(value[f]) for f in flags if f in value})
+
+
+class PlainEncoder:
+    """A twin of a tokenizer, over the same vocabulary, that removes `mark` from texts."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, mark: str) -> None:
+        twin = tokenizers.Tokenizer(backend.model)
+        added = backend.get_added_tokens_decoder()
+        for token_id in sorted(added):
+            twin.add_tokens([_before_normaliser(added[token_id])])
+        steps = [normalizers.Replace(mark, "")]
+        if backend.normalizer is not None:
+            steps.append(backend.normalizer)
+        twin.normalizer = normalizers.Sequence(steps)
+        if backend.pre_tokenizer is not None:
+            twin.pre_tokenizer = backend.pre_tokenizer
+        self.backend = twin
+
+
+def _before_normaliser(token: tokenizers.AddedToken) -> tokenizers.AddedToken:
+    """The same token, looked for only before the normaliser takes the marks away."""
+    return tokenizers.AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=token.special,
+    )

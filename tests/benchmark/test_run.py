@@ -44,7 +44,7 @@ def test_what_each_step_had_to_move_is_what_the_engine_priced(llm: LLM) -> None:
     assert None not in moved
     assert sum(filter(None, moved)) == pytest.approx(pricing.totals.bytes - before)
     assert [step.num_rows for step in run.steps] == [2, 2, 2, 1, 1, 1]
-    owners = [getattr(follower, "__self__", None) for follower in pricing.followers]
+    owners = [getattr(listener, "__self__", None) for listener in pricing.listeners]
     assert not any(isinstance(owner, _Driver) for owner in owners)
     unpriced = run_jobs(llm.engine, [Job((1, 2, 3), 2)])
     assert {step.bytes for step in unpriced.steps} == {None}

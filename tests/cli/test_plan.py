@@ -70,7 +70,7 @@ def test_a_typed_price_counts(bare: Path, cli: Cli) -> None:
     dear = ("--price", "l4=9", "--price", "rtx-4090=1")
     other = plan(cli, bare, "--rate", 1, "--devices", "l4,rtx-4090", *dear)[1]
     assert other["answer"]["device"] == "rtx-4090"
-    assert any(flip["what"] == "price of l4" for flip in other["flips"])
+    assert any(change["what"] == "price of l4" for change in other["sensitivity"])
 
 
 def test_where_nothing_keeps_the_promise(bare: Path, cli: Cli) -> None:

@@ -215,7 +215,7 @@ def test_plans_wait_for_who_comes_on_a_gpu(model: Path, cli: Cli) -> None:
     for device, waits in (("a10", True), ("xeon-8480", False)):
         late, plain = (
             json.loads(cli("simulate", model, "--device", device, *argv, *more)[1])
-            for more in ((), ("--no-late-plans",))
+            for more in ((), ("--no-deferred-scheduling",))
         )
         assert (late["ttft_ms"]["mean"] < 0.97 * plain["ttft_ms"]["mean"]) is waits
         assert (late == plain) is not waits

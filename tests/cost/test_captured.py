@@ -8,12 +8,12 @@ import pytest
 
 from ridgeline.cost.captured import as_served, captured_chunk
 from ridgeline.cost.constants import Calibration, HostConstants, default_calibration
+from ridgeline.cost.execution_mode import is_captured
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.manner import is_captured
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import attention_kinds, step_totals
+from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.costing import engine_host
 from ridgeline.step import StepShape
 from tests.cost.known_models import DEEPSEEK_V3, LLAMA_3_1B, LLAMA_3_8B
@@ -44,8 +44,8 @@ def test_steps_of_a_gpu_are_captured_as_the_engine_does(dtype: str) -> None:
     served = as_served(record(), LLAMA_3_8B, H200, Precision(dtype))
     assert served is not None
     kinds = tuple(attention_kinds(LLAMA_3_8B))
-    captured = [is_captured(served.host, step_totals(kinds, step)) for step in STEPS]
-    assert captured == [is_captured(engine, step_totals(kinds, step)) for step in STEPS]
+    captured = [is_captured(served.host, step_features(kinds, step)) for step in STEPS]
+    assert captured == [is_captured(engine, step_features(kinds, step)) for step in STEPS]
     assert set(captured) == {True, False}
     assert (served.host.c0_s, served.host.per_launch_s) == (1e-4, 2e-4)
 

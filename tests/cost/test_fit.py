@@ -18,6 +18,7 @@ from ridgeline.cost.constants import (
     StreamConstants,
     default_calibration,
 )
+from ridgeline.cost.execution_mode import is_captured
 from ridgeline.cost.fit import (
     Fit,
     Point,
@@ -31,10 +32,9 @@ from ridgeline.cost.fit import (
 )
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.cost.least_squares import minimise, soft_l1
-from ridgeline.cost.manner import is_captured
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.precision import Precision
-from ridgeline.cost.totals import step_totals
+from ridgeline.cost.step_features import step_features
 from ridgeline.step import StepShape
 
 DEVICE = find_device("a100-80-sxm")
@@ -109,7 +109,7 @@ def points_of(calibration: Calibration, noise: float, rng: Random) -> list[Point
             if what.endswith("attention"):
                 ops = tuple(replace(op, count=1) for op in ops if op.kind.endswith("attention"))
             rows = len(shape) if what.endswith("step") else None
-            captured = is_captured(calibration.host, step_totals((), shape))
+            captured = is_captured(calibration.host, step_features((), shape))
             is_one = captured and rows is not None
             found.append(Point(what, "bf16", ops, 0.0, rows, f"shape {number}", is_one))
     return [

@@ -19,14 +19,14 @@ from ridgeline.cost.constants import (
     StreamConstants,
     default_calibration,
 )
+from ridgeline.cost.execution_mode import Footprint
 from ridgeline.cost.fit import ALONE, Fit, Point, fit, predict
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.manner import Footprint
 from ridgeline.cost.ops import Op, step_ops
 from ridgeline.cost.precision import PLAIN
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import attention_kinds, step_totals
+from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.speculation.price import DraftSteps, first_layers
 from ridgeline.step import StepShape
 
@@ -115,8 +115,8 @@ def drafted(spec: ModelSpec, rows: int, context: int, num_draft_tokens: int) -> 
 
 
 def warm(spec: ModelSpec, shape: StepShape) -> float:
-    totals = step_totals(tuple(attention_kinds(spec)), shape)
-    return Footprint.of(spec, PLAIN).warm(totals, DEVICE.l2_bytes)
+    features = step_features(tuple(attention_kinds(spec)), shape)
+    return Footprint.of(spec, PLAIN).warm(features, DEVICE.l2_bytes)
 
 
 def steps() -> Iterator[Point]:

@@ -15,7 +15,7 @@ from ridgeline.cost.ops import layer_products
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import attention_kinds, chunk_keys, step_totals
+from ridgeline.cost.step_features import attention_kinds, chunk_keys, step_features
 from ridgeline.step import StepPricer, StepShape
 from tests.cost.random_setups import (
     GEMMA_3_27B,
@@ -41,7 +41,7 @@ def test_a_step_costs_the_same_both_ways(seed: int) -> None:
         rows = rng.choice([None, 0, 1, len(shape), 40])
         slow = step_cost(setup, shape, rows)
         assert pricer.seconds(shape, rows) == pytest.approx(slow.expected_s, rel=CLOSE)
-        assert pricer.seconds_of(pricer.totals(shape), rows) == pricer.seconds(shape, rows)
+        assert pricer.seconds_of(pricer.features(shape), rows) == pricer.seconds(shape, rows)
         assert pricer.cost(shape, rows) == slow
         tp = setup.layout.tp
         price = pricer.price(shape, len(shape) if rows is None else rows)
@@ -91,7 +91,7 @@ def test_sums_are_those_of_each_request(seed: int) -> None:
     rng = random.Random(seed)
     kinds, shape = tuple(attention_kinds(random_setup(rng).spec)), random_shape(rng)
     chunks = [one for one in shape if one[0] > 1]
-    found = step_totals(kinds, shape)
+    found = step_features(kinds, shape)
     assert (found.num_requests, found.num_chunks) == (len(shape), len(chunks))
     for kind, sums in zip(kinds, found.attention, strict=True):
         assert sums.prefill_flops == sum(layer_attention_flops(kind, *one) for one in chunks)
@@ -104,7 +104,7 @@ def test_decodes_need_not_be_shown_row_by_row(seed: int) -> None:
     setup = random_setup(rng)
     contexts = tuple(rng.randint(0, 5000) for _ in range(rng.randint(0, 40)))
     shape = tuple((1, context) for context in contexts)
-    assert Pricer(setup).decode_totals(contexts) == Pricer(setup).totals(shape)
+    assert Pricer(setup).decode_features(contexts) == Pricer(setup).features(shape)
     assert Pricer(setup).decodes_seconds(contexts) == Pricer(setup).seconds(shape)
 
 
@@ -116,8 +116,8 @@ def test_equal_questions_have_equal_answers_whatever_was_asked_before() -> None:
     for i in [rng.randrange(12) for _ in range(100)]:
         assert pricer.seconds(shapes[i]) == first[i]
     contexts = (3, 5)
-    assert pricer.decode_totals(contexts) is pricer.decode_totals(contexts)
-    assert pricer.decode_totals((3, 6)) != pricer.decode_totals(contexts)
+    assert pricer.decode_features(contexts) is pricer.decode_features(contexts)
+    assert pricer.decode_features((3, 6)) != pricer.decode_features(contexts)
 
 
 def grown(contexts: list[int], step: int) -> StepShape:

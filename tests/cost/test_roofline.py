@@ -17,9 +17,9 @@ from ridgeline.cost.constants import (
     StreamConstants,
     default_calibration,
 )
+from ridgeline.cost.execution_mode import ExecutionMode
 from ridgeline.cost.hardware import Device, Link, catalogue
 from ridgeline.cost.layout import Layout
-from ridgeline.cost.manner import Manner
 from ridgeline.cost.ops import Op
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.roofline import BOUNDS, combine, op_cost, power_sum, step_cost
@@ -66,7 +66,7 @@ PREFILL = Op("x", "prefill_attention", 1, 1e10, 2e6, 0.0, m=100, n=1, k=100)
 
 
 def seconds(op: Op, calibration: Calibration = SHARES, *, captured: bool = False) -> float:
-    return op_cost(op, ROUND, calibration, Manner(captured)).expected_s
+    return op_cost(op, ROUND, calibration, ExecutionMode(captured)).expected_s
 
 
 def with_matmul(**changes: float) -> Calibration:
@@ -106,8 +106,8 @@ def test_what_reads_from_the_last_cache_waits_less() -> None:
     writes, norm = (Op(name, "elementwise", 1, 0, 4e5, 1e5) for name in ("rope_and_cache", "norm"))
 
     def saved(op: Op, warm: float) -> float:
-        cold_s = op_cost(op, ROUND, known, Manner(True)).expected_s
-        return cold_s - op_cost(op, ROUND, known, Manner(True, warm=warm)).expected_s
+        cold_s = op_cost(op, ROUND, known, ExecutionMode(True)).expected_s
+        return cold_s - op_cost(op, ROUND, known, ExecutionMode(True, warm=warm)).expected_s
 
     t0_s = SHARES.host.captured_t0 * 2e-6
     assert saved(MATMUL, 1.0) == pytest.approx(0.6 * t0_s)

@@ -53,8 +53,8 @@ def test_figures_are_those_of_the_pace_and_of_memory(name: str) -> None:
     assert one.max_batch >= 16
     assert one.memory.max_sequences == 16
     assert one.memory.total_bytes <= one.memory.capacity_bytes
-    seats = 64 if name == "CPU" else 256 * setup.layout.pp
-    assert one.saturated.load.batch == min(one.max_batch, seats)
+    slots = 64 if name == "CPU" else 256 * setup.layout.pp
+    assert one.saturated.load.batch == min(one.max_batch, slots)
     assert one.saturated.tokens_per_s >= one.tokens_per_s
 
 

@@ -15,10 +15,7 @@ from ridgeline.cost.constants import (
     HostConstants,
     default_calibration,
 )
-from ridgeline.cost.fit import Point, fit, predict
-from ridgeline.cost.hardware import find_device
-from ridgeline.cost.layout import ONE_DEVICE
-from ridgeline.cost.manner import (
+from ridgeline.cost.execution_mode import (
     OWN_ROWS,
     OWN_TOKENS,
     UNTUNED_ROWS,
@@ -26,12 +23,15 @@ from ridgeline.cost.manner import (
     most_tokens_of,
     own_of,
 )
+from ridgeline.cost.fit import Point, fit, predict
+from ridgeline.cost.hardware import find_device
+from ridgeline.cost.layout import ONE_DEVICE
 from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import PLAIN, Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import combine, is_lone, step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import MOST_TOGETHER, step_totals
+from ridgeline.cost.step_features import MOST_TOGETHER, step_features
 from ridgeline.formats import AskedDrafts, read_speculate
 from ridgeline.speculation.price import Drafter, DraftPrices, DraftSteps, draft_prices, drafter_of
 from ridgeline.step import StepShape
@@ -65,13 +65,13 @@ def named(shape: StepShape) -> set[str]:
 
 
 def test_a_few_tokens_behind_others_are_drafts() -> None:
-    assert step_totals((), ((5, 200), (1, 90))).is_verification
-    assert not step_totals((), ((5, 0),)).is_verification  # a prompt
-    assert not step_totals((), ((5, 200), (5, 0))).is_verification
-    assert not step_totals((), ((18, 200),)).is_verification
-    assert not step_totals((), ((1, 200),)).is_verification
-    assert step_totals((), ((5, 0),)).has_prompts
-    assert not step_totals((), ((5, 200),)).has_prompts
+    assert step_features((), ((5, 200), (1, 90))).is_verification
+    assert not step_features((), ((5, 0),)).is_verification  # a prompt
+    assert not step_features((), ((5, 200), (5, 0))).is_verification
+    assert not step_features((), ((18, 200),)).is_verification
+    assert not step_features((), ((1, 200),)).is_verification
+    assert step_features((), ((5, 0),)).has_prompts
+    assert not step_features((), ((5, 200),)).has_prompts
 
 
 def test_records_of_the_form_before_are_read() -> None:
@@ -184,9 +184,9 @@ def test_prompts_alone_wait_for_the_host() -> None:
     assert combine(old, 1e-5, 3, 0, is_lone=True) == combine(old, 1e-5, 3, 0)
     serial = replace(host, overlapped=False)
     assert combine(serial, 0.002, 3, 0, is_lone=True) == combine(serial, 0.002, 3, 0)
-    assert is_lone(step_totals((), ((40, 0), (30, 9))))
-    assert not is_lone(step_totals((), ((40, 0), (1, 9))))
-    assert not is_lone(step_totals((), ((4, 9),)))
+    assert is_lone(step_features((), ((40, 0), (30, 9))))
+    assert not is_lone(step_features((), ((40, 0), (1, 9))))
+    assert not is_lone(step_features((), ((4, 9),)))
 
 
 @pytest.mark.parametrize("begin", [1, 2])
@@ -197,7 +197,7 @@ def test_a_draft_takes_as_long_as_its_passes(
     draft = Pricer(replace(pricer().setup, spec=LLAMA_3_1B))
     drafts = DraftSteps(draft, begin)
     passes = list(drafts.passes(batch, context, num_drafts))
-    whole = sum(draft.pass_seconds_of(draft.totals(shape), batch) for shape in passes)
+    whole = sum(draft.pass_seconds_of(draft.features(shape), batch) for shape in passes)
     assert drafts.seconds(batch, context, num_drafts) == pytest.approx(whole, rel=1e-9)
     last_new, last_start = passes[-1][0]
     assert (len(passes), last_new + last_start) == (num_drafts, context + num_drafts)
@@ -219,7 +219,7 @@ def test_a_draft_model_catches_up_in_its_first_pass() -> None:
     setup = Setup(LLAMA_3_8B, DEVICE, calibration=constants())
     drafter = drafter_of(setup, asked(), LLAMA_3_1B)
     draft = Pricer(replace(setup, spec=LLAMA_3_1B))
-    first = draft.pass_seconds_of(draft.totals(((2, 399),)), 1)
+    first = draft.pass_seconds_of(draft.features(((2, 399),)), 1)
     later = [draft.decode_run([400]).seconds(step) for step in (1, 2)]
     assert drafter.seconds(1, 400, 3) == pytest.approx(first + sum(later))
     assert drafter.seconds(1, 400, 0) == 0.0
@@ -263,7 +263,7 @@ def whole_steps() -> list[Point]:
             len(shape),
             f"{what} {number}",
             captured=True,
-            own=own_of(step_totals((), shape), OWN_ROWS),
+            own=own_of(step_features((), shape), OWN_ROWS),
             is_lone=what in ("prefill_step", "mixed_step"),
         )
         for what, many in STEPS.items()

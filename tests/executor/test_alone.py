@@ -1,7 +1,7 @@
 """Deterministic steps: every request a piece, captured by tokens, filters sampled row by row.
 
 On a CPU the kernels' references answer, so this is about the wiring: tokens, not bits. That these
-are the same in any company, tests/gpu/test_deterministic.py shows.
+are the same in any batch, tests/gpu/test_deterministic.py shows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ridgeline.attention.paged import PagedAttention
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.errors import InternalError
-from ridgeline.executor.alone import LoneSampler, lone_logprobs
 from ridgeline.executor.batch import SamplingRows, SamplingStep
+from ridgeline.executor.batch_invariant import InvariantSampler, invariant_logprobs
 from ridgeline.executor.rows import Row, Rows
 from ridgeline.executor.transfer import transfer_to
 from ridgeline.layers.decoder import Decoder
@@ -198,7 +198,7 @@ def test_rows_by_themselves_are_sampled_as_together(num: int, seed: int) -> None
     noise = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(num, VOCAB, generator=noise)).to(device().torch_device)
     logits[0, 3] = torch.inf
-    lone = LoneSampler(VOCAB, made.transfer)
+    lone = InvariantSampler(VOCAB, made.transfer)
     for _ in range(2):  # what is made for the rows is kept
         got = lone.sample(step, logits, counts)
         want = sample(logits, step.kept.batch, step.positions_R, step.host_positions, counts)
@@ -213,9 +213,9 @@ def test_rows_without_filters_go_together(monkeypatch: pytest.MonkeyPatch) -> No
         sizes.append(len(logits))
         return sample(logits, *others)
 
-    monkeypatch.setattr("ridgeline.executor.alone.sample", watched)
+    monkeypatch.setattr("ridgeline.executor.batch_invariant.sample", watched)
     made = Step(KINDS)
-    LoneSampler(VOCAB, made.transfer).sample(
+    InvariantSampler(VOCAB, made.transfer).sample(
         made.step, torch.zeros(len(KINDS), VOCAB, device=device().torch_device), made.rows.counts
     )
     assert sizes == [3, 2, 2, 2, 2]  # each filtered row twice: see the module
@@ -229,7 +229,7 @@ def test_log_probabilities_show_as_many_as_each_row_asked_for() -> None:
     noise = torch.Generator().manual_seed(9)
     logits = torch.randn(len(KINDS), VOCAB, generator=noise).to(device().torch_device)
     ids = logits.argmin(-1)
-    got = lone_logprobs(logits, ids, wanted)
+    got = invariant_logprobs(logits, ids, wanted)
     want = token_logprobs(logits, ids[wanted.rows_L], 7, wanted.rows_L)
     torch.testing.assert_close(got.chosen_L, want.chosen_L)
     assert got.ranks_L.tolist() == want.ranks_L.tolist() == [VOCAB] * 3

@@ -1,4 +1,4 @@
-"""Does a request give the same tokens in any company as alone?
+"""Does a request give the same tokens in any batch as alone?
 
 Through the real engine and scheduler: shared prefixes, forks, chunks, preemptions, cache hits and
 steps in flight on one side, a full forward pass for each token on the other.

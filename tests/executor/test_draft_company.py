@@ -1,4 +1,4 @@
-"""Does a request give the same tokens in any company, drafted or not, as alone?
+"""Does a request give the same tokens in any batch, drafted or not, as alone?
 
 Through the real engine and scheduler: shared prefixes, forks, chunks, preemptions, cache hits, two
 steps in flight, and drafts of which some are right and as many are checked as a coin says.

@@ -16,10 +16,10 @@ from ridgeline.cli.sampling_flags import sampling_changes
 from ridgeline.errors import RequestFault
 from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.server.app import make_routes
-from ridgeline.server.calls import Call, read_completion
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import ApiError
 from ridgeline.server.openapi import document
+from ridgeline.server.parsed_request import ParsedRequest, read_completion
 from ridgeline.server.wire import Add, frame, pack_add, read_command, unpack_add
 from ridgeline.text.assemble import SampleAssembler
 from ridgeline.text.tokenizer import load_tokenizer
@@ -61,7 +61,7 @@ def is_checked() -> None:
         assert refusal(lambda body: SamplingParams(**body), bad) == wanted
 
 
-def engines(call: Call) -> SamplingParams:
+def engines(call: ParsedRequest) -> SamplingParams:
     """What the engine has of it, behind the socket."""
     sampling = call.sampling.resolved(8, 0, ())
     command = read_command(frame(pack_add(1, [Request("a", (1,), sampling, 0.0)], 0.0))[4:])
@@ -69,7 +69,7 @@ def engines(call: Call) -> SamplingParams:
     return unpack_add(command, 1.0)[0].sampling
 
 
-def answer(call: Call, folder: Path) -> str:
+def answer(call: ParsedRequest, folder: Path) -> str:
     sample = SampleAssembler(load_tokenizer(folder), call.sampling)
     return sample.push(RequestOutput("a", tuple(b"loud"))).text
 

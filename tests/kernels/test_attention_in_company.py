@@ -54,7 +54,7 @@ class Request:
     def answer(
         self, config: Config, pieces: Sequence[Piece], company: Sequence[Piece] = ()
     ) -> torch.Tensor:
-        """The rows of the pieces, which are requests of one launch, before or among the company."""
+        """The rows of the pieces, which are requests of one launch, before or among the batch."""
         others = [(1, *piece) for piece in company]
         asked = [
             *others[: len(others) // 2],

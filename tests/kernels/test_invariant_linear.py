@@ -1,4 +1,4 @@
-"""Rows of an invariant product are the same bits in any company, and near the reference.
+"""Rows of an invariant product are the same bits in any batch, and near the reference.
 
 Without a GPU the kernel runs through Triton's interpreter, in float32 and float16 and small shapes.
 """

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ridgeline.kernels.paged_kv_triton import numbers, place_of_code, turned, turned_halves
+from ridgeline.kernels.paged_kv_triton import numbers, place_of_code, rotated_halves, turned
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16]
@@ -29,7 +29,7 @@ def _turn(x, out, ROWS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexp
 def _turn_halves(x, out, ROWS: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     place_RD = tl.arange(0, ROWS)[:, None] * 2 * HALF + tl.arange(0, HALF)[None, :]
     first, second = tl.load(x + place_RD), tl.load(x + place_RD + HALF)
-    first, second = turned_halves(first, second, HALF, PRECISION)
+    first, second = rotated_halves(first, second, HALF, PRECISION)
     tl.store(out + place_RD, first)
     tl.store(out + place_RD + HALF, second)
 

@@ -112,9 +112,9 @@ def test_what_is_taken_makes_no_difference(takes: str, pending: bool, rows: int)
     states, delta = noise(rows, WIDTH, seed=7), noise(rows, WIDTH, seed=8)
     exact = wanted(layer, norm, states + delta if pending else states)
     hidden = Hidden(states)
-    hidden.pending_TE = delta if pending else None
+    hidden.partial_TE = delta if pending else None
     layer(hidden, norm)
-    assert (hidden.pending_TE is None) == ("residual" in takes)
+    assert (hidden.partial_TE is None) == ("residual" in takes)
     assert ("residual" in kind.seen) == ("residual" in takes)
     # A gated product in one kernel is not what this format has; then the sum is not in it either.
     by_halves = "gate" in takes and rows > 1
@@ -136,7 +136,7 @@ def test_e4m3_on_a_gpu(pending: bool, rows: int) -> None:
     before = (states + delta if pending else states).float()
     exact = wanted(layer, norm, before)
     hidden = Hidden(states)
-    hidden.pending_TE = delta if pending else None
+    hidden.partial_TE = delta if pending else None
     layer(hidden, norm)
     added, bound = hidden.whole().float() - before, 0.02 if rows == 1 else 0.08
     assert (added - (exact - before)).norm() <= bound * (exact - before).norm()

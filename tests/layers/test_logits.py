@@ -130,7 +130,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_no_step_lets_16_bits_decide(twins: str, way: str) -> None:
     """Greedy, at a temperature so low that it is, with a filter and a penalty, with
-    log-probabilities; alone and in company."""
+    log-probabilities; alone and in a batch."""
     if TEST_DEVICE == "cpu" and (native.library() is None or way == "deterministic"):
         pytest.skip("torch rounds products of 16 bits on a CPU")
     asked = [

@@ -892,7 +892,7 @@ def load_whole(path: Path) -> None:
     """All that is read of a model before memory for its weights is taken."""
     from ridgeline.build import build_front
     from ridgeline.config import EngineConfig
-    from ridgeline.loader.model import open_checkpoint
+    from ridgeline.loader import open_checkpoint
     from ridgeline.loader.stored_checkpoint import check_model
 
     front = build_front(EngineConfig(model=str(path), device="cpu"))

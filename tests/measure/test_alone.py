@@ -43,7 +43,7 @@ class Sending:
     """The executor inside, that sends as much to a device for every step."""
 
     def __init__(self, bench: StepBench, there: Timeline, host_s: float) -> None:
-        self.inner, self.there, self.host_s = bench.shortcut.inner, there, host_s
+        self.inner, self.there, self.host_s = bench.synthetic.inner, there, host_s
         self.num_blocks, self.block_size = self.inner.num_blocks, self.inner.block_size
 
     def submit(self, plan: StepPlan) -> StepFuture:
@@ -54,7 +54,7 @@ class Sending:
 def timed(bench: StepBench, host_s: float) -> Timeline:
     """The bench, on a device with a clock."""
     there = Timeline()
-    bench.shortcut.inner = Sending(bench, there, host_s)
+    bench.synthetic.inner = Sending(bench, there, host_s)
     bench.timer, bench.most_alone = DeviceTimer(there), 64
     return there
 
@@ -76,7 +76,7 @@ def test_decodes_are_timed_one_by_one_on_the_device() -> None:
         assert [new for new, _ in found.shape] == [1, 1, 1]
         assert all(40 <= before <= 60 for _, before in found.shape)
         assert len(there.pauses) == 5  # and no other step was held up
-        assert bench.shortcut.timer is None
+        assert bench.synthetic.timer is None
         assert bench.engine.is_idle
         assert len(bench.decode(2, 20, steps=3).seconds) == 3
         assert len(there.pauses) == 5
@@ -108,7 +108,7 @@ def test_drafts_and_their_check_are_timed_together(drafting: Built, num_draft_to
     assert [new for new, _ in found.shape] == [num_draft_tokens + 1] * 2
     assert drafting.engine.scheduler.draft_lengths is chosen
     assert bench.engine.is_idle
-    drafting.engine.executor = bench.shortcut.inner.inner  # type: ignore[attr-defined]
+    drafting.engine.executor = bench.synthetic.inner.inner  # type: ignore[attr-defined]
     drafting.engine.listeners[:] = [
         one for one in drafting.engine.listeners if not isinstance(one, StepBench)
     ]
@@ -142,9 +142,9 @@ def session_points(
         bench = step_bench(built)
         there = timed(bench, host_s)
         if is_broken:
-            inner = bench.shortcut.inner.inner  # type: ignore[attr-defined]
-            bench.shortcut.inner = inner
-            bench.shortcut.inner = Broken(bench, there, host_s)
+            inner = bench.synthetic.inner.inner  # type: ignore[attr-defined]
+            bench.synthetic.inner = inner
+            bench.synthetic.inner = Broken(bench, there, host_s)
         return bench
 
     def progress(stage: str, done: int, total: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.build import Built
-from ridgeline.measure.steps import MADE_UP_TOKEN, ShortcutExecutor, random_engine
+from ridgeline.measure.steps import MADE_UP_TOKEN, SyntheticKVExecutor, random_engine
 from ridgeline.request import Request, SamplingParams
 from ridgeline.step import NewRequest, ScheduledRequest, StepPlan, StepResult
 from tests.measure.small import SAMPLE
@@ -37,17 +37,17 @@ def plan(step: int, *scheduled: ScheduledRequest, **more: object) -> StepPlan:
 
 def test_the_row_is_opened_later_with_all_that_happened_meanwhile() -> None:
     inner = Recording()
-    shortcut = ShortcutExecutor(inner)
-    shortcut.is_skipping = True
+    synthetic = SyntheticKVExecutor(inner)
+    synthetic.is_skipping = True
     new = NewRequest("a", (1, 2, 3, 4, 5), 5, GREEDY, ((9,),))
     first = ScheduledRequest("a", 0, 4, ((3,),), samples=False)
-    assert shortcut.submit(plan(1, first, new=(new,))).result().token_ids == {}
+    assert synthetic.submit(plan(1, first, new=(new,))).result().token_ids == {}
     last = ScheduledRequest("a", 4, 1, ((4,),), samples=True)
-    assert shortcut.submit(plan(2, last)).result().token_ids == {"a": (MADE_UP_TOKEN,)}
+    assert synthetic.submit(plan(2, last)).result().token_ids == {"a": (MADE_UP_TOKEN,)}
     assert inner.plans == []
-    shortcut.is_skipping = False
+    synthetic.is_skipping = False
     decode = ScheduledRequest("a", 5, 1, ((5,),), samples=True)
-    assert shortcut.submit(plan(3, decode)).result().token_ids == {"a": (7,)}
+    assert synthetic.submit(plan(3, decode)).result().token_ids == {"a": (7,)}
     (seen,) = inner.plans
     assert seen.scheduled == (decode,)
     assert seen.new == (NewRequest("a", (1, 2, 3, 4, 5, MADE_UP_TOKEN), 5, GREEDY, ((9, 3, 4),)),)
@@ -55,32 +55,32 @@ def test_the_row_is_opened_later_with_all_that_happened_meanwhile() -> None:
 
 def test_rows_are_closed_inside_even_while_skipping() -> None:
     inner = Recording()
-    shortcut = ShortcutExecutor(inner)
-    shortcut.submit(plan(1, new=(NewRequest("a", (1,), 1, GREEDY, ((1,),)),)))
-    shortcut.is_skipping = True
+    synthetic = SyntheticKVExecutor(inner)
+    synthetic.submit(plan(1, new=(NewRequest("a", (1,), 1, GREEDY, ((1,),)),)))
+    synthetic.is_skipping = True
     new = NewRequest("b", (1,), 1, GREEDY, ((2,),))
     entry = ScheduledRequest("b", 0, 1, ((),), samples=True)
-    shortcut.submit(plan(2, entry, new=(new,), finished=("a",)))
+    synthetic.submit(plan(2, entry, new=(new,), finished=("a",)))
     assert inner.plans[-1].finished == ("a",)
     assert inner.plans[-1].scheduled == ()
-    shortcut.is_skipping = False
-    shortcut.submit(plan(3, finished=("b",)))  # never opened inside: harmless
+    synthetic.is_skipping = False
+    synthetic.submit(plan(3, finished=("b",)))  # never opened inside: harmless
     assert inner.plans[-1].new == ()
 
 
 def tokens_of(built: Built, prompt: tuple[int, ...], *, skip: bool) -> list[int]:
-    shortcut = ShortcutExecutor(built.engine.executor)
-    built.engine.executor = shortcut
+    synthetic = SyntheticKVExecutor(built.engine.executor)
+    built.engine.executor = synthetic
     built.engine.add(Request(f"r{skip}", prompt, GREEDY, 0.0))
-    shortcut.is_skipping = skip
+    synthetic.is_skipping = skip
     found: list[int] = []
     while not built.engine.is_idle:
         for output in built.engine.step():
             found += output.new_token_ids
         request = built.engine.scheduler.requests.get(f"r{skip}")
         computed = 0 if request is None else request.num_computed_tokens
-        shortcut.is_skipping = skip and computed < len(prompt)
-    built.engine.executor = shortcut.inner
+        synthetic.is_skipping = skip and computed < len(prompt)
+    built.engine.executor = synthetic.inner
     return found
 
 

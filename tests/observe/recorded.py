@@ -89,7 +89,7 @@ def play(log: EventLog, policy: Policy) -> tuple[list[str], list[str], list[Requ
         header.max_num_batched_tokens,
         header.max_num_seqs,
         num_drafts=header.num_drafts,
-        max_bypasses=header.max_bypasses,
+        starvation_limit=header.starvation_limit,
         max_preemptions=header.max_preemptions,
     )
     answers = deque(event for event in log.events if isinstance(event, Collected))

@@ -18,12 +18,11 @@ from ridgeline.cost.pricer import Pricer, StepPrice
 from ridgeline.cost.setup import Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
-from ridgeline.observe.accounts import MAX_TENANTS, PARTS, Parts
 from ridgeline.observe.advice import findings
 from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of
 from ridgeline.observe.event_log_reader import read_event_log
-from ridgeline.observe.evidence import Evidence, Observatory, evidence_of, observatory
+from ridgeline.observe.evidence import Evidence, RunRecord, evidence_of, run_record
 from ridgeline.observe.explain import (
     OwnReport,
     Report,
@@ -33,15 +32,16 @@ from ridgeline.observe.explain import (
     prefill_alone_s,
 )
 from ridgeline.observe.pricing import Pricing, Totals
-from ridgeline.observe.readout import read_out, snapshot
+from ridgeline.observe.run_summary import run_summary, snapshot
 from ridgeline.observe.setup_record import read_setup, setup_record
+from ridgeline.observe.time_breakdown import MAX_TENANTS, PARTS, Parts
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape
 from tests.observe.priced import CONFIG, small_setup
-from tests.observe.test_accounts import Told
+from tests.observe.test_time_breakdown import Told
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Bench:
 
     clock: Told
     engine: Engine
-    watch: Observatory
+    watch: RunRecord
     slow: float = 1.0
     host_s: float = 0.0
     num_blocks: int = 0
@@ -103,7 +103,7 @@ def bench(
     header = header_of(
         scheduler, policy="fcfs", max_in_flight=1, model="m", setup=setup_record(found, CONFIG)
     )
-    watch = observatory(header, Pricer(found))
+    watch = run_record(header, Pricer(found))
     made = Bench(clock, None, watch, slow, host_s, num_blocks)  # type: ignore[arg-type]
     made.engine = Engine(scheduler, made, clock, 1)
     if log is not None:
@@ -139,7 +139,7 @@ def test_floors_are_sums_of_single_steps() -> None:
     steps = sum(pricer.seconds(((1, 50 + i),)) for i in range(30))
     assert decode_alone_s(pricer, 50, 30) == pytest.approx(steps, rel=1e-9)
     assert decode_alone_s(pricer, 50, 0) == 0.0
-    first = pricer.seconds_of(pricer.totals(((100, 16),)), 0)
+    first = pricer.seconds_of(pricer.features(((100, 16),)), 0)
     chunks = first + pricer.seconds(((34, 116),))
     assert prefill_alone_s(pricer, 16, 150, 100) == pytest.approx(chunks)
 
@@ -176,7 +176,7 @@ def test_a_live_request_is_explained_up_to_now() -> None:
     assert (request.end, request.num_output_tokens) == ("", 10)
     assert request.latency_s == pytest.approx(made.clock.time)
     assert request.latency_s == pytest.approx(request.floor.total_s)
-    assert not made.watch.accounts.live["r1"].ended
+    assert not made.watch.time_breakdowns.live["r1"].ended
 
 
 def test_evidence_crosses_as_json(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_nothing_has_run_yet() -> None:
     assert (report.requests, report.changes, report.next_change) == ((), (), None)
     assert report.server.binds == "nothing has run yet"
     assert report.whole == Parts()
-    assert read_out("all", bench().watch.pricer, bench().watch.pricing.totals).share_of_peak == 0
+    assert run_summary("all", bench().watch.pricer, bench().watch.pricing.totals).share_of_peak == 0
 
 
 # ---------------------------------------------------------------------- what binds
@@ -420,10 +420,10 @@ def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
     made.run([ask(1, 50, 10)])
     totals = made.watch.pricing.totals
     before = snapshot(totals)
-    nothing = read_out("x", made.watch.pricer, totals, before)
+    nothing = run_summary("x", made.watch.pricer, totals, before)
     assert (nothing.num_steps, nothing.measured_s, nothing.expected_ratio) == (0, 0.0, 0.0)
     made.run([ask(2, 60, 5)])
-    found = read_out("x", made.watch.pricer, totals, before)
+    found = run_summary("x", made.watch.pricer, totals, before)
     assert found.num_steps == 5
     assert found.expected_ratio == pytest.approx(2.0)
     assert 0 < found.share_of_bandwidth <= found.ideal_share * (1 + 1e-9) < 0.5
@@ -447,7 +447,7 @@ def test_graphs_larger_than_their_batch_count_as_padding() -> None:
     made = bench()
     made.watch.pricing._graph_sizes = [4, 8]
     made.run([ask(i, 10, 5) for i in range(3)])
-    found = read_out("x", made.watch.pricer, made.watch.pricing.totals)
+    found = run_summary("x", made.watch.pricer, made.watch.pricing.totals)
     totals = made.watch.pricing.totals
     assert totals.num_padded_rows == totals.regimes["decode"].num_steps
     assert found.padded_share == pytest.approx(
@@ -532,8 +532,8 @@ def test_what_leaves_the_engine_for_a_tenant_holds_nothing_of_others() -> None:
     made.engine.step()
     told = asdict(made.watch.evidence(made.clock.time, ALICE.hex()))
     del told["header"], told["now"]
-    [account] = told.pop("live")
-    assert account["request_id"] == "r1"
+    [breakdown] = told.pop("live")
+    assert breakdown["request_id"] == "r1"
     assert told.pop("totals") == asdict(Totals())
     assert not any(told.values())
 
@@ -546,7 +546,7 @@ def test_what_the_engine_gathers_is_bounded() -> None:
     made.engine.add(owned(ALICE, ask(600, 5, 5))[0])
     made.engine.step()
     evidence = made.watch.evidence(made.clock.time)
-    assert [account.request_id for account in evidence.live] == [f"r{i}" for i in range(256)]
+    assert [breakdown.request_id for breakdown in evidence.live] == [f"r{i}" for i in range(256)]
     [request] = own(made, ALICE).requests
     assert request.request_id == "r600"
 

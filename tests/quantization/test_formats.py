@@ -62,7 +62,7 @@ def test_a_deterministic_format_leaves_nothing_to_kernels_for_few_rows(name: str
 def test_a_format_may_have_no_deterministic_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeline.quantization.load", lambda *_: Int8Groups)
     assert isinstance(open_weight_format("plain"), Int8Groups)
-    with pytest.raises(ConfigError, match="no product that is the same in any company; choose"):
+    with pytest.raises(ConfigError, match="no product that is the same in any batch; choose"):
         open_weight_format("plain", deterministic=True)
 
 

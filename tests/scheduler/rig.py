@@ -59,7 +59,7 @@ class Rig:
         self.scheduler.check_invariants()
         return plan
 
-    def retire(self, token_id: int = 1, **tokens: tuple[int, ...]) -> list[RequestOutput]:
+    def complete(self, token_id: int = 1, **tokens: tuple[int, ...]) -> list[RequestOutput]:
         """The oldest step is over; each request that samples got `token_id`, or its own tokens."""
         plan = self.plans.pop(0)
         sampled = {e.request_id: (token_id,) for e in plan.scheduled if e.samples}
@@ -69,7 +69,7 @@ class Rig:
 
     def step(self, token_id: int = 1) -> StepPlan:
         plan = self.plan()
-        self.retire(token_id)
+        self.complete(token_id)
         return plan
 
     def run(self, max_steps: int = 200) -> list[StepPlan]:

@@ -8,8 +8,8 @@ from ridgeline.step import StepPlan
 
 def state_of(scheduler: Scheduler) -> object:
     """All that the scheduler and the block manager know, in order."""
-    ledger, blocks = scheduler.state, scheduler.blocks
-    blocks.settle()
+    state, blocks = scheduler.state, scheduler.blocks
+    blocks.hash_blocks()
     shares = blocks._shares
     rows = [
         (
@@ -20,7 +20,7 @@ def state_of(scheduler: Scheduler) -> object:
             r.num_computed_tokens,
             r.num_done_tokens,
             r.num_published_blocks,
-            r.num_roomy_tokens,
+            r.num_tokens_with_slots,
             list(r.num_dropped_blocks),
             (r.num_preemptions, r.epoch, r.has_row, r.has_output, r.order),
         )
@@ -33,12 +33,12 @@ def state_of(scheduler: Scheduler) -> object:
         list(blocks._deferred.items()),
         list(blocks._ref_count),
         shares and [holder and (holder.tenant, holder.last_use) for holder in shares._holder_of],
-        blocks._retired,
-        {step: list(made) for step, made in blocks._promised.items()},
+        blocks._last_completed,
+        {step: list(made) for step, made in blocks._published_early.items()},
         list(cache._hash_of),
         [dict(table) for table in cache._block_of],
-        (ledger.last_planned, ledger.last_retired, ledger.num_preemptions, ledger.num_changes),
-        (list(ledger.preempted), list(ledger.finished)),
+        (state.last_planned, state.last_completed, state.num_preemptions, state.num_changes),
+        (list(state.preempted), list(state.finished)),
         [
             (plan, [(e, row.request_id, n) for e, row, n in f])
             for plan, f in scheduler.flights.values()

@@ -98,7 +98,7 @@ def test_a_block_is_not_reissued_while_a_step_may_touch_it() -> None:
     waiting = make_request("b", 2)
     blocks.admit(waiting, EMPTY)
     assert blocks.extend(waiting, 1, 2) is None
-    blocks.retire(1)
+    blocks.complete(1)
     assert (blocks.num_free_blocks, blocks.num_deferred_blocks) == (2, 0)
     assert blocks.extend(waiting, 1, 2) is not None
     blocks.check_invariants([waiting])
@@ -159,7 +159,7 @@ def test_a_copied_block_outlives_the_step_that_reads_it() -> None:
     assert room is not None
     assert len(room[1]) == 1
     assert blocks.num_deferred_blocks == 1
-    blocks.retire(1)
+    blocks.complete(1)
     assert blocks.num_deferred_blocks == 0
     blocks.check_invariants([child])
 
@@ -180,7 +180,7 @@ def test_blocks_behind_the_window_go_back() -> None:
     assert blocks.num_leaving(request) == 0
     blocks.check_invariants([request])
     blocks.free(request, 1)
-    blocks.retire(1)
+    blocks.complete(1)
     assert blocks.num_free_blocks == 20
 
 

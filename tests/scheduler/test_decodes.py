@@ -10,7 +10,7 @@ import pytest
 
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.policies.base import Flight
+from ridgeline.scheduler.policies.base import InFlight
 from ridgeline.scheduler.results import ResultTaker
 from ridgeline.step import Decodes, ScheduledRequest, StepFuture, StepPlan, StepResult
 from tests.fake_device import FakeFuture
@@ -113,7 +113,7 @@ def test_drafts_are_planned_and_taken_as_the_long_way(
     plans, outputs = seen_with_drafts(seed, finds=finds)
 
     def take_each(
-        taker: ResultTaker, flights: Sequence[Flight], result: StepResult
+        taker: ResultTaker, flights: Sequence[InFlight], result: StepResult
     ) -> list[RequestOutput]:
         return [output for flown in flights if (output := taker.take(flown, result)) is not None]
 
@@ -148,7 +148,7 @@ def test_a_copy_of_a_plan_is_asked_anew() -> None:
 
 
 def room(request: Request) -> int:
-    return request.num_roomy_tokens - request.num_computed_tokens
+    return request.num_tokens_with_slots - request.num_computed_tokens
 
 
 def test_room_is_what_its_own_last_block_has() -> None:
@@ -158,7 +158,7 @@ def test_room_is_what_its_own_last_block_has() -> None:
     rig.add(request)
     rig.plan()
     assert room(request) == 0
-    rig.retire()
+    rig.complete()
     rig.plan()
     assert room(request) == size - 1
 
@@ -169,14 +169,14 @@ def test_a_fork_takes_the_room_until_its_parent_has_looked_again() -> None:
     parent = make_request("p", 2 * size + 2, 40)  # its fork shares the half-filled third block
     rig.add(parent)
     rig.step()
-    assert parent.num_roomy_tokens == 3 * size
+    assert parent.num_tokens_with_slots == 3 * size
     child = make_request("c", 0, 40, prompt=parent.prompt_token_ids, fork_of="p")
     rig.add(child)
     copies = rig.step().copies
     assert [copy.request_id for copy in copies] == ["c"]
-    assert parent.num_roomy_tokens == 0
+    assert parent.num_tokens_with_slots == 0
     rig.step()
-    assert parent.num_roomy_tokens == 3 * size
+    assert parent.num_tokens_with_slots == 3 * size
     assert parent.block_ids[0][2] != child.block_ids[0][2]
     rig.scheduler.check_invariants()
 
@@ -186,7 +186,7 @@ def test_no_room_beyond_what_is_ever_computed() -> None:
     request = make_request("a", 2, 1)
     rig.add(request)
     rig.plan()
-    assert request.num_roomy_tokens <= request.num_computable_tokens == 2
+    assert request.num_tokens_with_slots <= request.num_computable_tokens == 2
 
 
 def test_room_is_no_reason_to_leave_drafts_out() -> None:

@@ -36,7 +36,7 @@ class Pair:
     def _turn(self, rig: Rig) -> StepPlan:
         plan = rig.plan()
         if len(rig.plans) > self.num_in_flight or (rig.plans and not plan.scheduled):
-            rig.retire()
+            rig.complete()
         return plan
 
     def leap(self, count: int) -> None:

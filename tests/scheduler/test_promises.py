@@ -66,7 +66,7 @@ def test_tokens_are_right_whatever_becomes_of_who_promised(num_worlds: int) -> N
         seen["engine faults"] += world.device.num_faults
         seen["preemptions"] += world.scheduler.num_preemptions
         seen["aborts"] += world.counts[str(FinishReason.ABORT)]
-        assert not world.scheduler.blocks._promised
+        assert not world.scheduler.blocks._published_early
     share = num_worlds / 120
     faults = ("row faults", "engine faults", "preemptions")
     assert all(seen[what] > 20 * share for what in faults), seen
@@ -91,7 +91,7 @@ def test_prompts_of_one_step_compute_their_common_beginning_once() -> None:
     tables = [new.block_ids[0][:3] for new in plan.new]
     first = rig.scheduler.requests["a"].block_ids[0][:3]
     assert tables == [()] + [tuple(first)] * 4
-    outputs = rig.retire()
+    outputs = rig.complete()
     assert [output.num_cached_tokens for output in outputs] == [0, 12, 12, 12, 12]
     rig.run()
 
@@ -105,8 +105,8 @@ def test_a_chunk_in_flight_is_found_and_its_rest_computed_once() -> None:
         "a": (10, 4),
         "b": (12, 2),
     }
-    rig.retire()
-    rig.retire()
+    rig.complete()
+    rig.complete()
     rig.run()
 
 
@@ -121,8 +121,8 @@ def test_a_prompt_of_single_tokens_promises_nothing() -> None:
     rig.scheduler.max_num_batched_tokens = 64
     rig.add(make_request("b", prompt=PROMPT))
     assert entries(rig.plan())["b"].start == 0
-    rig.retire()
-    rig.retire()
+    rig.complete()
+    rig.complete()
     rig.run()
 
 
@@ -137,11 +137,11 @@ def test_who_took_over_does_not_need_who_promised(is_same_step: bool) -> None:
     rig.scheduler.finish("a")
     rig.scheduler.check_invariants()
     while rig.plans:
-        rig.retire()
+        rig.complete()
     assert rig.blocks.num_cached_blocks == 3
     rig.add(same("c"))
     assert entries(rig.plan())["c"].start == 12
-    rig.retire()
+    rig.complete()
     rig.run()
 
 
@@ -198,7 +198,7 @@ def test_a_fault_breaks_what_later_steps_in_flight_promise() -> None:
     rig.plans.pop(0)
     rig.scheduler.update(first, StepResult({}, faults={"a": "NaN"}))
     assert rig.blocks.num_cached_blocks == 0
-    rig.retire()
+    rig.complete()
     rig.scheduler.check_invariants()
 
 
@@ -209,7 +209,7 @@ def test_a_preempted_request_takes_back_what_is_still_in_flight() -> None:
     rig.plan()
     rig.scheduler.state.preempt(request, rig.now)
     assert entries(rig.plan())["a"].start == 8
-    rig.retire()
+    rig.complete()
     rig.run()
     assert len(request.token_ids) == 18
 
@@ -231,7 +231,7 @@ def test_windows_share_what_the_next_query_looks_back_on(windows: tuple[int | No
     table = plan.new[1].block_ids[-1]
     assert table[0] == NULL_BLOCK  # the window has passed it
     assert table[-1] != NULL_BLOCK
-    rig.retire()
+    rig.complete()
     rig.run()
 
 
@@ -241,10 +241,10 @@ def plan_another(rig: Rig) -> None:
 
 
 LOOKS: dict[str, Callable[[Rig], object]] = {
-    "the step was sent": lambda rig: rig.blocks.settle(),
+    "the step was sent": lambda rig: rig.blocks.hash_blocks(),
     "another plan": plan_another,
     "an abort": lambda rig: rig.scheduler.finish("a"),
-    "the result": lambda rig: rig.retire(),
+    "the result": lambda rig: rig.complete(),
     "a count": lambda rig: rig.blocks.num_cached_blocks,
 }
 
@@ -260,7 +260,7 @@ def test_what_is_promised_is_named_as_soon_as_somebody_looks(look: str) -> None:
     rig.add(same("c"))
     assert entries(rig.plan())["c"].start == 12
     while rig.plans:
-        rig.retire()
+        rig.complete()
     rig.run()
 
 

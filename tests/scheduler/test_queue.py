@@ -66,7 +66,7 @@ def test_ranks_that_change_are_asked_again() -> None:
 
 
 def test_the_oldest_is_passed_over_a_bounded_number_of_times() -> None:
-    queue = WaitingQueue(Newest(), max_bypasses=5)
+    queue = WaitingQueue(Newest(), starvation_limit=5)
     oldest = arrive(queue, 1, arrival_time=0.0)
     taken = []
     for order in range(2, 20):
@@ -79,7 +79,7 @@ def test_the_oldest_is_passed_over_a_bounded_number_of_times() -> None:
 
 
 def test_one_that_comes_back_counts_as_the_oldest() -> None:
-    queue = WaitingQueue(Newest(), max_bypasses=1)
+    queue = WaitingQueue(Newest(), starvation_limit=1)
     arrive(queue, 1)
     back = arrive(queue, 2, arrival_time=-1.0)
     queue.take(back)
@@ -106,7 +106,7 @@ def test_leaving_is_safe_and_leaves_nothing() -> None:
 def test_against_a_plain_list(policy: Policy) -> None:
     seed = 5
     rng = random.Random(seed)
-    queue, model = WaitingQueue(policy, max_bypasses=1 << 30), dict[int, Request]()
+    queue, model = WaitingQueue(policy, starvation_limit=1 << 30), dict[int, Request]()
     for order in range(1, 400):
         now = float(order // 3)
         if rng.random() < 0.6:

@@ -72,7 +72,7 @@ def test_unknown_tokens_stand_for_what_is_in_flight() -> None:
     rig.plan()
     assert request.token_ids[4:] == [UNKNOWN_TOKEN, UNKNOWN_TOKEN]
     assert [plan.scheduled[0].start for plan in rig.plans] == [0, 4]
-    rig.retire(7)
+    rig.complete(7)
     assert request.token_ids[4:] == [7, UNKNOWN_TOKEN]
 
 
@@ -84,12 +84,12 @@ def test_with_drafts_in_flight_the_upper_bound_is_planned_and_lowered() -> None:
     assert rig.plan().scheduled[0].num_draft == 3  # the host does not know yet how many there are
     assert rig.plan().scheduled[0].start == 8
     assert request.num_computed_tokens == 12
-    rig.retire(5)
-    rig.retire(a=(6, 7))  # one of three drafts was right
+    rig.complete(5)
+    rig.complete(a=(6, 7))  # one of three drafts was right
     assert request.num_computed_tokens == 10
     assert request.num_done_tokens == 6
     assert request.token_ids[4:] == [5, 6, 7] + [UNKNOWN_TOKEN] * 4
-    rig.retire(a=(8, 9, 10, 11))
+    rig.complete(a=(8, 9, 10, 11))
     assert request.token_ids[4:] == [5, 6, 7, 8, 9, 10, 11]
     assert request.num_computed_tokens == 10
     assert request.num_pending_tokens == 1
@@ -110,8 +110,8 @@ def test_tokens_behind_a_stop_token_are_cut() -> None:
     rig.add(make_request("a", sampling=sampling))
     rig.plan()
     rig.plan()
-    rig.retire(5)
-    (output,) = rig.retire(a=(6, 7, 8))
+    rig.complete(5)
+    (output,) = rig.complete(a=(6, 7, 8))
     assert output == RequestOutput("a", (6, 7), FinishReason.STOP, num_accepted=2, num_rejected=1)
     assert rig.blocks.num_free_blocks == 40
 
@@ -140,7 +140,7 @@ def end_of_an_answer(rig: Rig, last: tuple[int, ...], right: int) -> None:
     rig.add(make_request("a", sampling=stops), make_request("b", 4, 20))
     for _ in range(2):
         rig.plan()
-    rig.retire(5)
+    rig.complete(5)
     tokens = {"a": last, "b": (6, 6)}
     verified = {"a": (3 if right == 3 else right + 1, right), "b": (2, 1)}
     rig.plan()
@@ -174,7 +174,7 @@ def test_nor_do_those_of_a_request_that_was_given_up() -> None:
     rig.add(make_request("a", 4, 20), make_request("b", 4, 20))
     for _ in range(2):
         rig.plan()
-    rig.retire(5)
+    rig.complete(5)
     rig.scheduler.finish("a")
     both = StepResult({"a": (6,), "b": (6, 6)}, verified={"a": (1, 0), "b": (2, 1)})
     rig.scheduler.update(rig.plans.pop(0), both)
@@ -246,8 +246,8 @@ def test_one_that_waits_for_its_own_token_is_not_readmitted() -> None:
     rig.scheduler.finish("old")
     assert rig.blocks.num_free_blocks == 3  # enough for the young one, but what would it compute?
     assert not rig.plan().scheduled
-    rig.retire(7)
-    rig.retire(8)
+    rig.complete(7)
+    rig.complete(8)
     assert "young" not in rig.scheduler.requests
 
 
@@ -261,9 +261,9 @@ def test_a_result_of_an_older_life_has_no_place() -> None:
     plan = rig.plan()
     assert plan.finished == ("a",)
     assert plan.new[0].token_ids == (50, 51, 52, 53)
-    assert rig.retire(7) == []
+    assert rig.complete(7) == []
     assert rig.scheduler.num_late_results == 1
-    (output,) = rig.retire(8)
+    (output,) = rig.complete(8)
     assert output.new_token_ids == (8,)
 
 
@@ -274,9 +274,9 @@ def test_a_chunk_of_an_older_epoch_does_not_count() -> None:
     rig.plan()
     rig.scheduler.state.preempt(request, rig.now)
     rig.plan()
-    rig.retire()  # of the first life
+    rig.complete()  # of the first life
     assert request.num_done_tokens == 0
-    rig.retire()
+    rig.complete()
     assert request.num_done_tokens == 4
 
 
@@ -313,7 +313,7 @@ def test_cached_tokens_are_reported_once_with_the_first_output() -> None:
     outputs = []
     while rig.scheduler.requests:
         rig.plan()
-        outputs += rig.retire()
+        outputs += rig.complete()
     assert [output.num_cached_tokens for output in outputs] == [8, 0, 0]
 
 

@@ -17,9 +17,9 @@ from ridgeline.server.admission import Admission
 from ridgeline.server.auth import Keys
 from ridgeline.server.body import read_body
 from ridgeline.server.config import Limits
-from ridgeline.server.gate import Gate
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.http_protocol import protocol_class
+from ridgeline.server.middleware import Middleware
 from ridgeline.server.service import send_json
 
 
@@ -100,7 +100,9 @@ class Server:
         self.app = Echo(self.limits)
         self.traffic = Traffic()
         self.methods: list[str] = []  # of all requests
-        self._gate = Gate(self.app, Keys(), HostGuard("127.0.0.1", ()), self.traffic, WallClock())
+        self._gate = Middleware(
+            self.app, Keys(), HostGuard("127.0.0.1", ()), self.traffic, WallClock()
+        )
         self._config = uvicorn.Config(
             self._serve, interface="asgi3", lifespan="off", log_config=None, access_log=False
         )

@@ -27,7 +27,7 @@ from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.generation import GenerationDefaults
 from ridgeline.observe.event_log import LogFile, Recorder, header_of
-from ridgeline.observe.evidence import Observatory, observatory
+from ridgeline.observe.evidence import RunRecord, run_record
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import SamplingParams, TokenLogprobs
 from ridgeline.scheduler.block_manager import BlockManager
@@ -181,7 +181,7 @@ class FakeBuilt:
     engine: Engine
     resolved: ResolvedConfig
     generation: GenerationDefaults
-    watch: Observatory | None = None
+    watch: RunRecord | None = None
     spec: FakeSpec = FakeSpec()
     device: FakeDevice = FakeDevice()
     memory: tuple[MemoryLine, ...] = (MemoryLine("KV cache", 1 << 20),)
@@ -230,7 +230,7 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> Fa
     return FakeBuilt(engine, resolved, GenerationDefaults(temperature=0.0), _watch(engine, config))
 
 
-def _watch(engine: Engine, config: EngineConfig) -> Observatory:
+def _watch(engine: Engine, config: EngineConfig) -> RunRecord:
     """The fake device is priced as a small model on a large one."""
     setup = small_setup()
     header = header_of(
@@ -243,6 +243,6 @@ def _watch(engine: Engine, config: EngineConfig) -> Observatory:
     )
     if config.event_log is not None:
         engine.listeners.append(Recorder(LogFile(config.event_log).write, header, b"key"))
-    watch = observatory(header, Pricer(setup))
+    watch = run_record(header, Pricer(setup))
     engine.listeners += watch.listeners
     return watch

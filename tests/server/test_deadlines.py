@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.config import Limits
 from ridgeline.server.deadlines import Pace, check_wait, enforce
 from ridgeline.server.errors import ApiError
-from ridgeline.server.live import Live
 
 LIMITS = Limits(queue_timeout_s=60.0, run_timeout_s=600.0)
 
@@ -24,8 +24,8 @@ def paced(num_steps: int = 100) -> Pace:
     return pace
 
 
-async def live(at: float = 0.0) -> Live:
-    return Live((), streams=True, max_bytes=1000, arrival=at)
+async def live(at: float = 0.0) -> ActiveRequest:
+    return ActiveRequest((), streams=True, max_bytes=1000, arrival=at)
 
 
 def failure(pace: Pace, num_before: int, now: float) -> str | None:

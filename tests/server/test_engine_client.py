@@ -18,10 +18,10 @@ from ridgeline.errors import RequestFault
 from ridgeline.observe.watchdog import StepInFlight
 from ridgeline.request import FinishReason, RequestOutput, SamplingParams
 from ridgeline.server import engine_client
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError
-from ridgeline.server.live import Live
 from ridgeline.server.wire import Admitted, Gauges, Prices, Ready, Refused, Step
 from tests.server.running import PATIENCE_S
 
@@ -42,7 +42,7 @@ def step(*outputs: RequestOutput, replies: tuple[Admitted | Refused, ...] = ()) 
     return Step(replies, (), outputs, Gauges())
 
 
-def with_client(test: Callable[[EngineClient, Live], Awaitable[None]], n: int = 2) -> None:
+def with_client(test: Callable[[EngineClient, ActiveRequest], Awaitable[None]], n: int = 2) -> None:
     """Run `test` with a client whose engine is up (but mute) and a live request of n samples."""
 
     async def go() -> None:
@@ -53,14 +53,14 @@ def with_client(test: Callable[[EngineClient, Live], Awaitable[None]], n: int = 
         answer = Answer(
             "q", (1, 2), sampling, tokenizer=None, end_token_ids=frozenset(), arrival_time=0.0
         )
-        await test(client, Live([answer], streams=True, max_bytes=10_000, arrival=0.0))
+        await test(client, ActiveRequest([answer], streams=True, max_bytes=10_000, arrival=0.0))
         assert client.lives == {}
         assert client.progress.num_pending == 0
 
     asyncio.run(go())
 
 
-async def submitted(client: EngineClient, live: Live) -> asyncio.Task[None]:
+async def submitted(client: EngineClient, live: ActiveRequest) -> asyncio.Task[None]:
     task = asyncio.create_task(client.submit(live))
     await asyncio.sleep(0)
     assert len(client.lives) == client.progress.num_pending == len(live.times)
@@ -68,7 +68,7 @@ async def submitted(client: EngineClient, live: Live) -> asyncio.Task[None]:
 
 
 def test_a_request_that_runs_to_its_end_leaves_nothing() -> None:
-    async def test(client: EngineClient, live: Live) -> None:
+    async def test(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         client.on_step(step(replies=(Admitted(0),)))
         await task
@@ -84,7 +84,7 @@ def test_a_request_that_runs_to_its_end_leaves_nothing() -> None:
 
 
 def test_a_refusal_reaches_its_request_and_leaves_nothing() -> None:
-    async def test(client: EngineClient, live: Live) -> None:
+    async def test(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         client.on_step(step(replies=(Refused(0, "no", "n", "limit_exceeded"),)))
         with pytest.raises(RequestFault) as caught:
@@ -95,7 +95,7 @@ def test_a_refusal_reaches_its_request_and_leaves_nothing() -> None:
 
 
 def test_a_cancelled_submission_leaves_nothing_and_late_words_harm_nobody() -> None:
-    async def test(client: EngineClient, live: Live) -> None:
+    async def test(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -109,7 +109,7 @@ def test_a_cancelled_submission_leaves_nothing_and_late_words_harm_nobody() -> N
 
 
 def test_an_error_on_one_sample_ends_the_whole_request() -> None:
-    async def test(client: EngineClient, live: Live) -> None:
+    async def test(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         client.on_step(step(replies=(Admitted(0),)))
         await task
@@ -128,7 +128,7 @@ def test_an_output_that_cannot_be_assembled_harms_only_its_request(
     def explode(*_: Any) -> None:
         raise ValueError("the tokenizer has a bug")
 
-    async def test(client: EngineClient, live: Live) -> None:
+    async def test(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         client.on_step(step(replies=(Admitted(0),)))
         await task
@@ -141,7 +141,7 @@ def test_an_output_that_cannot_be_assembled_harms_only_its_request(
 
 
 def test_a_lost_engine_fails_everything_in_flight() -> None:
-    async def test(client: EngineClient, live: Live) -> None:
+    async def test(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         client.on_engine_lost()
         with pytest.raises(ApiError) as caught:

@@ -11,7 +11,7 @@ from ridgeline.observe.pricing import Pricing
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
 from ridgeline.server.heartbeat import SEQUENCE, Heartbeat, HeartbeatPage, new_page
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
-from tests.observe.test_accounts import price
+from tests.observe.test_time_breakdown import price
 
 
 @pytest.fixture

@@ -32,10 +32,10 @@ from ridgeline.server.bodies import (
     TokenizeChat,
     TokenizeText,
 )
-from ridgeline.server.calls import read_completion
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import CODES, SHOWN_AS, ApiError
 from ridgeline.server.openapi import PATHS, document
+from ridgeline.server.parsed_request import read_completion
 from ridgeline.server.tokenize import detokenize, read_tokenize
 from ridgeline.text.tokenizer import load_tokenizer
 from tests.server.running import Running, fake_config, running

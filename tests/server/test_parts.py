@@ -16,12 +16,12 @@ import pytest
 from ridgeline.answer import Answer, ChoiceDelta
 from ridgeline.errors import ConfigError, InternalError, RequestFault
 from ridgeline.request import RequestOutput, SamplingParams
+from ridgeline.server.active_request import ActiveRequest, merge
 from ridgeline.server.auth import ADMIN, ORDINARY, RIGHTS, Keys, Tenant, load_keys
 from ridgeline.server.config import Limits
 from ridgeline.server.deadlines import Pace, enforce
 from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.hosts import HostGuard, check_admin_bind, check_bind, is_loopback
-from ridgeline.server.live import Live, merge
 from ridgeline.server.sse import EventStream, State
 
 # ------------------------------------------------------------------ errors
@@ -279,8 +279,8 @@ def one_answer(**sampling: Any) -> Answer:
     return Answer("q", (1, 2), params, tokenizer=None, end_token_ids=frozenset(), arrival_time=0.0)
 
 
-def live_of(answer: Answer, streams: bool = True, max_bytes: int = 10_000) -> Live:
-    return Live([answer], streams=streams, max_bytes=max_bytes, arrival=0.0)
+def live_of(answer: Answer, streams: bool = True, max_bytes: int = 10_000) -> ActiveRequest:
+    return ActiveRequest([answer], streams=streams, max_bytes=max_bytes, arrival=0.0)
 
 
 def test_pieces_of_one_choice_are_joined() -> None:
@@ -356,7 +356,7 @@ def test_a_stalled_write_is_cut_and_a_silent_stream_is_nudged() -> None:
         assert not live.keepalive_due
         enforce([live], Limits(), 16.0, Pace())
         assert live.keepalive_due
-        assert live.news.is_set()
+        assert live.changed.is_set()
         live.sending_since = 16.0
         enforce([live], Limits(), 45.0, Pace())
         assert not cuts

@@ -9,8 +9,8 @@ import pytest
 
 from ridgeline.observe.event_log import Added, EventLog, Planned
 from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.engine_client import EngineClient
-from ridgeline.server.live import Live
 from ridgeline.server.wire import Admitted, Gauges, Scheduled, Step
 from tests.server.running import Running, fake_config, running
 from tests.server.test_engine_client import output, step, submitted, with_client
@@ -61,7 +61,7 @@ def test_it_is_that_of_the_event_log(fake_model: Path, tmp_path: Path) -> None:
 
 
 def test_it_ends_when_the_plan_is_made_and_not_when_its_step_is_over() -> None:
-    async def test(client: EngineClient, live: Live) -> None:
+    async def test(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         client.on_step(step(replies=(Admitted(0),)))
         await task

@@ -16,10 +16,10 @@ from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.policies.base import Admit, Policy, Rank, Refuse
 from ridgeline.scheduler.policies.slo import SLO
 from ridgeline.scheduler.policies.step_times import LearnedPricer
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.engine_loop import EngineLoop
 from ridgeline.server.errors import from_fault
-from ridgeline.server.live import Live
 from ridgeline.server.wire import (
     HEADER,
     Command,
@@ -103,7 +103,7 @@ def test_from_the_policy_to_the_reply(folder: Path) -> None:
     assert isinstance(reply, Refused)
     assert reply.retry_after_s == 7.2
 
-    async def hear(client: EngineClient, live: Live) -> None:
+    async def hear(client: EngineClient, live: ActiveRequest) -> None:
         task = await submitted(client, live)
         client.on_step(step(replies=(reply,)))
         with pytest.raises(RequestFault, match="closed for lunch; try again in") as caught:

@@ -160,7 +160,7 @@ def run(
     engine = Engine(scheduler, hosted, hosted.clock, in_flight)
     pricing = Pricing(lambda shape, num_logits: StepPrice(PRICE_S, PRICE_S, 1.0, 1.0))
     if isinstance(draft_lengths, DraftLengthController):
-        pricing.followers.append(draft_lengths.on_priced)
+        pricing.listeners.append(draft_lengths.on_priced)
     engine.listeners.append(pricing)
     num_tokens = 0
     for number in range(num_requests):

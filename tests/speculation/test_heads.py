@@ -74,7 +74,7 @@ KINDS = pytest.mark.parametrize("kind", ["eagle3", *mtp.BY_NAME])
 @captures
 @KINDS
 def test_answers_are_those_without_drafts(kind: str, tmp_path: Path) -> None:
-    """In chunks of prompts, in company, and again from cached prompts."""
+    """In chunks of prompts, in a batch, and again from cached prompts."""
     folder, method = target_folder(tmp_path / "model", kind), asked(tmp_path, kind)
     plain = opened(folder, "off", max_num_batched_tokens=8)
     drafted = opened(folder, f"{method}:{DRAFTS}", max_num_batched_tokens=8)

@@ -21,7 +21,7 @@ from ridgeline.cost.layout import Layout
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import StepTotals, step_totals
+from ridgeline.cost.step_features import StepFeatures, step_features
 from ridgeline.errors import ConfigError
 from ridgeline.speculation.price import (
     DeviceLookup,
@@ -55,12 +55,12 @@ class Line:
     key_s: float = 0.0
     logits_s: float = 0.0
 
-    def totals(self, shape: StepShape) -> StepTotals:
-        return step_totals((PLAIN,), shape)
+    def features(self, shape: StepShape) -> StepFeatures:
+        return step_features((PLAIN,), shape)
 
     def seconds_of(
         self,
-        totals: StepTotals,
+        totals: StepFeatures,
         num_logits: int | None = None,
         drafting_s: float = 0.0,
         host_s: float = 0.0,

@@ -6,7 +6,7 @@ import pytest
 
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.observe.pricing import Pricing
-from ridgeline.observe.readout import drafts_between, snapshot
+from ridgeline.observe.run_summary import drafts_between, snapshot
 from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.speculation.report import ENOUGH_STEPS, DraftTotals, draft_report
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult, StepShape

@@ -158,7 +158,7 @@ inline __m512i pairs_of(const Numbers& from, int64_t at, int64_t count) {
 }
 
 // Pairs of a key as a column; zeros where there is no key and behind the head.
-void turn_keys(const AttentionArgs& a, const Numbers& k, const int64_t* offsets, int64_t num,
+void rotate_keys(const AttentionArgs& a, const Numbers& k, const int64_t* offsets, int64_t num,
                const TiledPrompt& t) {
   for (int64_t j = 0; j < TILE_KEYS; j += 16) {
     for (int64_t d = 0; d < t.words; d += 16) {
@@ -337,7 +337,7 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
       continue;
     }
     float turned[1024];
-    t.all[r] = turn_query(reinterpret_cast<const B16*>(q), turned, a.head_dim);
+    t.all[r] = rotate_query(reinterpret_cast<const B16*>(q), turned, a.head_dim);
     B16* kept = reinterpret_cast<B16*>(t.q + r * t.words);
     for (int64_t d = 0; d < a.head_dim; d += W) store(kept + d, load(turned + d));
   }
@@ -370,7 +370,7 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
       unpack_all(a, v, offsets, num, t.unpacked + TILE_KEYS * a.head_dim);
       for (int64_t j = 0; j < num; ++j) offsets[j] = j * a.head_dim;
     }
-    turn_keys(a, k, offsets, num, t);
+    rotate_keys(a, k, offsets, num, t);
     pair_values(a, v, offsets, num, t);
     // What the first row does not see weighs 0 there, and 0 times NaN would be in its sum.
     int64_t known = cached + item.begin + 1 - key;

@@ -51,7 +51,7 @@ inline int64_t head_bytes(const AttentionArgs& a) {
 
 // A query turned as packed keys are, in `turned`; the sum of its numbers.
 template <class T>
-inline float turn_query(const T* q, float* turned, int64_t size) {
+inline float rotate_query(const T* q, float* turned, int64_t size) {
   F sum = {};
   for (int64_t d = 0; d < size; d += W) store(turned + d, load(q + d));
   hadamard(turned, size);

@@ -243,7 +243,7 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
     t.most[r] = LOWEST, t.weight[r] = t.low[r] = 0;
     if constexpr (LOWS) {
       float turned[1024];
-      t.all[r] = turn_query(q, turned, size);
+      t.all[r] = rotate_query(q, turned, size);
       to_words<IS_PAIRS>(turned, t.q + r * stride, size);
     } else {
       to_words<IS_PAIRS>(q, t.q + r * stride, size);

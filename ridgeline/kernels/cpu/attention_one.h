@@ -168,7 +168,7 @@ void few_tokens(const AttentionArgs& a, const AttentionItem& item, float* partia
       state.most[row] = LOWEST, state.weight[row] = 0;
       if constexpr (LOWS) {
         float turned[1024];
-        lows.sums[row] = 0, lows.all[row] = turn_query(queries + h * size, turned, size);
+        lows.sums[row] = 0, lows.all[row] = rotate_query(queries + h * size, turned, size);
         Query<Q, K>::take(turned, q + row * stride, size);
       } else {
         Query<Q, K>::take(queries + h * size, q + row * stride, size);

@@ -79,7 +79,7 @@ RL_API int rl_norm(const NormArgs* args) { return by_rows(args, variant()->norm,
 
 RL_API int rl_gate(const GateArgs* args) { return by_rows(args, variant()->gate, 4 * args->size); }
 
-RL_API int rl_turn(const TurnArgs* args) {
+RL_API int rl_rotate(const RotateArgs* args) {
   if (args->head_dim > MAX_HEAD_DIM) return 1;
   return by_rows(args, variant()->turn, args->stride);
 }

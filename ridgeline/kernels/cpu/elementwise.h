@@ -29,7 +29,7 @@ struct GateArgs {
 // `kv_dtype`: the dtype itself, RL_E4M3, or codes of 8 or 4 bits with a scale (float16) for each
 // head, and with a low if they have 4. Of those keys are turned by Hadamard's matrix, and queries
 // are not.
-struct TurnArgs {
+struct RotateArgs {
   void* qkv;
   const float* table;  // [positions, 2, D]: cosines, signed sines
   const int64_t* positions;
@@ -94,7 +94,7 @@ struct Odds {
 struct ElementwiseVariant {
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*gate)(const GateArgs&, int64_t begin, int64_t end);
-  void (*turn)(const TurnArgs&, int64_t begin, int64_t end);
+  void (*turn)(const RotateArgs&, int64_t begin, int64_t end);
   // The largest number of [begin, end) of a row, and where; NaN if there is one.
   void (*largest)(const DrawArgs&, int64_t row, int64_t begin, int64_t end, float* score,
                   int64_t* at);

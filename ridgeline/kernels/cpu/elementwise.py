@@ -53,7 +53,7 @@ class _Gate(ctypes.Structure):
     )
 
 
-class _Turn(ctypes.Structure):
+class _Rotate(ctypes.Structure):
     _fields_ = (
         *pointers("qkv", "table", "positions", "slots", "k", "v", "q_weight", "k_weight"),
         *pointers("k_scales", "v_scales", "k_lows", "v_lows"),
@@ -189,7 +189,7 @@ def silu_mul(gate_up_TG: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def turn_and_write(
+def rotate_and_write(
     qkv_TX: torch.Tensor,
     table_L2D: torch.Tensor,
     positions_T: torch.Tensor,
@@ -214,7 +214,7 @@ def turn_and_write(
     if norms is not None:
         q_weight, k_weight = norms.q_weight_D, norms.k_weight_D
         _check_rows("turn", qkv_TX, q_weight, k_weight)
-    arguments = _Turn(
+    arguments = _Rotate(
         pointer(qkv_TX), pointer(table_L2D), pointer(positions_T), pointer(slots_T),
         pointer(kv.k_NSKD), pointer(kv.v_NSKD), pointer(q_weight), pointer(k_weight),
         pointer(kv.k_scales_NSK), pointer(kv.v_scales_NSK), pointer(kv.k_lows_NSK),
@@ -223,7 +223,7 @@ def turn_and_write(
         *scale_strides_of(kv), KV_DTYPES[kv.k_NSKD.dtype], 0.0 if norms is None else norms.eps,
     )  # fmt: skip
     kept = table_L2D, positions_T, slots_T, kv, q_weight, k_weight
-    launch(kernel_of("rl_turn"), arguments, qkv_TX, *kept)
+    launch(kernel_of("rl_rotate"), arguments, qkv_TX, *kept)
     return qkv_TX.as_strided((rows, heads, size), (qkv_TX.stride(0), size, 1))
 
 

@@ -137,10 +137,10 @@ inline void narrow(const float* x, E4m3* to, int64_t size) {
 // Where a row's keys and values go, of all KV heads, and as what.
 template <class T>
 struct Slot {
-  const TurnArgs& a;
+  const RotateArgs& a;
   int64_t at, scale_at;
 
-  Slot(const TurnArgs& args, int64_t slot) : a(args) {
+  Slot(const RotateArgs& args, int64_t slot) : a(args) {
     int64_t block = slot / a.block_size, offset = slot % a.block_size;
     at = block * a.block_stride + offset * a.slot_stride;
     scale_at = block * a.scale_block_stride + offset * a.scale_slot_stride;
@@ -169,7 +169,7 @@ struct Slot {
 };
 
 template <class T>
-void turn_rows(const TurnArgs& a, int64_t begin, int64_t end) {
+void rotate_rows(const RotateArgs& a, int64_t begin, int64_t end) {
   float x[MAX_HEAD_DIM];
   int64_t size = a.head_dim;
   for (int64_t row = begin; row < end; ++row) {
@@ -345,7 +345,7 @@ void norm(const NormArgs& a, int64_t begin, int64_t end) { BY_DTYPE(norm_rows, a
 
 void gate(const GateArgs& a, int64_t begin, int64_t end) { BY_DTYPE(gate_rows, a, begin, end); }
 
-void turn(const TurnArgs& a, int64_t begin, int64_t end) { BY_DTYPE(turn_rows, a, begin, end); }
+void turn(const RotateArgs& a, int64_t begin, int64_t end) { BY_DTYPE(rotate_rows, a, begin, end); }
 
 void largest(const DrawArgs& a, int64_t row, int64_t begin, int64_t end, float* score,
              int64_t* at) {

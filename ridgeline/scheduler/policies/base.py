@@ -12,7 +12,7 @@ from ridgeline.request import Request
 from ridgeline.step import ScheduledRequest, StepPricer, StepShape
 
 Rank = tuple[float, ...]
-Flight = tuple[ScheduledRequest, Request, int]  # who computes what in a step, in which epoch
+InFlight = tuple[ScheduledRequest, Request, int]  # who computes what in a step, in which epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Policy:
     def on_take(self, request: Request) -> None:
         """It waited, and is part of the step that is being planned."""
 
-    def on_plan(self, flights: Sequence[Flight]) -> None:
+    def on_plan(self, flights: Sequence[InFlight]) -> None:
         """A step was planned: who computes what in it."""
 
     def on_end(self, request: Request) -> None:

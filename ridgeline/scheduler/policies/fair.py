@@ -24,7 +24,7 @@ from math import inf
 from typing import Self
 
 from ridgeline.request import Request
-from ridgeline.scheduler.policies.base import Admit, Flight, PolicySetting, Rank
+from ridgeline.scheduler.policies.base import Admit, InFlight, PolicySetting, Rank
 from ridgeline.scheduler.policies.priority import Priority
 from ridgeline.step import StepPricer
 
@@ -104,7 +104,7 @@ class Fair(Priority):
         lane.is_fresh = False
         lane.taken += self._token_s * request.num_pending_tokens / lane.weight
 
-    def on_plan(self, flights: Sequence[Flight]) -> None:
+    def on_plan(self, flights: Sequence[InFlight]) -> None:
         lanes = self._lanes
         self._num_steps += 1
         if len(lanes) == 1:
@@ -116,7 +116,7 @@ class Fair(Priority):
             lane.tag += seconds / lane.weight
             lane.served_in, lane.taken = self._num_steps, 0.0
 
-    def _split(self, flights: Sequence[Flight]) -> dict[bytes, float]:
+    def _split(self, flights: Sequence[InFlight]) -> dict[bytes, float]:
         """Seconds of this step, by tenant."""
         tokens, again = Counter[bytes](), Counter[bytes]()
         for entry, row, _ in flights:

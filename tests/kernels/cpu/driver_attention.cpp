@@ -11,7 +11,7 @@
 #include "elementwise.h"
 
 RL_API int rl_attention(const AttentionArgs*);
-RL_API int rl_turn(const TurnArgs*);
+RL_API int rl_rotate(const RotateArgs*);
 
 namespace {
 
@@ -147,12 +147,12 @@ int check_attention(std::mt19937& noise) {
   for (int64_t i = 0; i < slots_all * stride; ++i) put(qkv.get(), i, normal(noise), dtype);
   std::vector<int64_t> positions(size_t(slots_all), 0), slots;
   for (int64_t i = 0; i < slots_all; ++i) slots.push_back(i);
-  TurnArgs turn{qkv.get(), table.data(), positions.data(), slots.data(), kv.side(0), kv.side(1),
+  RotateArgs turn{qkv.get(), table.data(), positions.data(), slots.data(), kv.side(0), kv.side(1),
                 nullptr, nullptr, kv.scales_of(0), kv.scales_of(1), kv.lows_of(0), kv.lows_of(1),
                 slots_all, stride, heads, kv_heads, size, block_size,
                 block_size * kv.slot_numbers(), kv.slot_numbers(), kv.places(), dtype,
                 block_size * kv.slot_scales(), kv.slot_scales(), kv.scales_each(), kv_dtype, 0.0};
-  int failures = rl_turn(&turn) != 0;
+  int failures = rl_rotate(&turn) != 0;
   for (int64_t slot = 0; slot < slots_all; ++slot) {
     for (int64_t head = 0; head < 2 * kv_heads; ++head) {
       int64_t at = slot * stride + (heads + head) * size;

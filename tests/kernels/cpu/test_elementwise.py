@@ -91,7 +91,7 @@ def test_rotation_and_write(level: str, dtype: torch.dtype, has_norms: bool) -> 
         there, here = (plain_views(store, kv_heads) for store in stores)
         wanted = qk_norm_rope_write_reference(qkv, table, positions, slots, there, norms=norms)
         with native.at_level(level):
-            found = elementwise.turn_and_write(qkv, table, positions, slots, here, norms)
+            found = elementwise.rotate_and_write(qkv, table, positions, slots, here, norms)
         close(found, wanted)
         close(stores[1], stores[0])
         assert isinstance(here, PagedKV)
@@ -122,7 +122,7 @@ def test_rotation_and_write_of_codes(level: str, dtype: torch.dtype, name: str) 
         here = kind.views(store, kv_heads, size)
         assert here is not None
         with native.at_level(level):
-            found = elementwise.turn_and_write(qkv, table, positions, slots, here, None)
+            found = elementwise.rotate_and_write(qkv, table, positions, slots, here, None)
         close(found, wanted)
         kept = slots[slots >= 0]
         check_near(store, ideal, kept)

@@ -101,7 +101,7 @@ def test_prices_that_are_wrong_are_learned() -> None:
     learned = LearnedPricer(PRICER)
     world = World(slo(learned), device)
     pricing = Pricing(lambda shape, _: StepPrice(PRICER.seconds(shape), 0.0, 0.0, 0.0))
-    pricing.followers.append(learned.on_priced)
+    pricing.listeners.append(learned.on_priced)
     world.engine.listeners.append(pricing)
     arrivals = poisson(random.Random(7), 0.75 * CAPACITY, LASTS_S, 500, 200)
     times = world.run(arrivals)

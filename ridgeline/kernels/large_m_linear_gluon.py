@@ -1,4 +1,4 @@
-"""`tall_linear` in Gluon: one warp loads, two groups of four multiply, on every multiprocessor.
+"""`large_m_linear` in Gluon: one warp loads, two groups of four multiply, on every multiprocessor.
 
 A program takes one tile of y after the other. The copy engine fills a ring of stages with tiles of
 x and W, and goes on with the next tile while the results of the last one are gated and stored. Each
@@ -30,7 +30,7 @@ from ridgeline.kernels.small_linear_triton import multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
-class TallTile:
+class LargeMTile:
     """`block_m` rows of x and `block_n` of W, half of them of the gate, make a tile; `group` tiles
     of rows of x go before the next rows of W. `stages` of the ring hold `block_k` columns each."""
 
@@ -46,11 +46,11 @@ def gated_linear_gluon(
     weight_NK: torch.Tensor,
     *,
     out_MO: torch.Tensor | None = None,
-    tile: TallTile | None = None,
+    tile: LargeMTile | None = None,
 ) -> torch.Tensor:
-    """As `tall_linear`, by our kernel, cut by `tile`; bfloat16."""
+    """As `large_m_linear`, by our kernel, cut by `tile`; bfloat16."""
     (rows, inputs), (outputs, columns) = x_MK.shape, weight_NK.shape
-    tile, width = tile or TallTile(), outputs // 2
+    tile, width = tile or LargeMTile(), outputs // 2
     is_half = x_MK.dtype == weight_NK.dtype == torch.bfloat16
     check(is_half and columns == inputs, "x and W agree", inputs=inputs, columns=columns)
     check(outputs % 2 == 0, "gate and up have one height", outputs=outputs)

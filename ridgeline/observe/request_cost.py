@@ -18,7 +18,7 @@ NANO = 1_000_000_000
 
 
 @dataclass(slots=True)
-class Receipt:
+class RequestCost:
     """Integers, so that nothing is lost in adding them up. `device_ns`: on all devices of the
     engine at once, so two devices for a second are a second."""
 
@@ -26,12 +26,12 @@ class Receipt:
     flops: int = 0
     bytes: int = 0
 
-    def add(self, other: Receipt) -> None:
+    def add(self, other: RequestCost) -> None:
         self.device_ns += other.device_ns
         self.flops += other.flops
         self.bytes += other.bytes
 
-    def take(self, part: Receipt) -> None:
+    def take(self, part: RequestCost) -> None:
         """Make `part` no larger than what is left here, and take it away."""
         part.device_ns = min(part.device_ns, self.device_ns)
         part.flops = min(part.flops, self.flops)
@@ -41,22 +41,22 @@ class Receipt:
         self.bytes -= part.bytes
 
 
-class Receipts:
+class RequestCosts:
     """Writes receipts for those who asked, and one for all others together; a follower of the
     pricing. Steps without anyone who asked cost one look each."""
 
     def __init__(self, pricer: Pricer) -> None:
-        self.others = Receipt()
+        self.others = RequestCost()
         self._pricer = pricer
-        self._open: dict[str, Receipt] = {}
+        self._open: dict[str, RequestCost] = {}
         limits = pricer.limits
         self._per_flop_s, self._per_byte_s = 1.0 / limits.flops, 1.0 / limits.bytes
 
     def ask(self, request_id: str) -> None:
         """Keep a receipt for this request, until `close`."""
-        self._open[request_id] = Receipt()
+        self._open[request_id] = RequestCost()
 
-    def get(self, request_id: str) -> Receipt | None:
+    def get(self, request_id: str) -> RequestCost | None:
         """What it has cost so far; None when nobody asked."""
         return self._open.get(request_id)
 
@@ -64,7 +64,9 @@ class Receipts:
         self._open.pop(request_id, None)
 
     def on_priced(self, step: PricedStep) -> None:
-        left = Receipt(round(step.seconds * NANO), round(step.price.flops), round(step.price.bytes))
+        left = RequestCost(
+            round(step.seconds * NANO), round(step.price.flops), round(step.price.bytes)
+        )
         if not self._open:
             self.others.add(left)
             return
@@ -78,18 +80,18 @@ class Receipts:
         shared_bytes = max(0.0, price.bytes - price.own_bytes) / num_tokens
         whole_s = price.flops * self._per_flop_s + price.bytes * self._per_byte_s
         device_ns = left.device_ns
-        for entry, receipt in asked:
+        for entry, request_cost in asked:
             flops, moved = self._pricer.own_work(entry.num_tokens, entry.start)
             flops += shared_flops * entry.num_tokens
             moved += shared_bytes * entry.num_tokens
             seconds = flops * self._per_flop_s + moved * self._per_byte_s
-            share = Receipt(round(device_ns * (seconds / whole_s)), round(flops), round(moved))
+            share = RequestCost(round(device_ns * (seconds / whole_s)), round(flops), round(moved))
             left.take(share)
-            receipt.add(share)
+            request_cost.add(share)
         # What rounding left over is the others' or, where all have asked, the last one's.
         (self.others if len(asked) < len(rows) else asked[-1][1]).add(left)
 
-    def _of(self, row: str) -> Receipt | None:
+    def _of(self, row: str) -> RequestCost | None:
         found = self._open.get(row)
         if found is None and BEAM_MARK in row:
             found = self._open.get(row.partition(BEAM_MARK)[0])

@@ -18,19 +18,19 @@ ALIGNED = 16  # bytes: where the copy engine may begin a row
 HOPPER = (9, 0)
 
 
-def fits_tall(x_MK: torch.Tensor, weight_NK: torch.Tensor, fusion: Fusion) -> bool:
+def fits_large_m(x_MK: torch.Tensor, weight_NK: torch.Tensor, fusion: Fusion) -> bool:
     """Is one kernel for all of it known to be the fastest here?"""
     is_gate = fusion == Fusion(is_gated=True) and weight_NK.numel() >= LEAST_NUMBERS
     return is_gate and x_MK.shape[0] >= LEAST_ROWS and _can_run(x_MK, weight_NK)
 
 
-def tall_linear(
+def large_m_linear(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, *, out_MO: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[M, K], gate above up [N, K] -> [M, N / 2]: added up in float32, gated and rounded once. What
     the kernel cannot take (another device or dtype, odd strides) the library and `silu_mul` do."""
     if _can_run(x_MK, weight_NK) and (out_MO is None or _is_aligned(out_MO)):
-        from ridgeline.kernels.tall_linear_gluon import gated_linear_gluon
+        from ridgeline.kernels.large_m_linear_gluon import gated_linear_gluon
 
         return gated_linear_gluon(x_MK, weight_NK, out_MO=out_MO)
     y_MO = silu_mul(functional.linear(x_MK, weight_NK))

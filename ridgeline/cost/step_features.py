@@ -23,7 +23,7 @@ _NO_ROPE = RopeSpec()
 
 
 @record
-class AttentionTotals:
+class AttentionFeatures:
     """Sums over the requests of a step, for one layer of one attention kind.
 
     `decode_keys` and `longest_decode`: keys that the decoding requests read, and the most that one
@@ -38,7 +38,7 @@ class AttentionTotals:
 
 
 @record
-class StepTotals:
+class StepFeatures:
     """`attention` has one entry per kind, in the order of `attention_kinds`. A request with one
     new token decodes, one with more is a chunk of a prompt or a check of drafts; the longest of
     these has `longest_chunk` new tokens. `begins`: one of them has no tokens before."""
@@ -47,7 +47,7 @@ class StepTotals:
     num_decodes: int
     num_prefill_tokens: int
     longest_chunk: int
-    attention: tuple[AttentionTotals, ...]
+    attention: tuple[AttentionFeatures, ...]
     begins: bool = False
 
     @property
@@ -99,58 +99,58 @@ def attention_kind(attention: AttentionSpec) -> AttentionSpec:
     )
 
 
-def step_totals(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepTotals:
+def step_features(kinds: Sequence[AttentionSpec], shape: StepShape) -> StepFeatures:
     """The sums of a step of (new tokens, context before them) per request."""
     new, before = zip(*shape, strict=True) if shape else ((), ())
     num_decodes = new.count(1)
     if num_decodes == len(shape):
-        return decode_totals(kinds, before)
+        return decode_features(kinds, before)
     contexts: Sequence[int] = ()
     if num_decodes or 0 in new:
         contexts = [context for num, context in shape if num == 1]
         chunks = [one for one in shape if one[0] > 1]
         new, before = zip(*chunks, strict=True) if chunks else ((), ())
-    return StepTotals(
+    return StepFeatures(
         num_decodes + len(new),
         num_decodes,
         sum(new),
         max(new, default=0),
-        tuple([_attention_totals(kind, contexts, new, before) for kind in kinds]),
+        tuple([_attention_features(kind, contexts, new, before) for kind in kinds]),
         0 in before,
     )
 
 
-def repeated(totals: StepTotals, num_times: int) -> StepTotals:
+def repeated(features: StepFeatures, num_times: int) -> StepFeatures:
     """Those of a step with each request so many times."""
     attention = tuple(
-        AttentionTotals(
+        AttentionFeatures(
             one.decode_keys * num_times,
             one.longest_decode,
             one.prefill_flops * num_times,
             one.prefill_keys * num_times,
         )
-        for one in totals.attention
+        for one in features.attention
     )
-    return StepTotals(
-        totals.num_requests * num_times,
-        totals.num_decodes * num_times,
-        totals.num_prefill_tokens * num_times,
-        totals.longest_chunk,
+    return StepFeatures(
+        features.num_requests * num_times,
+        features.num_decodes * num_times,
+        features.num_prefill_tokens * num_times,
+        features.longest_chunk,
         attention,
-        totals.begins,
+        features.begins,
     )
 
 
-def decode_totals(kinds: Sequence[AttentionSpec], contexts: Sequence[int]) -> StepTotals:
+def decode_features(kinds: Sequence[AttentionSpec], contexts: Sequence[int]) -> StepFeatures:
     """Those of a step with one new token after each of these contexts, and nothing else."""
     num = len(contexts)
-    attention = tuple([_attention_totals(kind, contexts, (), ()) for kind in kinds])
-    return StepTotals(num, num, 0, 0, attention)
+    attention = tuple([_attention_features(kind, contexts, (), ()) for kind in kinds])
+    return StepFeatures(num, num, 0, 0, attention)
 
 
-def _attention_totals(
+def _attention_features(
     kind: AttentionSpec, contexts: Sequence[int], new: Sequence[int], before: Sequence[int]
-) -> AttentionTotals:
+) -> AttentionFeatures:
     """Of decodes after `contexts`, and of chunks of `new` tokens each."""
     window = kind.window
     longest = max(contexts) + 1 if contexts else 0
@@ -161,11 +161,11 @@ def _attention_totals(
         keys = sum([c if c < most else most for c in contexts]) + len(contexts)
         longest = window
     if not new:
-        return AttentionTotals(keys, longest)
+        return AttentionFeatures(keys, longest)
     if window is None and kind.latent is None:  # the same in one go: checks have many rows
         pairs = sum(map(mul, new, before)) + (sum(map(mul, new, new)) + sum(new)) // 2
-        return AttentionTotals(keys, longest, flops_per_key(kind) * pairs, sum(new) + sum(before))
-    return AttentionTotals(
+        return AttentionFeatures(keys, longest, flops_per_key(kind) * pairs, sum(new) + sum(before))
+    return AttentionFeatures(
         keys,
         longest,
         sum([layer_attention_flops(kind, *one) for one in zip(new, before, strict=True)]),

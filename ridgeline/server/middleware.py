@@ -14,19 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ridgeline.clock import Clock
 from ridgeline.log import ACCESS, say
 from ridgeline.observe.traffic import Traffic
+from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.auth import Keys, Tenant
 from ridgeline.server.body import ClientGone, header_values
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.http_protocol import EXTENSION, OPEN_PATHS, new_request_id
-from ridgeline.server.live import Live
 
 MAX_PATH = 200  # characters of a path that the access log repeats
 
 logger = logging.getLogger(__name__)
 
 
-class Gate:
+class Middleware:
     """Checks Host and key, gives each request our id, and turns every exception into a reply."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Gate:
 def _tell_end(scope: Scope, exit_: _Exit, now: float) -> None:
     """To the access log and to the trace, where there are some."""
     state = scope.get("state", {})
-    live: Live | None = state.get("live")
+    live: ActiveRequest | None = state.get("live")
     error = exit_.error
     if live is not None and live.error is not None:
         error = error or live.error.code
@@ -96,7 +96,7 @@ def _tell_end(scope: Scope, exit_: _Exit, now: float) -> None:
 
 
 def _note_access(
-    scope: Scope, exit_: _Exit, error: str | None, live: Live | None, now: float
+    scope: Scope, exit_: _Exit, error: str | None, live: ActiveRequest | None, now: float
 ) -> None:
     """One line for one request, but for probes, which would drown all others."""
     client = scope.get("client")

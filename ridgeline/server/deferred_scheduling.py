@@ -23,7 +23,7 @@ EXTRA_S = 0.5e-3  # more of that, after a step that came too late
 CALMING = 0.98  # what is left of that after each step that did not
 
 
-class LatePlans(Listener):
+class DeferredScheduling(Listener):
     """One of the engine's listeners, which follows its prices too."""
 
     def __init__(self, engine: Engine, pricing: Pricing, clock: Clock) -> None:
@@ -34,7 +34,7 @@ class LatePlans(Listener):
         self._extra_s = 0.0
         self._planned_at = 0.0
         engine.listeners.append(self)
-        pricing.followers.append(self.on_priced)
+        pricing.listeners.append(self.on_priced)
 
     def pause(self) -> float:
         """Seconds that the next plan can wait, now. 0: it cannot, or nobody gains by it."""

@@ -10,11 +10,11 @@ import pytest
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.cost.roofline import step_cost
 from ridgeline.observe.pricing import PricedStep, Pricing
-from ridgeline.observe.receipts import NANO, Receipts
+from ridgeline.observe.request_cost import NANO, RequestCosts
 from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepShape
 from tests.observe.priced import small_pricer
 from tests.observe.recorded import RecordedWorld
-from tests.observe.test_accounts import Ticking
+from tests.observe.test_time_breakdown import Ticking
 
 
 def random_shape(rng: random.Random) -> StepShape:
@@ -48,24 +48,28 @@ def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path
     world = RecordedWorld(seed, tmp_path / "log")
     world.clock = world.engine.clock = Ticking(seed)  # type: ignore[assignment]
     pricer = small_pricer()
-    pricing, receipts, asked = Pricing(pricer.price), Receipts(pricer), _Asking(seed)
-    pricing.followers += [receipts.on_priced, asked.on_priced]
-    asked.receipts = receipts
+    pricing, request_costs, asked = Pricing(pricer.price), RequestCosts(pricer), _Asking(seed)
+    pricing.listeners += [request_costs.on_priced, asked.on_priced]
+    asked.request_costs = request_costs
     world.engine.listeners += [pricing, asked]
     world.run(120)
     world.file.close()
-    found = [receipt for name in asked.names if (receipt := receipts.get(name)) is not None]
+    found = [
+        request_cost
+        for name in asked.names
+        if (request_cost := request_costs.get(name)) is not None
+    ]
     assert len(found) > 3
     for field in ("device_ns", "flops", "bytes"):
-        parts = sum(getattr(receipt, field) for receipt in (*found, receipts.others))
+        parts = sum(getattr(request_cost, field) for request_cost in (*found, request_costs.others))
         assert parts == asked.whole[field]
-        assert all(getattr(receipt, field) >= 0 for receipt in found)
+        assert all(getattr(request_cost, field) >= 0 for request_cost in found)
 
 
 class _Asking(Listener):
     """Asks for every second request, and adds up the steps by itself."""
 
-    receipts: Receipts
+    request_costs: RequestCosts
 
     def __init__(self, seed: int) -> None:
         self.names: set[str] = set()
@@ -77,7 +81,7 @@ class _Asking(Listener):
         self.count += 1
         if fault is None and name not in self.names and self.count % 2:
             self.names.add(name)
-            self.receipts.ask(name)
+            self.request_costs.ask(name)
 
     def on_priced(self, step: PricedStep) -> None:
         self.whole["device_ns"] += round((step.ended - step.began) * NANO)
@@ -94,11 +98,11 @@ def priced(rows: list[tuple[str, int, int]], seconds: float) -> PricedStep:
 
 
 def test_equal_rows_get_equal_shares_and_a_longer_context_a_larger_one() -> None:
-    receipts = Receipts(small_pricer())
+    request_costs = RequestCosts(small_pricer())
     for name in ("a", "b", "c"):
-        receipts.ask(name)
-    receipts.on_priced(priced([("a", 1, 3), ("b", 1, 3), ("c", 1, 20)], 3.0))
-    a, b, c = (receipts.get(name) for name in ("a", "b", "c"))
+        request_costs.ask(name)
+    request_costs.on_priced(priced([("a", 1, 3), ("b", 1, 3), ("c", 1, 20)], 3.0))
+    a, b, c = (request_costs.get(name) for name in ("a", "b", "c"))
     assert a is not None
     assert b is not None
     assert c is not None
@@ -108,14 +112,14 @@ def test_equal_rows_get_equal_shares_and_a_longer_context_a_larger_one() -> None
 
 
 def test_a_prompt_of_100_tokens_pays_about_100_times_what_a_token_pays() -> None:
-    receipts = Receipts(small_pricer())
-    receipts.ask("a")
-    receipts.on_priced(priced([("a", 1, 10), ("b", 100, 0)], 1.0))
-    a = receipts.get("a")
+    request_costs = RequestCosts(small_pricer())
+    request_costs.ask("a")
+    request_costs.on_priced(priced([("a", 1, 10), ("b", 100, 0)], 1.0))
+    a = request_costs.get("a")
     assert a is not None
-    assert receipts.others.device_ns == pytest.approx(100 * a.device_ns, rel=0.2)
-    receipts.close("a")
-    assert receipts.get("a") is None
+    assert request_costs.others.device_ns == pytest.approx(100 * a.device_ns, rel=0.2)
+    request_costs.close("a")
+    assert request_costs.get("a") is None
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -130,29 +134,29 @@ def test_shares_follow_the_price_of_the_work(seed: int) -> None:
         step = priced(rows, rng.random())
         shares = []
         for name, _, _ in rows:
-            alone = Receipts(small_pricer())
+            alone = RequestCosts(small_pricer())
             alone.ask(name)
             alone.on_priced(step)
             mine = alone.get(name)
             assert mine is not None
             assert mine.device_ns + alone.others.device_ns == round(step.seconds * NANO)
             shares.append(mine.device_ns)
-        together = Receipts(small_pricer())
+        together = RequestCosts(small_pricer())
         for name, _, _ in rows:
             together.ask(name)
         together.on_priced(step)
-        found = [receipt.device_ns for i, _, _ in rows if (receipt := together.get(i))]
+        found = [request_cost.device_ns for i, _, _ in rows if (request_cost := together.get(i))]
         assert sum(found) == round(step.seconds * NANO)
         assert found[:-1] == shares[:-1]
         assert abs(found[-1] - shares[-1]) <= len(rows)
 
 
 def test_a_step_that_nobody_asked_about_goes_to_the_others() -> None:
-    receipts = Receipts(small_pricer())
+    request_costs = RequestCosts(small_pricer())
     step = priced([("a", 1, 10)], 0.5)
-    receipts.on_priced(step)
-    receipts.ask("b")
-    receipts.on_priced(step)
-    assert receipts.others.device_ns == NANO
-    assert receipts.others.flops == 2 * round(step.price.flops)
+    request_costs.on_priced(step)
+    request_costs.ask("b")
+    request_costs.on_priced(step)
+    assert request_costs.others.device_ns == NANO
+    assert request_costs.others.flops == 2 * round(step.price.flops)
     assert isinstance(step.price, StepPrice)

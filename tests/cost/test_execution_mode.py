@@ -10,22 +10,22 @@ import pytest
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import Calibration, HostConstants, default_calibration
-from ridgeline.cost.hardware import find_device
-from ridgeline.cost.manner import (
+from ridgeline.cost.execution_mode import (
     LEVELS,
     SINGLE,
+    ExecutionModes,
     Footprint,
-    Manners,
     Own,
     sent_tokens,
     still_there,
 )
+from ridgeline.cost.hardware import find_device
 from ridgeline.cost.ops import step_ops
 from ridgeline.cost.precision import PLAIN
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import attention_kinds, step_totals
+from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.measure.models import config
 from ridgeline.step import StepShape
 from tests.cost.known_models import LLAMA_3_8B
@@ -41,8 +41,8 @@ def known(**changes: Any) -> Calibration:
 
 def warm_of(spec: ModelSpec, shape: StepShape) -> float:
     setup = Setup(spec, DEVICE, calibration=known())
-    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
-    return Manners(setup).of(totals).warm
+    features = step_features(tuple(attention_kinds(setup.spec)), shape)
+    return ExecutionModes(setup).of(features).warm
 
 
 def test_parts_of_what_does_not_fit_are_driven_out() -> None:
@@ -55,12 +55,12 @@ def test_parts_of_what_does_not_fit_are_driven_out() -> None:
 
 def test_a_step_reads_weights_keys_and_values() -> None:
     shape = ((1, 999),) * 3
-    totals = step_totals(tuple(attention_kinds(SMALL)), shape)
+    features = step_features(tuple(attention_kinds(SMALL)), shape)
     found = Footprint.of(SMALL, PLAIN)
     ops = step_ops(SMALL, shape)
     assert found.weight_bytes == sum(op.count * op.weight_bytes for op in ops)
     cached = sum(op.count * op.kv_bytes for op in ops if op.kind == "decode_attention")
-    assert [size * totals.attention[0].decode_keys for size in found.key_bytes] == [cached]
+    assert [size * features.attention[0].decode_keys for size in found.key_bytes] == [cached]
 
 
 def test_small_models_with_few_requests_are_warm() -> None:
@@ -73,9 +73,9 @@ def test_small_models_with_few_requests_are_warm() -> None:
 
 def test_only_captured_steps_are() -> None:
     setup = Setup(SMALL, DEVICE, calibration=known(captured_tokens=0))
-    totals = step_totals(tuple(attention_kinds(SMALL)), ((1, 300),))
-    assert Manners(setup).of(totals) is SINGLE
-    assert Manners(replace(setup, calibration=known())).of(totals).own is Own.NONE
+    features = step_features(tuple(attention_kinds(SMALL)), ((1, 300),))
+    assert ExecutionModes(setup).of(features) is SINGLE
+    assert ExecutionModes(replace(setup, calibration=known())).of(features).own is Own.NONE
 
 
 @pytest.mark.parametrize("rows", [1, 20, 60])
@@ -102,9 +102,9 @@ def test_a_captured_step_with_prompts_computes_the_size_it_was_captured_in(
     host = {"captured_tokens": 512, "captured_prompt_tokens": 2000}
     setup = Setup(LLAMA_3_8B, DEVICE, calibration=known(**host))
     shape = ((num_tokens - 3, 0), *((1, 100),) * 3)
-    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
-    manner = Manners(setup).of(totals)
-    assert sent_tokens(setup.constants.host, manner, totals) == sent
+    features = step_features(tuple(attention_kinds(setup.spec)), shape)
+    mode = ExecutionModes(setup).of(features)
+    assert sent_tokens(setup.constants.host, mode, features) == sent
     cost, same = step_cost(setup, shape), {}
     for one in step_cost(setup, ((sent - 3, 0), *((1, 100),) * 3)).ops:
         if one.op.m == sent:
@@ -117,18 +117,21 @@ def test_a_captured_step_with_prompts_computes_the_size_it_was_captured_in(
             assert one.ideal_s <= other.ideal_s
     assert not {"qkv", "attention_out", "gate_up", "down"} & set(same), "all were looked at"
     plain = replace(setup, calibration=known(captured_tokens=0, captured_prompt_tokens=0))
-    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
-    assert sent_tokens(plain.constants.host, Manners(plain).of(totals), totals) == num_tokens
+    features = step_features(tuple(attention_kinds(setup.spec)), shape)
+    assert (
+        sent_tokens(plain.constants.host, ExecutionModes(plain).of(features), features)
+        == num_tokens
+    )
 
 
 @pytest.mark.parametrize("shape", [((1, 100),) * 33, ((5, 100),) * 33])
 def test_decodes_and_checks_are_priced_by_what_there_is(shape: StepShape) -> None:
     """Their sizes lie closer together, and calibrations measure some between them."""
     setup = Setup(LLAMA_3_8B, DEVICE, calibration=known())
-    totals = step_totals(tuple(attention_kinds(setup.spec)), shape)
-    manner = Manners(setup).of(totals)
-    assert manner.captured
-    assert sent_tokens(setup.constants.host, manner, totals) == totals.num_tokens
+    features = step_features(tuple(attention_kinds(setup.spec)), shape)
+    mode = ExecutionModes(setup).of(features)
+    assert mode.captured
+    assert sent_tokens(setup.constants.host, mode, features) == features.num_tokens
 
 
 def test_what_is_part_of_products_is_a_set() -> None:

@@ -52,7 +52,7 @@ PARTS = tuple(row.name for row in fields(Parts))
 
 
 @dataclass(slots=True)
-class Account:
+class TimeBreakdown:
     """One request. Times are of the engine's clock; `until`: how far its time is accounted for."""
 
     request_id: str
@@ -77,19 +77,19 @@ class Account:
         return self.until - self.arrival
 
 
-class Accounts(Listener):
+class TimeBreakdowns(Listener):
     """Keeps the accounts of all live requests and of the latest that ended; one of the engine's
     listeners, behind the `pricing` that it follows."""
 
     def __init__(self, pricing: Pricing, max_finished: int | None = MAX_FINISHED) -> None:
-        self.live: dict[str, Account] = {}
-        self.finished: deque[Account] = deque(maxlen=max_finished)
+        self.live: dict[str, TimeBreakdown] = {}
+        self.finished: deque[TimeBreakdown] = deque(maxlen=max_finished)
         self.num_finished = 0
         # Apart, so that nobody can count from what is missing how much the others asked.
-        self._ended: OrderedDict[str, deque[Account]] = OrderedDict()
+        self._ended: OrderedDict[str, deque[TimeBreakdown]] = OrderedDict()
         self._steady: _Steady | None = None
         self._pricing = pricing
-        pricing.followers.append(self.on_priced)
+        pricing.listeners.append(self.on_priced)
 
     # ------------------------------------------------------------------ as a listener
 
@@ -97,7 +97,7 @@ class Accounts(Listener):
         if fault is None:
             arrival = min(request.arrival_time, now)
             num_prompt = len(request.prompt_token_ids)
-            self.live[request.request_id] = Account(
+            self.live[request.request_id] = TimeBreakdown(
                 request.request_id, arrival, num_prompt, Parts(), arrival,
                 tenant=request.tenant.hex(),
             )  # fmt: skip
@@ -116,40 +116,42 @@ class Accounts(Listener):
         if self._steady is not None and self._steady.gives(plan, outputs):
             return
         for output in outputs:
-            account = self.live.get(output.request_id)
-            if account is None:
+            breakdown = self.live.get(output.request_id)
+            if breakdown is None:
                 continue
-            account.num_output_tokens += len(output.new_token_ids)
-            if account.first_token is None and output.new_token_ids:
-                account.first_token = now
+            breakdown.num_output_tokens += len(output.new_token_ids)
+            if breakdown.first_token is None and output.new_token_ids:
+                breakdown.first_token = now
             if output.finish_reason is not None:
                 self._end(output.request_id, output.finish_reason.value, now)
 
     def _end(self, request_id: str, reason: str, now: float) -> None:
         self.settle_steady()
-        account = self.live.pop(request_id, None)
-        if account is None:
+        breakdown = self.live.pop(request_id, None)
+        if breakdown is None:
             return
-        self.settle([account], now)
-        account.ended, account.end = now, reason
-        self.finished.append(account)
+        self.settle([breakdown], now)
+        breakdown.ended, breakdown.end = now, reason
+        self.finished.append(breakdown)
         self.num_finished += 1
-        if account.tenant:
-            own = self._ended.setdefault(account.tenant, deque(maxlen=self.finished.maxlen))
-            own.append(account)
-            self._ended.move_to_end(account.tenant)
+        if breakdown.tenant:
+            own = self._ended.setdefault(breakdown.tenant, deque(maxlen=self.finished.maxlen))
+            own.append(breakdown)
+            self._ended.move_to_end(breakdown.tenant)
             if len(self._ended) > MAX_TENANTS:
                 self._ended.popitem(last=False)
 
-    def of(self, tenant: str | None, now: float) -> tuple[tuple[Account, ...], tuple[Account, ...]]:
+    def of(
+        self, tenant: str | None, now: float
+    ) -> tuple[tuple[TimeBreakdown, ...], tuple[TimeBreakdown, ...]]:
         """The latest that ended and as many of those that have not, the oldest first, up to `now`;
         of this tenant, or of all. Steps wait for it: it takes as long for many as for a few."""
         self.settle_steady()
         finished = self.finished if tenant is None else self._ended.get(tenant, ())
         found = (a for a in self.live.values() if tenant is None or a.tenant == tenant)
         live = tuple(
-            replace(account, parts=replace(account.parts))
-            for account in islice(found, self.finished.maxlen)
+            replace(breakdown, parts=replace(breakdown.parts))
+            for breakdown in islice(found, self.finished.maxlen)
         )
         self.settle(live, now)
         return tuple(finished), live
@@ -174,27 +176,27 @@ class Accounts(Listener):
     def _put_step(self, step: PricedStep) -> None:
         live = self.live
         for row in step.plan.preempted:
-            account = live.get(_request_of(row))
-            if account is not None and not account.is_preempted:
-                _catch_up(account, step.began, step.previous_ended)
-                account.is_preempted = True
-                account.num_preemptions += 1
+            breakdown = live.get(_request_of(row))
+            if breakdown is not None and not breakdown.is_preempted:
+                _catch_up(breakdown, step.began, step.previous_ended)
+                breakdown.is_preempted = True
+                breakdown.num_preemptions += 1
         works = {e.request_id: _work(e) for e in step.prompts}
         share, all_work = step.prompt_share, sum(works.values())
         began, ended, last = step.began, step.ended, step.previous_ended
         for entry in step.plan.scheduled:
             name = entry.request_id
-            account = live.get(name) or live.get(_request_of(name))
-            if account is None or account.until >= ended:
+            breakdown = live.get(name) or live.get(_request_of(name))
+            if breakdown is None or breakdown.until >= ended:
                 continue  # it is over, or another beam of it was in the same step
-            if began > account.until:
-                _catch_up(account, began, last)
+            if began > breakdown.until:
+                _catch_up(breakdown, began, last)
             others = share
             if name in works:
                 others = share * (all_work - works[name]) / all_work
-            _put(account, entry, ended, others)
+            _put(breakdown, entry, ended, others)
 
-    def settle(self, accounts: Iterable[Account], now: float) -> None:
+    def settle(self, time_breakdowns: Iterable[TimeBreakdown], now: float) -> None:
         """Account for the time since their last steps; a step that is running counts as far as it
         has got."""
         running, last = self._pricing.running, self._pricing.last_ended
@@ -202,15 +204,15 @@ class Accounts(Listener):
         if running is not None and running.began < now:
             for entry in running.plan.scheduled:
                 entries.setdefault(_request_of(entry.request_id), entry)
-        for account in accounts:
+        for breakdown in time_breakdowns:
             if running is None or running.began >= now:
-                _catch_up(account, now, last)
+                _catch_up(breakdown, now, last)
                 continue
-            _catch_up(account, running.began, last)
-            if account.request_id in entries:
-                _put(account, entries[account.request_id], now, 0.0)
+            _catch_up(breakdown, running.began, last)
+            if breakdown.request_id in entries:
+                _put(breakdown, entries[breakdown.request_id], now, 0.0)
             else:
-                _catch_up(account, now, now)
+                _catch_up(breakdown, now, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ class _Steady:
     step."""
 
     names: tuple[str, ...]
-    accounts: list[Account]
+    time_breakdowns: list[TimeBreakdown]
     until: float
     decode_s: float = 0.0
     host_s: float = 0.0
@@ -284,21 +286,21 @@ class _Steady:
     last: StepPlan | None = None
 
     @classmethod
-    def of(cls, step: PricedStep, live: Mapping[str, Account]) -> _Steady | None:
+    def of(cls, step: PricedStep, live: Mapping[str, TimeBreakdown]) -> _Steady | None:
         """Ready for more steps like this one; None if one of its rows is in any way special."""
-        accounts = []
+        time_breakdowns = []
         for entry in step.plan.scheduled:
-            account = live.get(entry.request_id)
-            if account is None or account.until != step.ended:
+            breakdown = live.get(entry.request_id)
+            if breakdown is None or breakdown.until != step.ended:
                 return None
             end = entry.start + entry.num_tokens - entry.num_draft
-            if end < account.num_prompt_tokens:
+            if end < breakdown.num_prompt_tokens:
                 return None
-            if account.num_preemptions and end < account.num_done:
+            if breakdown.num_preemptions and end < breakdown.num_done:
                 return None
-            accounts.append(account)
+            time_breakdowns.append(breakdown)
         names = tuple([entry.request_id for entry in step.plan.scheduled])
-        return cls(names, accounts, step.ended)
+        return cls(names, time_breakdowns, step.ended)
 
     def takes(self, step: PricedStep) -> bool:
         """Add this step, if it is one more of the same kind."""
@@ -323,13 +325,13 @@ class _Steady:
     def settle(self) -> None:
         if self.last is None:
             return
-        for account, entry in zip(self.accounts, self.last.scheduled, strict=True):
-            account.parts.decode += self.decode_s
-            account.parts.host += self.host_s
-            account.until = self.until
+        for breakdown, entry in zip(self.time_breakdowns, self.last.scheduled, strict=True):
+            breakdown.parts.decode += self.decode_s
+            breakdown.parts.host += self.host_s
+            breakdown.until = self.until
             end = entry.start + entry.num_tokens - entry.num_draft
-            account.num_done = max(account.num_done, end)
-            account.num_output_tokens += self.num_collected
+            breakdown.num_done = max(breakdown.num_done, end)
+            breakdown.num_output_tokens += self.num_collected
 
 
 def _decoding_rows(step: PricedStep) -> tuple[str, ...] | None:
@@ -353,38 +355,40 @@ def _work(entry: ScheduledRequest) -> float:
     return float(entry.num_tokens)
 
 
-def _catch_up(account: Account, now: float, last_ended: float) -> None:
+def _catch_up(breakdown: TimeBreakdown, now: float, last_ended: float) -> None:
     """Account for time in which it was not computed; the device was idle since `last_ended`."""
-    if now <= account.until:
+    if now <= breakdown.until:
         return
-    parts = account.parts
-    if account.is_preempted:
-        parts.preemption += now - account.until
-    elif not account.has_started:
-        parts.queue += now - account.until
+    parts = breakdown.parts
+    if breakdown.is_preempted:
+        parts.preemption += now - breakdown.until
+    elif not breakdown.has_started:
+        parts.queue += now - breakdown.until
     else:
-        left_out = min(max(account.until, last_ended), now)
-        parts.queue += left_out - account.until
+        left_out = min(max(breakdown.until, last_ended), now)
+        parts.queue += left_out - breakdown.until
         parts.host += now - left_out
-    account.until = now
+    breakdown.until = now
 
 
-def _put(account: Account, entry: ScheduledRequest, ended: float, others_share: float) -> None:
+def _put(
+    breakdown: TimeBreakdown, entry: ScheduledRequest, ended: float, others_share: float
+) -> None:
     """Account for a step that it is in, up to `ended`."""
-    parts, own = account.parts, ended - account.until
-    account.until = ended
-    if not account.has_started:
-        account.has_started, account.num_cached_tokens = True, entry.start
-    account.is_preempted = False
+    parts, own = breakdown.parts, ended - breakdown.until
+    breakdown.until = ended
+    if not breakdown.has_started:
+        breakdown.has_started, breakdown.num_cached_tokens = True, entry.start
+    breakdown.is_preempted = False
     others = own * others_share
     own -= others
     parts.others_prefill += others
-    if account.num_preemptions and entry.start < account.num_done:
-        lost = min(account.num_done - entry.start, entry.num_tokens) / entry.num_tokens * own
+    if breakdown.num_preemptions and entry.start < breakdown.num_done:
+        lost = min(breakdown.num_done - entry.start, entry.num_tokens) / entry.num_tokens * own
         parts.preemption += lost
         own -= lost
-    if entry.start < account.num_prompt_tokens:
+    if entry.start < breakdown.num_prompt_tokens:
         parts.own_prefill += own
     else:
         parts.decode += own
-    account.num_done = max(account.num_done, entry.start + entry.num_tokens - entry.num_draft)
+    breakdown.num_done = max(breakdown.num_done, entry.start + entry.num_tokens - entry.num_draft)

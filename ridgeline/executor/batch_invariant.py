@@ -48,7 +48,7 @@ class _Call:
     batch: SamplingBatch
 
 
-class LoneSampler:
+class InvariantSampler:
     def __init__(self, vocab_size: int, transfer: Transfer) -> None:
         self._vocab_size, self._transfer = vocab_size, transfer
         self._made_for: SamplingRows | None = None
@@ -87,7 +87,7 @@ class LoneSampler:
         return _Call(num, rows, send(rows), build_batch(sampled, self._vocab_size, send))
 
 
-def lone_logprobs(
+def invariant_logprobs(
     logits_RV: torch.Tensor, ids_R: torch.Tensor, wanted: LogprobRows
 ) -> LogprobTensors:
     """`token_logprobs` of each row by itself, with no more likely tokens than it shows."""

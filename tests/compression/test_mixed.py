@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
+from ridgeline.compression.adviser import choose
 from ridgeline.errors import ConfigError
-from ridgeline.quantization.algorithms.mixed import choose
 
 SIZES = [(200, 300, 400, 800)] * 4
 

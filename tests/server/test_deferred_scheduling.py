@@ -19,8 +19,8 @@ from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.server.deferred_scheduling import LATELY
 from ridgeline.server.engine_loop import EngineLoop
-from ridgeline.server.late_plans import LATELY
 from ridgeline.server.wire import Command, Event, Step, pack_add
 from ridgeline.step import StepPlan, StepResult, StepShape
 from tests.scheduler.policies.virtual_time import BLOCK_SIZE, Arrival, Linear, poisson
@@ -120,13 +120,15 @@ class World:
         self.pricing = pricing = Pricing(_price)
         engine.listeners.append(pricing)
         self.wire = Wire(self.clock)
-        watch = SimpleNamespace(pricing=pricing, receipts=SimpleNamespace(get=lambda name: None))
+        watch = SimpleNamespace(
+            pricing=pricing, request_costs=SimpleNamespace(get=lambda name: None)
+        )
         served: Any = SimpleNamespace(engine=engine, device=self.device, watch=watch)
         self.loop = EngineLoop(served, self.wire, self.clock)
-        assert self.loop.late_plans is not None
-        self.late = self.loop.late_plans
+        assert self.loop.deferred_scheduling is not None
+        self.late = self.loop.deferred_scheduling
         if not is_late:
-            self.loop.late_plans = None
+            self.loop.deferred_scheduling = None
 
     def serve(self, arrivals: list[Arrival]) -> float:
         """Mean seconds to the first token."""

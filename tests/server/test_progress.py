@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.observe.progress import Progress
+from ridgeline.server.heartbeat import Progress
 
 
 def test_idle_is_healthy_for_ever() -> None:

@@ -22,7 +22,7 @@ from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.ops import layer_products, step_ops
 from ridgeline.cost.precision import Precision
 from ridgeline.cost.setup import Setup
-from ridgeline.cost.totals import StepTotals, attention_kinds
+from ridgeline.cost.step_features import StepFeatures, attention_kinds
 
 OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too
 OWN_ROWS = 128  # that they take at all; of more, some products are the library's
@@ -43,7 +43,7 @@ class Own(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Manner:
+class ExecutionMode:
     """Told apart by identity, as prices are kept by it. `captured`: all kernels of a step are
     launched at once; `own`: products by kernels of our own; `warm`: so much of what is read is
     still in the last cache, 0 to 1."""
@@ -69,7 +69,7 @@ class Manner:
         return 1.0 - self.warm * (1.0 - host.warm_t0)
 
 
-SINGLE = Manner()  # an operator by itself, or of a step that launches each
+SINGLE = ExecutionMode()  # an operator by itself, or of a step that launches each
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,12 @@ class Footprint:
             ),
         )
 
-    def warm(self, totals: StepTotals, cache_bytes: int) -> float:
-        """How much of it is still in such a cache; `totals` of all kinds of attention."""
+    def warm(self, features: StepFeatures, cache_bytes: int) -> float:
+        """How much of it is still in such a cache; `features` of all kinds of attention."""
         if self.weight_bytes >= GONE * cache_bytes:
             return 0.0
         read = self.weight_bytes
-        for size, sums in zip(self.key_bytes, totals.attention, strict=True):
+        for size, sums in zip(self.key_bytes, features.attention, strict=True):
             read += size * (sums.decode_keys + sums.prefill_keys)
         return still_there(read, cache_bytes)
 
@@ -110,28 +110,28 @@ def still_there(read_bytes: float, cache_bytes: int) -> float:
     return round(LEVELS * min(1.0, share)) / LEVELS
 
 
-def is_captured(host: HostConstants, totals: StepTotals) -> bool:
+def is_captured(host: HostConstants, features: StepFeatures) -> bool:
     """Small enough for a graph: a step of decodes and checks of a few drafts, or a short one with
     prompts."""
-    if totals.has_prompts:
-        return totals.num_tokens <= host.captured_prompt_tokens
-    return totals.num_tokens <= host.captured_tokens
+    if features.has_prompts:
+        return features.num_tokens <= host.captured_prompt_tokens
+    return features.num_tokens <= host.captured_tokens
 
 
-def sent_tokens(host: HostConstants, manner: Manner, totals: StepTotals) -> int:
+def sent_tokens(host: HostConstants, mode: ExecutionMode, features: StepFeatures) -> int:
     """Tokens that all but attention is computed for: with prompts, in a captured step, those of the
     size that it was captured in."""
-    if not manner.captured or not totals.has_prompts:
-        return totals.num_tokens
-    return captured_size(totals.num_tokens, host.captured_prompt_tokens)
+    if not mode.captured or not features.has_prompts:
+        return features.num_tokens
+    return captured_size(features.num_tokens, host.captured_prompt_tokens)
 
 
-def own_of(totals: StepTotals, most_tokens: int) -> Own:
+def own_of(features: StepFeatures, most_tokens: int) -> Own:
     """What kernels of our own do of a captured step, if they take so many tokens at most. Whether
     these are of prompts makes no difference to them."""
-    if totals.num_tokens > most_tokens:
+    if features.num_tokens > most_tokens:
         return Own.NONE
-    return Own.FEW if totals.num_tokens <= OWN_TOKENS else Own.ROWS
+    return Own.FEW if features.num_tokens <= OWN_TOKENS else Own.ROWS
 
 
 def most_own_tokens(setup: Setup) -> int:
@@ -155,22 +155,22 @@ def most_tokens_of(
     return UNTUNED_ROWS if least and min(map(min, others)) >= least else 0
 
 
-class Manners:
+class ExecutionModes:
     """How the steps of one setup run."""
 
     def __init__(self, setup: Setup) -> None:
         self._host, self._cache_bytes = setup.constants.host, setup.device.l2_bytes
         self._most_own = most_own_tokens(setup)
         self._footprint = Footprint.of(setup.spec, setup.precision, setup.layout)
-        self._known: dict[tuple[str, float], Manner] = {}
+        self._known: dict[tuple[str, float], ExecutionMode] = {}
 
-    def of(self, totals: StepTotals) -> Manner:
-        """`totals` of all kinds of attention. The same object for equal ones."""
-        if not is_captured(self._host, totals):
+    def of(self, features: StepFeatures) -> ExecutionMode:
+        """`features` of all kinds of attention. The same object for equal ones."""
+        if not is_captured(self._host, features):
             return SINGLE
-        own = own_of(totals, self._most_own)
-        warm = self._footprint.warm(totals, self._cache_bytes)
+        own = own_of(features, self._most_own)
+        warm = self._footprint.warm(features, self._cache_bytes)
         found = self._known.get((own.name, warm))
         if found is None:
-            found = self._known[own.name, warm] = Manner(True, own, warm)
+            found = self._known[own.name, warm] = ExecutionMode(True, own, warm)
         return found

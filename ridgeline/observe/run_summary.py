@@ -16,7 +16,7 @@ REGIME_WORDS = {"prefill": "prompt"}  # where another word says it better
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOut:
+class RunSummary:
     """Some steps together. Shares are of what the devices could do at best while steps ran;
     `expected_ratio` is measured over expected time; `host_share` is of steps and gaps together;
     `padded_share` of the rows computed. `origin` says where expectations come from, `note` what
@@ -97,7 +97,9 @@ def snapshot(totals: Totals) -> Totals:
     return deepcopy(totals)
 
 
-def read_out(what: str, pricer: Pricer, after: Totals, before: Totals | None = None) -> ReadOut:
+def run_summary(
+    what: str, pricer: Pricer, after: Totals, before: Totals | None = None
+) -> RunSummary:
     """Of the steps between two snapshots, or of all."""
     start = before or Totals()
     busy_s = after.measured_s - start.measured_s
@@ -105,7 +107,7 @@ def read_out(what: str, pricer: Pricer, after: Totals, before: Totals | None = N
     flops = _ratio(after.flops - start.flops, busy_s)
     limits, setup = pricer.limits, pricer.setup
     padded = after.num_padded_rows - start.num_padded_rows
-    return ReadOut(
+    return RunSummary(
         what,
         after.num_steps - start.num_steps,
         busy_s,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from ridgeline.answer import Answer, ChoiceDelta
-from ridgeline.observe.accounts import PromptChunk
 from ridgeline.observe.latency import SequenceTimes
+from ridgeline.observe.time_breakdown import PromptChunk
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.wire import Cost
@@ -17,7 +17,7 @@ from ridgeline.server.wire import Cost
 BYTES_PER_LOGPROB = 100  # of JSON, about; for the cap on what a slow reader may make us hold
 
 
-class Live:
+class ActiveRequest:
     """One request to the server: an Answer per prompt, and one slot of unsent pieces.
 
     `index` of a piece is its place among all choices: prompt number times n plus the sample.
@@ -41,7 +41,7 @@ class Live:
         self.chunks: list[PromptChunk] = []  # steps that read its prompts, if they are wanted
         self.request_id = request_id
         self.costs: dict[str, Cost] = {}  # of its engine requests, as of their latest output
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: ApiError | None = None
         self.started = False
@@ -97,9 +97,9 @@ class Live:
             self.open_ids.discard(output.request_id)
         if self._streams:
             self._keep(number * answer.sampling.n, pieces)
-            self.news.set()
+            self.changed.set()
         elif self.is_finished:
-            self.news.set()
+            self.changed.set()
 
     def take_aborts(self) -> list[str]:
         """Engine requests that need not go on, each named once."""
@@ -118,11 +118,11 @@ class Live:
             self.error = error
         if not self.admitted.done():
             self.admitted.set_exception(error)
-        self.news.set()
+        self.changed.set()
 
     def keep_alive(self) -> None:
         self.keepalive_due = True
-        self.news.set()
+        self.changed.set()
 
     def _keep(self, first_index: int, pieces: list[ChoiceDelta]) -> None:
         for piece in pieces:

@@ -46,7 +46,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedRequest:
     """A validated request. `prompts` are texts or token ids; chat has one Conversation.
 
     `sampling` still has open fields (max_tokens None, seed None). `rename` maps our field names
@@ -91,7 +91,7 @@ class Call:
 
 def read_completion(
     body: Mapping[str, object], defaults: Mapping[str, Any], max_sequences: int
-) -> Call:
+) -> ParsedRequest:
     """The call that a parsed body makes. Raises ApiError naming the field at fault."""
     asked = read(body, CompletionBody)
     prompts = _prompts(asked.prompt, max_sequences)
@@ -118,7 +118,7 @@ def read_completion(
             "echo with logprobs has those of the prompt; leave prompt_logprobs out",
             "prompt_logprobs",
         )
-    return Call(
+    return ParsedRequest(
         asked,
         prompts,
         None,

@@ -11,10 +11,10 @@ import pytest
 from ridgeline.clock import Clock
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.observe.accounts import PARTS, Account, Accounts, Parts, _Steady
 from ridgeline.observe.event_log import Added, EventLog
 from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.observe.pricing import PricedStep, Pricing
+from ridgeline.observe.time_breakdown import PARTS, Parts, TimeBreakdown, TimeBreakdowns, _Steady
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -43,22 +43,24 @@ class Ticking:
         """The world asks for this; time passes by itself."""
 
 
-def keep_accounts(engine: Engine, *, in_submit: bool) -> tuple[Pricing, Accounts]:
+def keep_accounts(engine: Engine, *, in_submit: bool) -> tuple[Pricing, TimeBreakdowns]:
     pricing = Pricing(price, computes_in_submit=in_submit)
-    accounts = Accounts(pricing, None)
-    engine.listeners += [pricing, accounts]
-    return pricing, accounts
+    time_breakdowns = TimeBreakdowns(pricing, None)
+    engine.listeners += [pricing, time_breakdowns]
+    return pricing, time_breakdowns
 
 
-def ticking_world(seed: int, path: Path, *, in_submit: bool) -> tuple[RecordedWorld, Accounts]:
+def ticking_world(
+    seed: int, path: Path, *, in_submit: bool
+) -> tuple[RecordedWorld, TimeBreakdowns]:
     """A world on a ticking clock, in which requests wait a while before they come in."""
     world = RecordedWorld(seed, path)
     clock = Ticking(seed)
     world.clock = world.engine.clock = clock  # type: ignore[assignment]
-    _, accounts = keep_accounts(world.engine, in_submit=in_submit)
+    _, time_breakdowns = keep_accounts(world.engine, in_submit=in_submit)
     world.run(150)
     world.file.close()
-    return world, accounts
+    return world, time_breakdowns
 
 
 @pytest.mark.parametrize("in_submit", [False, True])
@@ -66,23 +68,23 @@ def ticking_world(seed: int, path: Path, *, in_submit: bool) -> tuple[RecordedWo
 def test_the_parts_sum_to_the_latency(seed: int, in_submit: bool, tmp_path: Path) -> None:
     """In whatever world: forks, beams, drafts, preemptions, aborts at any moment, faults."""
     print("seed", seed)
-    _, accounts = ticking_world(seed, tmp_path / "log", in_submit=in_submit)
-    assert not accounts.live
-    assert len(accounts.finished) > 5
-    for account in accounts.finished:
-        assert account.ended is not None
-        assert abs(account.parts.total - (account.ended - account.arrival)) < 1e-9
-        assert min(getattr(account.parts, name) for name in PARTS) >= 0.0
-        assert (account.parts.preemption > 0) <= (account.num_preemptions > 0)
+    _, time_breakdowns = ticking_world(seed, tmp_path / "log", in_submit=in_submit)
+    assert not time_breakdowns.live
+    assert len(time_breakdowns.finished) > 5
+    for breakdown in time_breakdowns.finished:
+        assert breakdown.ended is not None
+        assert abs(breakdown.parts.total - (breakdown.ended - breakdown.arrival)) < 1e-9
+        assert min(getattr(breakdown.parts, name) for name in PARTS) >= 0.0
+        assert (breakdown.parts.preemption > 0) <= (breakdown.num_preemptions > 0)
 
 
 def test_the_worlds_have_every_kind_of_time(tmp_path: Path) -> None:
     """Else the test above would show little."""
     whole = Parts()
     for seed in range(12):
-        _, accounts = ticking_world(seed, tmp_path / f"log{seed}", in_submit=seed % 2 == 0)
-        for account in accounts.finished:
-            whole.add(account.parts)
+        _, time_breakdowns = ticking_world(seed, tmp_path / f"log{seed}", in_submit=seed % 2 == 0)
+        for breakdown in time_breakdowns.finished:
+            whole.add(breakdown.parts)
     assert min(getattr(whole, name) for name in PARTS) > 0.0
 
 
@@ -109,18 +111,18 @@ def test_steps_that_are_alike_are_put_down_as_each_by_itself(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_log_gives_the_same_accounts(seed: int, tmp_path: Path) -> None:
-    _, accounts = ticking_world(seed, tmp_path / "log", in_submit=False)
+    _, time_breakdowns = ticking_world(seed, tmp_path / "log", in_submit=False)
     log = read_event_log(tmp_path / "log")
     pricing = Pricing(price)
-    again = Accounts(pricing, None)
+    again = TimeBreakdowns(pricing, None)
     log.feed(pricing, again)
     assert _ids(log)
-    assert _nameless(again) == _nameless(accounts)
+    assert _nameless(again) == _nameless(time_breakdowns)
 
 
-def _nameless(accounts: Accounts) -> list[Account]:
+def _nameless(time_breakdowns: TimeBreakdowns) -> list[TimeBreakdown]:
     """A log tells tenants apart, and not who they are."""
-    return [replace(account, tenant="") for account in accounts.finished]
+    return [replace(breakdown, tenant="") for breakdown in time_breakdowns.finished]
 
 
 def _ids(log: EventLog) -> list[str]:
@@ -161,7 +163,7 @@ class _Result:
         return StepResult({e.request_id: (7,) for e in self.plan.scheduled if e.samples})
 
 
-def story() -> tuple[Told, Slow, Engine, Accounts]:
+def story() -> tuple[Told, Slow, Engine, TimeBreakdowns]:
     clock = Told()
     executor = Slow(clock)
     scheduler = Scheduler(BlockManager(64, 4), FCFS(), 64, 8)
@@ -175,12 +177,12 @@ def ask(name: str, num_prompt: int, num_output: int, arrival: float) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=num_output, seed=0), arrival)
 
 
-def only(accounts: Accounts, name: str) -> Account:
-    return next(account for account in accounts.finished if account.request_id == name)
+def only(time_breakdowns: TimeBreakdowns, name: str) -> TimeBreakdown:
+    return next(breakdown for breakdown in time_breakdowns.finished if breakdown.request_id == name)
 
 
 def test_one_request_alone() -> None:
-    clock, executor, engine, accounts = story()
+    clock, executor, engine, time_breakdowns = story()
     clock.time = 2.0
     engine.add(ask("a", 9, 3, 0.5))
     clock.time = 3.0
@@ -191,14 +193,14 @@ def test_one_request_alone() -> None:
     engine.step()  # 14 .. 15
     clock.time = 15.25
     engine.step()  # 15.25 .. 16.25
-    a = only(accounts, "a")
+    a = only(time_breakdowns, "a")
     assert a.parts == Parts(queue=2.5, own_prefill=10.0, decode=2.0, host=1.25)
     assert (a.first_token, a.ended, a.end) == (13.0, 16.25, "length")
     assert (a.num_output_tokens, a.num_cached_tokens) == (3, 0)
 
 
 def test_a_prompt_of_somebody_else_is_told_from_decoding() -> None:
-    clock, executor, engine, accounts = story()
+    clock, executor, engine, time_breakdowns = story()
     engine.add(ask("a", 4, 3, 0.0))
     engine.step()
     engine.add(Request("b", (1, 2, 3, 4, 5, 6, 7), SamplingParams(max_tokens=1), clock.time))
@@ -206,7 +208,7 @@ def test_a_prompt_of_somebody_else_is_told_from_decoding() -> None:
     engine.step()
     executor.seconds = 1.0
     engine.step()
-    a, b = only(accounts, "a"), only(accounts, "b")
+    a, b = only(time_breakdowns, "a"), only(time_breakdowns, "b")
     assert a.parts.others_prefill == pytest.approx(7.0)
     assert a.parts.decode == pytest.approx(2.0 + 1.0)
     assert a.parts.own_prefill == 1.0
@@ -214,21 +216,21 @@ def test_a_prompt_of_somebody_else_is_told_from_decoding() -> None:
 
 
 def test_two_prompts_in_one_step_share_it() -> None:
-    _, executor, engine, accounts = story()
+    _, executor, engine, time_breakdowns = story()
     engine.add(ask("a", 6, 1, 0.0))
     engine.add(Request("b", tuple(range(12)), SamplingParams(max_tokens=1), 0.0))
     executor.seconds = 19.0
     engine.step()
-    a, b = only(accounts, "a"), only(accounts, "b")
+    a, b = only(time_breakdowns, "a"), only(time_breakdowns, "b")
     assert (a.parts.others_prefill, a.parts.own_prefill) == pytest.approx((19 * 12 / 18, 19 / 3))
     assert (b.parts.others_prefill, b.parts.own_prefill) == pytest.approx((19 / 3, 19 * 12 / 18))
 
 
 def test_idle_time_is_nobodys_and_no_host_time() -> None:
-    clock, _, engine, accounts = story()
+    clock, _, engine, time_breakdowns = story()
     steps: list[PricedStep] = []
 
-    accounts._pricing.followers.append(steps.append)
+    time_breakdowns._pricing.listeners.append(steps.append)
     engine.add(ask("a", 4, 1, 0.0))
     engine.step()
     clock.time = 100.0
@@ -236,22 +238,22 @@ def test_idle_time_is_nobodys_and_no_host_time() -> None:
     clock.time = 100.5
     engine.step()
     assert [step.host_s for step in steps] == [0.0, 0.5]
-    assert only(accounts, "b").parts == Parts(queue=0.5, own_prefill=1.0)
+    assert only(time_breakdowns, "b").parts == Parts(queue=0.5, own_prefill=1.0)
 
 
 def test_an_abort_in_the_middle_of_a_step_counts_up_to_then() -> None:
-    clock, executor, engine, accounts = story()
+    clock, executor, engine, time_breakdowns = story()
     engine.add(ask("a", 4, 5, 0.0))
     engine.step()
     engine.launch()
     clock.time += 0.25
     engine.abort("a")
-    a = only(accounts, "a")
+    a = only(time_breakdowns, "a")
     assert a.parts == Parts(own_prefill=1.0, decode=0.25)
     assert a.end == "abort"
     executor.seconds = 5.0
     engine.collect()
-    assert only(accounts, "a").parts.decode == 0.25
+    assert only(time_breakdowns, "a").parts.decode == 0.25
 
 
 def test_what_was_lost_is_computed_again_on_the_account_of_preemption(tmp_path: Path) -> None:
@@ -260,26 +262,26 @@ def test_what_was_lost_is_computed_again_on_the_account_of_preemption(tmp_path: 
     executor = Slow(clock)
     scheduler = Scheduler(BlockManager(7, 2, prefix_caching=False), FCFS(), 64, 8)
     engine = Engine(scheduler, executor, clock, 1)
-    _, accounts = keep_accounts(engine, in_submit=False)
+    _, time_breakdowns = keep_accounts(engine, in_submit=False)
     engine.add(ask("a", 4, 6, 0.0))
     engine.add(Request("b", (1, 2, 3, 4), SamplingParams(max_tokens=6), 0.0))
     while not engine.is_idle:
         engine.step()
-    a, b = only(accounts, "a"), only(accounts, "b")
+    a, b = only(time_breakdowns, "a"), only(time_breakdowns, "b")
     assert (a.num_preemptions, b.num_preemptions) == (0, 1)
     assert b.parts.preemption > 1.0
-    for account in (a, b):
-        assert account.parts.total == pytest.approx(account.latency, abs=1e-12)
+    for breakdown in (a, b):
+        assert breakdown.parts.total == pytest.approx(breakdown.latency, abs=1e-12)
 
 
 def test_a_finished_list_does_not_grow_for_ever() -> None:
     clock, _, engine, _ = story()
     pricing = Pricing(price)
-    accounts = Accounts(pricing, 3)
-    engine.listeners[:] = [pricing, accounts]
+    time_breakdowns = TimeBreakdowns(pricing, 3)
+    engine.listeners[:] = [pricing, time_breakdowns]
     for i in range(10):
         engine.add(ask(f"r{i}", 2, 1, clock.time))
         engine.step()
-    assert [account.request_id for account in accounts.finished] == ["r7", "r8", "r9"]
-    assert accounts.num_finished == 10
-    assert accounts.live == {}
+    assert [breakdown.request_id for breakdown in time_breakdowns.finished] == ["r7", "r8", "r9"]
+    assert time_breakdowns.num_finished == 10
+    assert time_breakdowns.live == {}
