@@ -23,9 +23,8 @@ import torch
 
 from ridgeline.build import Built, build
 from ridgeline.config import EngineConfig
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Precision, Setup
 from ridgeline.costing import engine_host
 from ridgeline.devices import open_device
 from ridgeline.errors import RidgelineError

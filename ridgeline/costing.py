@@ -15,9 +15,8 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.config import EngineConfig, ResolvedConfig
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import ASSUMED_SOURCES, Device, catalogue
-from ridgeline.cost.precision import SHORT, Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import SHORT, Precision, Setup
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.errors import ConfigError
 from ridgeline.formats import RATE, AskedDrafts

@@ -22,11 +22,12 @@ from ridgeline.cost.captured import (
     MAX_ROWS,
     MAX_VERIFIED_TOKENS,
     RECORDED_KV,
+    SHARE,
     can_capture,
     captured_chunk,
+    efficient_chunk,
     most_prompt_tokens,
 )
-from ridgeline.cost.chunk import SHARE, efficient_chunk
 from ridgeline.cost.memory import (
     RESERVE_BYTES,
     device_kind,
@@ -34,7 +35,7 @@ from ridgeline.cost.memory import (
     size_words,
     working_items,
 )
-from ridgeline.cost.precision import DTYPE_BYTES
+from ridgeline.cost.setup import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.devices.host_memory import kept_for_others
 from ridgeline.errors import ConfigError, DoesNotFit

@@ -29,12 +29,11 @@ from ridgeline.server.bodies import (
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import MAX_ECHO, ApiError
 from ridgeline.server.json_body import parse_object
-from ridgeline.server.model import ServedModel
+from ridgeline.server.model import ServedModel, TokenTexts
 from ridgeline.server.parsed_request import ParsedRequest, read_completion
 from ridgeline.server.prepare import prepare, question_of
 from ridgeline.server.text_process import Worker
 from ridgeline.server.text_wire import Question, Refusal
-from ridgeline.server.token_text import TokenTexts
 from ridgeline.server.tokenize import detokenize, read_tokenize, tokens
 from ridgeline.server.wire import Ready
 from ridgeline.text.chat import load_chat_template

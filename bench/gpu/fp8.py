@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
-from ridgeline.layers.norm import RMSNorm
 from ridgeline.quantization import WeightFormat, open_weight_format
 
 WIDTH, INNER, QKV, LAYERS = 4096, 14336, 6144, 32

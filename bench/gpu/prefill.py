@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_prefill import (
     MOST_PROGRAMS,
@@ -38,7 +39,6 @@ from ridgeline.kernels.paged_prefill import (
     paged_prefill_reference,
     work_items,
 )
-from ridgeline.kernels.workspace import make_workspace
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 DEVICE = "cuda"

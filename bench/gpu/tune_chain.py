@@ -47,9 +47,9 @@ from bench.gpu.tune_linear import (
 )
 from ridgeline.executor.decode_graphs import DecodeGraphs, Sampling
 from ridgeline.kernels import tiles
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.tile_linear import columns_of, shared_bytes
 from ridgeline.kernels.tiles import FILE, Place, Tile, write_tiles
-from ridgeline.kernels.workspace import make_workspace
 
 ORDER = ("gate_up", "down", "o", "qkv", "lm_head")
 ROOMS = (0.75, 0.5, 0.33)  # of the largest ring, that smaller ones take

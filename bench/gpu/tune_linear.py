@@ -47,6 +47,7 @@ from ridgeline.kernels.fp8_linear import (
     fp8_linear_reference,
     library_product,
 )
+from ridgeline.kernels.launching import Workspace, make_workspace
 from ridgeline.kernels.quantize_rows import (
     E4M3,
     INT8,
@@ -86,7 +87,6 @@ from ridgeline.kernels.tiles import (
     read_tiles,
     write_tiles,
 )
-from ridgeline.kernels.workspace import Workspace, make_workspace
 
 Row = dict[str, Any]  # of rows.jsonl
 PACKAGE_TABLE = Path(__file__).resolve().parents[2] / "ridgeline" / "kernels" / FILE

@@ -36,6 +36,7 @@ from ridgeline.attention.sdpa import (
 )
 from ridgeline.attention.split_work import SplitWork, StreamedDecodes
 from ridgeline.errors import InternalError, check
+from ridgeline.kernels.launching import shared_workspace
 from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode, schedule_for
 from ridgeline.kernels.paged_prefill import (
     MOST_PROGRAMS,
@@ -46,7 +47,6 @@ from ridgeline.kernels.paged_prefill import (
     prefill_config,
     work_items,
 )
-from ridgeline.kernels.workspace import shared_workspace
 from ridgeline.kvcache import LayerKV
 
 FEW_PIECES = 32  # prompts of a captured step, beside the tiles that all its tokens make

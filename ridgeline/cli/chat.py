@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.answer_stats import AnswerStats, add_stats_flag
-from ridgeline.cli.interrupt import CtrlC
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.sampling_flags import add_sampling_flags, sampling_changes, setting
-from ridgeline.cli.session import add_session_flags, note, open_llm
+from ridgeline.cli.session import CtrlC, add_session_flags, note, open_llm
 from ridgeline.errors import ConfigError, RequestFault
 
 if TYPE_CHECKING:

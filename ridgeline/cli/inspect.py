@@ -161,7 +161,7 @@ def count_parts(spec: ModelSpec) -> Parts:
 def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
     """What `batch` requests of `context` tokens take; layers with a window keep no more than it.
     Quantized matrices are kept as they are stored."""
-    from ridgeline.cost.precision import DTYPE_BYTES
+    from ridgeline.cost.setup import DTYPE_BYTES
 
     size = DTYPE_BYTES[dtype]
     cache = batch * kv_bytes(spec, context, size)

@@ -105,9 +105,7 @@ def make_setup(args: argparse.Namespace) -> Setup:
     """Raises ConfigError for a model, device, format or layout that is not there."""
     from ridgeline.architectures.stored_config import is_stored
     from ridgeline.cost.captured import as_served
-    from ridgeline.cost.layout import Layout
-    from ridgeline.cost.precision import Precision
-    from ridgeline.cost.setup import Setup
+    from ridgeline.cost.setup import Layout, Precision, Setup
     from ridgeline.formats import STORED
 
     spec = read_model(args.model)
@@ -121,7 +119,7 @@ def make_setup(args: argparse.Namespace) -> Setup:
 
 def own_format(spec: ModelSpec, device: Device) -> str:
     """The checkpoint's format, as the engine would serve it: a CPU computes fp16 in fp32."""
-    from ridgeline.cost.precision import SHORT
+    from ridgeline.cost.setup import SHORT
 
     own = SHORT.get(spec.dtype, "bf16")
     return "fp32" if own == "fp16" and device.kind == "cpu" else own

@@ -124,7 +124,7 @@ def make_question(args: argparse.Namespace, model: Described) -> Question:
 
 
 def _rate(args: argparse.Namespace) -> float:
-    from ridgeline.cost.laws import request_seconds
+    from ridgeline.cost.pace import request_seconds
     from ridgeline.planner.question import rate_of_users
 
     if (args.rate is None) == (args.users is None):

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
     from ridgeline.llm import LLM
 
+import signal
+import threading
+from collections.abc import Generator
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+
 CLEAR_LINE = "\033[K"
 PIPE_WIDTH = 110  # characters
 
@@ -165,3 +173,44 @@ def stage(args: argparse.Namespace, text: str) -> Iterator[None]:
         return
     with console().status(text):
         yield
+
+
+class CtrlC:
+    """While this is open, the first Ctrl-C only sets `pressed`; a second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: signal._HANDLER = None
+
+    def __enter__(self) -> CtrlC:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def watch(self, pieces: Iterator[T]) -> Iterator[T]:
+        """`pieces` until Ctrl-C is pressed; then, or when the reader stops, `pieces` is closed.
+        What was being made when it was pressed is left out: the terminal shows a ^C already."""
+        try:
+            for piece in pieces:
+                if self.pressed:
+                    return
+                yield piece
+                if self.pressed:
+                    return
+        finally:
+            if isinstance(pieces, Generator):
+                pieces.close()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True

@@ -10,16 +10,14 @@ from random import Random
 from ridgeline import registry
 from ridgeline.cli.machine import make_setup, price_band, read_model
 from ridgeline.cli.session import note, stage
-from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
-from ridgeline.cost.chunk import mixed_tokens
+from ridgeline.cost.captured import MAX_VERIFIED_TOKENS, mixed_tokens
 from ridgeline.cost.constants import ORIGINS, Origin
-from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory import device_kind
 from ridgeline.cost.money import Band
 from ridgeline.cost.pace import Load, Pace, decode_shape, saturation
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Setup
 from ridgeline.cost.steady import slots, token_budget
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number

@@ -14,8 +14,12 @@ from ridgeline.architectures.counts import linear_flops_per_token
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Precision, Setup
 from ridgeline.formats import TOKEN_BUCKETS
+from ridgeline.step import StepPricer
+
+SHARE = 0.9  # of the best rate at which prompts are read
+ROUNDING = 8  # tokens
 
 MAX_ROWS = {"gpu": 512, "cpu": 64}  # of decodes; of a CPU's larger steps the calls are a small part
 # Tokens of a step that checks drafts: more take as long per token as prompts do, and gain nothing.
@@ -70,3 +74,33 @@ def as_served(
             rows = MAX_ROWS["cpu"]
     host = replace(calibration.host, captured_tokens=rows, captured_prompt_tokens=tokens)
     return replace(calibration, host=host)
+
+
+def efficient_chunk(pricer: StepPricer, most: int, share: float = SHARE) -> int:
+    """The fewest tokens that a step reads at `share` of the best rate (tokens a second) of any step
+    of up to `most` tokens, rounded up; at most `most`.
+
+    A step takes a while however little it computes, so that rates rise with its length at first;
+    from here on longer steps gain little and only keep those waiting who are being answered.
+    """
+
+    def rate(num_tokens: int) -> float:
+        return num_tokens / pricer.seconds(((num_tokens, 0),))
+
+    sizes = sorted({n for i in range(14) for n in (2**i, 3 * 2**i) if n <= most} | {most})
+    rates = [rate(n) for n in sizes]
+    wanted = share * max(rates)
+    end = next(i for i, found in enumerate(rates) if found >= wanted)
+    between = range(sizes[end - 1] if end else 1, sizes[end] + 1)
+    least = between[bisect_left(between, x=True, key=lambda n: rate(n) >= wanted)]
+    return min(most, -(-least // ROUNDING) * ROUNDING)
+
+
+def mixed_tokens(setup: Setup, pricer: StepPricer, most: int) -> int | None:
+    """What an engine with steps of up to `most` tokens bounds those by in which prompts join
+    decodes, unless it is told: the size of a captured step nearest to an efficient one. None: it
+    bounds none, as on a CPU."""
+    if setup.device.kind == "cpu":
+        return None
+    largest = most_prompt_tokens(setup.spec) if can_capture(setup.spec) else 0
+    return captured_chunk(efficient_chunk(pricer, most), largest)

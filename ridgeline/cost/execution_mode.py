@@ -18,10 +18,8 @@ from ridgeline.architectures.counts import layer_kv_bytes
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.captured import captured_size
 from ridgeline.cost.constants import HostConstants
-from ridgeline.cost.layout import ONE_DEVICE, Layout
 from ridgeline.cost.ops import layer_products, step_ops
-from ridgeline.cost.precision import Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import ONE_DEVICE, Layout, Precision, Setup
 from ridgeline.cost.step_features import StepFeatures, attention_kinds
 
 OWN_TOKENS = 16  # of a step, that kernels made for the products of a model norm and gate too

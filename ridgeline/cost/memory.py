@@ -21,8 +21,7 @@ from ridgeline.cost.memory_items import (
     stage_layers,
     weight_items,
 )
-from ridgeline.cost.precision import LOGIT_BYTES
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import LOGIT_BYTES, Setup
 from ridgeline.cost.ways_to_fit import Change, Limits
 from ridgeline.cost.ways_to_fit import ways_to_fit as find_ways
 from ridgeline.cost.working_space import working_items

@@ -8,8 +8,7 @@ from math import prod
 from ridgeline.architectures.counts import layer_scale_bytes, vocabulary_bytes
 from ridgeline.architectures.parts import Part, parts
 from ridgeline.architectures.spec import LayerSpec, ModelSpec
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Layout, Precision
 from ridgeline.formats import STORED
 
 LAYER_ITEMS = ("attention", "feed-forward", "experts", "norms")

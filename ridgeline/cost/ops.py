@@ -38,8 +38,7 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
-from ridgeline.cost.layout import ONE_DEVICE, Layout
-from ridgeline.cost.precision import LOGIT_BYTES, PLAIN, Precision
+from ridgeline.cost.setup import LOGIT_BYTES, ONE_DEVICE, PLAIN, Layout, Precision
 from ridgeline.cost.step_features import (
     MOST_TOGETHER,
     AttentionFeatures,

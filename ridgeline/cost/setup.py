@@ -2,13 +2,174 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
 from ridgeline.cost.constants import Calibration, default_calibration
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.layout import ONE_DEVICE, Layout
-from ridgeline.cost.precision import PLAIN, Precision
+from ridgeline.errors import ConfigError
+from ridgeline.formats import KVFormatLine, WeightFormatLine, kv_line, weight_line
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as hardware catalogues say
+LONG = {short: name for name, short in SHORT.items()}
+LOGIT_BYTES = 4  # logits are float32 in every format
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`tp` devices split every layer, `pp` stages split the layers, `replicas` are whole copies.
+
+    `ep` of the `tp` devices divide the experts among them (1: every expert is split like a dense
+    feed-forward); inside such a group an expert is split over tp / ep devices.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep", "replicas"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.tp % self.ep:
+            raise ConfigError(f"ep is {self.ep}; it must divide tp ({self.tp})")
+
+    @property
+    def devices(self) -> int:
+        """Devices of one replica."""
+        return self.tp * self.pp
+
+    @property
+    def all_devices(self) -> int:
+        return self.devices * self.replicas
+
+    @property
+    def words(self) -> str:
+        """As the command line says it: "tp 4, pp 2", or "1 device"."""
+        parts = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "ep", "replicas")]
+        return ", ".join(part for part in parts if not part.endswith(" 1")) or "1 device"
+
+    def check(self, spec: ModelSpec) -> None:
+        """ConfigError if this model cannot be spread like this; it names what does not divide."""
+        if self.pp > spec.num_layers:
+            raise ConfigError(f"pp is {self.pp}; the model has only {spec.num_layers} layers")
+        has_experts = any(not isinstance(one.feed_forward, DenseSpec) for one in spec.layers)
+        if self.ep > 1 and not has_experts:
+            raise ConfigError(f"ep is {self.ep}; this model has no experts to divide")
+        for layer in dict.fromkeys(spec.layers):
+            self._check_layer(layer)
+
+    def _check_layer(self, layer: LayerSpec) -> None:
+        attention, inner = layer.attention, layer.feed_forward
+        self._divides("tp", attention.num_heads, "attention heads")
+        kv_heads = attention.num_kv_heads
+        if self.tp % kv_heads:  # else every KV head is held by the same number of ranks
+            self._divides("tp", kv_heads, "KV heads")
+        if isinstance(inner, DenseSpec):
+            self._divides("tp", inner.intermediate_size, "rows of the feed-forward")
+            return
+        self._divides("ep", inner.num_experts, "experts")
+        inside = Layout(tp=self.tp // self.ep)
+        inside._divides("tp", inner.intermediate_size, "rows of an expert")
+        self._divides("tp", inner.shared_size, "rows of the shared experts")
+
+    def _divides(self, name: str, total: int, what: str) -> None:
+        size = getattr(self, name)
+        if total % size:
+            raise ConfigError(
+                f"{name} is {size}; {total} {what} cannot be split so, use a divisor of {total}"
+            )
+
+
+ONE_DEVICE = Layout()
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`dtype` is that of activations and of weights that no format packs; `weights` and `kv` are
+    names of `ridgeline.formats`."""
+
+    dtype: str = "bfloat16"
+    weights: str = "plain"
+    kv: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(SHORT)}")
+        weight_line(self.weights)
+        kv_line(self.kv)
+
+    @classmethod
+    def named(cls, weights: str = "bf16", kv: str = "auto", *, dtype: str = "bf16") -> Precision:
+        """From the words of the command line: bf16, fp16, fp32, fp8, int8 or int4.
+
+        16- and 32-bit names of weights set the dtype of the arithmetic, the others keep `dtype`.
+        The cache is in that dtype too ("auto" or its name) or in a format of its own.
+        """
+        serving = LONG.get(weights) or LONG.get(dtype, dtype)
+        same = ("auto", SHORT.get(serving, ""))
+        if kv in LONG and kv not in same and DTYPE_BYTES[LONG[kv]] != DTYPE_BYTES.get(serving):
+            raise ConfigError(
+                f"KV format {kv!r} with {SHORT.get(serving, serving)} arithmetic: the cache is in "
+                "the same dtype or in fp8, int8 or int4"
+            )
+        return cls(serving, "plain" if weights in LONG else weights, "auto" if kv in LONG else kv)
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def short_dtype(self) -> str:
+        """The dtype as `Device.peak_flops` calls it."""
+        return SHORT[self.dtype]
+
+    @property
+    def weight_line(self) -> WeightFormatLine:
+        return weight_line(self.weights)
+
+    @property
+    def kv_line(self) -> KVFormatLine:
+        return kv_line(self.kv)
+
+    @property
+    def compute_dtype(self) -> str:
+        """In which dtype packed matrices are multiplied, as `Device.peak_flops` calls it."""
+        return self.weight_line.compute or self.short_dtype
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits of one packed weight and its part of the scales."""
+        return self.weight_line.bits_per_weight(self.dtype_bytes)
+
+    @property
+    def vocabulary(self) -> Precision:
+        """Of the products with the output matrix, and of look-ups in the embedding."""
+        return replace(self, weights=self.weight_line.vocabulary)
+
+    @property
+    def served_today(self) -> bool:
+        """This version can serve it; otherwise it can only be priced and planned for."""
+        return bool(self.weight_line.where and self.kv_line.where)
+
+    def fast_on(self, *words: str) -> bool:
+        """This version serves it on devices of these `Device.words` by kernels that read the packed
+        numbers, as prices take for granted."""
+        if self.dtype == "float32":  # kernels made for a generation multiply 16 bits
+            words = tuple(word for word in words if word != "hopper")
+        lines = (self.weight_line, self.kv_line)
+        return self.served_today and all({*words, "all"} & set(line.fast_on) for line in lines)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """(weights, kv) in the words of the command line; `named` understands them."""
+        weights = self.short_dtype if self.weights == "plain" else self.weights
+        return weights, self.short_dtype if self.kv == "auto" else self.kv
+
+
+PLAIN = Precision()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,13 @@ from ridgeline.executor.device_rows import DeviceControls, DeviceDraws, DeviceTa
 from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.kernels.draw_rows import draw_rows
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.step_inputs import (
     StepInputs,
     make_step_inputs,
     remember,
     step_inputs,
 )
-from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.feed_forward import FeedForward

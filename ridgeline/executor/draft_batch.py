@@ -21,7 +21,7 @@ from ridgeline.executor.draft_graphs import DraftGraphs, RowDraws, VerifyStep
 from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST
 from ridgeline.executor.rows import PADDING_ROW, Row, Rows
 from ridgeline.executor.transfer import Array, Transfer
-from ridgeline.kernels.history import History
+from ridgeline.kernels.drafts import History
 from ridgeline.kernels.noise import draft_keys
 from ridgeline.sampling.batch import host_draws
 from ridgeline.speculation.verify import RunRows, build_run, is_verified_by_odds

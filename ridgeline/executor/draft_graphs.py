@@ -28,16 +28,16 @@ from ridgeline.executor.rows import PADDING_ROW, Rows
 from ridgeline.executor.transfer import Array, Transfer
 from ridgeline.formats import STEP_DRAFTS
 from ridgeline.kernels.drafts import (
+    History,
     accept,
     draft_inputs,
     enter_blocks,
     first_inputs,
     tell_found,
 )
-from ridgeline.kernels.history import History
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from ridgeline.kernels.verified_rows import DraftOdds, verified_rows
-from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import record

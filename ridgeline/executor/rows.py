@@ -15,7 +15,7 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.executor.transfer import Array, Transfer
-from ridgeline.kernels.history import History, make_history
+from ridgeline.kernels.drafts import History, make_history
 from ridgeline.sampling.penalties import FIRST_COUNTS, PenaltyCounts
 from ridgeline.sampling.row import Needs, SamplingRow, sampling_row
 from ridgeline.step import NULL_BLOCK, BlockCopy, BlockTables, NewRequest

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
-from ridgeline.kernels.history import History
+from ridgeline.kernels.drafts import History
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.step_inputs import StepInputs
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ridgeline.kernels.launching import Workspace
 from ridgeline.kernels.noise import minus_gumbel
-from ridgeline.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)

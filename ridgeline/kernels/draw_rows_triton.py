@@ -18,8 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ridgeline.errors import check
 from ridgeline.kernels.arrival_triton import arrived_last, reset
 from ridgeline.kernels.draw_rows import Draws
-from ridgeline.kernels.launching import launches_early
-from ridgeline.kernels.workspace import Workspace, make_workspace
+from ridgeline.kernels.launching import Workspace, launches_early, make_workspace
 
 BLOCK = 4096
 GREEDY_BLOCK, GREEDY_SPAN = 1024, 8  # ids, blocks

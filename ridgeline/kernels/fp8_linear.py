@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import check
+from ridgeline.kernels.launching import Workspace
 from ridgeline.kernels.quantize_rows import QuantizedRows, has_e4m3, quantize_rows
 from ridgeline.kernels.rms_norm import add_norm, rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
@@ -25,7 +26,6 @@ from ridgeline.kernels.small_linear import Beside, InputNorm, multiply_into
 from ridgeline.kernels.stream_linear import Scales, can_stream, stream_linear
 from ridgeline.kernels.tile_linear import can_tile, tile_linear
 from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
-from ridgeline.kernels.workspace import Workspace
 
 # Measured on an H200 with the weights of an 8B model, each product over weights that are not in
 # the L2 cache, in us; streams with norm, gate and residual inside / rows in e4m3 by the Triton

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ridgeline.errors import check
 from ridgeline.kernels.arrival_triton import arrived_last, reset
 from ridgeline.kernels.fp8_linear import MAX_OWN, Fp8Matrix
-from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.launching import Workspace, launches_early, shared_workspace
 from ridgeline.kernels.quantize_rows import E4M3
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.small_linear_triton import (
@@ -34,7 +34,6 @@ from ridgeline.kernels.small_linear_triton import (
     multiprocessors,
 )
 from ridgeline.kernels.tiles import Tile, bucket
-from ridgeline.kernels.workspace import Workspace, shared_workspace
 
 
 def cut_fp8(tile: Tile, rows: int, outputs: int, inputs: int, multiprocessors: int) -> Cut:

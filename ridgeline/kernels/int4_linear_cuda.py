@@ -21,6 +21,7 @@ import torch
 from ridgeline.errors import check
 from ridgeline.kernels import nvrtc
 from ridgeline.kernels.int4_linear_records import COLUMNS, ROWS, Form, Records
+from ridgeline.kernels.launching import Workspace
 from ridgeline.kernels.small_linear import Beside
 from ridgeline.kernels.stream_linear import ELEMENTS, multiprocessors
 from ridgeline.kernels.tile_linear import (
@@ -33,7 +34,6 @@ from ridgeline.kernels.tile_linear import (
     shared_bytes,
 )
 from ridgeline.kernels.tiles import Tile, bucket
-from ridgeline.kernels.workspace import Workspace
 
 STREAM, UNPACK = "int4_stream.cu", "int4_unpack.cu"
 MAX_STREAMED = 16  # rows

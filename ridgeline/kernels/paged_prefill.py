@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from ridgeline.errors import check
+from ridgeline.kernels.launching import Workspace
 from ridgeline.kernels.paged_decode import HEAD_DIMS, DecodeBatch, paged_decode_reference
 from ridgeline.kernels.paged_kv import PagedKV
-from ridgeline.kernels.workspace import Workspace
 
 # int32 per work item: row of the block table, first row of q, new tokens, tokens with all before
 # them, first row of the tile, its first and last + 1 tile of keys, first part of the tile in the

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.drafts import runs_native
-from ridgeline.kernels.history import History
+from ridgeline.kernels.drafts import History, runs_native
 
 MOST_SPLITS = 64  # of a row that is looked through by a GPU, at most
 
@@ -65,7 +64,7 @@ def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRo
         for some_B in torch.split(rows_B, len(room.arrivals_B)):
             look_up_triton(some_B, history, rule, room)
     elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.prompt_lookup import look_up as native_look_up
+        from ridgeline.kernels.cpu.drafts import look_up as native_look_up
 
         native_look_up(rows_B, history, rule)
     else:

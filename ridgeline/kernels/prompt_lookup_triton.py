@@ -11,8 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.errors import check
 from ridgeline.kernels.arrival_triton import arrived_last, reset
+from ridgeline.kernels.drafts import History
 from ridgeline.kernels.drafts_triton import check_history
-from ridgeline.kernels.history import History
 from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookUp, LookUpRoom
 

@@ -13,11 +13,10 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import check
-from ridgeline.kernels.launching import has_warpgroup_products
+from ridgeline.kernels.launching import Workspace, has_warpgroup_products, shared_workspace
 from ridgeline.kernels.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.tiles import MAX_TILED, Place, Tile, bucket, find_tile, is_measured, kind_of
-from ridgeline.kernels.workspace import Workspace, shared_workspace
 
 ROUNDED_NUMBERS = 1 << 18
 

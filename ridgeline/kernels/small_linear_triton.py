@@ -23,11 +23,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.errors import check
 from ridgeline.kernels.arrival_triton import arrived_last, reset
-from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.launching import Workspace, launches_early, make_workspace
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.tiles import MAX_ROWS, Tile, bucket
-from ridgeline.kernels.workspace import Workspace, make_workspace
 
 
 @dataclass(frozen=True, slots=True)

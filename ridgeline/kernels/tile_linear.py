@@ -21,7 +21,7 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.kernels import nvrtc
-from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.launching import Workspace, launches_early, make_workspace
 from ridgeline.kernels.stream_linear import (
     ELEMENTS,
     INT8,
@@ -35,7 +35,6 @@ from ridgeline.kernels.stream_linear import (
     multiprocessors,
 )
 from ridgeline.kernels.tiles import MAX_TILED, Tile
-from ridgeline.kernels.workspace import Workspace, make_workspace
 
 SOURCE = "tile_linear.cu"
 COLUMNS = (16, 32, 64, 96, 128, 192, 256)  # rows of x in a tile

@@ -16,8 +16,8 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.kernels.draw_rows import Draws, draw_rows
+from ridgeline.kernels.launching import Workspace
 from ridgeline.kernels.noise import coins, rest_keys
-from ridgeline.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def verified_rows(
         from ridgeline.kernels.cpu import elementwise
 
         if elementwise.serves(logits_TV) and elementwise.serves(odds.logits_BkV):
-            from ridgeline.kernels.cpu.verified_rows import verified_rows as native_verified_rows
+            from ridgeline.kernels.cpu.drafts import verified_rows as native_verified_rows
 
             return native_verified_rows(logits_TV, positions_T, draws, odds)
     if logits_TV.is_cuda:

@@ -24,9 +24,8 @@ from ridgeline.kernels.draw_rows_triton import (
     minus_gumbel,
     uniform,
 )
-from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.launching import Workspace, launches_early, make_workspace
 from ridgeline.kernels.verified_rows import DraftOdds
-from ridgeline.kernels.workspace import Workspace, make_workspace
 
 # Those of `kernels.noise`, as signed numbers.
 COINS = tl.constexpr(0xE7037ED1A0B428DB - (1 << 64))

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ridgeline.kvcache.cache import KVCache, LayerKV, bytes_per_block
-from ridgeline.kvcache.contract import KVFormat, Store
+from ridgeline.kvcache.formats import KVFormat, Store
 
 __all__ = ["KVCache", "KVFormat", "LayerKV", "Store", "bytes_per_block"]

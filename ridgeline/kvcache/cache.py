@@ -15,7 +15,7 @@ from ridgeline.architectures.kv_groups import KVGroup, kv_groups
 from ridgeline.architectures.spec import AttentionSpec, ModelSpec
 from ridgeline.errors import ConfigError
 from ridgeline.formats import KV_FORMATS, check_served, kv_line, served
-from ridgeline.kvcache.contract import KVFormat, Store
+from ridgeline.kvcache.formats import KVFormat, Store
 from ridgeline.registry import load
 
 

@@ -27,9 +27,8 @@ from ridgeline.kernels.qk_norm_rope_write import (
     rotate_,
 )
 from ridgeline.kvcache import LayerKV
-from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
-from ridgeline.layers.norm import RMSNorm
 
 HEADS = 4  # of a program
 

@@ -25,9 +25,8 @@ from ridgeline.layers.attention import Attention, AttentionStep, InvariantAttent
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward
-from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear
-from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import Piece, RandomSource, TensorSource, arriving
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps

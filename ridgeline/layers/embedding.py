@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from ridgeline.distributed.placement import Placement
-from ridgeline.layers.hidden import Hidden
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.piece import Piece
 from ridgeline.quantization import WeightFormat
 

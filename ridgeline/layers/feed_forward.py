@@ -11,9 +11,8 @@ import torch
 
 from ridgeline.architectures.spec import DenseSpec
 from ridgeline.distributed.placement import Placement, Shard
-from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
-from ridgeline.layers.norm import RMSNorm
 
 
 class FeedForward:

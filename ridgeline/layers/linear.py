@@ -13,8 +13,7 @@ import torch
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.kernels.silu_mul import gated as gate
 from ridgeline.kernels.silu_mul import silu_mul
-from ridgeline.layers.hidden import Hidden
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.piece import Piece
 from ridgeline.quantization import Fusion, WeightFormat
 from ridgeline.quantization.contract import MatrixShare

@@ -14,7 +14,7 @@ from ridgeline.benchmark.environment import environment
 from ridgeline.cost.constants import HostConstants
 from ridgeline.cost.fit import Fit, Point, fit
 from ridgeline.cost.hardware import Device
-from ridgeline.cost.precision import DTYPE_BYTES
+from ridgeline.cost.setup import DTYPE_BYTES
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError

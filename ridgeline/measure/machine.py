@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ridgeline.cost.hardware import Device, catalogue
-from ridgeline.cost.precision import DTYPE_BYTES, SHORT
+from ridgeline.cost.setup import DTYPE_BYTES, SHORT
 from ridgeline.costing import device_key
 from ridgeline.devices import Device as OpenDevice
 from ridgeline.devices import open_device

@@ -22,7 +22,7 @@ from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ModelSpec
 from ridgeline.attention import AttentionBackend, choose_backend
 from ridgeline.attention.layout import AttentionLayout
 from ridgeline.cost.ops import Op, step_ops
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Precision
 from ridgeline.devices import Device
 from ridgeline.kernels.cpu.elementwise import rotate_and_write, runs_native
 from ridgeline.kernels.draw_rows import draw_rows

@@ -19,9 +19,8 @@ from ridgeline.cost.execution_mode import (
     still_there,
 )
 from ridgeline.cost.fit import ALONE, CHECKS, Point
-from ridgeline.cost.layout import ONE_DEVICE
 from ridgeline.cost.ops import Op, layer_products, step_ops
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import ONE_DEVICE, Precision
 from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.costing import engine_host
 from ridgeline.devices import Device

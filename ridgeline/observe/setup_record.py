@@ -9,9 +9,7 @@ from typing import Any
 from ridgeline.architectures import read_spec
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import device_from_json, device_to_json
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.precision import Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.errors import ConfigError
 
 

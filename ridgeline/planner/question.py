@@ -10,10 +10,8 @@ from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device, Price
-from ridgeline.cost.laws import request_seconds
-from ridgeline.cost.layout import ONE_DEVICE, Layout
-from ridgeline.cost.precision import PLAIN, Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.pace import request_seconds
+from ridgeline.cost.setup import ONE_DEVICE, PLAIN, Layout, Precision, Setup
 from ridgeline.errors import ConfigError
 
 ATTAINMENT = 0.95  # share of requests that must get what was promised

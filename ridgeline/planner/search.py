@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import ceil, floor, inf, log
 from typing import Protocol
 
-from ridgeline.cost.chunk import mixed_tokens
+from ridgeline.cost.captured import mixed_tokens
 from ridgeline.planner.estimate import Estimate
 from ridgeline.planner.question import ATTAINMENT, Question
 from ridgeline.simulator.executor import Speculation

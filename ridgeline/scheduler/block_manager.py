@@ -81,9 +81,9 @@ class BlockManager:
     fills it is over, such a block is held or deferred, never free, and whoever takes it has tokens
     in that step or a later one. The device runs steps in order, and in a step with prompts each
     layer writes all keys and values before any row attends, so nobody reads what is not there. A
-    plan is sent as soon as it is made: what happens to the row afterwards (abort, preemption) changes
-    nothing of that; only a failed step or a fault of the row withdraws its blocks. A failed step
-    ends all that have tokens in flight, so all takers. After a fault a taker goes by its own
+    plan is sent as soon as it is made: what happens to the row afterwards (abort, preemption)
+    changes nothing of that; only a failed step or a fault of the row withdraws its blocks. A failed
+    step ends all that have tokens in flight, so all takers. After a fault a taker goes by its own
     numbers.
 
     `windows` has one entry per KV group; `key` makes the hashes of the prefix cache unguessable;

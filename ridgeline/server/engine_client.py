@@ -17,8 +17,7 @@ from typing import Protocol
 from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError, EngineFault, RequestFault
 from ridgeline.log import say
-from ridgeline.observe.latency import Latency
-from ridgeline.observe.traffic import Traffic
+from ridgeline.observe.latency import Latency, Traffic
 from ridgeline.observe.watchdog import Overdue, StepInFlight, Watchdog
 from ridgeline.request import RequestOutput
 from ridgeline.server.active_request import ActiveRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import inf
@@ -16,11 +17,11 @@ from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.generation import GenerationDefaults
 from ridgeline.observe.evidence import RunRecord
+from ridgeline.observe.pricing import PricedStep, Pricing
 from ridgeline.observe.steps import StepCounters
 from ridgeline.observe.time_breakdown import PromptChunks
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.beams import BEAM_MARK
-from ridgeline.server.deferred_scheduling import DeferredScheduling
 from ridgeline.server.engine_gauges import GaugeReader, ReportsMemory
 from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.wire import (
@@ -40,6 +41,13 @@ from ridgeline.server.wire import (
     unpack_add,
 )
 from ridgeline.startup import Phase, Started, WarmsUp, say_first_token
+from ridgeline.step import Listener, StepPlan
+
+LATELY = 16  # steps of a kind, or plans
+LEAST_S = 0.3e-3  # a shorter wait is not worth waking up for
+GUARD_S = 0.3e-3  # of sleeping, waking and what differs from step to step
+EXTRA_S = 0.5e-3  # more of that, after a step that came too late
+CALMING = 0.98  # what is left of that after each step that did not
 
 MAX_FAILURES = 3  # in a row: the device will not recover in this process
 
@@ -261,3 +269,57 @@ class EngineLoop:
                 if output.finish_reason is not None:
                     request_costs.close(output.request_id)
         return tuple(costs)
+
+
+class DeferredScheduling(Listener):
+    """One of the engine's listeners, which follows its prices too."""
+
+    def __init__(self, engine: Engine, pricing: Pricing, clock: Clock) -> None:
+        self.num_waits = self.num_late = 0
+        self._engine, self._pricing, self._clock = engine, pricing, clock
+        self._took: dict[bool, deque[float]] = {}  # of its price, by: it reads prompts
+        self._needs_s: deque[float] = deque(maxlen=LATELY)  # from planning a step to having sent it
+        self._extra_s = 0.0
+        self._planned_at = 0.0
+        engine.listeners.append(self)
+        pricing.listeners.append(self.on_priced)
+
+    def pause(self) -> float:
+        """Seconds that the next plan can wait, now. 0: it cannot, or nobody gains by it."""
+        engine, scheduler = self._engine, self._engine.scheduler
+        is_room = scheduler.num_running < scheduler.max_num_seqs
+        if not is_room or not 0 < engine.num_in_flight == engine.max_in_flight - 1:
+            return 0.0
+        running = self._pricing.running
+        if running is None or len(self._needs_s) < LATELY:
+            return 0.0
+        took = self._took.get(running.reads_prompts, ())
+        if len(took) < LATELY:
+            return 0.0
+        ends = running.began + min(took) * running.expected_s
+        left = ends - max(self._needs_s) - GUARD_S - self._extra_s - self._clock.now()
+        if left < LEAST_S or engine.oldest_is_over is not False:
+            return 0.0
+        self.num_waits += 1
+        return left
+
+    # ------------------------------------------------------------------ what is learned
+
+    def on_plan(self, plan: StepPlan, now: float) -> None:
+        self._planned_at = now
+
+    def on_submitted(self, plan: StepPlan, now: float) -> None:
+        if self._engine.num_in_flight < self._engine.max_in_flight:
+            return
+        self._needs_s.append(now - self._planned_at)
+        if not self._engine.oldest_is_over:
+            self._extra_s *= CALMING
+            return
+        self.num_late += 1
+        self._took.clear()
+        self._extra_s += EXTRA_S
+
+    def on_priced(self, step: PricedStep) -> None:
+        if step.price.expected_s > 0:
+            took = self._took.setdefault(bool(step.prompts), deque(maxlen=LATELY))
+            took.append(step.seconds / step.price.expected_s)

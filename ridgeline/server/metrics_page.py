@@ -15,7 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ridgeline.observe.histogram import Histogram
+from ridgeline.observe.latency import Histogram
 from ridgeline.observe.pricing import REGIMES
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError

@@ -13,13 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ridgeline.clock import Clock
 from ridgeline.log import ACCESS, say
-from ridgeline.observe.traffic import Traffic
+from ridgeline.observe.latency import Traffic
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.auth import Keys, Tenant
-from ridgeline.server.body import ClientGone, header_values
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.http_protocol import EXTENSION, OPEN_PATHS, new_request_id
+from ridgeline.server.json_body import ClientGone, header_values
 
 MAX_PATH = 200  # characters of a path that the access log repeats
 

@@ -9,16 +9,26 @@ come when `return_token_ids` asks for them, and always from a model that has no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.types import Send
 
 from ridgeline.answer import Answer, Choice, ChoiceDelta
+from ridgeline.errors import check
 from ridgeline.request import TokenLogprobs
 from ridgeline.server.active_request import ActiveRequest
+from ridgeline.server.errors import ApiError
+from ridgeline.server.model import Places, TokenTexts, places_of_prompt
 from ridgeline.server.parsed_request import ParsedRequest
-from ridgeline.server.token_text import Places, TokenTexts, places_of_prompt
+
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's word for "as good as impossible"; JSON has no -inf
 DONE = b"data: [DONE]\n\n"
@@ -438,3 +448,47 @@ class Renderer:
 
 def _finite(value: float) -> float:
     return max(LOWEST_LOGPROB, value)
+
+
+class State(Enum):
+    NEW = "new"
+    OPEN = "open"
+    ENDED = "ended"
+
+
+class EventStream:
+    """NEW -> OPEN -> ENDED. `[DONE]` is written by `finish` alone, an error event by `fail`."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.state = State.NEW
+
+    async def write(self, data: bytes) -> None:
+        """Send events, the status line first if need be."""
+        check(self.state is not State.ENDED, "nothing follows the end of a stream")
+        if self.state is State.NEW:
+            self.state = State.OPEN
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": list(HEADERS)}
+            )
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def keep_alive(self) -> None:
+        await self.write(KEEPALIVE)
+
+    async def finish(self, data: bytes) -> None:
+        """The last events of a success."""
+        await self.write(b"")
+        await self._end(data + DONE)
+
+    async def fail(self, error: ApiError) -> None:
+        """Before the first byte the error is raised and keeps its status; after it, one event."""
+        if self.state is State.NEW:
+            raise error
+        await self._end(error.event())
+
+    async def _end(self, data: bytes) -> None:
+        check(self.state is State.OPEN, "a stream ends once")
+        self.state = State.ENDED
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})

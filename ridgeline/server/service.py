@@ -18,20 +18,25 @@ from ridgeline.errors import RequestFault
 from ridgeline.log import say
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.admission import Admission, Ticket
-from ridgeline.server.body import ClientGone, check_headers, read_body, until_gone
 from ridgeline.server.config import Limits, ServeConfig
 from ridgeline.server.deadlines import PERIOD_S, check_wait, enforce
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError, from_fault
 from ridgeline.server.http_protocol import EXTENSION
-from ridgeline.server.json_body import parse_object, parsed_bytes
+from ridgeline.server.json_body import (
+    ClientGone,
+    check_headers,
+    parse_object,
+    parsed_bytes,
+    read_body,
+    until_gone,
+)
 from ridgeline.server.model import ServedModel, epoch_s, served_model, text_folder
 from ridgeline.server.parsed_request import ParsedRequest
 from ridgeline.server.prepare import Prepared, fault_of, prepare, question_of
-from ridgeline.server.replies import Renderer
+from ridgeline.server.replies import EventStream, Renderer, State
 from ridgeline.server.reports import Pages, Reports
 from ridgeline.server.service_manager import ServiceManager
-from ridgeline.server.sse import EventStream, State
 from ridgeline.server.text_client import TextClient, TextFault
 from ridgeline.server.tracing import Trace, Tracing
 from ridgeline.server.wire import Ready

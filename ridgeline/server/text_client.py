@@ -9,11 +9,12 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter, deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -22,7 +23,7 @@ from ridgeline.log import say
 from ridgeline.server.child import environment
 from ridgeline.server.errors import ApiError
 from ridgeline.server.outlet import Relay
-from ridgeline.server.text_limits import (
+from ridgeline.server.text_wire import (
     ENCODE_S,
     ENCODE_S_PER_BYTE,
     LOAD_S,
@@ -31,8 +32,6 @@ from ridgeline.server.text_limits import (
     WALL_S,
     WALL_S_PER_BYTE,
     WORK_BYTES,
-)
-from ridgeline.server.text_wire import (
     Answer,
     Command,
     Done,
@@ -50,8 +49,9 @@ from ridgeline.server.text_wire import (
     Stage,
 )
 from ridgeline.server.tripwire import allow_spawn
-from ridgeline.server.turns import Turns
 from ridgeline.server.wire import HEADER, BrokenWire, frame, frame_length
+
+T = TypeVar("T")
 
 KEEPER = (sys.executable, "-m", "ridgeline.server.text_process")
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # so that it can fork
@@ -61,7 +61,6 @@ INNOCENT = (0, -signal.SIGKILL)  # exit codes of such
 RESTART_PAUSE_S = 1.0
 GONE = (OSError, EOFError, TimeoutError, BrokenWire)
 
-T = TypeVar("T")
 _Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 _DONE: msgspec.msgpack.Decoder[Done] = msgspec.msgpack.Decoder(Done)
@@ -445,3 +444,49 @@ def _fault(job: _Job, code: int) -> TextFault:
             f"the model's chat template {why} on these messages", "messages", "invalid_messages"
         )
     return TextFault(f"the model's tokenizer {why} on this text", job.param, "invalid_value")
+
+
+class Turns(Generic[T]):
+    """What waits, by tenant, for `num_workers` workers."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._most = max(1, num_workers - 1)
+        self._waiting: dict[bytes, deque[T]] = {}  # the first is next
+        self._busy: Counter[bytes] = Counter()
+
+    def add(self, tenant: bytes, item: T, *, first: bool = False) -> None:
+        queue = self._waiting.setdefault(tenant, deque())
+        (queue.appendleft if first else queue.append)(item)
+
+    def remove(self, tenant: bytes, item: T) -> None:
+        """Who does not wait any more, if it does."""
+        queue = self._waiting.get(tenant, deque())
+        with suppress(ValueError):
+            queue.remove(item)
+            if not queue:
+                del self._waiting[tenant]
+
+    def take(self) -> tuple[bytes, T] | None:
+        """The next for a worker that is free; `done` says that it is again. None where nobody waits
+        or all who do have their share."""
+        for tenant, queue in self._waiting.items():
+            if self._busy[tenant] >= self._most:
+                continue
+            item = queue.popleft()
+            del self._waiting[tenant]
+            if queue:
+                self._waiting[tenant] = queue
+            self._busy[tenant] += 1
+            return tenant, item
+        return None
+
+    def done(self, tenant: bytes) -> None:
+        self._busy[tenant] -= 1
+        if not self._busy[tenant]:
+            del self._busy[tenant]
+
+    def drop_all(self) -> list[T]:
+        """Everything that waits, and waits no more."""
+        dropped = [item for queue in self._waiting.values() for item in queue]
+        self._waiting.clear()
+        return dropped

@@ -28,10 +28,11 @@ from msgspec import structs
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.server.child import die_with_parent, harden
-from ridgeline.server.text_limits import (
+from ridgeline.server.text_wire import (
     ENCODE_BYTES_PER_BYTE,
     ENCODE_S,
     ENCODE_S_PER_BYTE,
+    IDS,
     LOAD_BYTES,
     LOAD_BYTES_PER_BYTE,
     LOAD_S,
@@ -39,9 +40,6 @@ from ridgeline.server.text_limits import (
     RETAINED_BYTES,
     TEMPLATE_S,
     WORK_BYTES,
-)
-from ridgeline.server.text_wire import (
-    IDS,
     Answer,
     Command,
     Done,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ridgeline.clock import VirtualClock
 from ridgeline.errors import RequestFault
 from ridgeline.request import FinishReason, Request, RequestOutput
-from ridgeline.router.views import ReplicaView
+from ridgeline.router.policies import ReplicaView
 from ridgeline.simulator.executor import Answer, SimulatedFuture, Span
 from ridgeline.simulator.macro import Leap, LeapingEngine
 from ridgeline.simulator.report import RequestTimeline, StepSample

@@ -21,7 +21,7 @@ from ridgeline.cost.pricer import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.request import Request, SamplingParams
-from ridgeline.router.views import RequestView
+from ridgeline.router.policies import RequestView
 from ridgeline.scheduler.block_manager import BlockManager, blocks_needed
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.attention.layout import ForwardBatch
+from ridgeline.kernels.drafts import History
 from ridgeline.kernels.draw_rows import Draws
-from ridgeline.kernels.history import History
 
 
 @dataclass(frozen=True, slots=True)

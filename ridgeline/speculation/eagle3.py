@@ -26,9 +26,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.kvcache import KVCache, LayerKV
 from ridgeline.layers.attention import Attention, AttentionStep
 from ridgeline.layers.embedding import VocabularyMatrix
-from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear
-from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import TensorSource
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
 from ridgeline.speculation.head_layer import HeadLayer, load_parts

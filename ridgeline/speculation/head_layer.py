@@ -20,8 +20,8 @@ from ridgeline.kvcache import KVCache
 from ridgeline.layers.attention import Attention, AttentionStep
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.feed_forward import FeedForward
+from ridgeline.layers.hidden import RMSNorm
 from ridgeline.layers.linear import Linear, Part
-from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import TensorSource, arriving
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps

@@ -19,11 +19,10 @@ import torch
 from ridgeline.architectures.draft_groups import draft_groups
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch
-from ridgeline.kernels.drafts import draft_inputs, first_inputs, put_drafts
+from ridgeline.kernels.drafts import History, draft_inputs, first_inputs, put_drafts
 from ridgeline.kernels.draw_rows import draw_rows
-from ridgeline.kernels.history import History
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.step_inputs import make_step_inputs
-from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.speculation.contract import DraftMethod, DraftStep

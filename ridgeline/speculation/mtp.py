@@ -20,9 +20,8 @@ from ridgeline.attention.layout import ForwardBatch
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.attention import Attention
 from ridgeline.layers.decoder import Decoder
-from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear
-from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.piece import TensorSource
 from ridgeline.quantization import WeightFormat
 from ridgeline.speculation.head_layer import HeadLayer, load_parts

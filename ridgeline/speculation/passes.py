@@ -13,8 +13,8 @@ from ridgeline.attention.layout import DecodeLayout, ForwardBatch
 from ridgeline.errors import check
 from ridgeline.kernels.drafts import draft_inputs, first_inputs, put_drafts
 from ridgeline.kernels.draw_rows import draw_rows
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
-from ridgeline.kernels.workspace import make_workspace
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.speculation.contract import DraftStep

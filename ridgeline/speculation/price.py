@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Precision, Setup
 from ridgeline.cost.step_features import StepFeatures, repeated
 from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS, LAYERS, MODEL, AskedDrafts

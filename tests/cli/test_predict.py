@@ -15,9 +15,7 @@ from ridgeline.architectures import read_spec
 from ridgeline.cli.machine import open_device
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import device_to_json, find_device
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.precision import Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.cost.steady import steady
 from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.records import record_folder

@@ -20,9 +20,7 @@ from ridgeline.architectures.spec import (
 )
 from ridgeline.cost.constants import Calibration, default_calibration
 from ridgeline.cost.hardware import Device, catalogue
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.precision import Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.errors import ConfigError
 from ridgeline.formats import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.step import StepShape

@@ -10,9 +10,8 @@ from ridgeline.cost.captured import as_served, captured_chunk
 from ridgeline.cost.constants import Calibration, HostConstants, default_calibration
 from ridgeline.cost.execution_mode import is_captured
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Precision, Setup
 from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.costing import engine_host
 from ridgeline.step import StepShape

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ridgeline.cost.chunk import ROUNDING, efficient_chunk
+from ridgeline.cost.captured import ROUNDING, efficient_chunk
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.step import StepPricer, StepShape

@@ -21,10 +21,9 @@ from ridgeline.cost.execution_mode import (
 )
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.ops import step_ops
-from ridgeline.cost.precision import PLAIN
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import PLAIN, Setup
 from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.measure.models import config
 from ridgeline.step import StepShape

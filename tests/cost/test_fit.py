@@ -33,7 +33,7 @@ from ridgeline.cost.fit import (
 from ridgeline.cost.hardware import Device, find_device
 from ridgeline.cost.least_squares import minimise, soft_l1
 from ridgeline.cost.ops import step_ops
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Precision
 from ridgeline.cost.step_features import step_features
 from ridgeline.step import StepShape
 

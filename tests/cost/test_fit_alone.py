@@ -23,9 +23,8 @@ from ridgeline.cost.execution_mode import Footprint
 from ridgeline.cost.fit import ALONE, Fit, Point, fit, predict
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.ops import Op, step_ops
-from ridgeline.cost.precision import PLAIN
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import PLAIN, Setup
 from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.speculation.price import DraftSteps, first_layers
 from ridgeline.step import StepShape

@@ -14,9 +14,8 @@ import pytest
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Precision, Setup
 from tests.cost.known_models import LLAMA_3_8B
 
 RESULTS = Path(__file__).parents[2] / "bench/gpu/results"

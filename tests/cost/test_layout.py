@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.cost.hardware import catalogue, find_device
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.precision import Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.errors import ConfigError
 from tests.cost.random_setups import DEEPSEEK_V3, LLAMA_8B, device, spec_of
 

@@ -15,7 +15,6 @@ from ridgeline.architectures.counts import (
 )
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.cost.hardware import catalogue
-from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory import (
     Limits,
     MemoryPlan,
@@ -27,8 +26,7 @@ from ridgeline.cost.memory import (
     weight_items,
 )
 from ridgeline.cost.memory_items import stage_layers
-from ridgeline.cost.precision import Precision
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.errors import DoesNotFit
 from ridgeline.formats import weight_line
 from tests.cost.random_setups import (

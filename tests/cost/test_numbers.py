@@ -27,22 +27,23 @@ from ridgeline.clock import VirtualClock
 from ridgeline.cost.communication import all_reduce_s, ring_s
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import Device, find_device
-from ridgeline.cost.laws import (
+from ridgeline.cost.money import kwh_per_million_tokens, per_million_tokens, tokens_per_dollar
+from ridgeline.cost.ops import Op, experts_hit, step_ops
+from ridgeline.cost.pace import (
+    Load,
     batch_ceiling,
     closed_loop_rate,
     in_flight,
+    largest_batch,
+    pace,
     pipeline_bubble,
     replicas,
     request_seconds,
     static_waste,
 )
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.money import kwh_per_million_tokens, per_million_tokens, tokens_per_dollar
-from ridgeline.cost.ops import Op, experts_hit, step_ops
-from ridgeline.cost.pace import Load, largest_batch, pace
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer, Setup
 from ridgeline.cost.roofline import op_cost, step_cost
+from ridgeline.cost.setup import Layout, Precision
 from ridgeline.cost.steady import steady
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError

@@ -9,9 +9,8 @@ import pytest
 
 from ridgeline.architectures.counts import layer_kv_bytes, linear_weights, num_visible, step_flops
 from ridgeline.architectures.spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec
-from ridgeline.cost.layout import Layout
 from ridgeline.cost.ops import COLLECTIVES, KINDS, Op, experts_hit, step_ops
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Layout, Precision
 from ridgeline.step import StepShape
 from tests.cost.random_setups import (
     DEEPSEEK_V3,

@@ -9,24 +9,22 @@ from random import Random
 import pytest
 
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.laws import (
-    batch_ceiling,
-    closed_loop_rate,
-    in_flight,
-    people,
-    pipeline_bubble,
-    replicas,
-    request_seconds,
-    static_waste,
-)
 from ridgeline.cost.pace import (
     Load,
+    batch_ceiling,
+    closed_loop_rate,
     cycle,
+    in_flight,
     largest_batch,
     mixed_shape,
     pace,
+    people,
+    pipeline_bubble,
     prompt_seconds,
+    replicas,
+    request_seconds,
     saturation,
+    static_waste,
 )
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup

@@ -10,11 +10,10 @@ import pytest
 
 from ridgeline.architectures.counts import layer_attention_flops
 from ridgeline.cost.hardware import catalogue
-from ridgeline.cost.layout import ONE_DEVICE
 from ridgeline.cost.ops import layer_products
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import step_cost
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import ONE_DEVICE, Setup
 from ridgeline.cost.step_features import attention_kinds, chunk_keys, step_features
 from ridgeline.step import StepPricer, StepShape
 from tests.cost.random_setups import (

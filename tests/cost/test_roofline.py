@@ -19,11 +19,9 @@ from ridgeline.cost.constants import (
 )
 from ridgeline.cost.execution_mode import ExecutionMode
 from ridgeline.cost.hardware import Device, Link, catalogue
-from ridgeline.cost.layout import Layout
 from ridgeline.cost.ops import Op
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.roofline import BOUNDS, combine, op_cost, power_sum, step_cost
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.step import StepShape
 from tests.cost.random_setups import (
     LLAMA_8B,

@@ -8,12 +8,10 @@ import pytest
 
 from ridgeline.cost.constants import HostConstants, default_calibration
 from ridgeline.cost.hardware import Device, find_device
-from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory import Limits, memory_plan
 from ridgeline.cost.pace import Load, pace
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.cost.steady import Steady, batch_limit, steady
 from ridgeline.errors import ConfigError, DoesNotFit
 from tests.cost.known_models import DEEPSEEK_V3, LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B

@@ -25,12 +25,10 @@ from ridgeline.cost.execution_mode import (
 )
 from ridgeline.cost.fit import Point, fit, predict
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.layout import ONE_DEVICE
 from ridgeline.cost.ops import layer_products, step_ops
-from ridgeline.cost.precision import PLAIN, Precision
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.roofline import combine, is_lone, step_cost
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import ONE_DEVICE, PLAIN, Precision, Setup
 from ridgeline.cost.step_features import MOST_TOGETHER, step_features
 from ridgeline.formats import AskedDrafts, read_speculate
 from ridgeline.speculation.price import Drafter, DraftPrices, DraftSteps, draft_prices, drafter_of

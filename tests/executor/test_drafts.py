@@ -13,8 +13,7 @@ import torch
 
 from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
-from ridgeline.kernels.drafts import put_drafts
-from ridgeline.kernels.history import History
+from ridgeline.kernels.drafts import History, put_drafts
 from ridgeline.layers.decoder import Decoder
 from ridgeline.request import UNKNOWN_TOKEN, SamplingParams
 from ridgeline.speculation.contract import DraftMethod, DraftStep

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.history import PADDING_LENGTH, History, make_history
+from ridgeline.kernels.drafts import PADDING_LENGTH, History, make_history
 from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookUp, LookUpRoom
 
 GPU = torch.cuda.is_available()

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ridgeline.kernels.paged_kv import PagedKV
-from ridgeline.kvcache.contract import KVFormat, Store
-from ridgeline.kvcache.formats import Fp8KV, Int4KV, Int8KV, PlainKV
+from ridgeline.kvcache.formats import Fp8KV, Int4KV, Int8KV, KVFormat, PlainKV, Store
 
 FORMATS: dict[str, Callable[[], KVFormat]] = {
     "auto": PlainKV,

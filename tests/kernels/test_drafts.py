@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ridgeline.kernels import drafts
-from ridgeline.kernels.drafts import first_inputs
-from ridgeline.kernels.history import PADDING_LENGTH, History, make_history
+from ridgeline.kernels.drafts import PADDING_LENGTH, History, first_inputs, make_history
 from ridgeline.kernels.prompt_lookup import LookUp, look_up, make_look_up_room
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from tests.kernels.draft_case import (

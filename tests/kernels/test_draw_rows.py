@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ridgeline.kernels.draw_rows import Draws, draw_rows_reference
+from ridgeline.kernels.launching import Workspace, make_workspace
 from ridgeline.kernels.noise import stream_key
 from ridgeline.kernels.step_inputs import make_step_inputs, step_inputs_reference
-from ridgeline.kernels.workspace import Workspace, make_workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":

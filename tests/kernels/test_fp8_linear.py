@@ -27,12 +27,12 @@ from ridgeline.kernels.fp8_linear import (
     takes_e4m3,
     untuned_tile,
 )
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.quantize_rows import has_e4m3, quantize_rows, quantize_rows_reference
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.tiles import MAX_ROWS, Place, Tile, bucket
-from ridgeline.kernels.workspace import make_workspace
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

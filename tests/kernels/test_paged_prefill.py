@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode_reference
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_prefill import (
@@ -20,7 +21,6 @@ from ridgeline.kernels.paged_prefill import (
     prefill_config,
     work_items,
 )
-from ridgeline.kernels.workspace import make_workspace
 from tests.kernels.kv_formats import CODES, cache_of
 
 if TYPE_CHECKING:

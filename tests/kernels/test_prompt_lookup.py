@@ -7,8 +7,7 @@ import torch
 
 from ridgeline.kernels import drafts
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.drafts import first_inputs
-from ridgeline.kernels.history import PADDING_LENGTH, make_history
+from ridgeline.kernels.drafts import PADDING_LENGTH, first_inputs, make_history
 from ridgeline.kernels.prompt_lookup import LookUp, look_up_reference, make_look_up_room
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from tests.kernels.draft_case import (

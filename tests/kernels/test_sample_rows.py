@@ -31,10 +31,9 @@ from ridgeline.kernels.sample_rows import (
 from ridgeline.request import SamplingParams
 from ridgeline.sampling.batch import build_batch
 from ridgeline.sampling.controls import MAX_ENTRIES, row_controls
-from ridgeline.sampling.filters import threshold
 from ridgeline.sampling.penalties import Array, PenaltyCounts
 from ridgeline.sampling.row import SamplingRow
-from ridgeline.sampling.sampler import adjust, sample
+from ridgeline.sampling.sampler import adjust, sample, threshold
 from tests.sampling.build import open_rows, params, upload
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import ConfigError, InternalError
+from ridgeline.kernels.launching import Workspace, make_workspace
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.small_linear import InputNorm, small_linear, small_linear_reference
 from ridgeline.kernels.tile_linear import MOST_ROWS
@@ -34,7 +35,6 @@ from ridgeline.kernels.tiles import (
     read_tiles,
     write_tiles,
 )
-from ridgeline.kernels.workspace import Workspace, make_workspace
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ridgeline.kernels.cpu import native
+from ridgeline.kernels.cpu.drafts import verified_rows
 from ridgeline.kernels.cpu.recorder import Arena, Replay, record
-from ridgeline.kernels.cpu.verified_rows import verified_rows
 from ridgeline.kernels.draw_rows import Draws, draw_rows
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.noise import draft_keys, stream_key
 from ridgeline.kernels.verified_rows import DraftOdds, verified_rows_reference
 from ridgeline.kernels.verified_rows import verified_rows as checked_rows_of_any
-from ridgeline.kernels.workspace import make_workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":

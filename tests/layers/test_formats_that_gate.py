@@ -13,9 +13,8 @@ from ridgeline.kernels.quantize_rows import has_e4m3
 from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.layers.feed_forward import FeedForward
-from ridgeline.layers.hidden import Hidden
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
-from ridgeline.layers.norm import RMSNorm
 from ridgeline.quantization import Fusion, Parameters, WeightFormat
 from ridgeline.quantization.fp8 import Fp8Weights
 from ridgeline.quantization.plain import PlainWeights

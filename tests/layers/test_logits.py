@@ -14,7 +14,7 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import read_spec
 from ridgeline.cost.memory import graph_items
 from ridgeline.cost.ops import step_ops
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Precision
 from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS, served
 from ridgeline.kernels.cpu import native

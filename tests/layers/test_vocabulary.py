@@ -11,9 +11,8 @@ import torch
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.counts import weight_bytes
-from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory_items import weight_items
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Layout, Precision
 from ridgeline.distributed.placement import Placement
 from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS, WeightFormatLine, served

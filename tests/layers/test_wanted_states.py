@@ -14,8 +14,7 @@ from ridgeline.architectures import read_spec
 from ridgeline.attention.layout import Wanted
 from ridgeline.attention.sdpa import SdpaAttention
 from ridgeline.layers.decoder import Decoder
-from ridgeline.layers.hidden import Hidden
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.hidden import Hidden, RMSNorm
 from tests.layers.driving import Driver, build_decoder
 from tests.layers.reference_models import VOCAB, tiny_config
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from ridgeline.errors import InternalError
-from ridgeline.loader.ggml_blocks import decode
 from ridgeline.loader.gguf import read_gguf
+from ridgeline.loader.gguf_checkpoint import decode
 from ridgeline.loader.gguf_layout import BY_NAME, locate
 from tests.conftest import TEST_DEVICE
 

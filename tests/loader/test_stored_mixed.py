@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 
 from ridgeline import LLM
 from ridgeline.architectures import expected_tensors, read_spec
-from ridgeline.cost.layout import Layout
 from ridgeline.cost.memory_items import weight_items
 from ridgeline.cost.ops import step_ops
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Layout, Precision
 from ridgeline.formats import STORED
 from ridgeline.loader import read_config
 from tests.conftest import TEST_DEVICE

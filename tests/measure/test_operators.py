@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeline.cost.ops import step_ops
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Precision
 from ridgeline.devices import open_device
 from ridgeline.measure.models import grid_for
 from ridgeline.measure.operators import (

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from ridgeline.cost.precision import Precision
+from ridgeline.cost.setup import Precision
 from ridgeline.measure.host import host_seconds, line_through
 from ridgeline.measure.points import described, step_point
 from ridgeline.measure.steps import (

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer, StepPrice
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Precision, Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.observe.advice import findings

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from ridgeline.errors import InternalError
-from ridgeline.observe.histogram import Histogram
-from ridgeline.observe.latency import Latency, SequenceTimes
+from ridgeline.observe.latency import Histogram, Latency, SequenceTimes
 
 
 def test_histogram_against_a_plain_count() -> None:

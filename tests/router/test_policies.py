@@ -9,9 +9,16 @@ import pytest
 
 from ridgeline import registry
 from ridgeline.router import POLICIES
-from ridgeline.router.policies import LeastLoaded, NoReplica, PrefixAware, RouterPolicy, TwoChoices
+from ridgeline.router.policies import (
+    LeastLoaded,
+    NoReplica,
+    PrefixAware,
+    ReplicaView,
+    RequestView,
+    RouterPolicy,
+    TwoChoices,
+)
 from ridgeline.router.policies import Random as ByChance
-from ridgeline.router.views import ReplicaView, RequestView
 
 REQUEST = RequestView(1000)
 

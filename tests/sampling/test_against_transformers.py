@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from ridgeline.request import SamplingParams
-from ridgeline.sampling import filters
+from ridgeline.sampling import sampler
 from ridgeline.sampling.batch import build_batch
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.sampler import adjust, probabilities
@@ -83,7 +83,7 @@ def test_both_ways_to_look_for_top_p_agree(monkeypatch: pytest.MonkeyPatch) -> N
     rows = [params(top_p=0.9), params(top_p=0.99), params(top_k=9), params(top_p=0.5, top_k=700)]
     batch = batch_of([*rows, params(), params(min_p=0.1)], 5000)
     short = probabilities(logits, batch)
-    monkeypatch.setattr(filters, "_HEADS", ())
+    monkeypatch.setattr(sampler, "_HEADS", ())
     assert torch.equal(probabilities(logits, batch), short)
 
 

@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from ridgeline.clock import WallClock
-from ridgeline.observe.traffic import Traffic
+from ridgeline.observe.latency import Traffic
 from ridgeline.server.admission import Admission
 from ridgeline.server.auth import Keys
-from ridgeline.server.body import read_body
 from ridgeline.server.config import Limits
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.http_protocol import protocol_class
+from ridgeline.server.json_body import read_body
 from ridgeline.server.middleware import Middleware
 from ridgeline.server.service import send_json
 

@@ -19,8 +19,7 @@ from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.server.deferred_scheduling import LATELY
-from ridgeline.server.engine_loop import EngineLoop
+from ridgeline.server.engine_loop import LATELY, EngineLoop
 from ridgeline.server.wire import Command, Event, Step, pack_add
 from ridgeline.step import StepPlan, StepResult, StepShape
 from tests.scheduler.policies.virtual_time import BLOCK_SIZE, Arrival, Linear, poisson

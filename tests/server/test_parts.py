@@ -22,7 +22,7 @@ from ridgeline.server.config import Limits
 from ridgeline.server.deadlines import Pace, enforce
 from ridgeline.server.errors import ApiError, from_fault, quote
 from ridgeline.server.hosts import HostGuard, check_admin_bind, check_bind, is_loopback
-from ridgeline.server.sse import EventStream, State
+from ridgeline.server.replies import EventStream, State
 
 # ------------------------------------------------------------------ errors
 

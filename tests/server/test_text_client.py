@@ -26,10 +26,9 @@ from ridgeline.log import RateLimit
 from ridgeline.server import text_client, text_process
 from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.model import served_model
-from ridgeline.server.text_client import TextClient, TextFault
+from ridgeline.server.text_client import TextClient, TextFault, Turns
 from ridgeline.server.text_process import Keeper, Worker, limited
 from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded, LoadFailed, Refusal
-from ridgeline.server.turns import Turns
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.bombs import (

@@ -11,8 +11,7 @@ import pytest
 
 from ridgeline.architectures import read_spec
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.laws import static_waste
-from ridgeline.cost.pace import Load, saturation
+from ridgeline.cost.pace import Load, saturation, static_waste
 from ridgeline.cost.setup import Setup
 from ridgeline.router.policies import LeastLoaded, PrefixAware, RouterPolicy
 from ridgeline.router.policies import Random as ByChance

@@ -7,9 +7,8 @@ from dataclasses import replace
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Precision, Setup
 from ridgeline.speculation.price import Drafter, DraftPrices, DraftSteps
 from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_8B
 

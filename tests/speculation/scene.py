@@ -16,8 +16,8 @@ from ridgeline.attention.layout import AttentionLayout, ForwardBatch
 from ridgeline.devices import open_device
 from ridgeline.distributed.placement import Placement
 from ridgeline.kernels.cpu.recorder import Arena, Replay, record
+from ridgeline.kernels.drafts import History, make_history
 from ridgeline.kernels.draw_rows import Draws, draw_rows
-from ridgeline.kernels.history import History, make_history
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.quantization import open_weight_format

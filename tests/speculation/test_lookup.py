@@ -11,13 +11,14 @@ from ridgeline.devices import open_device
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu.recorder import Arena, Replay, record
 from ridgeline.kernels.drafts import (
+    History,
     accept,
     draft_inputs,
     enter_blocks,
     first_inputs,
+    make_history,
     put_drafts,
 )
-from ridgeline.kernels.history import History, make_history
 from ridgeline.kernels.step_inputs import make_step_inputs
 from ridgeline.speculation.contract import DraftMethod, DraftStep
 from ridgeline.speculation.prompt_lookup import NGram, Suffix

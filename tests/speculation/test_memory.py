@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.kernels import history
+from ridgeline.kernels import drafts
 from ridgeline.speculation import draft_model, passes
 from ridgeline.speculation import memory as draft_memory
 from ridgeline.speculation.draft_model import open_draft_model
@@ -72,7 +72,7 @@ def test_of_early_layers() -> None:
 
 
 def test_of_rows_of_tokens() -> None:
-    made = history.make_history(32, MAX_MODEL_LEN, 8, torch.device("cpu"))
+    made = drafts.make_history(32, MAX_MODEL_LEN, 8, torch.device("cpu"))
     taken = made.tokens_NL.nbytes + made.lens_N.nbytes + made.found_N.nbytes
     memory = draft_memory.looking_up(SETTING)
     assert by_name(memory) == {"token rows": taken}
@@ -93,6 +93,6 @@ def test_a_draft_that_finds_no_tables() -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    assert draft_memory.PADDING_LENGTH == history.PADDING_LENGTH
+    assert draft_memory.PADDING_LENGTH == drafts.PADDING_LENGTH
     assert draft_memory.DRAW_CHUNK == passes.DRAW_CHUNK
     assert draft_memory.PASS_TOKENS == draft_model.UNSEEN

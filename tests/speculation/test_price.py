@@ -17,10 +17,8 @@ from ridgeline.cost.constants import (
     default_calibration,
 )
 from ridgeline.cost.hardware import find_device
-from ridgeline.cost.layout import Layout
-from ridgeline.cost.precision import Precision
 from ridgeline.cost.pricer import Pricer
-from ridgeline.cost.setup import Setup
+from ridgeline.cost.setup import Layout, Precision, Setup
 from ridgeline.cost.step_features import StepFeatures, step_features
 from ridgeline.errors import ConfigError
 from ridgeline.speculation.price import (

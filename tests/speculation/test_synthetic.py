@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.kernels.drafts import accept
-from ridgeline.kernels.history import make_history
+from ridgeline.kernels.drafts import accept, make_history
 from ridgeline.speculation.contract import DraftStep
 from ridgeline.speculation.synthetic import Synthetic, synthetic_ids
 from tests.conftest import TEST_DEVICE

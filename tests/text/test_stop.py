@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ridgeline.text.stop import Shown, StopFinder
+from ridgeline.text.assemble import Shown, StopFinder
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
