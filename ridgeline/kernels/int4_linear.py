@@ -157,7 +157,7 @@ def int4_fused(
         return None
     tile = choose(_asked(x_TI, records.form, fusion))
     if tile is None:
-        return _tall(x_TI, records, fusion) if bias_O is None else None
+        return _large_m(x_TI, records, fusion) if bias_O is None else None
     beside = Beside(
         norm=fusion.norm,
         bias_N=bias_O,
@@ -276,7 +276,7 @@ def _by_library(x_TI: torch.Tensor, records: Records, bias_O: torch.Tensor | Non
     return y_TO
 
 
-def _tall(x_TI: torch.Tensor, records: Records, fusion: Fusion) -> torch.Tensor | None:
+def _large_m(x_TI: torch.Tensor, records: Records, fusion: Fusion) -> torch.Tensor | None:
     """The gated product of a long prompt, of weights that are unpacked before."""
     form = records.form
     is_known = fusion == Fusion(is_gated=True) and form.outputs * form.inputs <= LIBRARY_NUMBERS
