@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.thinning import MARKS, thin_out
+
 torch.set_num_threads(1)
 
 # The device that the correctness suite runs on; `make test-gpu` sets it to cuda.
@@ -55,8 +57,14 @@ def _keep_logging() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = before
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for mark in MARKS:
+        config.addinivalue_line("markers", mark)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin_out(items)
     if TEST_DEVICE != "cpu" and NUM_PROCESSES > 1:
         from tests.gpu.sharing import cut_into_pieces
 

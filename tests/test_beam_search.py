@@ -53,6 +53,7 @@ def end_tokens(llm: LLM, prompt: list[int]) -> list[int]:
     return [free.logprobs[4].top[1][0], free.logprobs[7].top[2][0]]
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])

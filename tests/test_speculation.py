@@ -23,6 +23,7 @@ from ridgeline.kernels.cpu import native
 from ridgeline.llm import GenerationResult
 from tests.captures import captures
 from tests.conftest import TEST_DEVICE
+from tests.thinning import slow
 
 TASKS = ("stories", "lookup", "copy", "json", "chat")
 NEAR = 2e-3  # between two logits, in float32
@@ -127,7 +128,8 @@ def bfloat16_answers(speculate: str) -> list[list[int]]:
 
 @pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
 @pytest.mark.parametrize(
-    "speculate", ["draft:demo:draft:1", "draft:demo:draft:3", "draft:demo:draft:6", "ngram:4"]
+    "speculate",
+    [*slow("draft:demo:draft:1", "draft:demo:draft:3"), "draft:demo:draft:6", "ngram:4"],
 )
 def test_in_bfloat16_on_a_cpu_no_token_differs(speculate: str) -> None:
     """Greedy or seeded: no near tie falls otherwise, as a check gives the logits of single steps.

@@ -15,6 +15,7 @@ import pytest
 from ridgeline import __version__
 from ridgeline.cli import generate, main
 from ridgeline.errors import ConfigError, DoesNotFit, RequestFault
+from tests.thinning import slow
 
 COMMANDS = ("generate", "chat", "serve", "inspect", "bench", "eval", "predict", "simulate")
 
@@ -246,7 +247,18 @@ WRITERS = [(["inspect"], ""), (["inspect"], "1"), (["inspect", "--json"], "")]
 WRITERS += [(["inspect", "--json"], "1"), (["--help"], "")]
 
 
-@pytest.mark.parametrize(("argv", "unbuffered"), WRITERS)
+def writers(*often: int) -> pytest.MarkDecorator:
+    """All of them: these in `make test` too."""
+    return pytest.mark.parametrize(
+        ("argv", "unbuffered"),
+        [
+            pytest.param(*writer, marks=() if number in often else pytest.mark.slow)
+            for number, writer in enumerate(WRITERS)
+        ],
+    )
+
+
+@writers(0, 4)
 def test_a_closed_pipe_has_one_exit_code(argv: list[str], unbuffered: str) -> None:
     """Tables go through rich, which would end with a code of its own."""
     read, write = os.pipe()
@@ -256,7 +268,7 @@ def test_a_closed_pipe_has_one_exit_code(argv: list[str], unbuffered: str) -> No
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(("argv", "unbuffered"), WRITERS)
+@writers(3, 4)
 def test_a_full_disk_is_one_line(argv: list[str], unbuffered: str) -> None:
     done = command(argv, os.open("/dev/full", os.O_WRONLY), unbuffered)
     assert done.returncode == 2
@@ -266,7 +278,7 @@ def test_a_full_disk_is_one_line(argv: list[str], unbuffered: str) -> None:
     )
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("closed", [*slow(">&-", "<&-"), "2>&-", ">&- 2>&- <&-"])
 def test_streams_that_are_closed_take_nothing(closed: str) -> None:
     line = f'exec "$0" -m ridgeline inspect --json {closed}'
     done = subprocess.run(

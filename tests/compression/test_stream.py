@@ -120,6 +120,7 @@ def test_the_layers_compute_what_transformers_does(name: str, tmp_path: Path) ->
         assert torch.allclose(states, wanted[index + 1], rtol=1e-4, atol=1e-4), index
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("how", METHODS)
 @pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3", "mixtral"])
@@ -291,6 +292,7 @@ def story_windows(model: Path, shared: Path, length: int) -> Texts:
     return Texts(calibration_NS, held_out_NS, torch.ones_like(held_out_NS, dtype=torch.bool))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize(
     ("name", "group"),

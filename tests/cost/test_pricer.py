@@ -26,11 +26,12 @@ from tests.cost.random_setups import (
     spec_of,
 )
 from tests.observe.priced import small_pricer
+from tests.thinning import slow
 
 CLOSE = 1e-9
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", [*range(50), *slow(*range(50, 150))])
 def test_a_step_costs_the_same_both_ways(seed: int) -> None:
     rng = random.Random(seed)
     setup = random_setup(rng)
@@ -156,7 +157,7 @@ def test_a_step_of_nothing_is_free_but_for_the_host() -> None:
     assert Pricer(Setup(spec_of(LLAMA_8B), device())).seconds(()) == 0.0
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(40), *slow(*range(40, 100))])
 def test_decodes_cost_the_same_both_ways(seed: int) -> None:
     rng = random.Random(seed)
     setup = random_setup(rng)

@@ -82,6 +82,7 @@ def make_engine(
     return Engine(scheduler, executor, VirtualClock(), in_flight), executor
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("tokens", [0, 16, 64], ids=["uncaptured", "some captured", "captured"])
 @pytest.mark.parametrize("num_blocks", [50, 400], ids=["short of memory", "plenty"])
 def test_random_company(num_blocks: int, tokens: int) -> None:

@@ -176,6 +176,7 @@ def serve_all(
     return tokens, errors
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("budget", [7, 64])
 @pytest.mark.parametrize("num_blocks", [50, 400], ids=["short of memory", "plenty"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -209,6 +210,7 @@ def test_random_company_of_a_model_with_windows(in_flight: int) -> None:
     assert serve(engine, requests(), random.Random(SEED)) == expected(windowed_decoder())
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("captured", [5, 16], ids=["up to 5 rows", "up to 16 rows"])
 @pytest.mark.parametrize("num_blocks", [50, 400], ids=["short of memory", "plenty"])
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -227,6 +229,7 @@ def test_random_company_in_captured_steps(in_flight: int, num_blocks: int, captu
     assert executor.inner.num_captured_steps > 10
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("tokens", [16, 64])
 @pytest.mark.parametrize("num_blocks", [50, 400], ids=["short of memory", "plenty"])
 @pytest.mark.parametrize("in_flight", [1, 2])

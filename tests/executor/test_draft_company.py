@@ -41,6 +41,7 @@ from tests.executor.test_company import (
     serve,
 )
 from tests.executor.test_drafts import Told
+from tests.thinning import slow
 
 MOST, ROWS = 4, 16
 Method = Callable[[Decoder, KVCache], DraftMethod]
@@ -127,6 +128,7 @@ def make_engine(
     return Engine(scheduler, executor, VirtualClock(), in_flight), executor, coin
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("num_blocks", [60, 400], ids=["short of memory", "plenty"])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_random_company(in_flight: int, num_blocks: int) -> None:
@@ -143,6 +145,7 @@ def test_random_company(in_flight: int, num_blocks: int) -> None:
         assert executor.num_preempted > 5
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("method", [looked_up, drafted], ids=["suffix", "draft"])
 def test_random_company_of_each_method(method: Method, in_flight: int) -> None:
@@ -155,6 +158,7 @@ def test_random_company_of_each_method(method: Method, in_flight: int) -> None:
         assert coin.num_right > 0.5 * coin.num_verified
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("method", [told, looked_up, drafted, early])
 def test_steps_may_have_room_for_more_drafts_than_any_row_has(
@@ -190,7 +194,7 @@ def test_a_gpu_s_steps_are_captured_for_few_numbers_of_drafts(
     assert DraftGraphs.captured_for(graphs, 3, wanted) == captured  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [*slow(1), 2])
 def test_random_company_with_windows(in_flight: int) -> None:
     print(f"seed {SEED}")
     model = captured_windowed_decoder()
@@ -199,7 +203,7 @@ def test_random_company_with_windows(in_flight: int) -> None:
     assert coin.num_right > 30
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [*slow(1), 2])
 def test_early_layers_write_where_the_check_does(in_flight: int) -> None:
     engine, _, coin = make_engine(captured_decoder(), early, num_blocks=100, in_flight=in_flight)
     assert serve(engine, requests(), random.Random(SEED)) == expected(captured_decoder())

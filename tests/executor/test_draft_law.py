@@ -158,6 +158,7 @@ def check_law(name: str, method: str | None, num: int, num_draft_tokens: int = M
     assert p > LEAST_P
 
 
+@pytest.mark.every_value
 @captures
 @pytest.mark.parametrize("method", ["draft", "early", "suffix"])
 @pytest.mark.parametrize("name", ["temperature 1", "penalties"])

@@ -13,6 +13,7 @@ import torch
 from ridgeline.kernels.paged_decode import DecodeBatch, paged_decode_reference
 from ridgeline.kernels.paged_kv import PagedKV
 from ridgeline.kernels.paged_prefill import Config, PrefillBatch, paged_prefill, work_items
+from tests.thinning import slow
 
 pytest.importorskip("ridgeline.kernels.paged_prefill_triton")
 
@@ -93,6 +94,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(kind), other.view(kind))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow), 40])
 @pytest.mark.parametrize("cached", ["as it is", "e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +103,7 @@ def test_a_token_gets_the_same_bits(dtype: torch.dtype, cached: str, window: int
     assert_same_bits(Request(dtype, kept, window), CONFIGS["as served"])
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [*slow(None), 40])
 def test_a_token_gets_the_same_bits_of_many_small_tiles(window: int | None) -> None:
     assert_same_bits(Request(torch.float32, torch.float32, window), CONFIGS["small"])
 

@@ -54,9 +54,9 @@ def test_logits_are_the_same_bits_in_any_chunks(
         num_hidden_layers=2,
         **changes,
     )
-    token_ids = torch.randint(VOCAB, (22,), generator=torch.Generator().manual_seed(5)).tolist()
+    token_ids = torch.randint(VOCAB, (17,), generator=torch.Generator().manual_seed(5)).tolist()
     whole = make_scorer(model).logits(token_ids)
     for size in (1, 7):
         monkeypatch.setattr(scorer, "CHUNK_TOKENS", size)
         assert torch.equal(make_scorer(model).logits(token_ids), whole), size
-    assert {1, 7, 22} <= set(own_kernels)
+    assert {1, 7, 17} <= set(own_kernels)

@@ -13,6 +13,7 @@ from ridgeline.kernels.draw_rows import Draws, draw_rows_reference
 from ridgeline.kernels.launching import Workspace, make_workspace
 from ridgeline.kernels.noise import stream_key
 from ridgeline.kernels.step_inputs import make_step_inputs, step_inputs_reference
+from tests.thinning import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -60,6 +61,7 @@ def hard_rows(size: int) -> torch.Tensor:
     return rows
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("span", [1, 3])
 @pytest.mark.parametrize("with_workspace", [False, True])
 @pytest.mark.parametrize("size", [2, 31, 64, 65, 1000])
@@ -92,13 +94,16 @@ def draws(temperatures: list[float], noisy: list[float]) -> Draws:
     )
 
 
+@pytest.mark.parametrize("trials", [6, *slow(20)])
 @pytest.mark.parametrize("rounds", [None, 3])
 @pytest.mark.parametrize("size", [3, 64, 300])
-def test_random_rows_draw_what_the_sampler_draws(size: int, rounds: int | None) -> None:
+def test_random_rows_draw_what_the_sampler_draws(
+    size: int, rounds: int | None, trials: int
+) -> None:
     temperatures = [1.0, 0.6, 1.5, 1.0, 1e-30, 100.0]
     random = draws(temperatures, [1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
     differences = 0
-    for trial in range(20):
+    for trial in range(trials):
         logits = noise(6, size, seed=trial)
         positions = torch.arange(6, device=DEVICE) * 1000 + trial
         ids, is_sound = triton_of("draw_rows")(logits, positions, random, block=64, rounds=rounds)

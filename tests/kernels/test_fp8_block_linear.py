@@ -47,6 +47,7 @@ def blocks(outputs: int, inputs: int) -> Fp8Blocks:
     return Fp8Blocks(codes, 10.0 ** noise(*shape, seed=2) / 1000)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "tile",

@@ -97,6 +97,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> No
 # ---------------------------------------------------------------------- few rows, x as it is
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", list(BOUND))
 @pytest.mark.parametrize("tile", list(TILES.values()), ids=list(TILES))
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (37, 100), (9, 150)])
@@ -108,6 +109,7 @@ def test_few_rows(outputs: int, inputs: int, tile: Tile, dtype: torch.dtype) -> 
         assert_near(got, fp8_linear_reference(x, weight), dtype)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", list(BOUND))
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tile", list(TILES.values()), ids=list(TILES))
@@ -252,6 +254,7 @@ def test_what_takes_e4m3() -> None:
 # ---------------------------------------------------------------------- both in e4m3
 
 
+@pytest.mark.every_value
 @pytest.mark.skipif(DEVICE == "cuda" and not HAS_E4M3, reason="needs a GPU with e4m3, or none")
 @pytest.mark.parametrize("tile", list(ROUNDED_TILES.values()), ids=list(ROUNDED_TILES))
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 48, 96), (35, 40, 112)])

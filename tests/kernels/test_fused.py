@@ -149,6 +149,7 @@ def poisoned_cache(
     return PagedKV(k, v)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("named", list(TILES))
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)

@@ -27,6 +27,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 32), (18, 2, 128)], ids=str)

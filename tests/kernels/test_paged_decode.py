@@ -151,6 +151,7 @@ def test_the_definition_equals_the_tiled_reference() -> None:
         torch.testing.assert_close(expected[starts[row] : starts[row + 1]], out)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_programs", [1, 3, 40])
 def test_ragged_decodes(num_programs: int, dtype: torch.dtype) -> None:
@@ -162,6 +163,7 @@ def test_heads(heads: tuple[int, int]) -> None:
     agree(Case([21, 3], [1, 1], heads=heads), 5)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize("num_programs", [2, 13])
 def test_drafts_are_causal_among_themselves(num_programs: int, window: int | None) -> None:
@@ -190,6 +192,7 @@ def lose(case: Case, lost: list[int]) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(
     ("new", "lost"), [(2, [1, 0, 1, 0]), (5, [3, 4, 0, 1]), (9, [8, 0, 2, 5]), (17, [16, 3, 9, 16])]
 )
@@ -250,6 +253,7 @@ def test_layouts(block_size: int, block_n: int, head_dim: int, by_head: bool) ->
     agree(case, 7, triton_kernel.Config(block_n=block_n))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("by_head", [False, True])
 def test_a_cache_in_e4m3(by_head: bool, dtype: torch.dtype) -> None:
@@ -263,6 +267,7 @@ def test_a_cache_in_e4m3(by_head: bool, dtype: torch.dtype) -> None:
     agree(windowed, 3)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("codes", CODES)
 def test_codes(codes: str, dtype: torch.dtype) -> None:

@@ -137,6 +137,7 @@ def agree(step: Step, config: Config | None, requests: list[int] | None = None, 
     )
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", list(TOLERANCE) if DEVICE.type == "cuda" else list(TOLERANCE)[:2])
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_cache_in_e4m3(window: int | None, dtype: torch.dtype) -> None:
@@ -145,6 +146,7 @@ def test_a_cache_in_e4m3(window: int | None, dtype: torch.dtype) -> None:
     agree(step, SMALL, num_programs=4)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", list(TOLERANCE) if DEVICE.type == "cuda" else list(TOLERANCE)[:2])
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("codes", CODES)
@@ -162,6 +164,7 @@ def test_the_reference_is_the_definition(window: int | None) -> None:
     agree(Step([3, 8, 20], [3, 40, 52], window=window), None, [2, 0])
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 1, 9, 24, 200])
 def test_ragged_pieces(window: int | None, dtype: torch.dtype) -> None:
@@ -178,6 +181,7 @@ def test_head_sizes(head_dim: int) -> None:
     agree(Step([20, 3], [25, 40], head_dim=head_dim, window=20), SMALL)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64])
 @pytest.mark.parametrize("block_n", [16, 32])
 def test_block_sizes(block_size: int, block_n: int) -> None:
@@ -193,6 +197,7 @@ def test_other_requests_are_left_alone() -> None:
     agree(step, SMALL, [])
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("window", [None, 600, 40])
 @pytest.mark.parametrize("num_programs", [3, 8, 40])
 def test_keys_that_are_dealt_out(num_programs: int, window: int | None) -> None:

@@ -54,6 +54,7 @@ def check_look_up(kind: str, case: Case, rule: LookUp) -> None:
     check_history(case)
 
 
+@pytest.mark.every_pair
 @each_kind
 @each_seed
 @pytest.mark.parametrize("letters", [1, 2, 5, 30])

@@ -35,6 +35,7 @@ from ridgeline.sampling.penalties import Array, PenaltyCounts
 from ridgeline.sampling.row import SamplingRow
 from ridgeline.sampling.sampler import adjust, sample, threshold
 from tests.sampling.build import open_rows, params, upload
+from tests.thinning import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -201,25 +202,31 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-def compare_filters(kind: str, size: int, chunk: int, times: int = 1) -> None:
-    wanted = [params(seed=i, **changes) for i, changes in enumerate(FILTERS)]
+def compare_filters(
+    kind: str, size: int, chunk: int, times: int = 1, some: slice = slice(None)
+) -> None:
+    wanted = [params(seed=i, **changes) for i, changes in enumerate(FILTERS[some])]
     logits = logits_of(kind, len(wanted), size, seed=size)
     compare(logits, make_batch(wanted, size), chunk=chunk, times=times)
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "chunk"),
+    ("kind", "size", "chunk", "first"),
     [
-        ("random", 33, 64),
-        ("tied", 211, 128),
-        ("flat", 130, 128),
-        ("peaked", 200, 256),
-        ("equal", 33, 32),
-        ("random", 900, 512),
+        ("random", 33, 64, 0),
+        ("tied", 211, 128, 1),
+        ("flat", 130, 128, 0),
+        ("peaked", 200, 256, 1),
+        ("equal", 33, 32, 0),
+        ("random", 900, 512, 1),
     ],
 )
-def test_filters_keep_what_the_sampler_keeps(kind: str, size: int, chunk: int) -> None:
-    compare_filters(kind, size, chunk)
+@pytest.mark.parametrize("step", [2, *slow(1)])
+def test_filters_keep_what_the_sampler_keeps(
+    kind: str, size: int, chunk: int, first: int, step: int
+) -> None:
+    """With every other filter, or with all."""
+    compare_filters(kind, size, chunk, some=slice(first % step, None, step))
 
 
 @pytest.mark.slow
@@ -285,7 +292,8 @@ def test_random_parameters(seed: int) -> None:
     compare(logits_of(kind, 12, size, seed), batch, chunk=128, listed=rng.choice([8, 64, 600]))
 
 
-def test_rows_that_cannot_be_drawn_from_harm_no_other() -> None:
+@pytest.mark.parametrize("shift", [0, *slow(1, 2)])
+def test_rows_that_cannot_be_drawn_from_harm_no_other(shift: int) -> None:
     size = 150
     logits = logits_of("random", 12, size, seed=4)
     logits[1, 149] = torch.nan
@@ -295,10 +303,9 @@ def test_rows_that_cannot_be_drawn_from_harm_no_other() -> None:
     logits[5, 20:] = -torch.inf
     logits[6, 0] = -torch.nan
     changes: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 30}, {"top_k": 30, "top_p": 0.9}]
-    for shift in range(3):
-        wanted = [params(seed=i, **changes[(i + shift) % 3]) for i in range(11)]
-        wanted.append(params(min_tokens=15, stop_token_ids=range(size)))  # all tokens banned
-        compare(logits, make_batch(wanted, size), chunk=128, times=2 if shift == 0 else 1)
+    wanted = [params(seed=i, **changes[(i + shift) % 3]) for i in range(11)]
+    wanted.append(params(min_tokens=15, stop_token_ids=range(size)))  # all tokens banned
+    compare(logits, make_batch(wanted, size), chunk=128, times=2 if shift == 0 else 1)
 
 
 def test_more_rows_than_at_once() -> None:
@@ -316,7 +323,8 @@ def test_more_rows_than_at_once() -> None:
     assert torch.equal(counted.output_PV, recounted.output_PV)
 
 
-def test_rows_without_filters_draw_what_draw_rows_draws() -> None:
+@pytest.mark.parametrize("trials", [2, *slow(5)])
+def test_rows_without_filters_draw_what_draw_rows_draws(trials: int) -> None:
     """To the last bit, so that a row's company does not matter: here, of scores that nearly tie."""
     size, chunk = 500, 64
     wanted = [params(seed=i, temperature=t) for i, t in enumerate((0.0, 0.3, 0.7, 1.0, 1.9))]
@@ -324,7 +332,7 @@ def test_rows_without_filters_draw_what_draw_rows_draws() -> None:
     controls, space = batch.controls, space_for(5, size, chunk)
     floats = controls.floats_7R
     draws = Draws(controls.whole_5R[KEY], floats[TEMPERATURE], floats[NOISY])
-    for trial in range(5):
+    for trial in range(trials):
         logits = logits_of("random", 5, size, seed=trial).to(DEVICE)
         at = torch.arange(5, device=DEVICE) + 10 * trial
         ids, _ = ours(logits, at, controls, batch.device_counts, space)

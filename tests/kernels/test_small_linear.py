@@ -35,6 +35,7 @@ from ridgeline.kernels.tiles import (
     read_tiles,
     write_tiles,
 )
+from tests.thinning import SELDOM
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,22 +143,29 @@ def arguments(
 ALL = "norm gated bias residual"
 
 
-@pytest.mark.parametrize("name", TILES)
+CASES: list[Any] = [
+    (1, 38, 70, ALL, torch.float32),
+    (1, 16, 128, "", torch.float16),
+    (3, 22, 70, ALL, torch.float16),
+    (17, 32, 64, "", torch.float32),
+]
+FAST = {name: CASES[2 if tile.dot else 0] for name, tile in TILES.items()}
+FAST |= {"vector": CASES[1], "dot, all over": CASES[3], "dot": CASES[0]}
+
+
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "fused", "dtype"),
+    ("name", "rows", "outputs", "inputs", "fused", "dtype"),
     [
-        (1, 38, 70, ALL, torch.float32),
-        (1, 16, 128, "", torch.float16),
-        (3, 22, 70, ALL, torch.float16),
-        (17, 32, 64, "", torch.float32),
+        pytest.param(name, *case, marks=() if case == FAST[name] else SELDOM)
+        for case in CASES
+        for name, tile in TILES.items()
+        if case[0] == 1 or tile.dot
     ],
 )
 def test_every_cut(
     name: str, rows: int, outputs: int, inputs: int, fused: str, dtype: torch.dtype
 ) -> None:
     tile = TILES[name]
-    if rows > 1 and not tile.dot:
-        pytest.skip("for one row")
     given = arguments(rows, outputs, inputs, fused=fused, dtype=dtype)
     want = small_linear_reference(**given)
     space, runs = poisoned(), []
@@ -300,6 +308,7 @@ def test_a_broken_table_is_named(text: str) -> None:
 def test_the_tuner_runs_dry(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "tune_linear.py"
     command = [sys.executable, str(script), "--dry", "--out", str(tmp_path), "--budget-s", "60"]
+    command += ["--jobs", "1"]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -18,6 +18,7 @@ from tests.layers.reference_models import (
     newer_keys,
     tiny_config,
 )
+from tests.thinning import slow
 
 TOLERANCE = 1e-4
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
@@ -136,12 +137,13 @@ def test_logits_in_chunks_and_single_tokens(name: str) -> None:
         assert worst(torch.cat(rows[key]), reference(name).logits(ids)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("num", [12, *slow(64)])
 @pytest.mark.parametrize("name", NAMES)
-def test_64_greedy_tokens(name: str) -> None:
+def test_greedy_tokens(name: str, num: int) -> None:
     texts = prompts(3, (11, 29, 3))
-    answers = greedy(drive(name), texts, 64)
+    answers = greedy(drive(name), texts, num)
     for key, ids in texts.items():
-        assert answers[key] == reference(name).greedy(ids, 64), key
+        assert answers[key] == reference(name).greedy(ids, num), key
 
 
 @pytest.mark.parametrize("name", ["llama dynamic", "qwen3 dynamic"])

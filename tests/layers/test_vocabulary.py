@@ -65,6 +65,7 @@ def decoder_of(
     return decoder
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("vocab_size", [256, 261])
 @pytest.mark.parametrize("weight_format", FORMATS)

@@ -34,6 +34,7 @@ from ridgeline.step import NewRequest, ScheduledRequest, StepPlan
 from tests.fake_device import FakeDevice
 from tests.observe.recorded import ends, play, recorded
 from tests.simulated_world import Moody
+from tests.thinning import slow
 
 POLICY: dict[str, Callable[[int], Policy]] = {
     "fair": lambda seed: Fair(),
@@ -43,7 +44,7 @@ POLICY: dict[str, Callable[[int], Policy]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(10), *slow(*range(10, 24))])
 def test_the_log_makes_every_decision_again(seed: int, tmp_path: Path) -> None:
     """Forks, beams, drafts, preemptions, aborts, faults: whatever the seed draws."""
     print("seed", seed)

@@ -63,6 +63,7 @@ def ticking_world(
     return world, time_breakdowns
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("in_submit", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_sum_to_the_latency(seed: int, in_submit: bool, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_the_worlds_have_every_kind_of_time(tmp_path: Path) -> None:
     assert min(getattr(whole, name) for name in PARTS) > 0.0
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("in_submit", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_that_are_alike_are_put_down_as_each_by_itself(

@@ -18,6 +18,7 @@ from ridgeline.sampling.batch import build_batch
 from ridgeline.sampling.penalties import PenaltyCounts
 from ridgeline.sampling.sampler import sample
 from tests.sampling.build import draws, open_rows, p_value, params, upload
+from tests.thinning import slow
 
 NUM_DRAWS = 20_000
 LOGITS = [2.0, 1.5, 1.4, 1.0, 0.3, 0.0, -0.2, -0.5, -1.0, -1.1, -1.6, 0.9]
@@ -111,15 +112,16 @@ PENALTIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("num", [8_000, *slow(NUM_DRAWS)])
 @pytest.mark.parametrize("name", PENALTIES)
-def test_sampler_with_history(name: str) -> None:
+def test_sampler_with_history(name: str, num: int) -> None:
     """Each draw is another seed at the position after prompt and output."""
     prompt, output = [4, 5, 11, 5], [0, 1, 0, 8]
-    rows = [params(**PENALTIES[name] | {"seed": seed}) for seed in range(NUM_DRAWS)]
+    rows = [params(**PENALTIES[name] | {"seed": seed}) for seed in range(num)]
     counts = PenaltyCounts(len(LOGITS), upload)
     made = open_rows([(row, prompt, output) for row in rows], counts)
-    positions = np.full(NUM_DRAWS, len(prompt) + len(output))
-    logits = torch.tensor(LOGITS).expand(NUM_DRAWS, -1)
+    positions = np.full(num, len(prompt) + len(output))
+    logits = torch.tensor(LOGITS).expand(num, -1)
     batch = build_batch(made, len(LOGITS), upload)
     tokens = sample(logits, batch, upload(positions), positions, counts).token_ids_R
     got = torch.bincount(tokens, minlength=len(LOGITS))

@@ -16,6 +16,7 @@ from ridgeline.step import Decodes, ScheduledRequest, StepFuture, StepPlan, Step
 from tests.fake_device import FakeFuture
 from tests.scheduler.rig import Rig, make_request
 from tests.simulated_world import World
+from tests.thinning import slow
 
 
 def what_it_says(plan: StepPlan) -> Decodes | None:
@@ -29,7 +30,7 @@ def what_it_says(plan: StepPlan) -> Decodes | None:
     return Decodes(tuple(e.request_id for e in rows), tuple(e.start for e in rows), opened)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(12), *slow(*range(12, 40))])
 def test_columns_say_what_the_rows_say(seed: int) -> None:
     world = World(seed)
     seen: list[bool] = []
@@ -106,7 +107,7 @@ def seen_with_drafts(seed: int, *, finds: bool) -> tuple[list[StepPlan], list[Re
 
 
 @pytest.mark.parametrize("finds", [True, False], ids=["looked_up", "of_a_model"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(12), *slow(*range(12, 40))])
 def test_drafts_are_planned_and_taken_as_the_long_way(
     seed: int, finds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +127,7 @@ def test_drafts_are_planned_and_taken_as_the_long_way(
 
 def test_worlds_draft_between_steps_that_do_not() -> None:
     turns = drafting = 0
-    for seed in range(20):
+    for seed in range(10):
         before = False
         for plan in seen_with_drafts(seed, finds=seed % 2 == 0)[0]:
             draft_tokens = any(entry.num_draft for entry in plan.scheduled)

@@ -112,7 +112,18 @@ def loaded_here(folder: Path, kind: type[Any] = Loaded) -> tuple[Any, Keeper]:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=kind), keeper
 
 
-@pytest.mark.parametrize(("name", "way"), ALL_WAYS)
+# Each is of a kind with one that is not among them.
+SELDOM = {
+    ("gpt2", "tokenizer.json"),
+    ("mistral", "tokenizer.model.v1"),
+    ("llama2-32000", "ggml-vocab-llama-spm.gguf"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [pytest.param(*pair, marks=pytest.mark.slow if pair in SELDOM else ()) for pair in ALL_WAYS],
+)
 def test_every_vocabulary_is_the_same_by_its_table(shared: Path, name: str, way: str) -> None:
     folder = folder_for(name, way)
     folder = folder / way if way.endswith(".gguf") else folder

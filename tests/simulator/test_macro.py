@@ -17,9 +17,11 @@ from ridgeline.simulator.workload import Arrival
 from ridgeline.step import Listener, StepPlan, StepRecord, StepResult
 from tests.scheduler.state import named, state_of
 from tests.simulator.worlds import LinearPricer, World, draw_world, single
+from tests.thinning import slow
 
 NUM_CASES = int(os.environ.get("RIDGELINE_TEST_MACRO_CASES", "500"))
 CASES_PER_TEST = 50
+FIRSTS = range(0, NUM_CASES, CASES_PER_TEST)
 
 
 class Diary(Listener):
@@ -89,7 +91,7 @@ def compare(world: World) -> SimulationReport:
     return leaps
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, CASES_PER_TEST))
+@pytest.mark.parametrize("first", [*FIRSTS[::3], *slow(*FIRSTS[1::3], *FIRSTS[2::3])])
 def test_leaps_equal_single_steps(first: int) -> None:
     num_leaps = num_preemptions = num_cached = 0
     for seed in range(first, first + CASES_PER_TEST):

@@ -35,6 +35,7 @@ from ridgeline.step import StepPricer, StepShape
 from tests.observe.priced import CONFIG, small_setup
 from tests.simulated_world import World as CheckedWorld
 from tests.simulator.worlds import LinearPricer, World, draw_world, single
+from tests.thinning import slow
 
 NUM_WORLDS = 12
 
@@ -60,8 +61,9 @@ def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kept_cache")
-def test_a_replay_decides_the_same(tmp_path: Path) -> None:
-    seeds = [seed for seed in range(60) if CheckedWorld(seed).case.policy == "fcfs"][:NUM_WORLDS]
+@pytest.mark.parametrize("num", [6, *slow(NUM_WORLDS)])
+def test_a_replay_decides_the_same(tmp_path: Path, num: int) -> None:
+    seeds = [seed for seed in range(60) if CheckedWorld(seed).case.policy == "fcfs"][:num]
     errors = aborts = empty = 0
     for seed in seeds:
         log = recorded_world(seed, tmp_path / f"{seed}.jsonl")

@@ -46,6 +46,7 @@ def best(machine: Machine, text: Text, in_flight: int) -> tuple[float, float]:
     return max(ran.values()), ran[0]
 
 
+@pytest.mark.every_pair
 @MACHINES
 @IN_FLIGHT
 @pytest.mark.parametrize("before", [COPIES, SOME], ids=["copies", "some"])
@@ -69,6 +70,7 @@ def test_never_slower_from_the_first_request_on(machine: Machine, in_flight: int
     assert ran.tokens_per_s >= 0.97 * off.tokens_per_s, (ran, "seed 3")
 
 
+@pytest.mark.every_pair
 @MACHINES
 @IN_FLIGHT
 @pytest.mark.parametrize("text", [COPIES, SOME, SELDOM_GOOD], ids=["copies", "some", "seldom"])
@@ -82,6 +84,7 @@ def test_good_drafts_are_checked(machine: Machine, in_flight: int, text: Text) -
     assert ran.tokens_per_s >= 0.95 * most, (ran, most, "seeds 4 to 6")
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.85])
 @IN_FLIGHT
 def test_drafts_of_a_small_model(in_flight: int, right: float) -> None:

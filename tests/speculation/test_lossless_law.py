@@ -30,6 +30,7 @@ from tests.speculation.table_models import (
     p_value,
     tables,
 )
+from tests.thinning import slow
 
 NUM_SAMPLES = 6_000
 LIMIT = 1e-4
@@ -249,7 +250,7 @@ def _one_too_far(samples: Samples, k: int) -> None:
     samples.__class__ = Samples
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", [*MUTANTS[::2], *slow(*MUTANTS[1::2])])
 def test_a_rule_that_is_not_quite_right_is_noticed(
     monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
@@ -264,7 +265,7 @@ def test_the_same_amount_does_not_accuse_the_right_rule() -> None:
     assert measured({}, general_step(), (2,), NUM_SAMPLES, likeness=0.2) > LIMIT
 
 
-@pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
+@pytest.mark.parametrize("name", ["repetition", "presence", *slow("frequency")])
 def test_penalties_that_do_not_see_the_drafts_are_noticed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -7,18 +7,24 @@ import random
 import re
 from functools import cache
 
+import pytest
+
+from tests.thinning import slow
 from tools import worlds
 
 DRAWS = 2_000
 NUMBERS = re.compile(r"\d+")
 
 
+amounts = pytest.mark.parametrize("num", [500, *slow(DRAWS)])  # of what takes long to draw
+
+
 @cache
-def drawn(task: str) -> list[tuple[str, str]]:
-    """Questions and answers, half of them from each split."""
+def drawn(task: str, num: int = DRAWS) -> list[tuple[str, str]]:
+    """Questions and answers, so many from each split."""
     rng = random.Random(11)
-    found = [worlds.problem(task, rng, "train") for _ in range(DRAWS)]
-    found += [worlds.problem(task, rng, "test") for _ in range(DRAWS)]
+    found = [worlds.problem(task, rng, "train") for _ in range(num)]
+    found += [worlds.problem(task, rng, "test") for _ in range(num)]
     return [(p.messages[-1].content, p.answer) for p in found]
 
 
@@ -154,20 +160,22 @@ def table_answer(text: str) -> str | None:
     return rows.get(asked.group(1)) if rows and asked else None
 
 
-def test_lookup_has_one_answer_and_it_is_in_the_text() -> None:
+@amounts
+def test_lookup_has_one_answer_and_it_is_in_the_text(num: int) -> None:
     num_tables = 0
-    for text, answer in drawn("lookup"):
+    for text, answer in drawn("lookup", num):
         in_table = table_answer(text)
         if in_table is not None:
             num_tables += 1
             assert answer == in_table, text
         else:
             assert possible_answers(text) == {bare(answer)}, text
-    assert 0 < num_tables < DRAWS
+    assert 0 < num_tables < num
 
 
-def test_lookup_has_short_and_long_passages() -> None:
-    lengths = sorted(len(text) for text, _ in drawn("lookup"))
+@amounts
+def test_lookup_has_short_and_long_passages(num: int) -> None:
+    lengths = sorted(len(text) for text, _ in drawn("lookup", num))
     assert lengths[0] < 150
     assert lengths[-1] > 3_500
     assert lengths[len(lengths) // 2] < 1_200
@@ -218,9 +226,10 @@ def kind_asked(question: str) -> str:
     return "list" if re.search(r"list of|write down", question) else "box"
 
 
-def test_records_are_answered_word_for_word() -> None:
+@amounts
+def test_records_are_answered_word_for_word(num: int) -> None:
     kinds = set()
-    for text, answer in drawn("records"):
+    for text, answer in drawn("records", num):
         lines = [line for line in text.split("\n") if line.endswith("?") or "Tell me" in line]
         (question,) = {line.removeprefix("Question: ") for line in lines}
         kind = kind_asked(question)
@@ -230,7 +239,8 @@ def test_records_are_answered_word_for_word() -> None:
     assert kinds == set(STANDS)
 
 
-def test_records_are_longer_than_a_word() -> None:
-    lengths = sorted(len(answer) for _, answer in drawn("records"))
+@amounts
+def test_records_are_longer_than_a_word(num: int) -> None:
+    lengths = sorted(len(answer) for _, answer in drawn("records", num))
     assert lengths[0] >= 14
     assert lengths[len(lengths) // 2] > 40
