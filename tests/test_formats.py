@@ -38,7 +38,7 @@ def test_off_asks_for_nothing() -> None:
     ("text", "says"),
     [
         (
-            "draft_token",
+            "draft",
             r"unknown speculate 'draft'; choose auto, off, ngram\[:K\], .*draft:MODEL\[:K\]",
         ),
         ("", "unknown speculate"),

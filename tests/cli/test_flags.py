@@ -90,7 +90,7 @@ def test_bad_byte_sizes_are_refused(text: str) -> None:
     ("text", "says"),
     [
         ("synthetic:0.7", "to measure the engine"),
-        ("draft_token", "auto, off, ngram"),
+        ("draft", "auto, off, ngram"),
         ("ngram:0", "1 .."),
     ],
 )

@@ -33,7 +33,7 @@ def kernel(kind: str, name: str) -> Callable[..., Any]:
         pytest.importorskip("triton")
     place, end = {
         "reference": (file, "_reference"),
-        "native": (f"cpu.{file}", ""),
+        "native": ("cpu.drafts", ""),
         "triton": (f"{file}_triton", "_triton"),
     }[kind]
     found: Callable[..., Any] = getattr(import_module(f"ridgeline.kernels.{place}"), name + end)
