@@ -38,8 +38,8 @@ def test_off_asks_for_nothing() -> None:
     ("text", "says"),
     [
         (
-            "draft",
-            r"unknown speculate 'draft'; choose auto, off, ngram\[:K\], .*draft:MODEL\[:K\]",
+            "drafts",
+            r"unknown speculate 'drafts'; choose auto, off, ngram\[:K\], .*draft:MODEL\[:K\]",
         ),
         ("", "unknown speculate"),
         ("auto:3", "takes no number"),

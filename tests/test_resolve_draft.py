@@ -135,7 +135,7 @@ def test_what_is_asked_for(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculate": "draft"}, "choose auto, off, ngram"),
+        ({"speculate": "drafts"}, "choose auto, off, ngram"),
         ({"speculate": "ngram:17"}, "1 .. 16"),
         ({"speculate": "early:32"}, "has 32 layers; draft with fewer"),
         ({"speculate": "ngram", "deterministic": True}, "deterministic.*or use speculate off"),

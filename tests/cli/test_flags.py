@@ -90,7 +90,7 @@ def test_bad_byte_sizes_are_refused(text: str) -> None:
     ("text", "says"),
     [
         ("synthetic:0.7", "to measure the engine"),
-        ("draft", "auto, off, ngram"),
+        ("drafts", "auto, off, ngram"),
         ("ngram:0", "1 .."),
     ],
 )
