@@ -122,7 +122,7 @@ def add_arguments(parser: Parser) -> None:
         "--price-per-hour",
         type=float,
         metavar="P",
-        help="what the devices cost an hour, in your currency: puts money on the receipts that "
+        help="what the devices cost an hour, in your currency: puts money on the costs that "
         "requests with include_cost get",
     )
     where.add_argument(

@@ -42,7 +42,7 @@ class RequestCost:
 
 
 class RequestCosts:
-    """Writes receipts for those who asked, and one for all others together; a follower of the
+    """Writes request costs for those who asked, and one for all others together; a follower of the
     pricing. Steps without anyone who asked cost one look each."""
 
     def __init__(self, pricer: Pricer) -> None:
@@ -53,7 +53,7 @@ class RequestCosts:
         self._per_flop_s, self._per_byte_s = 1.0 / limits.flops, 1.0 / limits.bytes
 
     def ask(self, request_id: str) -> None:
-        """Keep a receipt for this request, until `close`."""
+        """Keep the costs for this request, until `close`."""
         self._open[request_id] = RequestCost()
 
     def get(self, request_id: str) -> RequestCost | None:

@@ -90,7 +90,7 @@ class ServeConfig:
     requests are there alone. `served_model_name` is what clients put into `model` (the
     model's own name when None). Keys come one a line from `api_key_file`, or from the environment
     variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
-    by. `price_per_hour` of all the engine's devices, in any currency, puts money on receipts.
+    by. `price_per_hour` of all the engine's devices, in any currency, puts money on request costs.
     `access_log`: a line for each request; `log_format`: one of ridgeline.log.FORMATS. Traces go to
     the OpenTelemetry collector at `otlp_endpoint`. With `tripwire` a process that serves ends when
     it does what it never should (ridgeline.server.tripwire).

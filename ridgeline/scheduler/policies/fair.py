@@ -2,8 +2,8 @@
 
 Start-time fair queueing over tenants: each has a tag, the seconds of steps that it was charged
 with, divided by its weight, and the smallest tag is served first. A step's price is split over its
-rows as receipts split it: what all rows use together by tokens, and what the context costs by the
-tokens that were read again. Without prices a token stands for a second.
+rows as request costs split it: what all rows use together by tokens, and what the context costs by
+the tokens that were read again. Without prices a token stands for a second.
 
 A tenant that begins to wait is lifted to the smallest tag of those who wait, or, where nobody does
 and so nobody lacks anything, to the largest of all: time in which it asked for nothing is no
