@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from ridgeline.clock import Rng
 from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.formats import read_speculate
@@ -17,7 +18,7 @@ from ridgeline.simulator.executor import Answer, Speculation
 from ridgeline.simulator.options import Machine, Options
 from ridgeline.simulator.replica import Job
 from ridgeline.simulator.report import RequestTimeline, StepSample, Summary
-from ridgeline.simulator.simulation import Rng, Simulation, SimulationReport
+from ridgeline.simulator.simulation import Simulation, SimulationReport
 from ridgeline.speculation.report import rows_taken
 from ridgeline.step import StepPricer
 

@@ -1,4 +1,5 @@
-"""What time is it? Time is an argument: nothing below `engine` asks the system itself."""
+"""What time is it, and what does chance decide? Both are arguments: nothing below `engine` asks the
+system itself."""
 
 from __future__ import annotations
 
@@ -31,3 +32,15 @@ class VirtualClock:
 
     def advance_to(self, when: float) -> None:
         self._now = max(self._now, when)
+
+
+class Rng(Protocol):
+    """The part of random.Random that is used: chance comes from outside, as time does."""
+
+    def random(self) -> float: ...
+
+    def randrange(self, stop: int, /) -> int: ...
+
+    def randint(self, a: int, b: int, /) -> int: ...
+
+    def gammavariate(self, alpha: float, beta: float, /) -> float: ...

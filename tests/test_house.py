@@ -14,7 +14,7 @@ from tests.test_architecture import PACKAGE, dotted, modules, nodes, of_ours, tr
 # Lines of Python, C++ and CUDA of each room; "" are the modules beside the rooms. What is meant
 # are 66,000 in all, 320 files and 30 protocols: each change lowers these numbers.
 MAX_LINES = {
-    "": 5_340,
+    "": 5_350,  # the one Rng of planner, simulator and router
     "architectures": 3_980,
     "attention": 1_690,
     "benchmark": 1_150,
@@ -32,18 +32,18 @@ MAX_LINES = {
     "loader": 2_970,
     "measure": 2_910,
     "observe": 2_775,
-    "planner": 1_320,
+    "planner": 1_305,
     "quantization": 2_815,
-    "router": 155,
+    "router": 150,
     "sampling": 900,
     "scheduler": 3_515,
     "server": 8_620,
-    "simulator": 1_940,
+    "simulator": 1_910,
     "speculation": 2_470,
     "text": 2_105,
 }
 MAX_FILES = 409  # of Python
-MAX_PROTOCOLS = 40
+MAX_PROTOCOLS = 36
 MAX_FUNCTION_LINES = 80
 LONGER = {  # that are to be made shorter, not longer
     "ridgeline.build.build": 118,

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf, log
-from typing import Protocol
 
+from ridgeline.clock import Rng
 from ridgeline.cost.captured import mixed_tokens
 from ridgeline.planner.estimate import Estimate
 from ridgeline.planner.question import ATTAINMENT, Question
@@ -25,18 +25,6 @@ from ridgeline.simulator.workload import Lengths, Workload, generate
 
 LEAST_REQUESTS, MOST_REQUESTS = 120, 500  # that count
 LEAST_WARM_UP = 20
-
-
-class Rng(Protocol):
-    """The part of random.Random that workloads and simulations use."""
-
-    def random(self) -> float: ...
-
-    def randrange(self, stop: int, /) -> int: ...
-
-    def gammavariate(self, alpha: float, beta: float, /) -> float: ...
-
-    def randint(self, a: int, b: int, /) -> int: ...
 
 
 RngMaker = Callable[[], Rng]  # each call begins the same sequence

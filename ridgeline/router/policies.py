@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ridgeline.clock import Rng
 from ridgeline.errors import RidgelineError, check
 
 
@@ -97,12 +98,6 @@ class PrefixAware:
 
     def _is_overloaded(self, num_requests: int, least: int) -> bool:
         return num_requests > self.max_ratio * least and num_requests - least >= self.min_excess
-
-
-class Rng(Protocol):
-    """The part of random.Random that routers use."""
-
-    def randrange(self, stop: int, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
-from ridgeline.clock import VirtualClock
+from ridgeline.clock import Rng, VirtualClock
 from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import ConfigError
 from ridgeline.request import record
 from ridgeline.speculation.price import Drafter, Target
 from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
-
-
-class Rng(Protocol):
-    """The part of random.Random that drafts are accepted by."""
-
-    def random(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

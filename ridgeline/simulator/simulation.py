@@ -14,9 +14,9 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ridgeline.clock import VirtualClock
+from ridgeline.clock import Rng, VirtualClock
 from ridgeline.cost.pricer import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS
@@ -39,14 +39,6 @@ from ridgeline.step import Listener, StepPricer
 __all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
 
 JournalOf = Callable[[int, Scheduler], Listener]  # of a replica, by its number
-
-
-class Rng(Protocol):
-    """The part of random.Random that a simulation uses: for the router and for drafts."""
-
-    def random(self) -> float: ...
-
-    def randrange(self, stop: int, /) -> int: ...
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Protocol
 
+from ridgeline.clock import Rng
 from ridgeline.errors import ConfigError
 
 HASH_BLOCK_TOKENS = 512  # tokens that one entry of Arrival.prefix_hashes stands for
@@ -15,16 +15,6 @@ MAX_REQUESTS = 10_000_000
 MAX_LENGTH = 1 << 30
 FRESH_TOKEN = 1 << 40  # ids from here on belong to one prompt alone
 DEFAULT_CV = 3.0  # of bursty gaps: standard deviation over mean
-
-
-class Rng(Protocol):
-    """The part of random.Random that workloads use."""
-
-    def random(self) -> float: ...
-
-    def gammavariate(self, alpha: float, beta: float, /) -> float: ...
-
-    def randint(self, a: int, b: int, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
