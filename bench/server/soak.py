@@ -5,9 +5,9 @@
 Each MODEL has a server of its own with the default settings, in float32, with one compute thread,
 and callers that never pause. A caller asks for one of some dozens of answers, whole or streamed,
 whose text is known: the server said it alone, at the beginning. One in five leaves in the middle.
-Every `--fault-every` seconds the engine process is stopped for five seconds, or, each fourth time,
-killed; requests that then end with an error that says "try again" are counted, anything else is a
-fault. Memory is read from /proc each second: all that a process has for itself but pages of files,
+Every `--fault-every` seconds the engine process is stopped for five seconds, or, each fourth time
+of the first half, killed: the last life is then long enough to tell warm-up from growth. Requests
+that end with an error that says "try again" are counted, anything else is a fault. Memory is read from /proc each second: all that a process has for itself but pages of files,
 which are its own or not as other processes come and go. The slope is that of the straight line
 through a life's values over the requests that had ended, from the warm-up on (`--warm` seconds from
 its start); lives count by their requests.
@@ -218,7 +218,7 @@ class Soak:
             await asyncio.sleep(self.args.fault_every or inf)
             if (pid := self._pids().get("engine")) is None:
                 continue
-            if number % KILL_EACH:
+            if number % KILL_EACH or time.monotonic() - self.since > 30 * self.args.minutes:
                 os.kill(pid, signal.SIGSTOP)
                 await asyncio.sleep(STOPPED_S)
                 os.kill(pid, signal.SIGCONT)
