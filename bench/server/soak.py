@@ -7,10 +7,11 @@ and callers that never pause. A caller asks for one of some dozens of answers, w
 whose text is known: the server said it alone, at the beginning. One in five leaves in the middle.
 Every `--fault-every` seconds the engine process is stopped for five seconds, or, each fourth time
 of the first half, killed: the last life is then long enough to tell warm-up from growth. Requests
-that end with an error that says "try again" are counted, anything else is a fault. Memory is read from /proc each second: all that a process has for itself but pages of files,
-which are its own or not as other processes come and go. The slope is that of the straight line
-through a life's values over the requests that had ended, from the warm-up on (`--warm` seconds from
-its start); lives count by their requests.
+that end with an error that says "try again" are counted, anything else is a fault.
+Memory is read from /proc each second: all that a process has for itself but pages of files, which
+are its own or not as other processes come and go. The slope is that of the straight line through a
+life's values over the requests that had ended, from the warm-up on (`--warm` seconds from its
+start); lives count by their requests.
 """
 
 from __future__ import annotations
