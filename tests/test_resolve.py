@@ -264,7 +264,7 @@ def test_deterministic_says_what_it_does_without() -> None:
     plain, without = done(LLAMA_8B, FakeDevice("cuda:0", 80 * GB))
     assert (resolved.deterministic, plain.deterministic) == (True, False)
     (said,) = (d for d in resolved.decisions if d.field == "deterministic")
-    assert "any company" in said.because
+    assert "any batch" in said.because
     assert not any(d.field == "deterministic" for d in plain.decisions)
     assert memory == without
 
