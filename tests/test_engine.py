@@ -49,6 +49,11 @@ def test_tokens_are_right_in_every_world(part: int) -> None:
     print(f"{done} steps, seeds {part * 1_000_000} to {seed - 1}")
 
 
+def test_a_block_that_is_copied_is_not_handed_out_while_the_copy_may_run() -> None:
+    """Another row gave it back in the plan that copies it: a world in which that happens."""
+    run_seed(421, 300)
+
+
 def test_the_worlds_were_eventful() -> None:
     """Silence would prove nothing: everything that can happen has happened."""
     if COUNTS["arrived"] < 5000:

@@ -121,6 +121,7 @@ class BlockManager:
         self._tenant: bytes | None = None  # the only one so far
         self._shares: CacheShares | None = None  # from the second tenant on
         self._last_completed = 0  # this step and all before it are over
+        self._read_in: dict[int, int] = {}  # held blocks that a copy is made of: the last such step
         # By step that is to fill them, the oldest first: rows, and their blocks that were named.
         self._published_early: dict[int, list[tuple[str, list[int]]]] = {}
         self._unnamed: list[tuple[int, Request, int, int]] = []  # step, whose, first and last + 1
@@ -450,6 +451,8 @@ class BlockManager:
         source, (target,) = table[index], self._take(1, request.tenant)
         table[index] = target
         self._release(source, step_id)  # this very step reads it
+        if self._ref_count[source]:  # and so does it if another row gives it back in this very plan
+            self._read_in[source] = step_id
         return BlockCopy(request.request_id, group, index, source, target)
 
     def _meet(self, tenant: bytes) -> None:
@@ -497,6 +500,8 @@ class BlockManager:
         self._ref_count[block] = count
         if count:
             return
+        if self._read_in:
+            in_flight = max(in_flight, self._read_in.pop(block, 0))
         if in_flight <= self._last_completed:
             self._put_free(block)
         else:
