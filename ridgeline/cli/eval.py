@@ -70,7 +70,9 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--data", metavar="FILE", help="perplexity of this text (UTF-8, perhaps gzipped) as well"
     )
-    group.add_argument("--draft", metavar="MODEL", help="how well does this one draft the answers?")
+    group.add_argument(
+        "--draft", metavar="MODEL", help="how many of the answers' tokens does this one draft?"
+    )
     group.add_argument(
         "--show",
         type=whole(0),

@@ -87,7 +87,7 @@ def evaluate(
             say(f"perplexity of {name}: {sum(w.num_scored for w in found)} tokens")
             rows += perplexity_rows(name, score(llm, found, progress=progress))
     if draft is not None and not answered:
-        say("there are no answers for the draft to draft; choose a task that has some")
+        say("there are no answers to draft; choose a task that has some")
     elif draft is not None:
         rows += _agreement(llm, draft, answered, progress, say)
     return Report(tuple(rows), skipped, tuple(answered))

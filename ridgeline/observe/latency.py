@@ -1,4 +1,5 @@
-"""How long do users wait? Queue, first token, between tokens and the whole, per request."""
+"""How long do users wait? Queue, first token, between tokens and the whole, per request;
+and how much comes in and goes out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Where did each request's time go? Every moment between its arrival and its end is put to one of
-six accounts, so that they sum to its latency."""
+six parts, so that they sum to its latency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Is this body one clean JSON object? Stricter than the standard library, and bounded.
+"""How is a body read, and is it one clean JSON object? Stricter than the standard library, with a
+bound.
 
 msgspec would be faster but takes the last of two equal keys; two readers that disagree on which
 key counts are a way past a filter, so duplicates are refused here.

@@ -83,7 +83,7 @@ def test_a_draft_without_answers_to_draft_is_said(cli: Cli, chatty: Path) -> Non
     code, out, err = cli("eval", chatty, *argv, "--draft", chatty, "--json")
     assert code == 0
     assert {row["task"] for row in json.loads(out)["rows"]} == {"held-out stories"}
-    assert "no answers for the draft to draft" in err
+    assert "no answers to draft" in err
 
 
 @pytest.mark.parametrize("packed", [False, True])
