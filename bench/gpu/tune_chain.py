@@ -168,8 +168,8 @@ class Step:
         """Of one replay, captured anew with the table as it is now."""
         bucket = next(b for b in self.graphs.buckets if b >= self.rows)
         self.graphs._graphs.clear()
-        self.graphs.prepare(bucket, Sampling.GREEDY)
-        replay = self.graphs._graphs[bucket, Sampling.GREEDY]
+        self.graphs.prepare(bucket, 0, Sampling.GREEDY)
+        replay = self.graphs._graphs[bucket, 0, Sampling.GREEDY]
         self.graphs._sent.copy_(self.sent)
         return replayed(replay, self.hold_s)
 

@@ -1,17 +1,17 @@
-r"""What does it cost, and what does it bring, that logits are float32? Two source trees in turns.
+r"""What does a change of the source cost or bring? Two trees in turns on one machine.
 
-    PYTHONPATH=. python3 bench/gpu/logits_float32.py --before FOLDER --json out.json
+    PYTHONPATH=. python3 bench/two_trees.py --before FOLDER --json out.json
 
 FOLDER has the package `ridgeline` as it was, with or without the bundled models' weights. Of each
-model (shapes of known ones, random weights) one process of each tree stays loaded; they decode the
-same batches one after the other, so that a slow minute of the machine meets both. A step's time is
-the median of a run, `ratio` the median of after / before over the rounds. `bench/ties.py` counts
-answers with each tree. On a CPU, small:
+model (shapes of known ones, random weights) one process of each tree stays loaded; both do the same
+work one after the other, so that a slow minute of the machine meets both. Work is "8": the decode
+steps of 8 requests; "8:1": at temperature 1; "p512": one prompt of 512 tokens; "m64": 64 requests
+of mixed lengths. The time is the median step, the first token, or the whole; `ratio` is the median
+of after / before over the rounds, `cpu_ratio` that of processor time, which other programs disturb
+less. On a CPU, small:
 
-    PYTHONPATH=. python bench/gpu/logits_float32.py --before FOLDER --device cpu \
-        --models demo:chat llama-1b --layers 2 --runs 1 8 --json out.json
-
-`cpu_ratio` compares processor time there, which other programs disturb less.
+    PYTHONPATH=. python bench/two_trees.py --before FOLDER --device cpu --dtype float32 \
+        --models demo:chat llama-1b --layers 2 --runs 1 8 p128 --json out.json
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import IO, Any
 
 from ridgeline import demo
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -80,10 +80,12 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 2304
+MIXED = 32, 512  # tokens of a prompt and of an answer in mixed work: the least, the most
 FIRST = 6  # steps that do not count
 ANSWER = "ANSWER "  # begins the lines that a worker answers with
-Run = tuple[int, float]  # requests, temperature
+DECODE, PROMPT, MIX = "", "p", "m"
+Run = tuple[str, int, float]  # what, requests or tokens, temperature
 Pair = tuple[dict[str, Any], dict[str, Any]]  # of a round: before, after
 
 
@@ -103,10 +105,10 @@ def work(args: argparse.Namespace) -> None:
     """Load the model, then answer each line (batch, temperature) with what a step took."""
     from bench.adapter import RidgelineEngine
 
-    options: dict[str, Any] = {"device": args.device, "dtype": "bfloat16", "speculate": "off"}
+    options: dict[str, Any] = {"device": args.device, "dtype": args.dtype, "speculate": "off"}
     if Path(args.work).name in SHAPES:
         options |= {"load_format": "random"}
-    most = max(run[0] for run in args.runs)
+    most = max([number for what, number, _ in args.runs if what != PROMPT], default=1)
     options |= {"max_num_seqs": most, "max_model_len": MAX_MODEL_LEN}
     options |= {"num_blocks": max(most * args.blocks_each, MAX_MODEL_LEN // 16) + 1}
     engine = RidgelineEngine(args.work, **options)
@@ -114,33 +116,44 @@ def work(args: argparse.Namespace) -> None:
     print(ANSWER + json.dumps({"package": str(Path(sys.modules["ridgeline"].__file__ or ""))}))
     sys.stdout.flush()
     for line in sys.stdin:
-        batch, temperature = json.loads(line)
-        rng = random.Random(batch)
-        asked = [
-            Asked(
-                [rng.randrange(3, vocab_size) for _ in range(args.prompt_len)],
-                args.steps,
-                temperature,
-            )
-            for _ in range(batch)
-        ]
+        what, number, temperature = json.loads(line)
+        asked = requests((what, number, temperature), vocab_size, args)
         engine.reset_prefix_cache()
         used = time.process_time()
         result = engine.run(asked)
         used = time.process_time() - used
-        whole = [when for when, tokens in result.steps if tokens == batch][FIRST:]
-        steps = [b - a for a, b in pairwise(whole)]
-        answer = {"step_s": statistics.median(steps), "cpu_s": used / len(result.steps)}
-        print(ANSWER + json.dumps(answer), flush=True)
+        seconds = result.wall
+        if what == DECODE:
+            whole = [when for when, tokens in result.steps if tokens == number][FIRST:]
+            seconds = statistics.median([b - a for a, b in pairwise(whole)])
+            used /= len(result.steps)
+        print(ANSWER + json.dumps({"s": seconds, "cpu_s": used}), flush=True)
+
+
+def requests(run: Run, vocab_size: int, args: argparse.Namespace) -> list[Asked]:
+    """The same of both trees."""
+    what, number, temperature = run
+    rng = random.Random(number)
+
+    def one(prompt: int, out: int) -> Asked:
+        ids = [rng.randrange(3, vocab_size) for _ in range(prompt)]
+        return Asked(ids, out, temperature)
+
+    if what == PROMPT:
+        return [one(number, 1)]
+    if what == MIX:
+        return [one(rng.randint(*MIXED), rng.randint(*MIXED)) for _ in range(number)]
+    return [one(args.prompt_len, args.steps) for _ in range(number)]
 
 
 class Worker:
     def __init__(self, tree: Path | None, model: str, args: argparse.Namespace) -> None:
         paths = [str(ROOT)] if tree is None else [str(tree), str(ROOT)]
+        paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         command = [sys.executable, __file__, "--work", model, "--device", args.device]
         command += ["--steps", str(args.steps), "--blocks-each", str(args.blocks_each)]
-        command += ["--prompt-len", str(args.prompt_len)]
-        command += ["--runs", *(f"{batch}:{hot}" for batch, hot in args.runs)]
+        command += ["--prompt-len", str(args.prompt_len), "--dtype", args.dtype]
+        command += ["--runs", *(f"{what}{number}:{hot}" for what, number, hot in args.runs)]
         self.process = subprocess.Popen(
             command,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
@@ -158,9 +171,9 @@ class Worker:
                     return told
         raise SystemExit(f"a worker ended with code {self.process.wait()}")
 
-    def run(self, batch: int, temperature: float) -> dict[str, Any]:
+    def run(self, run: Run) -> dict[str, Any]:
         if self.process.stdin is not None:
-            self.process.stdin.write(json.dumps([batch, temperature]) + "\n")
+            self.process.stdin.write(json.dumps(run) + "\n")
             self.process.stdin.flush()
         return self.answer()
 
@@ -199,19 +212,19 @@ def measure(workers: tuple[Worker, Worker], run: Run, rounds: int) -> list[Pair]
     found: list[Pair] = []
     for index in range(rounds + 1):  # the first one compiles and captures
         if index % 2:
-            before = workers[0].run(*run)
-            after = workers[1].run(*run)
+            before = workers[0].run(run)
+            after = workers[1].run(run)
         else:
-            after = workers[1].run(*run)
-            before = workers[0].run(*run)
+            after = workers[1].run(run)
+            before = workers[0].run(run)
         if index:
             found.append((before, after))
     return found
 
 
 def row_of(name: str, run: Run, pairs: Sequence[Pair]) -> dict[str, Any]:
-    row = {"model": name, "batch": run[0], "temperature": run[1]}
-    for key, ratio in (("step_s", "ratio"), ("cpu_s", "cpu_ratio")):
+    row: dict[str, Any] = {"model": name, "work": f"{run[0]}{run[1]}", "temperature": run[2]}
+    for key, ratio in (("s", "ratio"), ("cpu_s", "cpu_ratio")):
         before, after = ([told[key] for told in side] for side in zip(*pairs, strict=True))
         ratios = [b / a for a, b in zip(before, after, strict=True)]
         row |= {
@@ -227,36 +240,10 @@ def row_of(name: str, run: Run, pairs: Sequence[Pair]) -> dict[str, Any]:
 def line_of(row: Mapping[str, Any]) -> str:
     low, high = row["ratios"][len(row["ratios"]) // 4], row["ratios"][-1 - len(row["ratios"]) // 4]
     return (
-        f"{row['model']:14} batch {row['batch']:3} t {row['temperature']:.0f}"
-        f"  before {row['before_step_s'] * 1e6:9.1f} us  after {row['after_step_s'] * 1e6:9.1f} us"
+        f"{row['model']:14} {row['work']:5} t {row['temperature']:.0f}"
+        f"  before {row['before_s'] * 1e6:9.1f} us  after {row['after_s'] * 1e6:9.1f} us"
         f"  ratio {row['ratio']:.4f} ({low:.4f} .. {high:.4f})  cpu {row['cpu_ratio']:.4f}"
     )
-
-
-def count_ties(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What `bench/ties.py` counts with each tree."""
-    found: dict[str, Any] = {}
-    for label, tree in (("before", args.before), ("after", None)):
-        paths = [str(ROOT)] if tree is None else [str(tree), str(ROOT)]
-        out = folder / f"{label}.json"
-        command = [sys.executable, str(ROOT / "bench/ties.py"), "--device", args.device]
-        command += ["--model", demo.located(demo.DEFAULT), "--label", label, "--json", str(out)]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        ended = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=False)
-        found[label] = json.loads(out.read_text()) if ended.returncode == 0 else None
-    return found
-
-
-def ties_lines(found: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for label, told in found.items():
-        if told is None:
-            lines.append(f"ties {label}: FAILED")
-            continue
-        changed = ", ".join(f"{way} {count}" for way, count in told["changed"].items())
-        lines.append(f"ties {label:6}: of {told['answers']} answers changed: {changed};"
-                     f" equal at {told['equal_places']} of {told['places']} places")  # fmt: skip
-    return lines
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -270,9 +257,10 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def one_run(text: str) -> Run:
-    """8 or, at a temperature, 8:1."""
-    batch, _, temperature = text.partition(":")
-    return int(batch), float(temperature or 0)
+    """8 or, at a temperature, 8:1; p512; m64."""
+    number, _, temperature = text.partition(":")
+    what = number[0] if number[0] in (PROMPT, MIX) else DECODE
+    return what, int(number.removeprefix(what)), float(temperature or 0)
 
 
 def main() -> None:
@@ -282,16 +270,18 @@ def main() -> None:
     add = parser.add_argument
     add("--before", type=Path, help="folder with the other package")
     add("--models", nargs="+", default=["llama-3.1-8b", "qwen3-0.6b"])
-    usual = [one_run(text) for text in ("1", "8", "32", "256", "256:1")]
-    add("--runs", nargs="+", type=one_run, default=usual, metavar="BATCH[:TEMPERATURE]")
-    add("--prompt-len", type=int, default=16)
+    usual = [
+        one_run(text) for text in ("1", "8", "32", "128", "256", "256:1", "p512", "p2048", "m64")
+    ]
+    add("--runs", nargs="+", type=one_run, default=usual, metavar="WORK[:TEMPERATURE]")
+    add("--prompt-len", type=int, default=128)
     add("--steps", type=int, default=96)
     add("--rounds", type=int, default=7)
     add("--starts", type=int, default=1, help="of both processes: where memory lies differs")
     add("--layers", type=int, help="fewer of them, for a try")
     add("--blocks-each", type=int, default=16, help="of the cache, for a request")
     add("--device", default="cuda")
-    add("--no-ties", action="store_true")
+    add("--dtype", default="bfloat16")
     add("--json", type=Path)
     add("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -303,14 +293,12 @@ def main() -> None:
     record = environment(args.device)
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
-        record["ties"] = {} if args.no_ties else count_ties(args, folder)
-        print("\n".join(ties_lines(record["ties"])), flush=True)
-        record["steps"] = []
+        record["rows"] = []
         for name in args.models:
-            record["steps"] += compare(name, folder, args)
+            record["rows"] += compare(name, folder, args)
             if args.json:
                 args.json.write_text(json.dumps(record, indent=1) + "\n")
-    print("\n".join([*ties_lines(record["ties"]), *map(line_of, record["steps"])]))
+    print("\n".join([*map(line_of, record["rows"])]))
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
