@@ -17,7 +17,8 @@ import numpy as np
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import InternalError, check
 from ridgeline.executor.batch import BatchBuilder, RowMissing, SamplingRows, StepBatch
-from ridgeline.executor.draft_graphs import DraftGraphs, RowDraws, VerifyStep
+from ridgeline.executor.decode_graphs import CapturedStep, RowDraws
+from ridgeline.executor.draft_graphs import DraftGraphs
 from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST
 from ridgeline.executor.rows import PADDING_ROW, Row, Rows
 from ridgeline.executor.transfer import Array, Transfer
@@ -71,7 +72,7 @@ class DraftBatch:
     first new token of each row stands, or behind that. `missed`: tokens that a draft model has not
     seen and needs to."""
 
-    step: VerifyStep
+    step: CapturedStep
     rows: DraftRows
     limits: list[int]
     least_positions: Array
@@ -153,7 +154,7 @@ class DraftBatchBuilder(BatchBuilder):
         if kept.kept.batch.banned_until is not None:
             slack = self._max_draft_tokens if self.num_unsure else 0
             least = np.array(decodes.starts, np.int64) + (1 - slack)
-        return DraftBatch(VerifyStep(num, 0, kept.sent_XB), kept, kept.limits, least, None)
+        return DraftBatch(CapturedStep(num, kept.sent_XB), kept, kept.limits, least, None)
 
     # ------------------------------------------------------------------ one token, and drafts
 
@@ -177,7 +178,7 @@ class DraftBatchBuilder(BatchBuilder):
         least = _NOT_ASKED
         if kept.kept.batch.banned_until is not None:
             least = np.array([entry.start + 1 - slack for entry in scheduled], np.int64)
-        step = VerifyStep(num, k, kept.sent_XB)
+        step = CapturedStep(num, kept.sent_XB, k)
         return DraftBatch(step, kept, limits, least, missed)
 
     def _enter_blocks(

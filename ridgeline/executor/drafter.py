@@ -14,16 +14,11 @@ import numpy as np
 import torch
 
 from ridgeline.attention.layout import ForwardBatch
-from ridgeline.devices import Device
-from ridgeline.executor.device_rows import DeviceTables
+from ridgeline.executor.decode_graphs import BEFORE_IDS, Answer, OnDevice, Sampling
 from ridgeline.executor.draft_batch import DraftBatch, DraftBatchBuilder
-from ridgeline.executor.draft_graphs import BEFORE_IDS, DraftGraphs, Verification, Verified
+from ridgeline.executor.draft_graphs import DraftGraphs
 from ridgeline.executor.future import Answers
 from ridgeline.executor.mixed_graphs import MixedStep
-from ridgeline.executor.rows import Rows
-from ridgeline.executor.transfer import Transfer
-from ridgeline.kvcache import KVCache
-from ridgeline.layers.decoder import Decoder
 from ridgeline.sampling.batch import LogprobRows
 from ridgeline.speculation.contract import DraftMethod
 from ridgeline.speculation.verify import VerifiedRun, verify_run
@@ -41,12 +36,7 @@ class Drafting:
 class DraftRunner:
     def __init__(
         self,
-        decoder: Decoder,
-        kv: KVCache,
-        rows: Rows,
-        tables: DeviceTables,
-        transfer: Transfer,
-        device: Device,
+        shared: OnDevice,
         *,
         method: DraftMethod,
         max_rows: int,
@@ -54,28 +44,18 @@ class DraftRunner:
         block_size: int,
     ) -> None:
         self.method = method
-        self._rows, self._transfer = rows, transfer
-        self._decoder, self._kv = decoder, kv
+        self._rows, self._transfer = shared.rows, shared.transfer
+        self._decoder, self._kv = shared.decoder, shared.kv
         self._untaken: tuple[torch.Tensor, ForwardBatch, torch.Tensor] | None = None
-        self._vocab_size = decoder.spec.vocab_size
+        self._vocab_size = self._decoder.spec.vocab_size
         self._always = not method.looks_ahead
-        self._is_on_host = decoder.device.type == "cpu"
-        self.graphs = DraftGraphs(
-            decoder,
-            kv,
-            rows,
-            tables,
-            transfer,
-            device,
-            method=method,
-            max_rows=max_rows,
-            max_tokens=max_tokens,
-        )
+        self._is_on_host = self._decoder.device.type == "cpu"
+        self.graphs = DraftGraphs(shared, method=method, max_rows=max_rows, max_tokens=max_tokens)
         self.builder = DraftBatchBuilder(
-            rows,
+            self._rows,
             block_size,
             self._vocab_size,
-            transfer,
+            self._transfer,
             self.graphs,
             needs_tokens=method.needs_tokens,
             max_draft_tokens=method.max_draft_tokens,
@@ -106,22 +86,22 @@ class DraftRunner:
             self.method.make_room(len(history.lens_N))
             self.method.take_states(*untaken, history)
 
-    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, Verified]:
+    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, Answer]:
         """One step: each row's answer [R, Y], which the next step overwrites."""
         if batch.missed is not None:
             self.method.follow(batch.missed)
         rows, num_draft_tokens = batch.rows, batch.step.num_draft_tokens
         sampling = rows.kept.batch
         is_drawn = sampling.is_drawn_at(batch.least_positions)
-        verification = Verification.LOGITS
         if is_drawn and sampling.filters is None:
-            verified = self.graphs.run(batch.step, None, Verification.GREEDY)
+            verified = self.graphs.run(batch.step, None, Sampling.GREEDY)
         else:
             needs_odds = num_draft_tokens > 0 and rows.has_odds and self.graphs.has_odds
-            if is_drawn:
-                verification = Verification.ODDS if needs_odds else Verification.TEMPERATURES
-            verified = self.graphs.run(batch.step, rows.draws, verification)
-        answer_RY = verified.answer_RY
+            drawn = Sampling.ODDS if needs_odds else Sampling.TEMPERATURES
+            verified = self.graphs.run(
+                batch.step, rows.draws, drawn if is_drawn else Sampling.LOGITS
+            )
+        answer_RY = verified.told
         if answer_RY is None:
             ids_T, is_sound_T = self._drawn(batch, verified)
             answer_RY = self.graphs.finish(verified, ids_T, is_sound_T)
@@ -131,7 +111,7 @@ class DraftRunner:
             self._rows.counts.add_run(kept.counts_slots_C, ids_CQ)
         return answer_RY, verified
 
-    def _drawn(self, batch: DraftBatch, verified: Verified) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(self, batch: DraftBatch, verified: Answer) -> tuple[torch.Tensor, torch.Tensor]:
         """What comes out at each place, by torch: whatever the rows ask for."""
         num_draft_tokens = batch.step.num_draft_tokens
         rows = batch.rows.run_of(num_draft_tokens, self._vocab_size, self._transfer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.errors import EngineFault
-from ridgeline.executor.draft_graphs import BEFORE_IDS
+from ridgeline.executor.decode_graphs import BEFORE_IDS
 from ridgeline.executor.prompt_logprobs import PromptLogprobs
 from ridgeline.executor.transfer import Mark
 from ridgeline.formats import MAX_DRAFT_TOKENS

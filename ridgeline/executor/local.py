@@ -27,10 +27,9 @@ from ridgeline.executor.batch import (
     StepBatch,
 )
 from ridgeline.executor.batch_invariant import InvariantSampler, PieceBuilder, invariant_logprobs
-from ridgeline.executor.decode_graphs import DecodeGraphs
+from ridgeline.executor.decode_graphs import BEFORE_IDS, DecodeGraphs, OnDevice, Sampling
 from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.draft_batch import DraftBatch
-from ridgeline.executor.draft_graphs import BEFORE_IDS
 from ridgeline.executor.drafter import Drafting, DraftRunner, repeated
 from ridgeline.executor.future import Answers, Failed, Pending, SampledLogprobs
 from ridgeline.executor.mixed_graphs import MixedGraphs, MixedStep
@@ -113,12 +112,12 @@ class LocalExecutor:
             -(-(max_model_len + most_drafts) // block_size),
             device.torch_device,
         )
-        shared = decoder, kv, self._rows, tables, self._transfer, device
+        shared = OnDevice(decoder, kv, self._rows, tables, self._transfer, device)
         if max_captured_rows and not deterministic and drafting is None:
-            self._graphs = DecodeGraphs(*shared, max_rows=max_captured_rows)
+            self._graphs = DecodeGraphs(shared, max_rows=max_captured_rows)
         if max_captured_tokens:
             self._mixed = MixedGraphs(
-                *shared, max_tokens=max_captured_tokens, all_pieces=deterministic
+                shared, max_tokens=max_captured_tokens, all_pieces=deterministic
             )
         self._invariant = InvariantSampler(vocab_size, self._transfer) if deterministic else None
         self._builder = (PieceBuilder if deterministic else BatchBuilder)(
@@ -132,7 +131,7 @@ class LocalExecutor:
         if drafting is not None:
             check(max_captured_rows > 0 and not deterministic, "drafts need captured steps")
             self._drafter = DraftRunner(
-                *shared,
+                shared,
                 method=drafting.method,
                 max_rows=max_captured_rows,
                 max_tokens=drafting.max_verified_tokens,
@@ -243,17 +242,20 @@ class LocalExecutor:
             raise InternalError("a captured step without graphs")
         kept = batch.kept
         if kept.batch.is_drawn_at(batch.host_positions):
-            drawn = graphs.run(batch.step, kept.draws)
+            sampling = Sampling.GREEDY if kept.draws is None else Sampling.TEMPERATURES
+            drawn = graphs.run(batch.step, kept.draws, sampling)
         elif graphs.samples_controlled and not kept.controls.is_too_long:
-            drawn = graphs.run(batch.step, kept.controls)
+            drawn = graphs.run(batch.step, kept.controls, Sampling.CONTROLLED)
         else:
-            drawn = graphs.run(batch.step, None)
-            step = SamplingStep(kept, None, drawn.positions_R, batch.host_positions)
-            answer = self._sample(step, drawn.logits_RV)
+            drawn = graphs.run(batch.step, None, Sampling.GREEDY)
+            step = SamplingStep(kept, None, drawn.positions_T, batch.host_positions)
+            answer = self._sample(step, drawn.logits_TV)
             return self._pending(plan, kept.request_ids, answer, None)
-        ids_R, logprobs = drawn.token_ids_R, None
+        if (ids_R := drawn.told) is None:
+            raise InternalError("a captured step without tokens")
+        logprobs = None
         if (wanted := kept.batch.logprobs) is not None:
-            logprobs = self._fetch_logprobs(drawn.logits_RV, ids_R.clamp(min=0), wanted)
+            logprobs = self._fetch_logprobs(drawn.logits_TV, ids_R.clamp(min=0), wanted)
         answer = self._transfer.fetch(ids_R, is_kept=False), logprobs
         return self._pending(plan, kept.request_ids, answer, None)
 

@@ -22,15 +22,12 @@ import torch
 
 from ridgeline.attention import AttentionCase, Pieces
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout, Wanted
-from ridgeline.devices import Device
 from ridgeline.errors import InternalError
-from ridgeline.executor.device_rows import DeviceTables
-from ridgeline.executor.rows import PADDING_ROW, Rows
-from ridgeline.executor.transfer import Array, Transfer
+from ridgeline.executor.decode_graphs import CapturedSteps, OnDevice
+from ridgeline.executor.rows import PADDING_ROW
+from ridgeline.executor.transfer import Array
 from ridgeline.formats import TOKEN_BUCKETS
 from ridgeline.kernels.paged_prefill import RECORD
-from ridgeline.kvcache import KVCache
-from ridgeline.layers.decoder import Decoder
 
 # Of a prompt beside others, from its first token on: such ones are cuDNN's, outside captured steps.
 LONGEST_PIECE = 2048
@@ -111,25 +108,14 @@ class _Sent:
     work_gWR: torch.Tensor
 
 
-class MixedGraphs:
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVCache,
-        rows: Rows,
-        tables: DeviceTables,
-        transfer: Transfer,
-        device: Device,
-        *,
-        max_tokens: int,
-        all_pieces: bool = False,
-    ) -> None:
+class MixedGraphs(CapturedSteps[Key]):
+    def __init__(self, shared: OnDevice, *, max_tokens: int, all_pieces: bool = False) -> None:
+        super().__init__(shared)
+        decoder = self._decoder
         if not decoder.backend.captures_mixed:
             raise InternalError("mixed steps of a backend that cannot be captured")
         self._backend = decoder.backend
         self._all_pieces = all_pieces
-        self._decoder, self._kv, self._rows, self._tables = decoder, kv, rows, tables
-        self._transfer, self._device = transfer, device
         self.buckets = [b for b in TOKEN_BUCKETS if b <= max_tokens] or [max_tokens]
         spec = decoder.layers[0].attention.spec
         self._case = AttentionCase(spec, decoder.dtype, decoder.device)
@@ -139,15 +125,12 @@ class MixedGraphs:
         self._buffer = torch.zeros(size, dtype=torch.int64, device=decoder.device)
         shape = (most, decoder.spec.hidden_size)
         self._hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        self._graphs: dict[Key, Callable[[], None]] = {}
-        backend, windows = decoder.backend, {group.window for group in kv.groups}
+        backend, windows = decoder.backend, {group.window for group in self._kv.groups}
         self._whole = {
             bucket
             for bucket in self.buckets
             if all(backend.takes_whole(self._case, bucket, window) for window in windows)
         }
-        self._captured_tables: torch.Tensor | None = None
-        self.num_steps = 0
 
     def run(self, step: MixedStep) -> torch.Tensor | None:
         """Hidden states of the step's tokens, [T, E], or of those that are wanted, [R, E];
@@ -172,11 +155,7 @@ class MixedGraphs:
         sent = self._fill(step, size, is_decode, work)
         if sent is None:
             return None
-        self._follow()
-        key = (size, work)
-        replay = self._graphs.get(key)
-        if replay is None:
-            replay = self._graphs[key] = self._capture(*key)
+        replay = self._captured((size, work))
         self._transfer.send_into(sent, self._buffer[: sent.size])
         replay()
         self.num_steps += 1
@@ -189,22 +168,12 @@ class MixedGraphs:
     def prepare(self, bucket: int, room: int) -> bool:
         """Capture the steps of this size with prompts and so many decodes before one is asked for.
         False: they are, or there are no such steps. Nothing may be in flight."""
-        self._follow()
         if room and self._all_pieces:
             return False
         works = [Work.PIECES] if room or bucket not in self._whole else [Work.PIECES, Work.WHOLE]
         size = _Size(bucket, room, _room_of_wanted(bucket, room))
-        missing = [key for work in works if (key := (size, work)) not in self._graphs]
-        for key in missing:
-            self._graphs[key] = self._capture(*key)
-        return bool(missing)
-
-    def _follow(self) -> None:
-        """Forget what was captured over tables that are not used any more."""
-        self._tables.follow()
-        if self._captured_tables is not self._tables.tables_gNM:
-            self._captured_tables = self._tables.tables_gNM
-            self._graphs.clear()
+        captured = [self._prepare((size, work)) for work in works]
+        return any(captured)
 
     # ---------------------------------------------------------------------- what is sent
 
@@ -285,8 +254,8 @@ class MixedGraphs:
 
     # -------------------------------------------------------------------------- capture
 
-    def _capture(self, size: _Size, work: Work) -> Callable[[], None]:
-        """On padding alone, so that nobody's cache is touched."""
+    def _capture(self, key: Key) -> Callable[[], None]:
+        size, work = key
         sent = self._views(size)
         self._buffer.zero_()
         sent.sources_T.fill_(KNOWN_TO_HOST)

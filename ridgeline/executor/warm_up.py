@@ -18,7 +18,7 @@ import torch
 
 from ridgeline.clock import WallClock
 from ridgeline.executor.decode_graphs import Sampling
-from ridgeline.executor.draft_graphs import DraftGraphs, Verification
+from ridgeline.executor.draft_graphs import DraftGraphs
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.mixed_graphs import DECODE_BUCKETS
 from ridgeline.log import say
@@ -99,7 +99,7 @@ def foreseen(
         yield from _checks(executor.drafter.graphs, draft_tokens)
     if graphs is not None:
         for bucket in reversed(graphs.buckets):
-            yield partial(graphs.prepare, bucket, Sampling.GREEDY)
+            yield partial(graphs.prepare, bucket, 0, Sampling.GREEDY)
     if mixed is not None:
         for least, room in _rooms(executor.most_captured_rows):
             most = max_tokens
@@ -110,23 +110,23 @@ def foreseen(
                     yield partial(mixed.prepare, bucket, room)
     if graphs is not None:
         for bucket in reversed(graphs.buckets):
-            yield partial(graphs.prepare, bucket, Sampling.TEMPERATURES)
+            yield partial(graphs.prepare, bucket, 0, Sampling.TEMPERATURES)
 
 
 def _checks(graphs: DraftGraphs, draft_tokens: Sequence[int]) -> Iterator[Callable[[], object]]:
     """Of an engine that drafts: steps without drafts first; of those with, of few rows, where
     they pay."""
     for bucket in reversed(graphs.buckets):
-        yield partial(graphs.prepare, bucket, 0, Verification.GREEDY)
-    drawn = Verification.ODDS if graphs.has_odds else Verification.TEMPERATURES
-    for verification, plain in (
-        (Verification.GREEDY, Verification.GREEDY),
-        (drawn, Verification.TEMPERATURES),
+        yield partial(graphs.prepare, bucket, 0, Sampling.GREEDY)
+    drawn = Sampling.ODDS if graphs.has_odds else Sampling.TEMPERATURES
+    for sampling, plain in (
+        (Sampling.GREEDY, Sampling.GREEDY),
+        (drawn, Sampling.TEMPERATURES),
     ):
         for bucket in [b for b in reversed(graphs.buckets) if b <= FEW_ROWS]:
             for k in draft_tokens:
                 if k <= graphs.most_drafts(bucket):
-                    yield partial(graphs.prepare, bucket, k, verification)
+                    yield partial(graphs.prepare, bucket, k, sampling)
             yield partial(graphs.prepare, bucket, 0, plain)
 
 

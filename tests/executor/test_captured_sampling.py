@@ -161,7 +161,7 @@ def test_bans_that_are_over_leave_the_other_graphs() -> None:
     assert graphs is not None
     for _ in range(4):
         host.decode(["biased"], 1)
-        modes.append({at[1].value for at in graphs._graphs})
+        modes.append({at[2].value for at in graphs._graphs})
     assert modes == [{"controlled"}] * 2 + [{"controlled", "temperatures"}] * 2
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.attention.paged import PagedAttention
 from ridgeline.executor import warm_up
-from ridgeline.executor.draft_graphs import Verification
+from ridgeline.executor.decode_graphs import Sampling
 from ridgeline.executor.drafter import Drafting
 from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.warm_up import WarmUp
@@ -74,15 +74,15 @@ def test_numbers_of_drafts_are_warmed_up_in_the_order_that_is_told(
     executor = make(drafting=Drafting(ngram, max_verified_tokens=16))
     assert executor.drafter is not None
     graphs = executor.drafter.graphs
-    prepared: list[tuple[int, int, Verification]] = []
+    prepared: list[tuple[int, int, Sampling]] = []
     monkeypatch.setattr(graphs, "prepare", lambda *key: prepared.append(key))
     WarmUp(executor, max_tokens=24, draft_tokens=(3, 1, 4)).run(1e9)
     for bucket, room in ((4, 3), (1, 4)):  # four rows check four tokens each at most
         wanted = [k for k in (3, 1, 4) if k <= room]
-        for verification in (Verification.GREEDY, Verification.TEMPERATURES):
-            found = [k for b, k, how in prepared if (b, how) == (bucket, verification) and k]
+        for sampling in (Sampling.GREEDY, Sampling.TEMPERATURES):
+            found = [k for b, k, how in prepared if (b, how) == (bucket, sampling) and k]
             assert found == wanted
-            assert (bucket, 0, verification) in prepared
+            assert (bucket, 0, sampling) in prepared
 
 
 def test_half_a_warm_up_does_no_harm() -> None:

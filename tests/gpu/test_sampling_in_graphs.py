@@ -79,9 +79,9 @@ def test_tokens_are_those_of_steps_launched_one_by_one(
 ) -> None:
     run, kinds = DecodeGraphs.run, []
 
-    def seen(self: DecodeGraphs, step: Any, wanted: Any) -> Any:
-        kinds.append(type(wanted))
-        return run(self, step, wanted)
+    def seen(self: DecodeGraphs, step: Any, asked: Any, sampling: Any) -> Any:
+        kinds.append(type(asked))
+        return run(self, step, asked, sampling)
 
     monkeypatch.setattr(DecodeGraphs, "run", seen)
     got = tokens(max_num_seqs=max_num_seqs, max_in_flight=max_in_flight)
