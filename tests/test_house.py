@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -84,6 +86,59 @@ BANNED = {
     "shortcut": "synthetic KV",
     "readout": "run summary",
 }
+
+
+# What is computed in two ways, and the test that holds them equal; each kernel module that ends
+# like TWIN_ENDS is one. The first way is the module of that name without the end, if no other is
+# said.
+TWIN_ENDS = ("_triton", "_cuda", "_gluon")
+TWINS = {
+    "ridgeline.cost.decode_run": ("ridgeline.cost.pricer", "cost/test_pricer.py"),
+    "ridgeline.kernels.cpu.attention": ("", "kernels/cpu/test_attention.py"),
+    "ridgeline.kernels.cpu.drafts": ("ridgeline.kernels.drafts", "kernels/test_drafts.py"),
+    "ridgeline.kernels.cpu.elementwise": ("", "kernels/cpu/test_elementwise.py"),
+    "ridgeline.kernels.cpu.packed_linear": ("", "kernels/cpu/test_packed_linear.py"),
+    "ridgeline.kernels.cpu.recorder": ("", "kernels/cpu/test_record.py"),
+    "ridgeline.kernels.add_norm_triton": ("ridgeline.kernels.rms_norm", "kernels/test_fused.py"),
+    "ridgeline.kernels.arrival_triton": (
+        "ridgeline.kernels.draw_rows",
+        "kernels/test_draw_rows.py",
+    ),
+    "ridgeline.kernels.drafts_triton": ("", "kernels/test_drafts.py"),
+    "ridgeline.kernels.draw_rows_triton": ("", "kernels/test_draw_rows.py"),
+    "ridgeline.kernels.fp8_block_linear_triton": ("", "kernels/test_fp8_block_linear.py"),
+    "ridgeline.kernels.fp8_linear_triton": ("", "kernels/test_fp8_linear.py"),
+    "ridgeline.kernels.int4_linear_cuda": ("", "kernels/test_int4_cuda.py"),
+    "ridgeline.kernels.int8_rows_triton": (
+        "ridgeline.kernels.int8_linear",
+        "kernels/test_int8_linear.py",
+    ),
+    "ridgeline.kernels.invariant_linear_triton": ("", "kernels/test_invariant_linear.py"),
+    "ridgeline.kernels.large_m_linear_gluon": ("", "kernels/test_large_m_linear.py"),
+    "ridgeline.kernels.paged_decode_cuda": ("", "kernels/test_paged_decode_cuda.py"),
+    "ridgeline.kernels.paged_decode_triton": ("", "kernels/test_paged_decode.py"),
+    "ridgeline.kernels.paged_kv_triton": ("", "kernels/test_paged_kv_triton.py"),
+    "ridgeline.kernels.paged_prefill_triton": ("", "kernels/test_paged_prefill.py"),
+    "ridgeline.kernels.prompt_lookup_triton": ("", "kernels/test_prompt_lookup.py"),
+    "ridgeline.kernels.qk_norm_rope_write_triton": ("", "kernels/test_kv_write.py"),
+    "ridgeline.kernels.quantize_rows_triton": ("", "kernels/test_quantize_rows.py"),
+    "ridgeline.kernels.sample_rows_triton": ("", "kernels/test_sample_rows.py"),
+    "ridgeline.kernels.silu_mul_triton": ("", "kernels/test_kernels.py"),
+    "ridgeline.kernels.small_linear_triton": ("", "kernels/test_small_linear.py"),
+    "ridgeline.kernels.step_inputs_triton": ("", "kernels/test_drafts.py"),
+    "ridgeline.kernels.threshold_triton": (
+        "ridgeline.kernels.sample_rows",
+        "kernels/test_sample_rows.py",
+    ),
+    "ridgeline.kernels.verified_rows_triton": ("", "kernels/test_verified_rows.py"),
+    "ridgeline.simulator.macro": ("ridgeline.simulator.simulation", "simulator/test_macro.py"),
+    "ridgeline.speculation.verify": (
+        "ridgeline.kernels.verified_rows",
+        "speculation/test_verify.py",
+    ),
+}
+# One chat request (tools/trace_request.py). Meant are 70 files, 400 functions and 900 changes.
+MAX_HOPS = {"files": 86, "functions": 470, "changes of file": 2_000}
 
 
 def num_lines(path: Path) -> int:
@@ -175,3 +230,26 @@ def test_words_of_the_house_stay_away() -> None:
         if part.lower() in banned
     }
     assert not found, f"say it in the field's words: {found}"
+
+
+def test_what_is_computed_twice_is_held_equal() -> None:
+    names = {dotted(path) for path in modules()}
+    fast = {n for n in names if n.startswith("ridgeline.kernels.") and n.endswith(TWIN_ENDS)}
+    assert fast <= TWINS.keys(), f"no line in TWINS: {fast - TWINS.keys()}"
+    for twin, (first, test) in TWINS.items():
+        assert twin in names
+        end = next((end for end in TWIN_ENDS if twin.endswith(end)), "")
+        first = first or twin.removesuffix(end)
+        assert first in names
+        text = (PACKAGE.parent / "tests" / test).read_text("utf-8")
+        assert any(name.rsplit(".", 1)[1] in text for name in (twin, first)), f"{test}: not {twin}"
+
+
+def test_the_way_of_a_chat_request() -> None:
+    root = PACKAGE.parent
+    command = [sys.executable, "-m", "tools.trace_request"]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    print(told)
+    hops = {what: int(re.findall(rf"(\d+) {what}", told)[0]) for what in MAX_HOPS}
+    over = {what: num for what, num in hops.items() if num > MAX_HOPS[what]}
+    assert not over, f"more than MAX_HOPS: {over}"

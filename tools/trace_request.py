@@ -1,8 +1,9 @@
 """How much code does one chat request run through? Files, functions, their lines, changes of file.
 
 Run from the checkout: python -m tools.trace_request [off]. The bundled model answers with its draft
-model, with `off` without it. A first request warms everything up; the second (streamed, 8 tokens)
-is traced in every thread of this process. Lines are those of the functions that ran, without blank
+model, with `off` without it. A first request warms everything up, and steps of one row are captured
+with each number of drafts; the second request (streamed, 8 tokens) is traced in every thread of
+this process. Lines are those of the functions that ran, without blank
 lines and comments.
 """
 
@@ -16,6 +17,8 @@ from types import CodeType, FrameType
 
 import ridgeline
 from ridgeline import LLM, SamplingParams, demo
+from ridgeline.executor.decode_graphs import Sampling
+from ridgeline.executor.local import LocalExecutor
 
 PACKAGE = str(Path(ridgeline.__file__).parent)
 QUESTION = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
@@ -50,6 +53,10 @@ def ask(llm: LLM) -> str:
 def main() -> int:
     llm = LLM(demo.DEFAULT, speculate=sys.argv[1] if len(sys.argv) > 1 else "auto")
     ask(llm)
+    executor = llm.engine.executor
+    if isinstance(executor, LocalExecutor) and (drafter := executor.drafter) is not None:
+        for num_draft_tokens in range(drafter.method.max_draft_tokens + 1):
+            drafter.graphs.prepare(1, num_draft_tokens, Sampling.GREEDY)
     trace = Trace()
     threading.setprofile(trace)
     sys.setprofile(trace)
