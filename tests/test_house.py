@@ -253,3 +253,14 @@ def test_the_way_of_a_chat_request() -> None:
     hops = {what: int(re.findall(rf"(\d+) {what}", told)[0]) for what in MAX_HOPS}
     over = {what: num for what, num in hops.items() if num > MAX_HOPS[what]}
     assert not over, f"more than MAX_HOPS: {over}"
+
+
+def test_the_glossary_has_few_words_and_they_are_used() -> None:
+    nouns = re.findall(r"\*\*([^*]+)\*\*", (PACKAGE.parent / "docs/glossary.md").read_text("utf-8"))
+    print(f"\n{len(nouns)} nouns")
+    assert len(nouns) == len(set(nouns)) <= 60
+    paths = [*modules(), *(PACKAGE.parent / "tests").rglob("*.py")]
+    text = " ".join(path.read_text("utf-8").lower() for path in paths)
+    plain = re.sub(r"[\s_#-]+", " ", text)
+    unused = [n for n in nouns if n.lower().replace("-", " ").removesuffix("s") not in plain]
+    assert not unused, f"nobody says {unused}"
