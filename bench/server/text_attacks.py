@@ -101,8 +101,8 @@ def flood(server: Running, bombs: tuple[str, ...], attackers: int) -> Iterator[l
 
 def processes(server: Running) -> tuple[int, int]:
     """Text workers, and open files of the HTTP process."""
-    keeper = server.child_pid("text_process")
-    children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    fork_server = server.child_pid("text_process")
+    children = Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()
     return len(children), server.num_fds()
 
 

@@ -76,7 +76,7 @@ class MixedLayout:
 
 
 @dataclass(slots=True)
-class Wanted:
+class LogitsIndices:
     """The tokens of a step whose hidden states are asked for. `is_last`: the step is one request's,
     and this is its last token."""
 
@@ -87,12 +87,12 @@ class Wanted:
 @dataclass(slots=True)
 class ForwardBatch:
     """What the decoder gets for one step. What the last layer does behind its attention is done for
-    the tokens that are `wanted` alone; None: all in order."""
+    those at `logits_indices` alone; None: all in order."""
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64
     layout: AttentionLayout | DecodeLayout | MixedLayout
-    wanted: Wanted | None = None
+    logits_indices: LogitsIndices | None = None
 
 
 # ------------------------------------------------------------------------ slots of the cache

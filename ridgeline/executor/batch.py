@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ridgeline.attention.layout import AttentionLayout, ForwardBatch, Wanted
+from ridgeline.attention.layout import AttentionLayout, ForwardBatch, LogitsIndices
 from ridgeline.errors import check
 from ridgeline.executor.decode_graphs import CapturedStep
 from ridgeline.executor.mixed_graphs import KNOWN_TO_HOST, MixedStep
@@ -354,10 +354,12 @@ class BatchBuilder:
             query_start_B1=sent[3],
             decode_lens_B=sent[4],
         )
-        wanted = None
+        logits_indices = None
         if step.logits_indices_R is not None:
-            wanted = Wanted(sent[5], is_last=len(step.logits_indices_R) == len(starts) == 1)
-        return ForwardBatch(token_ids_T, sent[1], layout, wanted)
+            logits_indices = LogitsIndices(
+                sent[5], is_last=len(step.logits_indices_R) == len(starts) == 1
+            )
+        return ForwardBatch(token_ids_T, sent[1], layout, logits_indices)
 
     def _known_tokens(
         self, scheduled: Sequence[ScheduledRequest], rows: list[Row]

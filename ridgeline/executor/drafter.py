@@ -70,14 +70,14 @@ class DraftRunner:
         """Hidden states of a step that drafts nothing, as `LocalExecutor._forward` has them, for a
         method that reads the target's; behind it, `take_states`."""
         batch, taps, spec = self.builder.send(step), self.method.taps, self._decoder.spec
-        whole = replace(batch, wanted=None)
+        whole = replace(batch, logits_indices=None)
         shape = len(taps), len(step.token_ids_T), spec.hidden_size
         tapped_nTE = torch.empty(shape, dtype=self._decoder.dtype, device=self._decoder.device)
         hidden_TE = self._decoder.forward_tapped(whole, self._kv, taps, tapped_nTE)
         rows_T = self._transfer.send(np.repeat(step.rows_B, step.num_new_B))
         self._untaken = tapped_nTE, whole, rows_T
-        wanted = batch.wanted
-        return hidden_TE if wanted is None else hidden_TE.index_select(0, wanted.rows_R)
+        at = batch.logits_indices
+        return hidden_TE if at is None else hidden_TE.index_select(0, at.rows_R)
 
     def take_states(self) -> None:
         """The tokens of the last `forward` have been sampled."""

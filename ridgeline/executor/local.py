@@ -222,8 +222,8 @@ class LocalExecutor:
             self._drafter.take_states()
 
     def _forward(self, step: ForwardBatch | MixedStep) -> torch.Tensor:
-        """Hidden states of the step's tokens, [T, E], or of those that are wanted; the next step
-        may overwrite them."""
+        """Hidden states of the step's tokens, [T, E], or of those at its logits indices; the next
+        step may overwrite them."""
         if isinstance(step, ForwardBatch):
             return self._decoder.forward(step, self._kv)
         if self._drafter is not None:

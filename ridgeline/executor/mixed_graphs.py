@@ -3,8 +3,8 @@
 As a decode step does (see decode_graphs), but from tokens to hidden states only: how many rows
 sample differs from step to step. Captured once for each bucket of tokens and of decodes among them;
 or of tokens alone, where decodes are pieces of one token (`all_pieces`). Behind the last attention
-it computes the tokens whose states are wanted, for which there is room of a few sizes.
-Letters: T tokens of a bucket, D decodes there is room for, R tokens whose states are wanted, W work
+it computes the tokens with logits, for which there is room of a few sizes.
+Letters: T tokens of a bucket, D decodes there is room for, R tokens with logits, W work
 records, E hidden, N rows there is room for, g KV groups.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ridgeline.attention import AttentionCase, Pieces
-from ridgeline.attention.layout import DecodeLayout, ForwardBatch, MixedLayout, Wanted
+from ridgeline.attention.layout import DecodeLayout, ForwardBatch, LogitsIndices, MixedLayout
 from ridgeline.errors import InternalError
 from ridgeline.executor.decode_graphs import CapturedSteps, OnDevice
 from ridgeline.executor.rows import PADDING_ROW
@@ -32,8 +32,8 @@ from ridgeline.kernels.paged_prefill import RECORD
 # Of a prompt beside others, from its first token on: such ones are cuDNN's, outside captured steps.
 LONGEST_PIECE = 2048
 DECODE_BUCKETS = (0, 32, 256, 512)
-# Of tokens whose states are wanted. As many decodes as there is room for, and some prompts' ends.
-WANTED_BUCKETS = (16, 64, 256, 512)
+# Of tokens with logits. As many decodes as there is room for, and some prompts' ends.
+LOGITS_BUCKETS = (16, 64, 256, 512)
 KNOWN_TO_HOST = -1
 
 
@@ -66,11 +66,11 @@ class Work(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What a captured step has room for: tokens, decodes among them, tokens that are wanted."""
+    """What a captured step has room for: tokens, decodes among them, tokens with logits."""
 
     tokens: int
     decodes: int
-    wanted: int
+    logits: int
 
 
 Key = tuple[_Size, Work]
@@ -85,7 +85,7 @@ class _Layout:
     sources: int
     positions: int
     slots: int
-    wanted: int
+    logits: int
     rows: int
     seq_lens: int
     query_start: int
@@ -133,7 +133,7 @@ class MixedGraphs(CapturedSteps[Key]):
         }
 
     def run(self, step: MixedStep) -> torch.Tensor | None:
-        """Hidden states of the step's tokens, [T, E], or of those that are wanted, [R, E];
+        """Hidden states of the step's tokens, [T, E], or of those at its logits indices, [R, E];
         overwritten by the next. None: this step is too long, or in too many pieces, or faster by
         itself."""
         num_tokens = len(step.token_ids_T)
@@ -150,8 +150,8 @@ class MixedGraphs(CapturedSteps[Key]):
             work = Work.WHOLE
         elif num_tokens > LONGEST_PIECE and _has_long(step):
             return None
-        num_wanted = num_tokens if step.logits_indices_R is None else len(step.logits_indices_R)
-        size = _Size(bucket, room, _room_of_wanted(bucket, max(room, num_wanted)))
+        num_logits = num_tokens if step.logits_indices_R is None else len(step.logits_indices_R)
+        size = _Size(bucket, room, _room_of_logits(bucket, max(room, num_logits)))
         sent = self._fill(step, size, is_decode, work)
         if sent is None:
             return None
@@ -159,7 +159,7 @@ class MixedGraphs(CapturedSteps[Key]):
         self._transfer.send_into(sent, self._buffer[: sent.size])
         replay()
         self.num_steps += 1
-        return self._hidden[:num_wanted]
+        return self._hidden[:num_logits]
 
     def bucket_of(self, num_tokens: int) -> int:
         """The smallest that has room for them, else the largest there is."""
@@ -171,7 +171,7 @@ class MixedGraphs(CapturedSteps[Key]):
         if room and self._all_pieces:
             return False
         works = [Work.PIECES] if room or bucket not in self._whole else [Work.PIECES, Work.WHOLE]
-        size = _Size(bucket, room, _room_of_wanted(bucket, room))
+        size = _Size(bucket, room, _room_of_logits(bucket, room))
         captured = [self._prepare((size, work)) for work in works]
         return any(captured)
 
@@ -186,7 +186,7 @@ class MixedGraphs(CapturedSteps[Key]):
     def _make_layout(self, size: _Size) -> _Layout:
         groups, bucket, room = len(self._kv.groups), size.tokens, size.decodes
         width = self._backend.work_width(self._case, bucket)
-        wholes = [bucket, bucket, bucket, groups * bucket, size.wanted, room]
+        wholes = [bucket, bucket, bucket, groups * bucket, size.logits, room]
         halves = [room, room + 1, groups * width * RECORD]
         return _Layout(width, *accumulate([*wholes, *(-(-n // 2) for n in halves)]))
 
@@ -199,10 +199,10 @@ class MixedGraphs(CapturedSteps[Key]):
         sent[at.sources : at.sources + num] = step.sources_T
         sent[at.sources + num : at.positions] = KNOWN_TO_HOST
         sent[at.positions : at.positions + num] = step.positions_T
-        for slots_T, begin in zip(step.slots_T, range(at.slots, at.wanted, bucket), strict=True):
+        for slots_T, begin in zip(step.slots_T, range(at.slots, at.logits, bucket), strict=True):
             sent[begin : begin + num] = slots_T
-        wanted = np.arange(num) if step.logits_indices_R is None else step.logits_indices_R
-        sent[at.wanted : at.wanted + len(wanted)] = wanted
+        indices = np.arange(num) if step.logits_indices_R is None else step.logits_indices_R
+        sent[at.logits : at.logits + len(indices)] = indices
         which: Array | slice = slice(None)
         if size.decodes:
             self._fill_decodes(sent, at, step, bucket, is_decode)
@@ -244,8 +244,8 @@ class MixedGraphs(CapturedSteps[Key]):
             buffer[: at.sources],
             buffer[at.sources : at.positions],
             buffer[at.positions : at.slots],
-            buffer[at.slots : at.wanted].view(groups, bucket),
-            buffer[at.wanted : at.rows],
+            buffer[at.slots : at.logits].view(groups, bucket),
+            buffer[at.logits : at.rows],
             buffer[at.rows : at.seq_lens],
             buffer[at.seq_lens : at.query_start].view(torch.int32)[:room],
             buffer[at.query_start : at.work].view(torch.int32)[: room + 1],
@@ -282,15 +282,17 @@ class MixedGraphs(CapturedSteps[Key]):
         known = sent.sources_T < 0
         last_ids_T = self._rows.last_ids_N.index_select(0, sent.sources_T.clamp(min=0))
         token_ids_T = sent.token_ids_T.where(known, last_ids_T)
-        batch = ForwardBatch(token_ids_T, sent.positions_T, layout, Wanted(sent.logits_indices_R))
+        batch = ForwardBatch(
+            token_ids_T, sent.positions_T, layout, LogitsIndices(sent.logits_indices_R)
+        )
         hidden_RE = self._decoder.forward(batch, self._kv)
         self._hidden[: len(hidden_RE)].copy_(hidden_RE)
 
 
-def _room_of_wanted(bucket: int, num: int) -> int:
+def _room_of_logits(bucket: int, num: int) -> int:
     """For `num` tokens of a step of `bucket`: few of them, or all."""
-    index = bisect_left(WANTED_BUCKETS, num)
-    return min(WANTED_BUCKETS[index], bucket) if index < len(WANTED_BUCKETS) else bucket
+    index = bisect_left(LOGITS_BUCKETS, num)
+    return min(LOGITS_BUCKETS[index], bucket) if index < len(LOGITS_BUCKETS) else bucket
 
 
 def _is_whole(step: MixedStep) -> bool:

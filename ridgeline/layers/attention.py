@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionBackend
-from ridgeline.attention.layout import Wanted
+from ridgeline.attention.layout import LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, InternalError
 from ridgeline.kernels.cpu.elementwise import rotate_and_write, runs_native
@@ -110,20 +110,20 @@ class Attention:
         norm: RMSNorm | None,
         step: AttentionStep,
         layer_kv: LayerKV,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
         norm_out: RMSNorm | None = None,
     ) -> None:
         """Adds attention of the normed states, and its own norm of that; writes new keys and values
-        to the cache. Only the tokens that are `wanted` are left afterwards."""
-        is_last = wanted is not None and wanted.is_last
+        to the cache. Only the tokens at `logits_indices` are left afterwards."""
+        is_last = logits_indices is not None and logits_indices.is_last
         out_THD = self._attend(self.qkv.of_normed(hidden, norm), step, layer_kv, is_last=is_last)
         out_TC = out_THD.reshape(len(out_THD), self.q_size)
-        if wanted is not None:
-            hidden.keep(wanted.rows_R)
-            if not len(wanted.rows_R):
+        if logits_indices is not None:
+            hidden.keep(logits_indices.rows_R)
+            if not len(logits_indices.rows_R):
                 return
             is_alone = is_last and len(out_TC) == 1
-            out_TC = out_TC if is_alone else out_TC.index_select(0, wanted.rows_R)
+            out_TC = out_TC if is_alone else out_TC.index_select(0, logits_indices.rows_R)
         self.out.add_to(hidden, out_TC, norm=norm_out)
 
     def _attend(

@@ -17,7 +17,7 @@ from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.attention.backend import AttentionBackend
-from ridgeline.attention.layout import ForwardBatch, Wanted
+from ridgeline.attention.layout import ForwardBatch, LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache, LayerKV
@@ -59,10 +59,10 @@ class DecoderLayer:
         hidden: Hidden,
         step: AttentionStep,
         layer_kv: LayerKV,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> None:
-        """Adds to `hidden` what the layer adds; the tokens that are `wanted` alone are left."""
-        self.attend(hidden, step, layer_kv, wanted)
+        """Adds to `hidden` what the layer adds; only the tokens at `logits_indices` are left."""
+        self.attend(hidden, step, layer_kv, logits_indices)
         if len(hidden.sum_TE):
             self.feed(hidden)
 
@@ -71,10 +71,10 @@ class DecoderLayer:
         hidden: Hidden,
         step: AttentionStep,
         layer_kv: LayerKV,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> None:
         norm_in, norm_out = self._attention_norms
-        self.attention(hidden, norm_in, step, layer_kv, wanted, norm_out)
+        self.attention(hidden, norm_in, step, layer_kv, logits_indices, norm_out)
 
     def feed(self, hidden: Hidden) -> None:
         norm_in, norm_out = self._feed_forward_norms
@@ -329,7 +329,7 @@ class Decoder:
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, kv: KVCache) -> None:
         """Fills the cache, and no more. As `forward_logits` it can be captured."""
-        self._forward(replace(batch, wanted=Wanted(batch.token_ids_T[:0])), kv)
+        self._forward(replace(batch, logits_indices=LogitsIndices(batch.token_ids_T[:0])), kv)
 
     @torch.inference_mode()
     def forward_tapped(
@@ -339,11 +339,11 @@ class Decoder:
         into `out_nTE`; a tap of `num_layers` is what comes out of the last one."""
 
         def tap(index: int, hidden: Hidden) -> None:
-            for place, wanted in enumerate(taps):
-                if wanted == index:
+            for place, tap in enumerate(taps):
+                if tap == index:
                     out_nTE[place].copy_(hidden.whole())
 
-        check(batch.wanted is None, "taps are of all tokens")
+        check(batch.logits_indices is None, "taps are of all tokens")
         hidden = self._forward(batch, kv, before=tap)
         tap(len(self.layers), hidden)
         return hidden.whole()
@@ -372,7 +372,7 @@ class Decoder:
             layer_kv = kv.layers[index]
             step = steps[layer_kv.group, self.rotation_of_layer[index]]
             is_last = index == len(layers) - 1
-            layer(hidden, step, layer_kv, batch.wanted if is_last else None)
+            layer(hidden, step, layer_kv, batch.logits_indices if is_last else None)
         return hidden
 
     @torch.inference_mode()

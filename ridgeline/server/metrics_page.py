@@ -82,7 +82,7 @@ class Seen:
 
 
 def _pids(service: Service) -> Mapping[str, str]:
-    others = {"engine": service.engine.engine_pid, "text": service.text.keeper_pid}
+    others = {"engine": service.engine.engine_pid, "text": service.text.fork_server_pid}
     return {"server": "self"} | {name: str(pid) for name, pid in others.items() if pid}
 
 

@@ -53,9 +53,9 @@ from ridgeline.server.wire import HEADER, BrokenWire, frame, frame_length
 
 T = TypeVar("T")
 
-KEEPER = (sys.executable, "-m", "ridgeline.server.text_process")
+FORK_SERVER = (sys.executable, "-m", "ridgeline.server.text_process")
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # so that it can fork
-COMMAND_WALL_S = 20.0  # the keeper takes milliseconds, if it gets a processor
+COMMAND_WALL_S = 20.0  # the fork server takes milliseconds, if it gets a processor
 TRIES = 2  # of a question whose worker ended by itself, or was killed by somebody else
 INNOCENT = (0, -signal.SIGKILL)  # exit codes of such
 RESTART_PAUSE_S = 1.0
@@ -95,8 +95,8 @@ class _Job:
 class _Worker(asyncio.Protocol):
     """One worker process: at most one job at a time."""
 
-    def __init__(self, client: TextClient, keeper: Keeper, pid: int) -> None:
-        self.keeper, self.pid = keeper, pid
+    def __init__(self, client: TextClient, fork_server: ForkServer, pid: int) -> None:
+        self.fork_server, self.pid = fork_server, pid
         self.job: _Job | None = None
         self.is_lost = False
         self._client = client
@@ -159,7 +159,7 @@ class _Worker(asyncio.Protocol):
         self._client.on_lost(self)
 
 
-class Keeper:
+class ForkServer:
     """The process that loads and forks. Its methods raise one of GONE when it is no more."""
 
     def __init__(
@@ -172,11 +172,11 @@ class Keeper:
         self._watch = asyncio.ensure_future(self._close_at_end())
 
     @classmethod
-    async def start(cls) -> Keeper:
+    async def start(cls) -> ForkServer:
         (ours, theirs), words = socket.socketpair(), Relay()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *KEEPER,
+                *FORK_SERVER,
                 "--fd",
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -248,8 +248,8 @@ class TextClient:
         self._turns: Turns[_Job] = Turns(num_workers)
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
-        self._keeper: Keeper | None = None  # that has loaded
-        self._spare: asyncio.Task[Keeper] | None = None  # that has not
+        self._fork_server: ForkServer | None = None  # that has loaded
+        self._spare: asyncio.Task[ForkServer] | None = None  # that has not
         self._folder: Path | None = None
         self._loading: asyncio.Task[Loaded] | None = None
         self._lock = asyncio.Lock()  # of loading
@@ -257,15 +257,15 @@ class TextClient:
         self._is_closed = False
 
     @property
-    def keeper_pid(self) -> int | None:
-        return None if self._keeper is None else self._keeper.process.pid
+    def fork_server_pid(self) -> int | None:
+        return None if self._fork_server is None else self._fork_server.process.pid
 
     # ------------------------------------------------------------------ for the service
 
     def begin(self) -> None:
         """Start a process; it can import beside everything else."""
-        allow_spawn(KEEPER)
-        self._spare = self._in_background(Keeper.start())
+        allow_spawn(FORK_SERVER)
+        self._spare = self._in_background(ForkServer.start())
 
     async def load(self, folder: Path) -> Loaded:
         """What the tokenizer and the template in `folder` are, from now on. Raises ConfigError."""
@@ -294,9 +294,9 @@ class TextClient:
         found = await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self._workers:
             worker.drop()
-        for keeper in {self._keeper, *found}:
-            if isinstance(keeper, Keeper):
-                await keeper.close()
+        for fork_server in {self._fork_server, *found}:
+            if isinstance(fork_server, ForkServer):
+                await fork_server.close()
 
     # ------------------------------------------------------------------ the workers' side
 
@@ -338,42 +338,42 @@ class TextClient:
 
     async def _load_alone(self, folder: Path) -> Loaded:
         spare, self._spare = self._spare, None
-        old, self._keeper = self._keeper, None
+        old, self._fork_server = self._fork_server, None
         if old is not None:
             await old.close()
-        keeper = await (Keeper.start() if spare is None else spare)
+        fork_server = await (ForkServer.start() if spare is None else spare)
         try:
-            loaded = await keeper.load(folder)
+            loaded = await fork_server.load(folder)
         except BaseException as fault:
-            await keeper.close()
+            await fork_server.close()
             if not isinstance(fault, GONE):
                 raise
             raise ConfigError(
                 f"{folder}: tokenizer and chat template take over {LOAD_S:g} s of processor time "
                 "to load, or too much memory; they are not usable"
             ) from None
-        self._keeper = keeper
+        self._fork_server = fork_server
         for _ in range(self._num_workers if loaded.vocabulary is not None else 0):
-            self._in_background(self._hire(keeper))
+            self._in_background(self._hire(fork_server))
         return loaded
 
-    async def _hire(self, keeper: Keeper) -> None:
+    async def _hire(self, fork_server: ForkServer) -> None:
         try:
-            worker = await keeper.fork(self)
+            worker = await fork_server.fork(self)
             if not worker.is_lost:
                 self._workers.add(worker)
                 self._idle.append(worker)
         except GONE:
-            self._lose(keeper)
+            self._lose(fork_server)
         self._dispatch()
 
     async def _bury(self, worker: _Worker) -> None:
         """Its job fails if it is at fault, and is done by another one else."""
         code = 0
         try:
-            code = await worker.keeper.end(worker)
+            code = await worker.fork_server.end(worker)
         except GONE:
-            self._lose(worker.keeper)
+            self._lose(worker.fork_server)
         if (job := worker.job) is not None:
             self._turns.done(job.tenant)
             innocent = code in INNOCENT and not job.is_late and job.num_tries < TRIES
@@ -381,18 +381,18 @@ class TextClient:
                 self._turns.add(job.tenant, job, first=True)
             else:
                 _fail(job, _fault(job, code))
-        if worker.keeper is self._keeper:
-            await self._hire(worker.keeper)
+        if worker.fork_server is self._fork_server:
+            await self._hire(worker.fork_server)
 
-    def _lose(self, keeper: Keeper) -> None:
-        if keeper is self._keeper and not self._is_closed:
-            self._keeper = None
-            self._in_background(self._revive(keeper))
+    def _lose(self, fork_server: ForkServer) -> None:
+        if fork_server is self._fork_server and not self._is_closed:
+            self._fork_server = None
+            self._in_background(self._revive(fork_server))
 
-    async def _revive(self, keeper: Keeper) -> None:
-        await keeper.close()
+    async def _revive(self, fork_server: ForkServer) -> None:
+        await fork_server.close()
         folder = self._folder
-        while folder is not None and folder == self._folder and self._keeper is None:
+        while folder is not None and folder == self._folder and self._fork_server is None:
             say(logger, logging.ERROR, "the tokenizer process ended; starting another")
             self._loading = None
             try:

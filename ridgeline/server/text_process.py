@@ -1,11 +1,11 @@
 """How do a model's chat template and tokenizer run where they can be killed?
 `python -m ridgeline.server.text_process`.
 
-The keeper loads both once, within limits, has one thread, and forks workers from then on: a worker
-costs milliseconds and little memory, so that losing one matters to nobody but the request that it
-worked on. The kernel holds a worker to its limits of processor time and memory, whatever code
-runs; the HTTP process has a deadline besides, in case a worker gets no processor. A worker ends
-with the keeper, the keeper with the HTTP process.
+The fork server loads both once, within limits, has one thread, and forks workers from then on: a
+worker costs milliseconds and little memory, so that losing one matters to nobody but the request
+that it worked on. The kernel holds a worker to its limits of processor time and memory, whatever
+code runs; the HTTP process has a deadline besides, in case a worker gets no processor. A worker
+ends with the fork server, the fork server with the HTTP process.
 """
 
 from __future__ import annotations
@@ -227,10 +227,10 @@ def work(sock: socket.socket, tokenizer: Tokenizer, template: ChatTemplate | Non
             os._exit(0)
 
 
-# ---------------------------------------------------------------------------- the keeper
+# ---------------------------------------------------------------------------- the fork server
 
 
-class Keeper:
+class ForkServer:
     """Obeys one command after the other."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -292,12 +292,12 @@ class Keeper:
         return Loaded(template is not None, table, tokenizer.eos_token_id)
 
     def _fork(self, sock: socket.socket) -> int:
-        keeper, pid = os.getpid(), os.fork()
+        fork_server, pid = os.getpid(), os.fork()
         if pid:
             sock.close()
             return pid
         die_with_parent()
-        if os.getppid() != keeper or self._tokenizer is None:
+        if os.getppid() != fork_server or self._tokenizer is None:
             os._exit(1)
         self._sock.close()
         os.close(_silence())
@@ -339,7 +339,7 @@ def main() -> NoReturn:
     die_with_parent()
     harden()
     os.set_inheritable(options.fd, False)
-    Keeper(socket.socket(fileno=options.fd)).run()
+    ForkServer(socket.socket(fileno=options.fd)).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What do the HTTP process and the processes for templates and tokenizers say to each other?
 
-Frames as in wire.py. The keeper loads the model's files and makes workers, one command after the
-other; each worker answers one question at a time.
+Frames as in wire.py. The fork server loads the model's files and makes workers, one command after
+the other; each worker answers one question at a time.
 """
 
 from __future__ import annotations

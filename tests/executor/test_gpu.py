@@ -41,7 +41,7 @@ class Silent:
         self.rows_VV = torch.randn(VOCAB, VOCAB, device="cuda")
 
     def forward(self, batch: Any, kv: KVCache) -> torch.Tensor:
-        wanted, ids_T = batch.wanted, batch.token_ids_T
+        wanted, ids_T = batch.logits_indices, batch.token_ids_T
         return self.rows_VV.index_select(0, ids_T if wanted is None else ids_T[wanted.rows_R])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

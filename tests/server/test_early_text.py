@@ -16,7 +16,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.server.config import ServeConfig
 from ridgeline.server.model import text_folder
 from ridgeline.server.service import Service
-from ridgeline.server.text_client import Keeper
+from ridgeline.server.text_client import ForkServer
 from ridgeline.server.text_wire import Loaded
 from ridgeline.server.wire import Ready
 from tests.tiny_model import write_tokenizer
@@ -39,9 +39,9 @@ def serve(model: str) -> Service:
 def ready_in(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Reads early, becomes ready for the model in `folder`; what was read, in order."""
     read: list[Path] = []
-    load = Keeper.load
+    load = ForkServer.load
 
-    async def watched(self: Keeper, where: Path) -> Loaded:
+    async def watched(self: ForkServer, where: Path) -> Loaded:
         read.append(where)
         return await load(self, where)
 
@@ -55,7 +55,7 @@ def ready_in(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             await asyncio.gather(early, return_exceptions=True)
             await service.text.close()
 
-    monkeypatch.setattr(Keeper, "load", watched)
+    monkeypatch.setattr(ForkServer, "load", watched)
     asyncio.run(both())
     service.pool.shutdown()
     return read

@@ -68,8 +68,8 @@ def conversation(text: str) -> dict[str, Any]:
 
 def number_of(server: Running) -> tuple[int, int]:
     """Processes of the server's tree, and open files of the HTTP process."""
-    keeper = server.child_pid("text_process")
-    workers = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    fork_server = server.child_pid("text_process")
+    workers = Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()
     return len(workers), server.num_fds()
 
 
@@ -133,13 +133,13 @@ def test_what_cannot_be_loaded_ends_the_start(tmp_path: Path) -> None:
 
 def test_a_killed_server_leaves_no_process(templates: Running, tmp_path: Path) -> None:
     """The last test: it takes the server with it."""
-    keeper = templates.child_pid("text_process")
-    workers = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    fork_server = templates.child_pid("text_process")
+    workers = Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()
     assert workers
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(ask, templates, "/v1/chat/completions", conversation("turns"))
         os.kill(templates.process.pid, signal.SIGKILL)
         assert isinstance(busy.exception(), httpx.TransportError)
     templates.process.wait(PATIENCE_S)
-    everyone = [Path(f"/proc/{pid}") for pid in (keeper, *workers)]
+    everyone = [Path(f"/proc/{pid}") for pid in (fork_server, *workers)]
     until(lambda: not any(map(Path.exists, everyone)), "no process left")

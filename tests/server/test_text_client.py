@@ -27,7 +27,7 @@ from ridgeline.server import text_client, text_process
 from ridgeline.server.config import DEFAULT_BUILDER
 from ridgeline.server.model import served_model
 from ridgeline.server.text_client import TextClient, TextFault, Turns
-from ridgeline.server.text_process import Keeper, Worker, limited
+from ridgeline.server.text_process import ForkServer, Worker, limited
 from ridgeline.server.text_wire import IDS, Encode, EncodeChat, Ids, Loaded, LoadFailed, Refusal
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
@@ -82,8 +82,8 @@ def children(pid: int) -> list[int]:
 
 
 def pids(client: TextClient) -> list[int]:
-    assert client.keeper_pid is not None
-    return children(client.keeper_pid)
+    assert client.fork_server_pid is not None
+    return children(client.fork_server_pid)
 
 
 async def lose(
@@ -105,11 +105,11 @@ async def lose(
 # ------------------------------------------------------------------ the same answers
 
 
-def loaded_here(folder: Path, kind: type[Any] = Loaded) -> tuple[Any, Keeper]:
-    """As the keeper's process has it, over the wire's bytes."""
-    keeper = Keeper(None)  # type: ignore[arg-type]
-    loaded = keeper._load(folder)
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=kind), keeper
+def loaded_here(folder: Path, kind: type[Any] = Loaded) -> tuple[Any, ForkServer]:
+    """As the fork server's process has it, over the wire's bytes."""
+    fork_server = ForkServer(None)  # type: ignore[arg-type]
+    loaded = fork_server._load(folder)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(loaded), type=kind), fork_server
 
 
 # Each is of a kind with one that is not among them.
@@ -231,7 +231,7 @@ def test_a_worker_lost_while_it_writes_costs_its_request_alone(
 
 def test_a_lost_keeper_costs_nobody_his_request(fake_model: Path) -> None:
     async def keeperless(client: TextClient) -> None:
-        first = client.keeper_pid
+        first = client.fork_server_pid
         assert first is not None
         workers = pids(client)
         for pid in workers:
@@ -242,7 +242,7 @@ def test_a_lost_keeper_costs_nobody_his_request(fake_model: Path) -> None:
         os.kill(first, signal.SIGKILL)
         found = await asyncio.gather(*asked)
         assert found == [[*question.texts[0].encode()] for question in questions]
-        assert client.keeper_pid not in (first, None)
+        assert client.fork_server_pid not in (first, None)
         while any(Path(f"/proc/{pid}").exists() for pid in (first, *workers)):
             await asyncio.sleep(0.01)  # until init has seen them
 
@@ -251,18 +251,18 @@ def test_a_lost_keeper_costs_nobody_his_request(fake_model: Path) -> None:
 
 def test_three_hundred_losses_leave_nothing_behind(fake_model: Path) -> None:
     async def many(client: TextClient) -> None:
-        keeper = client.keeper_pid
+        fork_server = client.fork_server_pid
         while len(client._idle) < 2:
             await asyncio.sleep(0.01)
         processes, files = len(pids(client)), len(os.listdir("/proc/self/fd"))
-        theirs = len(os.listdir(f"/proc/{keeper}/fd"))
+        theirs = len(os.listdir(f"/proc/{fork_server}/fd"))
         for _ in range(300):
             with pytest.raises(TextFault):
                 await lose(client, chat("hello"))
-        assert client.keeper_pid == keeper
+        assert client.fork_server_pid == fork_server
 
         def left() -> tuple[int, ...]:
-            fds = os.listdir("/proc/self/fd"), os.listdir(f"/proc/{keeper}/fd")
+            fds = os.listdir("/proc/self/fd"), os.listdir(f"/proc/{fork_server}/fd")
             return len(pids(client)), *map(len, fds)
 
         async with asyncio.timeout(PATIENCE_S):  # until the last worker has been replaced

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ridgeline.architectures import read_spec
-from ridgeline.attention.layout import Wanted
+from ridgeline.attention.layout import LogitsIndices
 from ridgeline.attention.sdpa import SdpaAttention
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.hidden import Hidden, RMSNorm
@@ -53,7 +53,7 @@ def test_wanted_states_are_those_of_a_whole_step(name: str, wanted: str) -> None
     ours, whole = drivers(name, 2)
     batch = ours.batch(prompts())
     places = torch.tensor(WANTED[wanted], dtype=torch.int64, device=ours.decoder.device)
-    got = ours.decoder.forward(replace(batch, wanted=Wanted(places)), ours.kv)
+    got = ours.decoder.forward(replace(batch, logits_indices=LogitsIndices(places)), ours.kv)
     want = whole.decoder.forward(whole.batch(prompts()), whole.kv)
     assert got.shape == (len(places), want.shape[1])
     torch.testing.assert_close(got, want[places], rtol=1e-4, atol=1e-5)
@@ -83,7 +83,9 @@ def test_the_last_layer_works_for_wanted_tokens_alone(
         count_rows(layer.feed_forward, seen, monkeypatch)
     batch = driver.batch(prompts())
     if wanted is not None:
-        batch.wanted = Wanted(torch.tensor(wanted, dtype=torch.int64, device=decoder.device))
+        batch.logits_indices = LogitsIndices(
+            torch.tensor(wanted, dtype=torch.int64, device=decoder.device)
+        )
     decoder.forward(batch, driver.kv)
     assert seen == [30] * (len(decoder.layers) - 1) + [rows] * (rows > 0)
 
@@ -103,7 +105,7 @@ def test_of_early_layers_it_is_the_last_of_those() -> None:
     ours, whole = drivers("llama", 2)
     decoder: Decoder = ours.decoder
     places = torch.tensor([29, 0], device=decoder.device)
-    batch = replace(ours.batch(prompts()), wanted=Wanted(places))
+    batch = replace(ours.batch(prompts()), logits_indices=LogitsIndices(places))
     out = torch.empty(30, VOCAB, device=decoder.device)
     got = decoder.forward_logits(batch, ours.kv, out[:2], num_layers=2)
     want = decoder.forward_logits(whole.batch(prompts()), whole.kv, out.clone(), num_layers=2)
@@ -126,7 +128,7 @@ def test_the_last_token_of_one_prompt_alone(
             driver.step({"a": ids[:before]})
     batch = ours.batch({"a": ids[before:]})
     place = torch.tensor([num_new - 1], device=ours.decoder.device)
-    batch.wanted = Wanted(place, is_last=True)
+    batch.logits_indices = LogitsIndices(place, is_last=True)
     got = ours.decoder.forward(batch, ours.kv)
     want = whole.decoder.forward(whole.batch({"a": ids[before:]}), whole.kv)
     torch.testing.assert_close(got, want[-1:], rtol=1e-4, atol=1e-5)
@@ -149,8 +151,8 @@ def test_attention_of_the_last_layer_is_asked_for_the_last_token(
 
     monkeypatch.setattr(SdpaAttention, "attend_last", counted)
     place = torch.tensor([19], device=driver.decoder.device)
-    for num_new, wanted in ((20, Wanted(place, is_last=True)), (20, None)):
+    for num_new, wanted in ((20, LogitsIndices(place, is_last=True)), (20, None)):
         batch = driver.batch({f"a{wanted is None}": list(range(3, 3 + num_new))})
-        batch.wanted = wanted
+        batch.logits_indices = wanted
         driver.decoder.forward(batch, driver.kv)
     assert seen == [1]
