@@ -13,12 +13,12 @@ import torch
 from ridgeline import __version__, demo
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.spec import ModelSpec, check_served
-from ridgeline.architectures.stored_config import (
-    is_stored,
-    stored_matrices,
+from ridgeline.architectures.scheme_config import (
+    is_quantized,
+    matrix_schemes,
     unpacked_matrices,
 )
+from ridgeline.architectures.spec import ModelSpec, check_served
 from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
@@ -55,7 +55,7 @@ from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint, GGUFSource
 from ridgeline.loader.mapped import MappedSource
 from ridgeline.loader.packs import Packs, open_packs, pack_key
 from ridgeline.loader.parallel import ParallelSource
-from ridgeline.loader.stored_checkpoint import UnpackedSource, check_model
+from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
 from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import RunRecord, run_record
@@ -343,7 +343,7 @@ def _source(
     if isinstance(checkpoint, GGUFCheckpoint):
         return GGUFSource(checkpoint)
     is_kept = resolved.weight_format == STORED
-    unpacked = unpacked_matrices(spec) if is_kept else stored_matrices(spec)
+    unpacked = unpacked_matrices(spec) if is_kept else matrix_schemes(spec)
     if unpacked:
         return UnpackedSource(checkpoint, unpacked)
     if device.torch_device.type == "cpu":
@@ -397,7 +397,7 @@ def _draft_decoder(
     """In the serving dtype, as its files are."""
     plain = replace(config, load_format="auto")
     checkpoint = _open(plain, source.folder.path, source.spec)
-    weight_format = STORED if is_stored(source.spec) else "auto"
+    weight_format = STORED if is_quantized(source.spec) else "auto"
     served = replace(resolved, load_format="auto", weight_format=weight_format)
     keeps = packs if device.name == "cpu" else None
     return _decoder(

@@ -94,8 +94,10 @@ def _int4(
 STORED = "stored"  # of a checkpoint that somebody has quantized: as it is
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights", is_fused=True),
-    # Bits and scales are those of each matrix in the checkpoint: `architectures.stored_config`.
-    STORED: WeightFormatLine("ridgeline.quantization.stored:StoredWeights", ("cpu", "hopper")),
+    # Bits and scales are those of each matrix in the checkpoint: `architectures.scheme_config`.
+    STORED: WeightFormatLine(
+        "ridgeline.quantization.checkpoint_weights:CheckpointWeights", ("cpu", "hopper")
+    ),
     "fp8": WeightFormatLine(
         "ridgeline.quantization.fp8:Fp8Weights",
         ("gpu",),

@@ -12,9 +12,9 @@ import torch
 
 from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.scheme_config import is_quantized, unpacked_matrices
+from ridgeline.architectures.scheme_config import words as scheme_words
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored_config import is_stored, unpacked_matrices
-from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.asked import check_settings
 from ridgeline.attention import INVARIANT
 from ridgeline.config import DEFAULT_POLICY, Decision, EngineConfig, ResolvedConfig
@@ -373,24 +373,24 @@ def _weight_format(
 ) -> str:
     """A quantized checkpoint is kept as it is, unless something else was asked for."""
     asked, has_files = config.weight_format, load_format != "random"
-    in_layers, others = is_stored(spec) and has_files, unpacked_matrices(spec)
+    in_layers, others = is_quantized(spec) and has_files, unpacked_matrices(spec)
     if asked == STORED and not in_layers:
         raise ConfigError(
             "weight_format stored: no quantized matrices of layers are read here; leave it out, or"
             " choose plain, or a format to round the weights to"
         )
     if has_files and others:
-        because = f"{_some(one.name for one in others)} ({others[0].stored.words}) unpacked"
+        because = f"{_some(one.name for one in others)} ({others[0].scheme.words}) unpacked"
         decisions.note("unpacked weights", asked, dtype, because)
     if not in_layers:
-        if is_stored(spec):
+        if is_quantized(spec):
             because = "random numbers have nothing of the checkpoint's quantization"
             decisions.note("weight_format", asked, "plain" if asked == "auto" else asked, because)
         return "plain" if asked == "auto" else asked
     if asked in ("auto", STORED):
         decisions.note("weight_format", asked, STORED, _kept(spec))
         return STORED
-    because = f"{stored_words(spec)}: unpacked to {dtype} first"
+    because = f"{scheme_words(spec)}: unpacked to {dtype} first"
     decisions.note("weight_format", asked, asked, because)
     return asked
 
@@ -402,8 +402,8 @@ def _some(names: Iterable[str]) -> str:
 
 def _kept(spec: ModelSpec) -> str:
     """What is kept of a quantized checkpoint, and what it says besides."""
-    kinds = {stored: None for layer in spec.layers for _, stored in layer.stored if stored.keeps}
-    said = [f"{stored_words(spec)}: codes and scales as the checkpoint has them"]
+    kinds = {scheme: None for layer in spec.layers for _, scheme in layer.schemes if scheme.keeps}
+    said = [f"{scheme_words(spec)}: codes and scales as the checkpoint has them"]
     inputs = dict.fromkeys(one.inputs for one in kinds if one.inputs)
     if inputs:
         says = "; ".join(inputs)

@@ -12,8 +12,8 @@ from pathlib import Path
 from ridgeline import demo
 from ridgeline.architectures.draft_groups import draft_groups
 from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.scheme_config import is_quantized
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
-from ridgeline.architectures.stored_config import is_stored
 from ridgeline.config import EngineConfig
 from ridgeline.cost.captured import RECORDED_KV
 from ridgeline.cost.memory import device_kind
@@ -71,7 +71,7 @@ class Drafting:
         if self.draft is not None and self.asked.line.is_head:
             return draft_head(spec, self.draft, setting)
         if self.draft is not None:
-            weights = STORED if is_stored(self.draft) else "plain"
+            weights = STORED if is_quantized(self.draft) else "plain"
             return draft_model(spec, self.draft, replace(setting, weight_format=weights))
         if self.asked.line.argument == LAYERS:
             return early_layers(spec, setting)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ridgeline.architectures import FAMILIES, expected_tensors, read_spec
 from ridgeline.architectures.catalogue import catalogue
-from ridgeline.architectures.stored_config import checkpoint_tensors
+from ridgeline.architectures.scheme_config import checkpoint_tensors
 from ridgeline.errors import RidgelineError
 from ridgeline.generation import generation_defaults
 from ridgeline.loader.folder import parse_object
@@ -298,6 +298,6 @@ safetensors = _target(_make_safetensors, lambda case: read_header(_path("m.safet
 gguf = _target(_make_gguf, _read_gguf)
 index = _target(_make_index, _read_index)
 config = _target(_make_config, _read_config)
-stored = _target(_make_stored, _read_stored)
+scheme = _target(_make_stored, _read_stored)
 generation = _target(_make_generation, _read_generation)
 tokenizer = _target(_make_tokenizer, _read_tokenizer)

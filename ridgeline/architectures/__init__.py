@@ -11,9 +11,9 @@ from ridgeline.architectures.parts import (
     leftover_tensors,
     optional_tensors,
 )
+from ridgeline.architectures.scheme_config import described
 from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
-from ridgeline.architectures.stored_config import described
 from ridgeline.errors import ConfigError
 from ridgeline.registry import load
 

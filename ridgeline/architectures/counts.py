@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ridgeline.architectures.parts import Part, parts, products
+from ridgeline.architectures.quantization_scheme import Scheme
 from ridgeline.architectures.spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec
-from ridgeline.architectures.stored import Stored
 from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
 
 
@@ -63,7 +63,7 @@ def layer_scale_bytes(
     holds: some for each row, and for each group of it, the last of which may be short. Rows of
     matrices that are split by their columns are held by all."""
     if weight_format == STORED:
-        return _stored_bytes(hidden_size, layer, 1, ranks)[1]
+        return _scheme_bytes(hidden_size, layer, 1, ranks)[1]
     line, total = weight_line(weight_format), 0
     for matrices in products(layer, hidden_size).values():
         if matrices[0].is_packed:  # a product's matrices lie one below the other
@@ -81,22 +81,22 @@ def _matrix_scale_bytes(line: WeightFormatLine, rows: int, columns: int) -> int:
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain") -> int:
     """Bytes of all weights as served, scales included."""
     packed, line = linear_weights(spec), weight_line(weight_format)
-    stored = packed * (8 * dtype_bytes if line.bits is None else line.bits) // 8
+    scheme = packed * (8 * dtype_bytes if line.bits is None else line.bits) // 8
     every = Counter(spec.layers).items()
     if weight_format == STORED:
         width = spec.hidden_size
-        stored = sum(n * _stored_bytes(width, layer, dtype_bytes)[0] for layer, n in every)
-    stored += sum(n * layer_scale_bytes(spec.hidden_size, one, weight_format) for one, n in every)
+        scheme = sum(n * _scheme_bytes(width, layer, dtype_bytes)[0] for layer, n in every)
+    scheme += sum(n * layer_scale_bytes(spec.hidden_size, one, weight_format) for one, n in every)
     matrices = 1 if spec.tie_embeddings else 2
     rest = num_parameters(spec) - packed - matrices * spec.vocab_size * spec.hidden_size
     vocabulary = sum(vocabulary_bytes(spec, dtype_bytes, weight_format))
-    return stored + matrices * vocabulary + rest * dtype_bytes
+    return scheme + matrices * vocabulary + rest * dtype_bytes
 
 
 # ------------------------------------------------------------------------ kept as they are stored
 
 
-def _stored_bytes(
+def _scheme_bytes(
     hidden_size: int, layer: LayerSpec, dtype_bytes: int, ranks: int = 1
 ) -> tuple[int, int]:
     """Of the matrices of a layer that are kept as the checkpoint stores them: bytes of numbers, and
@@ -109,11 +109,11 @@ def _stored_bytes(
 def _kept_bytes(layer: LayerSpec, part: Part, dtype_bytes: int, ranks: int = 1) -> tuple[int, int]:
     """The same of one matrix."""
     rows, columns = part.share(ranks)
-    stored = layer.stored_as(part.role)
-    bits = None if stored is None else stored.kept_bits
-    if stored is None or bits is None:
+    scheme = layer.scheme_of(part.role)
+    bits = None if scheme is None else scheme.kept_bits
+    if scheme is None or bits is None:
         return rows * columns * dtype_bytes, 0
-    return rows * -(-columns * bits // 8), stored.beside_bytes(rows, columns)
+    return rows * -(-columns * bits // 8), scheme.beside_bytes(rows, columns)
 
 
 def kept_bits(matrices: Iterable[Part], layer: LayerSpec, dtype_bytes: int) -> float:
@@ -126,20 +126,20 @@ def kept_bits(matrices: Iterable[Part], layer: LayerSpec, dtype_bytes: int) -> f
 
 def mean_kept_bits(spec: ModelSpec, dtype_bytes: int) -> float:
     """The same of all matrices of a model's layers together."""
-    every = [_stored_bytes(spec.hidden_size, layer, dtype_bytes) for layer in spec.layers]
+    every = [_scheme_bytes(spec.hidden_size, layer, dtype_bytes) for layer in spec.layers]
     return 8 * sum(map(sum, every)) / linear_weights(spec)
 
 
 def nearest_format(matrices: Iterable[Part], layer: LayerSpec) -> str:
     """The weight format of ours whose kernels do most nearly what is done for such a product."""
-    found = (layer.stored_as(part.role) for part in matrices)
-    return next((_format_of(stored) for stored in found if stored and stored.keeps), "plain")
+    found = (layer.scheme_of(part.role) for part in matrices)
+    return next((_format_of(scheme) for scheme in found if scheme and scheme.keeps), "plain")
 
 
-def _format_of(stored: Stored) -> str:
-    if stored.keeps == "codes":
-        return f"int{stored.kept_bits}"
-    return "fp8" if stored.keeps == "e4m3" else "fp8-block"
+def _format_of(scheme: Scheme) -> str:
+    if scheme.keeps == "codes":
+        return f"int{scheme.kept_bits}"
+    return "fp8" if scheme.keeps == "e4m3" else "fp8-block"
 
 
 # ------------------------------------------------------------------------ vocabulary and cache

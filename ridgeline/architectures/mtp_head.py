@@ -78,8 +78,8 @@ def read_mtp(target: ModelSpec, names: Collection[str], module: int = 0) -> MTPS
     one that this version does not compute."""
     layout = _layout(target, names, module)
     last = target.layers[-1]
-    layer = replace(last, attention=replace(last.attention, cache_layer=None), stored=())
-    model = replace(target, layers=(layer,), stored=())
+    layer = replace(last, attention=replace(last.attention, cache_layer=None), schemes=())
+    model = replace(target, layers=(layer,), schemes=())
     if reasons := missing(model):
         raise ConfigError(f"the model's MTP module needs {', '.join(reasons)}, which is not served")
     if layer.norms != "before":

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ridgeline.architectures.stored import Stored
+from ridgeline.architectures.quantization_scheme import Scheme
 from ridgeline.errors import ConfigError
 
 
@@ -120,7 +120,7 @@ NormPlaces = Literal["before", "after", "around"]
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """`norms`: where the hidden states are normalised: "before" attention and feed-forward read
-    them, "after" (what the two add is normalised), or "around", both. `stored`: role -> how the
+    them, "after" (what the two add is normalised), or "around", both. `schemes`: role -> how the
     checkpoint stores those matrices that somebody quantized. `unlisted`: how many numbers it has
     beside those that these fields say (below 0: fewer), such as sinks and biases of experts, in
     families that are only planned for."""
@@ -128,12 +128,12 @@ class LayerSpec:
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
     norms: NormPlaces = "before"
-    stored: tuple[tuple[str, Stored], ...] = ()
+    schemes: tuple[tuple[str, Scheme], ...] = ()
     unlisted: int = 0
 
-    def stored_as(self, role: str) -> Stored | None:
+    def scheme_of(self, role: str) -> Scheme | None:
         """None: as numbers."""
-        return next((stored for own, stored in self.stored if own == role), None)
+        return next((scheme for own, scheme in self.schemes if own == role), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ModelSpec:
     """One decoder-only model. `tensor_names` maps our parameter roles to checkpoint names, with
     `{layer}` and `{expert}` to fill in (see `architectures/parts.py` for the roles).
     `unserved` says what the numbers of this family need and this version does not compute.
-    `stored`: as that of a layer, of the matrices of the vocabulary."""
+    `scheme`: as that of a layer, of the matrices of the vocabulary."""
 
     family: str
     vocab_size: int
@@ -155,7 +155,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unserved: str = ""
-    stored: tuple[tuple[str, Stored], ...] = ()
+    schemes: tuple[tuple[str, Scheme], ...] = ()
 
     @property
     def num_layers(self) -> int:

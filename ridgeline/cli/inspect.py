@@ -20,6 +20,8 @@ from ridgeline.architectures.counts import (
     weight_bytes,
 )
 from ridgeline.architectures.parts import branches
+from ridgeline.architectures.scheme_config import is_quantized
+from ridgeline.architectures.scheme_config import words as scheme_words
 from ridgeline.architectures.shapes import SHAPES
 from ridgeline.architectures.spec import (
     AttentionSpec,
@@ -29,8 +31,6 @@ from ridgeline.architectures.spec import (
     ModelSpec,
     missing,
 )
-from ridgeline.architectures.stored_config import is_stored
-from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.cli.engine_flags import CHOICES, add_model
 from ridgeline.cli.machine import describe
 from ridgeline.cli.parser import Parser
@@ -165,7 +165,7 @@ def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
 
     size = DTYPE_BYTES[dtype]
     cache = batch * kv_bytes(spec, context, size)
-    weights = weight_bytes(spec, size, STORED if is_stored(spec) else "plain")
+    weights = weight_bytes(spec, size, STORED if is_quantized(spec) else "plain")
     return Need(dtype, weights, kv_bytes_per_token(spec, size), cache)
 
 
@@ -175,7 +175,7 @@ def check_weights(folder: Path, spec: ModelSpec) -> Weights | None:
     ConfigError names the tensor that is missing or has the wrong shape.
     """
     from ridgeline.loader import is_gguf, open_checkpoint
-    from ridgeline.loader.stored_checkpoint import check_model
+    from ridgeline.loader.quantized_checkpoint import check_model
 
     if spec.family in SHAPES:
         return None  # no reader of this family names its tensors
@@ -206,8 +206,8 @@ def facts(spec: ModelSpec) -> dict[str, str]:
     }
     if needs := missing(spec):
         described["not served"] = f"for planning alone; it needs {', '.join(needs)}"
-    if stored := stored_words(spec):
-        described["quantized matrices"] = stored
+    if scheme := scheme_words(spec):
+        described["quantized matrices"] = scheme
     described["order of a layer"] = "; ".join(dict.fromkeys(map(_order_words, spec.layers)))
     for index, ((attention, feed_forward), count) in enumerate(layers.items()):
         suffix = f" ({count} layers)" if len(layers) > 1 else ""

@@ -23,11 +23,11 @@ METHODS = ("rtn", "gptq", "awq")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`stored`: dtype of the norms in the checkpoint, which AWQ's scales are folded into."""
+    """`scheme`: dtype of the norms in the checkpoint, which AWQ's scales are folded into."""
 
     name: str
     grid: Grid
-    stored: torch.dtype
+    scheme: torch.dtype
     gptq: GptqSettings = field(default_factory=GptqSettings)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ def _by_scales(layer: Layer, states: States, method: Method) -> Rounded:
     found = [_scale_of(layer, one, seen[one.names], method.grid) for one in inputs]
     folded: dict[str, torch.Tensor] = {}
     scales = [
-        _fold(layer, one, scale_I, method.stored, folded)
+        _fold(layer, one, scale_I, method.scheme, folded)
         for one, scale_I in zip(inputs, found, strict=True)
     ]
     for one, scale_I in zip(inputs, scales, strict=True):
@@ -153,7 +153,7 @@ def _fold(
     layer: Layer,
     one: Input,
     scale_I: torch.Tensor,
-    stored: torch.dtype,
+    scheme: torch.dtype,
     folded: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """Divide what makes this input by the scale; the scale that this comes to, as stored."""
@@ -162,9 +162,9 @@ def _fold(
     made_by = layer.tensors[one.made_by]
     if made_by.dim() == 1:
         norm_E = made_by.clone()
-        divided_E = (norm_E / scale_I).to(stored)
+        divided_E = (norm_E / scale_I).to(scheme)
         holds_E = torch.isfinite(divided_E) & (divided_E != 0)
-        folded[one.made_by] = torch.where(holds_E, divided_E, norm_E.to(stored))
+        folded[one.made_by] = torch.where(holds_E, divided_E, norm_E.to(scheme))
         made_by.copy_(folded[one.made_by])
         return torch.where(holds_E, norm_E / made_by, torch.ones_like(norm_E))
     rows_O = scale_I
@@ -173,6 +173,6 @@ def _fold(
         rows_O = scale_I.view(spec.num_kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
     made_by.div_(rows_O[:, None])
     if (bias := layer.bias_of(one.made_by)) is not None:
-        folded[bias] = (layer.tensors[bias] / rows_O).to(stored)
+        folded[bias] = (layer.tensors[bias] / rows_O).to(scheme)
         layer.tensors[bias].copy_(folded[bias])
     return scale_I

@@ -28,9 +28,9 @@ from ridgeline.architectures.parts import (
     shared_tensors,
     tensor_name,
 )
+from ridgeline.architectures.scheme_config import matrix_schemes
+from ridgeline.architectures.scheme_config import words as scheme_words
 from ridgeline.architectures.spec import ModelSpec, check_served
-from ridgeline.architectures.stored_config import stored_matrices
-from ridgeline.architectures.stored_config import words as stored_words
 from ridgeline.compression.checkpoints import FileTensors, read_layer
 from ridgeline.compression.layer import Layer, States, embed
 from ridgeline.compression.quality import Head, Quality, compare
@@ -129,9 +129,9 @@ def stored_dtype(model: Path) -> torch.dtype:
 
 def check_plain(model: Path, spec: ModelSpec) -> None:
     """ConfigError for a checkpoint that somebody has quantized already."""
-    if stored_matrices(spec):
+    if matrix_schemes(spec):
         raise ConfigError(
-            f"{model}: config.json has a quantization_config ({stored_words(spec)}); quantize the"
+            f"{model}: config.json has a quantization_config ({scheme_words(spec)}); quantize the"
             " checkpoint of 16 or 32 bits that it was made from"
         )
 

@@ -94,8 +94,8 @@ def _held_bits(layer: LayerSpec, part: Part, tp: int, precision: Precision) -> i
     """On one rank, scales apart. Experts may be split among ranks whole or each by its rows."""
     bits: int | None = None
     if part.is_packed:
-        bits, stored = precision.weight_line.bits, layer.stored_as(part.role)
+        bits, scheme = precision.weight_line.bits, layer.scheme_of(part.role)
         if precision.weights == STORED:
-            bits = None if stored is None else stored.kept_bits
+            bits = None if scheme is None else scheme.kept_bits
     numbers = part.num_numbers // tp if part.is_experts else prod(part.share(tp))
     return numbers * (8 * precision.dtype_bytes if bits is None else bits)

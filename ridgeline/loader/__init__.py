@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 def read_config(path: Path) -> dict[str, object]:
     """`config.json` of a model folder, or what it would say of a GGUF file. Of a quantized model
     with what only the headers of its weights say. ConfigError."""
-    from ridgeline.architectures.stored_config import KEY
+    from ridgeline.architectures.scheme_config import KEY
     from ridgeline.loader.gguf_model import read_gguf_config
 
     if is_gguf(path):
@@ -55,7 +55,7 @@ def read_config(path: Path) -> dict[str, object]:
     config = folder.read_config(path)
     if not config.get(KEY):
         return config
-    from ridgeline.loader.stored_checkpoint import with_scales
+    from ridgeline.loader.quantized_checkpoint import with_scales
 
     return with_scales(config, path)
 

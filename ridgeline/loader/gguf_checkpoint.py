@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ridgeline.architectures.stored import WEIGHT
-from ridgeline.architectures.stored_methods import GGUF_BLOCKS
+from ridgeline.architectures.quantization_scheme import WEIGHT
+from ridgeline.architectures.scheme_methods import GGUF_BLOCKS
 from ridgeline.errors import check
 from ridgeline.formats import STORED
 from ridgeline.layers.piece import Piece

@@ -16,9 +16,9 @@ from ridgeline.architectures.gguf import (
     sources,
 )
 from ridgeline.architectures.parts import expected_tensors
+from ridgeline.architectures.scheme_config import KEY
+from ridgeline.architectures.scheme_methods import gguf_described
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored_config import KEY
-from ridgeline.architectures.stored_methods import gguf_described
 from ridgeline.errors import ConfigError
 from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.gguf import GGUFHeader, read_gguf

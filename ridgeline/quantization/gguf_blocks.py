@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.architectures.stored import Stored
-from ridgeline.architectures.stored_methods import GGUF_BLOCKS
+from ridgeline.architectures.quantization_scheme import Scheme
+from ridgeline.architectures.scheme_methods import GGUF_BLOCKS
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, join_bytes
 from ridgeline.quantization.readers import Tensors, widened
 
@@ -109,14 +109,14 @@ AFFINE: Mapping[str, Affine] = {
 }
 
 
-def read(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix:
-    kind = AFFINE[stored.layout]
+def read(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix:
+    kind = AFFINE[scheme.layout]
     codes, scale = kind.split(tensors[GGUF_BLOCKS].reshape(-1, kind.num_bytes))
     kept = 4 if kind.bits <= 4 else 8
     wide_OI = widened(codes, kind.bits).reshape(outputs, inputs)
     # Those of 32 numbers are float16 in the file, the products of the K types are not.
-    scale_OG = scale.reshape(outputs, -1).to(getattr(torch, stored.scale_dtype))
-    return QuantizedMatrix(join_bytes(wide_OI, kept), scale_OG, None, inputs, kept, stored.group)
+    scale_OG = scale.reshape(outputs, -1).to(getattr(torch, scheme.scale_dtype))
+    return QuantizedMatrix(join_bytes(wide_OI, kept), scale_OG, None, inputs, kept, scheme.group)
 
 
 def unpack(kind: str, blocks: torch.Tensor) -> torch.Tensor:

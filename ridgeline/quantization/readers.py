@@ -1,10 +1,10 @@
 """What do the tensors of a matrix in a quantized checkpoint say? Codes and scales in the form of
 `kernels.quantized_matrix`, or numbers, exactly.
 
-`architectures.stored` has the table of formats and says which tensors there are; a reader gets
-those of some rows or columns of a matrix under their suffixes. Blocks of GGUF files are in
-`gguf_blocks`. Letters: O outputs, I inputs, G groups of a row, R and C rows and columns of blocks,
-R also rows of W words.
+`architectures.quantization_scheme` has the table of formats and says which tensors there are; a
+reader gets those of some rows or columns of a matrix under their suffixes. Blocks of GGUF files are
+in `gguf_blocks`. Letters: O outputs, I inputs, G groups of a row, R and C rows and columns of
+blocks, R also rows of W words.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ridgeline.architectures.stored import Stored, format_of
-from ridgeline.architectures.stored_methods import (
+from ridgeline.architectures.quantization_scheme import Scheme, format_of
+from ridgeline.architectures.scheme_methods import (
     AWQ_ROWS_A_WORD,
     BNB_BLOCK,
     BNB_KINDS,
@@ -84,9 +84,9 @@ class Numbers:
 Read = QuantizedMatrix | Ordered | Rows8 | Blocks8 | Numbers
 
 
-def read_matrix(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> Read:
+def read_matrix(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> Read:
     """The matrix, or its share that `tensors` hold. ConfigError if they contradict each other."""
-    found: Read = opened(format_of(stored).matrix)(stored, tensors, outputs, inputs)
+    found: Read = opened(format_of(scheme).matrix)(scheme, tensors, outputs, inputs)
     return found
 
 
@@ -141,56 +141,56 @@ def codes_of(words_RW: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 SIGN = 0x80  # signed bytes become unsigned ones around 128
 
 
-def compressed_tensors(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> Read:
+def compressed_tensors(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> Read:
     """Of formats pack-quantized, int-quantized and float-quantized."""
-    reader = {"pack-quantized": _packed, "int-quantized": _integers}.get(stored.layout, fp8)
-    return reader(stored, tensors, outputs, inputs)
+    reader = {"pack-quantized": _packed, "int-quantized": _integers}.get(scheme.layout, fp8)
+    return reader(scheme, tensors, outputs, inputs)
 
 
 def _packed(
-    stored: Stored, tensors: Tensors, outputs: int, inputs: int
+    scheme: Scheme, tensors: Tensors, outputs: int, inputs: int
 ) -> QuantizedMatrix | Ordered:
     """2^(bits-1) is added to the codes in the file, so that none is negative."""
-    codes = codes_of(tensors["weight_packed"], stored.bits, inputs)
+    codes = codes_of(tensors["weight_packed"], scheme.bits, inputs)
     zero_OG = None
-    if stored.has_zero:
+    if scheme.has_zero:
         words_GO = tensors["weight_zero_point"].T
-        zero_OG = widened(split_words(words_GO, stored.bits, outputs), stored.bits).T.contiguous()
-    return _integer_matrix(stored, tensors, codes, zero_OG, inputs)
+        zero_OG = widened(split_words(words_GO, scheme.bits, outputs), scheme.bits).T.contiguous()
+    return _integer_matrix(scheme, tensors, codes, zero_OG, inputs)
 
 
 def _integers(
-    stored: Stored, tensors: Tensors, outputs: int, inputs: int
+    scheme: Scheme, tensors: Tensors, outputs: int, inputs: int
 ) -> QuantizedMatrix | Ordered:
     """Signed bytes, whatever their bits: they are kept as 8."""
-    zero_OG = tensors["weight_zero_point"].view(torch.uint8) ^ SIGN if stored.has_zero else None
+    zero_OG = tensors["weight_zero_point"].view(torch.uint8) ^ SIGN if scheme.has_zero else None
     return _integer_matrix(
-        stored, tensors, tensors["weight"].view(torch.uint8) ^ SIGN, zero_OG, inputs
+        scheme, tensors, tensors["weight"].view(torch.uint8) ^ SIGN, zero_OG, inputs
     )
 
 
 def _integer_matrix(
-    stored: Stored,
+    scheme: Scheme,
     tensors: Tensors,
     codes: torch.Tensor,
     zero_OG: torch.Tensor | None,
     inputs: int,
 ) -> QuantizedMatrix | Ordered:
     scale_OG = tensors["weight_scale"]
-    if stored.is_whole:
+    if scheme.is_whole:
         scale_OG = scale_OG.view(1, 1).expand(len(codes), 1)
     bits = 4 if codes.shape[1] < inputs else 8
-    matrix = QuantizedMatrix(codes, scale_OG, zero_OG, inputs, bits, stored.group)
-    return ordered(matrix, tensors["weight_g_idx"]) if stored.act_order else matrix
+    matrix = QuantizedMatrix(codes, scale_OG, zero_OG, inputs, bits, scheme.group)
+    return ordered(matrix, tensors["weight_g_idx"]) if scheme.act_order else matrix
 
 
-def fp8(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> Rows8 | Blocks8:
+def fp8(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> Rows8 | Blocks8:
     """Numbers in e4m3 with one scale for all, for each row, or for each block or group of a row:
     those of float-quantized, and as DeepSeek, Qwen and AutoFP8 publish them."""
     codes_OI = tensors["weight"]
-    scale = tensors["weight_scale_inv" if stored.layout == "fp8" else "weight_scale"]
-    if stored.group:
-        return Blocks8(codes_OI, scale, stored.block_rows or 1, stored.group)
+    scale = tensors["weight_scale_inv" if scheme.layout == "fp8" else "weight_scale"]
+    if scheme.group:
+        return Blocks8(codes_OI, scale, scheme.block_rows or 1, scheme.group)
     return Rows8(codes_OI, scale.float().view(-1).expand(outputs).contiguous())
 
 
@@ -202,25 +202,25 @@ def fp8(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> Rows8 | 
 GPTQ_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # 1 in each code of a word
 
 
-def gptq(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix | Ordered:
-    bits = stored.bits
+def gptq(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix | Ordered:
+    bits = scheme.bits
     codes = codes_of(tensors["qweight"].T, bits, inputs)
-    zero_OG = _gptq_zeros(stored, tensors["qzeros"], outputs)
+    zero_OG = _gptq_zeros(scheme, tensors["qzeros"], outputs)
     middle = 1 << (bits - 1)
-    if not stored.has_zero and not bool((zero_OG == middle).all()):
+    if not scheme.has_zero and not bool((zero_OG == middle).all()):
         raise ConfigError(
             f"config.json says sym, but qzeros are not all {middle}; set sym to false in its"
             " quantization_config"
         )
-    zero = widened(zero_OG, bits).contiguous() if stored.has_zero else None
+    zero = widened(zero_OG, bits).contiguous() if scheme.has_zero else None
     kept = 4 if bits <= 4 else 8
-    matrix = QuantizedMatrix(codes, tensors["scales"].T, zero, inputs, kept, stored.group)
-    return ordered(matrix, tensors["g_idx"]) if stored.act_order else matrix
+    matrix = QuantizedMatrix(codes, tensors["scales"].T, zero, inputs, kept, scheme.group)
+    return ordered(matrix, tensors["g_idx"]) if scheme.act_order else matrix
 
 
-def _gptq_zeros(stored: Stored, words: torch.Tensor, outputs: int) -> torch.Tensor:
+def _gptq_zeros(scheme: Scheme, words: torch.Tensor, outputs: int) -> torch.Tensor:
     """[O, G] uint8, as many bits as the codes."""
-    bits, is_less = stored.bits, stored.layout == "gptq"
+    bits, is_less = scheme.bits, scheme.layout == "gptq"
     if is_less and bits in GPTQ_ONES:
         words = words + GPTQ_ONES[bits]
     zero_GO = split_words(words, bits, outputs)
@@ -236,10 +236,10 @@ def _gptq_zeros(stored: Stored, words: torch.Tensor, outputs: int) -> torch.Tens
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of rows 0 to 7 within their word
 
 
-def awq(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix:
+def awq(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> QuantizedMatrix:
     codes = join_bytes(_awq_rows(tensors["qweight"], outputs), 4)
-    zero = _awq_rows(tensors["qzeros"], outputs).contiguous() if stored.has_zero else None
-    return QuantizedMatrix(codes, tensors["scales"].T, zero, inputs, 4, stored.group)
+    zero = _awq_rows(tensors["qzeros"], outputs).contiguous() if scheme.has_zero else None
+    return QuantizedMatrix(codes, tensors["scales"].T, zero, inputs, 4, scheme.group)
 
 
 def _awq_rows(words: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -256,15 +256,15 @@ def _awq_rows(words: torch.Tensor, outputs: int) -> torch.Tensor:
 OF_127 = 7.874015718698502e-3  # 1 / 127, as that package writes it
 
 
-def bitsandbytes(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> Numbers:
-    if stored.layout in BNB_KINDS:
-        return _bnb_four_bits(stored, tensors, outputs, inputs)
+def bitsandbytes(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> Numbers:
+    if scheme.layout in BNB_KINDS:
+        return _bnb_four_bits(scheme, tensors, outputs, inputs)
     return Numbers(tensors["weight"].float().mul_(tensors["SCB"][:, None]).mul_(OF_127))
 
 
-def _bnb_four_bits(stored: Stored, tensors: Tensors, outputs: int, inputs: int) -> Numbers:
+def _bnb_four_bits(scheme: Scheme, tensors: Tensors, outputs: int, inputs: int) -> Numbers:
     """The first weight of a byte is in its upper half."""
-    state = _bnb_state(tensors[BNB_STATE + stored.layout])
+    state = _bnb_state(tensors[BNB_STATE + scheme.layout])
     if state.get("blocksize") != BNB_BLOCK or state.get("shape") != [outputs, inputs]:
         raise ConfigError(
             f"its quant_state says blocks of {state.get('blocksize')} and shape"
@@ -274,7 +274,7 @@ def _bnb_four_bits(stored: Stored, tensors: Tensors, outputs: int, inputs: int) 
     places_N = torch.stack((both_N >> 4, both_N & 15), -1).flatten()
     values_N = tensors["weight.quant_map"][places_N.int()]
     factors_B = tensors["weight.absmax"]
-    if stored.is_nested:
+    if scheme.is_nested:
         offset = state.get("nested_offset")
         if not isinstance(offset, float) or state.get("nested_blocksize") != BNB_NESTED:
             raise ConfigError(f"its quant_state has no offset of factors in blocks of {BNB_NESTED}")

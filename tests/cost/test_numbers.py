@@ -246,11 +246,11 @@ def test_attention_is_a_sum_of_values_weighted_by_the_softmax_of_scores() -> Non
     keys = torch.zeros(4, 4)
     keys[:, 0] = weights.log() * 4**0.5  # d is 4
     query = torch.tensor([1.0, 0, 0, 0]).view(1, 1, 4)
-    stored = torch.stack((keys, torch.eye(4)), 1)[:, :, None]
+    scheme = torch.stack((keys, torch.eye(4)), 1)[:, :, None]
     out = torch.empty_like(query)
     paged_attention_reference(
         query,
-        lambda start, stop: stored[start:stop],
+        lambda start, stop: scheme[start:stop],
         seq_len=4,
         num_kv_heads=1,
         scale=4**-0.5,
@@ -266,18 +266,18 @@ def test_online_softmax_in_tiles_is_exact_and_causal() -> None:
     noise = torch.Generator().manual_seed(0)
     total, heads, size = 600, 2, 8
     q = 30 * torch.randn(total, heads, size, generator=noise)
-    stored = torch.randn(total, 2, heads, size, generator=noise)
+    scheme = torch.randn(total, 2, heads, size, generator=noise)
     out = torch.empty_like(q)
     paged_attention_reference(
         q,
-        lambda start, stop: stored[start:stop],
+        lambda start, stop: scheme[start:stop],
         seq_len=total,
         num_kv_heads=heads,
         scale=size**-0.5,
         window=None,
         out_THD=out,
     )
-    k, v = stored.double().unbind(1)
+    k, v = scheme.double().unbind(1)
     scores = torch.einsum("thd,shd->hts", q.double(), k) * size**-0.5
     future = torch.ones(total, total, dtype=torch.bool).triu(1)
     exact = torch.einsum("hts,shd->thd", scores.masked_fill(future, -torch.inf).softmax(-1), v)

@@ -884,7 +884,12 @@ CASES: dict[str, Case] = {
 
 def import_all() -> None:
     """What loading needs, once for all children."""
-    for name in ("build", "loader.stored_checkpoint", "loader.gguf_checkpoint", "text.gguf_vocab"):
+    for name in (
+        "build",
+        "loader.quantized_checkpoint",
+        "loader.gguf_checkpoint",
+        "text.gguf_vocab",
+    ):
         import_module(f"ridgeline.{name}")
 
 
@@ -893,7 +898,7 @@ def load_whole(path: Path) -> None:
     from ridgeline.build import build_front
     from ridgeline.config import EngineConfig
     from ridgeline.loader import open_checkpoint
-    from ridgeline.loader.stored_checkpoint import check_model
+    from ridgeline.loader.quantized_checkpoint import check_model
 
     front = build_front(EngineConfig(model=str(path), device="cpu"))
     check_model(open_checkpoint(front.folder.path), front.spec, front.folder.path)

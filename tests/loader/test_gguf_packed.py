@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import read_spec
-from ridgeline.architectures.stored import tensors_of
-from ridgeline.architectures.stored_config import stored_matrices
-from ridgeline.architectures.stored_methods import GGUF_BLOCKS, GGUF_KINDS
+from ridgeline.architectures.quantization_scheme import tensors_of
+from ridgeline.architectures.scheme_config import matrix_schemes
+from ridgeline.architectures.scheme_methods import GGUF_BLOCKS, GGUF_KINDS
 from ridgeline.errors import ConfigError
 from ridgeline.formats import STORED
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix
@@ -38,23 +38,23 @@ def test_blocks_are_the_numbers_in_the_order_of_rows(name: str) -> None:
     path = FILES / f"{name}.gguf"
     checkpoint = open_checkpoint(path)
     assert isinstance(checkpoint, GGUFCheckpoint)
-    stored = stored_matrices(read_spec(read_config(path)))
-    assert {one.stored.layout for one in stored} <= GGUF_KINDS.keys()
-    for matrix in stored:
+    scheme = matrix_schemes(read_spec(read_config(path)))
+    assert {one.scheme.layout for one in scheme} <= GGUF_KINDS.keys()
+    for matrix in scheme:
         key = matrix.name.removesuffix("weight") + GGUF_BLOCKS
         whole = checkpoint.tensor(matrix.name)
         rows, width = checkpoint.shape(key)
         for dim, start, length in ((0, 0, rows), (0, rows // 2, rows - rows // 2)):
             target = torch.empty(length, width, dtype=torch.uint8)
             checkpoint.fill(Piece(key, target, dim, start))
-            read = read_matrix(matrix.stored, {GGUF_BLOCKS: target}, length, matrix.columns)
+            read = read_matrix(matrix.scheme, {GGUF_BLOCKS: target}, length, matrix.columns)
             assert torch.equal(read.dequantize(), whole[start : start + length]), matrix.name
         per_block = width // (matrix.columns // 32)
         half = matrix.columns // 64
         if half:
             target = torch.empty(rows, half * per_block, dtype=torch.uint8)
             checkpoint.fill(Piece(key, target, 1, (matrix.columns // 32 - half) * per_block))
-            read = read_matrix(matrix.stored, {GGUF_BLOCKS: target}, rows, half * 32)
+            read = read_matrix(matrix.scheme, {GGUF_BLOCKS: target}, rows, half * 32)
             assert torch.equal(read.dequantize(), whole[:, -half * 32 :]), matrix.name
 
 
@@ -63,7 +63,7 @@ def test_all_of_the_matrices_that_can_be_are_kept() -> None:
     config = read_config(path)
     section: Any = config["quantization_config"]
     assert section["quant_method"] == "gguf"
-    kept = {one.name for one in stored_matrices(read_spec(config))}
+    kept = {one.name for one in matrix_schemes(read_spec(config))}
     checkpoint = open_checkpoint(path)
     layers = [name for name in checkpoint.names() if ".layers." in name]
     assert kept == {name for name in layers if checkpoint.dtype(name) in GGUF_KINDS}
@@ -86,7 +86,7 @@ def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     data = bytearray((FILES / "llama.gguf").read_bytes())
     path.write_bytes(data)
-    matrix = stored_matrices(read_spec(read_config(path)))[0]
+    matrix = matrix_schemes(read_spec(read_config(path)))[0]
     checkpoint = open_checkpoint(path)
     start = checkpoint.entry(matrix.name).start
     checkpoint.close()
@@ -103,12 +103,12 @@ def test_every_kind_that_is_kept(kind: str) -> None:
     data = (FILES / "types.gguf").read_bytes()[entry.start : entry.end]
     rows, columns = entry.shape
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, -1)
-    stored = GGUF_KINDS[kind]
-    assert tuple(raw.shape) == tensors_of(stored)[0].shape(rows, columns)
-    found = read_matrix(stored, {GGUF_BLOCKS: raw}, rows, columns)
+    scheme = GGUF_KINDS[kind]
+    assert tuple(raw.shape) == tensors_of(scheme)[0].shape(rows, columns)
+    found = read_matrix(scheme, {GGUF_BLOCKS: raw}, rows, columns)
     assert isinstance(found, QuantizedMatrix)
-    assert found.bits == stored.kept_bits
-    assert found.nbytes - found.codes.nbytes == stored.beside_bytes(rows, columns)
+    assert found.bits == scheme.kept_bits
+    assert found.nbytes - found.codes.nbytes == scheme.beside_bytes(rows, columns)
     assert torch.equal(found.dequantize(), load_file(FILES / "types.safetensors")[kind])
 
 

@@ -14,9 +14,14 @@ from typing import TypeVar
 
 import torch
 
+from ridgeline.architectures.quantization_scheme import (
+    Raw,
+    Scheme,
+    raw_name,
+    tensors_of,
+)
+from ridgeline.architectures.scheme_config import kept_matrices, tensors_read
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored import Raw, Stored, raw_name, tensors_of
-from ridgeline.architectures.stored_config import kept_matrices, tensors_read
 from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.formats import STORED
 from ridgeline.kernels.fp8_block_linear import BLOCK
@@ -44,54 +49,54 @@ ORDER = "order"  # of the columns of a matrix, beside what its layout keeps
 Kind = TypeVar("Kind", QuantizedMatrix, Ordered, Rows8, Blocks8, torch.Tensor)
 
 
-class StoredWeights(PlainWeights):
+class CheckpointWeights(PlainWeights):
     """A format that must know the model: `of_model`, then `of` for each product. By itself, and for
     matrices that are stored as they were, it is `plain`."""
 
     name = STORED
 
-    def __init__(self, known: Mapping[str, Stored] | None = None) -> None:
+    def __init__(self, known: Mapping[str, Scheme] | None = None) -> None:
         self._known = {} if known is None else known
 
-    def of_model(self, spec: ModelSpec) -> StoredWeights:
+    def of_model(self, spec: ModelSpec) -> CheckpointWeights:
         """The same with what the model's checkpoint stores."""
-        return type(self)({one.name: one.stored for one in kept_matrices(spec)})
+        return type(self)({one.name: one.scheme for one in kept_matrices(spec)})
 
     def tensors_read(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         return tensors_read(spec)
 
     def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> WeightFormat:
         """ConfigError if a share begins within a group or a word."""
-        stored = [self._known.get(share.name) for share in shares]
-        if not any(stored):
+        scheme = [self._known.get(share.name) for share in shares]
+        if not any(scheme):
             return self._kept_as(None)
-        matrices = [_Matrix(*both) for both in zip(shares, stored, strict=True)]
+        matrices = [_Matrix(*both) for both in zip(shares, scheme, strict=True)]
         for matrix in matrices:
             matrix.check_share()
-        runs = [_Run(tuple(run), self._kept_as(run[0].stored)) for run in _alike(matrices)]
-        return StoredRows(runs, dtype)
+        runs = [_Run(tuple(run), self._kept_as(run[0].scheme)) for run in _alike(matrices)]
+        return CheckpointRows(runs, dtype)
 
-    def _kept_as(self, stored: Stored | None) -> WeightFormat:
-        if stored is None:
+    def _kept_as(self, scheme: Scheme | None) -> WeightFormat:
+        if scheme is None:
             return PlainWeights()
-        if stored.keeps == "e4m3":
+        if scheme.keeps == "e4m3":
             return Fp8Weights()
-        if stored.keeps == "blocks":
+        if scheme.keeps == "blocks":
             return Fp8BlockWeights()
-        return OrderedIntegers() if stored.act_order else PackedIntegers(STORED)
+        return OrderedIntegers() if scheme.act_order else PackedIntegers(STORED)
 
-    def invariant(self) -> StoredWeights:
-        return InvariantStoredWeights(self._known)
+    def invariant(self) -> CheckpointWeights:
+        return InvariantCheckpointWeights(self._known)
 
 
-class InvariantStoredWeights(InvariantPlainWeights, StoredWeights):
+class InvariantCheckpointWeights(InvariantPlainWeights, CheckpointWeights):
     """The same numbers; each row of a product has the same bits in any batch."""
 
-    def invariant(self) -> StoredWeights:
+    def invariant(self) -> CheckpointWeights:
         return self
 
-    def _kept_as(self, stored: Stored | None) -> WeightFormat:
-        found = super()._kept_as(stored).invariant()
+    def _kept_as(self, scheme: Scheme | None) -> WeightFormat:
+        found = super()._kept_as(scheme).invariant()
         if found is None:
             raise InternalError("quantized checkpoints are kept in formats with such products")
         return found
@@ -121,7 +126,7 @@ class OrderedIntegers(PackedIntegers):
         return Ordered(self.matrix(parameters), parameters[ORDER]).dequantize()
 
 
-class StoredRows(WeightFormat):
+class CheckpointRows(WeightFormat):
     """The product of one layer. Parameters to load into are the checkpoint's own tensors, by number
     of the matrix and suffix; those that are kept are a run's, by number of it where there are
     several."""
@@ -219,22 +224,22 @@ def _under(parameters: Parameters, number: int) -> Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A rank's share of one; `stored` None: it is as it was."""
+    """A rank's share of one; `scheme` None: it is as it was."""
 
     share: MatrixShare
-    stored: Stored | None
+    scheme: Scheme | None
 
     def raws(self) -> Iterator[Raw]:
         """The tensors that are read."""
-        if self.stored is not None:
-            needed = tensors_of(self.stored)
+        if self.scheme is not None:
+            needed = tensors_of(self.scheme)
             yield from (raw for raw in needed if raw.is_read and not raw.is_optional)
 
     def check_share(self) -> None:
-        share, stored = self.share, self.stored
-        if stored is None:
+        share, scheme = self.share, self.scheme
+        if scheme is None:
             return
-        if stored.act_order and not share.has_all_columns:
+        if scheme.act_order and not share.has_all_columns:
             raise ConfigError(
                 f"{share.name} has columns in an order of their own (act-order) and cannot be"
                 " split over devices; serve it on one, or with weight_format plain"
@@ -243,7 +248,7 @@ class _Matrix:
         for dim in (dim for raw in self.raws() for dim in raw.dims if dim.of):
             if not dim.divides(starts[dim.of]):
                 raise ConfigError(
-                    f"{share.name}, stored as {stored.words}, cannot be split over so many"
+                    f"{share.name}, stored as {scheme.words}, cannot be split over so many"
                     " devices: a share would begin within a group or a word; use fewer, or"
                     " weight_format plain"
                 )
@@ -251,7 +256,7 @@ class _Matrix:
     def empty(self, dtype: torch.dtype, device: torch.device) -> Parameters:
         """Room for its tensors."""
         shape = self.share.num_rows, self.share.num_columns
-        if self.stored is None:
+        if self.scheme is None:
             return {ASIS: torch.empty(shape, dtype=dtype, device=device)}
         return {
             raw.suffix: torch.empty(raw.shape(*shape), dtype=DTYPES[raw.dtypes[0]], device=device)
@@ -263,7 +268,7 @@ class _Matrix:
         share = self.share
         what = "rows" if share.has_all_columns else "columns"
         first = share.first_row if share.has_all_columns else share.first_column
-        if self.stored is None:
+        if self.scheme is None:
             yield Piece(share.name, tensors[ASIS], 0 if what == "rows" else 1, first)
         for raw in self.raws():
             dim = raw.dim_of(what)
@@ -271,11 +276,11 @@ class _Matrix:
             yield Piece(raw_name(share.name, raw), tensors[raw.suffix], dim, begin)
 
     def read(self, tensors: Parameters) -> Read | torch.Tensor:
-        if self.stored is None:
+        if self.scheme is None:
             return tensors[ASIS]
         share = self.share
         try:
-            return read_matrix(self.stored, tensors, share.num_rows, share.num_columns)
+            return read_matrix(self.scheme, tensors, share.num_rows, share.num_columns)
         except ConfigError as error:
             raise ConfigError(f"{share.name}: {error}") from None
 
@@ -300,22 +305,22 @@ def _alike(matrices: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
 
 
 def _joins(one: _Matrix, other: _Matrix) -> bool:
-    first, second = _keeps(one.stored), _keeps(other.stored)
-    if one.stored is not None and one.stored.act_order:
+    first, second = _keeps(one.scheme), _keeps(other.scheme)
+    if one.scheme is not None and one.scheme.act_order:
         return False
     if first[0] == "blocks" and one.share.num_rows % BLOCK:
         return False
     return first == second
 
 
-def _keeps(stored: Stored | None) -> tuple[object, ...]:
+def _keeps(scheme: Scheme | None) -> tuple[object, ...]:
     """What must be the same."""
-    if stored is None:
+    if scheme is None:
         return ("",)
-    if stored.keeps != "codes":
-        return (stored.keeps,)
-    beside = stored.group, stored.has_zero, stored.scale_dtype, stored.act_order
-    return (stored.keeps, stored.kept_bits, *beside)
+    if scheme.keeps != "codes":
+        return (scheme.keeps,)
+    beside = scheme.group, scheme.has_zero, scheme.scale_dtype, scheme.act_order
+    return (scheme.keeps, scheme.kept_bits, *beside)
 
 
 def _kept(

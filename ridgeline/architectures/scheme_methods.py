@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.stored import (
+from ridgeline.architectures.quantization_scheme import (
     COLUMNS,
     FLOATS,
     ROWS,
     Dim,
     Raw,
-    Stored,
+    Scheme,
     groups,
     kept_e4m3,
     scale_words,
 )
-from ridgeline.architectures.stored_compressed_tensors import MAX_GROUP, WORD_BITS, read_block
-from ridgeline.architectures.stored_match import (
+from ridgeline.architectures.scheme_compressed_tensors import MAX_GROUP, WORD_BITS, read_block
+from ridgeline.architectures.scheme_match import (
     PATTERN,
     Find,
     check_pattern,
@@ -30,10 +30,10 @@ from ridgeline.architectures.stored_match import (
 )
 
 
-def _in_layers(own: Stored, kept_out: Sequence[str], *, anywhere: bool = False) -> Find:
+def _in_layers(own: Scheme, kept_out: Sequence[str], *, anywhere: bool = False) -> Find:
     """All matrices of layers but those that `kept_out` names; `anywhere`: as a part of a name."""
 
-    def find(module: str) -> Stored | None:
+    def find(module: str) -> Scheme | None:
         if not module.startswith("model.layers.") or is_kept_out(module, kept_out):
             return None
         return None if anywhere and any(word in module for word in kept_out) else own
@@ -58,7 +58,7 @@ def gptq_config(section: ConfigReader, scale_dtype: str) -> Find:
     words = section.text("pack_dtype", default="int32").removeprefix("torch.")
     if words != "int32":
         raise section.fail("pack_dtype", f"is {words[:40]!r}; read is int32")
-    own = _change(section, Stored(layout, 4, scale_dtype=scale_dtype, has_zero=True))
+    own = _change(section, Scheme(layout, 4, scale_dtype=scale_dtype, has_zero=True))
     rules = _rules(section, own)
     return _GptqModules(
         own, rules, names_of(section, "modules_to_not_convert"), _inside(section)
@@ -70,15 +70,15 @@ class _GptqModules:
     """`rules`: pattern -> how, None: not at all. `inside`: endings of the modules that are
     quantized, None: all. The output matrix is one if a rule or `lm_head` says so."""
 
-    own: Stored
-    rules: Mapping[str, Stored | None]
+    own: Scheme
+    rules: Mapping[str, Scheme | None]
     kept_out: tuple[str, ...]
     inside: tuple[str, ...] | None
 
-    def find(self, module: str) -> Stored | None:
-        for pattern, stored in self.rules.items():
+    def find(self, module: str) -> Scheme | None:
+        for pattern, scheme in self.rules.items():
             if matches(PATTERN + pattern, module):
-                return stored
+                return scheme
         if is_kept_out(module, self.kept_out) or not module.startswith("model.layers."):
             return None
         if self.inside is not None and not module.endswith(self.inside):
@@ -86,16 +86,16 @@ class _GptqModules:
         return self.own
 
 
-def _change(section: ConfigReader, stored: Stored) -> Stored:
+def _change(section: ConfigReader, scheme: Scheme) -> Scheme:
     """The same with what this object says otherwise."""
-    bits = section.integer("bits", high=8, default=stored.bits)
+    bits = section.integer("bits", high=8, default=scheme.bits)
     if bits not in GPTQ_BITS:
         raise section.fail("bits", f"is {bits}; read are {', '.join(map(str, GPTQ_BITS))}")
-    size = section.integer("group_size", low=-1, high=MAX_GROUP, default=stored.group or -1)
-    act_order = section.flag("desc_act", default=stored.act_order)
-    symmetric = section.flag("sym", default=not stored.has_zero)
+    size = section.integer("group_size", low=-1, high=MAX_GROUP, default=scheme.group or -1)
+    act_order = section.flag("desc_act", default=scheme.act_order)
+    symmetric = section.flag("sym", default=not scheme.has_zero)
     return replace(
-        stored,
+        scheme,
         bits=bits,
         group=max(0, size),
         has_zero=not symmetric,
@@ -103,9 +103,9 @@ def _change(section: ConfigReader, stored: Stored) -> Stored:
     )
 
 
-def _rules(section: ConfigReader, own: Stored) -> dict[str, Stored | None]:
+def _rules(section: ConfigReader, own: Scheme) -> dict[str, Scheme | None]:
     """gptqmodel's `dynamic`: a pattern with what is different there, "-:" before it: plain."""
-    found: dict[str, Stored | None] = {}
+    found: dict[str, Scheme | None] = {}
     if section.flag("lm_head", default=False):
         found[r"lm_head$"] = own
     dynamic = section.section("dynamic")
@@ -115,8 +115,8 @@ def _rules(section: ConfigReader, own: Stored) -> dict[str, Stored | None]:
         pattern = key.removeprefix(SKIPPED).removeprefix(CHANGED)
         check_pattern(section, "dynamic", pattern)
         change = dynamic.section(key)
-        stored = own if change is None else _change(change, own)
-        found[pattern] = None if key.startswith(SKIPPED) else stored
+        scheme = own if change is None else _change(change, own)
+        found[pattern] = None if key.startswith(SKIPPED) else scheme
     return found
 
 
@@ -132,13 +132,13 @@ def _inside(section: ConfigReader) -> tuple[str, ...] | None:
     return tuple(f".{name}" for name in flat)
 
 
-def gptq_tensors(stored: Stored) -> tuple[Raw, ...]:
+def gptq_tensors(scheme: Scheme) -> tuple[Raw, ...]:
     """`g_idx` is there in all files; where nothing was ordered it says so."""
     return (
-        Raw("qweight", (Dim("columns", stored.bits, WORD_BITS), ROWS), ("I32",)),
-        Raw("qzeros", (groups(stored), Dim("rows", stored.bits, WORD_BITS)), ("I32",)),
-        Raw("scales", (groups(stored), ROWS), scale_words(stored)),
-        Raw("g_idx", (COLUMNS,), ("I32",), is_optional=not stored.act_order),
+        Raw("qweight", (Dim("columns", scheme.bits, WORD_BITS), ROWS), ("I32",)),
+        Raw("qzeros", (groups(scheme), Dim("rows", scheme.bits, WORD_BITS)), ("I32",)),
+        Raw("scales", (groups(scheme), ROWS), scale_words(scheme)),
+        Raw("g_idx", (COLUMNS,), ("I32",), is_optional=not scheme.act_order),
     )
 
 
@@ -160,7 +160,7 @@ def awq_config(section: ConfigReader, scale_dtype: str) -> Find:
         raise section.fail("bits", f"is {bits}; AWQ is read with 4")
     size = section.integer("group_size", low=-1, high=MAX_GROUP, default=128)
     has_zero = section.flag("zero_point", default=True)
-    own = Stored("awq", 4, max(0, size), has_zero, scale_dtype)
+    own = Scheme("awq", 4, max(0, size), has_zero, scale_dtype)
     section.refuse("dynamic", {})
     kept_out = names_of(section, "modules_to_not_convert")
 
@@ -168,15 +168,15 @@ def awq_config(section: ConfigReader, scale_dtype: str) -> Find:
     return _in_layers(own, kept_out, anywhere=True)
 
 
-def awq_tensors(stored: Stored) -> tuple[Raw, ...]:
+def awq_tensors(scheme: Scheme) -> tuple[Raw, ...]:
     """gptqmodel writes `qzeros` where there are no zeros too: the middle of the codes."""
-    eighth, is_read = Dim("rows", 1, AWQ_ROWS_A_WORD), stored.has_zero
+    eighth, is_read = Dim("rows", 1, AWQ_ROWS_A_WORD), scheme.has_zero
     return (
         Raw("qweight", (COLUMNS, eighth), ("I32",)),
         Raw(
-            AWQ_ZEROS, (groups(stored), eighth), ("I32",), is_read=is_read, is_optional=not is_read
+            AWQ_ZEROS, (groups(scheme), eighth), ("I32",), is_read=is_read, is_optional=not is_read
         ),
-        Raw("scales", (groups(stored), ROWS), scale_words(stored)),
+        Raw("scales", (groups(scheme), ROWS), scale_words(scheme)),
     )
 
 
@@ -204,9 +204,9 @@ def fp8_config(section: ConfigReader, scale_dtype: str) -> Find:
     return _in_layers(own, kept_out)
 
 
-def _fp8_blocks(section: ConfigReader, scale_dtype: str) -> Stored:
+def _fp8_blocks(section: ConfigReader, scale_dtype: str) -> Scheme:
     rows, columns = read_block(section, "weight_block_size")
-    return Stored(
+    return Scheme(
         "fp8",
         8,
         group=columns,
@@ -217,20 +217,20 @@ def _fp8_blocks(section: ConfigReader, scale_dtype: str) -> Stored:
     )
 
 
-def _fp8_whole(scale_dtype: str) -> Stored:
-    return Stored(
+def _fp8_whole(scale_dtype: str) -> Scheme:
+    return Scheme(
         "fp8-whole", 8, scale_dtype=scale_dtype, is_whole=True, keeps="e4m3", inputs="e4m3"
     )
 
 
-def fp8_tensors(stored: Stored) -> tuple[Raw, ...]:
+def fp8_tensors(scheme: Scheme) -> tuple[Raw, ...]:
     """The one scale of a whole matrix is a tensor without dimensions."""
     codes = Raw("weight", (ROWS, COLUMNS), ("F8_E4M3",))
-    if stored.is_whole:
+    if scheme.is_whole:
         rounds_inputs = Raw("input_scale", (), tuple(FLOATS), is_read=False, is_optional=True)
-        return codes, Raw("weight_scale", (), scale_words(stored)), rounds_inputs
-    blocks = Dim("rows", 1, stored.block_rows), groups(stored)
-    return codes, Raw("weight_scale_inv", blocks, scale_words(stored))
+        return codes, Raw("weight_scale", (), scale_words(scheme)), rounds_inputs
+    blocks = Dim("rows", 1, scheme.block_rows), groups(scheme)
+    return codes, Raw("weight_scale_inv", blocks, scale_words(scheme))
 
 
 # ------------------------------------------------------------------------ bitsandbytes
@@ -248,14 +248,14 @@ def bitsandbytes_config(section: ConfigReader, scale_dtype: str) -> Find:
     if section.flag("load_in_4bit", default=False):
         own = _four_bits(section)
     elif section.flag("load_in_8bit", default=False):
-        own = Stored("llm-int8", 8, scale_dtype="float32", keeps="")
+        own = Scheme("llm-int8", 8, scale_dtype="float32", keeps="")
     else:
         raise section.fail("load_in_4bit", "is false, and load_in_8bit is too")
     kept_out = names_of(section, "llm_int8_skip_modules")
     return _in_layers(own, kept_out)
 
 
-def _four_bits(section: ConfigReader) -> Stored:
+def _four_bits(section: ConfigReader) -> Scheme:
     kind = section.text("bnb_4bit_quant_type", default="fp4")
     if kind not in BNB_KINDS:
         raise section.fail(
@@ -265,13 +265,13 @@ def _four_bits(section: ConfigReader) -> Stored:
     if storage != "uint8":
         raise section.fail("bnb_4bit_quant_storage", f"is {storage[:40]!r}; read is uint8")
     is_double = section.flag("bnb_4bit_use_double_quant", default=False)
-    return Stored(
+    return Scheme(
         kind, 4, BNB_BLOCK, has_zero=False, scale_dtype="float32", is_nested=is_double, keeps=""
     )
 
 
-def bitsandbytes_tensors(stored: Stored) -> tuple[Raw, ...]:
-    if stored.layout not in BNB_KINDS:
+def bitsandbytes_tensors(scheme: Scheme) -> tuple[Raw, ...]:
+    if scheme.layout not in BNB_KINDS:
         return (
             Raw("weight", (ROWS, COLUMNS), ("I8",)),
             Raw("SCB", (ROWS,), ("F32",)),
@@ -285,9 +285,9 @@ def bitsandbytes_tensors(stored: Stored) -> tuple[Raw, ...]:
     )
     return (
         Raw("weight", (Dim("weights", 1, 2), Dim()), ("U8",)),
-        *(nested if stored.is_nested else (Raw("weight.absmax", (factors,), ("F32",)),)),
+        *(nested if scheme.is_nested else (Raw("weight.absmax", (factors,), ("F32",)),)),
         Raw("weight.quant_map", (Dim(times=16),), ("F32",)),
-        Raw(BNB_STATE + stored.layout, (), ("U8",), is_any=True),
+        Raw(BNB_STATE + scheme.layout, (), ("U8",), is_any=True),
     )
 
 
@@ -301,13 +301,13 @@ GGUF = "gguf"
 GGUF_BLOCKS = "blocks"  # what the names of their bytes end in
 GGUF_BLOCK, GGUF_LARGE_BLOCK = 32, 256  # numbers
 GGUF_BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q5_0": 22, "Q3_K": 110, "Q6_K": 210}
-GGUF_KINDS: Mapping[str, Stored] = {
-    "Q8_0": Stored("Q8_0", 8, GGUF_BLOCK, scale_dtype="float16"),
-    "Q4_0": Stored("Q4_0", 4, GGUF_BLOCK, scale_dtype="float16"),
-    "Q5_0": Stored("Q5_0", 5, GGUF_BLOCK, scale_dtype="float16"),
+GGUF_KINDS: Mapping[str, Scheme] = {
+    "Q8_0": Scheme("Q8_0", 8, GGUF_BLOCK, scale_dtype="float16"),
+    "Q4_0": Scheme("Q4_0", 4, GGUF_BLOCK, scale_dtype="float16"),
+    "Q5_0": Scheme("Q5_0", 5, GGUF_BLOCK, scale_dtype="float16"),
     # A scale is a product of a float16 and a small integer.
-    "Q3_K": Stored("Q3_K", 3, 16, scale_dtype="float32"),
-    "Q6_K": Stored("Q6_K", 6, 16, scale_dtype="float32"),
+    "Q3_K": Scheme("Q3_K", 3, 16, scale_dtype="float32"),
+    "Q6_K": Scheme("Q6_K", 6, 16, scale_dtype="float32"),
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -342,7 +342,7 @@ def gguf_config(section: ConfigReader, scale_dtype: str) -> Find:
             raise types.fail(place, "must be the name of a type, or one for each layer")
         listed[place] = value  # type: ignore[assignment]
 
-    def find(module: str) -> Stored | None:
+    def find(module: str) -> Scheme | None:
         found = _LAYER.fullmatch(module)
         kinds = None if found is None else listed.get(found[2])
         if found is None or kinds is None:
@@ -355,8 +355,8 @@ def gguf_config(section: ConfigReader, scale_dtype: str) -> Find:
     return find
 
 
-def gguf_tensors(stored: Stored) -> tuple[Raw, ...]:
+def gguf_tensors(scheme: Scheme) -> tuple[Raw, ...]:
     """The bytes of whole rows."""
-    block = GGUF_LARGE_BLOCK if stored.layout.endswith("_K") else GGUF_BLOCK
-    width = Dim("columns", GGUF_BLOCK_BYTES[stored.layout], block, step=block)
+    block = GGUF_LARGE_BLOCK if scheme.layout.endswith("_K") else GGUF_BLOCK
+    width = Dim("columns", GGUF_BLOCK_BYTES[scheme.layout], block, step=block)
     return (Raw(GGUF_BLOCKS, (ROWS, width), ("U8",)),)

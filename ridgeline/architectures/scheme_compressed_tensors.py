@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.stored import (
+from ridgeline.architectures.quantization_scheme import (
     COLUMNS,
     ONE,
     ROWS,
     ZERO,
     Dim,
     Raw,
-    Stored,
+    Scheme,
     groups,
     kept_e4m3,
     scale_words,
 )
-from ridgeline.architectures.stored_match import Find, matches, names_of
+from ridgeline.architectures.scheme_match import Find, matches, names_of
 
 WORD_BITS = 32
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
@@ -50,13 +50,13 @@ def compressed_tensors_config(section: ConfigReader, scale_dtype: str) -> Find:
     if listed is None:
         raise section.fail("config_groups", "is missing (an object of groups)")
     own = section.text("format", default="pack-quantized")
-    targets: dict[str, Stored] = {}
+    targets: dict[str, Scheme] = {}
     for name in listed.values:
         group = listed.section(name)
         if group is None:
             raise listed.fail(name, "is empty")
-        stored = _stored(group, own, scale_dtype)
-        targets |= dict.fromkeys(names_of(group, "targets"), stored)
+        scheme = _stored(group, own, scale_dtype)
+        targets |= dict.fromkeys(names_of(group, "targets"), scheme)
     ignored = names_of(section, "ignore")
     return _Targets(targets, ignored).find
 
@@ -65,20 +65,20 @@ def compressed_tensors_config(section: ConfigReader, scale_dtype: str) -> Find:
 class _Targets:
     """An exact name beats a pattern, a pattern the class of the module."""
 
-    stored: Mapping[str, Stored]
+    scheme: Mapping[str, Scheme]
     ignored: Sequence[str]
 
-    def find(self, module: str) -> Stored | None:
+    def find(self, module: str) -> Scheme | None:
         if any(ignored == LINEAR or matches(ignored, module) for ignored in self.ignored):
             return None
-        own = sorted(self.stored, key=lambda target: ("re:" in target, target))
+        own = sorted(self.scheme, key=lambda target: ("re:" in target, target))
         for target in own:
             if matches(target, module):
-                return self.stored[target]
-        return self.stored.get(LINEAR)
+                return self.scheme[target]
+        return self.scheme.get(LINEAR)
 
 
-def _stored(group: ConfigReader, own_format: str, scale_dtype: str) -> Stored:
+def _stored(group: ConfigReader, own_format: str, scale_dtype: str) -> Scheme:
     group.refuse("output_activations", {})
     weights = group.section("weights")
     if weights is None:
@@ -99,7 +99,7 @@ def _stored(group: ConfigReader, own_format: str, scale_dtype: str) -> Stored:
     if strategy == "tensor" and not symmetric:
         raise weights.fail("symmetric", "is false, which is not supported with one scale for all")
     size, block_rows = _shared(weights, strategy, layout)
-    return Stored(
+    return Scheme(
         layout,
         bits,
         group=size,
@@ -180,19 +180,19 @@ def _inputs(group: ConfigReader) -> str:
 # ------------------------------------------------------------------------ tensors
 
 
-def _scale(stored: Stored) -> Raw:
-    if stored.is_whole:
+def _scale(scheme: Scheme) -> Raw:
+    if scheme.is_whole:
         dims: tuple[Dim, ...] = (ONE,)
-    elif stored.block_rows:
-        dims = (Dim("rows", 1, stored.block_rows), groups(stored))
+    elif scheme.block_rows:
+        dims = (Dim("rows", 1, scheme.block_rows), groups(scheme))
     else:
-        dims = (ROWS, groups(stored))
-    return Raw("weight_scale", dims, scale_words(stored))
+        dims = (ROWS, groups(scheme))
+    return Raw("weight_scale", dims, scale_words(scheme))
 
 
-def _beside(stored: Stored) -> tuple[Raw, ...]:
+def _beside(scheme: Scheme) -> tuple[Raw, ...]:
     """What says how inputs are rounded: nothing that is used here."""
-    if not stored.inputs:
+    if not scheme.inputs:
         return ()
     floats = ("F32", "F16", "BF16")
     return (
@@ -201,47 +201,47 @@ def _beside(stored: Stored) -> tuple[Raw, ...]:
     )
 
 
-def _no_zero(stored: Stored) -> Raw:
+def _no_zero(scheme: Scheme) -> Raw:
     """Older versions write zeros of 0 for symmetric codes."""
-    dims = (ONE,) if stored.is_whole else (ROWS, groups(stored))
+    dims = (ONE,) if scheme.is_whole else (ROWS, groups(scheme))
     dtypes = ("I8", "I32", "F8_E4M3", "F32", "F16", "BF16")
     return Raw(ZERO, dims, dtypes, is_read=False, is_optional=True)
 
 
-def compressed_tensors(stored: Stored) -> tuple[Raw, ...]:
+def compressed_tensors(scheme: Scheme) -> tuple[Raw, ...]:
     """All tensors of a matrix of one of FORMATS."""
     return {"pack-quantized": _packed, "int-quantized": _integers, "float-quantized": _floats}[
-        stored.layout
-    ](stored)
+        scheme.layout
+    ](scheme)
 
 
-def _packed(stored: Stored) -> tuple[Raw, ...]:
+def _packed(scheme: Scheme) -> tuple[Raw, ...]:
     """Codes one behind the other in words of 32 bits."""
     found = [
-        Raw("weight_packed", (ROWS, Dim("columns", stored.bits, WORD_BITS)), ("I32",)),
-        _scale(stored),
+        Raw("weight_packed", (ROWS, Dim("columns", scheme.bits, WORD_BITS)), ("I32",)),
+        _scale(scheme),
         Raw("weight_shape", (Dim(times=2),), ("I64", "I32"), is_read=False),
     ]
-    if stored.has_zero:
-        dims = Dim("rows", stored.bits, WORD_BITS), groups(stored)
+    if scheme.has_zero:
+        dims = Dim("rows", scheme.bits, WORD_BITS), groups(scheme)
         found.append(Raw(ZERO, dims, ("I32",)))
-    if stored.act_order:
+    if scheme.act_order:
         found.append(Raw("weight_g_idx", (COLUMNS,), ("I32", "I64")))
-    return (*found, *_beside(stored))
+    return (*found, *_beside(scheme))
 
 
-def _integers(stored: Stored) -> tuple[Raw, ...]:
+def _integers(scheme: Scheme) -> tuple[Raw, ...]:
     """A byte for each code."""
-    found = [Raw("weight", (ROWS, COLUMNS), ("I8",)), _scale(stored)]
-    zero = Raw(ZERO, (ROWS, groups(stored)), ("I8",))
-    found.append(zero if stored.has_zero else _no_zero(stored))
-    if stored.act_order:
+    found = [Raw("weight", (ROWS, COLUMNS), ("I8",)), _scale(scheme)]
+    zero = Raw(ZERO, (ROWS, groups(scheme)), ("I8",))
+    found.append(zero if scheme.has_zero else _no_zero(scheme))
+    if scheme.act_order:
         found.append(Raw("weight_g_idx", (COLUMNS,), ("I32", "I64")))
-    return (*found, *_beside(stored))
+    return (*found, *_beside(scheme))
 
 
-def _floats(stored: Stored) -> tuple[Raw, ...]:
+def _floats(scheme: Scheme) -> tuple[Raw, ...]:
     """An e4m3 number for each weight."""
     codes = Raw("weight", (ROWS, COLUMNS), ("F8_E4M3",))
-    beside = () if stored.block_rows else (_no_zero(stored),)
-    return (codes, _scale(stored), *beside, *_beside(stored))
+    beside = () if scheme.block_rows else (_no_zero(scheme),)
+    return (codes, _scale(scheme), *beside, *_beside(scheme))

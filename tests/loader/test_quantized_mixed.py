@@ -63,13 +63,13 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
         "config_groups": groups(),
         "ignore": [],
     }
-    stored: dict[str, torch.Tensor] = {}
+    scheme: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     noise = torch.Generator().manual_seed(9)
     for seed, (name, shape) in enumerate(expected_tensors(read_spec(config)).items()):
         module = name.split(".")[-2]
         values = 0.2 * torch.randn(shape, generator=noise)
-        plain[name] = stored[name] = 1.0 + values if "norm" in name else values
+        plain[name] = scheme[name] = 1.0 + values if "norm" in name else values
         if module not in HOW:
             continue
         bits, symmetric = HOW[module]
@@ -84,12 +84,12 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
         )
         case.scale.mul_(0.5 / (1 << bits))
         plain[name] = case.weight
-        del stored[name]
+        del scheme[name]
         tensors = pack_quantized(case, symmetric=symmetric)
-        stored |= {f"{name.removesuffix('weight')}{k}": t for k, t in tensors.items()}
+        scheme |= {f"{name.removesuffix('weight')}{k}": t for k, t in tensors.items()}
     folders = tmp_path / "stored", tmp_path / "plain"
     for folder, tensors, more in zip(
-        folders, (stored, plain), ({"quantization_config": section}, {}), strict=True
+        folders, (scheme, plain), ({"quantization_config": section}, {}), strict=True
     ):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config | more))

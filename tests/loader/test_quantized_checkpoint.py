@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.counts import weight_bytes
+from ridgeline.architectures.scheme_config import is_quantized, matrix_schemes
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored_config import is_stored, stored_matrices
 from ridgeline.distributed.placement import Placement
 from ridgeline.errors import ConfigError
 from ridgeline.formats import STORED
 from ridgeline.loader import open_checkpoint, read_config
 from ridgeline.loader.parallel import ParallelSource
-from ridgeline.loader.stored_checkpoint import UnpackedSource, check_model
+from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
 from tests.conftest import TEST_DEVICE
 from tests.layers.driving import build_decoder
 from tests.loader.test_parallel import Alone
@@ -49,7 +49,7 @@ def told() -> dict[str, Any]:
 def source_of(folder: Path) -> tuple[ModelSpec, UnpackedSource]:
     spec, checkpoint = read_spec(read_config(folder)), open_checkpoint(folder)
     check_model(checkpoint, spec, folder)
-    return spec, UnpackedSource(checkpoint, stored_matrices(spec))
+    return spec, UnpackedSource(checkpoint, matrix_schemes(spec))
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -75,11 +75,11 @@ def test_there_are_models_of_every_method() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_are_those_of_the_tool_bit_for_bit(name: str) -> None:
     spec, source = source_of(FILES / name)
-    assert is_stored(spec) == (name in KEPT)
+    assert is_quantized(spec) == (name in KEPT)
     dtype = getattr(torch, told()[name]["dtype"])
     digests = told()[name]["sha256"]
-    assert {one.name for one in stored_matrices(spec)} == set(digests)
-    for matrix in stored_matrices(spec):
+    assert {one.name for one in matrix_schemes(spec)} == set(digests)
+    for matrix in matrix_schemes(spec):
         got = source.tensor(matrix.name)
         assert got.shape == (matrix.rows, matrix.columns)
         assert digest(got.to(dtype)) == digests[matrix.name], matrix.name

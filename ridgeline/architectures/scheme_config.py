@@ -8,9 +8,14 @@ from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.parts import expected_tensors
+from ridgeline.architectures.quantization_scheme import (
+    CHECKPOINT_FORMATS,
+    Scheme,
+    raw_name,
+    tensors_of,
+)
+from ridgeline.architectures.scheme_match import Find, check_work
 from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
-from ridgeline.architectures.stored import CHECKPOINT_FORMATS, Stored, raw_name, tensors_of
-from ridgeline.architectures.stored_match import Find, check_work
 from ridgeline.registry import opened
 
 KEY = "quantization_config"
@@ -21,13 +26,13 @@ SHARED = ("embedding", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredMatrix:
+class MatrixScheme:
     """`name` is the one that the matrix would have if it were stored as numbers."""
 
     name: str
     rows: int
     columns: int
-    stored: Stored
+    scheme: Scheme
 
 
 def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
@@ -51,10 +56,10 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     check_work(section, len(shapes))
     find: Find = opened(line.config)(section, scale_dtype)
     layers = [
-        replace(layer, stored=tuple(_of_layer(spec, index, layer, find, shapes, section)))
+        replace(layer, schemes=tuple(_of_layer(spec, index, layer, find, shapes, section)))
         for index, layer in enumerate(spec.layers)
     ]
-    return replace(spec, layers=tuple(layers), stored=tuple(_of_vocabulary(spec, find, section)))
+    return replace(spec, layers=tuple(layers), schemes=tuple(_of_vocabulary(spec, find, section)))
 
 
 def _of_layer(
@@ -64,7 +69,7 @@ def _of_layer(
     find: Find,
     shapes: Mapping[str, tuple[int, ...]],
     section: ConfigReader,
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, Scheme]]:
     for role in ROLES:
         names = [name for name in _names(spec, index, layer, role) if name in shapes]
         found = {find(name.removesuffix(".weight")) for name in names}
@@ -74,10 +79,10 @@ def _of_layer(
                 f"stores the {role} matrices of layer {index}'s experts in several ways, which is"
                 " not supported; serve the 16-bit checkpoint that it was made from",
             )
-        for stored in found:
-            if stored is not None:
-                _check_fits(section, stored, names[0], shapes[names[0]])
-                yield role, stored
+        for scheme in found:
+            if scheme is not None:
+                _check_fits(section, scheme, names[0], shapes[names[0]])
+                yield role, scheme
 
 
 def _names(spec: ModelSpec, index: int, layer: LayerSpec, role: str) -> list[str]:
@@ -91,73 +96,73 @@ def _names(spec: ModelSpec, index: int, layer: LayerSpec, role: str) -> list[str
 
 def _of_vocabulary(
     spec: ModelSpec, find: Find, section: ConfigReader
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, Scheme]]:
     for role in SHARED:
         if role == "embedding" or spec.tie_embeddings:
             continue  # compressed-tensors calls it no Linear, and no other method knows it
         name = spec.tensor_names[role]
-        stored = find(name.removesuffix(".weight"))
-        if stored is not None:
-            _check_fits(section, stored, name, (spec.vocab_size, spec.hidden_size))
-            yield role, stored
+        scheme = find(name.removesuffix(".weight"))
+        if scheme is not None:
+            _check_fits(section, scheme, name, (spec.vocab_size, spec.hidden_size))
+            yield role, scheme
 
 
-def _check_fits(section: ConfigReader, stored: Stored, name: str, shape: tuple[int, ...]) -> None:
+def _check_fits(section: ConfigReader, scheme: Scheme, name: str, shape: tuple[int, ...]) -> None:
     """Groups divide a row: a last one that is shorter has no reader."""
     columns = shape[1]
-    if stored.group and not stored.block_rows and columns % stored.group:
+    if scheme.group and not scheme.block_rows and columns % scheme.group:
         raise section.fail(
-            "group_size", f"is {stored.group}; it does not divide the {columns} columns of {name}"
+            "group_size", f"is {scheme.group}; it does not divide the {columns} columns of {name}"
         )
 
 
 # ------------------------------------------------------------------------ of a spec
 
 
-def stored_matrices(spec: ModelSpec) -> tuple[StoredMatrix, ...]:
+def matrix_schemes(spec: ModelSpec) -> tuple[MatrixScheme, ...]:
     """All matrices of layers and vocabulary that are stored in a format of their own."""
     return (*layer_matrices(spec), *vocabulary_matrices(spec))
 
 
-def layer_matrices(spec: ModelSpec) -> Iterator[StoredMatrix]:
-    if not any(layer.stored for layer in spec.layers):
+def layer_matrices(spec: ModelSpec) -> Iterator[MatrixScheme]:
+    if not any(layer.schemes for layer in spec.layers):
         return
     shapes = expected_tensors(spec)
     for index, layer in enumerate(spec.layers):
-        for role, stored in layer.stored:
+        for role, scheme in layer.schemes:
             for name in _names(spec, index, layer, role):
                 rows, columns = shapes[name]
-                yield StoredMatrix(name, rows, columns, stored)
+                yield MatrixScheme(name, rows, columns, scheme)
 
 
-def kept_matrices(spec: ModelSpec) -> Iterator[StoredMatrix]:
+def kept_matrices(spec: ModelSpec) -> Iterator[MatrixScheme]:
     """Those of layers that can be served as they are stored."""
-    return (matrix for matrix in layer_matrices(spec) if matrix.stored.keeps)
+    return (matrix for matrix in layer_matrices(spec) if matrix.scheme.keeps)
 
 
-def unpacked_matrices(spec: ModelSpec) -> tuple[StoredMatrix, ...]:
+def unpacked_matrices(spec: ModelSpec) -> tuple[MatrixScheme, ...]:
     """Those that are always served as numbers: of the vocabulary all."""
-    return tuple(one for one in layer_matrices(spec) if not one.stored.keeps) + tuple(
+    return tuple(one for one in layer_matrices(spec) if not one.scheme.keeps) + tuple(
         vocabulary_matrices(spec)
     )
 
 
-def vocabulary_matrices(spec: ModelSpec) -> Iterator[StoredMatrix]:
-    for role, stored in spec.stored:
-        yield StoredMatrix(spec.tensor_names[role], spec.vocab_size, spec.hidden_size, stored)
+def vocabulary_matrices(spec: ModelSpec) -> Iterator[MatrixScheme]:
+    for role, scheme in spec.schemes:
+        yield MatrixScheme(spec.tensor_names[role], spec.vocab_size, spec.hidden_size, scheme)
 
 
-def is_stored(spec: ModelSpec) -> bool:
+def is_quantized(spec: ModelSpec) -> bool:
     """Some matrix of a layer can be served as it is stored."""
-    return any(stored.keeps for layer in spec.layers for _, stored in layer.stored)
+    return any(scheme.keeps for layer in spec.layers for _, scheme in layer.schemes)
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """As `expected_tensors`, of the tensors that the checkpoint has in place of such matrices."""
     found = expected_tensors(spec)
-    for matrix in stored_matrices(spec):
+    for matrix in matrix_schemes(spec):
         del found[matrix.name]
-        for raw in tensors_of(matrix.stored):
+        for raw in tensors_of(matrix.scheme):
             if not raw.is_optional and not raw.is_any:
                 found[raw_name(matrix.name, raw)] = raw.shape(matrix.rows, matrix.columns)
     return found
@@ -167,8 +172,8 @@ def optional_checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Tensors of such matrices that may be missing."""
     return {
         raw_name(matrix.name, raw): raw.shape(matrix.rows, matrix.columns)
-        for matrix in stored_matrices(spec)
-        for raw in tensors_of(matrix.stored)
+        for matrix in matrix_schemes(spec)
+        for raw in tensors_of(matrix.scheme)
         if raw.is_optional
     }
 
@@ -176,8 +181,8 @@ def optional_checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def words(spec: ModelSpec) -> str:
     """What is stored how, for people, the most frequent first."""
     counts: dict[str, int] = {}
-    for matrix in stored_matrices(spec):
-        counts[matrix.stored.words] = counts.get(matrix.stored.words, 0) + 1
+    for matrix in matrix_schemes(spec):
+        counts[matrix.scheme.words] = counts.get(matrix.scheme.words, 0) + 1
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return "; ".join(f"{count} x {what}" if len(counts) > 1 else what for what, count in ordered)
 
@@ -188,7 +193,7 @@ def tensors_read(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     found = expected_tensors(spec)
     for matrix in kept_matrices(spec):
         del found[matrix.name]
-        for raw in tensors_of(matrix.stored):
+        for raw in tensors_of(matrix.scheme):
             if raw.is_read and not raw.is_optional:
                 found[raw_name(matrix.name, raw)] = raw.shape(matrix.rows, matrix.columns)
     return found

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from ridgeline.architectures import read_spec
-from ridgeline.architectures.stored import Stored, tensors_of
+from ridgeline.architectures.quantization_scheme import Scheme, tensors_of
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.small_linear import Fusion
 from ridgeline.layers.linear import Linear, Part
 from ridgeline.quantization import open_weight_format
+from ridgeline.quantization.checkpoint_weights import DTYPES, CheckpointWeights
 from ridgeline.quantization.contract import MatrixShare
-from ridgeline.quantization.stored import DTYPES, StoredWeights
 from tests.architectures.configs import config
 from tests.quantization.stored_cases import Case, awq, gptq, make_case, pack_quantized
 
@@ -36,7 +36,7 @@ class Alone:
 
 
 def layer(
-    parts: Sequence[tuple[str, Stored | None, Tensors]],
+    parts: Sequence[tuple[str, Scheme | None, Tensors]],
     *,
     rank: int = 0,
     size: int = 1,
@@ -47,14 +47,14 @@ def layer(
 ) -> Linear:
     """Filled and finished: what a decoder does with the tensors of a checkpoint."""
     placement = Placement(rank, size, Alone() if size > 1 else None)
-    known = {f"{name}.weight": stored for name, stored, _ in parts if stored is not None}
+    known = {f"{name}.weight": scheme for name, scheme, _ in parts if scheme is not None}
     held = rows if by_columns else rows // size
     columns = Shard(rank * inputs // size, inputs // size) if by_columns else None
     share = Shard(0 if by_columns else rank * held, held)
     made = Linear(
         [Part(f"{name}.weight", None, share) for name, *_ in parts],
         inputs,
-        weight_format=StoredWeights(known),
+        weight_format=CheckpointWeights(known),
         dtype=dtype,
         device=CPU,
         placement=placement,
@@ -81,19 +81,19 @@ def check(made: Linear, weight: torch.Tensor) -> None:
     assert error < 0.02
 
 
-def stored_as(case: Case, layout: str, **more: Any) -> tuple[Stored, Tensors]:
+def scheme_of(case: Case, layout: str, **more: Any) -> tuple[Scheme, Tensors]:
     symmetric = more.pop("symmetric", False)
     if layout == "pack-quantized":
         tensors = pack_quantized(case, symmetric=symmetric)
     else:
         tensors = awq(case) if layout == "awq" else gptq(case, version=2)
     scale = str(case.scale.dtype).removeprefix("torch.")
-    return Stored(layout, case.bits, 16, not symmetric, scale, **more), tensors
+    return Scheme(layout, case.bits, 16, not symmetric, scale, **more), tensors
 
 
 def test_alike_matrices_are_kept_as_one() -> None:
     cases = [make_case(4, seed=seed) for seed in range(3)]
-    made = layer([(name, *stored_as(c, "awq")) for name, c in zip("qkv", cases, strict=True)])
+    made = layer([(name, *scheme_of(c, "awq")) for name, c in zip("qkv", cases, strict=True)])
     check(made, torch.cat([case.weight for case in cases]))
     assert not any(name.startswith("1.") for name in made.parameters)
 
@@ -103,8 +103,8 @@ def test_others_are_kept_each_for_itself() -> None:
     plain = torch.randn(32, INPUTS)
     made = layer(
         [
-            ("q", *stored_as(four, "pack-quantized", symmetric=True)),
-            ("k", *stored_as(eight, "pack-quantized", symmetric=True)),
+            ("q", *scheme_of(four, "pack-quantized", symmetric=True)),
+            ("k", *scheme_of(eight, "pack-quantized", symmetric=True)),
             ("v", None, {"weight": plain}),
         ]
     )
@@ -116,7 +116,7 @@ def test_others_are_kept_each_for_itself() -> None:
 def test_a_bias_belongs_to_all_of_them() -> None:
     four, eight = make_case(4), make_case(8, symmetric=True)
     made = layer(
-        [("q", *stored_as(four, "awq")), ("k", *stored_as(eight, "gptq_v2", symmetric=True))]
+        [("q", *scheme_of(four, "awq")), ("k", *scheme_of(eight, "gptq_v2", symmetric=True))]
     )
     bias, x = torch.randn(64), torch.randn(3, INPUTS)
     without = made.format.linear(x, made.parameters, None)
@@ -126,7 +126,7 @@ def test_a_bias_belongs_to_all_of_them() -> None:
 def test_columns_in_an_order_of_their_own() -> None:
     cases = [make_case(4, shuffled=True, seed=seed) for seed in range(2)]
     parts = [
-        (n, *stored_as(c, "gptq_v2", act_order=True)) for n, c in zip("qk", cases, strict=True)
+        (n, *scheme_of(c, "gptq_v2", act_order=True)) for n, c in zip("qk", cases, strict=True)
     ]
     made = layer(parts)
     check(made, torch.cat([case.weight for case in cases]))
@@ -138,7 +138,7 @@ def test_columns_in_an_order_of_their_own() -> None:
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_ranks_hold_shares_of_codes(layout: str, by_columns: bool) -> None:
     case = make_case(4)
-    part = ("o", *stored_as(case, layout))
+    part = ("o", *scheme_of(case, layout))
     for rank in range(2):
         made = layer([part], rank=rank, size=2, by_columns=by_columns)
         half = case.weight.chunk(2, 1 if by_columns else 0)[rank]
@@ -148,38 +148,38 @@ def test_ranks_hold_shares_of_codes(layout: str, by_columns: bool) -> None:
 def test_a_share_that_begins_within_a_group_is_refused() -> None:
     case = make_case(4, inputs=48)
     with pytest.raises(ConfigError, match=r"o.weight, stored as awq, .* cannot be split"):
-        layer([("o", *stored_as(case, "awq"))], rank=1, size=2, by_columns=True, inputs=48)
+        layer([("o", *scheme_of(case, "awq"))], rank=1, size=2, by_columns=True, inputs=48)
 
 
 def test_tensors_that_contradict_the_config_are_refused_by_name() -> None:
     case = make_case(4)
-    stored, tensors = stored_as(case, "gptq_v2", symmetric=True)
+    scheme, tensors = scheme_of(case, "gptq_v2", symmetric=True)
     with pytest.raises(ConfigError, match=r"o.weight: config.json says sym"):
-        layer([("o", stored, tensors)])
+        layer([("o", scheme, tensors)])
 
 
 @pytest.mark.parametrize("rows", [128, 32])
 def test_blocks_of_e4m3(rows: int) -> None:
     """Those of 128 x 128 are kept; a matrix that ends within a block is not joined to the next."""
     noise = torch.Generator().manual_seed(5)
-    stored = Stored("fp8", 8, 128, scale_dtype="float32", block_rows=128, keeps="blocks")
+    scheme = Scheme("fp8", 8, 128, scale_dtype="float32", block_rows=128, keeps="blocks")
     parts, wanted = [], []
     for name in "qk":
         codes = torch.randn(rows, 256, generator=noise).to(torch.float8_e4m3fn)
         scale = 0.01 + torch.rand(1, 2, generator=noise)
-        parts.append((name, stored, {"weight": codes, "weight_scale_inv": scale}))
+        parts.append((name, scheme, {"weight": codes, "weight_scale_inv": scale}))
         wanted.append(codes.float() * scale.repeat_interleave(128, 1))
     made = layer(parts, rows=rows, inputs=256)
     check(made, torch.cat(wanted))
     size = sum(tensor.nbytes for tensor in made.tensors())
-    assert size == 2 * (rows * 256 + stored.beside_bytes(rows, 256))
+    assert size == 2 * (rows * 256 + scheme.beside_bytes(rows, 256))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_by_itself_it_is_plain(deterministic: bool) -> None:
     opened = open_weight_format("stored", deterministic=deterministic)
     assert opened.name == "stored"
-    assert isinstance(opened, StoredWeights)
+    assert isinstance(opened, CheckpointWeights)
     assert opened.of([], torch.float32).name == "plain"
     of_plain = opened.of_model(read_spec(config("llama")))
     share = MatrixShare("model.layers.0.mlp.up_proj.weight", 0, 80, 0, 64, True)
@@ -188,5 +188,5 @@ def test_by_itself_it_is_plain(deterministic: bool) -> None:
 
 def test_every_tensor_of_a_description_has_a_dtype() -> None:
     for layout in ("pack-quantized", "int-quantized", "gptq", "awq"):
-        for raw in tensors_of(Stored(layout, 4, 16, True, "float16", act_order=True)):
+        for raw in tensors_of(Scheme(layout, 4, 16, True, "float16", act_order=True)):
             assert set(raw.dtypes) <= DTYPES.keys()

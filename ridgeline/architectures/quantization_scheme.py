@@ -16,10 +16,10 @@ from ridgeline.registry import opened
 class CheckpointFormat:
     """How checkpoints of one `quant_method` are read, each part a "module:function".
 
-    `config`: (its section of config.json, dtype of the scales) -> `stored_match.Find`, which says
-    of each module how its matrix is stored. `tensors`: (Stored) -> the tensors that make it up, as
-    `Raw`. `matrix`: (Stored, tensors, outputs, inputs) -> what they mean, one of
-    `quantization.readers.Read`; the only part that needs torch. `layouts`: all that a Stored of it
+    `config`: (its section of config.json, dtype of the scales) -> `scheme_match.Find`, which says
+    of each module how its matrix is stored. `tensors`: (Scheme) -> the tensors that make it up, as
+    `Raw`. `matrix`: (Scheme, tensors, outputs, inputs) -> what they mean, one of
+    `quantization.readers.Read`; the only part that needs torch. `layouts`: all that a Scheme of it
     may have. `scale_dtype`: that of the scales where the files do not say; empty: the model's.
     """
 
@@ -30,13 +30,13 @@ class CheckpointFormat:
     scale_dtype: str = ""
 
 
-_OURS = "ridgeline.architectures.stored_methods"
+_OURS = "ridgeline.architectures.scheme_methods"
 _READERS = "ridgeline.quantization.readers"
 # By the quant_method of a config.json. Another format is a line of it and a file for its functions.
 CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
     "compressed-tensors": CheckpointFormat(
-        "ridgeline.architectures.stored_compressed_tensors:compressed_tensors_config",
-        "ridgeline.architectures.stored_compressed_tensors:compressed_tensors",
+        "ridgeline.architectures.scheme_compressed_tensors:compressed_tensors_config",
+        "ridgeline.architectures.scheme_compressed_tensors:compressed_tensors",
         f"{_READERS}:compressed_tensors",
         ("pack-quantized", "int-quantized", "float-quantized"),
     ),
@@ -81,7 +81,7 @@ ORDER_BYTES = 4  # of a column's place
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Scheme:
     """How a matrix is stored, and what is kept of it.
 
     A weight is (code - zero) * scale: codes of `bits`, a scale for each `group` columns of a row
@@ -186,27 +186,27 @@ class Raw:
 
 
 @cache
-def tensors_of(stored: Stored) -> tuple[Raw, ...]:
+def tensors_of(scheme: Scheme) -> tuple[Raw, ...]:
     """All tensors of one such matrix."""
-    found: tuple[Raw, ...] = opened(format_of(stored).tensors)(stored)
+    found: tuple[Raw, ...] = opened(format_of(scheme).tensors)(scheme)
     return found
 
 
-def format_of(stored: Stored) -> CheckpointFormat:
+def format_of(scheme: Scheme) -> CheckpointFormat:
     """The line that has this layout."""
-    found = [one for one in CHECKPOINT_FORMATS.values() if stored.layout in one.layouts]
-    check(len(found) == 1, "one checkpoint format has this layout", layout=stored.layout)
+    found = [one for one in CHECKPOINT_FORMATS.values() if scheme.layout in one.layouts]
+    check(len(found) == 1, "one checkpoint format has this layout", layout=scheme.layout)
     return found[0]
 
 
-def groups(stored: Stored) -> Dim:
+def groups(scheme: Scheme) -> Dim:
     """The dimension that counts the groups of a row."""
-    return Dim("columns", 1, stored.group) if stored.group else ONE
+    return Dim("columns", 1, scheme.group) if scheme.group else ONE
 
 
-def scale_words(stored: Stored) -> tuple[str, ...]:
+def scale_words(scheme: Scheme) -> tuple[str, ...]:
     """The dtypes that a scale may have in the file."""
-    return tuple(name for name, own in FLOATS.items() if own == stored.scale_dtype)
+    return tuple(name for name, own in FLOATS.items() if own == scheme.scale_dtype)
 
 
 def raw_name(weight_name: str, raw: Raw) -> str:

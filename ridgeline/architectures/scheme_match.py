@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.stored import Stored
+from ridgeline.architectures.quantization_scheme import Scheme
 from ridgeline.errors import ConfigError
 
-Find = Callable[[str], Stored | None]  # module name -> how its matrix is stored
+Find = Callable[[str], Scheme | None]  # module name -> how its matrix is stored
 PATTERN = "re:"
 MAX_NAMES, MAX_LENGTH = 1 << 16, 4096
 MAX_WORK = 1 << 27  # steps of all patterns in all tensors of a model, about a second

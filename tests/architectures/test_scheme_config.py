@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ridgeline.architectures import expected_tensors, read_spec
-from ridgeline.architectures.stored import Stored
-from ridgeline.architectures.stored_config import (
+from ridgeline.architectures.quantization_scheme import Scheme
+from ridgeline.architectures.scheme_config import (
     checkpoint_tensors,
+    matrix_schemes,
     optional_checkpoint_tensors,
-    stored_matrices,
     tensors_read,
     words,
 )
@@ -49,10 +49,10 @@ def linear(**changes: Any) -> dict[str, Any]:
     return {"targets": ["Linear"], "weights": packed(**changes)}
 
 
-def stored(section: dict[str, Any], family: str = "llama") -> dict[str, Stored]:
+def scheme(section: dict[str, Any], family: str = "llama") -> dict[str, Scheme]:
     """Module -> how it is stored."""
     spec = read_spec(config(family, quantization_config=section))
-    return {one.name.removesuffix(".weight"): one.stored for one in stored_matrices(spec)}
+    return {one.name.removesuffix(".weight"): one.scheme for one in matrix_schemes(spec)}
 
 
 def test_without_one_nothing_is_stored() -> None:
@@ -64,10 +64,10 @@ def test_without_one_nothing_is_stored() -> None:
 
 
 def test_compressed_tensors_of_all_linear_layers() -> None:
-    found = stored(compressed(linear(symmetric=False)))
+    found = scheme(compressed(linear(symmetric=False)))
     spec = read_spec(config("llama"))
     assert len(found) == 7 * spec.num_layers
-    wanted = Stored("pack-quantized", 4, 16, True, spec.dtype)
+    wanted = Scheme("pack-quantized", 4, 16, True, spec.dtype)
     assert set(found.values()) == {wanted}
     assert wanted.words == "pack-quantized, 4 bits, groups of 16, zeros"
 
@@ -75,7 +75,7 @@ def test_compressed_tensors_of_all_linear_layers() -> None:
 def test_an_exact_name_beats_a_pattern_and_a_pattern_the_class() -> None:
     eight, two = linear(num_bits=8), linear(num_bits=2)
     eight["targets"], two["targets"] = ["re:.*mlp[.]down_proj$"], [DOWN]
-    found = stored(compressed(linear(), eight, two, ignore=["lm_head", "re:.*o_proj"]))
+    found = scheme(compressed(linear(), eight, two, ignore=["lm_head", "re:.*o_proj"]))
     assert found[Q].bits == 4
     assert found[DOWN].bits == 2
     assert found["model.layers.0.mlp.down_proj"].bits == 8
@@ -83,10 +83,10 @@ def test_an_exact_name_beats_a_pattern_and_a_pattern_the_class() -> None:
 
 
 def test_the_output_matrix_is_one_if_nobody_ignores_it() -> None:
-    found = stored(compressed(linear(), ignore=[]))
+    found = scheme(compressed(linear(), ignore=[]))
     assert found["lm_head"] == found[Q]
     spec = read_spec(config("llama", quantization_config=compressed(linear(), ignore=[])))
-    assert [role for role, _ in spec.stored] == ["lm_head"]
+    assert [role for role, _ in spec.schemes] == ["lm_head"]
     assert "lm_head.weight_packed" in checkpoint_tensors(spec)
     assert "lm_head.weight" in tensors_read(spec)
 
@@ -95,7 +95,7 @@ def test_floats_keep_what_a_format_of_ours_can() -> None:
     def kept(**changes: Any) -> tuple[str, str]:
         weights = {"num_bits": 8, "type": "float", **changes}
         section = compressed(linear(**weights), format="float-quantized")
-        one = stored(section)[Q]
+        one = scheme(section)[Q]
         return one.layout, one.keeps
 
     assert kept(strategy="channel") == ("float-quantized", "e4m3")
@@ -106,16 +106,16 @@ def test_floats_keep_what_a_format_of_ours_can() -> None:
 
 def test_gptq_and_its_rules() -> None:
     section: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
-    wanted = Stored("gptq", 4, 16, True, "float16")
-    assert set(stored(section).values()) == {wanted}
-    assert stored(section | {"group_size": -1})[Q].group == 0
-    assert stored(section | {"checkpoint_format": "gptq_v2"})[Q].layout == "gptq_v2"
-    assert stored(section | {"desc_act": True})[Q].act_order
-    assert not stored(section | {"sym": True})[Q].has_zero
-    inside = stored(section | {"modules_in_block_to_quantize": [["self_attn.q_proj"]]})
+    wanted = Scheme("gptq", 4, 16, True, "float16")
+    assert set(scheme(section).values()) == {wanted}
+    assert scheme(section | {"group_size": -1})[Q].group == 0
+    assert scheme(section | {"checkpoint_format": "gptq_v2"})[Q].layout == "gptq_v2"
+    assert scheme(section | {"desc_act": True})[Q].act_order
+    assert not scheme(section | {"sym": True})[Q].has_zero
+    inside = scheme(section | {"modules_in_block_to_quantize": [["self_attn.q_proj"]]})
     assert {name.rpartition(".")[2] for name in inside} == {"q_proj"}
     rules = {r"-:.*o_proj": {}, r"+:.*\.1\.mlp.*": {"bits": 8}}
-    found = stored(section | {"dynamic": rules, "lm_head": True})
+    found = scheme(section | {"dynamic": rules, "lm_head": True})
     assert OUT not in found
     assert found[DOWN].bits == 8
     assert found["model.layers.0.mlp.down_proj"].bits == 4
@@ -124,25 +124,25 @@ def test_gptq_and_its_rules() -> None:
 
 def test_awq_and_fp8_leave_out_what_they_name() -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["k_proj"]}
-    found = stored(awq)
-    assert found[Q] == Stored("awq", 4, 16, True, "float16")
+    found = scheme(awq)
+    assert found[Q] == Scheme("awq", 4, 16, True, "float16")
     assert f"{LAYER}self_attn.k_proj" not in found
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    found = stored(fp8 | {"modules_to_not_convert": ["model.layers.1"]})
+    found = scheme(fp8 | {"modules_to_not_convert": ["model.layers.1"]})
     assert found["model.layers.0.mlp.up_proj"].keeps == "blocks"
     assert Q not in found
-    found = stored({"quant_method": "fp8", "activation_scheme": "static"})
+    found = scheme({"quant_method": "fp8", "activation_scheme": "static"})
     assert (found[Q].layout, found[Q].keeps, found[Q].is_whole) == ("fp8-whole", "e4m3", True)
 
 
 def test_experts_are_stored_alike_or_refused() -> None:
-    found = stored(compressed(linear()), "mixtral")
+    found = scheme(compressed(linear()), "mixtral")
     assert "model.layers.0.block_sparse_moe.experts.1.w2" in found
     assert "model.layers.0.block_sparse_moe.gate" not in found
     other = linear(num_bits=8)
     other["targets"] = ["re:.*experts[.]1[.]w2"]
     with pytest.raises(ConfigError, match="down matrices of layer 0's experts in several ways"):
-        stored(compressed(linear(), other), "mixtral")
+        scheme(compressed(linear(), other), "mixtral")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_message_names_the_key(
     change: Callable[[dict[str, Any]], dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        stored(change(compressed(linear())))
+        scheme(change(compressed(linear())))
     assert str(raised.value).startswith("config.json: quantization_config")
     assert message in str(raised.value)
 
@@ -249,7 +249,7 @@ def test_random_damage_never_raises_anything_else() -> None:
             spec = read_spec(config("llama", quantization_config=section))
             assert checkpoint_tensors(spec)
             assert tensors_read(spec)
-            assert words(spec) or not stored_matrices(spec)
+            assert words(spec) or not matrix_schemes(spec)
             read += 1
         except ConfigError:
             pass

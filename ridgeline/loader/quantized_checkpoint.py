@@ -11,17 +11,24 @@ import torch
 
 from ridgeline.architectures.mtp_head import mtp_tensors
 from ridgeline.architectures.parts import expected_tensors
-from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored import FLOATS, ZERO, Raw, Stored, raw_name, tensors_of
-from ridgeline.architectures.stored_config import (
+from ridgeline.architectures.quantization_scheme import (
+    FLOATS,
+    ZERO,
+    Raw,
+    Scheme,
+    raw_name,
+    tensors_of,
+)
+from ridgeline.architectures.scheme_config import (
     KEY,
     SCALES,
-    StoredMatrix,
+    MatrixScheme,
     checkpoint_tensors,
+    matrix_schemes,
     optional_checkpoint_tensors,
-    stored_matrices,
 )
-from ridgeline.architectures.stored_methods import AWQ_MIDDLE, AWQ_ZEROS
+from ridgeline.architectures.scheme_methods import AWQ_MIDDLE, AWQ_ZEROS
+from ridgeline.architectures.spec import ModelSpec
 from ridgeline.errors import ConfigError, check
 from ridgeline.layers.piece import Piece
 from ridgeline.layers.piece import fill as fill_plain
@@ -64,26 +71,26 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec, path: Path) -> None:
     if isinstance(checkpoint, GGUFCheckpoint):  # its reader has found all by other names
         check_tensors(checkpoint, expected_tensors(spec), path)
     else:
-        _check_stored(checkpoint, spec, path)
+        _check_quantized(checkpoint, spec, path)
 
 
-def _check_stored(checkpoint: Checkpoint, spec: ModelSpec, folder: Path) -> None:
+def _check_quantized(checkpoint: Checkpoint, spec: ModelSpec, folder: Path) -> None:
     """ConfigError also for a tensor of another dtype than its layout has, and for one that says
     what nobody would act upon."""
-    matrices, expected = stored_matrices(spec), checkpoint_tensors(spec)
+    matrices, expected = matrix_schemes(spec), checkpoint_tensors(spec)
     optional = optional_checkpoint_tensors(spec)
     names = set(checkpoint.names())
     for matrix in matrices:
         bias = matrix.name.removesuffix("weight") + BIAS
         if bias in names and bias not in expected and _is_zero(checkpoint, bias):
             optional[bias] = (matrix.rows,)
-        for raw in tensors_of(matrix.stored):
+        for raw in tensors_of(matrix.scheme):
             if raw.is_any and (name := raw_name(matrix.name, raw)) in names:
                 optional[name] = checkpoint.shape(name)
     optional |= {name: checkpoint.shape(name) for name in mtp_tensors(spec, names)}
     check_tensors(checkpoint, expected, folder, optional=optional)
     for matrix in matrices:
-        for raw in tensors_of(matrix.stored):
+        for raw in tensors_of(matrix.scheme):
             name = raw_name(matrix.name, raw)
             if name in names:
                 _check_tensor(checkpoint, matrix, raw, name)
@@ -97,11 +104,11 @@ def _is_zero(checkpoint: Checkpoint, name: str) -> bool:
     return found
 
 
-def _check_tensor(checkpoint: Checkpoint, matrix: StoredMatrix, raw: Raw, name: str) -> None:
+def _check_tensor(checkpoint: Checkpoint, matrix: MatrixScheme, raw: Raw, name: str) -> None:
     path = checkpoint.file(name)
     dtype = checkpoint.dtype(name)
     if dtype not in raw.dtypes:
-        what = f"{', '.join(raw.dtypes)} in layout {matrix.stored.layout}"
+        what = f"{', '.join(raw.dtypes)} in layout {matrix.scheme.layout}"
         refuse(path, f"tensor {name!r} is {dtype}; it must be {what}")
     if raw.suffix == SHAPE:
         says = checkpoint.tensor(name).tolist()
@@ -117,7 +124,7 @@ def _check_tensor(checkpoint: Checkpoint, matrix: StoredMatrix, raw: Raw, name: 
     if raw.suffix == ZERO and raw.is_optional and not _is_zero(checkpoint, name):
         refuse(path, f"tensor {name!r} is not 0, but config.json says symmetric; set it to false")
     if raw.suffix == ORDER and raw.is_optional:
-        size = matrix.stored.group or matrix.columns
+        size = matrix.scheme.group or matrix.columns
         wanted = torch.arange(matrix.columns) // size
         if not torch.equal(checkpoint.tensor(name).long(), wanted):
             refuse(
@@ -131,7 +138,7 @@ class UnpackedSource:
     """A checkpoint whose quantized `matrices` are numbers: (code - zero) * scale in float32, then
     the dtype that is asked for. All else comes as it is. A TensorSource that BringsPieces."""
 
-    def __init__(self, checkpoint: Checkpoint, matrices: Iterable[StoredMatrix]) -> None:
+    def __init__(self, checkpoint: Checkpoint, matrices: Iterable[MatrixScheme]) -> None:
         self._checkpoint = checkpoint
         self._matrices = {matrix.name: matrix for matrix in matrices}
 
@@ -139,7 +146,7 @@ class UnpackedSource:
         gone = {
             raw_name(name, raw)
             for name, m in self._matrices.items()
-            for raw in tensors_of(m.stored)
+            for raw in tensors_of(m.scheme)
         }
         return [*(n for n in self._checkpoint.names() if n not in gone), *self._matrices]
 
@@ -176,7 +183,7 @@ class UnpackedSource:
         self._checkpoint.release(piece.name)
         return size
 
-    def _unpack(self, matrix: StoredMatrix, piece: Piece) -> int:
+    def _unpack(self, matrix: MatrixScheme, piece: Piece) -> int:
         """The bytes read. Rows are cut where words and blocks end."""
         target = piece.target
         if piece.dim == 1:
@@ -194,14 +201,14 @@ class UnpackedSource:
             low, high = max(begin, first), min(stop, end)
             part = target[low - first : high - first]
             part.copy_(values[low - begin : high - begin, : target.shape[1]])
-        for raw in _read_tensors(matrix.stored):
+        for raw in _read_tensors(matrix.scheme):
             self._checkpoint.release(raw_name(matrix.name, raw))
         return total
 
-    def _tensors(self, matrix: StoredMatrix, begin: int, rows: int) -> dict[str, torch.Tensor]:
+    def _tensors(self, matrix: MatrixScheme, begin: int, rows: int) -> dict[str, torch.Tensor]:
         """Those of some rows."""
         found = {}
-        for raw in _read_tensors(matrix.stored):
+        for raw in _read_tensors(matrix.scheme):
             name, at = raw_name(matrix.name, raw), raw.dim_of("rows")
             if at is None:
                 found[raw.suffix] = self._checkpoint.tensor(name)
@@ -212,21 +219,21 @@ class UnpackedSource:
         return found
 
     def _read(
-        self, matrix: StoredMatrix, tensors: dict[str, torch.Tensor], rows: int
+        self, matrix: MatrixScheme, tensors: dict[str, torch.Tensor], rows: int
     ) -> torch.Tensor:
         try:
-            return read_matrix(matrix.stored, tensors, rows, matrix.columns).dequantize()
+            return read_matrix(matrix.scheme, tensors, rows, matrix.columns).dequantize()
         except ConfigError as error:
             raise ConfigError(f"{matrix.name}: {error}") from None
 
 
-def _steps(matrix: StoredMatrix) -> tuple[int, int]:
+def _steps(matrix: MatrixScheme) -> tuple[int, int]:
     """Between which rows it can be cut, and how many are unpacked at once."""
-    if any(dim.of == "weights" for raw in tensors_of(matrix.stored) for dim in raw.dims):
+    if any(dim.of == "weights" for raw in tensors_of(matrix.scheme) for dim in raw.dims):
         return matrix.rows, matrix.rows
-    aligned = math.lcm(ALIGNED_ROWS, matrix.stored.block_rows or 1)
+    aligned = math.lcm(ALIGNED_ROWS, matrix.scheme.block_rows or 1)
     return aligned, max(1, CHUNK_NUMBERS // (matrix.columns * aligned)) * aligned
 
 
-def _read_tensors(stored: Stored) -> list[Raw]:
-    return [raw for raw in tensors_of(stored) if raw.is_read and not raw.is_optional]
+def _read_tensors(scheme: Scheme) -> list[Raw]:
+    return [raw for raw in tensors_of(scheme) if raw.is_read and not raw.is_optional]
