@@ -1,19 +1,22 @@
 """How much code does one chat request run through? Files, functions, their lines, changes of file.
 
-Run from the checkout: python -m tools.trace_request [off]. The bundled model answers with its draft
-model, with `off` without it. A first request warms everything up, and steps of one row are captured
-with each number of drafts; the second request (streamed, 8 tokens) is traced in every thread of
-this process. Lines are those of the functions that ran, without blank
-lines and comments.
+Run from the checkout: python -m tools.trace_request [off | walks]. The bundled model answers with
+its draft model, with `off` without it; `walks` follows two other things instead: who is given
+`--kv-cache-dtype int8` or what it became, and who is given one weight by name. A first request
+warms everything up, and steps of one row are captured with each number of drafts; the second
+request (streamed, 8 tokens) is traced in every thread of this process. Lines are those of the
+functions that ran, without blank lines and comments.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import ridgeline
 from ridgeline import LLM, SamplingParams, demo
@@ -50,7 +53,44 @@ def ask(llm: LLM) -> str:
     return "".join(piece.text for piece in llm.chat_stream(QUESTION, sampling))
 
 
+WEIGHT = "model.layers.2.mlp.down_proj.weight"
+
+
+def is_int8_cache(value: object) -> bool:
+    names = (value, getattr(value, "kv_cache_dtype", None), getattr(value, "name", None))
+    form = getattr(value, "format", None)
+    return any(isinstance(n, str) and n == "int8" for n in (*names, getattr(form, "name", None)))
+
+
+def is_weight(value: object) -> bool:
+    return value == WEIGHT if isinstance(value, str) else getattr(value, "name", None) == WEIGHT
+
+
+def walk(is_it: Callable[[object], bool], **options: Any) -> str:
+    """Files and functions that are given what `is_it` knows while a model is loaded and answers."""
+    found: set[CodeType] = set()
+
+    def follow(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if any(is_it(frame.f_locals.get(name)) for name in given):
+                found.add(code)
+
+    threading.setprofile(follow)
+    sys.setprofile(follow)
+    with LLM(demo.DEFAULT, speculate="off", **options) as llm:
+        ask(llm)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return f"{len({code.co_filename for code in found})} files, {len(found)} functions"
+
+
 def main() -> int:
+    if sys.argv[1:] == ["walks"]:
+        print("kv_cache_dtype int8:", walk(is_int8_cache, kv_cache_dtype="int8", dtype="float32"))
+        print("one weight:", walk(is_weight))
+        return 0
     llm = LLM(demo.DEFAULT, speculate=sys.argv[1] if len(sys.argv) > 1 else "auto")
     ask(llm)
     executor = llm.engine.executor
