@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from ridgeline import __version__, demo
 from ridgeline.architectures import read_spec
@@ -395,7 +396,7 @@ def _draft_decoder(
     startup: StartUp,
 ) -> Decoder:
     """In the serving dtype, as its files are."""
-    plain = replace(config, load_format="auto")
+    plain = structs.replace(config, load_format="auto")
     checkpoint = _open(plain, source.folder.path, source.spec)
     weight_format = STORED if is_stored(source.spec) else "auto"
     served = replace(resolved, load_format="auto", weight_format=weight_format)
