@@ -282,7 +282,7 @@ def _wrong_length(is_over: bool, field: Field) -> tuple[str, str]:
 
 # ---------------------------------------------------------------------- what is wrong in a setting
 
-_SETTINGS: dict[str, tuple[type, str]] = {
+_SETTINGS: dict[str, tuple[Any, str]] = {
     "string": (str, "a text"),
     "boolean": (bool, "True or False"),
     "integer": (Integral, "a whole number"),
