@@ -12,6 +12,7 @@ from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import Pricer
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
+from ridgeline.formats import POLICIES
 from ridgeline.observe.event_log import (
     Aborted,
     Added,
@@ -26,7 +27,7 @@ from ridgeline.observe.evidence import run_record
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.policies import POLICIES, make_policy
+from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 from ridgeline.scheduler.scheduler import Scheduler

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from ridgeline import __version__, demo
 from ridgeline.architectures import read_spec
@@ -57,7 +58,7 @@ from ridgeline.loader.packs import Packs, open_packs, pack_key
 from ridgeline.loader.parallel import ParallelSource
 from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
-from ridgeline.observe.event_log import LogFile, Recorder
+from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder
 from ridgeline.observe.evidence import RunRecord, run_record
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
@@ -177,32 +178,14 @@ def build(
     with startup.phase("Triton"):
         kernels = prepare_kernels(device.torch_device)
     with startup.phase("decisions"):
-        resolved, memory = resolve(
-            config,
-            spec,
-            device,
-            model_path=str(path),
-            model_name=front.folder.name,
-            revision=front.folder.revision,
-            has_weights=checkpoint is not None,
-            read_draft=lambda model: draft_source(model).spec,
-        )
-        pricer = engine_pricer(config, resolved, spec, device)
-        resolved = with_mixed_tokens(resolved, config.max_num_mixed_tokens, pricer)
+        resolved, memory, pricer = _decided(config, front, device, checkpoint is not None)
     log = None if config.event_log is None else LogFile(config.event_log)
     torch.set_num_threads(resolved.threads)
     if device.name == "cpu":
         native.set_threads(resolved.threads)
         native.announce()
-    decoder = _decoder(
-        resolved,
-        spec,
-        device,
-        checkpoint,
-        packs if device.name == "cpu" else None,
-        progress,
-        startup,
-    )
+    keeps = packs if device.name == "cpu" else None
+    decoder = _decoder(resolved, spec, device, checkpoint, keeps, progress, startup)
     with startup.phase("cache") as opened:
         kv = _cache(resolved, spec, device)
         opened.detail = scaled(kv.num_bytes, "B")
@@ -224,32 +207,12 @@ def build(
     memory = _measured(memory, decoder, kv, drafting)
     draft = _draft_source(resolved)
     chooser = draft_length_controller(resolved, pricer, None if draft is None else draft.spec)
-    warm_up = None
-    if resolved.warm_up:
-        with startup.phase("warm-up") as opened:
-            warm_up = WarmUp(
-                executor,
-                max_tokens=resolved.max_num_batched_tokens,
-                max_mixed=resolved.max_num_mixed_tokens,
-                draft_tokens=_foreseen_drafts(chooser),
-            )
-            warm_up.run(WARM_UP_S)
-            opened.detail = warm_up.words()
+    warm_up = _warm_up(resolved, executor, chooser, startup)
     learned = LearnedPricer(pricer)
     scheduler = _scheduler(resolved, spec, learned, chooser)
     engine = Engine(scheduler, executor, clock or WallClock(), resolved.max_in_flight)
     draft_config = None if draft is None else read_config(draft.folder.path)
     header = engine_header(resolved, scheduler, pricer, read_config(path), draft_config)
-    if log is not None:
-        engine.listeners.append(
-            Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
-        )
-    watch = run_record(header, pricer, cpu_s=process_seconds)
-    if scheduler.policy.needs_promise:
-        watch.pricing.listeners.append(learned.on_priced)
-    if chooser is not None:
-        watch.pricing.listeners.append(chooser.on_priced)
-    engine.listeners += watch.listeners
     return Built(
         engine,
         Scorer(
@@ -262,13 +225,72 @@ def build(
         front.tokenizer,
         front.chat_template,
         front.generation,
-        watch,
+        _watched(engine, header, pricer, learned, chooser, log),
         pricer,
         log,
         startup.report(),
         kernels,
         warm_up,
     )
+
+
+def _decided(
+    config: EngineConfig, front: Front, device: Device, has_weights: bool
+) -> tuple[ResolvedConfig, tuple[MemoryRow, ...], Pricer]:
+    """What is done, what memory that takes, and what its steps should cost."""
+    resolved, memory = resolve(
+        config,
+        front.spec,
+        device,
+        model_path=str(front.folder.path),
+        model_name=front.folder.name,
+        revision=front.folder.revision,
+        has_weights=has_weights,
+        read_draft=lambda model: draft_source(model).spec,
+    )
+    pricer = engine_pricer(config, resolved, front.spec, device)
+    return with_mixed_tokens(resolved, config.max_num_mixed_tokens, pricer), memory, pricer
+
+
+def _warm_up(
+    resolved: ResolvedConfig,
+    executor: LocalExecutor,
+    chooser: DraftLengthController | None,
+    startup: StartUp,
+) -> WarmUp | None:
+    if not resolved.warm_up:
+        return None
+    with startup.phase("warm-up") as opened:
+        warm_up = WarmUp(
+            executor,
+            max_tokens=resolved.max_num_batched_tokens,
+            max_mixed=resolved.max_num_mixed_tokens,
+            draft_tokens=_foreseen_drafts(chooser),
+        )
+        warm_up.run(WARM_UP_S)
+        opened.detail = warm_up.words()
+    return warm_up
+
+
+def _watched(
+    engine: Engine,
+    header: EngineHeader,
+    pricer: Pricer,
+    learned: LearnedPricer,
+    chooser: DraftLengthController | None,
+    log: LogFile | None,
+) -> RunRecord:
+    """The record of the run, with who listens: the event log first, then what learns of steps."""
+    if log is not None:
+        recorder = Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
+        engine.listeners.append(recorder)
+    watch = run_record(header, pricer, cpu_s=process_seconds)
+    if engine.scheduler.policy.needs_promise:
+        watch.pricing.listeners.append(learned.on_priced)
+    if chooser is not None:
+        watch.pricing.listeners.append(chooser.on_priced)
+    engine.listeners += watch.listeners
+    return watch
 
 
 def build_without_text(config: EngineConfig, progress: Progress | None = None) -> Built:
@@ -395,7 +417,7 @@ def _draft_decoder(
     startup: StartUp,
 ) -> Decoder:
     """In the serving dtype, as its files are."""
-    plain = replace(config, load_format="auto")
+    plain = structs.replace(config, load_format="auto")
     checkpoint = _open(plain, source.folder.path, source.spec)
     weight_format = STORED if is_quantized(source.spec) else "auto"
     served = replace(resolved, load_format="auto", weight_format=weight_format)

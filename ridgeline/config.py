@@ -2,94 +2,231 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from numbers import Integral, Real
+from typing import Annotated
 
+import msgspec
+
+from ridgeline.declared import check_fields, says
 from ridgeline.errors import ConfigError
+from ridgeline.formats import ATTENTION_BACKENDS, KV_FORMATS, POLICIES, WEIGHT_FORMATS, Names
 
 DEFAULT_POLICY = "fcfs"
 
-# A field, the least and the most that it may be; a least without a point: whole numbers only.
-Range = tuple[str, float, float]
-
-_COUNTS = (
-    "max_model_len",
-    "num_blocks",
-    "kv_cache_memory_bytes",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_num_mixed_tokens",
-    "threads",
-    "block_size",
-)
-
-# What a field may be, by its annotation.
-_KINDS: dict[str, tuple[type, str]] = {
-    "str": (str, "a text"),
-    "bool": (bool, "True or False"),
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-}
+Count = Annotated[int, says(ge=1)]
+Milliseconds = Annotated[float, says(gt=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for. "auto" and None mean: decide, and say so at start.
 
-    `model` is a folder or a hub id `user/name[@revision]`. Sizes are in tokens, requests or bytes
-    as their names say. `kv_cache_memory_bytes` beats `memory_utilization`, which is the share of
-    the device's total memory that weights, cache and working space together may take.
-    `max_num_mixed_tokens` is how many tokens a step computes in which prompts join answers that go
-    on (more where many prompts wait); None on a GPU: about as few as are read at nine tenths of the
-    full rate.
-    `max_in_flight` 1 plans a step after the last one's result, 2 while it runs. `ttft_slo_ms` and
-    `tpot_slo_ms` are what policy slo promises: milliseconds to the first token, and per later one.
-    `enforce_eager` launches the kernels of a decode step one by one, where a GPU would replay them
-    as one captured graph. `deterministic` (on a GPU): a request's tokens do not depend on what else
-    is served beside it, for some speed. `speculate` says who drafts the tokens that a step then
-    checks, as METHOD[:ARGUMENT][:K] (`formats.DRAFT_METHODS`), or off; what is answered follows the
-    same law with any. With K each step checks so many drafts of each request where there is room,
-    without it as many as pay, which may be none; auto: the draft that is known for the model, else
-    off. `warm_up` auto, on a GPU: capture the steps that can be foreseen before the first request,
-    for 30 s at most. `pack_cache` (on a CPU): weights as the kernels want them are kept on disk for
-    the next start, unless it is "off"; "clear" removes those of all models first. `calibration` is
-    a file of measured constants for the prices of steps; `event_log` is a file that everything that
-    happens in the engine is appended to (token ids, never text).
+    Sizes are in tokens, requests or bytes as their names say. A field that is added here is a
+    keyword of `LLM`, a flag of each command that starts an engine, a key of the server's file of
+    settings and a row of docs/configuration.md; `check_numbers` holds its type and bounds.
     """
 
-    model: str
-    tokenizer: str | None = None
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = "auto"  # auto, float32, bfloat16, float16
-    load_format: str = "auto"  # auto, safetensors, random
-    seed: int = 0
-    max_model_len: int | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    memory_utilization: float = 0.9
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_mixed_tokens: int | None = None
-    prefix_caching: bool = True
-    policy: str | None = None  # None: fair in a server with several keys, else fcfs
-    ttft_slo_ms: float | None = None
-    tpot_slo_ms: float | None = None
-    max_in_flight: int = 2
-    enforce_eager: bool = False
-    warm_up: str = "auto"  # auto, off
-    deterministic: bool = False
-    speculate: str = "auto"  # auto, off, ngram[:K], suffix[:K], early:N[:K], draft:MODEL[:K]
-    attention_backend: str = "auto"
-    weight_format: str = "auto"
-    kv_cache_dtype: str = "auto"
-    pack_cache: str = "auto"  # auto, off, clear
-    threads: int | None = None
-    calibration: str | None = None
-    event_log: str | None = None
+    model: Annotated[str, says("a folder or a hub id user/name[@revision]")]
+    tokenizer: Annotated[
+        str | None, says("folder of the tokenizer, where it is not the model's own", metavar="DIR")
+    ] = None
+    device: Annotated[str, says("auto, cpu, cuda or cuda:N", is_common=True)] = "auto"
+    dtype: Annotated[
+        str,
+        says(
+            "number format of weights, cache and arithmetic; auto takes the checkpoint's own "
+            "(float32 for float16 checkpoints on a CPU)",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            is_common=True,
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        str,
+        says(
+            "auto reads *.safetensors; random draws weights from --seed, for trying speed",
+            choices=("auto", "safetensors", "random"),
+        ),
+    ] = "auto"
+    seed: Annotated[int, says("seed of random weights and of unseeded requests")] = 0
+    max_model_len: (
+        Annotated[
+            Count,
+            says(
+                "longest prompt plus answer, in tokens; smaller leaves room for more requests",
+                is_common=True,
+            ),
+        ]
+        | None
+    ) = None
+    block_size: Annotated[Count, says("tokens in one block of the KV cache")] = 16
+    num_blocks: (
+        Annotated[Count, says("blocks of the KV cache, instead of a memory size")] | None
+    ) = None
+    kv_cache_memory_bytes: (
+        Annotated[
+            Count,
+            says(
+                "memory of the KV cache, such as 512MiB or 4GB; beats --memory-utilization",
+            ),
+        ]
+        | None
+    ) = None
+    memory_utilization: Annotated[
+        float,
+        says(
+            "share of the device's memory for weights, cache and working space",
+            gt=0,
+            le=1,
+            is_common=True,
+        ),
+    ] = 0.9
+    max_num_seqs: (
+        Annotated[
+            Count,
+            says("most requests that run at the same time; auto by device", is_common=True),
+        ]
+        | None
+    ) = None
+    max_num_batched_tokens: (
+        Annotated[
+            Count,
+            says(
+                "most tokens computed in one step; smaller steps disturb running answers less, "
+                "larger ones read prompts faster"
+            ),
+        ]
+        | None
+    ) = None
+    max_num_mixed_tokens: (
+        Annotated[
+            Count,
+            says(
+                "most tokens of a step in which prompts join answers that go on, more where many "
+                "prompts wait: smaller makes answers steadier and first tokens later; when not "
+                "given, on a GPU about as few as are read at nine tenths of the full rate, on a "
+                "CPU no bound"
+            ),
+        ]
+        | None
+    ) = None
+    prefix_caching: Annotated[
+        bool, says("reuse the cache of a prompt's beginning that was seen before")
+    ] = True
+    policy: Annotated[
+        str | None,
+        says(
+            "which waiting request comes next; slo promises times and refuses to break them; "
+            "fair shares the engine among API keys, or addresses where there are none; when not "
+            "given, fair in a server with several keys, else fcfs",
+            choices=POLICIES,
+        ),
+    ] = None
+    ttft_slo_ms: (
+        Annotated[
+            Milliseconds,
+            says("with --policy slo: milliseconds within which the first token is promised"),
+        ]
+        | None
+    ) = None
+    tpot_slo_ms: (
+        Annotated[
+            Milliseconds,
+            says("with --policy slo: milliseconds promised per later token, on average"),
+        ]
+        | None
+    ) = None
+    max_in_flight: Annotated[
+        int,
+        says(
+            "2 plans the next step while one runs, 1 waits for each step's result", choices=(1, 2)
+        ),
+    ] = 2
+    enforce_eager: Annotated[
+        bool, says("launch the kernels of a decode step one by one, not as a captured CUDA graph")
+    ] = False
+    warm_up: Annotated[
+        str,
+        says(
+            "auto captures the steps that can be foreseen before the first request, on a GPU: "
+            "seconds, at most 90 where kernels must be compiled; off leaves it to whoever is first",
+            choices=("auto", "off"),
+        ),
+    ] = "auto"
+    deterministic: Annotated[
+        bool,
+        says(
+            "the same tokens whatever else is served: no kernel is chosen or cut by what else is "
+            "in a step; slower, CUDA only"
+        ),
+    ] = False
+    speculate: Annotated[  # METHOD[:ARGUMENT][:K], of formats.DRAFT_METHODS
+        str,
+        says(
+            "draft the next tokens and verify all of them in one step: the same answers, sooner "
+            "while few are served. auto: the draft of a bundled model; off; ngram and suffix: what "
+            "followed the same words before; draft:MODEL: a smaller model with the same tokens; "
+            "eagle3:FOLDER: an EAGLE-3 head of the model; mtp: the model's own MTP module; "
+            "early:N: the model's own first N layers. A number at the end (ngram:4) fixes how many "
+            "are drafted, else as many as pay",
+            is_common=True,
+        ),
+    ] = "auto"
+    attention_backend: Annotated[
+        str,
+        says("the kernels of attention", choices=Names(ATTENTION_BACKENDS, "auto")),
+    ] = "auto"
+    weight_format: Annotated[
+        str,
+        says(
+            "how weights are kept in memory; auto keeps the checkpoint's numbers",
+            choices=Names(WEIGHT_FORMATS, "auto"),
+            is_common=True,
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        str,
+        says(
+            "how cached keys and values are kept; auto is the dtype of the arithmetic",
+            choices=Names(KV_FORMATS),
+            is_common=True,
+        ),
+    ] = "auto"
+    pack_cache: Annotated[
+        str,
+        says(
+            "on a CPU, weights in the order of the kernels are kept on disk, so that the next "
+            "start is quick; clear removes those of all models first",
+            choices=("auto", "off", "clear"),
+        ),
+    ] = "auto"
+    threads: (
+        Annotated[
+            Count,
+            says(
+                "CPU threads for arithmetic; when not given, one for each 16 MiB of weights, at "
+                "most all cores",
+                is_common=True,
+            ),
+        ]
+        | None
+    ) = None
+    calibration: Annotated[
+        str | None,
+        says(
+            "file of constants measured by ridgeline calibrate, instead of those kept for this "
+            "device; what steps should cost is worked out from them",
+            metavar="FILE",
+        ),
+    ] = None
+    event_log: Annotated[
+        str | None,
+        says(
+            "append every event of the engine to this file, for `ridgeline explain` and for "
+            "replays: token ids of prompts and answers are in it, their text is not",
+            metavar="FILE",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,41 +289,15 @@ def without_drafts(resolved: ResolvedConfig) -> ResolvedConfig:
     )
 
 
-def check_ranges(config: object, ranges: Iterable[Range]) -> None:
-    """ConfigError names the first of these fields of `config` that is not in its range, or that is
-    no number at all."""
-    for name, least, most in ranges:
-        value = getattr(config, name)
-        is_whole = isinstance(least, int)
-        is_right_kind = isinstance(value, Integral if is_whole else Real)
-        if not is_right_kind:
-            kind = "a whole number" if is_whole else "a number"
-            raise ConfigError(f"{name} is {value!r}; it must be {kind}")
-        if not least <= value <= most:  # nan is in no range
-            low, high = (n if isinstance(n, int) else f"{n:g}" for n in (least, most))
-            wanted = f"at least {low}" if most == math.inf else f"from {low} to {high}"
-            raise ConfigError(f"{name} is {value}; it must be {wanted}")
-
-
 def make_config(options: Mapping[str, object]) -> EngineConfig:
     """ConfigError for an option that there is not, with the nearest one."""
-    known = [field.name for field in fields(EngineConfig)]
+    known = EngineConfig.__struct_fields__
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
             raise ConfigError(f"there is no option {name}{hint}")
     return EngineConfig(**options)  # type: ignore[arg-type]
-
-
-def _check_types(config: EngineConfig) -> None:
-    for field in fields(config):
-        name, _, optional = str(field.type).partition(" | ")
-        value, (kind, words) = getattr(config, field.name), _KINDS[name]
-        if optional and value is None:
-            continue
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigError(f"{field.name} is {value!r}; it must be {words}")
 
 
 def check_device(name: str) -> None:
@@ -197,18 +308,8 @@ def check_device(name: str) -> None:
 
 
 def check_numbers(config: EngineConfig) -> None:
-    """What can be said of the numbers without a model or a device; ConfigError names the first that
-    is wrong."""
-    _check_types(config)
-    given = (name for name in _COUNTS if getattr(config, name) is not None)
-    check_ranges(config, ((name, 1, math.inf) for name in given))
-    if not 0 < config.memory_utilization <= 1:
-        raise ConfigError(
-            f"memory_utilization is {config.memory_utilization}; it must be in (0, 1]"
-        )
-    if config.max_in_flight not in (1, 2):
-        raise ConfigError(f"max_in_flight is {config.max_in_flight}; it must be 1 or 2")
+    """What can be said of the settings without a model or a device; ConfigError names the first
+    that is wrong."""
+    check_fields(config)
     if config.num_blocks is not None and config.kv_cache_memory_bytes is not None:
         raise ConfigError("give num_blocks or kv_cache_memory_bytes, not both")
-    if config.warm_up not in ("auto", "off"):
-        raise ConfigError(f"unknown warm_up {config.warm_up!r}; choose auto or off")

@@ -1,22 +1,25 @@
 """What may each field of a record hold, and what does somebody read who gave something else?
 
 A record is a msgspec.Struct. Its annotations are the one place where a field's type, bounds and
-meaning stand: msgspec checks them, and the command's flags, the tables of docs/http-api.md and
-/openapi.json are made of what `declared` reads from them.
+meaning stand. The checks, the command's flags, the keys of its file of settings, the tables of
+docs/http-api.md and docs/configuration.md, and /openapi.json are made of what `declared` reads from
+them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
-from ridgeline.errors import RequestFault
+from ridgeline.errors import ConfigError, RequestFault
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -51,13 +54,18 @@ def says(
     fields: type[msgspec.Struct] | None = None,
     example: object = None,
     most: int | None = None,
+    flag: str | None = None,
+    metavar: str | None = None,
+    is_common: bool = False,
 ) -> msgspec.Meta:
     """The declaration of one field, beside its type. `over` and `under` are the codes of the errors
     for more or less than it may be, `wrong` that for another type. `kind`, `default`, `choices`,
-    `fields` and `most` (items) are for readers, where the type does not say them (see Field)."""
+    `fields` and `most` (items) are for readers, where the type does not say them (see Field). The
+    command's flag has the field's name unless `flag` gives another, and `metavar` for its value."""
     extra = {
         "over": over, "under": under, "wrong": wrong, "kind": kind, "default": default,
         "choices": choices, "fields": fields, "example": example, "most": most,
+        "flag": flag, "metavar": metavar, "is_common": is_common or None,
     }  # fmt: skip
     bounds: dict[str, Any] = {
         "ge": ge, "gt": gt, "le": le, "min_length": lengths[0], "max_length": lengths[1],
@@ -69,9 +77,11 @@ def says(
 @dataclass(frozen=True, slots=True)
 class Field:
     """One field of a record. `low` and `high` bound a number (`above`: `low` itself is out of
-    bounds), the characters of a string, or the items of a list or object. `default` is in words.
-    `choices` are all that a string may be. `fields` are those of an object or of the objects in a
-    list. `example` is for readers. `over`, `under`, `wrong`: see `says`."""
+    bounds), the characters of a string, or the items of a list or object. `default` is in words,
+    `unset` is what the record holds where nothing is given. `choices` are all that a value may be.
+    `fields` are those of an object or of the objects in a list. `example` is for readers.
+    `is_common`: the command's --help shows the flag. `over`, `under`, `wrong`, `flag` and
+    `metavar`: see `says`."""
 
     kind: str
     meaning: str = ""
@@ -87,6 +97,10 @@ class Field:
     fields: Mapping[str, Field] | None = None
     example: object = None
     items: tuple[Field, ...] = ()  # of a list, or each of a list of as many
+    unset: object = None
+    flag: str = ""
+    metavar: str = ""
+    is_common: bool = False
 
 
 Declared = Mapping[str, Field]
@@ -122,6 +136,10 @@ def _field(kind: inspect.Type, required: bool = False, default: object = None) -
         fields=None if fields is None else declared(fields),
         example=extra.get("example"),
         items=tuple(map(_field, inner)),
+        unset=None if default is msgspec.NODEFAULT else default,
+        flag=extra.get("flag", ""),
+        metavar=extra.get("metavar", ""),
+        is_common=extra.get("is_common", False),
     )
 
 
@@ -260,3 +278,49 @@ def _wrong_length(is_over: bool, field: Field) -> tuple[str, str]:
     if not field.items:
         return f"is longer than {field.high:g} characters", field.over
     return f"takes at most {field.high:g} items", field.over
+
+
+# ---------------------------------------------------------------------- what is wrong in a setting
+
+_SETTINGS: dict[str, tuple[Any, str]] = {
+    "string": (str, "a text"),
+    "boolean": (bool, "True or False"),
+    "integer": (Integral, "a whole number"),
+    "number": (Real, "a number"),
+}
+
+
+def check_fields(record: msgspec.Struct) -> None:
+    """What can be said of each setting by itself: ConfigError names the first one that is not what
+    it is declared to be. A field that is unset without a value may be None. Names that stand in a
+    table are for whoever looks them up there: an engine may bring its own."""
+    for name, field in declared(type(record)).items():
+        value = getattr(record, name)
+        is_left = value is None and field.unset is None and not field.required
+        if field.kind in _SETTINGS and not is_left:
+            _check_setting(name, value, field)
+
+
+def _check_setting(name: str, value: Any, field: Field) -> None:
+    kind, words = _SETTINGS[field.kind]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} is {value!r}; it must be {words}")
+    if isinstance(field.choices, tuple) and value not in (field.choices or (value,)):
+        known = list(map(str, field.choices))
+        few = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
+        if kind is str:
+            raise ConfigError(f"unknown {name} {value!r}; choose {few}")
+        raise ConfigError(f"{name} is {value}; it must be {few}")
+    if kind in (str, bool):
+        return
+    low: float = -math.inf if field.low is None else field.low
+    high = math.inf if field.high is None else field.high
+    if not low <= value <= high or (field.above and value == low):  # nan is in no range
+        raise ConfigError(f"{name} is {value}; it must be {_range(field)}")
+
+
+def _range(field: Field) -> str:
+    low, high = (b if isinstance(b, int) else f"{b or 0:g}" for b in (field.low, field.high))
+    if field.above:
+        return f"above {low}" + ("" if field.high is None else f" and at most {high}")
+    return f"at least {low}" if field.high is None else f"from {low} to {high}"

@@ -1,5 +1,6 @@
-"""How many bits does a weight or a cached token take, who drafts tokens, who attends, and which
-class does the work? Data only: cost, planner and resolve read these lines without loading torch.
+"""How many bits does a weight or a cached token take, who drafts tokens, who attends, who comes
+next, and which class does the work? Data only: cost, planner and resolve read these lines without
+loading torch.
 
 A line whose `where` is empty can be priced and planned for, and is not served by this version.
 `fast_on` names the kinds of device, or the generations (`Device.words`), that have kernels for the
@@ -8,8 +9,9 @@ packed numbers; elsewhere they are unpacked first, which saves memory and no tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ridgeline.errors import ConfigError
 
@@ -150,6 +152,12 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     "int4-asym": _int4("int4_asym", 128, 3),
     "int4-g64-asym": _int4("int4_g64_asym", 64, 3),
     "int4-g32-asym": _int4("int4_g32_asym", 32, 3),
+}
+POLICIES = {
+    "fair": "ridgeline.scheduler.policies.fair:Fair",
+    "fcfs": "ridgeline.scheduler.policies.fcfs:FCFS",
+    "priority": "ridgeline.scheduler.policies.priority:Priority",
+    "slo": "ridgeline.scheduler.policies.slo:SLO",
 }
 ATTENTION_BACKENDS: dict[str, str] = {
     "reference": "ridgeline.attention.reference:ReferenceAttention",
@@ -324,6 +332,24 @@ def _draft_form(name: str) -> str:
 def _draft_choices() -> str:
     served = (name for name, line in DRAFT_METHODS.items() if line.is_served)
     return ", ".join(("auto", "off", *map(_draft_form, served)))
+
+
+class Names(Collection[str]):
+    """What a setting may be: `more`, and the lines of a table that are served, as it is when
+    somebody asks."""
+
+    def __init__(self, table: Mapping[str, Any], *more: str) -> None:
+        self._table, self._more = table, more
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == one for one in self)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._more
+        yield from (name for name, line in self._table.items() if getattr(line, "where", line))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def served(lines: Mapping[str, WeightFormatLine] | Mapping[str, KVFormatLine]) -> dict[str, str]:

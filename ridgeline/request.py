@@ -77,6 +77,7 @@ TopLogprobs = Annotated[
         ge=0,
         le=MAX_LOGPROBS,
         over=LIMIT,
+        is_common=True,
     ),
 ]
 TEMPERATURE = "0 always takes the likeliest token, 1 samples from the model's distribution"
@@ -103,14 +104,24 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     both kinds of HTTP requests. A field that is added here is a keyword, a flag and a field of
     both, and goes to the engine."""
 
-    temperature: Annotated[float, says(TEMPERATURE, ge=0, le=100)] = 1.0
+    temperature: Annotated[float, says(TEMPERATURE, ge=0, le=100, is_common=True)] = 1.0
     top_p: Annotated[
         float,
-        says("sample among the likeliest tokens that together have this probability", gt=0, le=1),
+        says(
+            "sample among the likeliest tokens that together have this probability",
+            gt=0,
+            le=1,
+            is_common=True,
+        ),
     ] = 1.0
     top_k: Annotated[
         int,
-        says("sample among the k likeliest tokens; 0 and -1 are off", ge=-1, le=MAX_TOKEN_COUNT),
+        says(
+            "sample among the k likeliest tokens; 0 and -1 are off",
+            ge=-1,
+            le=MAX_TOKEN_COUNT,
+            is_common=True,
+        ),
     ] = 0
     min_p: Annotated[
         float,
@@ -148,6 +159,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 ge=-MAX_SEED - 1,
                 le=MAX_SEED,
                 default="one from the request's id",
+                is_common=True,
             ),
         ]
         | None
@@ -158,6 +170,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             f"the answer ends before this text; each has at most {MAX_STOP_LENGTH} characters",
             lengths=(None, MAX_STOP_STRINGS),
             kind="string or list of strings",
+            is_common=True,
         ),
     ] = ()
     stop_token_ids: Annotated[
@@ -168,9 +181,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ignore_eos: Annotated[
         bool, says("go on after the model's own end token, up to the last token allowed")
     ] = False
-    n: Annotated[int, says("answers for each prompt", ge=1, le=MAX_N, over=LIMIT)] = 1
+    n: Annotated[
+        int, says("answers for each prompt", ge=1, le=MAX_N, over=LIMIT, is_common=True)
+    ] = 1
     min_tokens: Annotated[int, says("no end before that many tokens", ge=0, le=MAX_TOKEN_COUNT)] = 0
-    skip_special_tokens: Annotated[bool, says("leave special tokens out of the text")] = True
+    skip_special_tokens: Annotated[
+        bool, says("leave special tokens out of the text", flag="--show-special-tokens")
+    ] = True
     prompt_logprobs: (
         Annotated[
             int,
@@ -207,7 +224,8 @@ class SamplingParams(Sampling, metaclass=_Checked, frozen=True, kw_only=True, om
     """
 
     max_tokens: (
-        Annotated[int, says("most tokens of the answer", ge=1, le=MAX_TOKEN_COUNT)] | None
+        Annotated[int, says("most tokens of the answer", ge=1, le=MAX_TOKEN_COUNT, is_common=True)]
+        | None
     ) = 16
     best_of: Samples | None = None
     logprobs: TopLogprobs | None = None

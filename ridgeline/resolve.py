@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
@@ -59,6 +60,7 @@ WEIGHT_BYTES_PER_THREAD = 16 << 20
 CORES = torch.get_num_threads()  # as torch found them, before any model changes the number
 MAX_NUM_SEQS = {"cuda": 256, "cpu": 64}
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+NO_DRAFTS = Drafting(None, "nothing is decided yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,9 @@ def resolve(
         try:
             return take(asked)
         except DoesNotFit:
-            return take(replace(asked, speculate="off"), no_drafts="with the draft it does not fit")
+            return take(
+                structs.replace(asked, speculate="off"), no_drafts="with the draft it does not fit"
+            )
 
     try:
         return attempt(config, memory)
@@ -156,6 +160,108 @@ def _resolve(
     are none although they might have been decided on."""
     check_settings(config)
     decisions = _Decisions()
+    chosen = _choose(config, spec, device, model_path, model_name, has_weights, decisions)
+    chosen = _with_drafts(chosen, config, spec, model_path, read_draft, no_drafts, decisions)
+    in_flight = _in_flight(config, chosen.kind, chosen.drafting, decisions)
+    block_bytes = bytes_per_block(
+        spec, config.block_size, chosen.dtype_bytes, kv_format=config.kv_cache_dtype
+    )
+    fixed, draft_block_bytes = _beside_the_cache(config, spec, chosen)
+    num_blocks, max_model_len = _cache_size(
+        config,
+        spec,
+        device,
+        chosen.kind,
+        (("weights", chosen.weights), *fixed),
+        block_bytes + draft_block_bytes,
+        chosen.max_num_seqs,
+        chosen.max_model_len,
+        chosen.max_num_batched_tokens,
+        decisions,
+    )
+    chosen = replace(chosen, max_model_len=max_model_len)
+    threads = _threads(config, chosen.kind, chosen.weights, decisions)
+    resolved = ResolvedConfig(
+        model_path=model_path,
+        model_name=model_name,
+        revision=revision,
+        device=device.name,
+        dtype=chosen.dtype,
+        load_format=chosen.load_format,
+        seed=config.seed,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=chosen.max_num_seqs,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
+        prefix_caching=config.prefix_caching,
+        policy=config.policy or DEFAULT_POLICY,
+        ttft_slo_ms=config.ttft_slo_ms,
+        tpot_slo_ms=config.tpot_slo_ms,
+        max_in_flight=in_flight,
+        draft_method=chosen.drafting.method,
+        draft_argument=chosen.drafting.argument,
+        max_draft_tokens=chosen.drafting.max_draft_tokens,
+        num_draft_tokens=chosen.drafting.num_draft_tokens,
+        max_verified_tokens=chosen.verified,
+        max_captured_rows=chosen.captured,
+        max_captured_tokens=chosen.captured_tokens,
+        warm_up=config.warm_up == "auto" and chosen.has_graphs,
+        deterministic=config.deterministic,
+        attention_backend=config.attention_backend,
+        weight_format=chosen.weight_format,
+        kv_cache_dtype=config.kv_cache_dtype,
+        threads=threads,
+        decisions=tuple(decisions.made),
+    )
+    others, draft_block_bytes = _beside_the_cache(config, spec, chosen)
+    caches = [("KV cache", block_bytes), ("draft cache", draft_block_bytes)]
+    sizes = [(what, (num_blocks + 1) * size) for what, size in caches if size]  # and the null block
+    rows = (("weights", chosen.weights), *sizes, *others)
+    return resolved, tuple(MemoryRow(*row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """What is decided before the size of the cache; sizes in tokens, rows and bytes.
+
+    `captured` requests are in the largest captured decode step, `captured_tokens` in the largest
+    captured step with prompts, and `verified` tokens in the largest step with drafts. `kept` bytes
+    of the host's memory are for other processes of ours."""
+
+    kind: str
+    dtype: str
+    load_format: str
+    weight_format: str
+    weights: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    captured: int
+    captured_tokens: int
+    kept: int
+    drafting: Drafting = NO_DRAFTS
+    verified: int = 0
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.captured > 0 and self.kind == "cuda"  # a CPU's recorded steps fit its reserve
+
+
+def _choose(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: _Memory,
+    model_path: str,
+    model_name: str,
+    has_weights: bool,
+    decisions: _Decisions,
+) -> _Chosen:
+    """Formats, limits and captured steps, in this order."""
     kind = "cuda" if device.name.startswith("cuda") else "cpu"
     if config.device != device.name:
         decisions.note("device", config.device, device.name, "the fastest device found here")
@@ -168,33 +274,47 @@ def _resolve(
             f"max_model_len {config.max_model_len} exceeds what {model_name} was made for "
             f"({limit} tokens); ask for at most {limit}"
         )
-    max_model_len = config.max_model_len or spec.max_position_embeddings
     max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS[kind]
     batched = config.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind]
     load_format = _load_format(config, has_weights)
     weight_format = _weight_format(config, spec, dtype, load_format, decisions)
-    weights = weight_bytes(spec, DTYPE_BYTES[dtype], weight_format)
     line = weight_line(weight_format)
     if kind == "cpu" and line.compute is not None and line.cpu_compute is None:
         because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
         decisions.note("weight_format", config.weight_format, weight_format, because)
-    working_of = partial(
-        working_items,
-        spec,
-        num_tokens=batched,
-        num_rows=max_num_seqs,
-        dtype_bytes=DTYPE_BYTES[dtype],
-        kind=device_kind(kind),
-    )
-    working = working_of(context=max_model_len)
     captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
-    has_graphs = captured > 0 and kind == "cuda"  # recorded steps of a CPU fit in its reserve
-    captured_tokens = min(most_prompt_tokens(spec), batched) if has_graphs else 0
+    has_graphs = captured > 0 and kind == "cuda"
+    return _Chosen(
+        kind=kind,
+        dtype=dtype,
+        load_format=load_format,
+        weight_format=weight_format,
+        weights=weight_bytes(spec, DTYPE_BYTES[dtype], weight_format),
+        max_model_len=config.max_model_len or spec.max_position_embeddings,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        captured=captured,
+        captured_tokens=min(most_prompt_tokens(spec), batched) if has_graphs else 0,
+        kept=kept_for_others() if kind == "cpu" else 0,
+    )
+
+
+def _with_drafts(
+    chosen: _Chosen,
+    config: EngineConfig,
+    spec: ModelSpec,
+    model_path: str,
+    read_draft: ReadSpec | None,
+    no_drafts: str | None,
+    decisions: _Decisions,
+) -> _Chosen:
+    """Who drafts, which may depend on the steps that are captured."""
+    kind, captured = chosen.kind, chosen.captured
     decided = decide_drafting(
         config,
         spec,
         model_path,
-        why_not=why_no_drafts(config, spec, kind, dtype, captured),
+        why_not=why_no_drafts(config, spec, kind, chosen.dtype, captured),
         read_draft=read_draft,
     )
     drafting = replace(decided, kind=kind)
@@ -204,90 +324,41 @@ def _resolve(
     verified = 0
     if drafting.asked is not None:
         verified = max(captured, MAX_VERIFIED_TOKENS[device_kind(kind)])
-    in_flight = _in_flight(config, kind, drafting, decisions)
-    graphs = graph_items(
-        spec, max(captured, verified) * has_graphs, captured_tokens, DTYPE_BYTES[dtype]
-    )
-    block_bytes = bytes_per_block(
-        spec, config.block_size, DTYPE_BYTES[dtype], kv_format=config.kv_cache_dtype
-    )
-    setting = DraftSetting(
-        max_model_len=max_model_len,
-        max_num_batched_tokens=batched,
-        block_size=config.block_size,
-        num_rows=num_token_rows(captured),
-        max_draft_tokens=drafting.max_draft_tokens,
-        max_rows=captured,
-        max_logit_rows=verified,
-        dtype_bytes=DTYPE_BYTES[dtype],
-        kind=device_kind(kind),
-    )
-    draft_memory = drafting.memory(spec, setting)
-    kept = kept_for_others() if kind == "cpu" else 0
-    others = (("HTTP process", kept),) if kept else ()
-    fixed = (
-        ("weights", weights),
-        *((item.what, item.bytes) for item in (*working, *graphs, *draft_memory.items)),
-        *others,
-        ("reserve", RESERVE_BYTES[device_kind(kind)]),
-    )
-    num_blocks, max_model_len = _cache_size(
-        config,
+    return replace(chosen, drafting=drafting, verified=verified)
+
+
+def _beside_the_cache(
+    config: EngineConfig, spec: ModelSpec, chosen: _Chosen
+) -> tuple[list[tuple[str, int]], int]:
+    """What takes memory beside weights and cache, in bytes, and what each block of the cache takes
+    for the model that drafts."""
+    kind = device_kind(chosen.kind)
+    working = working_items(
         spec,
-        device,
-        kind,
-        fixed,
-        block_bytes + draft_memory.block_bytes,
-        max_num_seqs,
-        max_model_len,
-        batched,
-        decisions,
+        num_tokens=chosen.max_num_batched_tokens,
+        num_rows=chosen.max_num_seqs,
+        dtype_bytes=chosen.dtype_bytes,
+        kind=kind,
+        context=chosen.max_model_len,
     )
-    resolved = ResolvedConfig(
-        model_path=model_path,
-        model_name=model_name,
-        revision=revision,
-        device=device.name,
-        dtype=dtype,
-        load_format=load_format,
-        seed=config.seed,
-        max_model_len=max_model_len,
+    most = max(chosen.captured, chosen.verified) * chosen.has_graphs
+    graphs = graph_items(spec, most, chosen.captured_tokens, chosen.dtype_bytes)
+    setting = DraftSetting(
+        max_model_len=chosen.max_model_len,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
         block_size=config.block_size,
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=batched,
-        prefix_caching=config.prefix_caching,
-        policy=config.policy or DEFAULT_POLICY,
-        ttft_slo_ms=config.ttft_slo_ms,
-        tpot_slo_ms=config.tpot_slo_ms,
-        max_in_flight=in_flight,
-        draft_method=drafting.method,
-        draft_argument=drafting.argument,
-        max_draft_tokens=drafting.max_draft_tokens,
-        num_draft_tokens=drafting.num_draft_tokens,
-        max_verified_tokens=verified,
-        max_captured_rows=captured,
-        max_captured_tokens=captured_tokens,
-        warm_up=config.warm_up == "auto" and has_graphs,
-        deterministic=config.deterministic,
-        attention_backend=config.attention_backend,
-        weight_format=weight_format,
-        kv_cache_dtype=config.kv_cache_dtype,
-        threads=_threads(config, kind, weights, decisions),
-        decisions=tuple(decisions.made),
+        num_rows=num_token_rows(chosen.captured),
+        max_draft_tokens=chosen.drafting.max_draft_tokens,
+        max_rows=chosen.captured,
+        max_logit_rows=chosen.verified,
+        dtype_bytes=chosen.dtype_bytes,
+        kind=kind,
     )
-    cache = (num_blocks + 1) * block_bytes  # and the null block
-    draft_memory = drafting.memory(spec, replace(setting, max_model_len=max_model_len))
-    draft_cache = (num_blocks + 1) * draft_memory.block_bytes
-    rows = [
-        MemoryRow("weights", weights),
-        MemoryRow("KV cache", cache),
-        *([MemoryRow("draft cache", draft_cache)] if draft_cache else ()),
-        *(MemoryRow(item.what, item.bytes) for item in working_of(context=max_model_len)),
-        *(MemoryRow(item.what, item.bytes) for item in (*graphs, *draft_memory.items)),
-        *(MemoryRow(*row) for row in (*others, fixed[-1])),
-    ]
-    return resolved, tuple(rows)
+    draft = chosen.drafting.memory(spec, setting)
+    items = [(item.what, item.bytes) for item in (*working, *graphs, *draft.items)]
+    if chosen.kept:
+        items.append(("HTTP process", chosen.kept))
+    return [*items, ("reserve", RESERVE_BYTES[kind])], draft.block_bytes
 
 
 def longest_context(spec: ModelSpec) -> int:
@@ -354,10 +425,6 @@ def _in_flight(config: EngineConfig, kind: str, drafting: Drafting, decisions: _
 
 
 def _load_format(config: EngineConfig, has_weights: bool) -> str:
-    if config.load_format not in ("auto", "safetensors", "random"):
-        raise ConfigError(
-            f"unknown load_format {config.load_format!r}; choose one of auto, safetensors, random"
-        )
     if config.load_format == "random":
         return "random"
     if not has_weights:
@@ -412,12 +479,8 @@ def _kept(spec: ModelSpec) -> str:
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, kind: str, decisions: _Decisions) -> str:
-    if config.dtype in DTYPE_BYTES:
-        return config.dtype
     if config.dtype != "auto":
-        raise ConfigError(
-            f"unknown dtype {config.dtype!r}; choose one of auto, {', '.join(DTYPE_BYTES)}"
-        )
+        return config.dtype
     if kind == "cpu" and spec.dtype == "float16":
         decisions.note("dtype", "auto", "float32", "float16 arithmetic is slow on a CPU")
         return "float32"
@@ -566,7 +629,7 @@ def ways_out(
     wanted = config.max_model_len or spec.max_position_embeddings
 
     def works_on(where: _Memory, change: dict[str, Any]) -> bool:
-        asked = replace(config, **change)
+        asked = structs.replace(config, **change)
         lowest: int = min(SHORTEST_CONTEXT, change.get("max_model_len", wanted))
         try:
             return attempt(asked, where)[0].max_model_len >= lowest

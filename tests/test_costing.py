@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from ridgeline import costing
 from ridgeline.build import build
@@ -101,7 +102,7 @@ def test_a_calibration_without_the_dtype_is_passed_over_or_refused(
     path.write_text(json.dumps({**found.to_json(), "device": device_to_json(device)}))
     asked = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=8, threads=1)
     with pytest.raises(ConfigError, match=r"fp32.*only for bf16.*--dtype"):
-        build(replace(asked, calibration=str(path)))
+        build(structs.replace(asked, calibration=str(path)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     opened = open_device("cpu")
     kept = record_path(device_key(opened, opened.describe(), 1))

@@ -91,7 +91,7 @@ def test_what_is_not_packed_is_not_kept(tmp_path: Path, packs: Packs) -> None:
 
 def test_another_word_is_refused(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match="pack_cache is 'yes'"):
+    with pytest.raises(ConfigError, match="unknown pack_cache 'yes'; choose one of"):
         LLM(str(folder), pack_cache="yes")
 
 

@@ -17,10 +17,11 @@ import json
 import random
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from bench.simulator_comparison import Comparison, simulate
 from bench.simulator_replay import Replay, decision_log, replay
@@ -84,7 +85,7 @@ def record(args: argparse.Namespace, log: Path) -> tuple[float, LearnedPricer, s
         device="cpu",
     )
     rate, learned = warmed_up(config, args)
-    built = build(replace(config, event_log=str(log)))
+    built = build(structs.replace(config, event_log=str(log)))
     work = poisson(random.Random(args.seed + 1), jobs(args, built.spec.vocab_size, args.num), rate)
     run_jobs(built.engine, work)
     built.close()

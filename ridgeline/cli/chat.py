@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.answer_stats import AnswerStats, add_stats_flag
+from ridgeline.cli.flags import add_sampling_flags, sampling_changes, setting
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.sampling_flags import add_sampling_flags, sampling_changes, setting
 from ridgeline.cli.session import CtrlC, add_session_flags, note, open_llm
 from ridgeline.errors import ConfigError, RequestFault
 

@@ -107,7 +107,7 @@ def _value(action: argparse.Action, value: object, where: str) -> object:
         if not isinstance(value, bool):
             raise ConfigError(f"{where} is {value!r}; it must be true or false")
         return action.const if value else not action.const
-    if isinstance(action.default, list):
+    if isinstance(action, argparse._AppendAction):
         items = value if isinstance(value, list) else [value]
         return [_one(action, item, where) for item in items]
     return _one(action, value, where)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.asked import check_model
-from ridgeline.cli.engine_flags import engine_options
+from ridgeline.cli.flags import engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm
 from ridgeline.cli.tables import Column, answer, table, unbroken

@@ -31,11 +31,12 @@ from ridgeline.architectures.spec import (
     ModelSpec,
     missing,
 )
-from ridgeline.cli.engine_flags import CHOICES, add_model
+from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import describe
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.tables import Column, answer, grid, places, table
 from ridgeline.cli.values import positive
+from ridgeline.cost.setup import DTYPE_BYTES
 from ridgeline.figures import percent
 from ridgeline.formats import STORED
 
@@ -118,9 +119,7 @@ def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
     parser.add_argument("--context", type=positive, metavar="N", help="tokens of each request")
     parser.add_argument("--batch", type=positive, default=1, metavar="B", help="requests at once")
-    parser.add_argument(
-        "--dtype", choices=CHOICES["dtype"][1:], help="show this number format only"
-    )
+    parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES), help="show this number format only")
     parser.add_argument(
         "--list", action="store_true", help="list the names of public models that are known"
     )
@@ -135,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     found = describe(args.model)
     spec = found.spec
     context = args.context or spec.max_position_embeddings
-    dtypes = [args.dtype] if args.dtype else CHOICES["dtype"][1:]
+    dtypes = [args.dtype] if args.dtype else tuple(DTYPE_BYTES)
     sheet = Sheet(
         args.model,
         spec,
@@ -161,8 +160,6 @@ def count_parts(spec: ModelSpec) -> Parts:
 def need(spec: ModelSpec, dtype: str, context: int, batch: int) -> Need:
     """What `batch` requests of `context` tokens take; layers with a window keep no more than it.
     Quantized matrices are kept as they are stored."""
-    from ridgeline.cost.setup import DTYPE_BYTES
-
     size = DTYPE_BYTES[dtype]
     cache = batch * kv_bytes(spec, context, size)
     weights = weight_bytes(spec, size, STORED if is_quantized(spec) else "plain")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import THIS, add_machine_flags
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import stage

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
-from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note

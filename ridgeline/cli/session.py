@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.asked import check_asked
-from ridgeline.cli.engine_flags import add_engine_flags, engine_options
+from ridgeline.cli.flags import add_engine_flags, engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.config import EngineConfig
 from ridgeline.devices import wake_driver

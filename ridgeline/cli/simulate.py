@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.asked import check_writable
-from ridgeline.cli.engine_flags import add_model
+from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import add_machine_flags
 from ridgeline.cli.parser import Parser, Renamed
 from ridgeline.cli.session import stage
 from ridgeline.cli.tables import answer
 from ridgeline.cli.values import above_zero, positive, share, time_span
 from ridgeline.errors import ConfigError
-from ridgeline.formats import MAX_DRAFT_TOKENS
+from ridgeline.formats import MAX_DRAFT_TOKENS, POLICIES
 from ridgeline.router import POLICIES as ROUTERS
-from ridgeline.scheduler.policies import POLICIES
 from ridgeline.simulator.workload import ARRIVALS, DEFAULT_REQUESTS, Lengths
 
 if TYPE_CHECKING:

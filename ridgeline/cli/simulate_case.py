@@ -21,9 +21,8 @@ from ridgeline.cost.setup import Layout, Setup
 from ridgeline.cost.steady import slots, token_budget
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number
-from ridgeline.formats import AUTO_DRAFT_TOKENS
+from ridgeline.formats import AUTO_DRAFT_TOKENS, POLICIES
 from ridgeline.router import POLICIES as ROUTERS
-from ridgeline.scheduler.policies import POLICIES
 from ridgeline.simulator.executor import Speculation
 from ridgeline.simulator.options import PLANS_AHEAD_S, Options
 from ridgeline.simulator.report import Slo

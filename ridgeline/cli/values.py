@@ -1,4 +1,4 @@
-"""What does the word behind a flag mean? Readers for argparse that several commands share."""
+"""What does the word behind a flag mean? Readers for argparse."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import re
 from collections.abc import Callable
 from math import inf, nan
 
+from ridgeline.errors import ConfigError
+from ridgeline.formats import read_speculate
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1e-3}
 
 
@@ -76,3 +84,46 @@ def time_span(text: str) -> float:
     if not 0 < value < inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write 200ms or 1.5s, above 0")
     return value
+
+
+def byte_size(text: str) -> int:
+    """Bytes of "4GiB", "500MB" or "1048576" (decimal units are powers of 1000)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = match and next((u for u in _UNITS if u.lower() == match[2].lower()), None)
+    if not match or unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB, 4GB or bytes")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def speculation(text: str) -> str:
+    """What --speculate takes. Synthetic drafts change the answers, so they are for benchmarks."""
+    try:
+        asked = None if text == "auto" else read_speculate(text)
+    except ConfigError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+    if asked is not None and not asked.line.is_served:
+        raise argparse.ArgumentTypeError(
+            f"{asked.method} drafts are right whatever the model says: only "
+            "EngineConfig takes them, to measure the engine"
+        )
+    return text
+
+
+def ids(text: str) -> tuple[int, ...]:
+    """Token ids of "1,2,3"."""
+    try:
+        found = tuple(int(word) for word in text.replace(",", " ").split())
+    except ValueError:
+        found = ()
+    if not found or min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 1,2,3")
+    return found
+
+
+def bias(text: str) -> tuple[int, float]:
+    """(token id, value) of "13:-2.5"."""
+    token_id, _, value = text.partition(":")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID:VALUE, such as 13:-2.5") from None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from ridgeline.config import EngineConfig, Range, check_numbers, check_ranges
+import msgspec
+
+from ridgeline import log
+from ridgeline.config import EngineConfig, check_numbers
+from ridgeline.declared import check_fields, says
 
 DEFAULT_BUILDER = "ridgeline.build:build_without_text"
 
@@ -14,115 +18,193 @@ FOREVER_S = 1e9  # thirty years; timers do not take any number
 SMALL_BYTES = 1 << 10  # the head of a plain request has some hundred bytes
 MANY_BYTES = 1 << 40
 MANY = 1 << 30
-LIMIT_RANGES: tuple[Range, ...] = (
-    ("max_body_bytes", SMALL_BYTES, MANY_BYTES),
-    ("max_header_bytes", SMALL_BYTES, MANY_BYTES),
-    ("max_headers", 8, MANY),  # ordinary clients send so many
-    ("max_json_depth", 1, 512),  # the parser calls itself for each level
-    ("max_connections", 1, MANY),
-    ("max_sequences_per_request", 1, MANY),
-    ("max_queued_sequences", 0, MANY),  # 0: who cannot run at once is refused
-    ("max_queued_cache_fills", 0.1, 1e9),
-    ("max_held_body_bytes", SMALL_BYTES, MANY_BYTES),
-    ("max_sequences_per_key", 0, MANY),  # 0: as many as the server holds, but for a part
-    ("max_stream_bytes", SMALL_BYTES, MANY_BYTES),
-    ("header_timeout_s", MOMENT_S, FOREVER_S),
-    ("body_timeout_s", MOMENT_S, FOREVER_S),
-    ("idle_connection_timeout_s", 0, int(FOREVER_S)),  # 0: a connection is for one request
-    ("queue_timeout_s", MOMENT_S, FOREVER_S),
-    ("run_timeout_s", MOMENT_S, FOREVER_S),
-    ("write_timeout_s", MOMENT_S, FOREVER_S),
-    ("keepalive_s", MOMENT_S, FOREVER_S),
-    ("drain_s", 0.0, FOREVER_S),  # 0: running answers are not waited for
-    ("step_overdue_multiple", 1.0, 1e9),
-    ("step_overdue_s", 0.0, FOREVER_S),  # 0: only the multiple counts
-    ("step_deadline_s", MOMENT_S, FOREVER_S),
-    ("step_kill_s", MOMENT_S, FOREVER_S),
-    ("first_step_kill_s", MOMENT_S, FOREVER_S),
-    ("max_engine_restarts", 0, 100),  # the pause before each is twice the last one
-    ("tokenizer_processes", 1, 1024),
-)
+
+Size = Annotated[int, says(ge=SMALL_BYTES, le=MANY_BYTES)]
+Positive = Annotated[int, says(ge=1, le=MANY)]
+Number = Annotated[int, says(ge=0, le=MANY)]
+Wait = Annotated[float, says(ge=MOMENT_S, le=FOREVER_S)]
+Span = Annotated[float, says(ge=0.0, le=FOREVER_S)]
+Port = Annotated[int, says(ge=0, le=65535)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What one client, or all together, may cost. Bytes, seconds and counts as the names say.
 
     Nothing here adjusts itself; a request over a limit is refused with the limit in the message.
     """
 
-    max_body_bytes: int = 4 << 20
-    max_header_bytes: int = 64 << 10
-    max_headers: int = 100
-    max_json_depth: int = 64
-    max_connections: int = 8192
-    max_sequences_per_request: int = 512  # prompts times best_of
-    max_queued_sequences: int = 1024  # beyond those the engine can run at once
-    max_queued_cache_fills: float = 4.0  # prompt tokens held, in sizes of the KV cache
-    max_held_body_bytes: int = 256 << 20
-    max_sequences_per_key: int = 0  # at once; 0: all that the server holds, or a fair part
-    max_stream_bytes: int = 256 << 10  # made for one stream and not yet read by its client
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    idle_connection_timeout_s: int = 30
-    queue_timeout_s: float = 60.0
-    run_timeout_s: float = 600.0
-    write_timeout_s: float = 30.0
-    keepalive_s: float = 15.0
-    drain_s: float = 30.0
-    step_overdue_multiple: float = 20.0  # a step that takes so many times its price: not ready
-    step_overdue_s: float = 10.0  # but never before this
-    step_deadline_s: float = 30.0  # pending work and no step for so long: not ready
-    # And for so long, and longer than step_overdue_multiple times its price: the engine is killed
-    # and started again. The other limit is for the first step of each kind, which may compile
-    # kernels or read weights from a disk, and for engines whose steps have no price.
-    step_kill_s: float = 30.0
-    first_step_kill_s: float = 300.0
-    max_engine_restarts: int = 3  # in a row, without a healthy minute between them
-    tokenizer_processes: int = 3  # all but one of them at once for one tenant
+    max_body_bytes: Annotated[Size, says("largest request body")] = 4 << 20
+    max_header_bytes: Annotated[Size, says("largest request head")] = 64 << 10
+    max_headers: Annotated[
+        int, says("most header lines", ge=8, le=MANY)  # ordinary clients send so many
+    ] = 100
+    max_json_depth: Annotated[
+        int, says("deepest nesting of a body", ge=1, le=512)  # the parser calls itself for each
+    ] = 64
+    max_connections: Annotated[
+        Positive, says("most open connections; one address may hold 8 times what is free")
+    ] = 8192
+    max_sequences_per_request: Annotated[Positive, says("prompts times answers of one request")] = (
+        512  # prompts times best_of
+    )
+    max_queued_sequences: Annotated[  # 0: who cannot run at once is refused
+        Number, says("waiting sequences beyond those that can run at once")
+    ] = 1024
+    max_queued_cache_fills: Annotated[
+        float, says("waiting prompt tokens, in sizes of the KV cache", ge=0.1, le=1e9)
+    ] = 4.0
+    max_held_body_bytes: Annotated[
+        Size, says("memory for bodies, and for what is read from them, at once")
+    ] = 256 << 20
+    max_sequences_per_key: Annotated[
+        Number,
+        says(
+            "sequences at once for one API key; 0: all that the server holds when it is the only "
+            "one that asks, else a part of it"
+        ),
+    ] = 0
+    max_stream_bytes: Annotated[
+        Size, says("bytes made for a stream that its client has not read yet")
+    ] = 256 << 10
+    header_timeout_s: Annotated[Wait, says("to receive the head of a request")] = 10.0
+    body_timeout_s: Annotated[Wait, says("to receive its body")] = 30.0
+    idle_connection_timeout_s: Annotated[  # 0: a connection is for one request
+        int, says("an unused connection is closed after", ge=0, le=int(FOREVER_S))
+    ] = 30
+    queue_timeout_s: Annotated[
+        Wait,
+        says("a request may wait for its first step, or twice as long as it was foretold"),
+    ] = 60.0
+    run_timeout_s: Annotated[Wait, says("a request may take from its first step")] = 600.0
+    write_timeout_s: Annotated[Wait, says("a client may leave its stream unread")] = 30.0
+    keepalive_s: Annotated[Wait, says("between comments on a stream that has no news")] = 15.0
+    drain_s: Annotated[Span, says("at the end, for running answers")] = 30.0
+    step_overdue_multiple: Annotated[
+        float,
+        says("a step that takes so many times what it should: not ready", ge=1.0, le=1e9),
+    ] = 20.0
+    step_overdue_s: Annotated[Span, says("but never before so long")] = 10.0
+    step_deadline_s: Annotated[Wait, says("pending work without a step for so long: not ready")] = (
+        30.0
+    )
+    # Longer, and longer than step_overdue_multiple times its price: the engine is killed and
+    # started again. The other limit is for the first step of each kind, which may compile kernels
+    # or read weights from a disk, and for engines whose steps have no price.
+    step_kill_s: Annotated[
+        Wait, says("and for so long, longer than its price allows: the engine is started again")
+    ] = 30.0
+    first_step_kill_s: Annotated[
+        Wait, says("the same for steps that may compile kernels or that have no price")
+    ] = 300.0
+    max_engine_restarts: Annotated[  # without a healthy minute between them
+        int,
+        says("in a row before the server gives up", ge=0, le=100),  # each pause is twice the last
+    ] = 3
+    tokenizer_processes: Annotated[
+        int,
+        says("processes that turn text into tokens, all but one for one client", ge=1, le=1024),
+    ] = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where to listen, for whom, and what to serve.
 
-    `port` 0 lets the system choose. With an `admin_port`, /metrics and explanations of everybody's
-    requests are there alone. `served_model_name` is what clients put into `model` (the
-    model's own name when None). Keys come one a line from `api_key_file`, or from the environment
-    variable RIDGELINE_API_KEY. `allowed_hosts` are further names a browser may know this server
-    by. `price_per_hour` of all the engine's devices, in any currency, puts money on request costs.
-    `access_log`: a line for each request; `log_format`: one of ridgeline.log.FORMATS. Traces go to
-    the OpenTelemetry collector at `otlp_endpoint`. With `tripwire` a process that serves ends when
-    it does what it never should (ridgeline.server.tripwire).
-    `builder` names the function that makes the engine ("module:function"): an extension seam.
+    Keys come from `api_key_file`, or from the environment variable RIDGELINE_API_KEY. `builder`
+    names the function that makes the engine ("module:function"): an extension seam.
     """
 
     engine: EngineConfig
-    host: str = "127.0.0.1"
-    port: int = 8000
-    admin_port: int | None = None
-    admin_host: str = "127.0.0.1"
-    served_model_name: str | None = None
-    api_key_file: str | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    allow_anyone_on_the_network_without_a_key: bool = False
-    price_per_hour: float | None = None
-    log_level: str = "INFO"
-    log_format: str = "text"
-    access_log: bool = False
-    otlp_endpoint: str | None = None
-    tripwire: bool = True
-    limits: Limits = field(default_factory=Limits)
+    host: Annotated[str, says("address to listen on", is_common=True)] = "127.0.0.1"
+    port: Annotated[Port, says("0 lets the system choose", is_common=True)] = 8000
+    admin_port: (
+        Annotated[
+            Port,
+            says(
+                "another port for /metrics and for /explain of everybody's requests, which --port "
+                "then does not show; it has connections of its own"
+            ),
+        ]
+        | None
+    ) = None
+    admin_host: Annotated[
+        str,
+        says("address of --admin-port; beyond this machine it wants a key with rights=admin"),
+    ] = "127.0.0.1"
+    served_model_name: Annotated[
+        str | None, says("what clients put into `model`", is_common=True)
+    ] = None
+    api_key_file: Annotated[
+        str | None,
+        says(
+            "accepted keys, one a line, or sha256:HEX of one; behind it perhaps name=NAME, "
+            "weight=W and rights=answer,tokenize,explain,metrics or rights=admin; or set "
+            "RIDGELINE_API_KEY to one key",
+            is_common=True,
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        says(
+            "a further name that browsers may know this server by",
+            flag="--allowed-host",
+            metavar="NAME",
+        ),
+    ] = ()
+    allow_anyone_on_the_network_without_a_key: Annotated[
+        bool, says("listen beyond this machine although no key is set")
+    ] = False
+    price_per_hour: (
+        Annotated[
+            float,
+            says(
+                "what the devices cost an hour, in your currency: puts money on the costs that "
+                "requests with include_cost get",
+                ge=0.0,
+                le=1e12,
+                metavar="P",
+                is_common=True,
+            ),
+        ]
+        | None
+    ) = None
+    log_level: Annotated[
+        str,
+        says(
+            "the least important lines of the log that are written",
+            choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+            is_common=True,
+        ),
+    ] = "INFO"
+    log_format: Annotated[
+        str,
+        says("how lines of the log are written", choices=tuple(log.FORMATS), is_common=True),
+    ] = "text"
+    access_log: Annotated[
+        bool, says("log one line for each request: sizes and times, no text", is_common=True)
+    ] = False
+    otlp_endpoint: Annotated[
+        str | None,
+        says(
+            "send a trace of each request to this OpenTelemetry collector, as "
+            "http://127.0.0.1:4318 (pip install 'ridgeline[otel]')",
+            metavar="URL",
+            is_common=True,
+        ),
+    ] = None
+    tripwire: Annotated[
+        bool,
+        says(
+            "end a process that serves when it starts a program, unpickles, or writes files where "
+            "it never should"
+        ),
+    ] = True
+    limits: Limits = Limits()
     builder: str = DEFAULT_BUILDER
 
 
 def check_serve_numbers(config: ServeConfig) -> None:
-    """What can be said of the numbers before anything is started, the engine's among them;
+    """What can be said of the settings before anything is started, the engine's among them;
     ConfigError names the first that is wrong."""
     check_numbers(config.engine)
-    check_ranges(config, [("port", 0, 65535)])
-    if config.admin_port is not None:
-        check_ranges(config, [("admin_port", 0, 65535)])
-    if config.price_per_hour is not None:
-        check_ranges(config, [("price_per_hour", 0.0, 1e12)])
-    check_ranges(config.limits, LIMIT_RANGES)
+    check_fields(config)
+    check_fields(config.limits)

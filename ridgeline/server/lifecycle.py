@@ -18,12 +18,12 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib import import_module
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from msgspec import structs
 
 from ridgeline.asked import check_asked
 from ridgeline.clock import WallClock
@@ -91,7 +91,7 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
     check_asked(config.engine)
     keys = load_keys(config.api_key_file, os.environ.get(KEY_VARIABLE))
     if config.engine.policy is None and len(keys) > 1:
-        config = replace(config, engine=replace(config.engine, policy="fair"))
+        config = structs.replace(config, engine=structs.replace(config.engine, policy="fair"))
         say(logger, logging.INFO, "decided", policy="fair (nothing was asked; several keys)")
     check_bind(
         config.host,
@@ -108,14 +108,14 @@ def _serve(config: ServeConfig, on_listening: Callable[[str], None] | None) -> i
     tracing = None
     if config.otlp_endpoint is not None:
         tracing = open_tracing(config.otlp_endpoint, clock)
-    config = replace(config, limits=with_open_files(config.limits))
+    config = structs.replace(config, limits=with_open_files(config.limits))
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listen(config.host, config.port))
         service = Service(config, clock, tracing)
         server = _Server(service, sock, uvicorn_config(config.limits, make_app(service, keys)))
         if config.admin_port is not None:
             admin = stack.enter_context(listen(config.admin_host, config.admin_port))
-            limits = replace(config.limits, max_connections=ADMIN_CONNECTIONS)
+            limits = structs.replace(config.limits, max_connections=ADMIN_CONNECTIONS)
             server.add(admin, uvicorn_config(limits, make_admin_app(service, keys), shared=False))
             say(logger, logging.INFO, f"admin port: listening on {url_of(admin)}")
         url = url_of(sock)
@@ -173,7 +173,7 @@ def with_open_files(limits: Limits) -> Limits:
         f"fewer connections than --max-connections: {way_out}, or ask for fewer",
         max_connections=num_connections, asked=limits.max_connections, open_files=now,
     )  # fmt: skip
-    return replace(limits, max_connections=num_connections)
+    return structs.replace(limits, max_connections=num_connections)
 
 
 def _set_options(sock: socket.socket) -> None:

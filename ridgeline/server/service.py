@@ -7,10 +7,10 @@ import logging
 import os
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
 from ridgeline.clock import Clock
@@ -326,7 +326,9 @@ class Service:
 def _aside(limits: Limits) -> Limits:
     """Of requests that are not answers: their own, so that they take no answer's place."""
     held = max(limits.max_body_bytes, limits.max_held_body_bytes // ASIDE_SHARE)
-    return replace(limits, max_queued_sequences=ASIDE_REQUESTS // 2, max_held_body_bytes=held)
+    return structs.replace(
+        limits, max_queued_sequences=ASIDE_REQUESTS // 2, max_held_body_bytes=held
+    )
 
 
 def _renderer(

@@ -55,7 +55,7 @@ def test_a_command_is_loaded_when_it_is_asked_for() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == [
-        f"ridgeline.cli.{name}" for name in ("engine_flags", "main", "parser", "serve")
+        f"ridgeline.cli.{name}" for name in ("flags", "main", "parser", "serve", "values")
     ], done.stderr
 
 

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from ridgeline import LLM, ConfigError, SamplingParams
 from ridgeline.architectures import FAMILIES, expected_tensors, read_spec
 from ridgeline.attention import ATTENTION_BACKENDS
-from ridgeline.formats import DRAFT_METHODS, KV_FORMATS, WEIGHT_FORMATS
-from ridgeline.scheduler.policies import POLICIES
+from ridgeline.formats import DRAFT_METHODS, KV_FORMATS, POLICIES, WEIGHT_FORMATS
 from ridgeline.step import Listener, StepRecord
 from tests.captures import records
 from tests.extensions import toy_draft, toy_kv_format, toy_weight_format

@@ -1,6 +1,6 @@
 """Run in a copy of the package that has the field `shouts`: is it everywhere where a field is?
 
-See test_request_field.py.
+See test_fields.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import ridgeline
+from ridgeline.cli.flags import sampling_changes
 from ridgeline.cli.main import parse
-from ridgeline.cli.sampling_flags import sampling_changes
 from ridgeline.errors import RequestFault
 from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.server.app import make_routes

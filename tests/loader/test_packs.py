@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ridgeline.config import EngineConfig, check_numbers
 from ridgeline.errors import ConfigError
 from ridgeline.loader import packs as packs_module
 from ridgeline.loader.checkpoint import open_checkpoint
@@ -264,8 +265,8 @@ def test_the_ways(tmp_path: Path) -> None:
     assert file_of(packs).exists()
     assert open_packs("clear", environ) == packs
     assert not file_of(packs).exists()
-    with pytest.raises(ConfigError, match="pack_cache is 'on'; choose one of auto, off, clear"):
-        open_packs("on", environ)
+    with pytest.raises(ConfigError, match="unknown pack_cache 'on'; choose one of auto, off, cl"):
+        check_numbers(EngineConfig(model="m", pack_cache="on"))
 
 
 def test_the_file_is_a_safetensors_file(packs: Packs) -> None:

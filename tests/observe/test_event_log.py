@@ -11,6 +11,7 @@ import pytest
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, RequestFault
+from ridgeline.formats import POLICIES
 from ridgeline.observe.event_log import (
     Added,
     Collected,
@@ -24,7 +25,6 @@ from ridgeline.observe.event_log import (
 from ridgeline.observe.event_log_reader import read_event_log, read_event_logs
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
-from ridgeline.scheduler.policies import POLICIES
 from ridgeline.scheduler.policies.base import Policy
 from ridgeline.scheduler.policies.fair import Fair
 from ridgeline.scheduler.policies.fcfs import FCFS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.errors import ConfigError
-from ridgeline.scheduler.policies import POLICIES, make_policy
+from ridgeline.formats import POLICIES
+from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import Admit, Policy, PolicySetting
 from ridgeline.scheduler.policies.priority import AGING_S, Priority
 from tests.scheduler.policies.virtual_time import Linear

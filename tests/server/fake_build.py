@@ -192,12 +192,13 @@ class FakeBuilt:
 
 
 def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> FakeBuilt:
-    """What ridgeline.build:build is to real models. `config.dtype` may name a start to go wrong."""
-    if config.dtype == "refuse":
+    """What ridgeline.build:build is to real models. `config.attention_backend` may name a start to
+    go wrong."""
+    if config.attention_backend == "refuse":
         raise ConfigError("this model cannot be had")
-    if config.dtype == "crash":
+    if config.attention_backend == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
-    if config.dtype == "slow":
+    if config.attention_backend == "slow":
         time.sleep(1.5)
     progress("weights", 1, 1)
     resolved = ResolvedConfig(

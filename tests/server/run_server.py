@@ -10,13 +10,18 @@ from pathlib import Path
 
 import msgspec
 
+from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.log import set_up
-from ridgeline.server import ServeConfig, serve
+from ridgeline.server import Limits, ServeConfig, serve
 
 
 def main() -> int:
-    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ServeConfig)
+    # As somebody's program gives it: nothing is checked before the server does.
+    given = msgspec.json.decode(Path(sys.argv[1]).read_bytes())
+    given["engine"] = EngineConfig(**given["engine"])
+    given["limits"] = Limits(**given["limits"])
+    config = ServeConfig(**given)
     set_up(config.log_level, config.log_format, access_log=config.access_log)
     try:
         return serve(config, on_listening=lambda url: print(url, flush=True))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ridgeline.config import EngineConfig
+from ridgeline.declared import declared
 from ridgeline.errors import ConfigError
-from ridgeline.server.config import LIMIT_RANGES, Limits, ServeConfig, check_serve_numbers
+from ridgeline.server.config import Limits, ServeConfig, check_serve_numbers
 
 CONFIG = ServeConfig(engine=EngineConfig(model="m"))
-RANGES = {name: (least, most) for name, least, most in LIMIT_RANGES}
+RANGES = {name: (field.low, field.high) for name, field in declared(Limits).items()}
 
 
 def limited(name: str, value: Any) -> ServeConfig:
@@ -21,14 +22,19 @@ def limited(name: str, value: Any) -> ServeConfig:
 
 
 def test_every_limit_has_a_range_of_its_own_kind() -> None:
-    kinds = {field.name: field.type for field in fields(Limits)}
-    assert {name: type(least).__name__ for name, (least, _) in RANGES.items()} == kinds
+    for name, field in declared(Limits).items():
+        assert field.low is not None, name
+        assert field.high is not None, name
+        kind: type = {"integer": int, "number": float}[field.kind]
+        assert type(field.unset) is kind, name
     check_serve_numbers(CONFIG)
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_the_ends_of_a_range_are_in_it(name: str) -> None:
     least, most = RANGES[name]
+    assert least is not None
+    assert most is not None
     for end in (least, most):
         check_serve_numbers(limited(name, end))
     for value in (least - 1, -1, most * 2, math.nan, math.inf, -math.inf, "1", None):

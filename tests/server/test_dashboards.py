@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 from ridgeline.config import EngineConfig
+from ridgeline.declared import declared
 from ridgeline.server import Limits, ServeConfig
 from tests.server.running import ROOT, running
 from tests.tiny_model import make_tiny_model
@@ -127,7 +127,7 @@ def test_panels_say_what_they_show() -> None:
 
 
 def test_rules_name_flags_and_log_lines_that_there_are() -> None:
-    options = {field.name for kind in (EngineConfig, ServeConfig, Limits) for field in fields(kind)}
+    options = {name for kind in (EngineConfig, ServeConfig, Limits) for name in declared(kind)}
     sources = "".join(path.read_text() for path in (ROOT / "ridgeline").rglob("*.py"))
     for rule in rules():
         text = rule["annotations"]["description"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ridgeline.clock import WallClock
 from ridgeline.config import EngineConfig

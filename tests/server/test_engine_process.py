@@ -137,7 +137,7 @@ def test_all_of_a_group_or_none(fake_model: Path) -> None:
 
 def test_a_model_that_cannot_be_had(fake_model: Path) -> None:
     with talking() as talk:
-        start(talk, fake_model, dtype="refuse")
+        start(talk, fake_model, attention_backend="refuse")
         event = talk.hear()
         assert event == StartFailed("this model cannot be had")
         assert talk.process.wait(PATIENCE_S) == 78

@@ -10,13 +10,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from ridgeline.server import lifecycle
 from tests.server.fake_build import reference
@@ -98,7 +98,7 @@ def gone(pid: int) -> bool:
 
 
 def test_while_it_starts(fake_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, fake_model, engine={"dtype": "slow"}, wait=False) as server:
+    with serving(tmp_path, fake_model, engine={"attention_backend": "slow"}, wait=False) as server:
         with server.http as http:
             assert http.get("/health/live").status_code == 200
             for reply in (
@@ -135,14 +135,18 @@ def failed_start(config: Any, folder: Path) -> tuple[int, str]:
 
 
 def test_a_model_that_cannot_be_had(fake_model: Path, tmp_path: Path) -> None:
-    code, log = failed_start(fake_config(fake_model, engine={"dtype": "refuse"}), tmp_path)
+    code, log = failed_start(
+        fake_config(fake_model, engine={"attention_backend": "refuse"}), tmp_path
+    )
     assert (code, "ConfigError: this model cannot be had" in log) == (2, True)
     assert "restarting" not in log
 
 
 def test_an_engine_that_dies_at_every_start(fake_model: Path, tmp_path: Path) -> None:
     limits = {"max_engine_restarts": 1}
-    code, log = failed_start(fake_config(fake_model, limits, {"dtype": "crash"}), tmp_path)
+    code, log = failed_start(
+        fake_config(fake_model, limits, {"attention_backend": "crash"}), tmp_path
+    )
     assert code == 70
     assert log.count("restarting the engine") == 1
 

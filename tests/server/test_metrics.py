@@ -66,7 +66,7 @@ def test_no_two_metrics_say_the_same() -> None:
 
 
 def test_the_page_is_there_before_the_model_is(fake_model: Path, tmp_path: Path) -> None:
-    config = fake_config(fake_model, engine={"dtype": "slow"})
+    config = fake_config(fake_model, engine={"attention_backend": "slow"})
     with running(config, tmp_path, wait=False) as server:
         assert server.metric("ridgeline_engine_up") == server.metric("ridgeline_ready") == 0
         assert 'ridgeline_ready{model_name="fake"} 0.0' in page(server)

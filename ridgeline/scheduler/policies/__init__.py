@@ -1,17 +1,11 @@
-"""Which scheduling policies are there? Adding one is one file and one line here."""
+"""Which scheduling policies are there? Adding one is one file and one line of POLICIES."""
 
 from __future__ import annotations
 
 from ridgeline import registry
 from ridgeline.errors import ConfigError, check
+from ridgeline.formats import POLICIES
 from ridgeline.scheduler.policies.base import Policy, PolicySetting
-
-POLICIES = {
-    "fair": "ridgeline.scheduler.policies.fair:Fair",
-    "fcfs": "ridgeline.scheduler.policies.fcfs:FCFS",
-    "priority": "ridgeline.scheduler.policies.priority:Priority",
-    "slo": "ridgeline.scheduler.policies.slo:SLO",
-}
 
 
 def make_policy(name: str, setting: PolicySetting) -> Policy:
