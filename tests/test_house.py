@@ -67,8 +67,6 @@ SHORT_ALONE = {
     "ridgeline.scheduler.policies.fcfs": "a line of POLICIES",
     "ridgeline.scheduler.policies.priority": "a line of POLICIES",
     "ridgeline.speculation.prompt_lookup": "a line of DRAFT_METHODS",
-    # To be merged.
-    "ridgeline.speculation.early_layers": "",
 }
 # Words that nobody outside knew, and the field's own that are used in their place.
 BANNED = {
