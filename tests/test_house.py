@@ -39,11 +39,11 @@ MAX_LINES = {
     "scheduler": 3_520,
     "server": 8_620,
     "simulator": 1_910,
-    "speculation": 2_470,
+    "speculation": 2_415,
     "text": 2_105,
 }
-MAX_FILES = 409  # of Python
-MAX_PROTOCOLS = 36
+MAX_FILES = 406  # of Python
+MAX_PROTOCOLS = 34
 MAX_FUNCTION_LINES = 80
 LONGER = {  # that are to be made shorter, not longer
     "ridgeline.build.build": 118,
