@@ -221,7 +221,8 @@ def choices_of(llm: LLM) -> tuple[int, ...]:
 def prices_of(llm: LLM) -> DraftPrices:
     """What the cost model says of steps with drafts, before any has run."""
     chooser = llm.engine.scheduler.draft_lengths
-    prices = chooser.times.prices if isinstance(chooser, DraftLengthController) else None
+    seconds = chooser.times.prices if isinstance(chooser, DraftLengthController) else None
+    prices = getattr(seconds, "__self__", None)  # the prices whose `seconds` the controller asks
     if not isinstance(prices, DraftPrices):
         raise SystemExit("the engine does not draft")
     return prices

@@ -27,12 +27,10 @@ from ridgeline.loader import ModelFolder, open_checkpoint, read_config, resolve_
 from ridgeline.quantization import open_weight_format
 from ridgeline.registry import load
 from ridgeline.resolve import longest_context
-from ridgeline.speculation.draft_model import open_draft_model
+from ridgeline.speculation.draft_model import EarlyLayers, check_pair, open_draft_model
 from ridgeline.speculation.eagle3 import Eagle3Head
-from ridgeline.speculation.early_layers import EarlyLayers
 from ridgeline.speculation.heads import DraftHead, HeadDrafts
 from ridgeline.speculation.mtp import MTPHead
-from ridgeline.speculation.pair import check_pair
 from ridgeline.speculation.synthetic import Synthetic
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer
 

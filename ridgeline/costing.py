@@ -93,7 +93,7 @@ def draft_length_controller(
     if asked.line.argument == RATE:
         acceptance = float(asked.argument)
     return DraftLengthController(
-        draft_prices(pricer, asked, draft),
+        draft_prices(pricer, asked, draft).seconds,
         acceptance=acceptance,
         max_drafts=resolved.max_draft_tokens,
         max_verified_tokens=resolved.max_verified_tokens,

@@ -212,7 +212,7 @@ DRAFT_METHODS: dict[str, DraftMethodLine] = {
         True,
     ),
     "early": DraftMethodLine(
-        "ridgeline.speculation.early_layers:EarlyLayers",
+        "ridgeline.speculation.draft_model:EarlyLayers",
         LAYERS,
         0.7,
         "what the model's own first layers say",

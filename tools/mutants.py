@@ -810,10 +810,12 @@ MUTANTS = (
         "elif seen.length < 0:",
     ),
     Mutant(
-        "drafts: to explore, every row is asked",
+        "drafts: a row of which nothing was accepted drafts nothing more",
         CONTROLLER,
-        "self._explorers = frozenset([row.request_id for row in decoding[:SAMPLE_ROWS]])",
-        "self._explorers = None",
+        "        return k\n\n    def observe",
+        "        row = self._rows.get(request.request_id)\n"
+        "        return 0 if row is not None and row.accepted < 0.04 * row.verified else k\n\n"
+        "    def observe",
     ),
     Mutant(
         "drafts: one step of many rows is all that is known of them",
@@ -864,10 +866,10 @@ MUTANTS = (
         "decoding[::stride]",
     ),
     Mutant(
-        "drafts: a row that was hopeless is so for ever",
+        "drafts: what a row's drafts were is never forgotten",
         CONTROLLER,
-        "kept, share = ROW_MEMORY**verified, accepted / verified",
-        "kept, share = (0.0 if self.is_hopeless else ROW_MEMORY**verified), 0.0",
+        "kept = ROW_MEMORY**verified",
+        "kept = 1.0",
     ),
     Mutant(
         "drafts: that a copy begins or ends is no reason to choose",
@@ -878,7 +880,7 @@ MUTANTS = (
     Mutant(
         "drafts: prompt lookup is expected to find something in every step",
         CONTROLLER,
-        "found = (self._acceptance if row is None else row).found[num_found > 0]",
+        "found = self._acceptance.found[num_found > 0]",
         "found = 1.0",
     ),
     Mutant(

@@ -66,11 +66,9 @@ class DraftingStub(StubExecutor):
         return _Done(result)
 
 
-class _Prices:
-    """Of steps in which drafts cost next to nothing."""
-
-    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
-        return 1e-3 * (1 + 0.01 * num_drafts)
+def _step_seconds(batch: int, context: int, num_drafts: int) -> float:
+    """Of steps in which draft tokens cost next to nothing."""
+    return 1e-3 * (1 + 0.01 * num_drafts)
 
 
 def draft_seconds() -> tuple[float, float]:
@@ -94,7 +92,7 @@ def draft_seconds() -> tuple[float, float]:
 def _drafting_engine(num_draft_tokens: int | None, num_out: int) -> Engine:
     """With one request in the middle of its answer; `num_draft_tokens` None: they are chosen."""
     chooser = DraftLengthController(
-        _Prices(),
+        _step_seconds,
         acceptance=0.9,
         max_drafts=NUM_DRAFT_TOKENS,
         max_verified_tokens=MAX_DRAFT_TOKENS + 1,

@@ -314,7 +314,7 @@ def _chooser(speculation: Speculation | None, pricer: StepPricer) -> DraftLength
     if not isinstance(pricer, Target):
         raise ConfigError("as many drafts as pay: that needs a machine with prices of its steps")
     return DraftLengthController(
-        DraftPrices(pricer, speculation.drafter or Drafter()),
+        DraftPrices(pricer, speculation.drafter or Drafter()).seconds,
         acceptance=DRAFT_METHODS["draft"].acceptance,
         max_drafts=speculation.num_drafts,
         max_verified_tokens=speculation.max_verified_tokens,

@@ -19,65 +19,66 @@ from typing import Any
 from ridgeline.errors import check
 from ridgeline.formats import STEP_DRAFTS
 from ridgeline.request import UNKNOWN_TOKEN, Request
-from ridgeline.speculation.step_times import StepPrices, StepTimes, TimedStep, row_bucket
+from ridgeline.scheduler.policies.step_times import RunStep
+from ridgeline.speculation.step_times import StepSeconds, StepTimes, row_bucket
 
 CHOICES = (0, *STEP_DRAFTS)
 MARGIN = 1.02  # gain that drafting needs: prices are not more exact
-STAYS = 1.01  # gain that another k needs over the one in use
 SURE = 0.98  # no chance is taken to be higher
-SAMPLE_ROWS = 16  # that a choice looks at, other ones each time; that one exploration drafts for
-ROWS_PER_RESULT = 8  # whose own acceptance one step's result brings up to date
+SAMPLE_ROWS = 16  # rows that a choice looks at, other ones each time
+ROWS_PER_RESULT = 8  # rows whose own acceptance the result of one step brings up to date
 FEW_ROWS = 8  # up to which prompt lookup is asked what it has found for each row
-HELD = 4  # steps that a choice holds; where it stays, longer: twice as long for prompt lookup of
-LONGEST_HELD = 32  # few rows, at most so long; else one step more for each `ROWS_PER_STEP` rows
-ROWS_PER_STEP = 8
-ENDS_AFTER, BEGINS_AFTER = 6, 2  # steps without and with an accepted token: a copy ends, or begins
-EXPLORED_AFTER = 8  # steps without a draft, at least, until one token is drafted to learn from
-EXPLORING = 0.005  # share of the time that this may take
-LONGEST_BREAK = 4  # times that break, while nothing new is found
-SURPRISE = 0.2  # acceptance above the one expected, after which it is repeated at once
+MAX_ROWS = 8192  # rows that are remembered
+# Results and steps that wait for the next choice, in rows: the host learns faster from many at
+# once, but learning from too many would hold the device up.
+MOST_UNREAD = 64
+
+# A choice takes the host about 100 us, as long as a short step. It holds for HELD steps and one
+# more for each ROWS_PER_STEP rows; a choice of prompt lookup of few rows that stays the same holds
+# twice as long each time, at most LONGEST_HELD, until a copy begins or ends: so many steps with, or
+# without, an accepted token. In simulation (bench/draft_lengths.py) the doubling brings 3 % of the
+# tokens per second, up to 10 %, and the end of copies up to 7 %.
+HELD, LONGEST_HELD, ROWS_PER_STEP = 4, 32, 8
+ENDS_AFTER, BEGINS_AFTER = 6, 2
+
+# Without drafts nothing is learned of them, so one token is drafted after EXPLORED_AFTER steps at
+# least, such that this costs a share EXPLORING of the time; each time nothing new is found the
+# break doubles, up to LONGEST_BREAK times that. After an acceptance that is higher than expected by
+# SURPRISE the next one follows at once. In simulation of drafts that change, the surprise brings
+# 3 % (up to 9 %), and the doubling up to 9 % of one row.
+EXPLORED_AFTER, EXPLORING, LONGEST_BREAK, SURPRISE = 8, 0.005, 4, 0.2
 CATCHING_UP = 3.0  # plain steps that a draft model takes to read what many rows got without it
 OPTIMISTIC = 0.95  # acceptance with which drafting must pay for exploring to be of use
-MAX_ROWS = 8192  # remembered
-MOST_UNREAD = 64  # rows of results, and steps, kept until the next choice: the host learns faster
-# from many at once, but from too many it would hold the device up
-ROW_MEMORY, LATELY = 29 / 30, 7 / 8  # weight left of a row's token after one more: of about 30, 8
-BREAK = 0.4  # difference of the two from which on only the latter counts
-HOPELESS, ENOUGH = 0.04, 20.0  # acceptance, after so many tokens, of a row that drafts no more
+
+# Weight left of a row's token after one more: about 20 tokens count. A row's own acceptance brings
+# 2 % in simulation, and 14 % of single rows that differ.
+ROW_MEMORY = 19 / 20
 FEW = 8.0  # results that the chance of the position before counts for
-ROW_FOUND, SHARED_FOUND = 1 / 16, 1 / 200  # weight of a step in how often prompt lookup finds
+# Weight of a row's step in how often prompt lookup finds something. To know apart what follows a
+# step that found something and one that did not brings 3 % in simulation (copies come in runs).
+FOUND_WEIGHT = 1 / 64
 
 
 @dataclass(slots=True)
 class RowAcceptance:
-    """Of one request: tokens verified and accepted, older ones counting less, the share accepted
-    `lately`, and the chance that prompt lookup finds something after a step in which it found
-    nothing, or something (copies come in runs)."""
+    """Tokens of one request that were verified and accepted, older ones counting less.
+    `had_some`: prompt lookup found something in its last step (None: no step yet)."""
 
-    found: list[float]
     verified: float = 0.0
     accepted: float = 0.0
-    lately: float | None = None
     had_some: bool | None = None
 
-    @property
-    def is_hopeless(self) -> bool:
-        return self.verified > ENOUGH and self.accepted < HOPELESS * self.verified
-
     def add(self, verified: int, accepted: int) -> None:
-        kept, share = ROW_MEMORY**verified, accepted / verified
+        kept = ROW_MEMORY**verified
         self.verified = self.verified * kept + verified
         self.accepted = self.accepted * kept + accepted
-        lately = share if self.lately is None else self.lately
-        self.lately = lately + (1 - LATELY**verified) * (share - lately)
-        if abs(self.accepted - self.lately * self.verified) > BREAK * self.verified:
-            self.verified = min(self.verified, 1 / (1 - LATELY))
-            self.accepted = self.lately * self.verified
 
 
 class Acceptance:
     """Of all rows together: `chances` by position of a draft token whose predecessors were
-    accepted, `rate` of all positions. Prompt lookup forgets soon, and of it others say little."""
+    accepted, `rate` of all positions, and how often prompt lookup `found` something after a step in
+    which it found nothing, or something. Of prompt lookup, older results and other rows say less.
+    """
 
     def __init__(self, prior: float, max_drafts: int, *, is_looked_up: bool) -> None:
         self._rows_memory, self._steps_memory = (
@@ -128,20 +129,20 @@ class Acceptance:
     def add_found(self, row: RowAcceptance, is_some: bool) -> None:
         """Prompt lookup has found something for this row, or not."""
         if (before := row.had_some) is not None:
-            row.found[before] += ROW_FOUND * (is_some - row.found[before])
-            self.found[before] += SHARED_FOUND * (is_some - self.found[before])
+            self.found[before] += FOUND_WEIGHT * (is_some - self.found[before])
         row.had_some = is_some
 
 
 class DraftLengthController:
-    """One per engine. `acceptance` is expected before any draft was verified; `num_drafts` fixes k,
-    as far as `max_verified_tokens` (of all rows of a step) allows. `looks_ahead`: prompt lookup,
-    whose drafts are found in every step. `has_cache`: a draft model that has to read the tokens of
-    steps without drafts before it drafts again."""
+    """One per engine; `prices` are those of its steps, drafting included. `acceptance` is expected
+    before any draft token was verified; `num_drafts` fixes k, as far as `max_verified_tokens` (of
+    all rows of a step) allows. `looks_ahead`: prompt lookup, whose drafts are found in every step.
+    `has_cache`: a draft model that has to read the tokens of steps without drafts before it drafts
+    again."""
 
     def __init__(
         self,
-        prices: StepPrices,
+        prices: StepSeconds,
         *,
         acceptance: float,
         max_drafts: int,
@@ -165,10 +166,9 @@ class DraftLengthController:
         self._shortest = self._break = EXPLORED_AFTER
         self._undrafted = self._num_choices = self._num_results = 0
         self._expected: float | None = None  # acceptance of an exploration that is under way
-        self._explorers: frozenset[str] | None = None  # rows that take part in it; None: all
         self._may_pay = True
         self._hoped = list(accumulate([OPTIMISTIC**k for k in range(most + 1)]))
-        self._unread: list[tuple[Callable[[Any], None], Any]] = []
+        self._unread: list[tuple[Callable[[Any], object], Any]] = []
         self._num_unread = 0
 
     @property
@@ -188,7 +188,7 @@ class DraftLengthController:
         num_rows = len(decoding)
         if not num_rows:
             return 0
-        self._explorers, found = None, None
+        found = None
         most = self.max_verified_tokens // num_rows - 1
         fitting = self.choices[max(0, bisect_right(self.choices, most) - 1)] if most > 0 else 0
         if self.fixed is not None:
@@ -202,19 +202,17 @@ class DraftLengthController:
         if bucket != self._bucket or self._holds <= 0:
             self._renew(decoding, bucket, fitting, found)
         elif found not in self._held:
-            self._held[found] = self._best(decoding, fitting, next(iter(self._held.values())))
+            self._held[found] = self._best(decoding, fitting)
         k = self._held[found]
         if not k and fitting and not self._looks_ahead:
-            return self._explore(decoding)
+            return self._explore()
         self._undrafted = 0
         return min(k, fitting)
 
     def limit(self, request: Request, k: int) -> int:
-        """Draft tokens of this row, at most k."""
-        if self._explorers is not None and request.request_id not in self._explorers:
-            return 0
-        row = self._rows.get(request.request_id)
-        return 0 if row is not None and row.is_hopeless else k
+        """Draft tokens of this row: all rows of a captured step verify the same number, and a row
+        that drafted nothing would never show that it has become better."""
+        return k
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         """(Draft tokens that were there, accepted ones) of the rows of one step."""
@@ -230,18 +228,18 @@ class DraftLengthController:
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        self._later(self._drop_row, request_id)
+        self._later(lambda name: self._rows.pop(name, None), request_id)
         if 0 <= self._bucket <= FEW_ROWS:
             self._break = self._shortest
 
-    def on_priced(self, step: TimedStep) -> None:
+    def on_priced(self, step: RunStep) -> None:
         """A step has run."""
         if self.fixed is None:
             self._later(self._times.on_priced, step)
 
     # ------------------------------------------------------------------ learning
 
-    def _later(self, learn: Callable[[Any], None], what: object, size: int = 1) -> None:
+    def _later(self, learn: Callable[[Any], object], what: object, size: int = 1) -> None:
         self._unread.append((learn, what))
         self._num_unread += size
         if self._num_unread >= MOST_UNREAD:
@@ -251,9 +249,6 @@ class DraftLengthController:
         unread, self._unread, self._num_unread = self._unread, [], 0
         for learn, what in unread:
             learn(what)
-
-    def _drop_row(self, name: str) -> None:
-        self._rows.pop(name, None)
 
     def _add_result(self, results: Mapping[str, tuple[int, int]]) -> None:
         counts: Counter[tuple[int, int]] = Counter()
@@ -265,22 +260,18 @@ class DraftLengthController:
         stride = -(-len(results) // ROWS_PER_RESULT)  # of many rows each one matters less
         begin = self._num_results % stride
         for name, (num_drafts, accepted) in islice(results.items(), begin, None, stride):
-            row = self._rows.get(name) or self._new_row(name)
+            row = self._rows.setdefault(name, RowAcceptance())
             if num_drafts:
                 row.add(min(num_drafts, accepted + 1), accepted)
             if self._looks_ahead:
                 self._acceptance.add_found(row, num_drafts > 0)
+        while len(self._rows) > MAX_ROWS:
+            del self._rows[next(iter(self._rows))]
         if self._expected is not None:
             share = sum([n for (_, accepted), n in counts.items() if accepted]) / len(results)
             if share > self._expected + SURPRISE:
                 self._break, self._undrafted = self._shortest, self._shortest
             self._expected = None
-
-    def _new_row(self, name: str) -> RowAcceptance:
-        if len(self._rows) >= MAX_ROWS:
-            del self._rows[next(iter(self._rows))]
-        row = self._rows[name] = RowAcceptance(list(self._acceptance.found))
-        return row
 
     # ------------------------------------------------------------------ choosing
 
@@ -289,10 +280,8 @@ class DraftLengthController:
     ) -> None:
         """Choose, and for some steps."""
         before = self._held.get(found, next(iter(self._held.values()), 0))
-        before = before if bucket == self._bucket else 0
-        k = self._best(decoding, most, before)
-        stays = k == before and bucket == self._bucket
-        if not stays:
+        k = self._best(decoding, most)
+        if k != before or bucket != self._bucket:
             self._held_for = HELD
         elif self._looks_ahead and len(decoding) <= FEW_ROWS:
             self._held_for = min(2 * self._held_for, LONGEST_HELD)
@@ -302,8 +291,8 @@ class DraftLengthController:
         if k:
             self._break = self._shortest
 
-    def _best(self, decoding: Sequence[Request], most: int, before: int) -> int:
-        """The fastest k; `before`, or 0, where the gain is too small to be sure of."""
+    def _best(self, decoding: Sequence[Request], most: int) -> int:
+        """The fastest k; 0 where the gain is too small to be sure of."""
         self._learn()
         num_rows = len(decoding)
         context = sum([row.num_computed_tokens for row in decoding]) // num_rows
@@ -321,34 +310,27 @@ class DraftLengthController:
         self._shortest = max(EXPLORED_AFTER, round(loss / EXPLORING))
         self._break = max(self._break, self._shortest)
         best = max(speeds, key=speeds.__getitem__)
-        if speeds.get(before, 0.0) * STAYS > speeds[best] and before:
-            best = before
         return best if speeds[best] > MARGIN * speeds[0] else 0
 
     def _tokens(self, request: Request) -> list[float]:
         """Expected of this row, by k."""
-        row = self._rows.get(request.request_id)
-        if row is not None and row.is_hopeless:
-            return [1.0] * (self.choices[-1] + 1)
-        tokens = self._acceptance.tokens(row)
+        tokens = self._acceptance.tokens(self._rows.get(request.request_id))
         if not self._looks_ahead:
             return tokens
         num_found = len(request.draft_token_ids)
         if _is_known(request):
             return [tokens[min(k, num_found)] for k in range(len(tokens))]
-        found = (self._acceptance if row is None else row).found[num_found > 0]
+        found = self._acceptance.found[num_found > 0]
         return [1 + found * (one - 1) for one in tokens]
 
-    def _explore(self, decoding: Sequence[Request]) -> int:
-        """Whether drafts have become better tells nothing but a draft, once in a while."""
+    def _explore(self) -> int:
+        """Only a draft tells whether drafts have become better: one token, once in a while."""
         self._learn()
         self._undrafted += 1
         if self._undrafted < self._break or not self._may_pay:
             return 0
         self._undrafted, self._holds, self._expected = 0, 0, self._acceptance.rate
         self._break = min(2 * self._break, LONGEST_BREAK * self._shortest)
-        if self._has_cache and len(decoding) > SAMPLE_ROWS:
-            self._explorers = frozenset([row.request_id for row in decoding[:SAMPLE_ROWS]])
         return 1
 
 

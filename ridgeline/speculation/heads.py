@@ -26,7 +26,7 @@ from ridgeline.kernels.step_inputs import make_step_inputs
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
 from ridgeline.speculation.contract import DraftMethod, DraftStep
-from ridgeline.speculation.passes import DRAW_CHUNK
+from ridgeline.speculation.draft_model import DRAW_CHUNK
 
 
 class DraftHead(ABC):

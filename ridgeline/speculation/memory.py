@@ -21,7 +21,7 @@ INDEX = 8  # bytes of an int64
 TOKEN = 4  # bytes of a token of a row
 FLOAT = 4
 PADDING_LENGTH = 2  # kernels.history
-DRAW_CHUNK = 4096  # speculation.passes
+DRAW_CHUNK = 4096  # speculation.draft_model
 PASS_TOKENS = 2  # of a row, in the longest pass of a draft model
 
 

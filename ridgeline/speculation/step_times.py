@@ -7,11 +7,10 @@ about the same just before and after; the more often that was compared, the less
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median_low
-from typing import Protocol
 
 from ridgeline.scheduler.policies.step_times import RunStep
 
@@ -26,20 +25,9 @@ UNTRIED = 0.9  # of what is expected of a k that has not run lately: it may be t
 KNOWN_FOR = 512, 128  # steps that a ratio counts, doubled by each comparison; while drafting
 STEADY = 16  # times as many rows as may come or go between two steps that count
 
+# Of a step by its rows, their context and the draft tokens of each that it verifies.
+StepSeconds = Callable[[int, int, int], float]
 Sample = tuple[int, int, int, float]  # rows that share times, k, rows, measured over priced seconds
-
-
-class TimedStep(RunStep, Protocol):
-    """`is_overlapped`: it was launched before the result of the step before it was there."""
-
-    @property
-    def is_overlapped(self) -> bool: ...
-
-
-class StepPrices(Protocol):
-    def seconds(self, batch: int, context: int, num_drafts: int) -> float:
-        """Of a step that verifies so many draft tokens of each of `batch` rows, drafting too."""
-        ...
 
 
 def row_bucket(num_rows: int) -> int:
@@ -76,7 +64,7 @@ class _Rows:
 
 
 class StepTimes:
-    def __init__(self, prices: StepPrices, choices: tuple[int, ...]) -> None:
+    def __init__(self, prices: StepSeconds, choices: tuple[int, ...]) -> None:
         self.prices, self.num_steps = prices, 0
         self._choices = tuple(sorted({0, *choices}))
         self._overlaps = False
@@ -106,7 +94,7 @@ class StepTimes:
                 found[k] = UNTRIED * (best if k else min(best, price))
         return found
 
-    def on_priced(self, step: TimedStep) -> None:
+    def on_priced(self, step: RunStep) -> None:
         """A step that only decoded or verified counts, unless many rows have come or gone. Where
         steps overlap, it counts between two of its kind: the time between two results is the
         device's for one step and the host's for the next."""
@@ -120,7 +108,7 @@ class StepTimes:
         elif this is not None and (last is None or _is_steady(this, last)):
             self._learn(*this)
 
-    def _sample(self, step: TimedStep) -> Sample | None:
+    def _sample(self, step: RunStep) -> Sample | None:
         decodes, rows, k = step.plan.decodes, step.plan.scheduled, 0
         if decodes is not None:
             starts = decodes.starts
@@ -172,7 +160,7 @@ class StepTimes:
         found = self._priced.get((bucket, level))
         if found is None:
             length = round(SHORT * exp(level / CONTEXT_LEVELS))
-            found = {k: self.prices.seconds(bucket, length, k) for k in self._choices}
+            found = {k: self.prices(bucket, length, k) for k in self._choices}
             self._priced[bucket, level] = found
         return found
 

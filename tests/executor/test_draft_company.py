@@ -26,8 +26,7 @@ from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.speculation.contract import DraftMethod
-from ridgeline.speculation.draft_model import open_draft_model
-from ridgeline.speculation.early_layers import EarlyLayers
+from ridgeline.speculation.draft_model import EarlyLayers, open_draft_model
 from ridgeline.speculation.prompt_lookup import Suffix
 from tests.executor.rig import device, make_executor, make_scorer
 from tests.executor.test_company import (

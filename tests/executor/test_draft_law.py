@@ -28,8 +28,7 @@ from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.speculation.draft_model import open_draft_model
-from ridgeline.speculation.early_layers import EarlyLayers
+from ridgeline.speculation.draft_model import EarlyLayers, open_draft_model
 from ridgeline.speculation.prompt_lookup import Suffix
 from ridgeline.step import StepResult
 from tests.captures import captures

@@ -33,7 +33,7 @@ SELDOM_GOOD = Text(0.15, 0.7, 0.9)
 
 def looked_up() -> DraftLengthController:
     return DraftLengthController(
-        Flat(), acceptance=0.5, max_drafts=8, max_verified_tokens=64, looks_ahead=True
+        Flat().seconds, acceptance=0.5, max_drafts=8, max_verified_tokens=64, looks_ahead=True
     )
 
 
@@ -95,7 +95,7 @@ def test_drafts_of_a_small_model(in_flight: int, right: float) -> None:
     text = Text(1.0, right, right, is_drafted=True)
     most, off = best(machine, text, in_flight)
     chooser = DraftLengthController(
-        Flat(54 * MICRO), acceptance=0.7, max_drafts=8, max_verified_tokens=64
+        Flat(54 * MICRO).seconds, acceptance=0.7, max_drafts=8, max_verified_tokens=64
     )
     run(machine, text, chooser, in_flight=in_flight, seed=7, num_requests=5)
     ran = run(machine, text, chooser, in_flight=in_flight, seed=8, num_requests=40)
@@ -118,7 +118,7 @@ def have_run(
 
 
 def test_two_steps_that_overlap_say_what_one_takes_only_if_they_are_alike() -> None:
-    times = StepTimes(Flat(), (0, 1, 2))
+    times = StepTimes(Flat().seconds, (0, 1, 2))
     for k in (0, 2, 0, 2, 0, 2):
         have_run(times, checking(k), 3.0, 1, is_overlapped=True)
     assert correction(times, 1, 0) == 1.0
@@ -131,7 +131,7 @@ def test_two_steps_that_overlap_say_what_one_takes_only_if_they_are_alike() -> N
 
 
 def test_what_has_not_run_lately_has_become_slower_as_what_has() -> None:
-    times = StepTimes(Flat(), (0, 1))
+    times = StepTimes(Flat().seconds, (0, 1))
     have_run(times, checking(0), 2.0, 8)
     have_run(times, checking(1), 3.0, 60)
     assert correction(times, 1, 0) == pytest.approx(2.0)
@@ -142,7 +142,7 @@ def test_what_has_not_run_lately_has_become_slower_as_what_has() -> None:
 
 def test_the_first_check_behind_other_steps_says_nothing() -> None:
     """Where steps overlap: a draft reads prompts in it, or what came out of steps without it."""
-    times = StepTimes(Flat(), (0, 2))
+    times = StepTimes(Flat().seconds, (0, 2))
     prompt = ScheduledRequest("p", 0, 40, (), samples=True)
     for _ in range(8):
         for before in (StepPlan(1, (prompt,)), checking(0)):
@@ -153,7 +153,7 @@ def test_the_first_check_behind_other_steps_says_nothing() -> None:
 
 
 def test_what_is_new_while_the_machine_is_slow_is_no_slower_than_the_others() -> None:
-    times = StepTimes(Flat(), (0, 1, 2))
+    times = StepTimes(Flat().seconds, (0, 1, 2))
     have_run(times, checking(0), 2.0, 40)
     have_run(times, checking(1), 6.0, 6)  # three times what such steps take else
     have_run(times, checking(0), 6.0, 40)
@@ -165,16 +165,14 @@ def test_what_is_new_while_the_machine_is_slow_is_no_slower_than_the_others() ->
 
 def test_what_is_known_well_does_not_follow_a_machine_that_swings() -> None:
     """Its pace is another each time another number of drafts follows, up to twofold."""
-    times, rng = StepTimes(Flat(), (0, 1, 2)), Random(5)
+    times, rng = StepTimes(Flat().seconds, (0, 1, 2)), Random(5)
     cost = {0: 1.0, 1: 1.5, 2: 1.8}
     kinds = [0, 1, 2] * 40
     rng.shuffle(kinds)
     for k in kinds:
         have_run(times, checking(k), cost[k] * rng.choice((1.0, 2.0)), 12)
     have_run(times, checking(0), 1.0, 40)
-    found = {
-        k: times.seconds(row_bucket(1), 100)[k] / times.prices.seconds(1, 100, k) for k in cost
-    }
+    found = {k: times.seconds(row_bucket(1), 100)[k] / times.prices(1, 100, k) for k in cost}
     assert found[0] == pytest.approx(1.0, rel=0.02)
     assert found[1] == pytest.approx(1.5, rel=0.12), found
     assert found[2] == pytest.approx(1.8, rel=0.12), found
@@ -183,7 +181,7 @@ def test_what_is_known_well_does_not_follow_a_machine_that_swings() -> None:
 def test_one_that_was_tried_in_a_bad_moment_is_tried_again() -> None:
     """Two thousand steps later it has a price again as if it had never run: it was compared twice,
     as it came and as it went."""
-    times = StepTimes(Flat(), (0, 1))
+    times = StepTimes(Flat().seconds, (0, 1))
     have_run(times, checking(0), 1.0, 40)
     have_run(times, checking(1), 1.9, 4)
     price = Flat().seconds(1, 100, 1)

@@ -10,7 +10,7 @@ import torch
 from ridgeline.errors import ConfigError
 from ridgeline.kernels.draw_rows import Draws
 from ridgeline.layers.decoder import Decoder
-from ridgeline.speculation.early_layers import EarlyLayers
+from ridgeline.speculation.draft_model import EarlyLayers
 from tests.captures import captures
 from tests.speculation.scene import (
     VOCAB,

@@ -10,10 +10,9 @@ import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.kernels import drafts
-from ridgeline.speculation import draft_model, passes
+from ridgeline.speculation import draft_model
 from ridgeline.speculation import memory as draft_memory
-from ridgeline.speculation.draft_model import open_draft_model
-from ridgeline.speculation.early_layers import EarlyLayers
+from ridgeline.speculation.draft_model import EarlyLayers, open_draft_model
 from ridgeline.speculation.memory import DraftSetting
 from tests.speculation.scene import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB, make_cache, make_decoder
 
@@ -94,5 +93,5 @@ def test_a_draft_that_finds_no_tables() -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     assert draft_memory.PADDING_LENGTH == drafts.PADDING_LENGTH
-    assert draft_memory.DRAW_CHUNK == passes.DRAW_CHUNK
+    assert draft_memory.DRAW_CHUNK == draft_model.DRAW_CHUNK
     assert draft_memory.PASS_TOKENS == draft_model.UNSEEN

@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.architectures import read_spec
 from ridgeline.errors import ConfigError
-from ridgeline.speculation.pair import check_pair
+from ridgeline.speculation.draft_model import check_pair
 from tests.tiny_model import tiny_config
 
 SPEC = read_spec(tiny_config(vocab_size=100, max_position_embeddings=512))

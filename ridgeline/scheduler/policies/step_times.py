@@ -13,7 +13,8 @@ RIDGE = 0.01  # how much rather a wrong scale than a constant: equal steps canno
 
 class RunStep(Protocol):
     """A step that has run: `seconds` on the device, after `host_s` in which it waited for the host
-    with work pending. `ridgeline.observe.pricing.PricedStep` is one."""
+    with work pending. `is_overlapped`: it was launched before the result of the step before it was
+    there. `ridgeline.observe.pricing.PricedStep` is one."""
 
     @property
     def plan(self) -> StepPlan: ...
@@ -21,6 +22,8 @@ class RunStep(Protocol):
     def seconds(self) -> float: ...
     @property
     def host_s(self) -> float: ...
+    @property
+    def is_overlapped(self) -> bool: ...
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ class Ran:
     shape: StepShape
     seconds: float
     host_s: float = 0.0
+    is_overlapped: bool = False
 
     @property
     def plan(self) -> StepPlan:
@@ -97,3 +98,4 @@ class Planned:
     plan: StepPlan
     seconds: float = 0.1
     host_s: float = 0.0
+    is_overlapped: bool = False
