@@ -6,10 +6,12 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from ridgeline.clock import Clock
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.log import say
-from ridgeline.request import FinishReason, Request, RequestOutput, record
+from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
     Executor,
@@ -34,8 +36,7 @@ class _Failed:
         raise self.fault
 
 
-@record
-class Launched:
+class Launched(msgspec.Struct, frozen=True):
     plan: StepPlan
     future: StepFuture
     at: float

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from ridgeline.errors import RequestFault
 from ridgeline.log import say
 from ridgeline.request import Request, RequestOutput, SamplingParams, TokenLogprobs, record
@@ -44,8 +46,7 @@ class NewRequest:
     block_ids: BlockTables
 
 
-@record
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Compute `num_tokens` tokens from position `start`; the last `num_draft` are drafts.
 
     Tokens the row does not hold yet were sampled (or drafted) by a step still in flight and are
@@ -83,8 +84,7 @@ class BlockCopy:
     target: int
 
 
-@record
-class Decodes:
+class Decodes(msgspec.Struct, frozen=True, gc=False):
     """The same as `scheduled` once more, column by column, of a step in which every row computes
     one token and samples: for those who need not look at each row. `opened` are the places of the
     rows that are given new blocks."""
@@ -127,8 +127,7 @@ class StepPlan:
         return tuple([(s.num_tokens, s.start) for s in self.scheduled])
 
 
-@record
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """`token_ids`: accepted drafts, then one sampled token, per request that samples.
 
     `logprobs` are there for requests that asked, one per token of `token_ids`. `prompt_logprobs`
@@ -142,11 +141,11 @@ class StepResult:
     """
 
     token_ids: dict[str, tuple[int, ...]]
-    draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    faults: dict[str, str] = field(default_factory=dict)
-    verified: dict[str, tuple[int, int]] = field(default_factory=dict)
+    draft_token_ids: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    logprobs: dict[str, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+    faults: dict[str, str] = msgspec.field(default_factory=dict)
+    verified: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
 
 
 class StepFuture(Protocol):

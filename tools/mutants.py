@@ -243,7 +243,7 @@ MUTANTS = (
     Mutant(
         "takes a block that is not there",
         BLOCKS,
-        "            and len(self._free) >= len(self.windows)\n",
+        "            and self.num_free_blocks >= len(self.windows)\n",
         "",
     ),
     Mutant(
@@ -532,20 +532,20 @@ MUTANTS = (
     Mutant(
         "an evicted block keeps its hash",
         BLOCKS,
-        "            forget(block)\n            ref_count[block] = 1",
-        "            ref_count[block] = 1",
+        "                self._cache.forget(taken[-1])\n",
+        "",
     ),
     Mutant(
         "reuses blocks that a step in flight may touch",
         BLOCKS,
-        "if in_flight <= self._last_completed:",
+        "if last_step <= last_completed:",
         "if True:",
     ),
     Mutant(
         "deferred blocks come back one step early",
         BLOCKS,
-        "self._deferred[block] <= step_id,",
-        "self._deferred[block] <= step_id + 1,",
+        "if last_step > step_id:",
+        "if last_step > step_id + 1:",
     ),
     Mutant(
         "writes into a shared block",
@@ -562,8 +562,8 @@ MUTANTS = (
     Mutant(
         "a copied block is gone before it is read",
         BLOCKS,
-        "self._release(source, step_id)",
-        "self._release(source, 0)",
+        "self._release((source,), step_id)",
+        "self._release((source,), 0)",
     ),
     Mutant(
         "publishes half-filled blocks",
@@ -581,9 +581,9 @@ MUTANTS = (
         "gives back what the window still shows",
         BLOCKS,
         "bound = first_needed(self.windows[g], request.num_done_tokens) // self.block_size\n"
-        "            for i",
+        "            if bound > dropped",
         "bound = first_needed(self.windows[g], request.num_computed_tokens) // self.block_size\n"
-        "            for i",
+        "            if bound > dropped",
     ),
     Mutant(
         "shares what the parent's window has passed",

@@ -9,9 +9,9 @@ launches); v never falls, so each max changes sides at most once, at a step foun
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 
 from ridgeline.cost.constants import HostConstants
 
@@ -111,19 +111,6 @@ class _Layer:
             self._rows, keys.at(step, self._rows), keys.longest_at(step)
         )
 
-    @property
-    def grows_for_ever(self) -> bool:
-        return self._keys.window is None
-
-    def each(self) -> Iterator[float]:
-        """`seconds` of steps 0, 1, ... where keys grow for ever."""
-        line, rows, num_layers = self._line, self._rows, self._count
-        keys, longest = self._keys.at(0, rows), self._keys.longest_at(0)
-        while True:
-            yield num_layers * line.seconds(rows, keys, longest)
-            keys += rows
-            longest += 1
-
     def _stretched_before(self, step: int) -> float:
         keys, rows = self._keys, self._rows
         plain = keys.before(step, rows)
@@ -192,20 +179,6 @@ class DecodeRun:
     def seconds(self, step: int) -> float:
         """Seconds of step `step` (0: the next one)."""
         return self._added_s + max(self._kernels(step), self._floor_s)
-
-    def each(self) -> Iterator[float]:
-        """Those of steps 0, 1, ... to the last bit, and quicker where no layer has a window."""
-        if len(self._layers) != 1 or not self._layers[0].grows_for_ever:
-            yield from map(self.seconds, count())
-        fixed_s, beside_s, added_s, floor_s = (
-            self._fixed_s,
-            self._beside_s,
-            self._added_s,
-            self._floor_s,
-        )
-        for attention_s in self._layers[0].each():
-            kernels = fixed_s + attention_s + beside_s
-            yield added_s + (kernels if kernels > floor_s else floor_s)
 
     def total(self, num_steps: int, first: int = 0) -> float:
         """Seconds of the steps first .. first + num_steps - 1 together."""

@@ -111,9 +111,8 @@ def still_there(read_bytes: float, cache_bytes: int) -> float:
 def is_captured(host: HostConstants, features: StepFeatures) -> bool:
     """Small enough for a graph: a step of decodes and checks of a few drafts, or a short one with
     prompts."""
-    if features.has_prompts:
-        return features.num_tokens <= host.captured_prompt_tokens
-    return features.num_tokens <= host.captured_tokens
+    most = host.captured_prompt_tokens if features.has_prompts else host.captured_tokens
+    return features.num_tokens <= most
 
 
 def sent_tokens(host: HostConstants, mode: ExecutionMode, features: StepFeatures) -> int:
@@ -160,10 +159,21 @@ class ExecutionModes:
         self._host, self._cache_bytes = setup.constants.host, setup.device.l2_bytes
         self._most_own = most_own_tokens(setup)
         self._footprint = Footprint.of(setup.spec, setup.precision, setup.layout)
+        self._is_cold = self._footprint.weight_bytes >= GONE * self._cache_bytes
+        self._cold: dict[int, ExecutionMode] = {}  # by tokens of steps without prompts
         self._known: dict[tuple[str, float], ExecutionMode] = {}
 
     def of(self, features: StepFeatures) -> ExecutionMode:
         """`features` of all kinds of attention. The same object for equal ones."""
+        if not self._is_cold or features.num_chunks:
+            return self._of(features)
+        num_tokens = features.num_decodes
+        found = self._cold.get(num_tokens)
+        if found is None:
+            found = self._cold[num_tokens] = self._of(features)
+        return found
+
+    def _of(self, features: StepFeatures) -> ExecutionMode:
         if not is_captured(self._host, features):
             return SINGLE
         own = own_of(features, self._most_own)

@@ -15,9 +15,9 @@ closed form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 
 from ridgeline.architectures.counts import flops_per_key, layer_attention_flops, layer_kv_bytes
 from ridgeline.architectures.spec import AttentionSpec
@@ -405,23 +405,28 @@ class Pricer:
         self._num_layers = sum(kinds.values())
         self._modes = ExecutionModes(setup)
         self._compiled: dict[ExecutionMode, _Compiled] = {}
+        self._known_decodes: dict[
+            tuple[ExecutionMode, int], tuple[_Compiled, float, float, float]
+        ] = {}
         # The last shapes that were summed up; told apart by identity, as comparing takes longer.
         self._latest: tuple[tuple[object, StepFeatures], ...] = ()
 
     # -- what decides the price of a step
 
     def features(self, shape: StepShape) -> StepFeatures:
-        return self._summed(shape, partial(step_features, self.kinds, shape))
+        return self._known(shape) or self._keep(shape, step_features(self.kinds, shape))
 
     def decode_features(self, contexts: tuple[int, ...]) -> StepFeatures:
         """Sums of a step with one new token after each of these contexts."""
-        return self._summed(contexts, partial(decode_features, self.kinds, contexts))
+        return self._known(contexts) or self._keep(contexts, decode_features(self.kinds, contexts))
 
-    def _summed(self, what: object, sums: Callable[[], StepFeatures]) -> StepFeatures:
+    def _known(self, what: object) -> StepFeatures | None:
         for known, features in self._latest:
             if known is what:
                 return features
-        features = sums()
+        return None
+
+    def _keep(self, what: object, features: StepFeatures) -> StepFeatures:
         self._latest = ((what, features), *self._latest[: NUM_LATEST - 1])
         return features
 
@@ -434,7 +439,32 @@ class Pricer:
 
     def decodes_seconds(self, contexts: tuple[int, ...]) -> float:
         """The same of a step with one new token after each of these contexts."""
-        return self.seconds_of(self.decode_features(contexts))
+        features, rows = self.decode_features(contexts), len(contexts)
+        if not rows:
+            return self.seconds_of(features)
+        compiled, kernels, floor_s, added_s = self._decodes(features)
+        for each, line, sums in zip(
+            self.attention, compiled.decode, features.attention, strict=True
+        ):
+            kernels += each.count * line.seconds(rows, sums.decode_keys, sums.longest_decode)
+        return added_s + max(kernels + compiled.step_s, floor_s)
+
+    def _decodes(self, features: StepFeatures) -> tuple[_Compiled, float, float, float]:
+        """What of a step of decodes depends on their number alone: all kernels but attention's, the
+        host's work beside the device, and before it."""
+        mode, rows = self._modes.of(features), features.num_requests
+        found = self._known_decodes.get((mode, rows))
+        if found is None:
+            compiled, host = self._compiled_for(mode), self._host
+            launches = 0 if mode.captured else self._launches(rows, rows) + self._num_layers
+            plan_s, launch_s = host.c0_s + host.c1_s * rows, host.per_launch_s * launches
+            found = self._known_decodes[mode, rows] = (
+                compiled,
+                compiled.tokens.seconds(rows) + compiled.rows.seconds(rows),
+                launch_s + (plan_s if host.overlapped else 0.0),
+                0.0 if host.overlapped else plan_s,
+            )
+        return found
 
     def seconds_of(
         self,
@@ -452,7 +482,7 @@ class Pricer:
             kernels + compiled.step_s + drafting_s,
             features.num_requests,
             launches,
-            is_lone=is_lone(features),
+            is_lone=not features.num_decodes and is_lone(features),
             num_verified=features.num_verified,
             more_s=host_s,
         )[2]
@@ -469,7 +499,9 @@ class Pricer:
         mode = self._modes.of(features)
         compiled = self._compiled_for(mode)
         num_rows = features.num_requests if num_logits is None else num_logits
-        num_tokens = sent_tokens(self._host, mode, features)
+        num_tokens = features.num_tokens
+        if features.num_chunks:
+            num_tokens = sent_tokens(self._host, mode, features)
         kernels = compiled.tokens.seconds(num_tokens) + compiled.rows.seconds(num_rows)
         num_decodes, is_mixed = features.num_decodes, features.is_mixed
         for i, sums in enumerate(features.attention):
@@ -496,6 +528,27 @@ class Pricer:
         if found is None:
             found = self._compiled[mode] = _Compiled(self, mode)
         return found
+
+    def each_decode(self, contexts: Sequence[int]) -> Iterator[float]:
+        """Seconds of the coming decode steps of such requests, one after the other, to the last bit
+        those of `decode_run`."""
+        if len(self.kinds) > 1 or self.kinds[0].window is not None:
+            yield from map(self.decode_run(contexts).seconds, count())
+        rows, num_layers = len(contexts), self.attention[0].count
+        features = decode_features(self.kinds, contexts)
+        compiled, fixed_s, floor_s, added_s = self._decodes(features)
+        keys, longest = features.attention[0].decode_keys, features.attention[0].longest_decode
+        line, beside_s = compiled.decode[0], compiled.step_s
+        per_flop, per_key, skew = line.compute_per_key_s, line.memory_per_key_s, line.skew
+        rows_s, t0_s = rows * line.memory_per_row_s, line.t0_s
+        while True:
+            stretched = keys + skew * (rows * longest - keys)  # as in `DecodeLine.seconds`
+            compute, memory = stretched * per_flop, stretched * per_key + rows_s
+            attention_s = num_layers * ((compute if compute > memory else memory) + t0_s)
+            kernels = fixed_s + attention_s + beside_s
+            yield added_s + (kernels if kernels > floor_s else floor_s)
+            keys += rows
+            longest += 1
 
     def decode_run(
         self, contexts: Sequence[int], num_logits: int | None = None, *, is_planned: bool = True

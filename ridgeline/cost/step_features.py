@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import mul
 
+import msgspec
+
 from ridgeline.architectures.counts import flops_per_key, layer_attention_flops
 from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
-from ridgeline.request import record
 from ridgeline.step import StepShape
 
 LONGEST_VERIFICATION = (
@@ -22,8 +23,7 @@ MOST_TOGETHER = 8  # new tokens of a request that the kernels of decodes take in
 _NO_ROPE = RopeSpec()
 
 
-@record
-class AttentionFeatures:
+class AttentionFeatures(msgspec.Struct, frozen=True, gc=False):
     """Sums over the requests of a step, for one layer of one attention kind.
 
     `decode_keys` and `longest_decode`: keys that the decoding requests read, and the most that one
@@ -37,8 +37,7 @@ class AttentionFeatures:
     prefill_keys: int = 0
 
 
-@record
-class StepFeatures:
+class StepFeatures(msgspec.Struct, frozen=True, gc=False):
     """`attention` has one entry per kind, in the order of `attention_kinds`. A request with one
     new token decodes, one with more is a chunk of a prompt or a check of drafts; the longest of
     these has `longest_chunk` new tokens. `begins`: one of them has no tokens before."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import InternalError, check
@@ -281,7 +282,7 @@ class DraftBatchBuilder(BatchBuilder):
                 entry, num = scheduled[place], scheduled[place].num_tokens
                 num -= entry.num_draft
                 start = entry.start if true_lens is None else true_lens[at] - num
-                entries[place] = replace(entry, start=start, num_tokens=num, num_draft=0)
+                entries[place] = structs.replace(entry, start=start, num_tokens=num, num_draft=0)
                 rows[place].num_missed += 1
         return self._mixed_batch(entries, rows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 
 from ridgeline.errors import check
 from ridgeline.request import UNKNOWN_TOKEN, Request
@@ -112,8 +111,12 @@ class BlockManager:
             {0} | {(window - 1) % block_size for window in windows if window is not None}
         )
         self.no_blocks: BlockTables = ((),) * len(windows)
+        self._nothing = Prefix(0, self.no_blocks)
         self._no_change: tuple[BlockTables, tuple[BlockCopy, ...]] = (self.no_blocks, ())
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        # Free blocks are taken in this order: those that nobody may find, the last one first; then
+        # those that are cached, the oldest first (or by tenant).
+        self._plain = list(range(num_blocks, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._deferred: OrderedDict[int, int] = OrderedDict()  # block -> last step that touches it
         self._ref_count = [0] * (num_blocks + 1)
         self._cache = PrefixCache(num_blocks, block_size, windows, key)
@@ -130,7 +133,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._plain) + len(self._cached)
 
     @property
     def num_deferred_blocks(self) -> int:
@@ -165,7 +168,7 @@ class BlockManager:
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """How many more free blocks `extend` needs. Not above zero: it will succeed."""
-        return self._num_to_take(request, num_tokens) - len(self._free)
+        return self._num_to_take(request, num_tokens) - self.num_free_blocks
 
     def missing_for(self, prefix: Prefix, num_tokens: int) -> int:
         """How many more free blocks a request needs for `num_tokens` after `prefix`."""
@@ -173,8 +176,7 @@ class BlockManager:
         need = (end - len(prefix.tables[0])) * len(self.windows)
         if prefix.num_tokens % self.block_size:
             need += len(self.windows)  # the half-filled block is copied
-        found = sum([sum(map(self._free.__contains__, table)) for table in prefix.tables])
-        return need + found - len(self._free)
+        return need + self._num_unheld(prefix) - self.num_free_blocks
 
     def fits(self, prefix: Prefix, num_tokens: int, chunk: int) -> bool:
         """Is there room to compute all `num_tokens` after `prefix`, at most `chunk` in a step?
@@ -183,17 +185,16 @@ class BlockManager:
         """
         if not self._windowed:
             return self.missing_for(prefix, num_tokens) <= 0
-        found = sum(block in self._free for table in prefix.tables for block in table)
         held = [sum(block != NULL_BLOCK for block in table) for table in prefix.tables]
         size = self.block_size
         every = _ceil_div(prefix.num_tokens + num_tokens, size)
-        need = found
+        need = self._num_unheld(prefix)
         for g, window in enumerate(self.windows):
             most = every
             if window is not None:
                 most = min(every, blocks_needed(every * size + 1, size, (window,), chunk))
             need += max(0, most - held[g]) + bool(prefix.num_tokens % size)
-        return need <= len(self._free)
+        return need <= self.num_free_blocks
 
     # ------------------------------------------------------------------ what is known already
 
@@ -202,8 +203,10 @@ class BlockManager:
 
         Groups with a window need only the blocks that the next query looks back on.
         """
+        if not self.prefix_caching:
+            return self._nothing
         self.hash_blocks()
-        return self._cache.match(request, limit if self.prefix_caching else 0)
+        return self._cache.match(request, limit)
 
     def share(self, parent: Request, num_tokens: int) -> Prefix | None:
         """The parent's blocks as a prefix of `num_tokens`, or None where its windows passed on."""
@@ -256,7 +259,8 @@ class BlockManager:
     def publish(self, request: Request, in_flight: int) -> None:
         """Let others find the blocks that it is known to have filled, and give back those that
         left its windows: no query to come looks back on them."""
-        self.hash_blocks()
+        if self._unnamed:
+            self.hash_blocks()
         full = request.num_done_tokens // self.block_size
         if full > (first := request.num_published_blocks):
             request.num_published_blocks = full
@@ -305,7 +309,7 @@ class BlockManager:
         if num_new <= 0 and not shared:
             self._note_room(request, start + num_tokens)
             return self._no_change
-        if max(0, num_new) * len(self.windows) + len(shared) > len(self._free):
+        if max(0, num_new) * len(self.windows) + len(shared) > self.num_free_blocks:
             return None
         self._note_room(request, start + num_tokens)
         copies = tuple([self._copy(request, g, index, step_id) for g in shared])
@@ -323,23 +327,22 @@ class BlockManager:
         return (
             request.num_tokens_with_slots == room >= request.num_computed_tokens
             and end <= min(room + self.block_size, request.num_computable_tokens)
-            and len(self._free) >= len(self.windows)
+            and self.num_free_blocks >= len(self.windows)
         )
 
     def extend_by_one(self, request: Request) -> BlockTables:
         """One more block in each of its tables, which are full; as many must be free."""
         self._note_room(request, len(request.block_ids[0]) * self.block_size + 1)
-        new = tuple([(block,) for block in self._take(len(self.windows), request.tenant)])
-        for table, more in zip(request.block_ids, new, strict=True):
-            table += more
-        return new
+        taken = self._take(len(self.windows), request.tenant)
+        for table, block in zip(request.block_ids, taken, strict=True):
+            table.append(block)
+        return tuple([(block,) for block in taken])
 
     def free(self, request: Request, in_flight: int) -> None:
         """Take back every block. Step `in_flight` may still touch them until it is complete."""
         self.hash_blocks()
         for table, dropped in zip(request.block_ids, request.num_dropped_blocks, strict=True):
-            for i in range(len(table) - 1, dropped - 1, -1):  # tail first: evicted first
-                self._release(table[i], in_flight)
+            self._release(table[: dropped - 1 if dropped else None : -1], in_flight)  # tail first
         request.block_ids = []
         request.num_dropped_blocks = []
         request.num_computed_tokens = request.num_done_tokens = 0
@@ -347,25 +350,33 @@ class BlockManager:
 
     def complete(self, step_id: int) -> None:
         """Step `step_id` and all before it are over."""
-        self.hash_blocks()
+        if self._unnamed:
+            self.hash_blocks()
         self._last_completed = step_id
         if self._published_early:  # those of these steps were kept
             self._published_early = {
                 step: p for step, p in self._published_early.items() if step > step_id
             }
-        if not self._deferred:
+        if not (deferred := self._deferred):
             return
-        over = list(takewhile(lambda block: self._deferred[block] <= step_id, self._deferred))
-        for block in over:
-            del self._deferred[block]
-            self._put_free(block)
+        over = []
+        for block, last_step in deferred.items():
+            if last_step > step_id:
+                break
+            over.append(block)
+        if len(over) == len(deferred):
+            deferred.clear()
+        else:
+            for block in over:
+                del deferred[block]
+        self._put_free(over)
 
     def clear_cache(self) -> None:
         """Forget every cached block; running requests keep theirs."""
         self.hash_blocks()
         for block in range(1, self.num_blocks + 1):
             self._cache.forget(block)
-            if self._shares and block in self._free:
+            if self._shares and block in self._cached:
                 self._shares.drop(block)
 
     # ------------------------------------------------------------------ invariants
@@ -379,8 +390,10 @@ class BlockManager:
                 for block in table:
                     uses[block] += 1
         uses[NULL_BLOCK] = 0
-        free, deferred = self._free, self._deferred
+        free, deferred = dict.fromkeys(self._free), self._deferred
         check(uses == self._ref_count, "reference counts equal uses")
+        check(len(free) == self.num_free_blocks, "a block is free once")
+        check(not any(map(self._cache.names, self._plain)), "what is cached is taken last")
         check(free.keys().isdisjoint(deferred.keys()), "no block is both free and deferred")
         check(NULL_BLOCK not in free and NULL_BLOCK not in deferred, "the null block is never free")
         unused = uses.count(0) - 1
@@ -427,6 +440,15 @@ class BlockManager:
 
     # ------------------------------------------------------------------ details
 
+    @property
+    def _free(self) -> list[int]:
+        """In the order in which one tenant alone would take them."""
+        return [*reversed(self._plain), *self._cached]
+
+    def _num_unheld(self, prefix: Prefix) -> int:
+        """Free blocks in it: they are cached, since somebody found them."""
+        return sum([sum(map(self._cached.__contains__, table)) for table in prefix.tables])
+
     def _note_room(self, request: Request, end: int) -> None:
         """The block of its token `end` - 1 is its own, to the last slot."""
         room = -(-end // self.block_size) * self.block_size
@@ -450,7 +472,7 @@ class BlockManager:
         table = request.block_ids[group]
         source, (target,) = table[index], self._take(1, request.tenant)
         table[index] = target
-        self._release(source, step_id)  # this very step reads it
+        self._release((source,), step_id)  # this very step reads it
         if self._ref_count[source]:  # and so does it if another row gives it back in this very plan
             self._read_in[source] = step_id
         return BlockCopy(request.request_id, group, index, source, target)
@@ -471,8 +493,8 @@ class BlockManager:
 
     def _hold(self, block: int, tenant: bytes) -> None:
         if self._ref_count[block] == 0:
-            if block in self._free:
-                del self._free[block]
+            if block in self._cached:
+                del self._cached[block]
             else:
                 del self._deferred[block]
         self._ref_count[block] += 1
@@ -480,46 +502,69 @@ class BlockManager:
             self._shares.hit(block, tenant)
 
     def _take(self, count: int, tenant: bytes) -> list[int]:
-        free, forget, ref_count = self._free, self._cache.forget, self._ref_count
+        """Free ones; there are as many."""
         if shares := self._shares:
-            taken = []
-            for _ in range(count):
-                taken.append(shares.take(tenant, next(iter(free))))
-                del free[taken[-1]]
+            taken = [self._take_of(shares, tenant) for _ in range(count)]
         else:
-            taken = [free.popitem(last=False)[0] for _ in range(count)]
+            plain, cached = self._plain, self._cached
+            first = max(0, len(plain) - count)
+            taken = plain[first:]
+            taken.reverse()
+            del plain[first:]
+            while len(taken) < count:
+                taken.append(cached.popitem(last=False)[0])
+                self._cache.forget(taken[-1])
+        ref_count = self._ref_count
         for block in taken:
-            forget(block)
             ref_count[block] = 1
         return taken
 
-    def _release(self, block: int, in_flight: int) -> None:
-        count = self._ref_count[block] - 1
-        if count < 0:
-            check(False, "only what is held is given back", block=block)
-        self._ref_count[block] = count
-        if count:
-            return
-        if self._read_in:
-            in_flight = max(in_flight, self._read_in.pop(block, 0))
-        if in_flight <= self._last_completed:
-            self._put_free(block)
-        else:
-            self._deferred[block] = in_flight
+    def _take_of(self, shares: CacheShares, tenant: bytes) -> int:
+        if plain := self._plain:
+            return shares.take(tenant, plain.pop())
+        block = shares.take(tenant, next(iter(self._cached)))
+        del self._cached[block]
+        self._cache.forget(block)
+        return block
 
-    def _put_free(self, block: int) -> None:
-        self._free[block] = None
-        is_cached = self._cache.names(block)
-        if not is_cached:
-            self._free.move_to_end(block, last=False)  # nothing is lost by taking it first
-        if self._shares:
-            (self._shares.keep if is_cached else self._shares.drop)(block)
+    def _release(self, blocks: Iterable[int], in_flight: int) -> None:
+        """One reference to each is gone. Step `in_flight` may still touch them."""
+        ref_count, deferred, freed = self._ref_count, self._deferred, list[int]()
+        last_completed, read_in = self._last_completed, self._read_in
+        for block in blocks:
+            count = ref_count[block] - 1
+            if count < 0:
+                check(False, "only what is held is given back", block=block)
+            ref_count[block] = count
+            if count:
+                continue
+            last_step = max(in_flight, read_in.pop(block, 0)) if read_in else in_flight
+            if last_step <= last_completed:
+                freed.append(block)
+            else:
+                deferred[block] = last_step
+        if freed:
+            self._put_free(freed)
+
+    def _put_free(self, blocks: list[int]) -> None:
+        if not self.prefix_caching:
+            self._plain += blocks
+            return
+        names, shares = self._cache.names, self._shares
+        for block in blocks:
+            is_cached = names(block)
+            if is_cached:
+                self._cached[block] = None
+            else:
+                self._plain.append(block)
+            if shares:
+                (shares.keep if is_cached else shares.drop)(block)
 
     def _drop(self, request: Request, in_flight: int) -> None:
         for g in self._windowed:
             table, dropped = request.block_ids[g], request.num_dropped_blocks[g]
             bound = first_needed(self.windows[g], request.num_done_tokens) // self.block_size
-            for i in range(dropped, bound):
-                self._release(table[i], in_flight)
-                table[i] = NULL_BLOCK
-            request.num_dropped_blocks[g] = max(dropped, bound)
+            if bound > dropped:
+                self._release(table[dropped:bound], in_flight)
+                table[dropped:bound] = [NULL_BLOCK] * (bound - dropped)
+                request.num_dropped_blocks[g] = bound

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ridgeline.errors import check
 from ridgeline.request import UNKNOWN_TOKEN, Request
@@ -26,8 +27,7 @@ from ridgeline.step import BlockTables, Decodes, ScheduledRequest, StepPlan
 Opened = Mapping[int, Mapping[int, BlockTables]]  # by step (from 0), by row: blocks it was given
 
 
-@dataclass(frozen=True, slots=True)
-class QuietRun:
+class QuietRun(msgspec.Struct, frozen=True):
     """`num_steps` steps in which each row computes its token at `starts`, then the next, and so on.
 
     Plans are made on demand; they equal those that `Scheduler.schedule` would have made.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from struct import calcsize, pack
 
+import msgspec
+
 from ridgeline.errors import check
 from ridgeline.request import Request
 from ridgeline.step import NULL_BLOCK
@@ -14,8 +16,7 @@ TOKEN_BYTES = calcsize("q")
 LOOK_AHEAD = 8  # times as many blocks are hashed at once, as long as all of them are found
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(msgspec.Struct, frozen=True):
     """The first `num_tokens` of a request are in these blocks already (one table per group)."""
 
     num_tokens: int

@@ -16,6 +16,7 @@ class ResultTaker:
     def __init__(self, state: SchedulerState, *, may_draft: bool) -> None:
         self.state = state
         self.num_late = 0  # of rows that had been closed
+        self.tells_all = True  # False: rows that go on have no output
         self._may_draft = may_draft
 
     def take_all(self, flights: Sequence[InFlight], result: StepResult) -> list[RequestOutput]:
@@ -34,7 +35,7 @@ class ResultTaker:
         outputs: list[RequestOutput] = []
         sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.state.blocks
         size, edges, last_planned = blocks.block_size, blocks.edges, self.state.last_planned
-        has_windows = blocks.has_windows
+        has_windows, tells_all, may_draft = blocks.has_windows, self.tells_all, self._may_draft
         for flight in flights:
             entry, row, epoch = flight
             if row.epoch == epoch and row.has_output and entry.samples:
@@ -45,10 +46,12 @@ class ResultTaker:
                     if first < row.num_computable_tokens and token_id not in row.stop_token_ids:
                         row.token_ids[first] = token_id
                         row.num_done_tokens = first
-                        row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()
+                        if may_draft:
+                            row.draft_token_ids = drafts.get(row.request_id, ())
                         if first % size in edges:
                             blocks.publish(row, last_planned)
-                        outputs.append(RequestOutput(row.request_id, new))
+                        if tells_all:
+                            outputs.append(RequestOutput(row.request_id, new))
                         continue
                 elif entry.num_tokens == entry.num_draft + 1:
                     num_draft, done = entry.num_draft, row.num_done_tokens + len(new)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from ridgeline.errors import RequestFault, check
 from ridgeline.request import UNKNOWN_TOKEN, Request, RequestOutput
@@ -53,23 +54,22 @@ class DraftLengths(Protocol):
 Room = tuple[BlockTables, tuple[BlockCopy, ...]]
 
 
-@dataclass(slots=True)
-class _Step:
+class _Step(msgspec.Struct):
     """A plan in the making."""
 
     step_id: int
     now: float
     whole_budget: int
     budget: int  # what is left of it
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    new: list[NewRequest] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    flights: list[InFlight] = field(default_factory=list)
-    opened: list[int] = field(default_factory=list)  # places of rows that were given blocks
+    scheduled: list[ScheduledRequest] = msgspec.field(default_factory=list)
+    new: list[NewRequest] = msgspec.field(default_factory=list)
+    copies: list[BlockCopy] = msgspec.field(default_factory=list)
+    flights: list[InFlight] = msgspec.field(default_factory=list)
+    opened: list[int] = msgspec.field(default_factory=list)  # places of rows that were given blocks
     only_decodes: bool = True
     num_draft_tokens: int = 0
     memory_is_short: bool = False
-    _num_planned: dict[str, int] = field(default_factory=dict)
+    _num_planned: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def num_planned(self) -> dict[str, int]:
@@ -143,7 +143,7 @@ class Scheduler:
         self.running, self.waiting = self.state.running, self.state.waiting
         self._has_lanes = type(policy).lane is not Policy.lane
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
-        self._results = ResultTaker(self.state, may_draft=num_drafts > 0)
+        self.results = ResultTaker(self.state, may_draft=num_drafts > 0)
         self._flights: dict[int, tuple[StepPlan, list[InFlight]]] = {}  # by step, oldest first
         self._now = 0.0  # of the last plan
         self._planned_at_end = 0  # the last step that was, when a request ended
@@ -171,7 +171,7 @@ class Scheduler:
 
     @property
     def num_late_results(self) -> int:
-        return self._results.num_late
+        return self.results.num_late
 
     @property
     def flights(self) -> dict[int, tuple[StepPlan, list[InFlight]]]:
@@ -247,7 +247,7 @@ class Scheduler:
             self.blocks.withdraw_early(row_id)
         self.state.complete(plan.step_id)
         num_changes = self.state.num_changes
-        outputs = self._results.take_all(flights, result)
+        outputs = self.results.take_all(flights, result)
         if self.draft_lengths is not None:
             ended = []
             if self.state.num_changes != num_changes:
@@ -345,7 +345,8 @@ class Scheduler:
                 row.request_id, start, num_draft + 1, new_block_ids, True, num_draft
             )
             row.num_computed_tokens = end
-            row.has_drafts = may_draft
+            if may_draft:
+                row.has_drafts = True
             scheduled.append(entry)
             flights.append((entry, row, row.epoch))
             budget -= num_draft + 1

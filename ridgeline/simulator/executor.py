@@ -6,27 +6,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import cast
+
+import msgspec
 
 from ridgeline.clock import Rng, VirtualClock
 from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import ConfigError
-from ridgeline.request import record
 from ridgeline.speculation.price import Drafter, Target
 from ridgeline.step import ScheduledRequest, StepPlan, StepPricer, StepResult, StepShape
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, gc=False):
     """What a request will be answered: `token_ids`, then `filler` for as long as it asks."""
 
     num_prompt: int
     token_ids: tuple[int, ...] = ()
     filler: int = 0
-    filled: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    filled: tuple[int, ...] = ()  # one of them
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "filled", (self.filler,))
+        self.filled = (self.filler,)
 
     def tokens(self, first: int, count: int) -> tuple[int, ...]:
         """Its tokens `first` .. `first + count - 1`."""
@@ -95,16 +96,14 @@ class Speculation:
         return num_draft_tokens
 
 
-@record
-class Span:
+class Span(msgspec.Struct, frozen=True, gc=False):
     """When the device worked on one step."""
 
     start_s: float
     end_s: float
 
 
-@record
-class SimulatedFuture:
+class SimulatedFuture(msgspec.Struct, frozen=True, gc=False):
     plan: StepPlan
     span: Span
     executor: SimulatedExecutor
@@ -138,6 +137,10 @@ class SimulatedExecutor:
     spans: deque[Span] = field(default_factory=deque)  # of steps in flight, the oldest first
     _num_sampled: dict[str, int] = field(default_factory=dict)  # by row, with drafts alone
     _drafted: dict[int, StepResult] = field(default_factory=dict)
+    _prices_logits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prices_logits = isinstance(self.pricer, Target)  # a slow question
 
     def submit(self, plan: StepPlan) -> SimulatedFuture:
         seconds = self._seconds_of(plan)
@@ -164,8 +167,10 @@ class SimulatedExecutor:
         return self.pricer.seconds(shape)
 
     def _seconds_of(self, plan: StepPlan) -> float:
-        if plan.decodes is not None and not self.num_ghosts and isinstance(self.pricer, Pricer):
-            return self.pricer.decodes_seconds(plan.decodes.starts)
+        if not self.num_ghosts and isinstance(self.pricer, Pricer):
+            if plan.decodes is not None:
+                return self.pricer.decodes_seconds(plan.decodes.starts)
+            return self.pricer.seconds(plan.shape)
         return self.seconds(plan.shape)
 
     def decode_times(self, contexts: Sequence[int]) -> Iterator[float]:
@@ -173,7 +178,7 @@ class SimulatedExecutor:
         if self.num_ghosts:
             contexts = (*contexts, *[max(contexts)] * self.num_ghosts)
         if isinstance(self.pricer, Pricer):
-            return self.pricer.decode_run(contexts).each()
+            return self.pricer.each_decode(contexts)
         return self._each_step(contexts)
 
     def _each_step(self, contexts: Sequence[int]) -> Iterator[float]:
@@ -188,8 +193,11 @@ class SimulatedExecutor:
             if entry.samples:
                 name = entry.request_id
                 answer = answers.get(name, NOBODY)
-                first = entry.start + entry.num_tokens - answer.num_prompt
-                sampled[name] = answer.tokens(first, 1) if answer.token_ids else answer.filled
+                if answer.token_ids:
+                    first = entry.start + entry.num_tokens - answer.num_prompt
+                    sampled[name] = answer.tokens(first, 1)
+                else:
+                    sampled[name] = answer.filled
         return StepResult(sampled)
 
     def forget(self, request_id: str) -> None:
@@ -226,10 +234,11 @@ class SimulatedExecutor:
     def _more_logits(self, plan: StepPlan, seconds: float) -> float:
         """Each draft needs a row of logits too."""
         num_draft_tokens = sum([entry.num_draft for entry in plan.scheduled])
-        if not num_draft_tokens or not isinstance(self.pricer, Target):
+        if not num_draft_tokens or not self._prices_logits:
             return 0.0
         num_logits = num_draft_tokens + len(plan.scheduled)
-        whole_s = self.pricer.seconds_of(self.pricer.features(plan.shape), num_logits)
+        target = cast("Target", self.pricer)
+        whole_s = target.seconds_of(target.features(plan.shape), num_logits)
         return max(0.0, whole_s - seconds)
 
     def _num_accepted(self, entry: ScheduledRequest, speculation: Speculation) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
 
 from ridgeline.clock import Clock
 from ridgeline.engine import Engine, Launched
@@ -18,8 +19,7 @@ from ridgeline.step import StepPlan, StepResult
 LEAST_STEPS = 2  # a single step is cheaper when it is made as usual
 
 
-@dataclass(frozen=True, slots=True)
-class Leap:
+class Leap(msgspec.Struct, frozen=True):
     """`run.num_steps` steps were planned and as many collected.
 
     The device worked on the collected ones from `start_s` to `end_s` without a pause; the last of
@@ -57,6 +57,11 @@ class LeapingEngine(Engine):
         self.quiet = QuietSteps(scheduler)
         self.plans_ahead_s = None if executor.computes_in_submit else plans_ahead_s
 
+    def collect(self) -> list[RequestOutput]:
+        """Only the outputs with the first and the last tokens of answers, if nobody listens."""
+        self.scheduler.results.tells_all = bool(self.listeners)
+        return super().collect()
+
     @property
     def oldest(self) -> StepPlan:
         """The plan of the step that is collected next; there must be one in flight."""
@@ -76,7 +81,7 @@ class LeapingEngine(Engine):
         stays there; the engine is where it will be at the leap's end.
         """
         num_in_flight = len(self._in_flight)
-        if self.listeners.hear_steps or num_in_flight != self.max_in_flight - 1:
+        if num_in_flight != self.max_in_flight - 1 or self.listeners.hear_steps:
             return None
         rows = self.quiet.rows()
         most = self.quiet.most(rows) if rows else 0
@@ -143,9 +148,11 @@ class LeapingEngine(Engine):
     def _go(self, rows: Sequence[Request], num_steps: int, ends: Sequence[float]) -> Leap:
         num_in_flight, lag = len(self._in_flight), self._lag
         launches = collects = [self.clock.now(), *ends[lag:]]
-        if num_in_flight and self._has_room:
-            pairs = zip(ends, collects, strict=False)
-            launches = [self._late(end, now) or now for end, now in pairs]
+        first_left = max(0, num_steps - num_in_flight)  # of the steps that are in flight afterwards
+        if num_in_flight and self._has_room and self.plans_ahead_s is not None:
+            told = 0 if self.listeners else first_left
+            pairs = zip(ends[told:num_steps], collects[told:num_steps], strict=True)
+            launches = collects[:told] + [self._late(end, now) or now for end, now in pairs]
         spans = list(self.executor.spans)
         start_s = spans[0].start_s if spans else launches[0]
         flying = [step.plan for step in self._in_flight]
@@ -154,7 +161,7 @@ class LeapingEngine(Engine):
         run = self.quiet.advance(rows, tokens, num_steps)
         for _ in range(min(num_steps, num_in_flight)):
             self._in_flight.popleft()
-        for index in range(max(0, num_steps - num_in_flight), num_steps):
+        for index in range(first_left, num_steps):
             end = num_in_flight + index
             plan, _ = self.scheduler.flights[run.first_step_id + index]
             span = Span(ends[end - 1], ends[end])

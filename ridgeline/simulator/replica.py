@@ -31,6 +31,7 @@ class Replica:
     ) -> None:
         self.number = number
         self.engine = engine
+        self.clock: VirtualClock = engine.executor.clock
         self.is_static = is_static
         self.inbox: deque[Job] = deque()
         self.samples: list[StepSample] = []
@@ -42,12 +43,10 @@ class Replica:
 
     # ------------------------------------------------------------------ one turn of the loop
 
-    @property
-    def clock(self) -> VirtualClock:
-        return self.engine.executor.clock
-
     def take_in(self) -> None:
         """What has arrived goes to the engine; a static batch waits for the one before it."""
+        if not self.inbox:
+            return
         engine = self.engine
         if not self.is_static:
             while self.inbox:

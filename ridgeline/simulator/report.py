@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from ridgeline.errors import ConfigError
-from ridgeline.request import record
 
 MAX_POINTS = 400  # of a curve over time that is printed or drawn
 
@@ -59,8 +60,7 @@ class RequestTimeline:
         return asdict(self) | times
 
 
-@record
-class StepSample:
+class StepSample(msgspec.Struct, frozen=True, gc=False):
     """`num_steps` equal steps (several when they were advanced at once) of one replica.
 
     Requests, tokens and blocks are as they stood when the last of them was over; `num_rows` is how

@@ -14,7 +14,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+
+import msgspec
 
 from ridgeline.clock import Rng, VirtualClock
 from ridgeline.cost.pricer import Setup
@@ -31,12 +32,14 @@ from ridgeline.simulator.macro import Leap, LeapingEngine
 from ridgeline.simulator.options import Machine, Options, limits_of, machine_of, without_paging
 from ridgeline.simulator.replica import Job, Replica
 from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary, summarize
-from ridgeline.simulator.workload import FRESH_TOKEN, Arrival
+from ridgeline.simulator.workload import FRESH_TOKEN, MAX_LENGTH, Arrival
 from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.price import Drafter, DraftPrices, Target
 from ridgeline.step import Listener, StepPricer
 
 __all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
+
+NAME_BYTES = 16  # of a block that no prompt shares
 
 JournalOf = Callable[[int, Scheduler], Listener]  # of a replica, by its number
 
@@ -69,7 +72,7 @@ class SimulationReport:
         )
 
 
-class _Event(NamedTuple):
+class _Event(msgspec.Struct, frozen=True, order=True, gc=False):
     """A replica's loop goes on: its oldest step is over (`collects`), or a leap, or its sleep, or
     it has waited with a plan for who comes (`plans`). The earliest is the first."""
 
@@ -139,9 +142,13 @@ class Simulation:
                 self._arrive(job)
                 job = next(coming, None)
                 continue
-            event = heapq.heappop(events)
-            self.now = event.when
-            self._turn(event, horizon)
+            event: _Event | None = heapq.heappop(events)
+            while event is not None:
+                self.now = event.when
+                event = self._turn(event, horizon)
+                if event is not None and (len(self.replicas) > 1 or event.when >= horizon):
+                    heapq.heappush(events, event)
+                    break
         samples = [sample for replica in self.replicas for sample in replica.samples]
         return SimulationReport(
             timelines,
@@ -154,7 +161,8 @@ class Simulation:
 
     # ------------------------------------------------------------------ events
 
-    def _turn(self, event: _Event, horizon: float) -> None:
+    def _turn(self, event: _Event, horizon: float) -> _Event | None:
+        """What comes next for this replica, if anything."""
         replica = event.replica
         replica.clock.advance_to(event.when)
         if event.collects:
@@ -166,11 +174,10 @@ class Simulation:
             may_overshoot = self._is_blind and replica.engine.plans_ahead_s is None
             leap = replica.leap(horizon, may_overshoot=may_overshoot)
             if leap is not None:
-                self._wake(replica, leap.now, leap=leap)
-                return
-        self._go_on(replica, is_time=event.plans)
+                return self._next(replica, leap.now, leap=leap)
+        return self._go_on(replica, is_time=event.plans)
 
-    def _go_on(self, replica: Replica, *, is_time: bool = False) -> None:
+    def _go_on(self, replica: Replica, *, is_time: bool = False) -> _Event | None:
         """Launch, and say when the loop turns again. `is_time`: for a plan that has waited."""
         engine, now = replica.engine, replica.clock.now()
         if self.options.computes_in_submit:
@@ -179,20 +186,18 @@ class Simulation:
             collects = engine.num_in_flight > 0 and (is_full or not is_sent)
             when = replica.clock.now()
         else:
-            plans_at = None if is_time else engine.plans_at()
-            while plans_at is None and replica.launch():
+            most, plans_at = engine.max_in_flight, None if is_time else engine.plans_at()
+            while plans_at is None and engine.num_in_flight < most and replica.launch():
                 plans_at = engine.plans_at()
             if plans_at is not None:
                 replica.is_asleep = False
-                self._wake(replica, plans_at, plans=True)
-                return
+                return self._next(replica, plans_at, plans=True)
             spans = engine.executor.spans
             when, is_sent, collects = spans[0].end_s if spans else now, False, bool(spans)
         replica.is_asleep = not (is_sent or collects)
-        if not replica.is_asleep:
-            self._wake(replica, when, collects=collects)
+        return None if replica.is_asleep else self._next(replica, when, collects=collects)
 
-    def _wake(
+    def _next(
         self,
         replica: Replica,
         when: float,
@@ -200,10 +205,9 @@ class Simulation:
         collects: bool = False,
         leap: Leap | None = None,
         plans: bool = False,
-    ) -> None:
+    ) -> _Event:
         self._num_events += 1
-        event = _Event(when, self._num_events, replica, collects, leap, plans)
-        heapq.heappush(self._events, event)
+        return _Event(when, self._num_events, replica, collects, leap, plans)
 
     @property
     def _is_blind(self) -> bool:
@@ -216,7 +220,7 @@ class Simulation:
         replica.inbox.append(job)
         if replica.is_asleep:
             replica.is_asleep = False
-            self._wake(replica, self.now)
+            heapq.heappush(self._events, self._next(replica, self.now))
 
     def _route(self, request: Request) -> int:
         self._num_sent += 1
@@ -241,10 +245,21 @@ class Simulation:
             tenant=arrival.tenant,
             weight=arrival.weight,
         )
+        if not (arrival.prompt or arrival.prefix_hashes):
+            request.block_hashes = self._own_hashes(index, arrival)
         timeline = RequestTimeline(
             arrival.id, arrival.time_s, arrival.num_input, arrival.num_output
         )
         return Job(request, Answer(arrival.num_input, filler=FRESH_TOKEN + index), timeline)
+
+    def _own_hashes(self, index: int, arrival: Arrival) -> list[bytes]:
+        """Names for the blocks of a request that begins like no other: they need not be derived
+        from its tokens."""
+        if not self.replicas[0].engine.scheduler.blocks.prefix_caching:
+            return []
+        first = index * (MAX_LENGTH << 1)
+        last = first + (arrival.num_input + arrival.num_output) // self.limits.block_size
+        return [name.to_bytes(NAME_BYTES, "big") for name in range(first, last)]
 
     def _sampling_of(self, num_output: int) -> SamplingParams:
         found = self._sampling.get(num_output)

@@ -134,7 +134,7 @@ def test_many_decode_steps_in_closed_form(seed: int) -> None:
     run = pricer.decode_run(contexts)
     each = [run.seconds(step) for step in range(steps)]
     assert each == pytest.approx(one_by_one, rel=CLOSE)
-    assert list(islice(run.each(), steps)) == each
+    assert list(islice(pricer.each_decode(contexts), steps)) == each
     assert run.total(steps) == pytest.approx(sum(one_by_one), rel=CLOSE)
     first = rng.randint(0, steps)
     assert run.total(steps - first, first) == pytest.approx(sum(one_by_one[first:]), rel=CLOSE)

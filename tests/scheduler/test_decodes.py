@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
@@ -75,7 +76,7 @@ class Silent:
     future: FakeFuture
 
     def result(self) -> StepResult:
-        return replace(self.future.result(), draft_token_ids={})
+        return structs.replace(self.future.result(), draft_token_ids={})
 
 
 def seen_with_drafts(seed: int, *, finds: bool) -> tuple[list[StepPlan], list[RequestOutput]]:
