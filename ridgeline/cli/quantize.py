@@ -294,7 +294,7 @@ def predicted(args: argparse.Namespace) -> dict[str, float]:
     format of ours that is nearest: int4 has groups of 128, int8 whole rows."""
     from ridgeline.cli import predict as command
     from ridgeline.cli.parser import Parser
-    from ridgeline.cli.prediction import predict
+    from ridgeline.cli.predict import predict
 
     parser = Parser()
     command.add_arguments(parser)

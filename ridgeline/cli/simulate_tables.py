@@ -13,7 +13,7 @@ from ridgeline.architectures.counts import (
     logits_flops,
 )
 from ridgeline.cli.plots import Chart, Series
-from ridgeline.cli.prediction import calibration_caveats
+from ridgeline.cli.predict import calibration_caveats
 from ridgeline.cli.simulate_case import SWEEP_BATCHES
 from ridgeline.cli.tables import UNKNOWN, Column, grid, table, unbroken
 from ridgeline.cost.step_features import attention_kinds
