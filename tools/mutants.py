@@ -279,9 +279,8 @@ MUTANTS = (
     Mutant(
         "drafts that a usual step has found are left aside",
         RESULTS,
-        "row.num_done_tokens = first\n                        "
-        "row.draft_token_ids = drafts.get(row.request_id, ()) if drafts else ()",
-        "row.num_done_tokens = first\n                        row.draft_token_ids = ()",
+        "row.draft_token_ids = drafts.get(row.request_id, ())\n",
+        "row.draft_token_ids = ()\n",
     ),
     Mutant(
         "results of drafts forget that a block is full",
