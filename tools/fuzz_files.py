@@ -298,6 +298,6 @@ safetensors = _target(_make_safetensors, lambda case: read_header(_path("m.safet
 gguf = _target(_make_gguf, _read_gguf)
 index = _target(_make_index, _read_index)
 config = _target(_make_config, _read_config)
-scheme = _target(_make_stored, _read_stored)
+stored = _target(_make_stored, _read_stored)
 generation = _target(_make_generation, _read_generation)
 tokenizer = _target(_make_tokenizer, _read_tokenizer)

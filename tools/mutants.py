@@ -987,11 +987,12 @@ def plant(mutant: Mutant, scratch: Path) -> None:
 
 def succeeds(command: list[str], folder: Path) -> bool:
     environment = os.environ | {"RIDGELINE_SIM_STEPS": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         run = subprocess.run(
             [sys.executable, *command],
             cwd=folder,
-            env=environment | {"PYTHONPATH": str(folder)},
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
             capture_output=True,
             timeout=TIMEOUT_S,
             check=False,

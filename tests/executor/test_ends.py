@@ -25,7 +25,7 @@ def decoder() -> Decoder:
 
 
 def host(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> Host:
-    monkeypatch.setattr(mixed_graphs, "WANTED_BUCKETS", (2, 4))
+    monkeypatch.setattr(mixed_graphs, "LOGITS_BUCKETS", (2, 4))
     monkeypatch.setattr(mixed_graphs, "DECODE_BUCKETS", (0, 3, 16))
     return Host(make_executor(decoder(), max_captured_rows=4, max_captured_tokens=max_tokens))
 
