@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.thinning import MARKS, thin_out
+from tests.thinning import thin_out
 
 torch.set_num_threads(1)
 
@@ -55,11 +55,6 @@ def _keep_logging() -> Iterator[None]:
     before = logger.handlers[:], logger.level, logger.propagate
     yield
     logger.handlers[:], logger.level, logger.propagate = before
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for mark in MARKS:
-        config.addinivalue_line("markers", mark)
 
 
 @pytest.hookimpl(tryfirst=True)

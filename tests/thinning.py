@@ -18,7 +18,6 @@ WIDTHS = {"every_value": 1, "every_pair": 2}  # values of a case that have to oc
 IS_THINNED = os.environ.get("RIDGELINE_TEST_DEVICE", "cpu") == "cpu"
 # The marks of a parameter that `make test` leaves out.
 SELDOM: pytest.MarkDecorator | tuple[()] = pytest.mark.slow if IS_THINNED else ()
-MARKS = [f"{name}: make test runs some of the grid, and test-full all of it" for name in WIDTHS]
 
 
 def covering(cases: Sequence[Mapping[str, Hashable]], width: int) -> list[int]:

@@ -25,6 +25,7 @@ TIMEOUT_S = 400
 COPIED_TESTS = (
     "__init__.py",
     "fake_device.py",
+    "thinning.py",
     "simulated_world.py",
     "test_engine.py",
     "cost/__init__.py",
@@ -1010,7 +1011,7 @@ def who_notices(mutant: Mutant) -> str:
         oracle = ["tools/simulate_core.py", "--steps", str(ORACLE_STEPS), "--processes", "1"]
         if not succeeds(oracle, scratch):
             return "oracle"
-        tests = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests"]
+        tests = ["-m", "pytest", "-x", "-m", "not slow", "-p", "no:cacheprovider", "tests"]
         return "" if succeeds(tests, scratch) else "tests"
 
 
