@@ -13,6 +13,7 @@ T = B * Q new tokens, V vocabulary, Y numbers of a row's answer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -57,7 +58,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class ExecutorParts:
     """What captured steps of one executor share."""
 
     decoder: Decoder
@@ -68,21 +69,21 @@ class OnDevice:
     device: Device
 
 
-class CapturedSteps(Generic[Key]):
+class CapturedSteps(ABC, Generic[Key]):
     """Steps by what distinguishes their graphs. A subclass says how one is captured (`_capture`);
     all share its buffers and their memory."""
 
-    def __init__(self, shared: OnDevice) -> None:
+    def __init__(self, shared: ExecutorParts) -> None:
         self._decoder, self._kv, self._rows = shared.decoder, shared.kv, shared.rows
         self._tables, self._transfer, self._device = shared.tables, shared.transfer, shared.device
         self.num_steps = 0
         self._graphs: dict[Key, Callable[[], None]] = {}
         self._captured_tables: torch.Tensor | None = None
 
+    @abstractmethod
     def _capture(self, key: Key) -> Callable[[], None]:
         """What replays this step: captured on padding alone, so that nobody's cache, counts and
         history are touched."""
-        raise NotImplementedError
 
     def _prepare(self, key: Key) -> bool:
         """Capture this step before one is asked for. False: it is. Nothing may be in flight."""
@@ -140,12 +141,12 @@ class CapturedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """All of it is overwritten by the next step. `told` is what the host reads: the rows' new
+class CapturedOutput:
+    """All of it is overwritten by the next step. `answers` are what the host reads: the rows' new
     tokens [R], -1 without a finite logit, or with drafts numbers of each row [R, Y]; None after a
     step that ended at the logits."""
 
-    told: torch.Tensor | None
+    answers: torch.Tensor | None
     logits_TV: torch.Tensor  # float32
     token_ids_T: torch.Tensor  # that were computed: each row's newest token, then its drafts
     positions_T: torch.Tensor  # where the tokens that come out stand
@@ -157,7 +158,7 @@ StepKey = tuple[int, int, Sampling]  # bucket, drafts of each row, sampling
 # What a row of an engine that drafts tells before its tokens: how many came out, how many drafts
 # there were, was the first right; last, how many drafts lie behind them now.
 BEFORE_IDS = 3
-Asked = HostDraws | RowDraws | RowControls | None  # None: all rows are greedy
+RowSampling = HostDraws | RowDraws | RowControls | None  # None: all rows are greedy
 
 
 class DecodeGraphs(CapturedSteps[StepKey]):
@@ -169,7 +170,7 @@ class DecodeGraphs(CapturedSteps[StepKey]):
 
     def __init__(
         self,
-        shared: OnDevice,
+        shared: ExecutorParts,
         *,
         max_rows: int,
         max_tokens: int = 0,
@@ -190,7 +191,7 @@ class DecodeGraphs(CapturedSteps[StepKey]):
         ]
         vocab_size = self._decoder.spec.vocab_size
         self._logits = torch.empty(most, vocab_size, dtype=torch.float32, device=where)
-        self._told = torch.zeros(most * (BEFORE_IDS + 3), dtype=torch.int64, device=where)
+        self._answers = torch.zeros(most * (BEFORE_IDS + 3), dtype=torch.int64, device=where)
         self._draws = DeviceDraws([most, most_rows], self._transfer, where, num_flags=most_rows)
         self._controls = DeviceControls(vocab_size, most, self._rows.counts, self._transfer)
         self._workspace = make_workspace(where, 3 * most * (vocab_size // 4096 + 1), most)
@@ -198,7 +199,7 @@ class DecodeGraphs(CapturedSteps[StepKey]):
         self.samples_controlled = self._decoder.backend.name != "native"
         self._drawn_for: HostDraws | RowDraws | None = None
         self._drawn_each = 0
-        self._seen: dict[tuple[int, StepKey], tuple[torch.Tensor, Answer]] = {}
+        self._seen: dict[tuple[int, StepKey], tuple[torch.Tensor, CapturedOutput]] = {}
 
     # --------------------------------------------------------------------------- a step
 
@@ -207,7 +208,7 @@ class DecodeGraphs(CapturedSteps[StepKey]):
         in flight."""
         return self._prepare((bucket, num_draft_tokens, sampling))
 
-    def run(self, step: CapturedStep, asked: Asked, sampling: Sampling) -> Answer:
+    def run(self, step: CapturedStep, asked: RowSampling, sampling: Sampling) -> CapturedOutput:
         """Send the step off. The rows remember their tokens; penalised rows count them if they are
         sampled by their controls."""
         key = step.sent_XB.shape[1], step.num_draft_tokens, sampling
@@ -218,20 +219,20 @@ class DecodeGraphs(CapturedSteps[StepKey]):
             self._take_draws(asked, step.num_draft_tokens + 1)
         seen = self._seen.get((step.num_rows, key))
         if seen is None:
-            seen = self._sent[: step.sent_XB.size], self._answer(step.num_rows, key)
+            seen = self._sent[: step.sent_XB.size], self._output(step.num_rows, key)
             self._seen[step.num_rows, key] = seen
-        sent, answer = seen
+        sent, output = seen
         self._transfer.send_into(step.sent_XB, sent)
         replay()
         self.num_steps += 1
-        return answer
+        return output
 
-    def _answer(self, num: int, key: StepKey) -> Answer:
+    def _output(self, num: int, key: StepKey) -> CapturedOutput:
         """Where a step of `num` rows leaves what."""
         bucket, k, sampling = key
         num_tokens = num * (k + 1)
-        return Answer(
-            None if sampling is Sampling.LOGITS else self._told_of(bucket, k + 1)[:num],
+        return CapturedOutput(
+            None if sampling is Sampling.LOGITS else self._answers_of(bucket, k + 1)[:num],
             self._logits[:num_tokens],
             self._inputs.token_ids_B[:num_tokens],
             self._inputs.next_positions_B[:num_tokens],
@@ -241,9 +242,9 @@ class DecodeGraphs(CapturedSteps[StepKey]):
     def _sent_of(self, bucket: int) -> torch.Tensor:
         return self._sent[: self._num_lines * bucket].view(-1, bucket)
 
-    def _told_of(self, num_rows: int, num_new: int) -> torch.Tensor:
+    def _answers_of(self, num_rows: int, num_new: int) -> torch.Tensor:
         """What the host will read of so many rows."""
-        return self._told[:num_rows]
+        return self._answers[:num_rows]
 
     def _take_draws(self, asked: HostDraws | RowDraws, num_new: int) -> None:
         """Rows behind those are padding, however they are drawn."""
@@ -284,7 +285,7 @@ class DecodeGraphs(CapturedSteps[StepKey]):
         self._forward(self._batch(sent_XB[0], num_new), logits_TV)
         if sampling is not Sampling.LOGITS:
             ids_T, is_sound_T = self._draw(key, logits_TV, inputs)
-            self._end(ids_T, is_sound_T, sent_XB, self._told_of(bucket, num_new))
+            self._end(ids_T, is_sound_T, sent_XB, self._answers_of(bucket, num_new))
 
     def _begin(self, key: StepKey, sent_XB: torch.Tensor, inputs: StepInputs) -> None:
         """Fills `inputs`."""
@@ -324,6 +325,6 @@ class DecodeGraphs(CapturedSteps[StepKey]):
         ids_T: torch.Tensor,
         is_sound_T: torch.Tensor,
         sent_XB: torch.Tensor,
-        told: torch.Tensor,
+        answers: torch.Tensor,
     ) -> None:
-        remember(ids_T, is_sound_T, sent_XB[0], self._rows.last_ids_N, told)
+        remember(ids_T, is_sound_T, sent_XB[0], self._rows.last_ids_N, answers)

@@ -20,9 +20,9 @@ from ridgeline.attention.layout import ForwardBatch
 from ridgeline.errors import InternalError
 from ridgeline.executor.decode_graphs import (
     BEFORE_IDS,
-    Answer,
+    CapturedOutput,
     DecodeGraphs,
-    OnDevice,
+    ExecutorParts,
     Sampling,
     StepKey,
 )
@@ -42,7 +42,7 @@ class DraftGraphs(DecodeGraphs):
     lines_per_group = 2
 
     def __init__(
-        self, shared: OnDevice, *, method: DraftMethod, max_rows: int, max_tokens: int
+        self, shared: ExecutorParts, *, method: DraftMethod, max_rows: int, max_tokens: int
     ) -> None:
         most = method.max_draft_tokens
         super().__init__(shared, max_rows=max_rows, max_tokens=max_tokens, max_draft_tokens=most)
@@ -75,18 +75,20 @@ class DraftGraphs(DecodeGraphs):
             wanted = STEP_DRAFTS[bisect_left(STEP_DRAFTS, wanted)]
         return min(wanted, most)
 
-    def _answer(self, num: int, key: StepKey) -> Answer:
-        answer, draft_logits = super()._answer(num, key), self._draft_logits.get(key)
+    def _output(self, num: int, key: StepKey) -> CapturedOutput:
+        output, draft_logits = super()._output(num, key), self._draft_logits.get(key)
         if draft_logits is None:
-            return answer
-        return replace(answer, draft_logits_BkV=draft_logits[:num])
+            return output
+        return replace(output, draft_logits_BkV=draft_logits[:num])
 
-    def finish(self, answer: Answer, ids_T: torch.Tensor, is_sound_T: torch.Tensor) -> torch.Tensor:
+    def finish(
+        self, output: CapturedOutput, ids_T: torch.Tensor, is_sound_T: torch.Tensor
+    ) -> torch.Tensor:
         """The rest of a step that ended at the logits; what it tells [R, Y]."""
-        num = answer.sent_XR.shape[1]
-        told = self._told_of(num, len(ids_T) // num)
-        self._end(ids_T, is_sound_T, answer.sent_XR, told)
-        return told
+        num = output.sent_XR.shape[1]
+        answers = self._answers_of(num, len(ids_T) // num)
+        self._end(ids_T, is_sound_T, output.sent_XR, answers)
+        return answers
 
     def add(
         self, rows_R: torch.Tensor, ids_R: torch.Tensor, is_sound_R: torch.Tensor
@@ -94,11 +96,11 @@ class DraftGraphs(DecodeGraphs):
         """The same for rows that got one token by another step, of which there may be more than a
         captured step has."""
         if len(ids_R) > self.max_tokens:
-            told = ids_R.new_zeros(len(ids_R), BEFORE_IDS + 2)
+            answers = ids_R.new_zeros(len(ids_R), BEFORE_IDS + 2)
         else:
-            told = self._told_of(len(ids_R), 1)
-        self._accept(ids_R, is_sound_R, rows_R, torch.zeros_like(rows_R), told)
-        return told
+            answers = self._answers_of(len(ids_R), 1)
+        self._accept(ids_R, is_sound_R, rows_R, torch.zeros_like(rows_R), answers)
+        return answers
 
     # -------------------------------------------------------------------------- capture
 
@@ -113,9 +115,9 @@ class DraftGraphs(DecodeGraphs):
         self._method.make_room(len(self._history.lens_N))
         super()._follow(key)
 
-    def _told_of(self, num_rows: int, num_new: int) -> torch.Tensor:
+    def _answers_of(self, num_rows: int, num_new: int) -> torch.Tensor:
         width = BEFORE_IDS + num_new + 1
-        return self._told[: num_rows * width].view(num_rows, width)
+        return self._answers[: num_rows * width].view(num_rows, width)
 
     def _begin(self, key: StepKey, sent_XB: torch.Tensor, inputs: StepInputs) -> None:
         rows_B, limits_B, k = sent_XB[0], sent_XB[1], key[1]
@@ -162,10 +164,10 @@ class DraftGraphs(DecodeGraphs):
         ids_T: torch.Tensor,
         is_sound_T: torch.Tensor,
         sent_XB: torch.Tensor,
-        told: torch.Tensor,
+        answers: torch.Tensor,
     ) -> None:
         rows_B, limits_B = sent_XB[0], sent_XB[1]
-        self._accept(ids_T, is_sound_T, rows_B, limits_B, told)
+        self._accept(ids_T, is_sound_T, rows_B, limits_B, answers)
         if self._method.taps:  # once the tokens that came out are in the history
             num_new = len(ids_T) // len(rows_B)
             rows_T = rows_B[:, None].expand(-1, num_new).reshape(-1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ridgeline.attention.layout import ForwardBatch
-from ridgeline.executor.decode_graphs import BEFORE_IDS, Answer, OnDevice, Sampling
+from ridgeline.executor.decode_graphs import BEFORE_IDS, CapturedOutput, ExecutorParts, Sampling
 from ridgeline.executor.draft_batch import DraftBatch, DraftBatchBuilder
 from ridgeline.executor.draft_graphs import DraftGraphs
 from ridgeline.executor.future import Answers
@@ -36,7 +36,7 @@ class Drafting:
 class DraftRunner:
     def __init__(
         self,
-        shared: OnDevice,
+        shared: ExecutorParts,
         *,
         method: DraftMethod,
         max_rows: int,
@@ -86,7 +86,7 @@ class DraftRunner:
             self.method.make_room(len(history.lens_N))
             self.method.take_states(*untaken, history)
 
-    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, Answer]:
+    def run(self, batch: DraftBatch) -> tuple[torch.Tensor, CapturedOutput]:
         """One step: each row's answer [R, Y], which the next step overwrites."""
         if batch.missed is not None:
             self.method.follow(batch.missed)
@@ -101,7 +101,7 @@ class DraftRunner:
             verified = self.graphs.run(
                 batch.step, rows.draws, drawn if is_drawn else Sampling.LOGITS
             )
-        answer_RY = verified.told
+        answer_RY = verified.answers
         if answer_RY is None:
             ids_T, is_sound_T = self._drawn(batch, verified)
             answer_RY = self.graphs.finish(verified, ids_T, is_sound_T)
@@ -111,7 +111,9 @@ class DraftRunner:
             self._rows.counts.add_run(kept.counts_slots_C, ids_CQ)
         return answer_RY, verified
 
-    def _drawn(self, batch: DraftBatch, verified: Answer) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(
+        self, batch: DraftBatch, verified: CapturedOutput
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What comes out at each place, by torch: whatever the rows ask for."""
         num_draft_tokens = batch.step.num_draft_tokens
         rows = batch.rows.run_of(num_draft_tokens, self._vocab_size, self._transfer)

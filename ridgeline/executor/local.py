@@ -27,7 +27,7 @@ from ridgeline.executor.batch import (
     StepBatch,
 )
 from ridgeline.executor.batch_invariant import InvariantSampler, PieceBuilder, invariant_logprobs
-from ridgeline.executor.decode_graphs import BEFORE_IDS, DecodeGraphs, OnDevice, Sampling
+from ridgeline.executor.decode_graphs import BEFORE_IDS, DecodeGraphs, ExecutorParts, Sampling
 from ridgeline.executor.device_rows import DeviceTables
 from ridgeline.executor.draft_batch import DraftBatch
 from ridgeline.executor.drafter import Drafting, DraftRunner, repeated
@@ -112,7 +112,7 @@ class LocalExecutor:
             -(-(max_model_len + most_drafts) // block_size),
             device.torch_device,
         )
-        shared = OnDevice(decoder, kv, self._rows, tables, self._transfer, device)
+        shared = ExecutorParts(decoder, kv, self._rows, tables, self._transfer, device)
         if max_captured_rows and not deterministic and drafting is None:
             self._graphs = DecodeGraphs(shared, max_rows=max_captured_rows)
         if max_captured_tokens:
@@ -251,7 +251,7 @@ class LocalExecutor:
             step = SamplingStep(kept, None, drawn.positions_T, batch.host_positions)
             answer = self._sample(step, drawn.logits_TV)
             return self._pending(plan, kept.request_ids, answer, None)
-        if (ids_R := drawn.told) is None:
+        if (ids_R := drawn.answers) is None:
             raise InternalError("a captured step without tokens")
         logprobs = None
         if (wanted := kept.batch.logprobs) is not None:

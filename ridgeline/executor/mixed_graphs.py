@@ -23,7 +23,7 @@ import torch
 from ridgeline.attention import AttentionCase, Pieces
 from ridgeline.attention.layout import DecodeLayout, ForwardBatch, LogitsIndices, MixedLayout
 from ridgeline.errors import InternalError
-from ridgeline.executor.decode_graphs import CapturedSteps, OnDevice
+from ridgeline.executor.decode_graphs import CapturedSteps, ExecutorParts
 from ridgeline.executor.rows import PADDING_ROW
 from ridgeline.executor.transfer import Array
 from ridgeline.formats import TOKEN_BUCKETS
@@ -109,7 +109,7 @@ class _Sent:
 
 
 class MixedGraphs(CapturedSteps[Key]):
-    def __init__(self, shared: OnDevice, *, max_tokens: int, all_pieces: bool = False) -> None:
+    def __init__(self, shared: ExecutorParts, *, max_tokens: int, all_pieces: bool = False) -> None:
         super().__init__(shared)
         decoder = self._decoder
         if not decoder.backend.captures_mixed:

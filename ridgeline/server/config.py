@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         Positive, says("most open connections; one address may hold 8 times what is free")
     ] = 8192
     max_sequences_per_request: Annotated[Positive, says("prompts times answers of one request")] = (
-        512  # prompts times best_of
+        512
     )
     max_queued_sequences: Annotated[  # 0: who cannot run at once is refused
         Number, says("waiting sequences beyond those that can run at once")
