@@ -95,6 +95,18 @@ def test_with_drafts_in_flight_the_upper_bound_is_planned_and_lowered() -> None:
     assert request.num_pending_tokens == 1
 
 
+def test_a_block_that_draft_tokens_fill_is_shared_at_once() -> None:
+    rig = Rig(num_drafts=3, num_blocks=40)
+    first = make_request("a", 4, 30)
+    rig.add(first)
+    rig.plan()
+    rig.plan()
+    rig.complete(5)
+    rig.complete(a=(6, 7, 8, 9))
+    rig.add(make_request("b", prompt=(*first.token_ids[:8], 77)))
+    assert entries(rig.plan())["b"].start == 8
+
+
 def test_when_nothing_is_in_flight_the_drafts_are_those_that_were_reported() -> None:
     rig = Rig(num_drafts=3)
     request = make_request("a", 4, 30)
@@ -509,6 +521,21 @@ def test_an_aborted_beam_search_closes_all_rows() -> None:
     rig.add(make_request("b"))
     assert set(rig.plan().finished) == names
     rig.scheduler.check_invariants()
+
+
+def test_beams_leave_blocks_to_a_request_that_may_not_be_preempted_again() -> None:
+    rig = Rig(num_blocks=8, block_size=1, max_preemptions=1)
+    rig.add(make_request("a", 4, sampling=BEAMS, arrival_time=-1.0))
+    young = make_request("young", 3, 5)
+    rig.add(young)
+    rig.plan()
+    pairs = ((10, -1.0), (11, -1.5), (12, -9.0), (13, -9.5))
+    plan = rig.plans.pop(0)
+    rig.scheduler.update(plan, told(plan, *pairs, young=(1,)))
+    rig.plan()
+    assert young.num_preemptions == 1
+    report(rig, *pairs)
+    assert not len(rig.scheduler.state.running)
 
 
 def test_preempted_beams_come_back_and_share_their_prompt_again() -> None:
