@@ -6,8 +6,9 @@ Each MODEL has a server of its own with the default settings, in float32, with o
 and callers that never pause. A caller asks for one of some dozens of answers, whole or streamed,
 whose text is known: the server said it alone, at the beginning. One in five leaves in the middle.
 Every `--fault-every` seconds the engine process is stopped for five seconds, or, each fourth time
-of the first half, killed: the last life is then long enough to tell warm-up from growth. Requests
-that end with an error that says "try again" are counted, anything else is a fault.
+of the first half, killed: the last life is then long enough to tell warm-up from growth. A life
+begins with a burst of more sequences than the callers ever have open together. Requests that end
+with an error that says "try again" are counted, anything else is a fault.
 Memory is read from /proc each second: all that a process has for itself but pages of files, which
 are its own or not as other processes come and go. The slope is that of the straight line through a
 life's values over the requests that had ended, from the warm-up on (`--warm` seconds from its
@@ -127,6 +128,7 @@ class Soak:
             ) as http:
                 await self._until_ready(http)
                 await self._learn(http)
+                await self._burst(http)
                 end = time.monotonic() + 60 * self.args.minutes
                 beside = [
                     asyncio.create_task(self._watch()),
@@ -160,6 +162,12 @@ class Soak:
             reply = await http.post("/v1/completions", json=body)
             reply.raise_for_status()
             self.known[json.dumps(body)] = _texts(reply.json())
+
+    async def _burst(self, http: httpx.AsyncClient) -> None:
+        """More at once, and longer, than the callers ever ask: what the largest step needs is part
+        of what a process takes for itself, not of what it grows by."""
+        asked = [self._question() | {"n": 3, "max_tokens": 60} for _ in range(NUM_QUESTIONS)]
+        await asyncio.gather(*(http.post("/v1/completions", json=body) for body in asked))
 
     def _question(self) -> dict[str, Any]:
         rng = self.rng
@@ -227,6 +235,8 @@ class Soak:
             else:
                 os.kill(pid, signal.SIGKILL)
                 self.tally.counts["engine killed"] += 1
+                await self._until_ready(http)
+                await self._burst(http)
             await self._until_ready(http)
 
     # ------------------------------------------------------------------ memory
