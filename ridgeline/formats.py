@@ -55,12 +55,14 @@ class WeightFormatLine:
 @dataclass(frozen=True, slots=True)
 class KVFormatLine:
     """`element_bits` of one K or V number, None for those of the serving dtype; `head_bytes` are
-    added per token, KV head and side (scales). `where` is "module:Class" of a KVFormat."""
+    added per token, KV head and side (scales). `where` is "module:Class" of a KVFormat.
+    `takes_latent`: it keeps the vectors of latent attention too."""
 
     where: str
     fast_on: tuple[str, ...] = ("all",)
     element_bits: int | None = None
     head_bytes: int = 0
+    takes_latent: bool = False
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
         """Bytes of K and V of one token in one layer, served in a dtype of `dtype_bytes`."""
@@ -164,13 +166,16 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "sdpa": "ridgeline.attention.sdpa:SdpaAttention",
     "triton": "ridgeline.attention.paged:PagedAttention",
     "native": "ridgeline.attention.native:NativeAttention",
+    "latent": "ridgeline.attention.latent:TorchLatentAttention",
     "flashinfer": "ridgeline.attention.flashinfer:FlashInferAttention",
     "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }
 KV_FORMATS: dict[str, KVFormatLine] = {
-    "auto": KVFormatLine("ridgeline.kvcache.formats:PlainKV"),
-    "fp8": KVFormatLine("ridgeline.kvcache.formats:Fp8KV", element_bits=8),
-    "int8": KVFormatLine("ridgeline.kvcache.formats:Int8KV", element_bits=8, head_bytes=2),
+    "auto": KVFormatLine("ridgeline.kvcache.formats:PlainKV", takes_latent=True),
+    "fp8": KVFormatLine("ridgeline.kvcache.formats:Fp8KV", element_bits=8, takes_latent=True),
+    "int8": KVFormatLine(
+        "ridgeline.kvcache.formats:Int8KV", element_bits=8, head_bytes=2, takes_latent=True
+    ),
     "int4": KVFormatLine("ridgeline.kvcache.formats:Int4KV", element_bits=4, head_bytes=4),
 }
 

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Iterator
 
 from ridgeline.architectures.parts import Part, parts, products
 from ridgeline.architectures.quantization_scheme import Scheme
-from ridgeline.architectures.spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+)
 from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
 
 
@@ -232,10 +238,26 @@ def layer_attention_flops(attention: AttentionSpec, num_new: int, num_before: in
     latent = attention.latent
     if latent is None or num_new == 1:
         return flops
+    return min(flops, _expanded_flops(attention, latent, num_new, num_before))
+
+
+def is_expanded(attention: AttentionSpec, num_new: int, num_before: int) -> bool:
+    """Latent attention computes the keys and values of these tokens, as that takes fewer."""
+    latent = attention.latent
+    if latent is None or num_new == 1:
+        return False
+    flops = flops_per_key(attention) * num_pairs(attention, num_new, num_before)
+    return _expanded_flops(attention, latent, num_new, num_before) < flops
+
+
+def _expanded_flops(
+    attention: AttentionSpec, latent: LatentSpec, num_new: int, num_before: int
+) -> int:
     heads = 2 * attention.num_heads
+    pairs = num_pairs(attention, num_new, num_before)
     direct = heads * (latent.qk_head_dim + latent.v_head_dim) * pairs
     expand = heads * latent.kv_lora_rank * (latent.qk_nope_head_dim + latent.v_head_dim)
-    return min(flops, direct + expand * num_before)
+    return direct + expand * num_before
 
 
 def flops_per_key(attention: AttentionSpec) -> int:

@@ -1,17 +1,19 @@
-"""What is a DeepSeek-V3? Latent attention everywhere; after a few dense layers, many small experts
-beside one that every token passes, scored by a sigmoid. Described, not served yet.
+"""What is a DeepSeek-V2, V3 or R1? Latent attention everywhere; after a few dense layers, many
+small experts beside some that every token passes, scored by a softmax (V2) or a sigmoid.
 
-Source: arXiv 2412.19437, section 2.1, and the published config.json. Checkpoints in fp8 are
-described like others: which format is served is not the model's matter. Their additional layers
-for drafting (`num_nextn_predict_layers`) are not part of the model here.
+Sources: arXiv 2405.04434, section 2.1; arXiv 2412.19437, section 2.1; Transformers `deepseek_v2`
+and `deepseek_v3`. The additional layers for drafting (`num_nextn_predict_layers`) are not part of
+the model here.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ridgeline.architectures.config_reader import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, ConfigReader
 from ridgeline.architectures.family import Trunk, activation, dense, model_spec, read_num_layers
 from ridgeline.architectures.parts import LLAMA_NAMES
-from ridgeline.architectures.rope_config import check_context, read_rope
+from ridgeline.architectures.rope_config import check_context, read_rope, yarn_growth
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -42,10 +44,12 @@ NAMES = {
 
 
 def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
-    config.refuse("attention_bias", False)
+    for key in ("attention_bias", "mlp_bias"):
+        config.refuse(key, False)
     config.refuse("moe_layer_freq", 1)
     trunk = _trunk(config, max_model_len)
-    first = config.integer("first_k_dense_replace", low=0, default=3)
+    is_second = config.text("model_type") == "deepseek_v2"
+    first = config.integer("first_k_dense_replace", low=0, default=0 if is_second else 3)
     feed_forward = tuple(
         dense(config) if index < first else _experts(config) for index in range(trunk.num_layers)
     )
@@ -66,6 +70,7 @@ def _trunk(config: ConfigReader, max_model_len: int | None) -> Trunk:
     positions = config.integer("max_position_embeddings", high=MAX_POSITIONS, default=4096)
     rotated = config.integer("qk_rope_head_dim", high=4096, default=64)
     rope = read_rope(config, head_dim=rotated, default_theta=10_000.0, max_positions=positions)
+    rope = replace(rope, interleaved=config.flag("rope_interleave", default=True))
     check_context(rope, positions, max_model_len)
     return Trunk(
         vocab_size=config.integer("vocab_size", high=MAX_VOCAB),
@@ -89,9 +94,11 @@ def _attention(config: ConfigReader, trunk: Trunk) -> AttentionSpec:
         v_head_dim=config.integer("v_head_dim", high=4096, default=128),
         q_lora_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
     )
-    return AttentionSpec(
-        trunk.num_heads, trunk.num_heads, trunk.head_dim, trunk.rope, latent=latent
-    )
+    rope, scale = trunk.rope, None
+    if rope.kind == "yarn" and rope.mscale_all_dim:
+        scale = trunk.head_dim**-0.5 * yarn_growth(rope.factor, rope.mscale_all_dim) ** 2
+    heads = trunk.num_heads
+    return AttentionSpec(heads, heads, trunk.head_dim, rope, scale=scale, latent=latent)
 
 
 def _experts(config: ConfigReader) -> DenseSpec | ExpertsSpec:

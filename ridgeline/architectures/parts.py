@@ -18,9 +18,10 @@ Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
   gate_bias, up_bias, down_bias     [rows of the matrix]
   router                            [X, E]
 
+  q_a, q_b, kv_a, kv_b, q_a_norm, kv_a_norm      latent attention, see `LatentSpec`
+
 Of families that can be planned for:
 
-  q_a, q_b, kv_a, kv_b, q_a_norm, kv_a_norm      latent attention, see `LatentSpec`
   expert_gate, expert_up, expert_down            as gate, up, down, where layers without experts
                                                  have those names
   shared_gate, shared_up, shared_down            the experts that every token passes, as one
@@ -46,7 +47,9 @@ from ridgeline.architectures.spec import (
 # In files of older libraries: recomputed from the config, never read.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
 ROUTER = "router"
-BEFORE_ATTENTION = ("latent_down", "q_up", "kv_up", "qkv")  # products whose results attention reads
+LATENT_UP = "kv_up"  # its rows are multiplied head by head, from both sides
+# Products whose results attention reads.
+BEFORE_ATTENTION = ("latent_down", "q_up", LATENT_UP, "qkv")
 
 _STEM = "model.layers.{layer}."
 LLAMA_NAMES: Mapping[str, str] = {
@@ -97,8 +100,9 @@ class Part:
 
     @property
     def is_packed(self) -> bool:
-        """A weight format stores it; norms, biases and routers stay in the serving dtype."""
-        return self.product not in ("", ROUTER)
+        """A weight format stores it; norms, biases, routers and what makes keys and values of a
+        latent vector stay in the serving dtype."""
+        return self.product not in ("", ROUTER, LATENT_UP)
 
     @property
     def is_experts(self) -> bool:
@@ -201,7 +205,7 @@ def _latent(heads: int, latent: LatentSpec, width: int) -> Iterator[Part]:
     yield Part("kv_a", (latent.cached_width, width), "latent_down")
     yield Part("kv_a_norm", (latent.kv_lora_rank,))
     both = latent.qk_nope_head_dim + latent.v_head_dim
-    yield Part("kv_b", (heads * both, latent.kv_lora_rank), "kv_up", "rows", heads)
+    yield Part("kv_b", (heads * both, latent.kv_lora_rank), LATENT_UP, "rows", heads)
     yield Part("o", (width, heads * latent.v_head_dim), "attention_out", "columns", heads)
 
 

@@ -6,6 +6,8 @@ all of it in `rope_parameters`. Where both are given, `rope_scaling` wins, as in
 
 from __future__ import annotations
 
+import math
+
 from ridgeline.architectures.config_reader import MAX_POSITIONS, ConfigReader
 from ridgeline.architectures.spec import RopeSpec
 from ridgeline.errors import ConfigError
@@ -111,6 +113,12 @@ def _yarn(scaling: ConfigReader, theta: float, original: int, max_positions: int
         mscale_all_dim=optional("mscale_all_dim"),
         truncate=scaling.flag("truncate", default=True),
     )
+
+
+def yarn_growth(factor: float, mscale: float) -> float:
+    """What YaRN multiplies by where a context has grown by `factor` (arXiv 2309.00071, section
+    3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def longest_context(rope: RopeSpec, max_positions: int) -> int:

@@ -38,6 +38,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class LatentSpec:
     vector of `kv_lora_rank` numbers for all heads, and one rotated key of `qk_rope_head_dim`.
 
     A query or key of a head is `qk_nope_head_dim` plain and `qk_rope_head_dim` rotated numbers, a
-    value is `v_head_dim`. Queries go through `q_lora_rank` numbers (None: straight).
+    value is `v_head_dim`. Queries go through `q_lora_rank` numbers (None: straight). `norm_eps` is
+    of the norms of both vectors.
     """
 
     kv_lora_rank: int
@@ -54,6 +56,7 @@ class LatentSpec:
     qk_nope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
+    norm_eps: float = 1e-6
 
     @property
     def cached_width(self) -> int:
@@ -83,6 +86,11 @@ class AttentionSpec:
     scale: float | None = None  # None: head_dim ** -0.5
     latent: LatentSpec | None = None
     cache_layer: int | None = None
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many numbers of a query and a key are rotated."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +193,6 @@ def missing(spec: ModelSpec) -> tuple[str, ...]:
 
 def _missing_in(layer: LayerSpec) -> Iterator[str]:
     attention, inner = layer.attention, layer.feed_forward
-    if attention.latent is not None:
-        yield "latent attention"
     if attention.cache_layer is not None:
         yield "layers that read another layer's cache"
     if isinstance(inner, ExpertsSpec):

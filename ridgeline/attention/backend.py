@@ -33,6 +33,7 @@ class Supports:
     windows: bool = True
     head_dims: tuple[int, ...] | None = None  # None: any up to the largest
     kv_formats: tuple[str, ...] | None = None  # None: any, through `gather`
+    latent: bool = False  # it serves latent attention, and no other
 
     def why_not(
         self,
@@ -42,6 +43,12 @@ class Supports:
         kv_format: str = "auto",
     ) -> str | None:
         """The first reason against it, None when it can."""
+        if self.latent != (spec.latent is not None):
+            return (
+                "serves latent attention alone"
+                if self.latent
+                else ("does not serve latent attention")
+            )
         if self.kv_formats is not None and kv_format not in self.kv_formats:
             return f"does not read KV format {kv_format}"
         in_place = self.kv_formats is not None and kv_format == "int4"
@@ -90,13 +97,31 @@ class Pieces:
     seq_lens: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class LatentUp:
+    """What makes keys and values of a latent vector of C numbers, for each of H heads: the rows of
+    `weight_HOC` are the P of its key that are not rotated, then those of its value."""
+
+    weight_HOC: torch.Tensor
+    num_plain: int
+
+    @property
+    def keys_HPC(self) -> torch.Tensor:
+        return self.weight_HOC[:, : self.num_plain]
+
+    @property
+    def values_HVC(self) -> torch.Tensor:
+        return self.weight_HOC[:, self.num_plain :]
+
+
 class AttentionBackend(ABC):
     """`plan` is the host's work, once a step for each KV group; `attend` runs once a layer and
     reads only the plan. What the layers wrote for this step is already in the cache: where some
     request has several new tokens, what another one has cached may be written by this very step, so
     nothing of the cache may be read before that write has ended.
 
-    A backend must have these two; what else it can do it says by the methods below."""
+    A backend must have `plan`, and `attend` or `attend_latent`; what else it can do it says by the
+    methods below."""
 
     name: str
     supports: Supports
@@ -109,7 +134,6 @@ class AttentionBackend(ABC):
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> Any:
         """What `attend` needs to know about the layers of KV group `group`."""
 
-    @abstractmethod
     def attend(
         self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: Any, spec: AttentionSpec
     ) -> torch.Tensor:
@@ -117,6 +141,18 @@ class AttentionBackend(ABC):
 
         q may have any strides but contiguous rows of D. `spec` has this rank's numbers of heads.
         """
+        raise InternalError(f"attention backend {self.name} serves latent attention alone")
+
+    def attend_latent(
+        self,
+        q_THD: torch.Tensor,
+        up: LatentUp,
+        layer_kv: LayerKV,
+        plan: Any,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """`attend` over cached latent vectors, of which `up` makes keys and values: [T, H, V]."""
+        raise InternalError(f"attention backend {self.name} does not serve latent attention")
 
     # -------------------------------------------------------------------- captured steps
 

@@ -5,13 +5,13 @@ the places behind a request's end repeat its own last token, so nothing foreign 
 bias of -inf hides them. Longer pieces go one by one, in tiles of query rows once a mask is needed.
 Query heads that share a KV head are rows of one product: K and V are never repeated in memory.
 Letters: T packed tokens, B requests of a tile, L keys of each, Q new tokens of each, H query heads,
-K KV heads, G = H / K, D head size.
+K KV heads, G = H / K, D head size, V that of values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional
@@ -73,6 +73,11 @@ class LongPiece:
     num_keys: int
     plain: bool
     padded: int = 0  # for cuDNN; 0: not for it
+
+    @property
+    def from_start(self) -> LongPiece:
+        """The same of tensors that begin with its first token."""
+        return replace(self, start=0, stop=self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,28 +271,38 @@ def _attend_short(
     q_THD: torch.Tensor, layer_kv: LayerKV, tile: ShortTile, scale: float
 ) -> torch.Tensor:
     kv = layer_kv.gather(tile.slots)
-    num_kv_heads, head_dim = kv.shape[2], kv.shape[3]
+    split = kv.view(tile.num_requests, tile.length, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
+    k_BKLD, v_BKLD = split.unbind(0)
+    return attend_tile(q_THD, k_BKLD, v_BKLD, tile, scale)
+
+
+def attend_tile(
+    q_THD: torch.Tensor,
+    k_BKLD: torch.Tensor,
+    v_BKLV: torch.Tensor,
+    tile: ShortTile,
+    scale: float,
+) -> torch.Tensor:
+    """[T, H, V] of its tokens, over the keys and values of its requests."""
+    num_kv_heads, head_dim = k_BKLD.shape[1], k_BKLD.shape[3]
     batch, num_new, share = tile.num_requests, tile.num_new, q_THD.shape[1] // num_kv_heads
-    k_BKLD, v_BKLD = (
-        kv.view(batch, tile.length, 2, num_kv_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    )
     bias = None if tile.hidden is None else tile.hidden.of(q_THD.dtype)
     if num_new == 1:
         q_BKRD = q_THD.view(batch, num_kv_heads, share, head_dim)
         out = functional.scaled_dot_product_attention(
-            q_BKRD, k_BKLD, v_BKLD, attn_mask=bias, scale=scale
+            q_BKRD, k_BKLD, v_BKLV, attn_mask=bias, scale=scale
         )
-        return out.reshape(q_THD.shape)
+        return out.reshape(*q_THD.shape[:2], -1)
     q_BQKGD = q_THD.view(batch, num_new, num_kv_heads, share, head_dim)
     out = functional.scaled_dot_product_attention(
         q_BQKGD.permute(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, share * num_new, head_dim),
         k_BKLD,
-        v_BKLD,
+        v_BKLV,
         attn_mask=None if bias is None else bias.repeat(1, 1, share, 1),
         scale=scale,
     )
-    out_BKGQD = out.reshape(batch, num_kv_heads, share, num_new, head_dim)
-    return out_BKGQD.permute(0, 3, 1, 2, 4).reshape(q_THD.shape)
+    out_BKGQV = out.reshape(batch, num_kv_heads, share, num_new, -1)
+    return out_BKGQV.permute(0, 3, 1, 2, 4).reshape(*q_THD.shape[:2], -1)
 
 
 def _long_piece(
@@ -336,23 +351,34 @@ def _attend_long(
     if piece.padded and suits_cudnn(AttentionCase(spec, q_THD.dtype, q_THD.device)):
         out_THD[piece.start : piece.stop] = _attend_cudnn(q_THD, kv_n2KD, piece, scale)
         return
-    kv_n2KD = kv_n2KD[: piece.num_keys]
-    num_kv_heads, head_dim = kv_n2KD.shape[2], kv_n2KD.shape[3]
+    k_nKD, v_nKD = kv_n2KD[: piece.num_keys].unbind(1)
+    attend_piece(q_THD, k_nKD, v_nKD, piece, plan, scale, out_THD)
+
+
+def attend_piece(
+    q_THD: torch.Tensor,
+    k_nKD: torch.Tensor,
+    v_nKV: torch.Tensor,
+    piece: LongPiece,
+    plan: SdpaPlan,
+    scale: float,
+    out_THV: torch.Tensor,
+) -> None:
+    """Writes its tokens' rows, over these keys and values."""
+    num_kv_heads = k_nKD.shape[1]
     num_new, share = piece.stop - piece.start, q_THD.shape[1] // num_kv_heads
     # G stands where torch wants the batch: its memory-efficient GPU kernel takes heads of stride 0
     # for a special case and then reads a bias wrongly (seen when one query is left over 64).
-    k_GKnD, v_GKnD = (
-        x.expand(share, num_kv_heads, -1, head_dim) for x in kv_n2KD.permute(1, 2, 0, 3).unbind(0)
-    )
-    q_GKQD, out_GKQD = (
-        x[piece.start : piece.stop].view(num_new, num_kv_heads, share, head_dim).permute(2, 1, 0, 3)
-        for x in (q_THD, out_THD)
+    k_GKnD, v_GKnV = (x.transpose(0, 1).expand(share, -1, -1, -1) for x in (k_nKD, v_nKV))
+    q_GKQD, out_GKQV = (
+        x[piece.start : piece.stop].view(num_new, num_kv_heads, share, -1).permute(2, 1, 0, 3)
+        for x in (q_THD, out_THV)
     )
     if plan.band is None or piece.plain:
         causal = None if piece.plain else _behind_others(num_new, piece.num_keys)
-        out_GKQD.copy_(
+        out_GKQV.copy_(
             functional.scaled_dot_product_attention(
-                q_GKQD, k_GKnD, v_GKnD, attn_mask=causal, is_causal=piece.plain, scale=scale
+                q_GKQD, k_GKnD, v_GKnV, attn_mask=causal, is_causal=piece.plain, scale=scale
             )
         )
         return
@@ -361,10 +387,10 @@ def _attend_long(
         bias = band[start - stop :, key_start - key_stop :]
         if bias.is_cuda:  # the kernel reads vectors, so rows must start where vectors do
             bias = bias.clone(memory_format=torch.contiguous_format)
-        out_GKQD[:, :, start:stop] = functional.scaled_dot_product_attention(
+        out_GKQV[:, :, start:stop] = functional.scaled_dot_product_attention(
             q_GKQD[:, :, start:stop],
             k_GKnD[:, :, key_start:key_stop],
-            v_GKnD[:, :, key_start:key_stop],
+            v_GKnV[:, :, key_start:key_stop],
             attn_mask=bias,
             scale=scale,
         )

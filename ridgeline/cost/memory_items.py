@@ -82,11 +82,11 @@ def _stage_items(
 
 def _item(part: Part) -> str:
     """The line that a parameter of a layer is part of."""
-    if not part.is_packed:
+    is_attention = part.feeds_attention or part.product == "attention_out"
+    if not part.is_packed and not is_attention:
         return "norms"
     if part.is_experts:
         return "experts"
-    is_attention = part.feeds_attention or part.product == "attention_out"
     return "attention" if is_attention else "feed-forward"
 
 

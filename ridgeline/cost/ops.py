@@ -258,7 +258,8 @@ class _Builder:
     def product(self, layer: LayerSpec, name: str, count: int) -> Op:
         """Of all tokens, with what this rank holds of its matrices."""
         n, k = self._share(layer, name, self.layout.tp)
-        return self.matmul(name, count, n, k, is_packed=name != ROUTER)
+        is_packed = self._matrices(layer)[name][0].is_packed
+        return self.matmul(name, count, n, k, is_packed=is_packed)
 
     def _share(self, layer: LayerSpec, name: str, ranks: int) -> tuple[int, int]:
         """Rows and columns of a product on one of `ranks`."""

@@ -134,9 +134,7 @@ class _Space:
         kinds: set[tuple[object, int]] = set()
         for layer in self.spec.layers:
             attention = layer.attention
-            latent = attention.latent
-            width = attention.head_dim if latent is None else latent.qk_rope_head_dim
-            kinds.add((attention.rope, width))
+            kinds.add((attention.rope, attention.rotated_dim))
         return kinds
 
     # -------------------------------------------------------------------- the forward pass

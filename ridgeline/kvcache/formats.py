@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, InternalError
 from ridgeline.formats import kv_line
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.paged_kv import (
@@ -71,6 +71,23 @@ class KVFormat(ABC):
         the ways that `paged_kv` describes; None in any other."""
         return None
 
+    # -------------------------------------------------------------------- latent attention
+
+    def allocate_latent(
+        self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Store:
+        """`allocate` of one vector of `width` numbers per token, which `write` takes as a row; of
+        formats whose line says that they take it. So the two below."""
+        raise InternalError(f"KV format {self.name} has no room for latent vectors")
+
+    def gather_latent(self, store: Store, slots_n: torch.Tensor, width: int) -> torch.Tensor:
+        """The vectors of these slots as [n, C] in the serving dtype."""
+        raise InternalError(f"KV format {self.name} has no latent vectors")
+
+    def view_latent(self, store: Store) -> torch.Tensor | None:
+        """[N, S, C] in memory, where a number is what its code says; None where it is not."""
+        return None
+
 
 class PlainKV(KVFormat):
     """Keys and values as they are, one number of the serving dtype each.
@@ -103,6 +120,17 @@ class PlainKV(KVFormat):
 
     def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV:
         return plain_views(store[0], num_kv_heads)
+
+    def allocate_latent(
+        self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Store:
+        return (zeros((num_blocks, block_size, width), dtype, device),)
+
+    def gather_latent(self, store: Store, slots_n: torch.Tensor, width: int) -> torch.Tensor:
+        return store[0].view(-1, width).index_select(0, slots_n)
+
+    def view_latent(self, store: Store) -> torch.Tensor:
+        return store[0]
 
 
 Part = tuple[tuple[int, ...], torch.dtype]  # of one head of one token: its shape there
@@ -138,9 +166,19 @@ class CodedKV(KVFormat):
         device: torch.device,
     ) -> Store:
         """All stores of one object have the same serving `dtype`, which `gather` answers in."""
-        self.dtype = dtype
         slots = num_blocks, block_size, 2 * num_kv_heads
-        return tuple(zeros((*slots, *shape), kind, device) for shape, kind in self.parts(head_dim))
+        return self._room(slots, head_dim, dtype, device)
+
+    def allocate_latent(
+        self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Store:
+        return self._room((num_blocks, block_size, 1), width, dtype, device)
+
+    def _room(
+        self, slots: tuple[int, ...], size: int, dtype: torch.dtype, device: torch.device
+    ) -> Store:
+        self.dtype = dtype
+        return tuple(zeros((*slots, *shape), kind, device) for shape, kind in self.parts(size))
 
     def write(self, store: Store, slots_T: torch.Tensor, kv_TC: torch.Tensor) -> None:
         heads = store[0].shape[2]
@@ -151,11 +189,17 @@ class CodedKV(KVFormat):
     def gather(
         self, store: Store, slots_n: torch.Tensor, num_kv_heads: int, head_dim: int
     ) -> torch.Tensor:
+        return self._gathered(store, slots_n).view(-1, 2, num_kv_heads, head_dim)
+
+    def gather_latent(self, store: Store, slots_n: torch.Tensor, width: int) -> torch.Tensor:
+        return self._gathered(store, slots_n).view(-1, width)
+
+    def _gathered(self, store: Store, slots_n: torch.Tensor) -> torch.Tensor:
         found = [
             _rows(tensor).index_select(0, slots_n).view(-1, *tensor.shape[2:]).view(tensor.dtype)
             for tensor in store
         ]
-        return self.decode(*found).to(self.dtype).view(-1, 2, num_kv_heads, head_dim)
+        return self.decode(*found).to(self.dtype)
 
 
 def sides(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,6 +231,9 @@ class Fp8KV(CodedKV):
     def views(self, store: Store, num_kv_heads: int, head_dim: int) -> PagedKV:
         """[N, S, K, D] in e4m3 instead of the serving dtype: a number is what its code says."""
         return PagedKV(*sides(store[0]))
+
+    def view_latent(self, store: Store) -> torch.Tensor:
+        return store[0].squeeze(2)
 
 
 class Int8KV(CodedKV):

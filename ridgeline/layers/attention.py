@@ -6,6 +6,7 @@ rank), C packed width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,58 @@ def writes_in_place(device: torch.device, dtype: torch.dtype, views: PagedKV | N
     return knows and runs_native(device, dtype)
 
 
-class Attention:
+class AttentionBranch(ABC):
+    """What a layer does before its feed-forward; `out` is its last product. `spec` has this rank's
+    numbers of heads."""
+
+    spec: AttentionSpec
+    out: Linear
+
+    def __call__(
+        self,
+        hidden: Hidden,
+        norm: RMSNorm | None,
+        step: AttentionStep,
+        layer_kv: LayerKV,
+        logits_indices: LogitsIndices | None = None,
+        norm_out: RMSNorm | None = None,
+    ) -> None:
+        """Adds attention of the normed states, and its own norm of that; writes new keys and values
+        to the cache. Only the tokens at `logits_indices` are left afterwards."""
+        is_last = logits_indices is not None and logits_indices.is_last
+        out_TC = self._attended(hidden, norm, step, layer_kv, is_last=is_last)
+        if logits_indices is not None:
+            hidden.keep(logits_indices.rows_R)
+            if not len(logits_indices.rows_R):
+                return
+            is_alone = is_last and len(out_TC) == 1
+            out_TC = out_TC if is_alone else out_TC.index_select(0, logits_indices.rows_R)
+        self.out.add_to(hidden, out_TC, norm=norm_out)
+
+    @abstractmethod
+    def _attended(
+        self,
+        hidden: Hidden,
+        norm: RMSNorm | None,
+        step: AttentionStep,
+        layer_kv: LayerKV,
+        *,
+        is_last: bool,
+    ) -> torch.Tensor:
+        """What `out` multiplies, [T, C]; `is_last`: perhaps of the last token alone."""
+
+    @property
+    @abstractmethod
+    def linears(self) -> list[Linear]:
+        """All its products."""
+
+    @property
+    def norms(self) -> list[RMSNorm]:
+        """Those within it."""
+        return []
+
+
+class Attention(AttentionBranch):
     """`name(role)` is the checkpoint name of a tensor of this layer."""
 
     num_states = 1  # side by side, that queries, keys and values are made of
@@ -80,7 +132,7 @@ class Attention:
         shards = {"q": q_heads, "k": kv_heads, "v": kv_heads}
         self.qkv = linear(
             [
-                Part(name(role), name(role + bias) if bias else None, _times(heads, head_dim))
+                Part(name(role), name(role + bias) if bias else None, times(heads, head_dim))
                 for role, heads in shards.items()
             ],
             self.num_states * hidden_size,
@@ -89,7 +141,7 @@ class Attention:
         self.out = linear(
             [Part(name("o"), out_bias, Shard(0, hidden_size))],
             spec.num_heads * head_dim,
-            columns=_times(q_heads, head_dim),
+            columns=times(q_heads, head_dim),
         )
         self.q_norm = self.k_norm = None
         self.q_size = q_heads.length * head_dim
@@ -104,27 +156,17 @@ class Attention:
                 " cannot share; serve it on one device"
             )
 
-    def __call__(
+    def _attended(
         self,
         hidden: Hidden,
         norm: RMSNorm | None,
         step: AttentionStep,
         layer_kv: LayerKV,
-        logits_indices: LogitsIndices | None = None,
-        norm_out: RMSNorm | None = None,
-    ) -> None:
-        """Adds attention of the normed states, and its own norm of that; writes new keys and values
-        to the cache. Only the tokens at `logits_indices` are left afterwards."""
-        is_last = logits_indices is not None and logits_indices.is_last
+        *,
+        is_last: bool,
+    ) -> torch.Tensor:
         out_THD = self._attend(self.qkv.of_normed(hidden, norm), step, layer_kv, is_last=is_last)
-        out_TC = out_THD.reshape(len(out_THD), self.q_size)
-        if logits_indices is not None:
-            hidden.keep(logits_indices.rows_R)
-            if not len(logits_indices.rows_R):
-                return
-            is_alone = is_last and len(out_TC) == 1
-            out_TC = out_TC if is_alone else out_TC.index_select(0, logits_indices.rows_R)
-        self.out.add_to(hidden, out_TC, norm=norm_out)
+        return out_THD.reshape(len(out_THD), self.q_size)
 
     def _attend(
         self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV, *, is_last: bool = False
@@ -199,7 +241,7 @@ class Attention:
         return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
 
 
-def _times(shard: Shard, size: int) -> Shard:
+def times(shard: Shard, size: int) -> Shard:
     return Shard(shard.start * size, shard.length * size)
 
 

@@ -15,23 +15,29 @@ import torch
 from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
-from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache, LayerKV
-from ridgeline.layers.attention import Attention, AttentionStep, InvariantAttention
+from ridgeline.layers.attention import (
+    Attention,
+    AttentionBranch,
+    AttentionStep,
+    InvariantAttention,
+)
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden, RMSNorm
+from ridgeline.layers.latent_attention import LatentAttention
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import Piece, RandomSource, TensorSource, arriving
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
-from ridgeline.quantization.plain import PlainWeights
+from ridgeline.quantization.plain import PlainWeights, UnpackedWeights
 
 COMPARED_ROWS = 4096  # of a matrix of the vocabulary, at once
 
@@ -41,7 +47,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        attention: Attention,
+        attention: AttentionBranch,
         feed_forward: FeedForward | Experts,
         norms: Mapping[str, RMSNorm],
         around: tuple[Branch, Branch],
@@ -116,20 +122,22 @@ class LayerMaker:
             device=self.device,
             placement=self.placement,
         )
-        attention = (InvariantAttention if self.deterministic else Attention)(
-            layer.attention,
-            spec.hidden_size,
-            spec.norm_eps,
-            name,
-            linear,
-            self.backend,
-            self.dtype,
-            self.device,
-            self.placement,
-        )
+        attention = self._attention(layer.attention, name, linear)
         norms = {role: self.norm(name(role)) for role in branch_norms(layer)}
         feed_forward = self._feed_forward(layer.feed_forward, name, linear)
         return DecoderLayer(attention, feed_forward, norms, branches(layer))
+
+    def _attention(
+        self, attention: AttentionSpec, name: Callable[..., str], linear: Callable[..., Linear]
+    ) -> AttentionBranch:
+        made = self.backend, self.dtype, self.device, self.placement
+        width = self.spec.hidden_size
+        if attention.latent is not None:
+            numbers = UnpackedWeights.beside(self.weight_format)
+            unpacked = partial(linear, weight_format=numbers)
+            return LatentAttention(attention, width, name, linear, unpacked, *made)
+        kind = InvariantAttention if self.deterministic else Attention
+        return kind(attention, width, self.spec.norm_eps, name, linear, *made)
 
     def _feed_forward(
         self,
@@ -204,7 +212,7 @@ class Decoder:
         )
         self.layers = [maker.layer(index) for index in range(spec.num_layers)]
         self.norm = maker.norm(names["norm"])
-        ropes = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
+        ropes = [(layer.attention.rope, layer.attention.rotated_dim) for layer in spec.layers]
         kinds = list(dict.fromkeys(ropes))
         self.rotations = [Rotation(*kind, max_model_len, device) for kind in kinds]
         self.rotation_of_layer = [kinds.index(kind) for kind in ropes]

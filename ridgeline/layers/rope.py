@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from ridgeline.architectures.rope_config import yarn_growth
 from ridgeline.architectures.spec import RopeSpec
 from ridgeline.errors import check
 
@@ -105,10 +106,7 @@ def _yarn(spec: RopeSpec, head_dim: int) -> tuple[torch.Tensor, float]:
 def _yarn_factor(spec: RopeSpec) -> float:
     if spec.attention_factor is not None:
         return spec.attention_factor
-
-    def grown(mscale: float) -> float:
-        return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
-
     if spec.mscale and spec.mscale_all_dim:
-        return grown(spec.mscale) / grown(spec.mscale_all_dim)
-    return grown(1.0)
+        whole = yarn_growth(spec.factor, spec.mscale_all_dim)
+        return yarn_growth(spec.factor, spec.mscale) / whole
+    return yarn_growth(spec.factor, 1.0)

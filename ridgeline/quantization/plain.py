@@ -3,9 +3,12 @@ the order of the native kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
+from ridgeline.formats import STORED
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.cpu.packed_linear import (
     Codes,
@@ -25,7 +28,7 @@ from ridgeline.kernels.small_linear import (
     multiply_into,
     small_linear,
 )
-from ridgeline.quantization.contract import WeightFormat
+from ridgeline.quantization.contract import MatrixShare, Piece, WeightFormat
 from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed, packed_of
 
 
@@ -110,6 +113,40 @@ class PlainWeights(WeightFormat):
 
     def invariant(self) -> PlainWeights:
         return InvariantPlainWeights()
+
+
+class UnpackedWeights(WeightFormat):
+    """Matrices as numbers of the serving dtype, however the checkpoint stores them, for those who
+    multiply by parts of them."""
+
+    name = "plain"
+
+    def __init__(self, stored: WeightFormat, dtype: torch.dtype | None = None) -> None:
+        self._stored = stored
+        self._dtype = dtype
+
+    @classmethod
+    def beside(cls, weight_format: WeightFormat) -> UnpackedWeights:
+        """What stands beside matrices in this format, which only a checkpoint's own applies to."""
+        return cls(weight_format if weight_format.name == STORED else PlainWeights())
+
+    def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> UnpackedWeights:
+        return UnpackedWeights(self._stored.of(shares, dtype), dtype)
+
+    def parameters(
+        self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
+    ) -> Parameters:
+        return self._stored.parameters(outputs, inputs, dtype, device)
+
+    def pieces(self, parameters: Parameters, index: int) -> list[Piece] | None:
+        return self._stored.pieces(parameters, index)
+
+    def finish(self, parameters: Parameters) -> Parameters:
+        weight_OI = self._stored.dequantize(self._stored.finish(parameters))
+        return {"weight": weight_OI.to(self._dtype)}
+
+    def dequantize(self, parameters: Parameters) -> torch.Tensor:
+        return parameters["weight"]
 
 
 def _added(

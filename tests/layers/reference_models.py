@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+_GONE = object()
+GONE: Any = _GONE
 VOCAB = 97
 WEIGHT_STD = 0.2
 
@@ -19,6 +21,16 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+# Without experts: all layers are dense.
+LATENT = {
+    "first_k_dense_replace": 3,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
 }
 
 
@@ -46,12 +58,10 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if model_type == "mistral":
         config["sliding_window"] = None
+    if model_type.startswith("deepseek"):
+        config |= LATENT | {"num_key_value_heads": config["num_attention_heads"], "head_dim": _GONE}
     config |= changes
     return {key: value for key, value in config.items() if value is not _GONE}
-
-
-_GONE = object()
-GONE: Any = _GONE
 
 
 def newer_keys(config: Mapping[str, Any]) -> dict[str, Any]:

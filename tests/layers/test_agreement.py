@@ -23,6 +23,8 @@ from tests.thinning import slow
 TOLERANCE = 1e-4
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.3, "beta_fast": 8, "beta_slow": 2}
+
 YARN_TUNING = {
     "beta_fast": 16,
     "beta_slow": 2,
@@ -76,6 +78,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "qwen3 dynamic": tiny_config("qwen3", rope_scaling={"type": "dynamic", "factor": 3.0}),
+    "deepseek_v3": tiny_config("deepseek_v3"),
+    "deepseek_v3 straight queries": tiny_config("deepseek_v3", q_lora_rank=None),
+    "deepseek_v3 yarn": tiny_config("deepseek_v3", rope_scaling=YARN | MSCALE, v_head_dim=14),
+    "deepseek_v3 not interleaved": tiny_config("deepseek_v3", rope_interleave=False),
+    "deepseek_v3 odd heads": tiny_config(
+        "deepseek_v3", num_attention_heads=3, num_key_value_heads=3, qk_nope_head_dim=7
+    ),
+    "deepseek_v2": tiny_config("deepseek_v2"),
+    "deepseek_v2 straight queries": tiny_config("deepseek_v2", q_lora_rank=None, kv_lora_rank=10),
+    "deepseek_v2 yarn": tiny_config("deepseek_v2", rope_scaling=YARN | MSCALE | {"mscale": 0.7}),
 }
 CONFIGS |= {
     f"{name} (newer keys)": newer_keys(CONFIGS[name])
@@ -108,8 +120,14 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max())
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-@pytest.mark.parametrize("name", NAMES)
+IN_ONE_PASS = [
+    (name, backend)
+    for name in NAMES
+    for backend in (["latent"] if "kv_lora_rank" in CONFIGS[name] else ["sdpa", "reference"])
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), IN_ONE_PASS)
 def test_logits_in_one_pass(name: str, backend: str) -> None:
     work = prompts(1, (90, 1, 17))
     got = drive(name, backend=backend).step(work)

@@ -1,0 +1,115 @@
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): what of a token goes to the cache,
+and what asks for it?
+
+The cache gets the normed latent vector and the rotated key that all heads share. Letters: T tokens,
+E hidden, H heads of this rank, P numbers of a query that are not rotated, R that are, D = P + R, V
+of a value, C of a latent vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ridgeline.architectures.spec import AttentionSpec
+from ridgeline.attention.backend import AttentionBackend, LatentUp
+from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.errors import InternalError
+from ridgeline.kernels.qk_norm_rope_write import rotate_
+from ridgeline.kvcache import LayerKV
+from ridgeline.layers.attention import AttentionBranch, AttentionStep, times
+from ridgeline.layers.hidden import Hidden, RMSNorm
+from ridgeline.layers.linear import Linear, Part
+
+
+class LatentAttention(AttentionBranch):
+    """`name(role)` is the checkpoint name of a tensor of this layer; `unpacked` makes a Linear that
+    keeps its weights as numbers."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        hidden_size: int,
+        name: Callable[[str], str],
+        linear: Callable[..., Linear],
+        unpacked: Callable[..., Linear],
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        placement: Placement,
+    ) -> None:
+        if (latent := spec.latent) is None:
+            raise InternalError("latent attention without its sizes")
+        heads = placement.shard(spec.num_heads, "num_attention_heads")
+        self.spec = replace(spec, num_heads=heads.length, num_kv_heads=heads.length)
+        self.latent, self.backend = latent, backend
+        rank, cached = latent.q_lora_rank, latent.cached_width
+        both = latent.qk_nope_head_dim + latent.v_head_dim
+        self.q_size = rank or 0
+        # All ranks hold all of the vectors, and need them.
+        downs = {"q_a": rank, "kv_a": cached} if rank else {"kv_a": cached}
+        self.down = linear(
+            [Part(name(role), None, Shard(0, rows)) for role, rows in downs.items()], hidden_size
+        )
+        up_rows = times(heads, latent.qk_head_dim)
+        self.q_up = linear([Part(name("q_b" if rank else "q"), None, up_rows)], rank or hidden_size)
+        self.kv_up = unpacked([Part(name("kv_b"), None, times(heads, both))], latent.kv_lora_rank)
+        self.out = linear(
+            [Part(name("o"), None, Shard(0, hidden_size))],
+            spec.num_heads * latent.v_head_dim,
+            columns=times(heads, latent.v_head_dim),
+        )
+        made = latent.norm_eps, dtype, device
+        self.q_norm = RMSNorm(name("q_a_norm"), rank, *made) if rank else None
+        self.kv_norm = RMSNorm(name("kv_a_norm"), latent.kv_lora_rank, *made)
+
+    def _attended(
+        self,
+        hidden: Hidden,
+        norm: RMSNorm | None,
+        step: AttentionStep,
+        layer_kv: LayerKV,
+        *,
+        is_last: bool,
+    ) -> torch.Tensor:
+        if self.q_norm is None:
+            x_TE = hidden.normed(norm)
+            down_TC, q_TX = self.down(x_TE), self.q_up(x_TE)
+        else:
+            down_TC = self.down.of_normed(hidden, norm)
+            q_TX = self.q_up(self.q_norm(down_TC[:, : self.q_size]))
+        q_THD = q_TX.view(len(q_TX), self.spec.num_heads, self.latent.qk_head_dim)
+        self._rotate(q_THD[:, :, self.latent.qk_nope_head_dim :], step)
+        layer_kv.write(step.slots_T, self._cached(down_TC[:, self.q_size :], step))
+        out_THV = self.backend.attend_latent(q_THD, self._up, layer_kv, step.plan, self.spec)
+        return out_THV.flatten(1)
+
+    def _cached(self, kv_TC: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """The normed latent vectors and their rotated keys, side by side."""
+        size = self.latent.kv_lora_rank
+        self._rotate(kv_TC[:, None, size:], step)
+        return torch.cat((self.kv_norm(kv_TC[:, :size]), kv_TC[:, size:]), -1)
+
+    def _rotate(self, x_TNR: torch.Tensor, step: AttentionStep) -> None:
+        """In place. Pairs that lie side by side come out apart, in queries and keys alike."""
+        if step.rotated_T1D is None:
+            raise InternalError("latent vectors are rotated before they are written")
+        if self.spec.rope.interleaved:
+            x_TNR.copy_(torch.cat((x_TNR[..., ::2], x_TNR[..., 1::2]), -1))
+        rotate_(x_TNR, *step.rotated_T1D)
+
+    @property
+    def _up(self) -> LatentUp:
+        weight_OC = self.kv_up.parameters["weight"]
+        weight_HOC = weight_OC.view(self.spec.num_heads, -1, self.latent.kv_lora_rank)
+        return LatentUp(weight_HOC, self.latent.qk_nope_head_dim)
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.down, self.q_up, self.kv_up, self.out]
+
+    @property
+    def norms(self) -> list[RMSNorm]:
+        return [self.kv_norm] if self.q_norm is None else [self.q_norm, self.kv_norm]
