@@ -26,7 +26,8 @@ class WeightFormatLine:
     look up rows; its rows are filled up with zeros to a multiple of its `row_step`. `compute` is
     the dtype of the products, as hardware catalogues call it, where the inputs are rounded too;
     None: the weights become the serving dtype first. `cpu_compute`: the same of the kernels of
-    CPUs, None where they do as all do. `is_fused`: where a GPU has tuned kernels for a model's
+    CPUs, None where they do as all do. `groups_experts`: a GPU multiplies by all experts of a step
+    without the host. `is_fused`: where a GPU has tuned kernels for a model's
     products, those of this format take norms, gates and sums in as well. `chain`: of the time that
     a sum over k takes by itself, so much is left, as a load brings more weights."""
 
@@ -43,6 +44,7 @@ class WeightFormatLine:
     group_rows: int = 1
     is_fused: bool = False
     chain: float = 1.0
+    groups_experts: bool = False
 
     def bits_per_weight(self, dtype_bytes: int) -> float:
         """Bits of one weight and its part of the groups' scales, served in a dtype of
@@ -97,7 +99,9 @@ def _int4(
 
 STORED = "stored"  # of a checkpoint that somebody has quantized: as it is
 WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
-    "plain": WeightFormatLine("ridgeline.quantization.plain:PlainWeights", is_fused=True),
+    "plain": WeightFormatLine(
+        "ridgeline.quantization.plain:PlainWeights", is_fused=True, groups_experts=True
+    ),
     # Bits and scales are those of each matrix in the checkpoint: `architectures.scheme_config`.
     STORED: WeightFormatLine(
         "ridgeline.quantization.checkpoint_weights:CheckpointWeights", ("cpu", "hopper")
@@ -111,6 +115,7 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         vocabulary="int8",
         is_fused=True,
         chain=CHAIN_OF_BYTES,
+        groups_experts=True,
     ),
     "fp8-tensor": WeightFormatLine(
         "ridgeline.quantization.fp8:Fp8TensorWeights",
@@ -118,6 +123,7 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         bits=8,
         compute="fp8",
         row_bytes=4,
+        groups_experts=True,
     ),
     "fp8-block": WeightFormatLine(
         "ridgeline.quantization.fp8:Fp8BlockWeights",
@@ -126,6 +132,7 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         group=128,
         scale_bytes=4,
         group_rows=128,
+        groups_experts=True,
     ),
     "int8": WeightFormatLine(
         "ridgeline.quantization.integers:int8",

@@ -40,7 +40,7 @@ from ridgeline.cost.setup import DTYPE_BYTES
 from ridgeline.devices import Device
 from ridgeline.devices.host_memory import kept_for_others
 from ridgeline.errors import ConfigError, DoesNotFit
-from ridgeline.formats import STORED, weight_line
+from ridgeline.formats import STORED, WeightFormatLine, weight_line
 from ridgeline.kernels.cpu.native import library
 from ridgeline.kernels.rms_norm import MAX_SIZE as MAX_NORM_SIZE
 from ridgeline.kvcache import bytes_per_block
@@ -282,7 +282,7 @@ def _choose(
     if kind == "cpu" and line.compute is not None and line.cpu_compute is None:
         because = f"as asked, but a CPU multiplies in {dtype}: smaller, not faster"
         decisions.note("weight_format", config.weight_format, weight_format, because)
-    captured = _captured_rows(config, spec, kind, dtype, max_num_seqs, decisions)
+    captured = _captured_rows(config, spec, kind, dtype, line, max_num_seqs, decisions)
     has_graphs = captured > 0 and kind == "cuda"
     return _Chosen(
         kind=kind,
@@ -503,6 +503,7 @@ def _captured_rows(
     spec: ModelSpec,
     kind: str,
     dtype: str,
+    weights: WeightFormatLine,
     max_num_seqs: int,
     decisions: _Decisions,
 ) -> int:
@@ -511,7 +512,7 @@ def _captured_rows(
         return 0
     if kind == "cpu" and not _records(config, dtype):
         return 0
-    if not can_capture(spec):
+    if not can_capture(spec, kind, weights):
         return 0
     if config.enforce_eager:
         decisions.note("captured steps", "none", "none", "enforce_eager was asked for")

@@ -138,7 +138,10 @@ def why_no_drafts(
     if captured:
         return None
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
-        return "drafts need captured steps, which models with experts have not"
+        return (
+            "drafts need captured steps, which models with experts have not on a CPU, nor in weight"
+            " formats without grouped products"
+        )
     if config.enforce_eager:
         return "drafts need captured steps, which enforce_eager rules out; leave it out"
     if kind == "cpu":

@@ -60,6 +60,9 @@ class _WatchedProduct(Unfused, PlainWeights):
             self._weights.watch(self._names, x_TI)
         return functional.linear(x_TI, parameters["weight"], bias_O)
 
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> None:
+        """Each expert shows its own rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Input:

@@ -15,7 +15,7 @@ from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.setup import Precision, Setup
-from ridgeline.formats import TOKEN_BUCKETS
+from ridgeline.formats import TOKEN_BUCKETS, WeightFormatLine
 from ridgeline.step import StepPricer
 
 SHARE = 0.9  # of the best rate at which prompts are read
@@ -31,9 +31,11 @@ FLOPS_BEHIND_LAUNCHES = 5e11  # of the matrices of a layer, in that millisecond
 RECORDED_KV = ("auto", "int8")  # for which all of a decode step on a CPU is done by native kernels
 
 
-def can_capture(spec: ModelSpec) -> bool:
-    """Not where there are experts: the host must know which of them the step needs."""
-    return not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
+def can_capture(spec: ModelSpec, kind: str, weights: WeightFormatLine) -> bool:
+    """Not where the host must know which experts a step needs: on a CPU, and in weight formats
+    without grouped products."""
+    has_experts = any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
+    return not has_experts or (kind != "cpu" and weights.groups_experts)
 
 
 def most_prompt_tokens(spec: ModelSpec) -> int:
@@ -67,7 +69,7 @@ def as_served(
     if calibration is None:
         return None
     rows = tokens = 0
-    if can_capture(spec):
+    if can_capture(spec, device.kind, precision.weight_line):
         if device.kind != "cpu":
             rows, tokens = MAX_ROWS["gpu"], most_prompt_tokens(spec)
         elif precision.dtype == "bfloat16" and precision.kv in RECORDED_KV:
@@ -102,5 +104,6 @@ def mixed_tokens(setup: Setup, pricer: StepPricer, most: int) -> int | None:
     bounds none, as on a CPU."""
     if setup.device.kind == "cpu":
         return None
-    largest = most_prompt_tokens(setup.spec) if can_capture(setup.spec) else 0
+    captures = can_capture(setup.spec, setup.device.kind, setup.precision.weight_line)
+    largest = most_prompt_tokens(setup.spec) if captures else 0
     return captured_chunk(efficient_chunk(pricer, most), largest)

@@ -232,13 +232,17 @@ class _Space:
         )
 
     def _feed_forward(self, layer: LayerSpec, tokens: int) -> int:
-        """Gate and up, and the activation of the gate. All tokens may want the same expert."""
+        """Gate and up, and the activation of the gate. All tokens may want the same expert; on a
+        GPU each has its states in and behind all of its experts at once."""
         inner, hidden = layer.feed_forward, self.spec.hidden_size
         product = 3 * inner.intermediate_size // self.ranks * self.size
         if isinstance(inner, DenseSpec):
             return tokens * (2 * hidden * self.size + product)
         weighted = hidden * (FLOAT + self.size)
         routed = inner.num_active * 3 * INDEX + inner.num_experts * FLOAT
+        if self.kind == "gpu":
+            pairs = inner.num_active * (inner.intermediate_size // self.ranks + hidden)
+            return tokens * ((3 * hidden + pairs) * self.size + routed)
         return tokens * (3 * hidden * self.size + routed + max(product, weighted))
 
     # -------------------------------------------------------------------- after it

@@ -33,7 +33,7 @@ from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs, remember, step_inputs
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
-from ridgeline.layers.feed_forward import FeedForward
+from ridgeline.layers.experts import Experts
 from ridgeline.sampling.batch import HostDraws
 from ridgeline.sampling.controls import RowControls
 
@@ -49,7 +49,8 @@ def why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
         return f"KV format {kv.format.name} is not written in place"
     if decoder.placement.size > 1:
         return "the model is spread over several devices"
-    if not all(isinstance(layer.feed_forward, FeedForward) for layer in decoder.layers):
+    experts = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, Experts)]
+    if any(one.asks_host for one in experts):
         return "the host must know which experts a step needs"
     return None
 

@@ -154,7 +154,7 @@ class LayerMaker:
             inner,
             width,
             name,
-            linear,
+            partial(linear, weight_format=self.weight_format.of_experts()),
             partial(linear, weight_format=plain),
             self.placement,
             deterministic=self.deterministic,

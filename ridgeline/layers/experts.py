@@ -1,22 +1,80 @@
 """A few of many feed-forwards per token, weighted by a router.
 
 Router weights are a softmax over all experts in float32, then the best `num_active` of them,
-made to sum to one. Only experts that have tokens are computed.
-Letters: T tokens, E hidden, X experts, A active experts of a token.
+made to sum to one. On a GPU the matrices of all experts are stacked and multiplied as
+`kernels.grouped_experts` says, without asking which experts have tokens. Elsewhere, and in weight
+formats that have no such products, the host asks, and experts that have some are computed one after
+the other.
+Letters: T tokens, E hidden, X experts, A active experts of a token, N rows of a product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 
 import torch
 
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec
 from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.kernels.grouped_experts import StackedMatrix, grouped_experts
+from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
+
+STACKED_ON = frozenset({"cuda"})  # kinds of devices
+
+
+class Stack:
+    """One matrix of all experts in one piece of memory: what their own layers keep are views of it.
+    On devices without grouped products the layers are left alone."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._linears: list[Linear] = []
+        self._kept: Parameters = {}
+        self._bias_XN: torch.Tensor | None = None
+
+    def take(self, expert: int, linear: Linear) -> None:
+        """This is the next expert's, with nothing loaded."""
+        if not all(t.device.type in STACKED_ON for t in linear.parameters.values()):
+            return
+        self._linears.append(linear)
+        linear.parameters = self._views(expert, linear.parameters)
+        linear.keep = partial(self._keep, expert)
+        if linear.bias_O is not None:
+            if self._bias_XN is None:
+                self._bias_XN = linear.bias_O.new_zeros(self._num_experts, linear.outputs)
+            linear.rebias(self._bias_XN[expert])
+
+    def matrix(self) -> StackedMatrix | None:
+        """What grouped products take, if the weight format has such."""
+        if not self._linears:
+            return None
+        first = self._linears[0]
+        bias_XN = None if first.added_bias_O is None else self._bias_XN
+        return first.format.stacked(self._kept, bias_XN)
+
+    def _keep(self, expert: int, parameters: Parameters) -> Parameters:
+        views = self._views(expert, parameters)
+        for name, tensor in parameters.items():
+            if tensor.data_ptr() != views[name].data_ptr():
+                views[name].copy_(tensor)
+        return views
+
+    def _views(self, expert: int, parameters: Parameters) -> Parameters:
+        """This expert's part of the memory, for parameters such as these; those without numbers
+        say something by their names or shapes, which is the same for all experts."""
+        if parameters.keys() != self._kept.keys():
+            self._kept = {
+                name: tensor.new_empty(self._num_experts, *tensor.shape)
+                if tensor.numel()
+                else tensor
+                for name, tensor in parameters.items()
+            }
+        kept = self._kept
+        return {n: kept[n][expert] if t.numel() else t for n, t in parameters.items()}
 
 
 class Experts:
@@ -44,19 +102,41 @@ class Experts:
             [Part(name("router"), None, Shard(0, spec.num_experts))], hidden_size
         )
         dense = DenseSpec(spec.intermediate_size, spec.activation)
-        self.experts = [
-            FeedForward(dense, hidden_size, partial(name, expert=expert), linear, placement)
-            for expert in range(spec.num_experts)
-        ]
+        self.placement = placement
+        self.gate_up, self.down = Stack(spec.num_experts), Stack(spec.num_experts)
+        self.experts: list[FeedForward] = []
+        for expert in range(spec.num_experts):
+            one = FeedForward(dense, hidden_size, partial(name, expert=expert), linear, placement)
+            self.gate_up.take(expert, one.gate_up)
+            self.down.take(expert, one.down)
+            self.experts.append(one)
+
+    @cached_property
+    def matrices(self) -> tuple[StackedMatrix, StackedMatrix] | None:
+        """Of the grouped products, once all is loaded; None: there are none."""
+        gate_up, down = self.gate_up.matrix(), self.down.matrix()
+        return None if gate_up is None or down is None else (gate_up, down)
+
+    @property
+    def asks_host(self) -> bool:
+        """Which experts have tokens, in each step."""
+        return self.matrices is None
 
     def __call__(
         self, hidden: Hidden, norm: RMSNorm | None, norm_out: RMSNorm | None = None
     ) -> None:
         """Adds what the experts make of the normed states, and its own norm of that."""
-        hidden.add(self.of(hidden.normed(norm)), norm_out)
+        x_TE = hidden.normed(norm)
+        if self.matrices is None or norm_out is not None or self.placement.size > 1:
+            hidden.add(self.of(x_TE), norm_out)
+        else:
+            self._grouped(x_TE, self.matrices, hidden.sum_TE)
 
     def of(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], with nothing around it."""
+        if self.matrices is not None:
+            y_TE = self._grouped(x_TE, self.matrices)
+            return y_TE if self.placement.size == 1 else self.placement.all_reduce(y_TE)
         weights_TA, experts_TA = self._route(x_TE)
         active = self.spec.num_active
         order = experts_TA.view(-1).argsort(stable=True)
@@ -71,6 +151,23 @@ class Experts:
                 self._add(expert, x_TE, tokens[rows], weights[rows], out_TE)
                 begin += count
         return out_TE
+
+    def _grouped(
+        self,
+        x_TE: torch.Tensor,
+        matrices: tuple[StackedMatrix, StackedMatrix],
+        residual_TE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weights_TA, experts_TA = self._route(x_TE)
+        return grouped_experts(
+            x_TE,
+            weights_TA,
+            experts_TA,
+            *matrices,
+            self.spec.activation,
+            residual_TE=residual_TE,
+            in_any_batch=self.deterministic,
+        )
 
     def _route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights_TX = torch.softmax(self.router(x_TE), dim=-1, dtype=torch.float32)

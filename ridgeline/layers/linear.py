@@ -5,7 +5,7 @@ Letters: T tokens, I inputs, O outputs of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from ridgeline.kernels.silu_mul import gated as gate
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.piece import Piece
-from ridgeline.quantization import Fusion, WeightFormat
+from ridgeline.quantization import Fusion, Parameters, WeightFormat
 from ridgeline.quantization.contract import MatrixShare
 
 
@@ -53,10 +53,17 @@ class Linear:
         self.inputs = inputs if columns is None else columns.length
         self.format = weight_format.of([self._share(part) for part in parts], dtype)
         self.parameters = self.format.parameters(self.outputs, self.inputs, dtype, device)
+        # Who stacks matrices puts what is to be kept into its own memory.
+        self.keep: Callable[[Parameters], Parameters] = _as_they_are
         has_bias = any(part.bias is not None for part in parts)
         self.bias_O = torch.zeros(self.outputs, dtype=dtype, device=device) if has_bias else None
-        # The bias of summed results may be counted once only.
-        self.added_bias_O = self.bias_O if columns is None or placement.rank == 0 else None
+        self.rebias(self.bias_O)
+
+    def rebias(self, bias_O: torch.Tensor | None) -> None:
+        """Keep the bias there. That of summed results may be counted once only."""
+        self.bias_O = bias_O
+        is_counted = self.columns is None or self.placement.rank == 0
+        self.added_bias_O = bias_O if is_counted else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """[T, I] -> [T, O]"""
@@ -153,7 +160,7 @@ class Linear:
 
     def finish(self) -> None:
         """Called once, when all pieces are in place."""
-        self.parameters = self.format.finish(self.parameters)
+        self.parameters = self.keep(self.format.finish(self.parameters))
 
     def kept(self) -> dict[str, torch.Tensor]:
         """What a later start can `adopt`, after `finish`."""
@@ -165,4 +172,8 @@ class Linear:
         parameters = dict(kept)
         if self.bias_O is not None:
             self.bias_O.copy_(parameters.pop("bias"))
-        self.parameters = parameters
+        self.parameters = self.keep(parameters)
+
+
+def _as_they_are(parameters: Parameters) -> Parameters:
+    return parameters

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.kernels.silu_mul import silu_mul
 from ridgeline.kernels.small_linear import Fusion
@@ -118,6 +119,18 @@ class WeightFormat(ABC):
     def invariant(self) -> WeightFormat | None:
         """The same parameters and numbers; each row of `linear` has the same bits however many
         rows there are, and `fused` is None. None: there is no such product."""
+        return None
+
+    # -------------------------------------------------------------------- experts
+
+    def of_experts(self) -> WeightFormat:
+        """The same numbers, kept so that `stacked` takes them where it takes any."""
+        return self
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
+        """The same matrix of all experts, of what is kept of each one behind the other, as grouped
+        products take it. None: there are no such products, and the host asks which experts have
+        tokens."""
         return None
 
     # -------------------------------------------------------------------- vocabularies

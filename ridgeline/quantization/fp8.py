@@ -39,6 +39,7 @@ from ridgeline.kernels.fp8_linear import (
     keeps_rows,
     takes_e4m3,
 )
+from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.invariant_linear import invariant_fp8_linear, invariant_linear
 from ridgeline.kernels.quantize_rows import E4M3, LARGEST, LEAST, quantize_rows_reference
 from ridgeline.kernels.quantized_matrix import Parameters
@@ -122,6 +123,9 @@ class Fp8Weights(WeightFormat):
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         """In float32."""
         return dequantize_rows(self.matrix(parameters))
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
+        return StackedMatrix(parameters["codes"], parameters["scale"], bias_XN)
 
     def matrix(self, parameters: Parameters) -> Fp8Matrix:
         """What the kernels take."""
@@ -227,6 +231,9 @@ class Fp8BlockWeights(WeightFormat):
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         """In float32."""
         return dequantize_blocks(self.matrix(parameters))
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
+        return StackedMatrix(parameters["codes"], parameters["scale"], bias_XN)
 
     def matrix(self, parameters: Parameters) -> Fp8Blocks:
         """What the kernels take."""

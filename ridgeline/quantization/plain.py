@@ -18,6 +18,7 @@ from ridgeline.kernels.cpu.packed_linear import (
     linear,
     pack,
 )
+from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.large_m_linear import fits_large_m, large_m_linear
 from ridgeline.kernels.quantized_matrix import Parameters
@@ -107,6 +108,9 @@ class PlainWeights(WeightFormat):
         if fits_small(x_TI, weight_OI, Fusion()):
             return small_linear(x_TI, weight_OI, out_MO=out_TO)
         return multiply_into(x_TI, weight_OI, out_TO)
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
+        return StackedMatrix(parameters["weight"], None, bias_XN)
 
     def packed(self, parameters: Parameters) -> PackedMatrix | None:
         return packed_of(parameters)

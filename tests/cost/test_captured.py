@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeline.cost.captured import as_served, captured_chunk
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.cost.captured import as_served, can_capture, captured_chunk
 from ridgeline.cost.constants import Calibration, HostConstants, default_calibration
 from ridgeline.cost.execution_mode import is_captured
 from ridgeline.cost.hardware import find_device
@@ -14,6 +15,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Precision, Setup
 from ridgeline.cost.step_features import attention_kinds, step_features
 from ridgeline.costing import engine_host
+from ridgeline.formats import WEIGHT_FORMATS
 from ridgeline.step import StepShape
 from tests.cost.known_models import DEEPSEEK_V3, LLAMA_3_1B, LLAMA_3_8B
 from tests.planner.exhaustive import EXPERTS
@@ -61,10 +63,15 @@ def test_a_step_is_one_launch() -> None:
 
 
 @pytest.mark.parametrize("spec", [EXPERTS, DEEPSEEK_V3])
-def test_steps_with_experts_are_not(spec: object) -> None:
-    served = as_served(record(), spec, H200, Precision())  # type: ignore[arg-type]
+@pytest.mark.parametrize(("weights", "is_captured"), [("plain", True), ("int8-outliers", False)])
+def test_steps_with_experts_are_where_their_products_are_grouped(
+    spec: ModelSpec, weights: str, is_captured: bool
+) -> None:
+    served = as_served(record(), spec, H200, Precision(weights=weights))
     assert served is not None
-    assert (served.host.captured_tokens, served.host.captured_prompt_tokens) == (0, 0)
+    assert (served.host.captured_tokens > 0) is is_captured
+    assert (served.host.captured_prompt_tokens > 0) is is_captured
+    assert not can_capture(spec, "cpu", WEIGHT_FORMATS[weights])
 
 
 def test_longer_prompts_of_a_small_model_are() -> None:

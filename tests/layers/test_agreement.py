@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ridgeline.layers import experts
 from tests.layers.driving import Driver, greedy, load_decoder
 from tests.layers.reference_models import (
     LLAMA3,
@@ -170,6 +171,18 @@ def test_dynamic_positions_past_the_trained_length(name: str) -> None:
     ids = prompts(4, (200,))["r0"]
     driver = drive(name, max_model_len=200)
     got = torch.cat([driver.step({"a": ids[i : i + 64]})["a"] for i in range(0, 200, 64)])
+    assert worst(got, reference(name).logits(ids)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral one expert", "mixtral window"])
+def test_stacked_experts_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "STACKED_ON", {"cpu", "cuda"})
+    driver = drive(name)
+    for layer in driver.decoder.layers:
+        assert isinstance(layer.feed_forward, experts.Experts)
+        assert not layer.feed_forward.asks_host
+    ids = prompts(6, (70,))["r0"]
+    got = torch.cat([driver.step({"a": ids[i : i + 14]})["a"] for i in range(0, 70, 14)])
     assert worst(got, reference(name).logits(ids)) <= TOLERANCE
 
 

@@ -1,0 +1,522 @@
+"""`grouped_experts` in Triton: pairs sorted by expert, two grouped products, the sums of tokens.
+
+A tile is some pairs of one expert that stand one behind the other in the sorted order; tiles that
+so many pairs could have needed and do not have expert -1, and their programs end at once.
+Programs of neighbouring numbers take other pairs and the same rows of W. A single token needs no
+order: each of its pairs is a tile, and the second product adds all its experts up.
+Letters: T tokens, E hidden, X experts, A active experts of a token, P = T * A pairs, M pairs of a
+tile, N rows and K columns of an expert's matrix, F width of an expert, Q blocks of columns.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ridgeline.errors import check
+from ridgeline.kernels.fp8_block_linear import BLOCK
+from ridgeline.kernels.grouped_experts import ExpertsCut, ExpertTile, StackedMatrix, most_tiles
+from ridgeline.kernels.launching import launches_early
+
+SORTED = 1024  # pairs that a program looks at together
+SUMMED = 1024  # numbers of a token that a program adds up
+LEAST_BINS = 64  # of a count of experts
+TALL_ROWS = 64  # pairs from which on x is the tall operand; never beside codes, which are widened
+PLAIN, ROWS, BLOCKS = 0, 1, 2  # scales of W
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """`pairs_P` in the order of their experts; of each tile its expert or -1, where it begins there
+    and where it ends, [3, tiles]."""
+
+    pairs_P: torch.Tensor
+    tiles: torch.Tensor
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tiles.shape[1]
+
+
+def grouped_experts_triton(
+    x_TE: torch.Tensor,
+    weights_TA: torch.Tensor,
+    experts_TA: torch.Tensor,
+    gate_up: StackedMatrix,
+    down: StackedMatrix,
+    activation: str = "silu",
+    *,
+    cut: ExpertsCut,
+    residual_TE: torch.Tensor | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """As `grouped_experts`, cut by `cut`."""
+    (tokens, width), active = x_TE.shape, experts_TA.shape[1]
+    experts, both, columns = gate_up.codes_XNK.shape
+    check(columns == width and down.codes_XNK.shape == (experts, width, both // 2), "sizes agree")
+    check(weights_TA.is_contiguous() and experts_TA.is_contiguous(), "no gaps between pairs")
+    check(x_TE.stride(1) == 1, "rows of x have no gaps")
+    pdl = launches_early(x_TE.device) if pdl is None else pdl
+    if cut.block_m == 1:
+        check(tokens == 1, "a single token", tokens=tokens)
+        inner_PF = x_TE.new_empty((active, both // 2))
+        _gate_up_row[(active * triton.cdiv(both // 2, cut.gate_up.block_n),)](
+            x_TE, *_matrix(gate_up, x_TE), inner_PF, experts_TA, both // 2,
+            INPUTS=width, ACTIVATION=activation, **_cut_of(gate_up, cut.gate_up, is_row=True),
+            UNROLL=cut.gate_up.stages, PDL=pdl,
+            num_warps=cut.gate_up.warps, launch_pdl=pdl,
+        )  # fmt: skip
+        y_TE = torch.empty_like(x_TE) if residual_TE is None else residual_TE
+        _down_row[(triton.cdiv(width, cut.down.block_n),)](
+            inner_PF, *_matrix(down, x_TE), y_TE, experts_TA, weights_TA, width,
+            INPUTS=both // 2, ACTIVE=active, RESIDUAL=residual_TE is not None,
+            **_cut_of(down, cut.down, is_row=True), UNROLL=cut.down.stages, PDL=pdl,
+            num_warps=cut.down.warps, launch_pdl=pdl,
+        )  # fmt: skip
+        return y_TE
+    order = sort_pairs(experts_TA, experts, cut.block_m, pdl=pdl)
+    inner_PF = x_TE.new_empty((tokens * active, both // 2))
+    _launch_product(x_TE, gate_up, inner_PF, order, weights_TA, cut.block_m, cut.gate_up,
+                    activation, pdl)  # fmt: skip
+    each_PE = x_TE.new_empty((tokens * active, width))
+    _launch_product(inner_PF, down, each_PE, order, weights_TA, cut.block_m, cut.down, "", pdl)
+    y_TE = x_TE.new_empty((tokens, width)) if residual_TE is None else residual_TE
+    _sum_pairs[(tokens, triton.cdiv(width, SUMMED))](
+        each_PE, y_TE, width, y_TE.stride(0), ACTIVE=active,
+        RESIDUAL=residual_TE is not None, SIZE=SUMMED, PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+    return y_TE
+
+
+def sort_pairs(
+    experts_TA: torch.Tensor, experts: int, block_m: int, *, pdl: bool | None = None
+) -> Order:
+    """Stable: pairs of one expert stay in the order of their tokens."""
+    pairs, device = experts_TA.numel(), experts_TA.device
+    pdl = launches_early(device) if pdl is None else pdl
+    num_tiles = most_tiles(pairs, experts, block_m)
+    order = Order(
+        torch.empty(pairs, dtype=torch.int32, device=device),
+        torch.empty((3, num_tiles), dtype=torch.int32, device=device),
+    )
+    bins = max(LEAST_BINS, triton.next_power_of_2(experts + 1))
+    size = min(SORTED, max(128, triton.next_power_of_2(pairs)))
+    _sort[(experts,)](
+        experts_TA, order.pairs_P, order.tiles, pairs, num_tiles,
+        EXPERTS=experts, BINS=bins, SIZE=size, BLOCK_M=block_m, PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+    return order
+
+
+def _launch_product(
+    x: torch.Tensor,
+    weight: StackedMatrix,
+    y_PN: torch.Tensor,
+    order: Order,
+    weights_TA: torch.Tensor,
+    block_m: int,
+    tile: ExpertTile,
+    activation: str,
+    pdl: bool,
+) -> None:
+    """Gated with an activation: of tokens, in sorted order. Else of sorted rows, in the order of
+    pairs and times the weights of the router."""
+    outputs, inputs = y_PN.shape[1], x.shape[1]
+    experts, rows, _ = weight.codes_XNK.shape
+    codes, scale, bias = _matrix(weight, x)
+    described: object = codes
+    if tile.tma:
+        flat = weight.codes_XNK.view(experts * rows, inputs)
+        block = [tile.block_n, tile.block_k]
+        described = TensorDescriptor(flat, list(flat.shape), [inputs, 1], block)
+    _product[(order.num_tiles * triton.cdiv(outputs, tile.block_n),)](
+        x, codes, described, scale, bias, y_PN, order.pairs_P, order.tiles, weights_TA,
+        order.num_tiles, outputs, x.stride(0), INPUTS=inputs, ACTIVE=weights_TA.shape[1],
+        ACTIVATION=activation, BLOCK_M=block_m, STAGES=tile.stages, TMA=tile.tma,
+        TALL_X=block_m >= TALL_ROWS and weight.scale is None, **_cut_of(weight, tile), PDL=pdl,
+        num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _matrix(
+    weight: StackedMatrix, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and bias; what there is not is not read."""
+    scale = like if weight.scale is None else weight.scale
+    return weight.codes_XNK, scale, like if weight.bias_XN is None else weight.bias_XN
+
+
+def _cut_of(
+    weight: StackedMatrix, tile: ExpertTile, *, is_row: bool = False
+) -> dict[str, int | bool]:
+    kind = PLAIN if weight.scale is None else BLOCKS if weight.has_blocks else ROWS
+    if kind == BLOCKS:
+        step = BLOCK % tile.block_n == 0 and (tile.block_k <= BLOCK or is_row)
+        check(step, "a step lies in a block")
+    return {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "SCALES": kind,
+        "BIAS": weight.bias_XN is not None,
+    }
+
+
+@triton.jit(do_not_specialize=["pairs", "num_tiles"])
+def _sort(
+    experts_ptr,
+    order_ptr,
+    tiles_ptr,
+    pairs,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program finds the pairs of one expert, and from the counts of all where they go."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for at in range(0, pairs, SIZE):
+        p = at + tl.arange(0, SIZE)
+        chosen = tl.load(experts_ptr + p, p < pairs, EXPERTS).to(tl.int32)
+        counts += tl.histogram(chosen, BINS)
+    counts = tl.where(bins < EXPERTS, counts, 0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    begin = tl.sum(tl.where(bins < expert, counts, 0))
+    end = begin + tl.sum(tl.where(bins == expert, counts, 0))
+    tile = tl.sum(tl.where(bins < expert, tiles, 0))
+    done = begin
+    if end > begin:
+        for at in range(0, pairs, SIZE):
+            p = at + tl.arange(0, SIZE)
+            is_own = tl.load(experts_ptr + p, p < pairs, EXPERTS).to(tl.int32) == expert
+            place = done + tl.cumsum(is_own.to(tl.int32), 0) - 1
+            tl.store(order_ptr + place, p, is_own)
+            done += tl.sum(is_own.to(tl.int32))
+    for first in range(begin, end, BLOCK_M):
+        tl.store(tiles_ptr + tile, expert)
+        tl.store(tiles_ptr + num_tiles + tile, first)
+        tl.store(tiles_ptr + 2 * num_tiles + tile, tl.minimum(first + BLOCK_M, end))
+        tile += 1
+    if expert == EXPERTS - 1:
+        for at in range(tile, num_tiles, BINS):
+            tl.store(tiles_ptr + at + bins, -1, at + bins < num_tiles)
+
+
+@triton.jit
+def _activated(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        gate = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate / (1.0 + tl.exp(-2.0 * inner))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        gate = tl.maximum(gate, 0.0)
+    return gate
+
+
+@triton.jit
+def _wide(w, dtype: tl.constexpr):
+    """Codes as numbers of the dtype of x."""
+    if w.dtype == tl.float8e4nv:  # straight to bfloat16 goes through the slow unit for conversions
+        w = w.to(tl.float16).to(tl.float32).to(dtype)
+    elif w.dtype == tl.int8:
+        w = w.to(tl.float32).to(dtype)
+    return w
+
+
+@triton.jit
+def _added(total, x, w, TALL_X: tl.constexpr):
+    """[M, N] or [N, M], whichever operand is tall."""
+    if TALL_X:
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    else:
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _loaded(places, at, k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A step of rows of W or x."""
+    if INPUTS % BLOCK_K == 0:
+        found = tl.load(places + at)
+    else:
+        found = tl.load(places + at, (at + k < INPUTS)[None], 0.0)
+    return found
+
+
+@triton.jit
+def _by_row(total, values, TALL_X: tl.constexpr, SCALED: tl.constexpr):
+    """Times or plus a number of each row of W."""
+    wide = values.to(tl.float32)
+    wide = wide[None] if TALL_X else wide[:, None]
+    if SCALED:
+        total *= wide
+    else:
+        total += wide
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _product(
+    x_ptr,
+    w_ptr,
+    w_described,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    order_ptr,
+    tiles_ptr,
+    router_ptr,
+    num_tiles,
+    outputs,
+    x_stride,
+    INPUTS: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    TALL_X: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    GATED: tl.constexpr = ACTIVATION != ""
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    Q: tl.constexpr = (INPUTS + 127) // 128
+    tile = tl.program_id(0) % num_tiles
+    expert = tl.load(tiles_ptr + tile)
+    if expert < 0:
+        return
+    begin = tl.load(tiles_ptr + num_tiles + tile)
+    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    n = tl.program_id(0) // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = begin + tl.arange(0, BLOCK_M)
+    m_read = tl.minimum(m, end - 1)
+    pair = tl.load(order_ptr + m_read)
+    x_row = pair // ACTIVE if GATED else m_read
+    k = tl.arange(0, BLOCK_K)
+    rows: tl.constexpr = 2 if GATED else 1
+    first = expert.to(tl.int64) * rows * outputs  # of the expert's rows of W
+    n_read = tl.minimum(n, outputs - 1)
+    w_places = w_ptr + (first + n_read)[:, None] * INPUTS + k[None]
+    x_places = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + k[None]
+    at_n = (tl.program_id(0) // num_tiles * BLOCK_N).to(tl.int32)
+    blocks = (rows * outputs + 127) // 128
+    scales = scale_ptr + (expert.to(tl.int64) * blocks + at_n // 128) * Q
+    up_scales = scale_ptr + (expert.to(tl.int64) * blocks + (outputs + at_n) // 128) * Q
+    if TALL_X:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up_total = total
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        at = step * BLOCK_K
+        x = _loaded(x_places, at, k, INPUTS, BLOCK_K)
+        if TMA:
+            w = w_described.load([first.to(tl.int32) + at_n, at])
+        else:
+            w = _loaded(w_places, at, k, INPUTS, BLOCK_K)
+        if SCALES == 2:
+            part = tl.zeros_like(total)
+            part = _added(part, x, _wide(w, x.dtype), TALL_X)
+            total += part * tl.load(scales + at // 128)
+        else:
+            total = _added(total, x, _wide(w, x.dtype), TALL_X)
+        if GATED:
+            if TMA:
+                u = w_described.load([first.to(tl.int32) + outputs + at_n, at])
+            else:
+                u = _loaded(w_places + outputs * INPUTS, at, k, INPUTS, BLOCK_K)
+            if SCALES == 2:
+                part = tl.zeros_like(total)
+                part = _added(part, x, _wide(u, x.dtype), TALL_X)
+                up_total += part * tl.load(up_scales + at // 128)
+            else:
+                up_total = _added(up_total, x, _wide(u, x.dtype), TALL_X)
+    if SCALES == 1:
+        total = _by_row(total, tl.load(scale_ptr + first + n_read), TALL_X, True)
+    if BIAS:
+        total = _by_row(total, tl.load(bias_ptr + first + n_read), TALL_X, False)
+    if GATED:
+        if SCALES == 1:
+            scale = tl.load(scale_ptr + first + outputs + n_read)
+            up_total = _by_row(up_total, scale, TALL_X, True)
+        if BIAS:
+            bias = tl.load(bias_ptr + first + outputs + n_read)
+            up_total = _by_row(up_total, bias, TALL_X, False)
+        total = _activated(total, ACTIVATION) * up_total
+        y_row = m
+    else:
+        factor = tl.load(router_ptr + pair).to(tl.float32)
+        total *= factor[:, None] if TALL_X else factor[None]
+        y_row = pair
+    y_row = y_row.to(tl.int64) * outputs
+    inside = m < end
+    out = total.to(y_ptr.dtype.element_ty)
+    if TALL_X:
+        places = y_ptr + y_row[:, None] + n[None]
+        tl.store(places, out, inside[:, None] & (n < outputs)[None])
+    else:
+        places = y_ptr + y_row[None] + n[:, None]
+        tl.store(places, out, inside[None] & (n < outputs)[:, None])
+
+
+@triton.jit
+def _row_step(w_places, x, scales, at, k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+              SCALES: tl.constexpr):  # fmt: skip
+    """Products of one step, [N, K], before their sum."""
+    w = _loaded(w_places, at, k, INPUTS, BLOCK_K)
+    found = _wide(w, tl.float32).to(tl.float32) * x[None]
+    if SCALES == 2:
+        found *= tl.load(scales + (at + k) // 128, at + k < INPUTS, 0.0)[None]
+    return found
+
+
+@triton.jit
+def _gate_up_row(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    experts_ptr,
+    outputs,
+    INPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of a single token: some rows of gate and of up of one of its experts."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    Q: tl.constexpr = (INPUTS + 127) // 128
+    tiles = (outputs + BLOCK_N - 1) // BLOCK_N
+    pair = tl.program_id(0) // tiles
+    at_n = tl.program_id(0) % tiles * BLOCK_N
+    n = at_n + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    row = expert * 2 * outputs + tl.minimum(n, outputs - 1)
+    w_places = w_ptr + row[:, None] * INPUTS + k[None]
+    blocks = (2 * outputs + 127) // 128
+    scales = scale_ptr + (expert * blocks + at_n // 128) * Q
+    up_scales = scale_ptr + (expert * blocks + (outputs + at_n) // 128) * Q
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
+        x = tl.load(x_ptr + at + k, at + k < INPUTS, 0.0).to(tl.float32)
+        gate += _row_step(w_places, x, scales, at, k, INPUTS, BLOCK_K, SCALES)
+        up += _row_step(w_places + outputs * INPUTS, x, up_scales, at, k, INPUTS, BLOCK_K, SCALES)
+    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+    if SCALES == 1:
+        gate *= tl.load(scale_ptr + row)
+        up *= tl.load(scale_ptr + row + outputs)
+    if BIAS:
+        gate += tl.load(bias_ptr + row).to(tl.float32)
+        up += tl.load(bias_ptr + row + outputs).to(tl.float32)
+    out = _activated(gate, ACTIVATION) * up
+    tl.store(y_ptr + pair * outputs + n, out.to(y_ptr.dtype.element_ty), n < outputs)
+
+
+@triton.jit
+def _down_row(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    experts_ptr,
+    router_ptr,
+    outputs,
+    INPUTS: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of a single token: some rows of all of its experts, added up."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    Q: tl.constexpr = (INPUTS + 127) // 128
+    at_n = tl.program_id(0) * BLOCK_N
+    n = at_n + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    n_read = tl.minimum(n, outputs - 1)
+    blocks = (outputs + 127) // 128
+    y = tl.zeros((BLOCK_N,), tl.float32)
+    for pair in tl.range(ACTIVE):
+        expert = tl.load(experts_ptr + pair).to(tl.int64)
+        row = expert * outputs + n_read
+        w_places = w_ptr + row[:, None] * INPUTS + k[None]
+        scales = scale_ptr + (expert * blocks + at_n // 128) * Q
+        total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
+            x = tl.load(x_ptr + pair * INPUTS + at + k, at + k < INPUTS, 0.0).to(tl.float32)
+            total += _row_step(w_places, x, scales, at, k, INPUTS, BLOCK_K, SCALES)
+        one = tl.sum(total, 1)
+        if SCALES == 1:
+            one *= tl.load(scale_ptr + row)
+        if BIAS:
+            one += tl.load(bias_ptr + row).to(tl.float32)
+        y += one * tl.load(router_ptr + pair).to(tl.float32)
+    if RESIDUAL:
+        y += tl.load(y_ptr + n_read).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), n < outputs)
+
+
+@triton.jit
+def _sum_pairs(
+    each_ptr,
+    y_ptr,
+    width,
+    y_stride,
+    ACTIVE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = e < width
+    y_places = y_ptr + token * y_stride + e
+    total = tl.zeros((SIZE,), tl.float32)
+    for active in tl.static_range(ACTIVE):
+        total += tl.load(each_ptr + (token * ACTIVE + active) * width + e, inside, 0.0)
+    if RESIDUAL:
+        total += tl.load(y_places, inside, 0.0).to(tl.float32)
+    tl.store(y_places, total.to(y_ptr.dtype.element_ty), inside)
