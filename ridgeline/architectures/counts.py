@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ridgeline.architectures.parts import Part, parts, products
+from ridgeline.architectures.parts import Part, norm_roles, parts, products
 from ridgeline.architectures.quantization_scheme import Scheme
 from ridgeline.architectures.spec import (
     AttentionSpec,
@@ -25,7 +25,8 @@ from ridgeline.formats import STORED, WeightFormatLine, kv_line, weight_line
 def num_parameters(spec: ModelSpec) -> int:
     """Numbers in the checkpoint; a tied output matrix counts once."""
     matrices = 1 if spec.tie_embeddings else 2
-    shared = matrices * spec.vocab_size * spec.hidden_size + spec.hidden_size
+    norm = len(norm_roles(spec.norm_kind, "norm")) * spec.hidden_size
+    shared = matrices * spec.vocab_size * spec.hidden_size + norm
     return shared + linear_weights(spec) + sum(small_parameters(spec, one) for one in spec.layers)
 
 

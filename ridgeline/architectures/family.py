@@ -19,6 +19,7 @@ from ridgeline.architectures.spec import (
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
+    NormKind,
     NormPlaces,
     RopeSpec,
 )
@@ -41,13 +42,14 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What Transformers assumes for a family's missing keys. `num_kv_heads` None: as many as
-    query heads. `head_dim` None: hidden size divided by heads."""
+    query heads. `head_dim` None: hidden size divided by heads. `norm_key`: where `norm_eps` is."""
 
     rope_theta: float
     norm_eps: float
     max_positions: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    norm_key: str = "rms_norm_eps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def read_trunk(config: ConfigReader, defaults: Defaults, max_model_len: int | No
         head_dim=head_dim,
         max_positions=max_positions,
         rope=rope,
-        norm_eps=config.number("rms_norm_eps", default=defaults.norm_eps, low=0.0, high=1.0),
+        norm_eps=config.number(defaults.norm_key, default=defaults.norm_eps, low=0.0, high=1.0),
     )
 
 
@@ -153,15 +155,19 @@ def _refuse_foreign(config: ConfigReader) -> None:
     config.refuse("use_bidirectional_attention", False)
 
 
-def activation(config: ConfigReader) -> str:
-    name = config.text("hidden_act", default="silu")
+def activation(config: ConfigReader, default: str = "silu") -> str:
+    name = config.text("hidden_act", default=default)
     if name not in ACTIVATIONS:
         raise config.fail("hidden_act", f"is {name[:60]!r}; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def dense(config: ConfigReader, *, bias: bool = False) -> DenseSpec:
-    return DenseSpec(config.integer("intermediate_size"), activation(config), bias)
+def dense(
+    config: ConfigReader, *, bias: bool = False, gated: bool = True, default: str = "silu"
+) -> DenseSpec:
+    """`default`: the activation of the family."""
+    size = config.integer("intermediate_size")
+    return DenseSpec(size, activation(config, default), bias, gated)
 
 
 def sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -212,22 +218,29 @@ def model_spec(
     feed_forward: FeedForwardSpec | tuple[FeedForwardSpec, ...],
     tensor_names: Mapping[str, str],
     norms: NormPlaces = "before",
+    norm_kind: NormKind = "rms",
+    tied: bool = False,
 ) -> ModelSpec:
-    """`feed_forward` is that of every layer, or one for each; `norms` are those of every layer."""
+    """`feed_forward` is that of every layer, or one for each; `norms` are those of every layer.
+    `tied`: the output matrix is the embedding, unless the config says otherwise."""
     inner = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,) * trunk.num_layers
     bos = config.token_ids("bos_token_id", vocab_size=trunk.vocab_size)
     return ModelSpec(
         family=family,
         vocab_size=trunk.vocab_size,
         hidden_size=trunk.hidden_size,
-        layers=tuple(LayerSpec(*both, norms=norms) for both in zip(attention, inner, strict=True)),
+        layers=tuple(
+            LayerSpec(*both, norms=norms, norm_kind=norm_kind)
+            for both in zip(attention, inner, strict=True)
+        ),
         norm_eps=trunk.norm_eps,
-        tie_embeddings=config.flag("tie_word_embeddings", default=False),
+        tie_embeddings=config.flag("tie_word_embeddings", default=tied),
         max_position_embeddings=trunk.max_positions,
         dtype=read_dtype(config),
         tensor_names=tensor_names,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size=trunk.vocab_size),
+        norm_kind=norm_kind,
     )
 
 

@@ -30,6 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 # checkpoint has the halves of each head.
 INTERLEAVED = ("llama",)
 AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
+OTHER_LAYOUTS = ("starcoder2",)  # their files are not read
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _BLOCK = "blk.{layer}."
@@ -86,7 +87,7 @@ LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 
 def readable_families() -> list[str]:
     """What general.architecture of a file may be: a family that is served, by its own name."""
-    return [name for name in FAMILIES if name not in AS_LLAMA]
+    return [name for name in FAMILIES if name not in (*AS_LLAMA, *OTHER_LAYOUTS)]
 
 
 def family_of(metadata: Mapping[str, object], source: str) -> str:

@@ -11,10 +11,12 @@ Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
   post_attention_norm               [E], of what attention adds
   pre_feed_forward_norm             [E], before the feed-forward
   post_feed_forward_norm            [E], of what the feed-forward adds
+  norm_bias, input_norm_bias, ...   [E], of norms that have one
   q, k, v, o                        [H*D, E], [K*D, E], [K*D, E], [E, H*D]
   q_bias, k_bias, v_bias, o_bias    [rows of the matrix]
   q_norm, k_norm                    [D] each head alone, or [H*D] and [K*D] all heads together
-  gate, up, down                    [F, E], [F, E], [E, F]; with {expert} for experts
+  gate, up, down                    [F, E], [F, E], [E, F]; with {expert} for experts; no gate
+                                    where the feed-forward is not gated
   gate_bias, up_bias, down_bias     [rows of the matrix]
   router                            [X, E]
 
@@ -42,6 +44,7 @@ from ridgeline.architectures.spec import (
     LatentSpec,
     LayerSpec,
     ModelSpec,
+    NormKind,
 )
 
 # In files of older libraries: recomputed from the config, never read.
@@ -54,13 +57,19 @@ BEFORE_ATTENTION = ("latent_down", "q_up", LATENT_UP, "qkv")
 _STEM = "model.layers.{layer}."
 LLAMA_NAMES: Mapping[str, str] = {
     "embedding": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
-    "input_norm": f"{_STEM}input_layernorm.weight",
-    # A Llama names the norm before its feed-forward by what it stands behind.
-    "pre_feed_forward_norm": f"{_STEM}post_attention_layernorm.weight",
-    "post_attention_norm": f"{_STEM}post_attention_layernorm.weight",
-    "post_feed_forward_norm": f"{_STEM}post_feedforward_layernorm.weight",
+    **{
+        f"{role}{suffix}": f"{name}.{kind}"
+        for role, name in (
+            ("norm", "model.norm"),
+            ("input_norm", f"{_STEM}input_layernorm"),
+            # A Llama names the norm before its feed-forward by what it stands behind.
+            ("pre_feed_forward_norm", f"{_STEM}post_attention_layernorm"),
+            ("post_attention_norm", f"{_STEM}post_attention_layernorm"),
+            ("post_feed_forward_norm", f"{_STEM}post_feedforward_layernorm"),
+        )
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    },
     "q_norm": f"{_STEM}self_attn.q_norm.weight",
     "k_norm": f"{_STEM}self_attn.k_norm.weight",
     **{
@@ -148,7 +157,11 @@ def parts(layer: LayerSpec, width: int) -> tuple[Part, ...]:
     """All parameters of a layer of this hidden size: norms, then matrices as they are used."""
     inner = layer.feed_forward
     return (
-        *(Part(role, (width,)) for role in branch_norms(layer)),
+        *(
+            Part(name, (width,))
+            for role in branch_norms(layer)
+            for name in norm_roles(layer.norm_kind, role)
+        ),
         *_attention(layer.attention, width),
         *(_dense(inner, width) if isinstance(inner, DenseSpec) else _experts(inner, width)),
     )
@@ -159,6 +172,11 @@ def branch_norms(layer: LayerSpec) -> tuple[str, ...]:
     around = branches(layer)
     roles = (*(one.norm_in for one in around), *(one.norm_out for one in around))
     return tuple(role for role in roles if role is not None)
+
+
+def norm_roles(kind: NormKind, role: str) -> tuple[str, ...]:
+    """Of the parameters of this norm, all of which have the same size."""
+    return (role, f"{role}_bias") if kind == "layer and bias" else (role,)
 
 
 @lru_cache(maxsize=1024)
@@ -211,6 +229,8 @@ def _latent(heads: int, latent: LatentSpec, width: int) -> Iterator[Part]:
 
 def _dense(spec: DenseSpec, width: int) -> Iterator[Part]:
     for part in _gated(spec.intermediate_size, width):
+        if part.role == "gate" and not spec.gated:
+            continue
         yield part
         if spec.bias:
             rows = part.shape[:1]
@@ -272,7 +292,7 @@ def shared_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     names, width = spec.tensor_names, spec.hidden_size
     tensors: dict[str, tuple[int, ...]] = {
         names["embedding"]: (spec.vocab_size, width),
-        names["norm"]: (width,),
+        **{names[role]: (width,) for role in norm_roles(spec.norm_kind, "norm")},
     }
     if not spec.tie_embeddings:
         tensors[names["lm_head"]] = (spec.vocab_size, width)

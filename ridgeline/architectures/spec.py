@@ -95,11 +95,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """down(act(gate(x)) * up(x))"""
+    """down(act(gate(x)) * up(x)); not `gated`: down(act(up(x)))"""
 
     intermediate_size: int
     activation: str = "silu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,8 @@ class ExpertsSpec:
 
 
 NormPlaces = Literal["before", "after", "around"]
+# x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight, or that + bias
+NormKind = Literal["rms", "layer", "layer and bias"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class LayerSpec:
     norms: NormPlaces = "before"
     schemes: tuple[tuple[str, Scheme], ...] = ()
     unlisted: int = 0
+    norm_kind: NormKind = "rms"
 
     def scheme_of(self, role: str) -> Scheme | None:
         """None: as numbers."""
@@ -149,7 +153,8 @@ class ModelSpec:
     """One decoder-only model. `tensor_names` maps our parameter roles to checkpoint names, with
     `{layer}` and `{expert}` to fill in (see `architectures/parts.py` for the roles).
     `unserved` says what the numbers of this family need and this version does not compute.
-    `scheme`: as that of a layer, of the matrices of the vocabulary."""
+    `scheme`: as that of a layer, of the matrices of the vocabulary. `norm_kind`: of the last norm.
+    """
 
     family: str
     vocab_size: int
@@ -164,6 +169,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     unserved: str = ""
     schemes: tuple[tuple[str, Scheme], ...] = ()
+    norm_kind: NormKind = "rms"
 
     @property
     def num_layers(self) -> int:

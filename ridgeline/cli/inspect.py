@@ -243,7 +243,7 @@ def _feed_forward_words(ffn: DenseSpec | ExpertsSpec) -> str:
             + (f"and {ffn.shared_size} wide for every token, " if ffn.shared_size else "")
             + ffn.activation
         )
-    return f"{ffn.intermediate_size}, {ffn.activation}, gated"
+    return f"{ffn.intermediate_size}, {ffn.activation}" + (", gated" if ffn.gated else "")
 
 
 def as_json(sheet: Sheet) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.parts import Part, branches, layer_tensors, tensor_name
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import DenseSpec, ModelSpec
 from ridgeline.attention import choose_backend
 from ridgeline.attention.layout import AttentionLayout, ForwardBatch
 from ridgeline.distributed.placement import Placement
@@ -135,6 +135,9 @@ class Layer:
             around = branches(self.spec.layers[self.index])
             norm = around[product == "gate_up"].norm_in
             return None if norm is None else self.name(norm)
+        inner = self.spec.layers[self.index].feed_forward
+        if product == "down" and isinstance(inner, DenseSpec) and not inner.gated:
+            return None  # what the activation made
         role = "v" if product == "attention_out" else "up"
         return next(name for name in before if self.parts[name].role == role)
 
@@ -142,9 +145,9 @@ class Layer:
         """The checkpoint's name of a parameter that is no expert's."""
         return tensor_name(self.spec.tensor_names, role, self.index)
 
-    def bias_of(self, matrix: str) -> str | None:
-        """The name of its bias."""
-        role = f"{self.parts[matrix].role}_bias"
+    def bias_of(self, parameter: str) -> str | None:
+        """The name of the bias of a matrix or norm."""
+        role = f"{self.parts[parameter].role}_bias"
         return self.name(role) if any(part.role == role for part in self.parts.values()) else None
 
     # -- running it

@@ -5,14 +5,14 @@ Letters: N windows, S tokens of a window, R rows, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 import torch
 
 from ridgeline.compression.layer import States
 from ridgeline.errors import check
-from ridgeline.kernels.rms_norm import rms_norm_reference
+from ridgeline.layers.hidden import RMSNorm
 
 ROWS_AT_ONCE = 512
 VOCABULARY_ROWS = 1 << 14  # of the output matrix that are float32 at once
@@ -34,15 +34,15 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What makes logits of the last states: norm [E] and output matrix [V, E], any float dtype."""
+    """What makes logits of the last states: the last norm, in float32, and the output matrix
+    [V, E] of any float dtype."""
 
-    norm_E: torch.Tensor
+    norm: RMSNorm
     matrix_VE: torch.Tensor
-    eps: float
 
     def log_probabilities(self, states_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] float32"""
-        normed_RE = rms_norm_reference(states_RE, self.norm_E.float(), self.eps)
+        normed_RE = self.norm(states_RE)
         rows = range(0, len(self.matrix_VE), VOCABULARY_ROWS)
         parts_VE = (self.matrix_VE[begin : begin + VOCABULARY_ROWS] for begin in rows)
         pieces = [normed_RE @ part_VE.float().T for part_VE in parts_VE]
@@ -58,7 +58,7 @@ def compare(
     device: torch.device,
 ) -> Quality:
     """Of both states after their last layer; the first token of a window is never scored."""
-    head = Head(head.norm_E.to(device), head.matrix_VE.to(device), head.eps)
+    head = replace(head, matrix_VE=head.matrix_VE.to(device))
     sums = torch.zeros(4, dtype=torch.float64)
     flat = (states.all_NSE.view(-1, states.all_NSE.shape[-1]) for states in (original, quantized))
     original_RE, quantized_RE = flat

@@ -166,13 +166,25 @@ def _fold(
         holds_E = torch.isfinite(divided_E) & (divided_E != 0)
         folded[one.made_by] = torch.where(holds_E, divided_E, norm_E.to(scheme))
         made_by.copy_(folded[one.made_by])
-        return torch.where(holds_E, norm_E / made_by, torch.ones_like(norm_E))
+        kept_E = torch.where(holds_E, norm_E / made_by, torch.ones_like(norm_E))
+        _fold_bias(layer, one.made_by, kept_E, scheme, folded)
+        return kept_E
     rows_O = scale_I
     if one.product == "attention_out":
         spec = layer.spec.layers[layer.index].attention
         rows_O = scale_I.view(spec.num_kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
     made_by.div_(rows_O[:, None])
-    if (bias := layer.bias_of(one.made_by)) is not None:
-        folded[bias] = (layer.tensors[bias] / rows_O).to(scheme)
-        layer.tensors[bias].copy_(folded[bias])
+    _fold_bias(layer, one.made_by, rows_O, scheme, folded)
     return scale_I
+
+
+def _fold_bias(
+    layer: Layer,
+    made_by: str,
+    scale_O: torch.Tensor,
+    scheme: torch.dtype,
+    folded: dict[str, torch.Tensor],
+) -> None:
+    if (bias := layer.bias_of(made_by)) is not None:
+        folded[bias] = (layer.tensors[bias] / scale_O).to(scheme)
+        layer.tensors[bias].copy_(folded[bias])

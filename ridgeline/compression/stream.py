@@ -36,6 +36,8 @@ from ridgeline.compression.layer import Layer, States, embed
 from ridgeline.compression.quality import Head, Quality, compare
 from ridgeline.compression.rounding import Method, Rounded, put, round_layer
 from ridgeline.errors import ConfigError
+from ridgeline.layers.hidden import make_norm
+from ridgeline.layers.piece import fill
 from ridgeline.loader.checkpoint import check_tensors, open_checkpoint
 from ridgeline.loader.folder import read_config
 from ridgeline.quantization.algorithms.grid import Grid
@@ -357,11 +359,20 @@ class _Run:
         return tensors
 
     def _head(self) -> Head:
-        names = self.spec.tensor_names
-        matrix = names["embedding" if self.spec.tie_embeddings else "lm_head"]
-        return Head(
-            self.source.tensor(names["norm"]), self.source.tensor(matrix), self.spec.norm_eps
+        spec, names = self.spec, self.spec.tensor_names
+        norm = make_norm(
+            spec.norm_kind,
+            "norm",
+            names.__getitem__,
+            spec.hidden_size,
+            spec.norm_eps,
+            torch.float32,
+            self.job.device,
         )
+        for piece in norm.pieces():
+            fill(piece, self.source)
+        matrix = names["embedding" if spec.tie_embeddings else "lm_head"]
+        return Head(norm, self.source.tensor(matrix))
 
 
 def drift(original: States, quantized: States) -> float:

@@ -347,7 +347,8 @@ class _Builder:
     def _gated(self, layer: LayerSpec, prefix: str, count: int) -> Iterator[Op]:
         both, _ = self._share(layer, f"{prefix}gate_up", self.layout.tp)
         yield self.product(layer, f"{prefix}gate_up", count)
-        yield self.elementwise(f"{prefix}activation", count, both, both // 2)
+        _, inner = self._share(layer, f"{prefix}down", self.layout.tp)
+        yield self.elementwise(f"{prefix}activation", count, both, inner)
         yield self.product(layer, f"{prefix}down", count)
 
     def _experts(self, layer: LayerSpec, inner: ExpertsSpec, count: int) -> Iterator[Op]:

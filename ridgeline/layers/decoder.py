@@ -15,7 +15,7 @@ import torch
 from ridgeline.architectures import expected_tensors, optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
-from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec, NormKind
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
@@ -29,8 +29,8 @@ from ridgeline.layers.attention import (
 )
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
-from ridgeline.layers.feed_forward import FeedForward
-from ridgeline.layers.hidden import Hidden, RMSNorm
+from ridgeline.layers.feed_forward import FeedForward, UngatedFeedForward
+from ridgeline.layers.hidden import Hidden, RMSNorm, make_norm
 from ridgeline.layers.latent_attention import LatentAttention
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import Piece, RandomSource, TensorSource, arriving
@@ -106,8 +106,9 @@ class LayerMaker:
     placement: Placement
     deterministic: bool = False
 
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(name, self.spec.hidden_size, self.spec.norm_eps, self.dtype, self.device)
+    def norm(self, kind: NormKind, role: str, name: Callable[[str], str]) -> RMSNorm:
+        width, eps = self.spec.hidden_size, self.spec.norm_eps
+        return make_norm(kind, role, name, width, eps, self.dtype, self.device)
 
     def layer(self, index: int) -> DecoderLayer:
         spec, layer = self.spec, self.spec.layers[index]
@@ -123,7 +124,7 @@ class LayerMaker:
             placement=self.placement,
         )
         attention = self._attention(layer.attention, name, linear)
-        norms = {role: self.norm(name(role)) for role in branch_norms(layer)}
+        norms = {role: self.norm(layer.norm_kind, role, name) for role in branch_norms(layer)}
         feed_forward = self._feed_forward(layer.feed_forward, name, linear)
         return DecoderLayer(attention, feed_forward, norms, branches(layer))
 
@@ -147,7 +148,8 @@ class LayerMaker:
     ) -> FeedForward | Experts:
         width = self.spec.hidden_size
         if isinstance(inner, DenseSpec):
-            return FeedForward(inner, width, name, linear, self.placement)
+            kind = FeedForward if inner.gated else UngatedFeedForward
+            return kind(inner, width, name, linear, self.placement)
         # Routers are tiny and decide much: they stay as they are in every format.
         plain = PlainWeights().invariant() if self.deterministic else PlainWeights()
         return Experts(
@@ -211,7 +213,7 @@ class Decoder:
             spec, weight_format, attention, dtype, device, placement, deterministic=deterministic
         )
         self.layers = [maker.layer(index) for index in range(spec.num_layers)]
-        self.norm = maker.norm(names["norm"])
+        self.norm = maker.norm(spec.norm_kind, "norm", names.__getitem__)
         ropes = [(layer.attention.rope, layer.attention.rotated_dim) for layer in spec.layers]
         kinds = list(dict.fromkeys(ropes))
         self.rotations = [Rotation(*kind, max_model_len, device) for kind in kinds]

@@ -1,4 +1,4 @@
-"""down(act(gate(x)) * up(x)), with gate and up as one product.
+"""down(act(gate(x)) * up(x)), with gate and up as one product; or down(act(up(x))).
 
 Letters: T tokens, E hidden.
 """
@@ -11,6 +11,7 @@ import torch
 
 from ridgeline.architectures.spec import DenseSpec
 from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.kernels.silu_mul import ACTIVATIONS
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
 
@@ -32,7 +33,8 @@ class FeedForward:
             return Part(name(role), name(f"{role}_bias") if spec.bias else None, rows)
 
         self.activation = spec.activation
-        self.gate_up = linear([part("gate", inner), part("up", inner)], hidden_size)
+        roles = ("gate", "up") if spec.gated else ("up",)
+        self.gate_up = linear([part(role, inner) for role in roles], hidden_size)
         self.down = linear(
             [part("down", Shard(0, hidden_size))], spec.intermediate_size, columns=inner
         )
@@ -52,3 +54,16 @@ class FeedForward:
     @property
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
+
+
+class UngatedFeedForward(FeedForward):
+    """`gate_up` is up alone."""
+
+    def __call__(
+        self, hidden: Hidden, norm: RMSNorm | None, norm_out: RMSNorm | None = None
+    ) -> None:
+        up_TF = self.gate_up.of_normed(hidden, norm)
+        self.down.add_to(hidden, ACTIVATIONS[self.activation](up_TF), norm=norm_out)
+
+    def of(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return self.down(ACTIVATIONS[self.activation](self.gate_up(x_TE)))

@@ -6,10 +6,12 @@ are one kernel; or a product adds it in place, where it can. Letters: T tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+from torch.nn import functional
 
+from ridgeline.architectures.spec import NormKind
 from ridgeline.kernels.rms_norm import add_norm, rms_norm
 from ridgeline.kernels.small_linear import Fusion, InputNorm
 from ridgeline.layers.piece import Piece
@@ -70,6 +72,8 @@ class Hidden:
 
 
 class RMSNorm:
+    fuses = True  # products take it as what they do to their input
+
     def __init__(
         self, name: str, size: int, eps: float, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -105,3 +109,62 @@ class RMSNorm:
 
     def pieces(self) -> list[Piece]:
         return [Piece(self.name, self.weight_E)]
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean) / deviation * weight, + bias where there is one."""
+
+    fuses = False
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: str | None = None,
+    ) -> None:
+        super().__init__(name, size, eps, dtype, device)
+        self.bias_name = bias
+        self.bias_E = None if bias is None else torch.empty_like(self.weight_E)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight_E.shape, self.weight_E, self.bias_E, self.eps)
+
+    def of_sum(self, delta_TE: torch.Tensor | None, hidden_TE: torch.Tensor) -> torch.Tensor:
+        return self(hidden_TE if delta_TE is None else hidden_TE.add_(delta_TE))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self.kept().values())
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        bias = {} if self.bias_E is None else {"bias": self.bias_E}
+        return {"weight": self.weight_E, **bias}
+
+    def adopt(self, kept: Mapping[str, torch.Tensor]) -> None:
+        super().adopt(kept)
+        if self.bias_E is not None:
+            self.bias_E.copy_(kept["bias"])
+
+    def pieces(self) -> list[Piece]:
+        found = super().pieces()
+        if self.bias_name is not None and self.bias_E is not None:
+            found.append(Piece(self.bias_name, self.bias_E))
+        return found
+
+
+def make_norm(
+    kind: NormKind,
+    role: str,
+    name: Callable[[str], str],
+    size: int,
+    eps: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RMSNorm:
+    """`name(role)` is the checkpoint name of a parameter."""
+    if kind == "rms":
+        return RMSNorm(name(role), size, eps, dtype, device)
+    bias = name(f"{role}_bias") if kind == "layer and bias" else None
+    return LayerNorm(name(role), size, eps, dtype, device, bias)

@@ -76,7 +76,7 @@ class Linear:
         """Of the normed states, or the states themselves; with an activation the first half of the
         rows gates the second, [T, O / 2]. One kernel where the format has one for so few tokens."""
         is_gated = activation == "silu"
-        if norm is not None and (is_gated or activation is None):
+        if norm is not None and norm.fuses and (is_gated or activation is None):
             y_TO = self._fused(*hidden.unnormed(norm, is_gated=is_gated))
             if y_TO is not None:
                 hidden.partial_TE = None

@@ -30,7 +30,8 @@ def rope(**changes: Any) -> RopeSpec:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes(family: str) -> None:
-    spec = read_spec(config(family, head_dim=16, bos_token_id=1, eos_token_id=[2, 3]))
+    own = {"head_dim": 16, "tie_word_embeddings": False}
+    spec = read_spec(config(family, bos_token_id=1, eos_token_id=[2, 3], **own))
     attention = spec.layers[0].attention
     assert spec.family == family
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (97, 64, 3)
@@ -41,7 +42,8 @@ def test_sizes(family: str) -> None:
 
 def test_what_tells_the_families_apart() -> None:
     first = {family: read_spec(config(family, head_dim=16)).layers[0] for family in FAMILIES}
-    assert {f for f, layer in first.items() if layer.attention.qkv_bias} == {"qwen2"}
+    biased = {f for f, layer in first.items() if layer.attention.qkv_bias}
+    assert biased == {"qwen2", "starcoder2"}
     assert {f for f, layer in first.items() if layer.attention.qk_norm} == {"qwen3"}
     assert {f for f, layer in first.items() if isinstance(layer.feed_forward, ExpertsSpec)} == {
         "mixtral"

@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": tiny_config("qwen3"),
     "window": tiny_config("mistral", sliding_window=5),
     "mixtral": tiny_config("mixtral"),
+    "starcoder2": tiny_config("starcoder2"),
 }
 _MODELS: dict[str, ReferenceModel] = {}
 
@@ -123,7 +124,7 @@ def test_the_layers_compute_what_transformers_does(name: str, tmp_path: Path) ->
 @pytest.mark.every_pair
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("how", METHODS)
-@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3", "mixtral", "starcoder2"])
 def test_the_report_is_what_transformers_makes_of_the_dequantized_weights(
     name: str, how: str, symmetric: bool, tmp_path: Path
 ) -> None:
@@ -146,7 +147,7 @@ def test_the_report_is_what_transformers_makes_of_the_dequantized_weights(
     assert found.kl > 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "window", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "window", "mixtral", "starcoder2"])
 def test_scales_folded_by_awq_change_nothing_by_themselves(name: str, tmp_path: Path) -> None:
     """At 8 bits what is left is rounding (which lets some tokens change their experts); a scale
     folded in wrongly would be far more."""

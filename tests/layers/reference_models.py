@@ -32,6 +32,10 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+# Keys that a family has under other names, or with other values.
+OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "starcoder2": {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
+}
 
 
 def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -60,6 +64,7 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
         config["sliding_window"] = None
     if model_type.startswith("deepseek"):
         config |= LATENT | {"num_key_value_heads": config["num_attention_heads"], "head_dim": _GONE}
+    config |= OWN_KEYS.get(model_type, {})
     config |= changes
     return {key: value for key, value in config.items() if value is not _GONE}
 

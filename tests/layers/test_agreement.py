@@ -89,6 +89,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": tiny_config("deepseek_v2"),
     "deepseek_v2 straight queries": tiny_config("deepseek_v2", q_lora_rank=None, kv_lora_rank=10),
     "deepseek_v2 yarn": tiny_config("deepseek_v2", rope_scaling=YARN | MSCALE | {"mscale": 0.7}),
+    "starcoder2": tiny_config("starcoder2"),
+    "starcoder2 tied window": tiny_config(
+        "starcoder2", tie_word_embeddings=True, sliding_window=6, num_attention_heads=6, head_dim=12
+    ),
+    "starcoder2 no biases": tiny_config("starcoder2", use_bias=False, num_key_value_heads=1),
 }
 CONFIGS |= {
     f"{name} (newer keys)": newer_keys(CONFIGS[name])

@@ -31,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": tiny_config("mixtral"),
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3", head_dim=32),
+    "starcoder2": tiny_config("starcoder2"),
 }
 # Llama-3.1-8B: 8.03 billion parameters, as its model card says.
 LLAMA_8B: dict[str, Any] = {
@@ -79,7 +80,8 @@ def test_each_rank_holds_the_share_that_the_description_says(name: str, ranks: i
 
 
 def is_packed(name: str) -> bool:
-    return name.endswith("weight") and ("_proj" in name or ".w" in name.removesuffix(".weight"))
+    own = name.removesuffix(".weight")
+    return name.endswith("weight") and any(part in own for part in ("_proj", ".w", ".c_fc"))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
