@@ -19,11 +19,11 @@ from tests.test_architecture import PACKAGE, dotted, modules, nodes, of_ours, tr
 MAX_LINES = {
     # The words and bounds of options, told by the commands until now; two long functions cut.
     "": 5_680,
-    "architectures": 4_021,  # when latent attention expands keys and values
+    "architectures": 4_700,  # families with layer norms, parallel blocks and fused tensors
     "attention": 1_870,  # latent attention: one more backend
     "benchmark": 1_150,
     "cli": 6_255,
-    "compression": 1_175,
+    "compression": 1_260,  # norms with a bias
     "cost": 5_320,  # what a step of decodes costs beside attention is kept, by rows
     "demo": 40,
     "devices": 530,
@@ -32,7 +32,7 @@ MAX_LINES = {
     "executor": 3_240,
     "kernels": 24_100,  # experts in grouped products
     "kvcache": 485,  # latent vectors, one for all heads
-    "layers": 1_700,  # latent attention, stacked experts
+    "layers": 1_950,  # latent attention, stacked experts, layer norms, parallel blocks
     "loader": 2_970,
     "measure": 2_910,
     "observe": 2_760,
@@ -46,7 +46,7 @@ MAX_LINES = {
     "speculation": 2_415,
     "text": 2_105,
 }
-MAX_FILES = 408  # of Python
+MAX_FILES = 420  # of Python; one for each family
 MAX_PROTOCOLS = 34
 MAX_FUNCTION_LINES = 80
 LONGER = {  # that are to be made shorter, not longer
