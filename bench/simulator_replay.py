@@ -23,7 +23,7 @@ from ridgeline.observe.event_log import (
     Submitted,
     plan_digest,
 )
-from ridgeline.observe.evidence import run_record
+from ridgeline.observe.evidence import RunRecord
 from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
@@ -226,9 +226,9 @@ def _scheduler(
     elif policy.needs_promise:
         real = Pricer(read_setup(header.setup))
         pricer = LearnedPricer(real)
-        watch = run_record(header, real)
-        watch.pricing.listeners.append(pricer.on_priced)
-        listeners += watch.listeners
+        watch = RunRecord(header, real)
+        watch.listeners.append(pricer)
+        listeners.append(watch)
     scheduler = Scheduler(
         blocks,
         make_policy(header.policy, _setting(header, pricer)),

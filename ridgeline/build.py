@@ -59,7 +59,7 @@ from ridgeline.loader.parallel import ParallelSource
 from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
 from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder
-from ridgeline.observe.evidence import RunRecord, run_record
+from ridgeline.observe.evidence import RunRecord
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens
 from ridgeline.scheduler.block_manager import BlockManager
@@ -284,13 +284,13 @@ def _watched(
     if log is not None:
         recorder = Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
         engine.listeners.append(recorder)
-    watch = run_record(header, pricer, cpu_s=process_seconds)
+    run = RunRecord(header, pricer, cpu_s=process_seconds)
     if engine.scheduler.policy.needs_promise:
-        watch.pricing.listeners.append(learned.on_priced)
+        run.listeners.append(learned)
     if chooser is not None:
-        watch.pricing.listeners.append(chooser.on_priced)
-    engine.listeners += watch.listeners
-    return watch
+        run.listeners.append(chooser)
+    engine.listeners.append(run)
+    return run
 
 
 def build_without_text(config: EngineConfig, progress: Progress | None = None) -> Built:

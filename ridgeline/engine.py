@@ -6,8 +6,6 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
-import msgspec
-
 from ridgeline.clock import Clock
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.log import say
@@ -18,7 +16,6 @@ from ridgeline.step import (
     KnowsEnd,
     Listeners,
     StepFuture,
-    StepPlan,
     StepRecord,
     StepResult,
 )
@@ -36,12 +33,6 @@ class _Failed:
         raise self.fault
 
 
-class Launched(msgspec.Struct, frozen=True):
-    plan: StepPlan
-    future: StepFuture
-    at: float
-
-
 class Engine:
     """`max_in_flight` 1 plans a step after the last one's result; 2 and more plan it while they
     run. The same two calls, launch and collect, in another order."""
@@ -54,7 +45,7 @@ class Engine:
         self.clock = clock
         self.max_in_flight = max_in_flight
         self.listeners = Listeners()
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[tuple[StepRecord, StepFuture]] = deque()
 
     @property
     def is_idle(self) -> bool:
@@ -68,9 +59,9 @@ class Engine:
     def oldest_is_over(self) -> bool | None:
         """Nobody would have to wait for the oldest step in flight. None: there is none, or its
         executor does not tell."""
-        if not self._in_flight or not isinstance(self._in_flight[0].future, KnowsEnd):
+        if not self._in_flight or not isinstance(self._in_flight[0][1], KnowsEnd):
             return None
-        return self._in_flight[0].future.is_over()
+        return self._in_flight[0][1].is_over()
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn. Raises RequestFault when it cannot be served."""
@@ -103,7 +94,7 @@ class Engine:
             future = self.executor.submit(plan)
         except EngineFault as fault:
             future = _Failed(fault)
-        self._in_flight.append(Launched(plan, future, now))
+        self._in_flight.append((StepRecord(plan, now), future))
         self.scheduler.blocks.hash_blocks()  # while the device is at work
         if self.listeners:
             self.listeners.tell("on_submitted", plan, self.clock.now())
@@ -113,13 +104,13 @@ class Engine:
         """Wait for the oldest step and take in its tokens. [] when none is in flight."""
         if not self._in_flight:
             return []
-        step = self._in_flight.popleft()
+        step, future = self._in_flight.popleft()
         try:
-            result = step.future.result()
+            result = future.result()
         except EngineFault as fault:
             return self._fail(step, str(fault) or "a step failed")
-        outputs = self.scheduler.update(step.plan, result)
-        self._tell(step, result, outputs, None)
+        step.outputs = outputs = self.scheduler.update(step.plan, result)
+        self._tell(step, result)
         return outputs
 
     def step(self) -> list[RequestOutput]:
@@ -129,44 +120,26 @@ class Engine:
             return self.collect()
         return []
 
-    def _fail(self, step: Launched, reason: str) -> list[RequestOutput]:
+    def _fail(self, step: StepRecord, reason: str) -> list[RequestOutput]:
         """A step failed: so does every request with tokens in flight. The engine goes on."""
         say(logger, logging.ERROR, "step failed", step=step.plan.step_id, reason=reason)
         behind = list(self._in_flight)
         self._in_flight.clear()
-        for later in behind:
+        for later, future in behind:
             try:
-                later.future.result()  # what it touches is ours again only when it is over
+                future.result()  # what it touches is ours again only when it is over
             except EngineFault as fault:
                 say(logger, logging.ERROR, "step failed", step=later.plan.step_id, reason=fault)
-        outputs = self.scheduler.fail_in_flight(reason)
-        self._tell(step, None, outputs, reason)
-        for later in behind:
-            self._tell(later, None, [], reason)
+        step.outputs = outputs = self.scheduler.fail_in_flight(reason)
+        for failed in (step, *(later for later, _ in behind)):
+            failed.error = reason
+            self._tell(failed, None)
         return outputs
 
-    def _tell(
-        self,
-        step: Launched,
-        result: StepResult | None,
-        outputs: list[RequestOutput],
-        error: str | None,
-    ) -> None:
+    def _tell(self, step: StepRecord, result: StepResult | None) -> None:
         if not (listeners := self.listeners):
             return
-        now, scheduler = self.clock.now(), self.scheduler
-        listeners.tell("on_collect", step.plan, result, outputs, error, now)
+        step.collected_at = now = self.clock.now()
+        listeners.tell("on_collect", step.plan, result, step.outputs, step.error, now)
         if listeners.hear_steps:
-            record = StepRecord(
-                step.plan,
-                step.at,
-                now,
-                outputs,
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                num_free_blocks=scheduler.blocks.num_free_blocks,
-                num_blocks=scheduler.blocks.num_blocks,
-                num_in_flight=len(self._in_flight),
-                error=error,
-            )
-            listeners.tell("on_step", record)
+            listeners.tell("on_step", step)

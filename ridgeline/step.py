@@ -174,28 +174,53 @@ class Executor(Protocol):
 
 
 @record
-class StepRecord:
-    """One step that is over. Times are seconds of the engine's clock; counts are as they stand
-    after its results were taken in. `outputs` are what it gave; `error` is set when it failed."""
+class StepPrice:
+    """Seconds, and the operations and bytes of all devices together; of them, `own_flops` and
+    `own_bytes` belong to single rows (attention over their own cache)."""
+
+    expected_s: float
+    ideal_s: float
+    flops: float
+    bytes: float
+    own_flops: float = 0.0
+    own_bytes: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class PricedStep:
+    """What was planned, predicted and took. `previous_ended`: when the device was done with the
+    step before. `host_s`: what it then waited for this one, with work pending. Until it has run,
+    `began` is when it was launched. `price_without_prompts_s` and, of a step that verifies drafts,
+    `plain_s` are what its rows would have cost without; `drafting_s` is part of the price."""
+
+    plan: StepPlan
+    num_logits: int
+    previous_ended: float
+    began: float
+    ended: float
+    host_s: float
+    price: StepPrice
+    prompts: tuple[ScheduledRequest, ...]
+    price_without_prompts_s: float
+    drafting_s: float = 0.0
+    checks: bool = False  # drafts, and reads no prompts
+    is_overlapped: bool = False  # it was launched before the one before it was over
+    plain_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+class StepRecord(msgspec.Struct):
+    """One step from its launch on; what follows `launched_at` is known when it is over. Times are
+    seconds of the engine's clock. `outputs` are what it gave; `error` is set when it failed."""
 
     plan: StepPlan
     launched_at: float
-    collected_at: float
-    outputs: Sequence[RequestOutput]
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int  # cached blocks that may be evicted count as free
-    num_blocks: int
-    num_in_flight: int  # steps behind it that are still in flight
+    collected_at: float = 0.0
+    outputs: Sequence[RequestOutput] = ()
     error: str | None = None
-
-    @property
-    def shape(self) -> StepShape:
-        return self.plan.shape
-
-    @property
-    def num_preempted(self) -> int:
-        return len(self.plan.preempted)
 
     @property
     def num_new_tokens(self) -> int:
@@ -232,7 +257,10 @@ class Listener:
         all steps behind it, which are told of in the same way, without outputs."""
 
     def on_step(self, record: StepRecord) -> None:
-        """The same step, after all listeners have heard `on_collect`, and how the engine stands."""
+        """The same step, after all listeners have heard `on_collect`."""
+
+    def on_priced(self, step: PricedStep) -> None:
+        """A step has run, as the record of the run has it: `ridgeline.observe.run` tells of it."""
 
 
 class Listeners(list[Listener]):
@@ -249,7 +277,7 @@ class Listeners(list[Listener]):
 
     @property
     def hear_steps(self) -> bool:
-        """Somebody wants to know how the engine stands after each step."""
+        """Somebody wants a record of each step."""
         return any(type(listener).on_step is not Listener.on_step for listener in self)
 
 

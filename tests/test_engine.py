@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,9 +141,12 @@ class Witness(Listener):
         self.records: list[StepRecord] = []
         self.outputs: list[tuple[float, RequestOutput]] = []
         self.aborted: list[str] = []
+        self.seen: list[tuple[int, ...]] = []
+        self.look: Callable[[], tuple[int, ...]] = tuple
 
     def on_step(self, record: StepRecord) -> None:
         self.records.append(record)
+        self.seen.append(self.look())
         self.outputs += [(record.collected_at, output) for output in record.outputs]
 
     def on_abort(self, request_id: str, now: float) -> None:
@@ -294,15 +298,23 @@ def test_a_duplicate_id_is_refused_and_harms_nobody() -> None:
 def test_listeners_see_steps_and_outputs() -> None:
     witness, engine = Witness(), make_engine(Script(fail_at=3), 2)
     engine.listeners.append(witness)
+    scheduler = engine.scheduler
+    witness.look = lambda: (
+        scheduler.num_running,
+        scheduler.num_waiting,
+        scheduler.blocks.num_blocks,
+        scheduler.blocks.num_free_blocks,
+        engine.num_in_flight,
+    )
     engine.add(make_request("a", 9))
     engine.step()
     assert witness.records == []
     run(engine)
     first = witness.records[0]
-    assert first.shape == ((3, 0),)
-    assert (first.num_running, first.num_waiting, first.num_new_tokens) == (1, 0, 1)
-    assert (first.num_blocks, first.num_in_flight, first.num_preempted) == (40, 1, 0)
-    assert first.num_free_blocks == 39
+    assert first.plan.shape == ((3, 0),)
+    assert (first.num_new_tokens, first.plan.preempted) == (1, ())
+    # Running, waiting, blocks, free ones and steps in flight, after its results were taken in.
+    assert witness.seen[0] == (1, 0, 40, 39, 1)
     assert first.error is None
     assert [record.error for record in witness.records[2:]] == ["a wire broke", "a wire broke"]
     assert [output.finish_reason for _, output in witness.outputs][-1] is FinishReason.ERROR

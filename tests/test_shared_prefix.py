@@ -22,7 +22,7 @@ class Count(Listener):
         self.num_prompt_tokens = 0
 
     def on_step(self, record: StepRecord) -> None:
-        left = ((new, SHARED + OWN - before) for new, before in record.shape)
+        left = ((new, SHARED + OWN - before) for new, before in record.plan.shape)
         self.num_prompt_tokens += sum(min(new, most) for new, most in left if most > 0)
 
 

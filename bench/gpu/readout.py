@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.adapter import RidgelineEngine, RunResult
-from ridgeline.observe.pricing import Totals
+from ridgeline.observe.run import Totals
 from ridgeline.observe.run_summary import run_summary, snapshot
 from ridgeline.step import Listener, StepRecord
 
@@ -46,7 +46,7 @@ class Watch(Listener):
         if record.num_new_tokens == self.batch and len(record.plan.scheduled) == self.batch:
             self.num_seen += 1
             if self.num_seen in (FIRST, LAST):
-                self.totals.append(snapshot(self.engine.llm.watch.pricing.totals))
+                self.totals.append(snapshot(self.engine.llm.watch.totals))
 
 
 def clock_ms(result: RunResult, batch: int) -> float:

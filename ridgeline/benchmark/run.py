@@ -14,9 +14,9 @@ from itertools import pairwise
 from ridgeline.benchmark.jobs import Job
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault
-from ridgeline.observe.pricing import PricedStep, Pricing
+from ridgeline.observe.evidence import RunRecord
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
-from ridgeline.step import Listener, StepRecord
+from ridgeline.step import Listener, PricedStep, StepRecord
 
 
 @dataclass(slots=True)
@@ -170,11 +170,11 @@ def steady_steps(steps: Sequence[StepSeen], batch: int) -> Sequence[StepSeen]:
 _names = itertools.count()
 
 
-def run_jobs(engine: Engine, jobs: Sequence[Job], pricing: Pricing | None = None) -> Run:
+def run_jobs(engine: Engine, jobs: Sequence[Job], record: RunRecord | None = None) -> Run:
     """Offer each job at its time, step until all are answered. Raises EngineFault on failure.
 
-    What each step had to move is known if `pricing`, which prices this engine's steps, is given."""
-    return _Driver(engine, jobs, pricing).run()
+    What each step had to move is known if the `record` of the engine's own run is given."""
+    return _Driver(engine, jobs, record).run()
 
 
 def run_static(engine: Engine, jobs: Sequence[Job], slots: int) -> Run:
@@ -199,9 +199,10 @@ class _Driver(Listener):
     """Offers jobs, steps the engine and, as its listener, counts what each step did and, by its
     price, what it had to move."""
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], pricing: Pricing | None) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Job], record: RunRecord | None) -> None:
         self.engine = engine
-        self.pricing = pricing
+        # Who tells this listener, of what the engine does and of prices.
+        self.tellers = [engine.listeners, *([] if record is None else [record.listeners])]
         self.priced: dict[int, PricedStep] = {}  # not collected yet
         self.waiting = deque(sorted(jobs, key=lambda job: job.arrival_s))
         self.times: dict[str, JobTimes] = {}
@@ -209,15 +210,13 @@ class _Driver(Listener):
         self.result = Run(engine.clock.now())
 
     def run(self) -> Run:
-        self.engine.listeners.append(self)
-        if self.pricing is not None:
-            self.pricing.listeners.append(self.on_priced)
+        for listeners in self.tellers:
+            listeners.append(self)
         try:
             self._drive()
         finally:
-            self.engine.listeners.remove(self)
-            if self.pricing is not None:
-                self.pricing.listeners.remove(self.on_priced)
+            for listeners in self.tellers:
+                listeners.remove(self)
             for request_id in self.live:
                 self.engine.abort(request_id)
         self.result.ended_s = self.engine.clock.now()

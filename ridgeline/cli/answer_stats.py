@@ -15,8 +15,8 @@ from ridgeline.startup import say_first_token
 if TYPE_CHECKING:
     from ridgeline.answer import ChoiceDelta
     from ridgeline.llm import LLM, GenerationResult
-    from ridgeline.observe.pricing import Totals
-    from ridgeline.observe.time_breakdown import TimeBreakdown
+    from ridgeline.observe.requests import TimeBreakdown
+    from ridgeline.observe.run import Totals
 
 
 def add_stats_flag(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def _tokens(num: int) -> str:
 def _snapshot(llm: LLM) -> tuple[Totals, int]:
     from ridgeline.observe.run_summary import snapshot
 
-    return snapshot(llm.watch.pricing.totals), llm.watch.time_breakdowns.num_finished
+    return snapshot(llm.watch.totals), llm.watch.requests.num_finished
 
 
 def _lines(llm: LLM, before: tuple[Totals, int]) -> Iterable[tuple[str, str]]:
@@ -98,9 +98,9 @@ def _lines(llm: LLM, before: tuple[Totals, int]) -> Iterable[tuple[str, str]]:
 
     watch = llm.watch
     totals, num_finished = before
-    num = watch.time_breakdowns.num_finished - num_finished
-    yield from _request_lines(list(watch.time_breakdowns.finished)[-num:] if num else [])
-    yield from run_summary("all", watch.pricer, watch.pricing.totals, totals).lines()
+    num = watch.requests.num_finished - num_finished
+    yield from _request_lines(list(watch.requests.finished)[-num:] if num else [])
+    yield from run_summary("all", watch.pricer, watch.totals, totals).lines()
 
 
 def _request_lines(time_breakdowns: Sequence[TimeBreakdown]) -> Iterable[tuple[str, str]]:

@@ -161,9 +161,9 @@ def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     )
     watch, costs = llm.watch, []
     for name in args.workload:
-        before = snapshot(watch.pricing.totals)
+        before = snapshot(watch.totals)
         _WORK[name](args, report, bench)
-        costs.append(run_summary(name, watch.pricer, watch.pricing.totals, before))
+        costs.append(run_summary(name, watch.pricer, watch.totals, before))
     for cost in costs:
         report.add("cost", cost)
 

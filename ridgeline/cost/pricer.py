@@ -52,8 +52,7 @@ from ridgeline.cost.step_features import (
     decode_features,
     step_features,
 )
-from ridgeline.request import record
-from ridgeline.step import StepShape
+from ridgeline.step import StepPrice, StepShape
 
 __all__ = ["DecodeRun", "Pricer", "Setup", "StepPrice"]
 
@@ -62,19 +61,6 @@ ALL_WEIGHTS = 1e-9  # from 1: p of weights that are read whatever n is
 
 Work = tuple[float, float, float]  # operations and bytes of one rank, ideal seconds
 NO_WORK: Work = (0.0, 0.0, 0.0)
-
-
-@record
-class StepPrice:
-    """Seconds, and the operations and bytes of all devices together; of them, `own_flops` and
-    `own_bytes` belong to single rows (attention over their own cache)."""
-
-    expected_s: float
-    ideal_s: float
-    flops: float
-    bytes: float
-    own_flops: float = 0.0
-    own_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
 from ridgeline.formats import MAX_DRAFT_TOKENS
 from ridgeline.measure.stopwatch import typical
-from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.run import Run
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -111,9 +111,9 @@ def _drafting_engine(num_draft_tokens: int | None, num_out: int) -> Engine:
         draft_lengths=chooser,
     )
     engine = Engine(scheduler, DraftingStub(blocks, num_out), WallClock(), max_in_flight=2)
-    pricing = Pricing(lambda shape, num_logits: StepPrice(1e-3, 1e-3, 1.0, 1.0))
-    pricing.listeners.append(chooser.on_priced)
-    engine.listeners.append(pricing)
+    run = Run(lambda shape, num_logits: StepPrice(1e-3, 1e-3, 1.0, 1.0))
+    run.listeners.append(chooser)
+    engine.listeners.append(run)
     engine.add(_request(0, context, num_tokens))
     for _ in range(NUM_STEPS):
         engine.step()

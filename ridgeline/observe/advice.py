@@ -19,7 +19,7 @@ from ridgeline.cost.setup import Setup
 from ridgeline.figures import number
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.observe.evidence import Evidence, RecentStep
-from ridgeline.observe.time_breakdown import Parts
+from ridgeline.observe.requests import Parts
 from ridgeline.speculation.price import DraftPrices, HostLookup, expected_curve
 from ridgeline.step import StepShape
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import msgspec
 
 from ridgeline.architectures import read_spec
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.formats import MODEL, read_speculate
-from ridgeline.observe.cpu_time import CpuTime, CpuTimes
 from ridgeline.observe.event_log import Added, EngineHeader, Event, EventLog
-from ridgeline.observe.pricing import PricedStep, Pricing, Regime, Totals
-from ridgeline.observe.request_cost import RequestCosts
+from ridgeline.observe.requests import MAX_FINISHED, RequestCosts, TimeBreakdown
+from ridgeline.observe.run import CpuTime, Run, Totals
 from ridgeline.observe.setup_record import read_setup
-from ridgeline.observe.time_breakdown import Parts, TimeBreakdown, TimeBreakdowns
 from ridgeline.speculation.price import Drafter, drafter_of
-from ridgeline.speculation.report import DraftTotals
-from ridgeline.step import StepShape
+from ridgeline.step import Listener, PricedStep, StepShape
 
 NUM_RECENT = 64  # steps that are kept whole
 
@@ -56,34 +55,11 @@ class Evidence:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Evidence:
-        header = dict(record["header"])
-        totals = dict(record["totals"])
-        regimes = {name: Regime(**values) for name, values in totals.pop("regimes").items()}
-        drafts = DraftTotals(**totals.pop("drafts", {}))
-        return cls(
-            header=EngineHeader(**(header | {"windows": tuple(header["windows"])})),
-            now=record["now"],
-            totals=Totals(**totals, regimes=regimes, drafts=drafts),
-            time_breakdowns=tuple(_account(row) for row in record["time_breakdowns"]),
-            live=tuple(_account(row) for row in record["live"]),
-            recent=tuple(_step(row) for row in record["recent"]),
-            num_finished=record["num_finished"],
-            prompt_reuse=record["prompt_reuse"],
-            cpu=CpuTime(**record["cpu"]) if record.get("cpu") else None,
-        )
+        return msgspec.convert(record, cls)
 
 
-def _account(row: Mapping[str, Any]) -> TimeBreakdown:
-    return TimeBreakdown(**(dict(row) | {"parts": Parts(**row["parts"])}))
-
-
-def _step(row: Mapping[str, Any]) -> RecentStep:
-    shape = tuple((new, before) for new, before in row["shape"])
-    return RecentStep(shape, row["num_logits"], row["seconds"], row["host_s"])
-
-
-class Recent:
-    """The latest steps; a follower of the pricing."""
+class Recent(Listener):
+    """The latest steps; one of a run's listeners."""
 
     def __init__(self, num_steps: int = NUM_RECENT) -> None:
         # Of a step that only decodes the contexts are kept, and its shape is made when asked for.
@@ -101,7 +77,7 @@ class Recent:
 
     def on_priced(self, step: PricedStep) -> None:
         decodes = step.plan.decodes
-        rows = step.shape if decodes is None else decodes.starts
+        rows = step.plan.shape if decodes is None else decodes.starts
         self._kept.append((rows, step.num_logits, step.seconds, step.host_s))
 
 
@@ -109,26 +85,34 @@ def _row(kept: tuple[int, int] | int) -> tuple[int, int]:
     return (1, kept) if isinstance(kept, int) else kept
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """All that watches one engine's time and cost. `listeners` go to the engine, in order."""
+class RunRecord(Run):
+    """The run of an engine that is known by its header, priced by `pricer`."""
 
-    header: EngineHeader
-    pricer: Pricer
-    pricing: Pricing
-    time_breakdowns: TimeBreakdowns
-    request_costs: RequestCosts
-    cpu_times: CpuTimes
-    recent: Recent = field(default_factory=Recent)
-
-    @property
-    def listeners(self) -> tuple[Pricing, TimeBreakdowns, CpuTimes]:
-        return self.pricing, self.time_breakdowns, self.cpu_times
+    def __init__(
+        self,
+        header: EngineHeader,
+        pricer: Pricer,
+        *,
+        max_finished: int | None = MAX_FINISHED,
+        cpu_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        drafter = engine_drafter(header, pricer.setup)
+        super().__init__(
+            pricer.price,
+            computes_in_submit=header.computes_in_submit,
+            decodes_price=pricer.price_decodes,
+            draft_price=None if drafter is None else drafter.seconds,
+            max_finished=max_finished,
+            cpu_s=cpu_s,
+        )
+        self.header, self.pricer = header, pricer
+        self.request_costs, self.recent = RequestCosts(pricer), Recent()
+        self.listeners += [self.request_costs, self.recent]
 
     def evidence(self, now: float, tenant: str | None = None) -> Evidence:
         """As it is now; nothing in it changes any more. With a `tenant` (hex) the requests are its
         own, and what all share is left out: it would tell what others do."""
-        finished, live = self.time_breakdowns.of(tenant, now)
+        finished, live = self.requests.of(tenant, now, self.running, self.last_ended)
         if tenant is not None:
             return Evidence(
                 header=self.header, now=now, totals=Totals(), time_breakdowns=finished, live=live,
@@ -137,36 +121,13 @@ class RunRecord:
         return Evidence(
             header=self.header,
             now=now,
-            totals=deepcopy(self.pricing.totals),
+            totals=deepcopy(self.totals),
             time_breakdowns=finished,
             live=live,
             recent=self.recent.steps,
-            num_finished=self.time_breakdowns.num_finished,
-            cpu=self.cpu_times.until(now),
+            num_finished=self.requests.num_finished,
+            cpu=self.cpu_until(now),
         )
-
-
-def run_record(
-    header: EngineHeader,
-    pricer: Pricer,
-    *,
-    max_finished: int | None = 256,
-    cpu_s: Callable[[], float | None] = lambda: None,
-) -> RunRecord:
-    """All watchers, wired to each other. `cpu_s`: CPU seconds of the process, where known."""
-    drafter = engine_drafter(header, pricer.setup)
-    pricing = Pricing(
-        pricer.price,
-        computes_in_submit=header.computes_in_submit,
-        decodes_price=pricer.price_decodes,
-        draft_price=None if drafter is None else drafter.seconds,
-    )
-    request_costs, recent = RequestCosts(pricer), Recent()
-    time_breakdowns = TimeBreakdowns(pricing, max_finished)
-    pricing.listeners += [request_costs.on_priced, recent.on_priced]
-    return RunRecord(
-        header, pricer, pricing, time_breakdowns, request_costs, CpuTimes(cpu_s), recent
-    )
 
 
 def engine_drafter(header: EngineHeader, setup: Setup) -> Drafter | None:
@@ -184,19 +145,15 @@ def evidence_of(log: EventLog) -> Evidence:
     """What the engine of a log would have said at its end. Raises ConfigError when the log does
     not say what was priced."""
     reading: list[float | None] = [None]
-    watch = run_record(
-        log.header,
-        Pricer(read_setup(log.header.setup)),
-        max_finished=None,
-        cpu_s=lambda: reading[0],
-    )
+    pricer = Pricer(read_setup(log.header.setup))
+    run = RunRecord(log.header, pricer, max_finished=None, cpu_s=lambda: reading[0])
 
     def read(event: Event) -> None:
         reading[0] = getattr(event, "cpu_s", None)
 
-    log.feed(*watch.listeners, before=read)
+    log.feed(run, before=read)
     now = max((event.now for event in log.events), default=0.0)
-    return replace(watch.evidence(now), prompt_reuse=prompt_reuse(log))
+    return replace(run.evidence(now), prompt_reuse=prompt_reuse(log))
 
 
 def prompt_reuse(log: EventLog) -> float:

@@ -13,12 +13,11 @@ from typing import Any
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes, findings
-from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.evidence import Evidence
-from ridgeline.observe.pricing import Regime
+from ridgeline.observe.requests import PARTS, Parts, TimeBreakdown
+from ridgeline.observe.run import CpuTime, Regime
 from ridgeline.observe.run_summary import drafts_between
 from ridgeline.observe.setup_record import read_setup
-from ridgeline.observe.time_breakdown import PARTS, Parts, TimeBreakdown
 from ridgeline.speculation.report import DraftReport
 
 FLOOR_SEGMENTS = 8  # of a decode, within which time per token is taken as a straight line

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.figures import percent, scaled, seconds
-from ridgeline.observe.pricing import Totals
+from ridgeline.observe.run import Totals
 from ridgeline.speculation.report import DraftReport, draft_report
 
 NOT_CALIBRATED = "not calibrated: ridgeline calibrate"

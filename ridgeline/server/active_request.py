@@ -9,7 +9,7 @@ from msgspec import structs
 
 from ridgeline.answer import Answer, ChoiceDelta
 from ridgeline.observe.latency import SequenceTimes
-from ridgeline.observe.time_breakdown import PromptChunk
+from ridgeline.observe.requests import PromptChunk
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.wire import Cost

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ridgeline.clock import Clock
-from ridgeline.observe.pricing import Pricing
-from ridgeline.observe.steps import StepCounters
+from ridgeline.observe.run import Run, Totals
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.server.wire import DraftCosts, Gauges, RegimeTime, StepCosts
 from ridgeline.speculation.report import DraftTotals
@@ -24,34 +23,32 @@ class GaugeReader:
         self,
         scheduler: Scheduler,
         device: ReportsMemory,
-        steps: StepCounters,
+        run: Run,
         clock: Clock,
-        pricing: Pricing | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._pricing = pricing
         self._device = device
-        self._steps = steps
+        self._run = run
         self._clock = clock
         self._memory_read_at = clock.now() - MEMORY_PERIOD_S
         self._memory_used = 0
 
     def read(self) -> Gauges:
-        scheduler, steps = self._scheduler, self._steps
+        scheduler, run = self._scheduler, self._run
         blocks = scheduler.blocks
         return Gauges(
-            num_steps=steps.num_steps,
-            num_failed_steps=steps.num_failed_steps,
+            num_steps=run.num_steps,
+            num_failed_steps=run.num_failed_steps,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_used_blocks=blocks.num_blocks - blocks.num_free_blocks - blocks.num_deferred_blocks,
             num_preemptions=scheduler.num_preemptions,
-            num_scheduled_tokens=steps.num_scheduled_tokens,
-            num_prefix_queried_tokens=steps.num_prompt_tokens,
-            num_prefix_hit_tokens=steps.num_hit_tokens,
-            busy_s=steps.busy_s,
+            num_scheduled_tokens=run.num_scheduled_tokens,
+            num_prefix_queried_tokens=run.num_prompt_tokens,
+            num_prefix_hit_tokens=run.num_hit_tokens,
+            busy_s=run.busy_s,
             device_memory_used=self._device_memory(),
-            costs=None if self._pricing is None else _costs(self._pricing),
+            costs=_costs(run.totals) if run.is_priced else None,
         )
 
     def _device_memory(self) -> int:
@@ -62,8 +59,7 @@ class GaugeReader:
         return self._memory_used
 
 
-def _costs(pricing: Pricing) -> StepCosts:
-    totals = pricing.totals
+def _costs(totals: Totals) -> StepCosts:
     return StepCosts(
         totals.measured_s,
         totals.expected_s,

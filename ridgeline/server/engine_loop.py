@@ -17,9 +17,8 @@ from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.generation import GenerationDefaults
 from ridgeline.observe.evidence import RunRecord
-from ridgeline.observe.pricing import PricedStep, Pricing
-from ridgeline.observe.steps import StepCounters
-from ridgeline.observe.time_breakdown import PromptChunks
+from ridgeline.observe.requests import PromptChunks
+from ridgeline.observe.run import Run
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.beams import BEAM_MARK
 from ridgeline.server.engine_gauges import GaugeReader, ReportsMemory
@@ -41,7 +40,7 @@ from ridgeline.server.wire import (
     unpack_add,
 )
 from ridgeline.startup import Phase, Started, WarmsUp, say_first_token
-from ridgeline.step import Listener, StepPlan
+from ridgeline.step import Listener, PricedStep, StepPlan
 
 LATELY = 16  # steps of a kind, or plans
 LEAST_S = 0.3e-3  # a shorter wait is not worth waking up for
@@ -133,22 +132,21 @@ class EngineLoop:
         self._wire = wire
         self._clock = clock
         self._heartbeat = heartbeat
-        self._watch = StepCounters()
         self._num_failures = 0
         self._has_answered = False
         self._kernels = served.kernels if isinstance(served, Started) else None
         self._idle_work = served.warm_up if isinstance(served, WarmsUp) else None
-        self._engine.listeners.append(self._watch)
-        scheduler, watch = served.engine.scheduler, served.watch
-        self._run_record = watch
+        self._run_record = served.watch
+        self._run: Run = Run() if served.watch is None else served.watch
+        self._run.take_started()  # from now on
+        if served.watch is None:
+            self._engine.listeners.append(self._run)
         self._chunks = PromptChunks()
-        if watch is not None:
-            watch.pricing.listeners.append(self._chunks.on_priced)
-        pricing = None if watch is None else watch.pricing
+        self._run.listeners.append(self._chunks)
         self.deferred_scheduling: DeferredScheduling | None = None
-        if pricing is not None and not pricing.computes_in_submit:
-            self.deferred_scheduling = DeferredScheduling(served.engine, pricing, clock)
-        self._gauges = GaugeReader(scheduler, served.device, self._watch, clock, pricing)
+        if self._run.is_priced and not self._run.computes_in_submit:
+            self.deferred_scheduling = DeferredScheduling(served.engine, self._run, clock)
+        self._gauges = GaugeReader(served.engine.scheduler, served.device, self._run, clock)
 
     def run(self) -> None:
         while True:
@@ -162,9 +160,9 @@ class EngineLoop:
             self.deferred_scheduling is not None and (pause := self.deferred_scheduling.pause()) > 0
         ):
             commands += self._obey_all(self._wire.take(wait_s=pause))
-        num_steps = self._watch.num_steps
+        num_steps = self._run.num_steps
         outputs = self._engine.step()
-        has_stepped = self._watch.num_steps != num_steps
+        has_stepped = self._run.num_steps != num_steps
         if outputs and not self._has_answered:
             self._has_answered = True
             say_first_token(self._kernels)
@@ -189,7 +187,7 @@ class EngineLoop:
 
     def _count_failures(self) -> None:
         """Steps that fail together, because they were in flight together, count once."""
-        self._num_failures = self._num_failures + 1 if self._watch.last_failed else 0
+        self._num_failures = self._num_failures + 1 if self._run.last_failed else 0
         if self._num_failures >= MAX_FAILURES:
             raise EngineFault(f"steps failed {MAX_FAILURES} times in a row")
 
@@ -242,7 +240,7 @@ class EngineLoop:
                 tuple(replies),
                 tuple(
                     Scheduled(row.partition(BEAM_MARK)[0], at)
-                    for row, at in self._watch.take_started()
+                    for row, at in self._run.take_started()
                 ),
                 tuple(outputs),
                 self._gauges.read(),
@@ -272,17 +270,17 @@ class EngineLoop:
 
 
 class DeferredScheduling(Listener):
-    """One of the engine's listeners, which follows its prices too."""
+    """A listener of the engine and of its run."""
 
-    def __init__(self, engine: Engine, pricing: Pricing, clock: Clock) -> None:
+    def __init__(self, engine: Engine, run: Run, clock: Clock) -> None:
         self.num_waits = self.num_late = 0
-        self._engine, self._pricing, self._clock = engine, pricing, clock
+        self._engine, self._run, self._clock = engine, run, clock
         self._took: dict[bool, deque[float]] = {}  # of its price, by: it reads prompts
         self._needs_s: deque[float] = deque(maxlen=LATELY)  # from planning a step to having sent it
         self._extra_s = 0.0
         self._planned_at = 0.0
         engine.listeners.append(self)
-        pricing.listeners.append(self.on_priced)
+        run.listeners.append(self)
 
     def pause(self) -> float:
         """Seconds that the next plan can wait, now. 0: it cannot, or nobody gains by it."""
@@ -290,7 +288,7 @@ class DeferredScheduling(Listener):
         is_room = scheduler.num_running < scheduler.max_num_seqs
         if not is_room or not 0 < engine.num_in_flight == engine.max_in_flight - 1:
             return 0.0
-        running = self._pricing.running
+        running = self._run.running
         if running is None or len(self._needs_s) < LATELY:
             return 0.0
         took = self._took.get(running.reads_prompts, ())

@@ -172,7 +172,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         say_phases(phases)
         heartbeat = None
         if heartbeat_fd is not None and served.watch is not None:
-            heartbeat = Heartbeat(heartbeat_fd, served.watch.pricing)
+            heartbeat = Heartbeat(heartbeat_fd, served.watch)
             served.engine.listeners.append(heartbeat)
         if start.tripwire and served.resolved.device == "cpu":
             arm()

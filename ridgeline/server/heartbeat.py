@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from struct import Struct
 
-from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.run import Run
 from ridgeline.observe.watchdog import StepInFlight
 from ridgeline.request import RequestOutput
 from ridgeline.step import Listener, StepPlan, StepResult
@@ -37,11 +37,11 @@ def new_page() -> int:
 
 
 class Heartbeat(Listener):
-    """The engine's side: one of its listeners, behind the `pricing` that knows the step."""
+    """The engine's side: one of its listeners, behind the run that knows the step."""
 
-    def __init__(self, fd: int, pricing: Pricing) -> None:
+    def __init__(self, fd: int, run: Run) -> None:
         self._page = mmap.mmap(fd, SIZE)
-        self._pricing = pricing
+        self._run = run
         self._sequence = 0
         self._seen: set[tuple[int, ...]] = set()  # kinds of steps that have ended well
         self._new: dict[int, tuple[int, ...]] = {}  # the others in flight, by their step id
@@ -58,7 +58,7 @@ class Heartbeat(Listener):
         if plan.scheduled and (kind := self._kind(plan)) not in self._seen:
             self._new[plan.step_id] = kind
             self._page[NEW] = 1
-        if self._pricing.computes_in_submit:
+        if self._run.computes_in_submit:
             self._write()
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
@@ -81,13 +81,13 @@ class Heartbeat(Listener):
     def _kind(self, plan: StepPlan) -> tuple[int, ...]:
         """Steps of one kind take the same kernels. On a CPU nothing is compiled, but the first step
         of all may have to read the weights from a disk."""
-        if self._pricing.computes_in_submit:
+        if self._run.computes_in_submit:
             return ()
         sizes = [entry.num_tokens for entry in plan.scheduled]
         return sum(sizes).bit_length(), len(sizes).bit_length(), max(sizes).bit_length()
 
     def _write(self) -> None:
-        page, running = self._page, self._pricing.running
+        page, running = self._page, self._run.running
         SEQUENCE.pack_into(page, 0, self._sequence + 1)
         if running is None:
             STEP.pack_into(page, SEQUENCE.size, 0, 0.0, 0.0)

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ridgeline.observe.latency import Histogram
-from ridgeline.observe.pricing import REGIMES
+from ridgeline.observe.run import REGIMES
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.errors import ApiError
 from ridgeline.server.service import Service

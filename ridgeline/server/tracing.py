@@ -21,7 +21,7 @@ import ridgeline
 from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError
 from ridgeline.observe.latency import SequenceTimes
-from ridgeline.observe.time_breakdown import PromptChunk
+from ridgeline.observe.requests import PromptChunk
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.parsed_request import ParsedRequest
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ridgeline.config import EngineConfig
 from ridgeline.errors import RidgelineError
-from ridgeline.observe.time_breakdown import PromptChunk
+from ridgeline.observe.requests import PromptChunk
 from ridgeline.request import Request, RequestOutput, SamplingParams
 
 MAX_FRAME_BYTES = 256 << 20

@@ -9,12 +9,12 @@ from itertools import islice
 import msgspec
 
 from ridgeline.clock import Clock
-from ridgeline.engine import Engine, Launched
+from ridgeline.engine import Engine
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.macro import QuietRun, QuietSteps
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.simulator.executor import SimulatedExecutor, SimulatedFuture, Span
-from ridgeline.step import StepPlan, StepResult
+from ridgeline.step import StepPlan, StepRecord, StepResult
 
 LEAST_STEPS = 2  # a single step is cheaper when it is made as usual
 
@@ -65,7 +65,7 @@ class LeapingEngine(Engine):
     @property
     def oldest(self) -> StepPlan:
         """The plan of the step that is collected next; there must be one in flight."""
-        return self._in_flight[0].plan
+        return self._in_flight[0][0].plan
 
     def plans_at(self) -> float | None:
         """When the next step is planned; None: now."""
@@ -155,7 +155,7 @@ class LeapingEngine(Engine):
             launches = collects[:told] + [self._late(end, now) or now for end, now in pairs]
         spans = list(self.executor.spans)
         start_s = spans[0].start_s if spans else launches[0]
-        flying = [step.plan for step in self._in_flight]
+        flying = [step.plan for step, _ in self._in_flight]
         tokens = [self._tokens(row, num_steps) for row in rows]
         oldest = [entry.num_tokens for plan in flying[:1] for entry in plan.scheduled]
         run = self.quiet.advance(rows, tokens, num_steps)
@@ -166,7 +166,7 @@ class LeapingEngine(Engine):
             plan, _ = self.scheduler.flights[run.first_step_id + index]
             span = Span(ends[end - 1], ends[end])
             future = SimulatedFuture(plan, span, self.executor)
-            self._in_flight.append(Launched(plan, future, launches[index]))
+            self._in_flight.append((StepRecord(plan, launches[index]), future))
             spans.append(span)
         self.executor.leap(spans[len(spans) - num_in_flight :], ends[-1])
         begun = tuple(run.row_ids[n] for n in run.begun)

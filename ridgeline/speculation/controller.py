@@ -21,6 +21,7 @@ from ridgeline.formats import STEP_DRAFTS
 from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.scheduler.policies.step_times import RunStep
 from ridgeline.speculation.step_times import StepSeconds, StepTimes, row_bucket
+from ridgeline.step import Listener
 
 CHOICES = (0, *STEP_DRAFTS)
 MARGIN = 1.02  # gain that drafting needs: prices are not more exact
@@ -133,7 +134,7 @@ class Acceptance:
         row.had_some = is_some
 
 
-class DraftLengthController:
+class DraftLengthController(Listener):
     """One per engine; `prices` are those of its steps, drafting included. `acceptance` is expected
     before any draft token was verified; `num_drafts` fixes k, as far as `max_verified_tokens` (of
     all rows of a step) allows. `looks_ahead`: prompt lookup, whose drafts are found in every step.

@@ -25,7 +25,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, runs: Sequence[Run]) -> Bench:
         engine=None,
         spec=SimpleNamespace(vocab_size=100),
         resolved=SimpleNamespace(max_num_seqs=4, max_model_len=4096),
-        watch=SimpleNamespace(pricing=None),
+        watch=None,
     )
     return Bench(llm, read_bytes_per_s=1000.0, repeats=len(runs))
 

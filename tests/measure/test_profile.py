@@ -15,10 +15,11 @@ from ridgeline.config import EngineConfig
 from ridgeline.cost.roofline import step_cost
 from ridgeline.errors import ConfigError
 from ridgeline.measure.profile import ClassTime, Phase, Profile, kind_of, profile_steps
-from ridgeline.observe.pricing import PricedStep
 from ridgeline.request import Request
+from ridgeline.step import PricedStep
 from tests.captures import captures
 from tests.conftest import TEST_DEVICE
+from tests.observe.test_time_breakdown import ToldOf
 from tests.tiny_model import make_tiny_model
 
 
@@ -122,11 +123,11 @@ def test_each_step_is_priced_with_its_own_drafts(drafting: Callable[[str], Built
     built = drafting("early:1")
     built.engine.scheduler.draft_lengths = Scripted((1, 3))
     priced: list[PricedStep] = []
-    built.watch.pricing.listeners.append(priced.append)
+    built.watch.listeners.append(ToldOf(priced))
     found = profiled(built, batch=1)
     assert sorted(found.draft_tokens) == [1, 1, 3, 3]
     ran = priced[-found.num_steps :]
-    assert [step.shape for step in ran] == list(found.shapes)
+    assert [step.plan.shape for step in ran] == list(found.shapes)
     assert found.num_tokens == 3
     expected = sum(step.price.expected_s for step in ran) / len(ran)
     assert found.cost.expected_s == pytest.approx(expected, rel=0.01)

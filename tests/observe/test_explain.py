@@ -18,10 +18,9 @@ from ridgeline.cost.setup import Precision, Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.observe.advice import findings
-from ridgeline.observe.cpu_time import CpuTime
 from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of
 from ridgeline.observe.event_log_reader import read_event_log
-from ridgeline.observe.evidence import Evidence, RunRecord, evidence_of, run_record
+from ridgeline.observe.evidence import Evidence, RunRecord, evidence_of
 from ridgeline.observe.explain import (
     OwnReport,
     Report,
@@ -30,10 +29,10 @@ from ridgeline.observe.explain import (
     explain_own,
     prefill_alone_s,
 )
-from ridgeline.observe.pricing import Pricing, Totals
+from ridgeline.observe.requests import MAX_TENANTS, PARTS, Parts
+from ridgeline.observe.run import CpuTime, Run, Totals
 from ridgeline.observe.run_summary import run_summary, snapshot
 from ridgeline.observe.setup_record import read_setup, setup_record
-from ridgeline.observe.time_breakdown import MAX_TENANTS, PARTS, Parts
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -102,12 +101,12 @@ def bench(
     header = header_of(
         scheduler, policy="fcfs", max_in_flight=1, model="m", setup=setup_record(found, CONFIG)
     )
-    watch = run_record(header, Pricer(found))
+    watch = RunRecord(header, Pricer(found))
     made = Bench(clock, None, watch, slow, host_s, num_blocks)  # type: ignore[arg-type]
     made.engine = Engine(scheduler, made, clock, 1)
     if log is not None:
         made.engine.listeners.append(Recorder(log.write, header, b"k"))
-    made.engine.listeners += watch.listeners
+    made.engine.listeners.append(watch)
     return made
 
 
@@ -175,7 +174,7 @@ def test_a_live_request_is_explained_up_to_now() -> None:
     assert (request.end, request.num_output_tokens) == ("", 10)
     assert request.latency_s == pytest.approx(made.clock.time)
     assert request.latency_s == pytest.approx(request.floor.total_s)
-    assert not made.watch.time_breakdowns.live["r1"].ended
+    assert not made.watch.requests.live["r1"].ended
 
 
 def test_evidence_crosses_as_json(tmp_path: Path) -> None:
@@ -248,7 +247,7 @@ def test_nothing_has_run_yet() -> None:
     assert (report.requests, report.changes, report.next_change) == ((), (), None)
     assert report.server.binds == "nothing has run yet"
     assert report.whole == Parts()
-    assert run_summary("all", bench().watch.pricer, bench().watch.pricing.totals).share_of_peak == 0
+    assert run_summary("all", bench().watch.pricer, bench().watch.totals).share_of_peak == 0
 
 
 # ---------------------------------------------------------------------- what binds
@@ -265,7 +264,7 @@ def large_bench(setup: Setup, chunk: int = 256) -> Bench:
     made = bench(setup, chunk=chunk)
     config = CONFIG | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8}
     header = replace(made.watch.header, setup=setup_record(setup, config))
-    made.watch = replace(made.watch, header=header)
+    made.watch.header = header
     return made
 
 
@@ -389,9 +388,9 @@ def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
     """Not while the server is idle; a log of the same run says the same."""
     log = LogFile(str(tmp_path / "log"))
     made = bench(log=log)
-    recorder, watch = made.engine.listeners[0], made.watch.cpu_times
+    recorder, watch = made.engine.listeners[0], made.watch
     assert isinstance(recorder, Recorder)
-    recorder._cpu_s = watch._read = lambda: made.clock.time / 4  # a quarter of the processor
+    recorder._cpu_s = watch._read_cpu_s = lambda: made.clock.time / 4  # a quarter of the processor
     made.run([ask(1, 50, 10)])
     first = made.watch.evidence(made.clock.time).cpu
     assert first is not None
@@ -417,7 +416,7 @@ def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
 def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
     made = bench(slow=2.0, host_s=1e-5)
     made.run([ask(1, 50, 10)])
-    totals = made.watch.pricing.totals
+    totals = made.watch.totals
     before = snapshot(totals)
     nothing = run_summary("x", made.watch.pricer, totals, before)
     assert (nothing.num_steps, nothing.measured_s, nothing.expected_ratio) == (0, 0.0, 0.0)
@@ -444,10 +443,10 @@ def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
 
 def test_graphs_larger_than_their_batch_count_as_padding() -> None:
     made = bench()
-    made.watch.pricing._graph_sizes = [4, 8]
+    made.watch._graph_sizes = [4, 8]
     made.run([ask(i, 10, 5) for i in range(3)])
-    found = run_summary("x", made.watch.pricer, made.watch.pricing.totals)
-    totals = made.watch.pricing.totals
+    found = run_summary("x", made.watch.pricer, made.watch.totals)
+    totals = made.watch.totals
     assert totals.num_padded_rows == totals.regimes["decode"].num_steps
     assert found.padded_share == pytest.approx(
         totals.num_padded_rows / (totals.num_padded_rows + totals.num_rows)
@@ -463,15 +462,15 @@ def test_a_step_that_cannot_be_priced_or_fails_harms_no_other() -> None:
         return StepPrice(1.0, 0.5, 1.0, 1.0)
 
     made = bench()
-    pricing = Pricing(price)
-    made.engine.listeners[:] = [pricing]
+    run = Run(price)
+    made.engine.listeners[:] = [run]
     made.run([ask(1, 5, 5)])
-    assert pricing.totals.num_steps == 4
-    assert pricing.running is None
+    assert run.totals.num_steps == 4
+    assert run.running is None
     broken = plan_of(99)
-    pricing.on_plan(broken, 1e6)
-    pricing.on_collect(broken, None, [], "it broke", 2e6)
-    assert pricing.totals.num_steps == 4
+    run.on_plan(broken, 1e6)
+    run.on_collect(broken, None, [], "it broke", 2e6)
+    assert run.totals.num_steps == 4
 
 
 def plan_of(step_id: int) -> StepPlan:

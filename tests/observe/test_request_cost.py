@@ -9,9 +9,9 @@ import pytest
 
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.cost.roofline import step_cost
-from ridgeline.observe.pricing import PricedStep, Pricing
-from ridgeline.observe.request_cost import NANO, RequestCosts
-from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepShape
+from ridgeline.observe.requests import NANO, RequestCosts
+from ridgeline.observe.run import Run
+from ridgeline.step import Listener, PricedStep, ScheduledRequest, StepPlan, StepShape
 from tests.observe.priced import small_pricer
 from tests.observe.recorded import RecordedWorld
 from tests.observe.test_time_breakdown import Ticking
@@ -48,10 +48,10 @@ def test_shares_over_requests_sum_to_the_whole_exactly(seed: int, tmp_path: Path
     world = RecordedWorld(seed, tmp_path / "log")
     world.clock = world.engine.clock = Ticking(seed)  # type: ignore[assignment]
     pricer = small_pricer()
-    pricing, request_costs, asked = Pricing(pricer.price), RequestCosts(pricer), _Asking(seed)
-    pricing.listeners += [request_costs.on_priced, asked.on_priced]
+    run, request_costs, asked = Run(pricer.price), RequestCosts(pricer), _Asking(seed)
+    run.listeners += [request_costs, asked]
     asked.request_costs = request_costs
-    world.engine.listeners += [pricing, asked]
+    world.engine.listeners += [run, asked]
     world.run(120)
     world.file.close()
     found = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ridgeline.observe.steps import StepCounters
+from ridgeline.observe.run import Run
 from ridgeline.request import SamplingParams
-from ridgeline.step import NewRequest, ScheduledRequest, StepPlan, StepRecord
+from ridgeline.step import NewRequest, ScheduledRequest, StepPlan, StepRecord, StepResult
 
 
 def record(
@@ -21,14 +21,24 @@ def record(
         tuple(ScheduledRequest(i, start, n, ((),), samples=True) for i, start, n in scheduled),
         tuple(NewRequest(i, (1,) * n, p, SamplingParams(), ((),)) for i, n, p in new),
     )
-    return StepRecord(
-        plan, at, ended, (), num_running=1, num_waiting=0, num_free_blocks=1, num_blocks=2,
-        num_in_flight=0, error=error,
-    )  # fmt: skip
+    return StepRecord(plan, at, ended, (), error)
+
+
+class Counters(Run):
+    """Of a run whose steps nobody prices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.take_started() == ()  # nothing is kept before
+
+    def on_step(self, record: StepRecord) -> None:
+        self.on_plan(record.plan, record.launched_at)
+        result = None if record.error else StepResult({})
+        self.on_collect(record.plan, result, (), record.error, record.collected_at)
 
 
 def test_tokens_hits_and_starts() -> None:
-    steps = StepCounters()
+    steps = Counters()
     steps.on_step(record(1, 0.0, 1.0, (("a", 16, 4), ("b", 0, 8)), (("a", 20, 20), ("b", 8, 8))))
     assert (steps.num_steps, steps.num_scheduled_tokens) == (1, 12)
     assert (steps.num_prompt_tokens, steps.num_hit_tokens) == (28, 16)
@@ -40,14 +50,14 @@ def test_tokens_hits_and_starts() -> None:
 
 
 def test_a_request_that_comes_back_is_no_prompt() -> None:
-    steps = StepCounters()
+    steps = Counters()
     steps.on_step(record(1, 0.0, 1.0, (("a", 16, 9),), (("a", 25, 20),)))
     assert (steps.num_prompt_tokens, steps.num_hit_tokens) == (0, 0)
     assert steps.take_started() == (("a", 0.0),)
 
 
 def test_overlapping_steps_are_not_counted_twice() -> None:
-    steps = StepCounters()
+    steps = Counters()
     steps.on_step(record(1, 0.0, 2.0, (("a", 0, 1),)))
     steps.on_step(record(2, 1.0, 3.0, (("a", 1, 1),)))
     steps.on_step(record(3, 10.0, 11.0, (("a", 2, 1),)))
@@ -55,7 +65,7 @@ def test_overlapping_steps_are_not_counted_twice() -> None:
 
 
 def test_failures() -> None:
-    steps = StepCounters()
+    steps = Counters()
     steps.on_step(record(1, 0.0, 1.0, (("a", 0, 1),), error="no"))
     steps.on_step(record(2, 0.0, 1.0, (("a", 0, 1),), error="no"))
     assert (steps.num_failed_steps, steps.last_failed) == (2, True)

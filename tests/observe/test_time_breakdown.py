@@ -13,13 +13,13 @@ from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
 from ridgeline.observe.event_log import Added, EventLog
 from ridgeline.observe.event_log_reader import read_event_log
-from ridgeline.observe.pricing import PricedStep, Pricing
-from ridgeline.observe.time_breakdown import PARTS, Parts, TimeBreakdown, TimeBreakdowns, _Steady
+from ridgeline.observe.requests import PARTS, Parts, RequestTimes, TimeBreakdown, _Steady
+from ridgeline.observe.run import Run
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.step import StepPlan, StepResult, StepShape
+from ridgeline.step import Listener, PricedStep, StepPlan, StepResult, StepShape
 from tests.observe.recorded import RecordedWorld
 
 
@@ -43,16 +43,13 @@ class Ticking:
         """The world asks for this; time passes by itself."""
 
 
-def keep_accounts(engine: Engine, *, in_submit: bool) -> tuple[Pricing, TimeBreakdowns]:
-    pricing = Pricing(price, computes_in_submit=in_submit)
-    time_breakdowns = TimeBreakdowns(pricing, None)
-    engine.listeners += [pricing, time_breakdowns]
-    return pricing, time_breakdowns
+def keep_accounts(engine: Engine, *, in_submit: bool) -> tuple[Run, RequestTimes]:
+    run = Run(price, computes_in_submit=in_submit, max_finished=None)
+    engine.listeners.append(run)
+    return run, run.requests
 
 
-def ticking_world(
-    seed: int, path: Path, *, in_submit: bool
-) -> tuple[RecordedWorld, TimeBreakdowns]:
+def ticking_world(seed: int, path: Path, *, in_submit: bool) -> tuple[RecordedWorld, RequestTimes]:
     """A world on a ticking clock, in which requests wait a while before they come in."""
     world = RecordedWorld(seed, path)
     clock = Ticking(seed)
@@ -115,14 +112,13 @@ def test_steps_that_are_alike_are_put_down_as_each_by_itself(
 def test_a_log_gives_the_same_accounts(seed: int, tmp_path: Path) -> None:
     _, time_breakdowns = ticking_world(seed, tmp_path / "log", in_submit=False)
     log = read_event_log(tmp_path / "log")
-    pricing = Pricing(price)
-    again = TimeBreakdowns(pricing, None)
-    log.feed(pricing, again)
+    again = Run(price, max_finished=None)
+    log.feed(again)
     assert _ids(log)
-    assert _nameless(again) == _nameless(time_breakdowns)
+    assert _nameless(again.requests) == _nameless(time_breakdowns)
 
 
-def _nameless(time_breakdowns: TimeBreakdowns) -> list[TimeBreakdown]:
+def _nameless(time_breakdowns: RequestTimes) -> list[TimeBreakdown]:
     """A log tells tenants apart, and not who they are."""
     return [replace(breakdown, tenant="") for breakdown in time_breakdowns.finished]
 
@@ -165,7 +161,7 @@ class _Result:
         return StepResult({e.request_id: (7,) for e in self.plan.scheduled if e.samples})
 
 
-def story() -> tuple[Told, Slow, Engine, TimeBreakdowns]:
+def story() -> tuple[Told, Slow, Engine, RequestTimes]:
     clock = Told()
     executor = Slow(clock)
     scheduler = Scheduler(BlockManager(64, 4), FCFS(), 64, 8)
@@ -179,8 +175,18 @@ def ask(name: str, num_prompt: int, num_output: int, arrival: float) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=num_output, seed=0), arrival)
 
 
-def only(time_breakdowns: TimeBreakdowns, name: str) -> TimeBreakdown:
+def only(time_breakdowns: RequestTimes, name: str) -> TimeBreakdown:
     return next(breakdown for breakdown in time_breakdowns.finished if breakdown.request_id == name)
+
+
+class ToldOf(Listener):
+    """Keeps the steps of a run."""
+
+    def __init__(self, steps: list[PricedStep]) -> None:
+        self.steps = steps
+
+    def on_priced(self, step: PricedStep) -> None:
+        self.steps.append(step)
 
 
 def test_one_request_alone() -> None:
@@ -231,8 +237,9 @@ def test_two_prompts_in_one_step_share_it() -> None:
 def test_idle_time_is_nobodys_and_no_host_time() -> None:
     clock, _, engine, time_breakdowns = story()
     steps: list[PricedStep] = []
-
-    time_breakdowns._pricing.listeners.append(steps.append)
+    [run] = engine.listeners
+    assert isinstance(run, Run)
+    run.listeners.append(ToldOf(steps))
     engine.add(ask("a", 4, 1, 0.0))
     engine.step()
     clock.time = 100.0
@@ -278,9 +285,9 @@ def test_what_was_lost_is_computed_again_on_the_account_of_preemption(tmp_path: 
 
 def test_a_finished_list_does_not_grow_for_ever() -> None:
     clock, _, engine, _ = story()
-    pricing = Pricing(price)
-    time_breakdowns = TimeBreakdowns(pricing, 3)
-    engine.listeners[:] = [pricing, time_breakdowns]
+    run = Run(price, max_finished=3)
+    time_breakdowns = run.requests
+    engine.listeners[:] = [run]
     for i in range(10):
         engine.add(ask(f"r{i}", 2, 1, clock.time))
         engine.step()

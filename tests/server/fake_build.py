@@ -27,7 +27,7 @@ from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.generation import GenerationDefaults
 from ridgeline.observe.event_log import LogFile, Recorder, header_of
-from ridgeline.observe.evidence import RunRecord, run_record
+from ridgeline.observe.evidence import RunRecord
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import SamplingParams, TokenLogprobs
 from ridgeline.scheduler.block_manager import BlockManager
@@ -244,6 +244,6 @@ def _watch(engine: Engine, config: EngineConfig) -> RunRecord:
     )
     if config.event_log is not None:
         engine.listeners.append(Recorder(LogFile(config.event_log).write, header, b"key"))
-    watch = run_record(header, Pricer(setup))
-    engine.listeners += watch.listeners
+    watch = RunRecord(header, Pricer(setup))
+    engine.listeners.append(watch)
     return watch

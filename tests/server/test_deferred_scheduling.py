@@ -14,7 +14,7 @@ import pytest
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.run import Run
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -116,13 +116,11 @@ class World:
         blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, (None,), True, b"k")
         scheduler = Scheduler(blocks, FCFS(), 8192, max_num_seqs)
         engine = Engine(scheduler, self.device, self.clock, 2)
-        self.pricing = pricing = Pricing(_price)
-        engine.listeners.append(pricing)
+        self.run = Run(_price)
+        self.run.request_costs = SimpleNamespace(get=lambda name: None)  # type: ignore[attr-defined]
+        engine.listeners.append(self.run)
         self.wire = Wire(self.clock)
-        watch = SimpleNamespace(
-            pricing=pricing, request_costs=SimpleNamespace(get=lambda name: None)
-        )
-        served: Any = SimpleNamespace(engine=engine, device=self.device, watch=watch)
+        served: Any = SimpleNamespace(engine=engine, device=self.device, watch=self.run)
         self.loop = EngineLoop(served, self.wire, self.clock)
         assert self.loop.deferred_scheduling is not None
         self.late = self.loop.deferred_scheduling
@@ -206,7 +204,7 @@ def test_steps_that_read_prompts_are_waited_for_once_they_are_known(
     waited, pause = list[bool](), world.late.pause
 
     def watched() -> float:
-        running = world.pricing.running
+        running = world.run.running
         seconds = pause()
         if seconds > 0 and running is not None:
             waited.append(running.plan.decodes is None and running.plan.scheduled[-1].start == 0)

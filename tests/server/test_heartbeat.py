@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.run import Run
 from ridgeline.request import FinishReason, Request, RequestOutput, SamplingParams
 from ridgeline.server.heartbeat import SEQUENCE, Heartbeat, HeartbeatPage, new_page
 from ridgeline.step import ScheduledRequest, StepPlan, StepResult
@@ -25,16 +25,16 @@ def plan(step_id: int, num_tokens: int) -> StepPlan:
     return StepPlan(step_id, (ScheduledRequest("a", 0, num_tokens, ((),), True),))
 
 
-def pair(page: int, *, in_submit: bool) -> tuple[Pricing, Heartbeat, HeartbeatPage]:
-    pricing = Pricing(price, computes_in_submit=in_submit)
-    return pricing, Heartbeat(page, pricing), HeartbeatPage(page)
+def pair(page: int, *, in_submit: bool) -> tuple[Run, Heartbeat, HeartbeatPage]:
+    run = Run(price, computes_in_submit=in_submit)
+    return run, Heartbeat(page, run), HeartbeatPage(page)
 
 
 def test_two_steps_in_flight(page: int) -> None:
-    pricing, heartbeat, reader = pair(page, in_submit=False)
+    run, heartbeat, reader = pair(page, in_submit=False)
     assert reader.read() is None
     first, second = plan(1, 8), plan(2, 1)
-    for journal in (pricing, heartbeat):
+    for journal in (run, heartbeat):
         journal.on_add(Request("a", (1,), SamplingParams(), 0.0), 0.0, None)
         journal.on_plan(first, 10.0)
         journal.on_submitted(first, 10.1)
@@ -43,12 +43,12 @@ def test_two_steps_in_flight(page: int) -> None:
     assert step is not None
     assert (step.step_id, step.began, step.expected_s) == (1, 10.0, 9.0)
     output = RequestOutput("a", (5,), None)
-    for journal in (pricing, heartbeat):
+    for journal in (run, heartbeat):
         journal.on_collect(first, StepResult({}), [output], None, 12.0)
     step = reader.read()
     assert step is not None
     assert (step.step_id, step.began, step.expected_s) == (2, 12.0, 2.0)
-    for journal in (pricing, heartbeat):
+    for journal in (run, heartbeat):
         journal.on_collect(
             second, StepResult({}), [RequestOutput("a", (5,), FinishReason.LENGTH)], None, 13.0
         )
@@ -56,11 +56,11 @@ def test_two_steps_in_flight(page: int) -> None:
 
 
 def test_an_executor_that_computes_in_submit(page: int) -> None:
-    pricing, heartbeat, reader = pair(page, in_submit=True)
-    for journal in (pricing, heartbeat):
+    run, heartbeat, reader = pair(page, in_submit=True)
+    for journal in (run, heartbeat):
         journal.on_plan(plan(1, 8), 10.0)
     assert reader.read() is not None
-    for journal in (pricing, heartbeat):
+    for journal in (run, heartbeat):
         journal.on_submitted(plan(1, 8), 19.0)
     assert reader.read() is None
 
@@ -98,8 +98,8 @@ def test_a_cpu_has_one_first_step(page: int) -> None:
 
 
 def test_a_page_that_is_being_written_is_not_believed(page: int) -> None:
-    pricing, heartbeat, reader = pair(page, in_submit=False)
-    for journal in (pricing, heartbeat):
+    run, heartbeat, reader = pair(page, in_submit=False)
+    for journal in (run, heartbeat):
         journal.on_plan(plan(1, 8), 10.0)
         journal.on_submitted(plan(1, 8), 10.1)
     assert reader.read() is not None

@@ -17,7 +17,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import RequestFault
 from ridgeline.observe.event_log import Added, EventLog, Planned, Recorder, header_of
 from ridgeline.observe.event_log_reader import read_event_log
-from ridgeline.observe.evidence import evidence_of, run_record
+from ridgeline.observe.evidence import RunRecord, evidence_of
 from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
@@ -266,9 +266,9 @@ def slo_log(path: Path, *, in_submit: bool) -> EventLog:
         tpot_slo_s=setting.tpot_slo_s,
     )
     lines: list[str] = []
-    watch = run_record(header, real)
-    watch.pricing.listeners.append(learned.on_priced)
-    engine.listeners += [Recorder(lines.append, header, b"key"), *watch.listeners]
+    watch = RunRecord(header, real)
+    watch.listeners.append(learned)
+    engine.listeners += [Recorder(lines.append, header, b"key"), watch]
     rng, coming = random.Random(5), 0.0
     for index in range(150):
         coming += rng.expovariate(1500)

@@ -11,7 +11,7 @@ from random import Random
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.run import Run
 from ridgeline.request import UNKNOWN_TOKEN, Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -158,10 +158,10 @@ def run(
     blocks = BlockManager(hosted.num_blocks, hosted.block_size, (None,), False, b"k")
     scheduler = Scheduler(blocks, FCFS(), 2048, 8, num_drafts=MOST, draft_lengths=draft_lengths)
     engine = Engine(scheduler, hosted, hosted.clock, in_flight)
-    pricing = Pricing(lambda shape, num_logits: StepPrice(PRICE_S, PRICE_S, 1.0, 1.0))
+    run = Run(lambda shape, num_logits: StepPrice(PRICE_S, PRICE_S, 1.0, 1.0))
     if isinstance(draft_lengths, DraftLengthController):
-        pricing.listeners.append(draft_lengths.on_priced)
-    engine.listeners.append(pricing)
+        run.listeners.append(draft_lengths)
+    engine.listeners.append(run)
     num_tokens = 0
     for number in range(num_requests):
         sampling = SamplingParams(max_tokens=ANSWER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.cost.pricer import StepPrice
-from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.run import Run
 from ridgeline.observe.run_summary import drafts_between, snapshot
 from ridgeline.request import FinishReason, RequestOutput
 from ridgeline.speculation.report import ENOUGH_STEPS, DraftTotals, draft_report
@@ -31,12 +31,12 @@ def result(*num_tokens: int) -> StepResult:
     return StepResult({str(row): (5,) * num for row, num in enumerate(num_tokens)})
 
 
-def run(pricing: Pricing, step: StepPlan, got: StepResult | None, seconds: float) -> None:
-    begun = pricing.last_ended
-    pricing.on_plan(step, begun)
+def ran(run: Run, step: StepPlan, got: StepResult | None, seconds: float) -> None:
+    begun = run.last_ended
+    run.on_plan(step, begun)
     error = None if got is not None else "it failed"
     outputs = [] if got is None else outputs_of(got)
-    pricing.on_collect(step, got, outputs, error, begun + seconds)
+    run.on_collect(step, got, outputs, error, begun + seconds)
 
 
 def outputs_of(got: StepResult) -> list[RequestOutput]:
@@ -44,9 +44,9 @@ def outputs_of(got: StepResult) -> list[RequestOutput]:
 
 
 def test_steps_with_drafts_are_priced_with_their_drafting() -> None:
-    pricing = Pricing(price, draft_price=lambda rows, context, k: DRAFT_S * k)
-    run(pricing, plan(1, 3, 3), result(4, 2), seconds=20.0)
-    totals = pricing.totals.drafts
+    run = Run(price, draft_price=lambda rows, context, k: DRAFT_S * k)
+    ran(run, plan(1, 3, 3), result(4, 2), seconds=20.0)
+    totals = run.totals.drafts
     assert (totals.num_steps, totals.num_rows, totals.num_draft_tokens) == (1, 2, 6)
     assert (totals.num_accepted, totals.num_tokens) == (4, 6)
     assert totals.num_looked[:4] == [2, 2, 1, 0]
@@ -54,20 +54,20 @@ def test_steps_with_drafts_are_priced_with_their_drafting() -> None:
     assert totals.expected_s == 1 + 8 + 3 * DRAFT_S
     assert totals.drafting_s == pytest.approx(20 * 3 * DRAFT_S / 9.75)
     assert totals.plain_s == (1 + 2) * 6 / 2  # three steps of two rows
-    assert pricing.totals.regimes["verify"].num_steps == 1
-    assert pricing.totals.regimes["decode"].num_steps == 0
+    assert run.totals.regimes["verify"].num_steps == 1
+    assert run.totals.regimes["decode"].num_steps == 0
 
 
 def test_the_gain_is_over_plain_steps_that_have_run_here() -> None:
-    pricing = Pricing(price, draft_price=lambda rows, context, k: DRAFT_S * k)
-    run(pricing, plan(1, 3, 3), result(4, 2), seconds=9.75 / 2)
-    first = drafts_between(pricing.totals)
+    run = Run(price, draft_price=lambda rows, context, k: DRAFT_S * k)
+    ran(run, plan(1, 3, 3), result(4, 2), seconds=9.75 / 2)
+    first = drafts_between(run.totals)
     assert first is not None
     assert not first.is_measured
     assert first.gain == pytest.approx(9 / 9.75)  # the prices are wrong by the same factor
     for step in range(ENOUGH_STEPS):
-        run(pricing, plan(2 + step, 0, 0), result(1, 1), seconds=3.0)
-    report = drafts_between(pricing.totals)
+        ran(run, plan(2 + step, 0, 0), result(1, 1), seconds=3.0)
+    report = drafts_between(run.totals)
     assert report is not None
     assert report.is_measured
     assert report.gain == pytest.approx(9 / (9.75 / 2))
@@ -87,61 +87,61 @@ def test_the_gain_is_over_plain_steps_that_have_run_here() -> None:
 def test_what_a_look_up_has_not_found_was_not_wrong() -> None:
     """Of three rows with four drafts planned: nothing was there, two that were right, and three of
     which the second was wrong."""
-    pricing = Pricing(price)
+    run = Run(price)
     got = result(1, 3, 2)
     got.verified.update({"0": (0, 0), "1": (2, 2), "2": (2, 1)})
-    run(pricing, plan(1, 4, 4, 4), got, seconds=1.0)
-    totals = pricing.totals.drafts
+    ran(run, plan(1, 4, 4, 4), got, seconds=1.0)
+    totals = run.totals.drafts
     assert totals.num_looked[:4] == [2, 2, 0, 0]
     assert totals.num_right[:4] == [2, 1, 0, 0]
     assert (totals.num_draft_tokens, totals.num_accepted, totals.num_tokens) == (12, 3, 6)
 
 
 def test_between_two_snapshots() -> None:
-    pricing = Pricing(price)
-    run(pricing, plan(1, 2), result(3), seconds=1.0)
-    before = snapshot(pricing.totals)
-    assert drafts_between(pricing.totals, before) is None
-    run(pricing, plan(2, 2), result(1), seconds=1.0)
-    report = drafts_between(pricing.totals, before)
+    run = Run(price)
+    ran(run, plan(1, 2), result(3), seconds=1.0)
+    before = snapshot(run.totals)
+    assert drafts_between(run.totals, before) is None
+    ran(run, plan(2, 2), result(1), seconds=1.0)
+    report = drafts_between(run.totals, before)
     assert report is not None
     assert (report.num_steps, report.num_draft_tokens, report.num_accepted) == (1, 2, 0)
     assert report.by_position == (0.0,)
 
 
 def test_what_failed_or_read_prompts_is_left_out() -> None:
-    pricing = Pricing(price)
-    run(pricing, plan(1, 2), None, seconds=1.0)
+    run = Run(price)
+    ran(run, plan(1, 2), None, seconds=1.0)
     prompt = ScheduledRequest("p", 0, 40, (), samples=True)
     mixed = StepPlan(2, (prompt, *plan(2, 2).scheduled))
-    run(pricing, mixed, result(3), seconds=1.0)
-    assert pricing.totals.drafts == DraftTotals()
-    assert pricing.totals.regimes["mixed"].num_steps == 1
+    ran(run, mixed, result(3), seconds=1.0)
+    assert run.totals.drafts == DraftTotals()
+    assert run.totals.regimes["mixed"].num_steps == 1
 
 
 def test_what_came_behind_the_end_of_an_answer_is_no_part_of_it() -> None:
     """Row 0 ends with its second draft, row 1 has ended before; of row 2 the first was wrong."""
-    pricing = Pricing(price, draft_price=lambda rows, context, k: DRAFT_S * k)
+    run = Run(price, draft_price=lambda rows, context, k: DRAFT_S * k)
     step, got = plan(1, 3, 3, 3), result(4, 3, 1)
     outputs = [
         RequestOutput("0", (5, 5), FinishReason.STOP, num_accepted=2, num_rejected=1),
         RequestOutput("2", (5,)),
     ]
-    pricing.on_plan(step, 0.0)
-    pricing.on_collect(step, got, outputs, None, 1.0)
-    totals = pricing.totals.drafts
+    run.on_plan(step, 0.0)
+    run.on_collect(step, got, outputs, None, 1.0)
+    totals = run.totals.drafts
     assert (totals.num_steps, totals.num_rows, totals.num_tokens) == (1, 2, 3)
     assert (totals.num_draft_tokens, totals.num_accepted) == (6, 2)
     assert (totals.num_looked[:4], totals.num_right[:4]) == ([2, 1, 0, 0], [1, 1, 0, 0])
 
 
 def test_a_step_that_nobody_was_left_for_does_not_count() -> None:
-    pricing = Pricing(price)
+    run = Run(price)
     step = plan(1, 3)
-    pricing.on_plan(step, 0.0)
-    pricing.on_collect(step, result(2), [], None, 1.0)
-    assert pricing.totals.drafts == DraftTotals()
-    assert pricing.totals.regimes["verify"].num_steps == 1
+    run.on_plan(step, 0.0)
+    run.on_collect(step, result(2), [], None, 1.0)
+    assert run.totals.drafts == DraftTotals()
+    assert run.totals.regimes["verify"].num_steps == 1
 
 
 def test_a_row_whose_logits_went_wrong_gives_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from ridgeline.step import StepPlan, StepPricer, StepShape
+from ridgeline.step import Listener, StepPlan, StepPricer, StepShape
 
 MEMORY = 0.99  # weight of what was known, after each step: about a hundred steps count
 LEAST_STEPS = 8  # before which the prices are taken as they are
@@ -14,7 +14,7 @@ RIDGE = 0.01  # how much rather a wrong scale than a constant: equal steps canno
 class RunStep(Protocol):
     """A step that has run: `seconds` on the device, after `host_s` in which it waited for the host
     with work pending. `is_overlapped`: it was launched before the result of the step before it was
-    there. `ridgeline.observe.pricing.PricedStep` is one."""
+    there. `ridgeline.step.PricedStep` is one."""
 
     @property
     def plan(self) -> StepPlan: ...
@@ -33,7 +33,7 @@ class DecodesPricer(Protocol):
     def decodes_seconds(self, contexts: tuple[int, ...]) -> float: ...
 
 
-class LearnedPricer:
+class LearnedPricer(Listener):
     """Prices corrected by this engine's own steps: seconds = scale * price + host_s.
 
     Both constants are a least squares fit over recent steps, each with weight 1 / (price * time):

@@ -11,7 +11,7 @@ import pytest
 
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.errors import ConfigError
-from ridgeline.observe.pricing import Pricing
+from ridgeline.observe.run import Run
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import Admit, Overloaded, PolicySetting, Refuse
 from ridgeline.scheduler.policies.fcfs import FCFS
@@ -100,9 +100,9 @@ def test_prices_that_are_wrong_are_learned() -> None:
     device = Slower(PRICER, 2.0)
     learned = LearnedPricer(PRICER)
     world = World(slo(learned), device)
-    pricing = Pricing(lambda shape, _: StepPrice(PRICER.seconds(shape), 0.0, 0.0, 0.0))
-    pricing.listeners.append(learned.on_priced)
-    world.engine.listeners.append(pricing)
+    run = Run(lambda shape, _: StepPrice(PRICER.seconds(shape), 0.0, 0.0, 0.0))
+    run.listeners.append(learned)
+    world.engine.listeners.append(run)
     arrivals = poisson(random.Random(7), 0.75 * CAPACITY, LASTS_S, 500, 200)
     times = world.run(arrivals)
     assert len(broken(times)) <= len(times) // 50

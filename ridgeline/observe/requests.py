@@ -1,5 +1,12 @@
-"""Where did each request's time go? Every moment between its arrival and its end is put to one of
-six parts, so that they sum to its latency."""
+"""Where did each request's time go, and what did it cost?
+
+Every moment between its arrival and its end is put to one of six parts, so that they sum to its
+latency. The measured time of every step, and its operations and bytes, are shared among its rows,
+so that the shares sum to the whole, to the last nanosecond. A row's part of the time is by the
+price of its work on an ideal device: its operations over the peak plus its bytes over the
+bandwidth. The attention over its own cache is its own; what all rows use together (the weights) is
+shared by tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 
-from ridgeline.errors import RequestFault
-from ridgeline.observe.pricing import PricedStep, Pricing
+from ridgeline.cost.pricer import Pricer
 from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.beams import BEAM_MARK
-from ridgeline.step import Listener, ScheduledRequest, StepPlan, StepResult
+from ridgeline.step import Listener, PricedStep, ScheduledRequest, StepPlan
 
+NANO = 1_000_000_000
 MAX_FINISHED = 256  # that are kept, the latest: of all together, and of each tenant
 MAX_TENANTS = 256  # whose ended requests are kept apart, those who had one last
 
@@ -77,44 +84,41 @@ class TimeBreakdown:
         return self.until - self.arrival
 
 
-class TimeBreakdowns(Listener):
-    """Keeps the accounts of all live requests and of the latest that ended; one of the engine's
-    listeners, behind the `pricing` that it follows."""
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The step that the device is at."""
 
-    def __init__(self, pricing: Pricing, max_finished: int | None = MAX_FINISHED) -> None:
+    step_id: int
+    plan: StepPlan
+    began: float
+    expected_s: float
+    reads_prompts: bool
+
+
+class RequestTimes:
+    """The time breakdowns of all live requests and of the latest that ended."""
+
+    def __init__(self, max_finished: int | None = MAX_FINISHED) -> None:
         self.live: dict[str, TimeBreakdown] = {}
         self.finished: deque[TimeBreakdown] = deque(maxlen=max_finished)
         self.num_finished = 0
         # Apart, so that nobody can count from what is missing how much the others asked.
         self._ended: OrderedDict[str, deque[TimeBreakdown]] = OrderedDict()
         self._steady: _Steady | None = None
-        self._pricing = pricing
-        pricing.listeners.append(self.on_priced)
 
-    # ------------------------------------------------------------------ as a listener
+    def add(self, request: Request, now: float) -> None:
+        arrival = min(request.arrival_time, now)
+        num_prompt = len(request.prompt_token_ids)
+        self.live[request.request_id] = TimeBreakdown(
+            request.request_id, arrival, num_prompt, Parts(), arrival, tenant=request.tenant.hex()
+        )
 
-    def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
-        if fault is None:
-            arrival = min(request.arrival_time, now)
-            num_prompt = len(request.prompt_token_ids)
-            self.live[request.request_id] = TimeBreakdown(
-                request.request_id, arrival, num_prompt, Parts(), arrival,
-                tenant=request.tenant.hex(),
-            )  # fmt: skip
-
-    def on_abort(self, request_id: str, now: float) -> None:
-        self._end(request_id, "abort", now)
-
-    def on_collect(
-        self,
-        plan: StepPlan,
-        result: StepResult | None,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-        now: float,
-    ) -> None:
+    def take(
+        self, plan: StepPlan, outputs: Sequence[RequestOutput], now: float
+    ) -> Sequence[RequestOutput]:
+        """Count the tokens that a step gave; the outputs among which some may be the last."""
         if self._steady is not None and self._steady.gives(plan, outputs):
-            return
+            return ()
         for output in outputs:
             breakdown = self.live.get(output.request_id)
             if breakdown is None:
@@ -122,15 +126,17 @@ class TimeBreakdowns(Listener):
             breakdown.num_output_tokens += len(output.new_token_ids)
             if breakdown.first_token is None and output.new_token_ids:
                 breakdown.first_token = now
-            if output.finish_reason is not None:
-                self._end(output.request_id, output.finish_reason.value, now)
+        return outputs
 
-    def _end(self, request_id: str, reason: str, now: float) -> None:
+    def end(
+        self, request_id: str, reason: str, now: float, running: Running | None, last_ended: float
+    ) -> None:
+        """`running` is the step that the device is at, the one before was over at `last_ended`."""
         self.settle_steady()
         breakdown = self.live.pop(request_id, None)
         if breakdown is None:
             return
-        self.settle([breakdown], now)
+        _settle([breakdown], now, running, last_ended)
         breakdown.ended, breakdown.end = now, reason
         self.finished.append(breakdown)
         self.num_finished += 1
@@ -142,7 +148,7 @@ class TimeBreakdowns(Listener):
                 self._ended.popitem(last=False)
 
     def of(
-        self, tenant: str | None, now: float
+        self, tenant: str | None, now: float, running: Running | None, last_ended: float
     ) -> tuple[tuple[TimeBreakdown, ...], tuple[TimeBreakdown, ...]]:
         """The latest that ended and as many of those that have not, the oldest first, up to `now`;
         of this tenant, or of all. Steps wait for it: it takes as long for many as for a few."""
@@ -153,10 +159,8 @@ class TimeBreakdowns(Listener):
             replace(breakdown, parts=replace(breakdown.parts))
             for breakdown in islice(found, self.finished.maxlen)
         )
-        self.settle(live, now)
+        _settle(live, now, running, last_ended)
         return tuple(finished), live
-
-    # ------------------------------------------------------------------ time
 
     def on_priced(self, step: PricedStep) -> None:
         steady = self._steady
@@ -182,7 +186,7 @@ class TimeBreakdowns(Listener):
                 breakdown.is_preempted = True
                 breakdown.num_preemptions += 1
         works = {e.request_id: _work(e) for e in step.prompts}
-        share, all_work = step.prompt_share, sum(works.values())
+        share, all_work = _prompt_share(step), sum(works.values())
         began, ended, last = step.began, step.ended, step.previous_ended
         for entry in step.plan.scheduled:
             name = entry.request_id
@@ -195,24 +199,6 @@ class TimeBreakdowns(Listener):
             if name in works:
                 others = share * (all_work - works[name]) / all_work
             _put(breakdown, entry, ended, others)
-
-    def settle(self, time_breakdowns: Iterable[TimeBreakdown], now: float) -> None:
-        """Account for the time since their last steps; a step that is running counts as far as it
-        has got."""
-        running, last = self._pricing.running, self._pricing.last_ended
-        entries: dict[str, ScheduledRequest] = {}
-        if running is not None and running.began < now:
-            for entry in running.plan.scheduled:
-                entries.setdefault(_request_of(entry.request_id), entry)
-        for breakdown in time_breakdowns:
-            if running is None or running.began >= now:
-                _catch_up(breakdown, now, last)
-                continue
-            _catch_up(breakdown, running.began, last)
-            if breakdown.request_id in entries:
-                _put(breakdown, entries[breakdown.request_id], now, 0.0)
-            else:
-                _catch_up(breakdown, now, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +216,8 @@ class PromptChunk:
     expected_s: float
 
 
-class PromptChunks:
-    """Notes the chunks of those who asked; a follower of the pricing. A step that reads no prompts,
+class PromptChunks(Listener):
+    """Notes the chunks of those who asked; one of a run's listeners. A step that reads no prompts,
     and one without anybody who asked, costs one look."""
 
     def __init__(self) -> None:
@@ -334,6 +320,34 @@ class _Steady:
             breakdown.num_output_tokens += self.num_collected
 
 
+def _settle(
+    time_breakdowns: Iterable[TimeBreakdown], now: float, running: Running | None, last: float
+) -> None:
+    """Account for the time since their last steps, the latest of which ended at `last`; a step that
+    is running counts as far as it has got."""
+    entries: dict[str, ScheduledRequest] = {}
+    if running is not None and running.began < now:
+        for entry in running.plan.scheduled:
+            entries.setdefault(_request_of(entry.request_id), entry)
+    for breakdown in time_breakdowns:
+        if running is None or running.began >= now:
+            _catch_up(breakdown, now, last)
+            continue
+        _catch_up(breakdown, running.began, last)
+        if breakdown.request_id in entries:
+            _put(breakdown, entries[breakdown.request_id], now, 0.0)
+        else:
+            _catch_up(breakdown, now, now)
+
+
+def _prompt_share(step: PricedStep) -> float:
+    """The part of its time that went to entries of more than one token (prompts, chunks)."""
+    expected = step.price.expected_s
+    if not step.prompts or expected <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - step.price_without_prompts_s / expected))
+
+
 def _decoding_rows(step: PricedStep) -> tuple[str, ...] | None:
     """The rows of a step that gives each one token, or that and drafts; None for any other."""
     plan = step.plan
@@ -392,3 +406,87 @@ def _put(
     else:
         parts.decode += own
     breakdown.num_done = max(breakdown.num_done, entry.start + entry.num_tokens - entry.num_draft)
+
+
+# ---------------------------------------------------------------------- what it cost
+
+
+@dataclass(slots=True)
+class RequestCost:
+    """Integers, so that nothing is lost in adding them up. `device_ns`: on all devices of the
+    engine at once, so two devices for a second are a second."""
+
+    device_ns: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    def add(self, other: RequestCost) -> None:
+        self.device_ns += other.device_ns
+        self.flops += other.flops
+        self.bytes += other.bytes
+
+    def take(self, part: RequestCost) -> None:
+        """Make `part` no larger than what is left here, and take it away."""
+        part.device_ns = min(part.device_ns, self.device_ns)
+        part.flops = min(part.flops, self.flops)
+        part.bytes = min(part.bytes, self.bytes)
+        self.device_ns -= part.device_ns
+        self.flops -= part.flops
+        self.bytes -= part.bytes
+
+
+class RequestCosts(Listener):
+    """Writes request costs for those who asked, and one for all others together; one of a run's
+    listeners. Steps without anyone who asked cost one look each."""
+
+    def __init__(self, pricer: Pricer) -> None:
+        self.others = RequestCost()
+        self._pricer = pricer
+        self._open: dict[str, RequestCost] = {}
+        limits = pricer.limits
+        self._per_flop_s, self._per_byte_s = 1.0 / limits.flops, 1.0 / limits.bytes
+
+    def ask(self, request_id: str) -> None:
+        """Keep the costs for this request, until `close`."""
+        self._open[request_id] = RequestCost()
+
+    def get(self, request_id: str) -> RequestCost | None:
+        """What it has cost so far; None when nobody asked."""
+        return self._open.get(request_id)
+
+    def close(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    def on_priced(self, step: PricedStep) -> None:
+        left = RequestCost(
+            round(step.seconds * NANO), round(step.price.flops), round(step.price.bytes)
+        )
+        if not self._open:
+            self.others.add(left)
+            return
+        rows = step.plan.scheduled
+        asked = [(e, r) for e in rows if (r := self._of(e.request_id)) is not None]
+        if not asked:
+            self.others.add(left)
+            return
+        price, num_tokens = step.price, sum([new for new, _ in step.plan.shape])
+        shared_flops = max(0.0, price.flops - price.own_flops) / num_tokens
+        shared_bytes = max(0.0, price.bytes - price.own_bytes) / num_tokens
+        whole_s = price.flops * self._per_flop_s + price.bytes * self._per_byte_s
+        device_ns = left.device_ns
+        for entry, request_cost in asked:
+            flops, moved = self._pricer.own_work(entry.num_tokens, entry.start)
+            flops += shared_flops * entry.num_tokens
+            moved += shared_bytes * entry.num_tokens
+            seconds = flops * self._per_flop_s + moved * self._per_byte_s
+            share = RequestCost(round(device_ns * (seconds / whole_s)), round(flops), round(moved))
+            left.take(share)
+            request_cost.add(share)
+        # What rounding left over is the others' or, where all have asked, the last one's.
+        (self.others if len(asked) < len(rows) else asked[-1][1]).add(left)
+
+    def _of(self, row: str) -> RequestCost | None:
+        found = self._open.get(row)
+        if found is None and BEAM_MARK in row:
+            found = self._open.get(row.partition(BEAM_MARK)[0])
+        return found
