@@ -34,6 +34,7 @@ FAMILIES: dict[str, str] = {
     "mixtral": "ridgeline.architectures.mixtral:read",
     "qwen2": "ridgeline.architectures.qwen2:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
+    "qwen3_moe": "ridgeline.architectures.qwen3_moe:read",
     "starcoder2": "ridgeline.architectures.starcoder2:read",
 }
 # Described, priced and planned for; `spec.check_served` says why they are not served.

@@ -11,18 +11,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeline.architectures.config_reader import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, ConfigReader
-from ridgeline.architectures.family import Trunk, activation, dense, model_spec, read_num_layers
+from ridgeline.architectures.family import (
+    Trunk,
+    dense,
+    in_groups,
+    model_spec,
+    read_num_layers,
+    routed,
+)
 from ridgeline.architectures.parts import LLAMA_NAMES
 from ridgeline.architectures.rope_config import check_context, read_rope, yarn_growth
 from ridgeline.architectures.spec import (
     AttentionSpec,
-    DenseSpec,
     ExpertsSpec,
     LatentSpec,
     ModelSpec,
 )
 
-MAX_EXPERTS = 4096
+# `topk_method` -> how many experts tell how good a group is; 0: all experts are one group
+GROUP_BEST = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}
+UNSERVED = "a comparison of experts beside latent attention with another decoder"
 _ATTENTION = "model.layers.{layer}.self_attn."
 _MLP = "model.layers.{layer}.mlp."
 NAMES = {
@@ -53,7 +61,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
     feed_forward = tuple(
         dense(config) if index < first else _experts(config) for index in range(trunk.num_layers)
     )
-    return model_spec(
+    spec = model_spec(
         config,
         trunk,
         family=config.text("model_type"),
@@ -61,6 +69,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         feed_forward=feed_forward,
         tensor_names=NAMES,
     )
+    return replace(spec, unserved=UNSERVED)
 
 
 def _trunk(config: ConfigReader, max_model_len: int | None) -> Trunk:
@@ -101,19 +110,29 @@ def _attention(config: ConfigReader, trunk: Trunk) -> AttentionSpec:
     return AttentionSpec(heads, heads, trunk.head_dim, rope, scale=scale, latent=latent)
 
 
-def _experts(config: ConfigReader) -> DenseSpec | ExpertsSpec:
-    total = config.integer("n_routed_experts", high=MAX_EXPERTS, default=256)
-    size = config.integer("moe_intermediate_size", default=2048)
+def _experts(config: ConfigReader) -> ExpertsSpec:
+    """V2 scores by a softmax and takes the best, or the best of the groups with the best experts;
+    V3 by sigmoids and a bias, where a group is as good as its best two."""
+    experts = routed(config, ("n_routed_experts",), num_experts=256, num_active=8)
     scoring = config.text("scoring_func", default="sigmoid")
     if scoring not in ("sigmoid", "softmax"):
         raise config.fail("scoring_func", f"is {scoring[:60]!r}; supported are sigmoid, softmax")
-    return ExpertsSpec(
-        num_experts=total,
-        num_active=config.integer("num_experts_per_tok", high=total, default=8),
-        intermediate_size=size,
-        activation=activation(config),
-        renormalize=config.flag("norm_topk_prob", default=True),
-        shared_size=size * config.integer("n_shared_experts", low=0, high=64, default=1),
+    method = config.text("topk_method", default="noaux_tc")
+    if method not in GROUP_BEST:
+        known = ", ".join(GROUP_BEST)
+        raise config.fail("topk_method", f"is {method[:60]!r}; supported are {known}")
+    is_v2 = config.text("model_type") == "deepseek_v2"
+    num_shared = config.integer("n_shared_experts", low=0, high=64, default=1)
+    scale = 1.0 if is_v2 else 2.5
+    experts = replace(
+        experts,
+        renormalize=config.flag("norm_topk_prob", default=not is_v2),
+        shared_size=experts.intermediate_size * num_shared,
         scoring=scoring,
-        score_bias=config.text("topk_method", default="noaux_tc") == "noaux_tc",
+        score_bias=method == "noaux_tc",
+        weight_scale=config.number("routed_scaling_factor", default=scale, low=1e-3, high=1e3),
     )
+    if not GROUP_BEST[method]:
+        return experts
+    defaults = (1, 1) if is_v2 else (8, 4)
+    return in_groups(config, experts, group_best=GROUP_BEST[method], defaults=defaults)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import (
     MAX_HEADS,
@@ -36,6 +36,7 @@ ACTIVATIONS = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 FeedForwardSpec = DenseSpec | ExpertsSpec
+MAX_EXPERTS = 4096
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -168,6 +169,64 @@ def dense(
     """`default`: the activation of the family."""
     size = config.integer("intermediate_size")
     return DenseSpec(size, activation(config, default), bias, gated)
+
+
+def routed(
+    config: ConfigReader,
+    numbers: tuple[str, ...],
+    *,
+    size: str = "moe_intermediate_size",
+    num_experts: int | None = None,
+    num_active: int | None = None,
+) -> ExpertsSpec:
+    """Experts by the keys that say how many there are (the first that is there) and how wide; the
+    other two are defaults."""
+    key = next((one for one in numbers if config.has(one)), numbers[0])
+    total = config.integer(key, high=MAX_EXPERTS, default=num_experts)
+    return ExpertsSpec(
+        num_experts=total,
+        num_active=config.integer("num_experts_per_tok", high=total, default=num_active),
+        intermediate_size=config.integer(size),
+        activation=activation(config),
+    )
+
+
+def in_groups(
+    config: ConfigReader,
+    experts: ExpertsSpec,
+    *,
+    group_best: int,
+    defaults: tuple[int, int] = (1, 1),
+) -> ExpertsSpec:
+    """The same, chosen from the best `topk_group` of `n_group` groups; `defaults` are of both."""
+    total = experts.num_experts
+    groups = config.integer("n_group", high=total, default=defaults[0])
+    if total % groups or total // groups < group_best:
+        reason = f"is {groups}; it must divide {total} experts, with {group_best} or more in each"
+        raise config.fail("n_group", reason)
+    active = config.integer("topk_group", high=groups, default=min(groups, defaults[1]))
+    if active * (total // groups) < experts.num_active:
+        reason = f"is {active}, whose {active * (total // groups)} experts are fewer than"
+        raise config.fail("topk_group", f"{reason} num_experts_per_tok ({experts.num_active})")
+    if active == groups:
+        return experts
+    return replace(experts, num_groups=groups, num_active_groups=active, group_best=group_best)
+
+
+def mixed(
+    config: ConfigReader, experts: ExpertsSpec, num_layers: int
+) -> tuple[FeedForwardSpec, ...]:
+    """The feed-forward of each layer by the rules of Qwen: every `decoder_sparse_step`-th layer has
+    experts, unless it is one of `mlp_only_layers`."""
+    step = config.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
+    dense_ones = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense_ones, list) or not all(isinstance(one, int) for one in dense_ones):
+        raise config.fail("mlp_only_layers", "must be a list of numbers of layers")
+    has_experts = [
+        (index + 1) % step == 0 and index not in dense_ones for index in range(num_layers)
+    ]
+    between = experts if all(has_experts) else dense(config)
+    return tuple(experts if one else between for one in has_experts)
 
 
 def sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

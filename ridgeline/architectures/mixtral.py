@@ -5,16 +5,15 @@ from __future__ import annotations
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.family import (
     Defaults,
-    activation,
     model_spec,
     one_window,
     read_trunk,
+    routed,
 )
 from ridgeline.architectures.parts import LLAMA_NAMES
-from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import ModelSpec
 
 DEFAULTS = Defaults(rope_theta=1_000_000.0, norm_eps=1e-5, max_positions=131_072, num_kv_heads=8)
-MAX_EXPERTS = 1024
 
 _STEM = "model.layers.{layer}.block_sparse_moe."
 NAMES = {
@@ -31,12 +30,8 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
     config.refuse("mlp_bias", False)
     trunk = read_trunk(config, DEFAULTS, max_model_len)
     attention = trunk.attention(window=one_window(config, trunk.num_layers, None))
-    num_experts = config.integer("num_local_experts", high=MAX_EXPERTS, default=8)
-    experts = ExpertsSpec(
-        num_experts=num_experts,
-        num_active=config.integer("num_experts_per_tok", high=num_experts, default=2),
-        intermediate_size=config.integer("intermediate_size"),
-        activation=activation(config),
+    experts = routed(
+        config, ("num_local_experts",), size="intermediate_size", num_experts=8, num_active=2
     )
     return model_spec(
         config,

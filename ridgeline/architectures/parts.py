@@ -18,16 +18,14 @@ Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
   gate, up, down                    [F, E], [F, E], [E, F]; with {expert} for experts; no gate
                                     where the feed-forward is not gated
   gate_bias, up_bias, down_bias     [rows of the matrix]
-  router                            [X, E]
-
-  q_a, q_b, kv_a, kv_b, q_a_norm, kv_a_norm      latent attention, see `LatentSpec`
-
-Of families that can be planned for:
-
+  router, router_bias               [X, E], [X]
+  score_bias                        [X]
   expert_gate, expert_up, expert_down            as gate, up, down, where layers without experts
                                                  have those names
   shared_gate, shared_up, shared_down            the experts that every token passes, as one
-  score_bias                        [X]
+  shared_score                      [1, E], their weight
+
+  q_a, q_b, kv_a, kv_b, q_a_norm, kv_a_norm      latent attention, see `LatentSpec`
 """
 
 from __future__ import annotations
@@ -252,6 +250,10 @@ def _gated(size: int, width: int, prefix: str = "", role: str = "", copies: int 
 
 def _experts(spec: ExpertsSpec, width: int) -> Iterator[Part]:
     yield Part(ROUTER, (spec.num_experts, width), ROUTER)
+    if spec.shared_gate:
+        yield Part("shared_score", (1, width), ROUTER)
+    if spec.router_bias:
+        yield Part("router_bias", (spec.num_experts,))
     if spec.score_bias:
         yield Part("score_bias", (spec.num_experts,))
     if spec.shared_size:

@@ -191,7 +191,6 @@ SHAPES: Mapping[str, Shape] = {
         experts=QWEN_2_MIXTURE,
         small=("a gate of the shared experts",),
     ),
-    "qwen3_moe": Shape(READER, qk_norm=True, head_dim=128, experts=Experts()),
     "seed_oss": Shape(READER, qkv_bias="attention_bias", out_bias="attention_out_bias"),
     "smollm3": Shape("layers without positions", tied=True),
 }

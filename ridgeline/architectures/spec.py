@@ -105,12 +105,17 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """`num_active` of `num_experts` gated feed-forwards; router weights are a softmax over all
-    experts, renormalised over the chosen ones when `renormalize`.
+    """`num_active` of `num_experts` gated feed-forwards, and a weight for each, as
+    `layers/routing.py` chooses them by these rules:
 
-    `shared_size` is the width of a feed-forward that every token passes besides (0: none).
-    `scoring` "sigmoid" scores each expert for itself; `score_bias` adds a learned number per
-    expert to choose by, not to weigh by (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    Scores are a softmax over all experts, or each expert's own sigmoid; `renormalize` makes those
+    of the chosen sum to one, and `weight_scale` multiplies them. `router_bias` is added to the
+    router's product, `score_bias` to the scores, to choose by, not to weigh by. Of `num_groups`
+    equal groups of experts, the `num_active_groups` with the largest sums of their best
+    `group_best` experts are chosen from. (DeepSeek-V3, arXiv 2412.19437, section 2.1.2.)
+
+    `shared_size` is the width of a feed-forward that every token passes besides (0: none);
+    `shared_gate`: times the sigmoid of a learned product.
     """
 
     num_experts: int
@@ -121,6 +126,12 @@ class ExpertsSpec:
     shared_size: int = 0
     scoring: str = "softmax"
     score_bias: bool = False
+    shared_gate: bool = False
+    router_bias: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    group_best: int = 1
+    weight_scale: float = 1.0
 
 
 NormPlaces = Literal["before", "after", "around"]
@@ -198,11 +209,6 @@ def missing(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _missing_in(layer: LayerSpec) -> Iterator[str]:
-    attention, inner = layer.attention, layer.feed_forward
+    attention = layer.attention
     if attention.cache_layer is not None:
         yield "layers that read another layer's cache"
-    if isinstance(inner, ExpertsSpec):
-        if inner.shared_size:
-            yield "shared experts"
-        if inner.scoring != "softmax" or inner.score_bias:
-            yield f"{inner.scoring} scores of experts"

@@ -129,7 +129,7 @@ class Layer:
 
     def _maker_of(self, product: str, before: Names) -> str | None:
         """`before`: the matrices of the product before this one."""
-        if product == "experts_gate_up":
+        if product in ("experts_gate_up", "shared_gate_up"):
             return None  # all experts and their router share one norm
         if product in ("qkv", "gate_up"):
             around = branches(self.spec.layers[self.index])
@@ -139,7 +139,7 @@ class Layer:
         if product == "down" and isinstance(inner, DenseSpec) and not inner.gated:
             return None  # what the activation made
         role = "v" if product == "attention_out" else "up"
-        return next(name for name in before if self.parts[name].role == role)
+        return next(name for name in before if self.parts[name].role in (role, f"shared_{role}"))
 
     def name(self, role: str) -> str:
         """The checkpoint's name of a parameter that is no expert's."""

@@ -33,7 +33,7 @@ from ridgeline.layers.feed_forward import FeedForward, UngatedFeedForward
 from ridgeline.layers.hidden import Hidden, RMSNorm, make_norm
 from ridgeline.layers.latent_attention import LatentAttention
 from ridgeline.layers.linear import Linear
-from ridgeline.layers.piece import Piece, RandomSource, TensorSource, arriving
+from ridgeline.layers.piece import Piece, RandomSource, TensorSource, Vector, arriving
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
@@ -86,12 +86,12 @@ class DecoderLayer:
         norm_in, norm_out = self._feed_forward_norms
         self.feed_forward(hidden, norm_in, norm_out)
 
-    def parts(self) -> Iterator[RMSNorm | Linear]:
+    def parts(self) -> Iterator[RMSNorm | Linear | Vector]:
         """All that holds parameters."""
         yield from self.norms.values()
         yield from self.attention.norms
         yield from self.attention.linears
-        yield from self.feed_forward.linears
+        yield from self.feed_forward.parts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Decoder:
         self.rotations = [Rotation(*kind, max_model_len, device) for kind in kinds]
         self.rotation_of_layer = [kinds.index(kind) for kind in ropes]
 
-    def _parts(self) -> Iterator[VocabularyMatrix | RMSNorm | Linear]:
+    def _parts(self) -> Iterator[VocabularyMatrix | RMSNorm | Linear | Vector]:
         """All that holds parameters, each once, in the order in which it is loaded: matrices of
         the vocabulary first, since nothing is as large while it is in memory packed and unpacked.
         """

@@ -1,7 +1,6 @@
-"""A few of many feed-forwards per token, weighted by a router.
+"""A few of many feed-forwards per token, weighted by a router, beside one that every token passes.
 
-Router weights are a softmax over all experts in float32, then the best `num_active` of them,
-made to sum to one. On a GPU the matrices of all experts are stacked and multiplied as
+On a GPU the matrices of all experts are stacked and multiplied as
 `kernels.grouped_experts` says, without asking which experts have tokens. Elsewhere, and in weight
 formats that have no such products, the host asks, and experts that have some are computed one after
 the other.
@@ -11,17 +10,19 @@ Letters: T tokens, E hidden, X experts, A active experts of a token, N rows of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 
 import torch
 
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec
-from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.distributed.placement import Placement
 from ridgeline.kernels.grouped_experts import StackedMatrix, grouped_experts
 from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden, RMSNorm
-from ridgeline.layers.linear import Linear, Part
+from ridgeline.layers.linear import Linear
+from ridgeline.layers.piece import Vector
+from ridgeline.layers.routing import Router, Routes
 
 STACKED_ON = frozenset({"cuda"})  # kinds of devices
 
@@ -98,9 +99,7 @@ class Experts:
     ) -> None:
         self.spec = spec
         self.deterministic = deterministic
-        self.router = router_linear(
-            [Part(name("router"), None, Shard(0, spec.num_experts))], hidden_size
-        )
+        self.router = Router(spec, hidden_size, name, router_linear, deterministic=deterministic)
         dense = DenseSpec(spec.intermediate_size, spec.activation)
         self.placement = placement
         self.gate_up, self.down = Stack(spec.num_experts), Stack(spec.num_experts)
@@ -110,6 +109,14 @@ class Experts:
             self.gate_up.take(expert, one.gate_up)
             self.down.take(expert, one.down)
             self.experts.append(one)
+        self.shared: FeedForward | None = None
+        if spec.shared_size:
+            shared = DenseSpec(spec.shared_size, spec.activation)
+
+            def shared_name(role: str) -> str:
+                return name(f"shared_{role}")
+
+            self.shared = FeedForward(shared, hidden_size, shared_name, linear, placement)
 
     @cached_property
     def matrices(self) -> tuple[StackedMatrix, StackedMatrix] | None:
@@ -129,20 +136,28 @@ class Experts:
         x_TE = hidden.normed(norm)
         if self.matrices is None or norm_out is not None or self.placement.size > 1:
             hidden.add(self.of(x_TE), norm_out)
-        else:
-            self._grouped(x_TE, self.matrices, hidden.sum_TE)
+            return
+        routes = self.router.route(x_TE)
+        self._grouped(x_TE, routes, self.matrices, hidden.sum_TE)
+        if self.shared is not None:
+            hidden.add(_of_shared(self.shared, x_TE, routes))
 
     def of(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], with nothing around it."""
-        if self.matrices is not None:
-            y_TE = self._grouped(x_TE, self.matrices)
-            return y_TE if self.placement.size == 1 else self.placement.all_reduce(y_TE)
-        weights_TA, experts_TA = self._route(x_TE)
-        active = self.spec.num_active
-        order = experts_TA.view(-1).argsort(stable=True)
-        counts = torch.bincount(experts_TA.view(-1), minlength=self.spec.num_experts).tolist()
-        weights = weights_TA.view(-1).index_select(0, order).unsqueeze(1)
-        tokens = order.div_(active, rounding_mode="floor")
+        routes = self.router.route(x_TE)
+        if self.matrices is None:
+            y_TE = self._one_by_one(x_TE, routes)
+        else:
+            y_TE = self.placement.all_reduce(self._grouped(x_TE, routes, self.matrices))
+        return y_TE if self.shared is None else y_TE.add_(_of_shared(self.shared, x_TE, routes))
+
+    def _one_by_one(self, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Of experts that have tokens; the host asks which."""
+        experts = routes.experts_TA.view(-1)
+        order = experts.argsort(stable=True)
+        counts = torch.bincount(experts, minlength=self.spec.num_experts).tolist()
+        weights = routes.weights_TA.view(-1).index_select(0, order).unsqueeze(1)
+        tokens = order.div_(self.spec.num_active, rounding_mode="floor")
         out_TE = torch.zeros_like(x_TE)
         begin = 0
         for expert, count in enumerate(counts):
@@ -155,32 +170,19 @@ class Experts:
     def _grouped(
         self,
         x_TE: torch.Tensor,
+        routes: Routes,
         matrices: tuple[StackedMatrix, StackedMatrix],
         residual_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        weights_TA, experts_TA = self._route(x_TE)
         return grouped_experts(
             x_TE,
-            weights_TA,
-            experts_TA,
+            routes.weights_TA,
+            routes.experts_TA,
             *matrices,
             self.spec.activation,
             residual_TE=residual_TE,
             in_any_batch=self.deterministic,
         )
-
-    def _route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights_TX = torch.softmax(self.router(x_TE), dim=-1, dtype=torch.float32)
-        weights_TA, experts_TA = weights_TX.topk(self.spec.num_active, dim=-1)
-        if self.spec.renormalize:
-            weights_TA = weights_TA / self._sum(weights_TA)
-        return weights_TA, experts_TA
-
-    def _sum(self, weights_TA: torch.Tensor) -> torch.Tensor:
-        """[T, 1]"""
-        if self.deterministic:
-            return reduce(torch.add, torch.unbind(weights_TA, -1)).unsqueeze(-1)
-        return weights_TA.sum(-1, keepdim=True)
 
     def _add(
         self,
@@ -202,4 +204,15 @@ class Experts:
 
     @property
     def linears(self) -> list[Linear]:
-        return [self.router, *(linear for e in self.experts for linear in e.linears)]
+        shared = [] if self.shared is None else self.shared.linears
+        every = (linear for e in self.experts for linear in e.linears)
+        return [self.router.linear, *shared, *every]
+
+    def parts(self) -> list[Linear | Vector]:
+        """All that holds parameters."""
+        return [*self.router.parts(), *self.linears[1:]]
+
+
+def _of_shared(shared: FeedForward, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:
+    y_TE = shared.of(x_TE)
+    return y_TE if routes.shared_T1 is None else y_TE.mul_(routes.shared_T1)

@@ -55,6 +55,10 @@ class FeedForward:
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
 
+    def parts(self) -> list[Linear]:
+        """All that holds parameters."""
+        return self.linears
+
 
 class UngatedFeedForward(FeedForward):
     """`gate_up` is up alone."""

@@ -63,6 +63,28 @@ def fill(piece: Piece, source: TensorSource) -> int:
     return values.numel() * values.element_size()
 
 
+class Vector:
+    """A checkpoint's list of numbers that every rank holds all of."""
+
+    def __init__(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.empty(size, dtype=dtype, device=device)
+        self.name = name
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.values]
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What a later start `adopt`s."""
+        return {"values": self.values}
+
+    def adopt(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Be as the vector that kept this."""
+        self.values.copy_(kept["values"])
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(self.name, self.values)]
+
+
 class RandomSource:
     """Normal numbers of standard deviation 0.02, made on the device; norms are one, biases zero.
 

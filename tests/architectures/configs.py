@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+OF_FAMILY: dict[str, dict[str, Any]] = {"qwen3_moe": {"moe_intermediate_size": 32}}
+
 
 def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
@@ -17,4 +19,4 @@ def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
     }
-    return base | changes
+    return base | OF_FAMILY.get(model_type, {}) | changes

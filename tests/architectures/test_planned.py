@@ -48,6 +48,8 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
 
@@ -71,7 +73,16 @@ def test_deepseek_v3_as_published() -> None:
     kinds = [isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers]
     assert kinds == [False] * 3 + [True] * 58
     assert spec.layers[5].feed_forward == ExpertsSpec(
-        256, 8, 2048, shared_size=2048, scoring="sigmoid", score_bias=True
+        256,
+        8,
+        2048,
+        shared_size=2048,
+        scoring="sigmoid",
+        score_bias=True,
+        num_groups=8,
+        num_active_groups=4,
+        group_best=2,
+        weight_scale=2.5,
     )
     rope = spec.layers[0].attention.rope
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 40.0, 4096)
@@ -100,7 +111,7 @@ def test_tensors_equal_transformers(changes: dict[str, Any]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given = config("deepseek_v3", **DEEPSEEK | changes, n_group=1, topk_group=1)
+    given = config("deepseek_v3", **DEEPSEEK | changes)
     model_type = given.pop("model_type")
     with torch.device("meta"):
         make: Any = AutoModelForCausalLM.from_config
@@ -240,7 +251,6 @@ def test_sharing_caches_divides_them() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (deepseek(), "shared experts, sigmoid scores of experts"),
         (gemma(), "norms that add one"),
         (shared(read_spec(config(num_hidden_layers=4))), "another layer's cache"),
     ],

@@ -43,11 +43,12 @@ def test_sizes(family: str) -> None:
 def test_what_tells_the_families_apart() -> None:
     first = {family: read_spec(config(family, head_dim=16)).layers[0] for family in FAMILIES}
     biased = {f for f, layer in first.items() if layer.attention.qkv_bias}
-    assert biased == {"qwen2", "starcoder2"}
-    assert {f for f, layer in first.items() if layer.attention.qk_norm} == {"qwen3"}
-    assert {f for f, layer in first.items() if isinstance(layer.feed_forward, ExpertsSpec)} == {
-        "mixtral"
-    }
+    normed = {f for f, layer in first.items() if layer.attention.qk_norm}
+    expert = {f for f, layer in first.items() if isinstance(layer.feed_forward, ExpertsSpec)}
+    llamas = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+    assert biased & llamas == {"qwen2"}
+    assert normed & llamas == {"qwen3", "qwen3_moe"}
+    assert expert & llamas == {"mixtral", "qwen3_moe"}
     assert first["mixtral"].attention.rope.theta == 1_000_000.0
     assert first["mistral"].attention.window == 4096  # what Transformers assumes when it is absent
 

@@ -92,6 +92,9 @@ DEEPSEEK_V3: dict[str, Any] = {
     "v_head_dim": 128,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
     "max_position_embeddings": 163840,
     "rope_theta": 10000,
@@ -172,7 +175,9 @@ NAMES = {
     "post_attention_norm": "a{layer}",
     "post_feed_forward_norm": "f{layer}",
     "router": "r{layer}",
+    "router_bias": "rb{layer}",
     "score_bias": "b{layer}",
+    "shared_score": "ss{layer}",
     **{role: f"{role}{{layer}}" for role in ("q_a", "q_b", "kv_a", "kv_b", "q_a_norm")},
     "kv_a_norm": "kv_a_norm{layer}",
     **{f"expert_{role}": f"e{role}{{layer}}.{{expert}}" for role in ("gate", "up", "down")},
@@ -203,12 +208,15 @@ def _latent(rng: random.Random) -> AttentionSpec:
 
 def _experts(rng: random.Random) -> ExpertsSpec:
     total = rng.choice([4, 8, 16])
+    shared = rng.choice([0, 64])
     return ExpertsSpec(
         total,
         rng.randint(1, total),
         64 * rng.randint(1, 4),
-        shared_size=rng.choice([0, 64]),
+        shared_size=shared,
         score_bias=rng.random() < 0.5,
+        shared_gate=shared > 0 and rng.random() < 0.5,
+        router_bias=rng.random() < 0.3,
     )
 
 

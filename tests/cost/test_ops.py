@@ -90,7 +90,7 @@ def idle_weights(spec: ModelSpec) -> int:
 
 def unpacked(spec: ModelSpec) -> int:
     """Weights that no format packs: routers, and what makes keys and values of latent vectors."""
-    routers = sum(e.num_experts * spec.hidden_size for e in experts(spec))
+    routers = sum((e.num_experts + e.shared_gate) * spec.hidden_size for e in experts(spec))
     return routers + sum(
         a.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim) * latent.kv_lora_rank
         for a in (layer.attention for layer in spec.layers)

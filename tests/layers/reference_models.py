@@ -60,6 +60,8 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     }
     if model_type == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if model_type == "qwen3_moe":
+        config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     if model_type == "mistral":
         config["sliding_window"] = None
     if model_type.startswith("deepseek"):
@@ -107,7 +109,8 @@ class ReferenceModel:
         state = {k: v.detach() for k, v in self.model.state_dict().items()}
         if self.config.get("tie_word_embeddings"):
             state.pop("lm_head.weight", None)
-        return dict(_mixtral_names(state)) if self.config["model_type"] == "mixtral" else state
+        model_type = self.config["model_type"]
+        return dict(_each_expert(state, model_type)) if model_type in EXPERT_NAMES else state
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V] in one pass without a cache."""
@@ -131,19 +134,31 @@ class ReferenceModel:
         return answer
 
 
-def _mixtral_names(state: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+# model type -> its name of a layer's part with experts, and of the matrices of one
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def _each_expert(
+    state: Mapping[str, torch.Tensor], model_type: str
+) -> list[tuple[str, torch.Tensor]]:
     """Transformers 5 keeps experts stacked in memory; files have one matrix per expert."""
+    part, *roles = EXPERT_NAMES[model_type]
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in state.items():
-        stem = name.replace(".mlp.", ".block_sparse_moe.")
-        if name.endswith("experts.gate_up_proj"):
-            stem = stem.removesuffix("gate_up_proj")
-            for expert, matrix in enumerate(tensor):
-                gate, up = matrix.chunk(2, 0)
-                found += [(f"{stem}{expert}.w1.weight", gate), (f"{stem}{expert}.w3.weight", up)]
-        elif name.endswith("experts.down_proj"):
-            stem = stem.removesuffix("down_proj")
-            found += [(f"{stem}{e}.w2.weight", matrix) for e, matrix in enumerate(tensor)]
+        stem, _, stacked = name.replace(".mlp.", f".{part}.").rpartition("experts.")
+        if stacked == "gate_up_proj":
+            halves = dict(zip(roles[:2], tensor.chunk(2, 1), strict=True))
+        elif stacked == "down_proj":
+            halves = {roles[-1]: tensor}
         else:
-            found.append((stem, tensor))
+            found.append((name.replace(".mlp.", f".{part}."), tensor))
+            continue
+        for role, matrices in halves.items():
+            found += [
+                (f"{stem}experts.{expert}.{role}.weight", matrix)
+                for expert, matrix in enumerate(matrices)
+            ]
     return found

@@ -78,6 +78,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "qwen3_moe": tiny_config("qwen3_moe"),
+    "qwen3_moe mixed": tiny_config(
+        "qwen3_moe",
+        norm_topk_prob=True,
+        num_hidden_layers=4,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        attention_bias=True,
+    ),
+    "qwen3_moe window": tiny_config(
+        "qwen3_moe", use_sliding_window=True, sliding_window=7, tie_word_embeddings=True
+    ),
     "qwen3 dynamic": tiny_config("qwen3", rope_scaling={"type": "dynamic", "factor": 3.0}),
     "deepseek_v3": tiny_config("deepseek_v3"),
     "deepseek_v3 straight queries": tiny_config("deepseek_v3", q_lora_rank=None),

@@ -1,0 +1,121 @@
+"""Which experts does each token go to, and with what weight?
+
+Every rule is a field of `ExpertsSpec`. In this order: scores of all experts from the router's
+product (softmax or sigmoid, in float32), the choice (by the scores, or scores plus a learned bias;
+where experts stand in groups, from the best groups alone), and the weights (the scores of the
+chosen experts, made to sum to one if the spec says so, times a constant).
+
+A softmax over the logits of the chosen experts alone is the softmax over all of them, made to sum
+to one over the chosen: one rule serves families that do either.
+
+Letters: T tokens, E hidden, X experts, A active experts of a token, G groups, B best of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+
+from ridgeline.architectures.spec import ExpertsSpec
+from ridgeline.distributed.placement import Shard
+from ridgeline.layers.linear import Linear, Part
+from ridgeline.layers.piece import Vector
+
+LEAST_SUM = 1e-20  # of weights that are divided by their sum
+
+
+class Routes(NamedTuple):
+    """`shared_T1`: the weight of the shared experts; None: one."""
+
+    weights_TA: torch.Tensor
+    experts_TA: torch.Tensor
+    shared_T1: torch.Tensor | None = None
+
+
+class Router:
+    """`name(role)` is the checkpoint name of a tensor of this layer. The gate of the shared experts
+    reads the same states, so it is one more row of the same product.
+
+    `deterministic`: no sum is left to a kernel that may add in another order for other tokens.
+    """
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        name: Callable[[str], str],
+        linear: Callable[..., Linear],
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.spec = spec
+        bias = name("router_bias") if spec.router_bias else None
+        rows = [Part(name("router"), bias, Shard(0, spec.num_experts))]
+        if spec.shared_gate:
+            rows.append(Part(name("shared_score"), None, Shard(0, 1)))
+        self.linear = linear(rows, hidden_size)
+        self.score_bias: Vector | None = None
+        if spec.score_bias:
+            device = next(iter(self.linear.parameters.values())).device
+            size = spec.num_experts
+            self.score_bias = Vector(name("score_bias"), size, torch.float32, device)
+        self._score = _softmax if spec.scoring == "softmax" else _sigmoid
+        self._sum = _sum_in_order if deterministic else _sum
+
+    def route(self, x_TE: torch.Tensor) -> Routes:
+        return self.choose(self.linear(x_TE))
+
+    def choose(self, logits_TX: torch.Tensor) -> Routes:
+        """Of the router's product, which has one more column where there is a gate."""
+        spec, shared_T1 = self.spec, None
+        if spec.shared_gate:
+            shared_T1 = logits_TX[:, -1:].sigmoid()
+            logits_TX = logits_TX[:, :-1]
+        scores_TX = self._score(logits_TX)
+        choice_TX = scores_TX
+        if self.score_bias is not None:
+            choice_TX = scores_TX + self.score_bias.values
+        if spec.num_groups > 1:
+            choice_TX = _of_best_groups(choice_TX, spec)
+        weights_TA, experts_TA = choice_TX.topk(spec.num_active, dim=-1)
+        if choice_TX is not scores_TX:
+            weights_TA = scores_TX.gather(1, experts_TA)
+        if spec.renormalize:
+            weights_TA = weights_TA / self._sum(weights_TA).clamp_min(LEAST_SUM)
+        if spec.weight_scale != 1.0:
+            weights_TA = weights_TA * spec.weight_scale
+        return Routes(weights_TA, experts_TA, shared_T1)
+
+    def parts(self) -> list[Linear | Vector]:
+        """All that holds parameters."""
+        return [self.linear] if self.score_bias is None else [self.linear, self.score_bias]
+
+
+def _softmax(logits_TX: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(logits_TX, dim=-1, dtype=torch.float32)
+
+
+def _sigmoid(logits_TX: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(logits_TX.float())
+
+
+def _sum(weights_TA: torch.Tensor) -> torch.Tensor:
+    """[T, 1]"""
+    return weights_TA.sum(-1, keepdim=True)
+
+
+def _sum_in_order(weights_TA: torch.Tensor) -> torch.Tensor:
+    return reduce(torch.add, torch.unbind(weights_TA, -1)).unsqueeze(-1)
+
+
+def _of_best_groups(choice_TX: torch.Tensor, spec: ExpertsSpec) -> torch.Tensor:
+    """The same with minus infinity for experts of other groups. A group is as good as the sum of
+    its best `group_best` experts."""
+    each_TGX = choice_TX.reshape(len(choice_TX), spec.num_groups, -1)
+    best_TGB = each_TGX.topk(spec.group_best, dim=-1).values
+    groups = best_TGB.sum(-1).topk(spec.num_active_groups, dim=-1).indices
+    left_out_TG = torch.ones_like(each_TGX[..., 0], dtype=torch.bool).scatter_(1, groups, False)
+    return each_TGX.masked_fill(left_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
