@@ -10,9 +10,9 @@ from ridgeline.clock import Rng
 from ridgeline.cost.captured import MAX_VERIFIED_TOKENS
 from ridgeline.cost.pricer import Pricer
 from ridgeline.formats import read_speculate
+from ridgeline.observe.engine_header import read_setup
 from ridgeline.observe.event_log import Aborted, Added, Collected, EventLog, Planned
 from ridgeline.observe.evidence import engine_drafter
-from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, SamplingParams
 from ridgeline.simulator.executor import Answer, Speculation
 from ridgeline.simulator.options import Machine, Options

@@ -13,18 +13,17 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
 from ridgeline.formats import POLICIES
+from ridgeline.observe.engine_header import EngineHeader, read_setup
 from ridgeline.observe.event_log import (
     Aborted,
     Added,
     Collected,
-    EngineHeader,
     EventLog,
     Planned,
     Submitted,
     plan_digest,
 )
 from ridgeline.observe.evidence import RunRecord
-from ridgeline.observe.setup_record import read_setup
 from ridgeline.request import FinishReason, Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies import make_policy

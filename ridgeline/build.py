@@ -58,7 +58,8 @@ from ridgeline.loader.packs import Packs, open_packs, pack_key
 from ridgeline.loader.parallel import ParallelSource
 from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
 from ridgeline.log import say
-from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder
+from ridgeline.observe.engine_header import EngineHeader
+from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import RunRecord
 from ridgeline.quantization import open_weight_format
 from ridgeline.resolve import MemoryRow, resolve, with_mixed_tokens

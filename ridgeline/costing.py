@@ -22,8 +22,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.formats import RATE, AskedDrafts
 from ridgeline.kernels.cpu.native import level
 from ridgeline.log import say
-from ridgeline.observe.event_log import EngineHeader, header_of
-from ridgeline.observe.setup_record import setup_record
+from ridgeline.observe.engine_header import EngineHeader, header_of, setup_record
 from ridgeline.records import Record, find_record, read_record
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.speculation.controller import DraftLengthController

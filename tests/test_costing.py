@@ -18,7 +18,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.costing import device_key, match
 from ridgeline.devices import open_device
 from ridgeline.errors import ConfigError
-from ridgeline.observe.setup_record import read_setup
+from ridgeline.observe.engine_header import read_setup
 from ridgeline.records import record_path
 from tests.tiny_model import make_tiny_model
 

@@ -36,7 +36,7 @@ MAX_LINES = {
     "layers": 2_100,  # latent attention, stacked experts and their choice, layer norms
     "loader": 2_970,
     "measure": 2_910,
-    "observe": 2_628,
+    "observe": 2_490,
     "planner": 1_305,
     "quantization": 2_950,
     "router": 150,

@@ -31,7 +31,7 @@ from ridgeline.benchmark.run import run_jobs
 from ridgeline.build import build
 from ridgeline.config import EngineConfig
 from ridgeline.demo import DEFAULT
-from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.observe.event_log import read_event_log
 from ridgeline.scheduler.policies.step_times import LearnedPricer
 
 WARM_UP = 16

@@ -56,9 +56,15 @@ from run import (
 
 from bench.simulator_comparison import plans_ahead_s, simulate
 from ridgeline.cost.pricer import Pricer
-from ridgeline.observe.event_log import Added, Collected, EventLog, Planned, Submitted
-from ridgeline.observe.event_log_reader import read_event_log
-from ridgeline.observe.setup_record import read_setup
+from ridgeline.observe.engine_header import read_setup
+from ridgeline.observe.event_log import (
+    Added,
+    Collected,
+    EventLog,
+    Planned,
+    Submitted,
+    read_event_log,
+)
 
 PARTS = ("sent", "inbound", "turn", "queue", "behind", "prompt", "outbound")
 AT_ONCE_S = 0.1e-3  # a result that is there so soon was there already

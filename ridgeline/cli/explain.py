@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_log(name: str) -> dict[str, Any]:
-    from ridgeline.observe.event_log_reader import read_event_log
+    from ridgeline.observe.event_log import read_event_log
     from ridgeline.observe.evidence import evidence_of
     from ridgeline.observe.explain import explain
 

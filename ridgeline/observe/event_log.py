@@ -11,75 +11,91 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from msgspec import structs
+import msgspec
+from msgspec import Meta, field, structs
 
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.log import say
-from ridgeline.request import Request, RequestOutput, SamplingParams
+from ridgeline.observe.engine_header import VERSION, EngineHeader
+from ridgeline.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    check_together,
+)
 from ridgeline.scheduler.beams import BEAM_MARK
-from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.step import (
+    BlockCopy,
     BlockTables,
     Listener,
+    ScheduledRequest,
     StepPlan,
     StepResult,
 )
 
-VERSION = 1
+WHAT_IT_IS = "An event log is what --event-log of serve, generate or bench has written"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineHeader:
-    """What one life of an engine was made of. `setup` is what pricing needs to know (the model's
-    configuration, device, formats), as plain JSON values; empty when it was not known."""
-
-    num_blocks: int
-    block_size: int
-    windows: tuple[int | None, ...]
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    policy: str
-    ttft_slo_s: float | None = None  # what policy slo promises
-    tpot_slo_s: float | None = None
-    max_in_flight: int
-    prefix_caching: bool
-    num_drafts: int = 0
-    speculate: str = "off"  # who drafts, as on the command line
-    draft_config: Mapping[str, Any] = field(default_factory=dict)  # of the model that does
-    starvation_limit: int
-    max_preemptions: int
-    max_num_mixed_tokens: int | None = None
-    computes_in_submit: bool = False  # the executor is done with a step when it has taken it
-    threads: int = 0  # that compute, of a CPU; 0: not known
-    model: str = ""
-    setup: Mapping[str, Any] = field(default_factory=dict)
-    version: int = VERSION
+Time = Annotated[float, Meta(ge=-1e12, le=1e12)]  # seconds, of the engine's clock
+Number = Annotated[int, Meta(ge=0, le=1 << 31)]
+Weight = Annotated[float, Meta(gt=0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=1 << 24)]
+Tokens = dict[str, tuple[int, ...]]
+Row = tuple[str, Number, Count, Count, bool | Number, BlockTables]
+EVEN = 1.0  # weight of a request; a default is left out where it is this very object
+NO_LOGPROBS = TokenLogprobs(0, 0.0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
-    """`refused` is the fault's code when the request was turned away. `cpu_s`, here and below: CPU
-    seconds that the engine's process had had by then; None: not known."""
+class BeamEntry(TypedDict):
+    token_id: Number
+    logprob: float
+    rank: Number
+    top: tuple[tuple[Number, float], ...]
 
-    now: float
-    request_id: str
-    arrival: float
+
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, dict=True, tag_field="event", omit_defaults=True
+):
+    """A line of the log, with the clock reading that the engine used. What is made of the fields
+    is made once: the same object whenever it is asked for."""
+
+    now: Time
+
+
+class Added(Event, frozen=True, kw_only=True, tag="add"):
+    """`refused` is the fault's code when the request was turned away; the prompt is then whatever
+    the client said. `cpu_s`, here and below: CPU seconds that the engine's process had had by then;
+    None: not known."""
+
+    request_id: str = field(name="id")
+    arrival: Time
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    salt: bytes = b""
+    salt_hex: str = field(name="salt", default="")
+    tenant_hex: str = field(name="tenant", default="")
+    weight: Weight = EVEN
     fork_of: str | None = None
     refused: str | None = None
-    cpu_s: float | None = None
-    tenant: bytes = b""
-    weight: float = 1.0
+    cpu_s: Time | None = None
+
+    @cached_property
+    def salt(self) -> bytes:
+        return bytes.fromhex(self.salt_hex)
+
+    @cached_property
+    def tenant(self) -> bytes:
+        return bytes.fromhex(self.tenant_hex)
 
     def request(self) -> Request:
         """A fresh one, as it was when it came in."""
@@ -95,58 +111,107 @@ class Added:
             weight=self.weight,
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    now: float
-    request_id: str
-    cpu_s: float | None = None
+    def tell(self, listener: Listener, plans: Mapping[int, StepPlan]) -> None:
+        fault = None if self.refused is None else RequestFault("", code=self.refused)
+        listener.on_add(self.request(), self.now, fault)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Aborted(Event, frozen=True, kw_only=True, tag="abort"):
+    request_id: str = field(name="id")
+    cpu_s: Time | None = None
+
+    def tell(self, listener: Listener, plans: Mapping[int, StepPlan]) -> None:
+        listener.on_abort(self.request_id, self.now)
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True):
     """A row that a plan opens, without its tokens."""
 
     request_id: str
-    num_tokens: int
-    num_prompt_tokens: int
+    num_tokens: Count
+    num_prompt_tokens: Count
     block_ids: BlockTables
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Event, frozen=True, kw_only=True, tag="plan"):
     """`plan` is whole but for `new`, of which `opened` keeps the sizes; `digest` is that of the
     whole plan (see `plan_digest`). A plan that schedules nothing was not sent."""
 
-    now: float
-    plan: StepPlan
-    opened: tuple[Opened, ...]
-    digest: str
+    step_id: Number = field(name="step")
+    digest: str = ""
+    opened: tuple[Opened, ...] = field(name="new", default=())
+    rows: tuple[Row, ...] = ()
+    copies: tuple[tuple[str, Number, Number, Number, Number], ...] = ()
+    preempted: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        rows = tuple(
+            ScheduledRequest(row, start, num, blocks, bool(samples), num_draft)
+            for row, start, num, num_draft, samples, blocks in self.rows
+        )
+        copies = tuple(BlockCopy(*copy) for copy in self.copies)
+        return StepPlan(self.step_id, rows, (), copies, self.preempted, self.finished)
+
+    def tell(self, listener: Listener, plans: Mapping[int, StepPlan]) -> None:
+        listener.on_plan(self.plan, self.now)
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    now: float
-    step_id: int
+class Submitted(Event, frozen=True, kw_only=True, tag="submit"):
+    step_id: Number = field(name="step")
+
+    def tell(self, listener: Listener, plans: Mapping[int, StepPlan]) -> None:
+        listener.on_submitted(plans[self.step_id], self.now)
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
+class Collected(Event, frozen=True, kw_only=True, tag="collect"):
     """`result` holds what the scheduler reads: tokens, drafts, faults, the last log-probabilities
     of beams, and as many (empty) prompt log-probabilities as there were. `outputs` say how many
     tokens each request got and how it ended. `is_behind`: it was in flight when an earlier step
     failed, and was taken in together with that one."""
 
-    now: float
-    step_id: int
-    result: StepResult | None
-    outputs: tuple[RequestOutput, ...]
+    step_id: Number = field(name="step")
+    rows: tuple[tuple[str, Count, FinishReason | None], ...] = field(name="outputs")
+    tokens: Tokens = field(default_factory=dict)
+    drafts: Tokens = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    beams: dict[str, BeamEntry] = field(default_factory=dict)
+    prompt_logprobs: dict[str, Count] = field(default_factory=dict)
     error: str | None = None
-    is_behind: bool = False
-    cpu_s: float | None = None  # where a request ended
+    is_behind: bool = field(name="behind", default=False)
+    cpu_s: Time | None = None  # where a request ended
+
+    @cached_property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        return tuple(RequestOutput(row, (0,) * count, reason) for row, count, reason in self.rows)
+
+    @cached_property
+    def result(self) -> StepResult | None:
+        if self.error is not None:
+            return None
+        return StepResult(
+            self.tokens,
+            self.drafts,
+            {row: (TokenLogprobs(**entry),) for row, entry in self.beams.items()},
+            {row: (NO_LOGPROBS,) * count for row, count in self.prompt_logprobs.items()},
+            self.faults,
+        )
+
+    def tell(self, listener: Listener, plans: Mapping[int, StepPlan]) -> None:
+        plan = plans[self.step_id]
+        listener.on_collect(plan, self.result, self.outputs, self.error, self.now)
 
 
-Event = Added | Aborted | Planned | Submitted | Collected
+AnyEvent = Added | Aborted | Planned | Submitted | Collected
+EVENTS: dict[str, type[AnyEvent]] = {
+    "add": Added,
+    "abort": Aborted,
+    "plan": Planned,
+    "submit": Submitted,
+    "collect": Collected,
+}
+ENCODER = msgspec.json.Encoder(order="deterministic")  # sets sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +219,11 @@ class EventLog:
     """One life of an engine."""
 
     header: EngineHeader
-    events: tuple[Event, ...]
+    events: tuple[AnyEvent, ...]
 
-    def feed(self, *listeners: Listener, before: Callable[[Event], object] | None = None) -> None:
+    def feed(
+        self, *listeners: Listener, before: Callable[[AnyEvent], object] | None = None
+    ) -> None:
         """Tell listeners everything again, each event to all of them, in order; `before` sees each
         event first."""
         plans: dict[int, StepPlan] = {}
@@ -164,84 +231,25 @@ class EventLog:
             if before is not None:
                 before(event)
             if isinstance(event, Planned):
-                plans[event.plan.step_id] = event.plan
+                plans[event.step_id] = event.plan
             for listener in listeners:
-                _tell(event, plans, listener)
+                event.tell(listener, plans)
             if isinstance(event, Collected):
                 del plans[event.step_id]
 
 
-def _tell(event: Event, plans: Mapping[int, StepPlan], listener: Listener) -> None:
-    if isinstance(event, Added):
-        fault = None if event.refused is None else RequestFault("", code=event.refused)
-        listener.on_add(event.request(), event.now, fault)
-    elif isinstance(event, Aborted):
-        listener.on_abort(event.request_id, event.now)
-    elif isinstance(event, Planned):
-        listener.on_plan(event.plan, event.now)
-    elif isinstance(event, Submitted):
-        listener.on_submitted(plans[event.step_id], event.now)
-    else:
-        plan = plans[event.step_id]
-        listener.on_collect(plan, event.result, event.outputs, event.error, event.now)
-
-
 def plan_digest(plan: StepPlan) -> str:
     """Equal for equal decisions, whoever made them: all of a plan but the sampling parameters."""
-    return _digest(_json(_plan_fields(plan)), plan)
+    return _digest(msgspec.json.encode(_plan_fields(plan)), plan)
 
 
-def _digest(body: str, plan: StepPlan) -> str:
+def _digest(body: bytes, plan: StepPlan) -> str:
     """`body`: the plan's fields as JSON, to which the rows that it opens are added here."""
     opened = [(r.request_id, r.token_ids, r.num_prompt_tokens, r.block_ids) for r in plan.new]
-    return blake2b((body + _json(opened)).encode(), digest_size=16).hexdigest()
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    return blake2b(body + msgspec.json.encode(opened), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------------- writing
-
-
-def header_of(
-    scheduler: Scheduler,
-    *,
-    policy: str,
-    max_in_flight: int,
-    computes_in_submit: bool = False,
-    threads: int = 0,
-    model: str = "",
-    setup: Mapping[str, Any] | None = None,
-    ttft_slo_s: float | None = None,
-    tpot_slo_s: float | None = None,
-    speculate: str = "off",
-    draft_config: Mapping[str, Any] | None = None,
-) -> EngineHeader:
-    """The header for an engine with this scheduler."""
-    blocks = scheduler.blocks
-    return EngineHeader(
-        num_blocks=blocks.num_blocks,
-        block_size=blocks.block_size,
-        windows=tuple(blocks.windows),
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_num_seqs=scheduler.max_num_seqs,
-        policy=policy,
-        ttft_slo_s=ttft_slo_s,
-        tpot_slo_s=tpot_slo_s,
-        max_in_flight=max_in_flight,
-        prefix_caching=blocks.prefix_caching,
-        num_drafts=scheduler.num_drafts,
-        speculate=speculate,
-        draft_config=draft_config or {},
-        starvation_limit=scheduler.waiting.starvation_limit,
-        max_preemptions=scheduler.state.max_preemptions,
-        max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
-        computes_in_submit=computes_in_submit,
-        threads=threads,
-        model=model,
-        setup=setup or {},
-    )
 
 
 class LogFile:
@@ -285,53 +293,53 @@ class Recorder(Listener):
         self._planned = 0.0  # when the step that is being sent was planned
         self._open: set[int] = set()  # steps in flight
         self._behind: set[int] = set()  # of them, those that an earlier one has failed
-        self._line("engine", asdict(header))
+        self._put(msgspec.json.encode({"event": "engine", **asdict(header)}))
 
     def on_add(self, request: Request, now: float, fault: RequestFault | None) -> None:
         if request.sampling.beam_width > 1 and fault is None:
             self._beams.add(request.request_id)
-        values: dict[str, Any] = {
-            "now": now,
-            "id": request.request_id,
-            "arrival": request.arrival_time,
-            "prompt": request.prompt_token_ids,
-            "sampling": _sampling_fields(request.sampling),
-        }
-        optional = {
-            "priority": request.priority,
-            "salt": self._salt(request.cache_salt),
-            "fork_of": request.fork_of,
-            "tenant": self._salt(request.tenant),
-            "weight": None if request.weight == 1 else request.weight,
-            "refused": None if fault is None else fault.code,
-        }
-        values |= {name: value for name, value in optional.items() if value}
-        self._line("add", values | self._cpu())
+        self._line(
+            Added(
+                now=now,
+                request_id=request.request_id,
+                arrival=request.arrival_time,
+                prompt=request.prompt_token_ids,
+                # `stop` are a user's own words, which no scheduler reads.
+                sampling=structs.replace(request.sampling, stop=()),
+                priority=request.priority,
+                salt_hex=self._salt(request.cache_salt),
+                tenant_hex=self._salt(request.tenant),
+                weight=EVEN if request.weight == EVEN else request.weight,
+                fork_of=request.fork_of,
+                refused=None if fault is None else fault.code,
+                cpu_s=self._cpu(),
+            )
+        )
 
     def on_abort(self, request_id: str, now: float) -> None:
         self._beams.discard(request_id)
-        self._line("abort", {"now": now, "id": request_id} | self._cpu())
+        self._line(Aborted(now=now, request_id=request_id, cpu_s=self._cpu()))
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
         """One that is sent is written down when it is on its way."""
         if plan.scheduled:
             self._planned = now
         else:
-            self._line("plan", {"now": now, "step": plan.step_id})
+            self._line(Planned(now=now, step_id=plan.step_id))
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
         self._write_plan(plan, self._planned)
-        self._line("submit", {"now": now, "step": plan.step_id})
+        self._line(Submitted(now=now, step_id=plan.step_id))
 
     def _write_plan(self, plan: StepPlan, now: float) -> None:
         self._open.add(plan.step_id)
-        body = _json(_plan_fields(plan))
+        body = msgspec.json.encode(_plan_fields(plan))
         head: dict[str, Any] = {"event": "plan", "now": now, "digest": _digest(body, plan)}
         if plan.new:
             head["new"] = [
                 (r.request_id, len(r.token_ids), r.num_prompt_tokens, r.block_ids) for r in plan.new
             ]
-        self._put(_json(head)[:-1] + "," + body[1:] + "\n")
+        self._put(msgspec.json.encode(head)[:-1] + b"," + body[1:])
 
     def on_collect(
         self,
@@ -342,50 +350,47 @@ class Recorder(Listener):
         now: float,
     ) -> None:
         self._open.discard(plan.step_id)
-        values: dict[str, Any] = {"now": now, "step": plan.step_id}
-        if result is not None:
-            values |= self._result_fields(result)
+        is_behind = error is not None and plan.step_id in self._behind
         if error is not None:
-            values["error"] = error
-            values |= {"behind": True} if plan.step_id in self._behind else {}
             self._behind = set(self._open)
-        values["outputs"] = [
-            (o.request_id, len(o.new_token_ids), o.finish_reason and o.finish_reason.value)
-            for o in outputs
-        ]
-        if ended := {o.request_id for o in outputs if o.finish_reason is not None}:
-            self._beams -= ended
-            values |= self._cpu()
-        self._line("collect", values)
-
-    def _cpu(self) -> dict[str, float]:
-        return {} if self._cpu_s is None else {"cpu_s": round(self._cpu_s(), 4)}
-
-    def _result_fields(self, result: StepResult) -> dict[str, Any]:
+        ended = {o.request_id for o in outputs if o.finish_reason is not None}
+        found = result or StepResult({})
         beams = {
-            row: structs.asdict(entries[-1])
-            for row, entries in result.logprobs.items()
-            if self._beams and row.partition(BEAM_MARK)[0] in self._beams
+            row: BeamEntry(token_id=one.token_id, logprob=one.logprob, rank=one.rank, top=one.top)
+            for row, (*_, one) in (found.logprobs.items() if self._beams else ())
+            if row.partition(BEAM_MARK)[0] in self._beams
         }
-        prompts = {row: len(entries) for row, entries in result.prompt_logprobs.items()}
-        values = {
-            "tokens": result.token_ids,
-            "drafts": result.draft_token_ids,
-            "faults": result.faults,
-            "beams": beams,
-            "prompt_logprobs": prompts,
-        }
-        return {name: value for name, value in values.items() if value}
+        self._beams -= ended
+        self._line(
+            Collected(
+                now=now,
+                step_id=plan.step_id,
+                rows=tuple(
+                    [(o.request_id, len(o.new_token_ids), o.finish_reason) for o in outputs]
+                ),
+                tokens=found.token_ids,
+                drafts=found.draft_token_ids,
+                faults=found.faults,
+                beams=beams,
+                prompt_logprobs={row: len(its) for row, its in found.prompt_logprobs.items()},
+                error=error,
+                is_behind=is_behind,
+                cpu_s=self._cpu() if ended else None,
+            )
+        )
+
+    def _cpu(self) -> float | None:
+        return None if self._cpu_s is None else round(self._cpu_s(), 4)
 
     def _salt(self, salt: bytes) -> str:
         return blake2b(salt, key=self._key, digest_size=16).hexdigest() if salt else ""
 
-    def _line(self, event: str, values: Mapping[str, Any]) -> None:
-        self._put(_json({"event": event, **values}) + "\n")
+    def _line(self, event: Event) -> None:
+        self._put(ENCODER.encode(event))
 
-    def _put(self, line: str) -> None:
+    def _put(self, line: bytes) -> None:
         try:
-            self._write(line)
+            self._write(line.decode() + "\n")
         except (OSError, ValueError) as problem:  # full, or closed
             say(logger, logging.ERROR, "the event log ends here", problem=problem)
             self._write = _nowhere
@@ -408,14 +413,88 @@ def _plan_fields(plan: StepPlan) -> dict[str, Any]:
     }
 
 
-_PRIVATE = {"stop"}  # a user's own words, which no scheduler reads
+# ---------------------------------------------------------------------- reading
 
 
-def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from the defaults."""
-    values: dict[str, Any] = {}
-    for row in structs.fields(SamplingParams):
-        value = getattr(sampling, row.name)
-        if row.name not in _PRIVATE and value != row.default:
-            values[row.name] = sorted(value) if isinstance(value, frozenset) else value
-    return values
+def read_event_log(path: Path) -> EventLog:
+    """The last life in a file. Raises ConfigError as `read_event_logs` does."""
+    return read_event_logs(path)[-1]
+
+
+def read_event_logs(path: Path) -> tuple[EventLog, ...]:
+    """All lives in a file, oldest first. ConfigError names the file and the line at fault: one that
+    does not read, or that says of a step what cannot be after the lines before it."""
+    lives: list[tuple[EngineHeader, list[AnyEvent]]] = []
+    open_steps: set[int] = set()  # planned and not collected
+    for number, record in _records(path):
+        kind = str(record.get("event", ""))
+        if kind != "engine" and kind not in EVENTS:
+            raise _no_event(path, number, 'it has no "event" that is known')
+        if kind != "engine" and not lives:
+            raise _no_event(path, number, "the engine is not named before it")
+        try:
+            if kind == "engine":
+                lives.append((_header(record), []))
+                open_steps = set()
+            else:
+                event = msgspec.convert(record, EVENTS[kind])
+                _follow(event, open_steps)
+                lives[-1][1].append(event)
+        except (TypeError, ValueError, RequestFault, msgspec.ValidationError) as problem:
+            raise _no_event(path, number, f"its {kind!r} does not read: {problem}") from None
+    if not lives:
+        raise ConfigError(f"{path} is no event log: it has no line with an event. {WHAT_IT_IS}")
+    return tuple(EventLog(header, tuple(events)) for header, events in lives)
+
+
+def _follow(event: AnyEvent, open_steps: set[int]) -> None:
+    """ValueError or RequestFault where what it says cannot be, or is of a step that is not under
+    way."""
+    if isinstance(event, Added):
+        check_together(event.sampling)
+        bytes.fromhex(event.salt_hex + event.tenant_hex)
+    elif isinstance(event, Planned):
+        open_steps.add(event.step_id)  # again, where it could not be sent
+    elif isinstance(event, Submitted | Collected):
+        if event.step_id not in open_steps:
+            raise ValueError(f"no step {event.step_id} is under way; are lines missing before it?")
+        if isinstance(event, Collected):
+            open_steps.remove(event.step_id)
+
+
+def _no_event(path: Path, number: int, why: str) -> ConfigError:
+    return ConfigError(f"{path} line {number} is no event: {why}. {WHAT_IT_IS}")
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"the event log {path} cannot be read: {problem}") from None
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line, parse_constant=_not_a_number)
+        except json.JSONDecodeError:
+            if number == len(lines) or lines[number].startswith('{"event":"engine"'):
+                continue  # the process died while it wrote this line
+            raise _no_event(path, number, "it is no JSON") from None
+        if not isinstance(record, dict):
+            raise _no_event(path, number, "it is no JSON object")
+        yield number, record
+
+
+def _not_a_number(name: str) -> None:
+    """NaN and infinities become nothing, which no field is, so that the line is refused."""
+
+
+def _header(record: dict[str, Any]) -> EngineHeader:
+    del record["event"]
+    if "version" not in record:
+        raise ValueError("it has no version")
+    if record["version"] != VERSION:
+        raise ValueError(f"version {record['version']}; this program reads {VERSION}")
+    if unknown := sorted(record.keys() - {row.name for row in fields(EngineHeader)}):
+        raise ValueError(f"there is no field {unknown[0]!r}")
+    return msgspec.convert(record, EngineHeader)

@@ -14,10 +14,10 @@ from ridgeline.architectures import read_spec
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Setup
 from ridgeline.formats import MODEL, read_speculate
-from ridgeline.observe.event_log import Added, EngineHeader, Event, EventLog
+from ridgeline.observe.engine_header import EngineHeader, read_setup
+from ridgeline.observe.event_log import Added, AnyEvent, EventLog
 from ridgeline.observe.requests import MAX_FINISHED, RequestCosts, TimeBreakdown
 from ridgeline.observe.run import CpuTime, Run, Totals
-from ridgeline.observe.setup_record import read_setup
 from ridgeline.speculation.price import Drafter, drafter_of
 from ridgeline.step import Listener, PricedStep, StepShape
 
@@ -148,7 +148,7 @@ def evidence_of(log: EventLog) -> Evidence:
     pricer = Pricer(read_setup(log.header.setup))
     run = RunRecord(log.header, pricer, max_finished=None, cpu_s=lambda: reading[0])
 
-    def read(event: Event) -> None:
+    def read(event: AnyEvent) -> None:
         reading[0] = getattr(event, "cpu_s", None)
 
     log.feed(run, before=read)

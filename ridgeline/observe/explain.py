@@ -13,11 +13,11 @@ from typing import Any
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes, findings
+from ridgeline.observe.engine_header import read_setup
 from ridgeline.observe.evidence import Evidence
 from ridgeline.observe.requests import PARTS, Parts, TimeBreakdown
 from ridgeline.observe.run import CpuTime, Regime
 from ridgeline.observe.run_summary import drafts_between
-from ridgeline.observe.setup_record import read_setup
 from ridgeline.speculation.report import DraftReport
 
 FLOOR_SEGMENTS = 8  # of a decode, within which time per token is taken as a straight line

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ridgeline.errors import ConfigError
-from ridgeline.observe.event_log import Added, Collected
-from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.observe.event_log import Added, Collected, read_event_log
 from ridgeline.simulator.workload import (
     FRESH_TOKEN,
     HASH_BLOCK_TOKENS,

@@ -10,6 +10,7 @@ from pathlib import Path
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.errors import EngineFault, RequestFault
+from ridgeline.observe.engine_header import header_of
 from ridgeline.observe.event_log import (
     Aborted,
     Added,
@@ -18,10 +19,9 @@ from ridgeline.observe.event_log import (
     LogFile,
     Planned,
     Recorder,
-    header_of,
     plan_digest,
+    read_event_log,
 )
-from ridgeline.observe.event_log_reader import read_event_log
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.cache_shares import IDLE_POOLS

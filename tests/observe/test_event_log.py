@@ -12,6 +12,7 @@ from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.formats import POLICIES
+from ridgeline.observe.engine_header import header_of
 from ridgeline.observe.event_log import (
     Added,
     Collected,
@@ -19,10 +20,10 @@ from ridgeline.observe.event_log import (
     LogFile,
     Planned,
     Recorder,
-    header_of,
     plan_digest,
+    read_event_log,
+    read_event_logs,
 )
-from ridgeline.observe.event_log_reader import read_event_log, read_event_logs
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.base import Policy

@@ -18,8 +18,8 @@ from ridgeline.cost.setup import Precision, Setup
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError
 from ridgeline.observe.advice import findings
-from ridgeline.observe.event_log import EngineHeader, LogFile, Recorder, header_of
-from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.observe.engine_header import EngineHeader, header_of, read_setup, setup_record
+from ridgeline.observe.event_log import LogFile, Recorder, read_event_log
 from ridgeline.observe.evidence import Evidence, RunRecord, evidence_of
 from ridgeline.observe.explain import (
     OwnReport,
@@ -32,7 +32,6 @@ from ridgeline.observe.explain import (
 from ridgeline.observe.requests import MAX_TENANTS, PARTS, Parts
 from ridgeline.observe.run import CpuTime, Run, Totals
 from ridgeline.observe.run_summary import run_summary, snapshot
-from ridgeline.observe.setup_record import read_setup, setup_record
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS

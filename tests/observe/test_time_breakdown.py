@@ -11,8 +11,7 @@ import pytest
 from ridgeline.clock import Clock
 from ridgeline.cost.pricer import StepPrice
 from ridgeline.engine import Engine
-from ridgeline.observe.event_log import Added, EventLog
-from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.observe.event_log import Added, EventLog, read_event_log
 from ridgeline.observe.requests import PARTS, Parts, RequestTimes, TimeBreakdown, _Steady
 from ridgeline.observe.run import Run
 from ridgeline.request import Request, SamplingParams

@@ -26,9 +26,9 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, EngineFault
 from ridgeline.generation import GenerationDefaults
-from ridgeline.observe.event_log import LogFile, Recorder, header_of
+from ridgeline.observe.engine_header import header_of, setup_record
+from ridgeline.observe.event_log import LogFile, Recorder
 from ridgeline.observe.evidence import RunRecord
-from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import SamplingParams, TokenLogprobs
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.observe.event_log import read_event_log
 from ridgeline.observe.evidence import evidence_of
 from ridgeline.observe.explain import explain
 from tests.server.running import Running, fake_config, running, until

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.observe.event_log import Added, EventLog, Planned
-from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.observe.event_log import Added, EventLog, Planned, read_event_log
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.engine_client import EngineClient
 from ridgeline.server.wire import Admitted, Gauges, Scheduled, Step

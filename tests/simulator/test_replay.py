@@ -15,10 +15,9 @@ from bench.simulator_replay import decision_log, recorded_decisions, replay
 from ridgeline.clock import VirtualClock
 from ridgeline.cost.pricer import Pricer
 from ridgeline.errors import RequestFault
-from ridgeline.observe.event_log import Added, EventLog, Planned, Recorder, header_of
-from ridgeline.observe.event_log_reader import read_event_log
+from ridgeline.observe.engine_header import header_of, setup_record
+from ridgeline.observe.event_log import Added, EventLog, Planned, Recorder, read_event_log
 from ridgeline.observe.evidence import RunRecord, evidence_of
-from ridgeline.observe.setup_record import setup_record
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.cache_shares import IDLE_POOLS

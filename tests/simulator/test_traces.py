@@ -11,7 +11,8 @@ import pytest
 from ridgeline.clock import VirtualClock
 from ridgeline.engine import Engine
 from ridgeline.errors import ConfigError, RequestFault
-from ridgeline.observe.event_log import Recorder, header_of
+from ridgeline.observe.engine_header import header_of
+from ridgeline.observe.event_log import Recorder
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
