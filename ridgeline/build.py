@@ -6,20 +6,21 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from msgspec import structs
 
 from ridgeline import __version__, demo
-from ridgeline.architectures import read_spec
+from ridgeline.architectures import FAMILIES, read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.scheme_config import (
     is_quantized,
     matrix_schemes,
     unpacked_matrices,
 )
-from ridgeline.architectures.spec import ModelSpec, check_served
+from ridgeline.architectures.spec import NATIVE, TRANSFORMERS, ModelSpec, check_served
 from ridgeline.asked import check_asked, check_settings
 from ridgeline.attention import choose_backend
 from ridgeline.build_draft import DraftSource, draft_source, open_drafting
@@ -75,6 +76,10 @@ from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 
+HINT = (
+    "Transformers may know it: with pip install 'ridgeline[transformers]' its modules run families "
+    "that are not ours"
+)
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # (stage, done, of how many)
@@ -138,8 +143,7 @@ def build_front(
         folder = resolve_model(demo.located(config.model), progress=progress)
         if config.model.startswith(demo.PREFIX):
             folder = replace(folder, name=config.model)
-        spec = read_spec(read_config(folder.path))
-        check_served(spec)
+        spec = _spec(config, folder)
     text = text or folder.path
     tokenizer = chat_template = None
     if reads_text:
@@ -151,6 +155,25 @@ def build_front(
         end = (tokenizer.eos_token_id,)
     generation = generation_defaults(read_generation_config(folder.path), end)
     return Front(folder, spec, text, tokenizer, chat_template, generation)
+
+
+def _spec(config: EngineConfig, folder: ModelFolder) -> ModelSpec:
+    """As `implementation` says; ConfigError for a family that nobody here serves."""
+    values = read_config(folder.path)
+    asked, is_installed = config.implementation, find_spec(TRANSFORMERS) is not None
+    is_other = values.get("model_type") not in FAMILIES and folder.path.is_dir()
+    if asked == TRANSFORMERS or (asked == "auto" and is_other and is_installed):
+        from ridgeline.layers.transformers_model import foreign_spec
+
+        return foreign_spec(folder.path)
+    try:
+        spec = read_spec(values)
+        check_served(spec)
+    except ConfigError as error:
+        if asked == "auto" and is_other:
+            raise ConfigError(f"{error}. {HINT}") from None
+        raise
+    return spec
 
 
 def build(
@@ -306,7 +329,8 @@ def _open(config: EngineConfig, path: Path, spec: ModelSpec) -> Checkpoint | Non
     if config.load_format == "random" or is_empty:
         return None
     checkpoint = open_checkpoint(path)
-    check_model(checkpoint, spec, path)
+    if spec.implementation == NATIVE:
+        check_model(checkpoint, spec, path)
     return checkpoint
 
 
@@ -322,6 +346,8 @@ def _decoder(
     who: str = "",
 ) -> Decoder:
     """`who` stands before the names of the phases."""
+    if spec.implementation == TRANSFORMERS:
+        return _foreign_decoder(resolved, spec, device, checkpoint, startup)
     with startup.phase(f"{who}allocation"):
         decoder = _empty_decoder(resolved, spec, device, min_token_ids)
     if checkpoint is None or resolved.load_format == "random":
@@ -398,6 +424,41 @@ def _empty_decoder(
         deterministic=resolved.deterministic,
         min_token_ids=min_token_ids,
     )
+
+
+def _foreign_decoder(
+    resolved: ResolvedConfig,
+    spec: ModelSpec,
+    device: Device,
+    checkpoint: Checkpoint | None,
+    startup: StartUp,
+) -> Decoder:
+    """Of a model that Transformers' modules run. The checkpoint has been opened, and so checked."""
+    from ridgeline.layers.transformers_model import TransformersDecoder
+
+    dtype = getattr(torch, resolved.dtype)
+    if checkpoint is not None:
+        checkpoint.close()
+    say(logger, logging.WARNING, "Transformers' modules compute the layers", family=spec.family,
+        price="several times slower")  # fmt: skip
+    with startup.phase("weights"):
+        decoder = TransformersDecoder(
+            spec,
+            Path(resolved.model_path),
+            dtype=dtype,
+            device=device.torch_device,
+            attention=choose_backend(
+                resolved.attention_backend,
+                spec,
+                dtype,
+                device.torch_device,
+                resolved.kv_cache_dtype,
+            ),
+            max_model_len=resolved.max_model_len,
+        )
+        is_random = checkpoint is None or resolved.load_format == "random"
+        decoder.load_folder(is_random=is_random, seed=resolved.seed)
+    return decoder
 
 
 def _draft_source(resolved: ResolvedConfig) -> DraftSource | None:

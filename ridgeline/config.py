@@ -48,6 +48,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             choices=("auto", "safetensors", "random"),
         ),
     ] = "auto"
+    implementation: Annotated[
+        str,
+        says(
+            "whose code computes the layers: native is ours; transformers runs the modules of that "
+            "package with our cache, scheduling and sampling, several times slower; auto is native "
+            "where the family is served, else transformers if it is installed",
+            choices=("auto", "native", "transformers"),
+        ),
+    ] = "auto"
     seed: Annotated[int, says("seed of random weights and of unseeded requests")] = 0
     max_model_len: (
         Annotated[

@@ -15,7 +15,7 @@ from ridgeline.architectures.counts import weight_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.scheme_config import is_quantized, unpacked_matrices
 from ridgeline.architectures.scheme_config import words as scheme_words
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import NATIVE, ModelSpec
 from ridgeline.asked import check_settings
 from ridgeline.attention import INVARIANT
 from ridgeline.config import DEFAULT_POLICY, Decision, EngineConfig, ResolvedConfig
@@ -267,6 +267,8 @@ def _choose(
         decisions.note("device", config.device, device.name, "the fastest device found here")
     if config.deterministic:
         _check_deterministic(config, spec, kind, decisions)
+    if spec.implementation != NATIVE:
+        _check_foreign(config, spec)
     dtype = _dtype(config, spec, kind, decisions)
     limit = longest_context(spec)
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -412,6 +414,16 @@ def _check_deterministic(
         " filters and log-probabilities row by row"
     )
     decisions.note("deterministic", True, "one kernel for any number of tokens", because)
+
+
+def _check_foreign(config: EngineConfig, spec: ModelSpec) -> None:
+    """What layers that another library computes cannot have."""
+    for name, usual in (("weight_format", "plain"), ("deterministic", False)):
+        if getattr(config, name) not in ("auto", usual):
+            raise ConfigError(
+                f"{name} {getattr(config, name)} needs native layers, and a {spec.family} runs "
+                f"with implementation {spec.implementation}; leave {name} out"
+            )
 
 
 def _in_flight(config: EngineConfig, kind: str, drafting: Drafting, decisions: _Decisions) -> int:

@@ -13,7 +13,7 @@ from ridgeline import demo
 from ridgeline.architectures.draft_groups import draft_groups
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.scheme_config import is_quantized
-from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import NATIVE, ExpertsSpec, ModelSpec
 from ridgeline.config import EngineConfig
 from ridgeline.cost.captured import RECORDED_KV
 from ridgeline.cost.memory import device_kind
@@ -137,6 +137,8 @@ def why_no_drafts(
         )
     if captured:
         return None
+    if spec.implementation != NATIVE:
+        return f"drafts need captured steps, which implementation {spec.implementation} has not"
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
         return (
             "drafts need captured steps, which models with experts have not on a CPU, nor in weight"

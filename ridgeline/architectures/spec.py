@@ -134,6 +134,7 @@ class ExpertsSpec:
     weight_scale: float = 1.0
 
 
+NATIVE, TRANSFORMERS = "native", "transformers"  # whose code computes the layers
 NormPlaces = Literal["before", "after", "around"]
 # x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight, or that + bias
 NormKind = Literal["rms", "layer", "layer and bias"]
@@ -165,7 +166,8 @@ class ModelSpec:
     `{layer}` and `{expert}` to fill in (see `architectures/parts.py` for the roles).
     `unserved` says what the numbers of this family need and this version does not compute.
     `scheme`: as that of a layer, of the matrices of the vocabulary. `norm_kind`: of the last norm.
-    """
+    `implementation`: whose code computes the layers; with TRANSFORMERS nothing here names a
+    checkpoint's tensors."""
 
     family: str
     vocab_size: int
@@ -181,6 +183,7 @@ class ModelSpec:
     unserved: str = ""
     schemes: tuple[tuple[str, Scheme], ...] = ()
     norm_kind: NormKind = "rms"
+    implementation: str = NATIVE
 
     @property
     def num_layers(self) -> int:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from ridgeline.architectures.counts import linear_flops_per_token
-from ridgeline.architectures.spec import ExpertsSpec, ModelSpec
+from ridgeline.architectures.spec import NATIVE, ExpertsSpec, ModelSpec
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device
 from ridgeline.cost.setup import Precision, Setup
@@ -33,9 +33,10 @@ RECORDED_KV = ("auto", "int8")  # for which all of a decode step on a CPU is don
 
 def can_capture(spec: ModelSpec, kind: str, weights: WeightFormatLine) -> bool:
     """Not where the host must know which experts a step needs: on a CPU, and in weight formats
-    without grouped products."""
+    without grouped products; nor where the layers are another library's."""
     has_experts = any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
-    return not has_experts or (kind != "cpu" and weights.groups_experts)
+    is_grouped = not has_experts or (kind != "cpu" and weights.groups_experts)
+    return spec.implementation == NATIVE and is_grouped
 
 
 def most_prompt_tokens(spec: ModelSpec) -> int:

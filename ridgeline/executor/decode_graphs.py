@@ -43,6 +43,8 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320,
 
 def why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
     """The first reason against captured steps, None when there is none."""
+    if decoder.not_captured:
+        return decoder.not_captured
     if not decoder.backend.captures_decodes:
         return f"attention backend {decoder.backend.name} cannot be captured"
     if kv.layers[0].views is None:

@@ -171,6 +171,8 @@ class Decoder:
     `min_token_ids`: so many may be looked up; those that the model has not are zeros.
     """
 
+    not_captured = ""  # why no step of it can be captured, whatever the attention backend
+
     def __init__(
         self,
         spec: ModelSpec,
