@@ -134,17 +134,17 @@ def foreign_spec(folder: Path) -> ModelSpec:
     decoder, or Transformers does not know it either."""
     config = _config(folder)
     text = config.get_text_config()
-    model = _without_weights(folder, config)
-    calls = _probed(folder, model, text.num_hidden_layers)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None:
-        raise _refused(folder, "it has no embedding or no matrix that makes logits")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     if rope in SHARED_ROPES:
         raise _refused(folder, f"its positions ({rope}) depend on the longest request of a step")
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise _refused(folder, "config.json has no max_position_embeddings")
+    model = _without_weights(folder, config)
+    calls = _probed(folder, model, text.num_hidden_layers)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise _refused(folder, "it has no embedding or no matrix that makes logits")
     is_tied = head.weight is embedding.weight
     vocab_size, width = head.weight.shape
     attention = [_attention(folder, call) for call in calls]
