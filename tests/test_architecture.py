@@ -238,6 +238,8 @@ def offences(module: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.keyword) and node.arg == "shell":
             is_off = isinstance(node.value, ast.Constant) and node.value.value is False
             what = "" if is_off else "shell="
+        if isinstance(node, ast.keyword) and _is_refusal(node):
+            continue
         words = [getattr(node, key, None) for key in ("id", "attr", "arg", "value")]
         what = what or next((word for word in BANNED_NAMES if word in words), "")
         if what:
@@ -245,6 +247,12 @@ def offences(module: ast.Module) -> Iterator[str]:
     for name in imports_of(module):
         if name.partition(".")[0] in BANNED_MODULES:
             yield f"imports {name}"
+
+
+def _is_refusal(node: ast.keyword) -> bool:
+    """Remote code is turned off by name."""
+    is_off = isinstance(node.value, ast.Constant) and node.value.value is False
+    return node.arg == "trust_remote_code" and is_off
 
 
 def test_nothing_dangerous_appears() -> None:
