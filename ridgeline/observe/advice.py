@@ -20,6 +20,7 @@ from ridgeline.figures import number
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.observe.evidence import Evidence, RecentStep
 from ridgeline.observe.requests import Parts
+from ridgeline.observe.run import CpuTime
 from ridgeline.speculation.price import DraftPrices, HostLookup, expected_curve
 from ridgeline.step import StepShape
 
@@ -42,42 +43,38 @@ class Finding:
 
 def findings(evidence: Evidence, constants: Calibration) -> tuple[Finding, ...]:
     """The surest first; never none."""
-    found = []
-    if constants.origin == "assumed":
-        found.append(
-            Finding("not calibrated: what steps should take is assumed", "ridgeline calibrate")
-        )
-    if constants.origin == "extrapolated":
-        found.append(
-            Finding(
-                "the calibration is of another number of threads",
-                f"ridgeline calibrate --threads {evidence.header.threads or 'N'}",
-            )
-        )
-    if constants.caveat:
-        found.append(Finding(constants.caveat, "ridgeline calibrate, once nothing else runs"))
-    cpu, threads = evidence.cpu, max(1, evidence.header.threads)
-    is_short = cpu is not None and cpu.cpu_s < FULL_SHARE * threads * cpu.wall_s
-    if cpu is not None and is_short and evidence.header.computes_in_submit:
-        found.append(
-            Finding(
-                f"the process had {number(cpu.cpu_s)} CPU seconds in {number(cpu.wall_s)} seconds "
-                f"with requests, on {threads} thread{'s' * (threads > 1)}",
-                "if other programs ran, stop them or give the process more of the machine",
-            )
-        )
-    if evidence.totals.num_steps < FEW_STEPS:
-        found.append(
-            Finding(
-                f"only {evidence.totals.num_steps} steps ran, and the first of a kind take longer",
-                "look at a longer run",
-            )
-        )
+    cpu, threads = evidence.cpu or CpuTime(0.0, 0.0), max(1, evidence.header.threads)
+    is_short = cpu.cpu_s < FULL_SHARE * threads * cpu.wall_s
+    num_steps = evidence.totals.num_steps
+    rows = (
+        (
+            constants.origin == "assumed",
+            "not calibrated: what steps should take is assumed",
+            "ridgeline calibrate",
+        ),
+        (
+            constants.origin == "extrapolated",
+            "the calibration is of another number of threads",
+            f"ridgeline calibrate --threads {evidence.header.threads or 'N'}",
+        ),
+        (bool(constants.caveat), constants.caveat, "ridgeline calibrate, once nothing else runs"),
+        (
+            is_short and evidence.header.computes_in_submit,
+            f"the process had {number(cpu.cpu_s)} CPU seconds in {number(cpu.wall_s)} seconds "
+            f"with requests, on {threads} thread{'s' * (threads > 1)}",
+            "if other programs ran, stop them or give the process more of the machine",
+        ),
+        (
+            num_steps < FEW_STEPS,
+            f"only {num_steps} steps ran, and the first of a kind take longer",
+            "look at a longer run",
+        ),
+    )
     nothing = Finding(
         "nothing that is recorded explains it",
         "ridgeline profile shows which kernels take longer than expected",
     )
-    return tuple(found) or (nothing,)
+    return tuple(Finding(what, how) for holds, what, how in rows if holds) or (nothing,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,10 +93,6 @@ class Added(Event, frozen=True, kw_only=True, tag="add"):
     def salt(self) -> bytes:
         return bytes.fromhex(self.salt_hex)
 
-    @cached_property
-    def tenant(self) -> bytes:
-        return bytes.fromhex(self.tenant_hex)
-
     def request(self) -> Request:
         """A fresh one, as it was when it came in."""
         return Request(
@@ -107,7 +103,7 @@ class Added(Event, frozen=True, kw_only=True, tag="add"):
             priority=self.priority,
             cache_salt=self.salt,
             fork_of=self.fork_of,
-            tenant=self.tenant,
+            tenant=bytes.fromhex(self.tenant_hex),
             weight=self.weight,
         )
 
@@ -204,13 +200,8 @@ class Collected(Event, frozen=True, kw_only=True, tag="collect"):
 
 
 AnyEvent = Added | Aborted | Planned | Submitted | Collected
-EVENTS: dict[str, type[AnyEvent]] = {
-    "add": Added,
-    "abort": Aborted,
-    "plan": Planned,
-    "submit": Submitted,
-    "collect": Collected,
-}
+KINDS: tuple[type[AnyEvent], ...] = (Added, Aborted, Planned, Submitted, Collected)
+EVENTS = {str(kind.__struct_config__.tag): kind for kind in KINDS}
 ENCODER = msgspec.json.Encoder(order="deterministic")  # sets sorted
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-import msgspec
+from dataclasses import dataclass, replace
 
 from ridgeline.architectures import read_spec
 from ridgeline.cost.pricer import Pricer
@@ -19,9 +15,7 @@ from ridgeline.observe.event_log import Added, AnyEvent, EventLog
 from ridgeline.observe.requests import MAX_FINISHED, RequestCosts, TimeBreakdown
 from ridgeline.observe.run import CpuTime, Run, Totals
 from ridgeline.speculation.price import Drafter, drafter_of
-from ridgeline.step import Listener, PricedStep, StepShape
-
-NUM_RECENT = 64  # steps that are kept whole
+from ridgeline.step import StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +44,6 @@ class Evidence:
     prompt_reuse: float | None = None
     cpu: CpuTime | None = None  # None: not known
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Evidence:
-        return msgspec.convert(record, cls)
-
-
-class Recent(Listener):
-    """The latest steps; one of a run's listeners."""
-
-    def __init__(self, num_steps: int = NUM_RECENT) -> None:
-        # Of a step that only decodes the contexts are kept, and its shape is made when asked for.
-        self._kept: deque[tuple[StepShape | tuple[int, ...], int, float, float]] = deque(
-            maxlen=num_steps
-        )
-
-    @property
-    def steps(self) -> tuple[RecentStep, ...]:
-        """The oldest first."""
-        return tuple(
-            RecentStep(tuple(map(_row, rows)), num_logits, seconds, host_s)
-            for rows, num_logits, seconds, host_s in self._kept
-        )
-
-    def on_priced(self, step: PricedStep) -> None:
-        decodes = step.plan.decodes
-        rows = step.plan.shape if decodes is None else decodes.starts
-        self._kept.append((rows, step.num_logits, step.seconds, step.host_s))
-
-
-def _row(kept: tuple[int, int] | int) -> tuple[int, int]:
-    return (1, kept) if isinstance(kept, int) else kept
-
 
 class RunRecord(Run):
     """The run of an engine that is known by its header, priced by `pricer`."""
@@ -106,8 +66,8 @@ class RunRecord(Run):
             cpu_s=cpu_s,
         )
         self.header, self.pricer = header, pricer
-        self.request_costs, self.recent = RequestCosts(pricer), Recent()
-        self.listeners += [self.request_costs, self.recent]
+        self.request_costs = RequestCosts(pricer)
+        self.listeners.append(self.request_costs)
 
     def evidence(self, now: float, tenant: str | None = None) -> Evidence:
         """As it is now; nothing in it changes any more. With a `tenant` (hex) the requests are its
@@ -124,7 +84,10 @@ class RunRecord(Run):
             totals=deepcopy(self.totals),
             time_breakdowns=finished,
             live=live,
-            recent=self.recent.steps,
+            recent=tuple(
+                RecentStep(step.plan.shape, step.num_logits, step.seconds, step.host_s)
+                for step in self.recent
+            ),
             num_finished=self.requests.num_finished,
             cpu=self.cpu_until(now),
         )

@@ -7,20 +7,17 @@ what an ideal device needs, what the kernels are expected to add, what is unexpl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.observe.advice import MOST_UNEXPLAINED, Change, Finding, changes, findings
 from ridgeline.observe.engine_header import read_setup
 from ridgeline.observe.evidence import Evidence
-from ridgeline.observe.requests import PARTS, Parts, TimeBreakdown
+from ridgeline.observe.requests import Parts, TimeBreakdown
 from ridgeline.observe.run import CpuTime, Regime
-from ridgeline.observe.run_summary import drafts_between
-from ridgeline.speculation.report import DraftReport
+from ridgeline.observe.run_summary import Achieved, ratio, run_summary
 
-FLOOR_SEGMENTS = 8  # of a decode, within which time per token is taken as a straight line
 NOTHING = "nothing has run yet"
 
 
@@ -68,29 +65,16 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """What all steps did together. Shares are of what the devices could do at best in the time
-    that steps took. `origin` says where expectations come from."""
+class Server(Achieved):
+    """What all steps did together."""
 
-    device: str
-    origin: str
-    num_steps: int
     num_finished: int
-    measured_s: float
-    expected_s: float
     gap: Gap
-    bytes_per_s: float
-    share_of_bandwidth: float
-    flops_per_s: float
-    share_of_peak: float
-    padded_share: float  # of computed rows
     regimes: dict[str, Regime]
     bound_s: dict[str, float]  # expected seconds of recent steps by what binds their operators
     binds: str
-    unexplained_share: float = 0.0  # of all steps' and the host's time, whichever way it is off
-    drafts: DraftReport | None = None
-    is_assumed_device: bool = False  # so are shares of its bandwidth and peak
-    cpu: CpuTime | None = None
+    unexplained_share: float  # of all steps' and the host's time, whichever way it is off
+    cpu: CpuTime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +158,16 @@ def _own_report(evidence: Evidence, pricer: Pricer) -> OwnReport:
 def _request(breakdown: TimeBreakdown, pricer: Pricer, chunk: int) -> RequestTime:
     first = breakdown.first_token
     return RequestTime(
-        breakdown.request_id,
-        breakdown.end,
-        breakdown.latency,
-        None if first is None else first - breakdown.arrival,
-        breakdown.num_prompt_tokens,
-        breakdown.num_cached_tokens,
-        breakdown.num_output_tokens,
-        breakdown.num_preemptions,
-        breakdown.parts,
-        floor_of(breakdown, pricer, chunk),
+        **_same(RequestTime, breakdown),
+        latency_s=breakdown.latency,
+        ttft_s=None if first is None else first - breakdown.arrival,
+        floor=floor_of(breakdown, pricer, chunk),
     )
+
+
+def _same(kind: type, found: object) -> dict[str, Any]:
+    """What `found` has under the names of fields of `kind`."""
+    return {row.name: getattr(found, row.name) for row in fields(kind) if hasattr(found, row.name)}
 
 
 def floor_of(breakdown: TimeBreakdown, pricer: Pricer, chunk: int) -> Floor:
@@ -218,37 +201,21 @@ def decode_alone_s(pricer: Pricer, context: int, num_steps: int) -> float:
 
 
 def _server(evidence: Evidence, pricer: Pricer, whole: Parts) -> Server:
-    totals, limits, setup = evidence.totals, pricer.limits, pricer.setup
-    busy = totals.measured_s
-    kernels = max(0.0, totals.expected_s - totals.ideal_s)
-    gap = Gap(totals.ideal_s, kernels, busy - totals.ideal_s - kernels, totals.host_s)
+    totals, done = evidence.totals, run_summary("", pricer, evidence.totals)
+    kernels = max(0.0, done.expected_s - totals.ideal_s)
+    unexplained = done.measured_s - totals.ideal_s - kernels
+    gap = Gap(totals.ideal_s, kernels, unexplained, totals.host_s)
     bounds = bound_seconds(evidence, pricer)
-    rows = totals.num_rows + totals.num_padded_rows
     return Server(
-        device=setup.device.label,
-        origin=setup.constants.origin,
-        num_steps=totals.num_steps,
+        **_same(Achieved, done),
         num_finished=evidence.num_finished,
-        measured_s=busy,
-        expected_s=totals.expected_s,
         gap=gap,
-        bytes_per_s=_rate(totals.bytes, busy),
-        share_of_bandwidth=_rate(totals.bytes, busy) / limits.bytes,
-        flops_per_s=_rate(totals.flops, busy),
-        share_of_peak=_rate(totals.flops, busy) / limits.flops,
-        padded_share=totals.num_padded_rows / rows if rows else 0.0,
         regimes=totals.regimes,
         bound_s=bounds,
         binds=what_binds(gap, bounds, whole),
-        unexplained_share=_rate(abs(gap.unexplained_s), busy + totals.host_s),
-        drafts=drafts_between(totals),
-        is_assumed_device=setup.device.is_assumed,
+        unexplained_share=ratio(abs(unexplained), done.measured_s + totals.host_s),
         cpu=evidence.cpu,
     )
-
-
-def _rate(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else 0.0
 
 
 def bound_seconds(evidence: Evidence, pricer: Pricer) -> dict[str, float]:
@@ -288,13 +255,3 @@ def what_binds(gap: Gap, bounds: dict[str, float], whole: Parts) -> str:
     if whole.queue > 0.5 * whole.total:
         sentence += "; most of the requests' time is spent in the queue"
     return sentence
-
-
-def part_shares(parts: Parts) -> dict[str, float]:
-    """Each part's share of the whole."""
-    total = parts.total
-    return {name: getattr(parts, name) / total if total else 0.0 for name in PARTS}
-
-
-def slowest(requests: Sequence[RequestTime], count: int) -> tuple[RequestTime, ...]:
-    return tuple(sorted(requests, key=lambda request: -request.latency_s)[:count])

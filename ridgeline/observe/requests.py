@@ -41,14 +41,8 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return (
-            self.queue
-            + self.own_prefill
-            + self.others_prefill
-            + self.decode
-            + self.preemption
-            + self.host
-        )
+        begun = self.queue + self.own_prefill + self.others_prefill
+        return begun + self.decode + self.preemption + self.host
 
     def add(self, other: Parts) -> None:
         for name in PARTS:
@@ -82,17 +76,6 @@ class TimeBreakdown:
     def latency(self) -> float:
         """Seconds from arrival to where its accounts end."""
         return self.until - self.arrival
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """The step that the device is at."""
-
-    step_id: int
-    plan: StepPlan
-    began: float
-    expected_s: float
-    reads_prompts: bool
 
 
 class RequestTimes:
@@ -129,7 +112,12 @@ class RequestTimes:
         return outputs
 
     def end(
-        self, request_id: str, reason: str, now: float, running: Running | None, last_ended: float
+        self,
+        request_id: str,
+        reason: str,
+        now: float,
+        running: PricedStep | None,
+        last_ended: float,
     ) -> None:
         """`running` is the step that the device is at, the one before was over at `last_ended`."""
         self.settle_steady()
@@ -148,7 +136,7 @@ class RequestTimes:
                 self._ended.popitem(last=False)
 
     def of(
-        self, tenant: str | None, now: float, running: Running | None, last_ended: float
+        self, tenant: str | None, now: float, running: PricedStep | None, last_ended: float
     ) -> tuple[tuple[TimeBreakdown, ...], tuple[TimeBreakdown, ...]]:
         """The latest that ended and as many of those that have not, the oldest first, up to `now`;
         of this tenant, or of all. Steps wait for it: it takes as long for many as for a few."""
@@ -321,7 +309,7 @@ class _Steady:
 
 
 def _settle(
-    time_breakdowns: Iterable[TimeBreakdown], now: float, running: Running | None, last: float
+    time_breakdowns: Iterable[TimeBreakdown], now: float, running: PricedStep | None, last: float
 ) -> None:
     """Account for the time since their last steps, the latest of which ended at `last`; a step that
     is running counts as far as it has got."""

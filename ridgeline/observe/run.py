@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ridgeline.errors import InternalError, RequestFault
-from ridgeline.observe.requests import MAX_FINISHED, RequestTimes, Running
+from ridgeline.observe.requests import MAX_FINISHED, RequestTimes
 from ridgeline.request import Request, RequestOutput
 from ridgeline.speculation.report import DraftTotals
 from ridgeline.step import (
@@ -27,6 +27,7 @@ from ridgeline.step import (
 )
 
 REGIMES = ("decode", "verify", "prefill", "mixed")
+NUM_RECENT = 64  # steps that are kept whole
 MOST_UNCOUNTED = 64  # steps with drafts that are kept until somebody asks
 
 Price = Callable[[StepShape, int], StepPrice]  # of a step and how many rows of logits it makes
@@ -90,6 +91,7 @@ class Run(Listener):
         cpu_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.requests = RequestTimes(max_finished)
+        self.recent: deque[PricedStep] = deque(maxlen=NUM_RECENT)
         self.listeners = Listeners()
         self.computes_in_submit = computes_in_submit
         self.last_ended = 0.0
@@ -126,16 +128,10 @@ class Run(Listener):
         return self._totals
 
     @property
-    def running(self) -> Running | None:
-        """What the device is at, as far as the host can know."""
+    def running(self) -> PricedStep | None:
+        """The step that the device is at, as far as the host can know."""
         self._price_planned()
-        if not self._in_flight:
-            return None
-        step = self._in_flight[0]
-        began = max(step.began, self.last_ended)
-        return Running(
-            step.plan.step_id, step.plan, began, step.price.expected_s, bool(step.prompts)
-        )
+        return self._in_flight[0] if self._in_flight else None
 
     def take_started(self) -> tuple[tuple[str, float], ...]:
         """The rows that plans opened since the last call, and when each plan was made: requests
@@ -234,6 +230,8 @@ class Run(Listener):
     def _price_planned(self) -> None:
         while self._planned:
             self._in_flight.append(self._priced(*self._planned.popleft()))
+            if len(self._in_flight) == 1:
+                self._can_begin(self._in_flight[0])
 
     def _priced(self, plan: StepPlan, now: float) -> PricedStep:
         rows = plan.scheduled
@@ -279,17 +277,24 @@ class Run(Listener):
 
     # ------------------------------------------------------------------ a step that has run
 
+    def _can_begin(self, step: PricedStep) -> None:
+        """All before it have run."""
+        step.is_overlapped = step.began < self.last_ended
+        step.began = max(step.began, self.last_ended)
+
     def _over(self, step_id: int, ended: float, *, has_failed: bool = False) -> None:
         """The oldest step in flight has run; one that failed says nothing of its price."""
         if not self._in_flight or self._in_flight[0].plan.step_id != step_id:
             return  # it could not be priced
         step, last = self._in_flight.popleft(), self.last_ended
-        step.is_overlapped = step.began < last
-        step.previous_ended, step.began = last, min(max(step.began, last), ended)
+        step.previous_ended, step.began = last, min(step.began, ended)
         step.ended = self.last_ended = ended
         step.host_s = max(0.0, step.began - max(last, self._busy_since))
+        if self._in_flight:
+            self._can_begin(self._in_flight[0])
         if not has_failed:
             self._count(step)
+        self.recent.append(step)
         self.requests.on_priced(step)
         self.listeners.tell("on_priced", step)
 

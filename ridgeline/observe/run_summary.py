@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ridgeline.cost.pricer import Pricer
 from ridgeline.figures import percent, scaled, seconds
@@ -16,31 +16,38 @@ REGIME_WORDS = {"prefill": "prompt"}  # where another word says it better
 
 
 @dataclass(frozen=True, slots=True)
-class RunSummary:
-    """Some steps together. Shares are of what the devices could do at best while steps ran;
-    `expected_ratio` is measured over expected time; `host_share` is of steps and gaps together;
-    `padded_share` of the rows computed. `origin` says where expectations come from, `note` what
-    their calibration says against itself. Where the device is assumed, so are shares of it."""
+class Achieved:
+    """What some steps did together. Shares are of what the devices could do at best while steps
+    ran; `padded_share` is of the rows computed. `origin` says where expectations come from. Where
+    the device is assumed, so are shares of it."""
 
-    what: str
+    device: str
+    origin: str
     num_steps: int
     measured_s: float
     expected_s: float
-    ideal_s: float
-    host_s: float
     bytes_per_s: float
     share_of_bandwidth: float
     flops_per_s: float
     share_of_peak: float
     padded_share: float
-    origin: str
-    device: str
-    note: str = ""
-    drafts: DraftReport | None = None
-    num_by_regime: dict[str, int] = field(default_factory=dict)
-    flops: float = 0.0
-    bytes: float = 0.0
-    is_assumed_device: bool = False
+    drafts: DraftReport | None
+    is_assumed_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary(Achieved):
+    """The same with all that is told of it. `expected_ratio` is measured over expected time;
+    `host_share` is of steps and gaps together; `note` is what the calibration says against
+    itself."""
+
+    what: str
+    ideal_s: float
+    host_s: float
+    note: str
+    num_by_regime: dict[str, int]
+    flops: float
+    bytes: float
 
     @property
     def is_calibrated(self) -> bool:
@@ -49,16 +56,16 @@ class RunSummary:
 
     @property
     def expected_ratio(self) -> float:
-        return _ratio(self.measured_s, self.expected_s)
+        return ratio(self.measured_s, self.expected_s)
 
     @property
     def ideal_share(self) -> float:
         """How much of the measured time an ideal device would need."""
-        return _ratio(self.ideal_s, self.measured_s)
+        return ratio(self.ideal_s, self.measured_s)
 
     @property
     def host_share(self) -> float:
-        return _ratio(self.host_s, self.host_s + self.measured_s)
+        return ratio(self.host_s, self.host_s + self.measured_s)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """All of it for a person: what each figure is of, and the figure."""
@@ -103,26 +110,27 @@ def run_summary(
     """Of the steps between two snapshots, or of all."""
     start = before or Totals()
     busy_s = after.measured_s - start.measured_s
-    moved = _ratio(after.bytes - start.bytes, busy_s)
-    flops = _ratio(after.flops - start.flops, busy_s)
+    moved = ratio(after.bytes - start.bytes, busy_s)
+    flops = ratio(after.flops - start.flops, busy_s)
     limits, setup = pricer.limits, pricer.setup
     padded = after.num_padded_rows - start.num_padded_rows
     return RunSummary(
-        what,
-        after.num_steps - start.num_steps,
-        busy_s,
-        after.expected_s - start.expected_s,
-        after.ideal_s - start.ideal_s,
-        after.host_s - start.host_s,
-        moved,
-        moved / limits.bytes,
-        flops,
-        flops / limits.flops,
-        _ratio(padded, padded + after.num_rows - start.num_rows),
-        setup.constants.origin,
-        setup.device.label,
-        note=setup.constants.caveat,
+        device=setup.device.label,
+        origin=setup.constants.origin,
+        num_steps=after.num_steps - start.num_steps,
+        measured_s=busy_s,
+        expected_s=after.expected_s - start.expected_s,
+        bytes_per_s=moved,
+        share_of_bandwidth=moved / limits.bytes,
+        flops_per_s=flops,
+        share_of_peak=flops / limits.flops,
+        padded_share=ratio(padded, padded + after.num_rows - start.num_rows),
         drafts=drafts_between(after, start),
+        is_assumed_device=setup.device.is_assumed,
+        what=what,
+        ideal_s=after.ideal_s - start.ideal_s,
+        host_s=after.host_s - start.host_s,
+        note=setup.constants.caveat,
         num_by_regime={
             name: num
             for name, regime in after.regimes.items()
@@ -130,7 +138,6 @@ def run_summary(
         },
         flops=after.flops - start.flops,
         bytes=after.bytes - start.bytes,
-        is_assumed_device=setup.device.is_assumed,
     )
 
 
@@ -146,5 +153,5 @@ def drafts_between(after: Totals, before: Totals | None = None) -> DraftReport |
     )
 
 
-def _ratio(amount: float, whole: float) -> float:
+def ratio(amount: float, whole: float) -> float:
     return amount / whole if whole > 0 else 0.0

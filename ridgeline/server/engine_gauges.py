@@ -19,13 +19,7 @@ class ReportsMemory(Protocol):
 
 
 class GaugeReader:
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        device: ReportsMemory,
-        run: Run,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, device: ReportsMemory, run: Run, clock: Clock) -> None:
         self._scheduler = scheduler
         self._device = device
         self._run = run

@@ -137,7 +137,7 @@ class EngineLoop:
         self._kernels = served.kernels if isinstance(served, Started) else None
         self._idle_work = served.warm_up if isinstance(served, WarmsUp) else None
         self._run_record = served.watch
-        self._run: Run = Run() if served.watch is None else served.watch
+        self._run: Run = served.watch or Run()
         self._run.take_started()  # from now on
         if served.watch is None:
             self._engine.listeners.append(self._run)
@@ -291,10 +291,10 @@ class DeferredScheduling(Listener):
         running = self._run.running
         if running is None or len(self._needs_s) < LATELY:
             return 0.0
-        took = self._took.get(running.reads_prompts, ())
+        took = self._took.get(bool(running.prompts), ())
         if len(took) < LATELY:
             return 0.0
-        ends = running.began + min(took) * running.expected_s
+        ends = running.began + min(took) * running.price.expected_s
         left = ends - max(self._needs_s) - GUARD_S - self._extra_s - self._clock.now()
         if left < LEAST_S or engine.oldest_is_over is not False:
             return 0.0

@@ -92,7 +92,8 @@ class Heartbeat(Listener):
         if running is None:
             STEP.pack_into(page, SEQUENCE.size, 0, 0.0, 0.0)
         else:
-            STEP.pack_into(page, SEQUENCE.size, running.step_id, running.began, running.expected_s)
+            step_id, expected_s = running.plan.step_id, running.price.expected_s
+            STEP.pack_into(page, SEQUENCE.size, step_id, running.began, expected_s)
         self._sequence += 2
         SEQUENCE.pack_into(page, 0, self._sequence)
 

@@ -129,7 +129,7 @@ def _look(task: asyncio.Task[bytes]) -> None:
 
 
 def _report(evidence: bytes, of_all: bool) -> bytes:
-    found = Evidence.from_json(msgspec.json.decode(evidence))
+    found = msgspec.json.decode(evidence, type=Evidence)
     if of_all:
         return msgspec.json.encode(explain(found).to_json())
     return msgspec.json.encode(explain_own(found))

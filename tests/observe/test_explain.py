@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from ridgeline.cost.hardware import find_device
@@ -182,7 +183,7 @@ def test_evidence_crosses_as_json(tmp_path: Path) -> None:
     live = made.run([ask(i, 30 + i, 5) for i in range(4)])
     log.close()
     evidence = made.watch.evidence(made.clock.time)
-    back = Evidence.from_json(json.loads(json.dumps(evidence.to_json())))
+    back = msgspec.json.decode(msgspec.json.encode(evidence), type=Evidence)
     assert back == evidence
     assert explain(back) == live
     from_log = explain(evidence_of(read_event_log(tmp_path / "log")))
@@ -400,7 +401,7 @@ def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
     assert found.cpu is not None
     assert first.wall_s < found.cpu.wall_s < 100.0
     assert found.cpu.cpu_s == pytest.approx(found.cpu.wall_s / 4)
-    again = Evidence.from_json(json.loads(json.dumps(found.to_json())))
+    again = msgspec.json.decode(msgspec.json.encode(found), type=Evidence)
     assert again.cpu == found.cpu
     logged = evidence_of(read_event_log(tmp_path / "log")).cpu
     assert logged is not None
