@@ -65,6 +65,20 @@ class StackedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """How a token's experts follow from the product of the router: `active` of `experts` by the
+    softmax or sigmoid of it, plus `bias_X` (float32); their weights are these scores without the
+    bias, made to sum to one if so, times `scale`."""
+
+    experts: int
+    active: int
+    is_sigmoid: bool = False
+    renormalize: bool = True
+    scale: float = 1.0
+    bias_X: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertTile:
     """A program multiplies `block_n` rows of W (of a gated product as many of gate and of up) by
     some rows of x, `block_k` columns a step, with `stages` steps under way. `tma`: the copy engine

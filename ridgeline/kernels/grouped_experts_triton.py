@@ -3,7 +3,8 @@
 A tile is some pairs of one expert that stand one behind the other in the sorted order; tiles that
 so many pairs could have needed and do not have expert -1, and their programs end at once.
 Programs of neighbouring numbers take other pairs and the same rows of W. A single token needs no
-order: each of its pairs is a tile, and the second product adds all its experts up.
+order: each of its pairs is a tile, and the second product adds all its experts up. The choice of the
+experts is one launch too, of few tokens with the product of the router.
 Letters: T tokens, E hidden, X experts, A active experts of a token, P = T * A pairs, M pairs of a
 tile, N rows and K columns of an expert's matrix, F width of an expert, Q blocks of columns.
 """
@@ -21,12 +22,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.errors import check
+from ridgeline.kernels.arrival_triton import arrived_last, reset
 from ridgeline.kernels.fp8_block_linear import BLOCK
-from ridgeline.kernels.grouped_experts import ExpertsCut, ExpertTile, StackedMatrix, most_tiles
-from ridgeline.kernels.launching import launches_early
+from ridgeline.kernels.grouped_experts import (
+    Choice,
+    ExpertsCut,
+    ExpertTile,
+    StackedMatrix,
+    most_tiles,
+)
+from ridgeline.kernels.launching import Workspace, launches_early, shared_workspace
 
 SORTED = 1024  # pairs that a program looks at together
 SUMMED = 1024  # numbers of a token that a program adds up
+ROUTED = 4  # rows of the router that a program multiplies by
 LEAST_BINS = 64  # of a count of experts
 TALL_ROWS = 64  # pairs from which on x is the tall operand; never beside codes, which are widened
 PLAIN, ROWS, BLOCKS = 0, 1, 2  # scales of W
@@ -93,6 +102,69 @@ def grouped_experts_triton(
         RESIDUAL=residual_TE is not None, SIZE=SUMMED, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return y_TE
+
+
+def choose_experts_triton(
+    logits_TX: torch.Tensor, choice: Choice, *, pdl: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (float32) and experts (int32) of each token by the product of the router, [T, A]."""
+    tokens, device = len(logits_TX), logits_TX.device
+    check(logits_TX.stride(1) == 1, "logits of a token have no gaps")
+    weights_TA, experts_TA = _routes(tokens, choice, device)
+    if not tokens:
+        return weights_TA, experts_TA
+    pdl = launches_early(device) if pdl is None else pdl
+    _choose_rows[(tokens,)](
+        logits_TX, weights_TA if choice.bias_X is None else choice.bias_X, weights_TA, experts_TA,
+        logits_TX.stride(0), choice.scale, **_rule_of(choice), PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return weights_TA, experts_TA
+
+
+def route_triton(
+    x_TE: torch.Tensor,
+    weight_XE: torch.Tensor,
+    choice: Choice,
+    *,
+    workspace: Workspace | None = None,
+    pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by the product too, of few tokens, in one launch. Without `workspace` the one of the
+    device is used."""
+    (tokens, width), device = x_TE.shape, x_TE.device
+    check(x_TE.stride(1) == 1 and weight_XE.is_contiguous(), "rows have no gaps")
+    room = workspace or shared_workspace(device)
+    room.check_room(tokens * choice.experts, tokens)
+    weights_TA, experts_TA = _routes(tokens, choice, device)
+    pdl = launches_early(device) if pdl is None else pdl
+    _route_rows[(tokens * triton.cdiv(choice.experts, ROUTED),)](
+        x_TE, weight_XE, weights_TA if choice.bias_X is None else choice.bias_X, room.partial_P,
+        room.arrivals_A, weights_TA, experts_TA, x_TE.stride(0), choice.scale, INPUTS=width,
+        BLOCK_X=ROUTED, BLOCK_K=min(1024, triton.next_power_of_2(width)), **_rule_of(choice),
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return weights_TA, experts_TA
+
+
+def _routes(tokens: int, choice: Choice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = tokens, choice.active
+    return (
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+    )
+
+
+def _rule_of(choice: Choice) -> dict[str, int | bool]:
+    return {
+        "EXPERTS": choice.experts,
+        "SLOTS_X": triton.next_power_of_2(choice.experts),
+        "ACTIVE": choice.active,
+        "SLOTS_A": triton.next_power_of_2(choice.active),
+        "SIGMOID": choice.is_sigmoid,
+        "BIAS": choice.bias_X is not None,
+        "RENORMALIZE": choice.renormalize,
+    }
 
 
 def sort_pairs(
@@ -494,6 +566,129 @@ def _down_row(
     if RESIDUAL:
         y += tl.load(y_ptr + n_read).to(tl.float32)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), n < outputs)
+
+
+@triton.jit
+def _choose(
+    logits,
+    bias_ptr,
+    weights_ptr,
+    experts_ptr,
+    token,
+    scale,
+    EXPERTS: tl.constexpr,
+    SLOTS_X: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    SLOTS_A: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """Writes the experts of a token, best first, and their weights; `logits` are -inf past the
+    last expert."""
+    x = tl.arange(0, SLOTS_X)
+    is_expert = x < EXPERTS
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+    choice = tl.where(is_expert, scores, float("-inf"))
+    if BIAS:
+        choice += tl.load(bias_ptr + x, is_expert, 0.0)
+    a = tl.arange(0, SLOTS_A)
+    weights = tl.zeros((SLOTS_A,), tl.float32)
+    chosen = tl.zeros((SLOTS_A,), tl.int32)
+    for active in tl.static_range(ACTIVE):
+        weight, best = tl.max(choice, 0, return_indices=True)
+        if BIAS:
+            weight = tl.sum(tl.where(x == best, scores, 0.0), 0)
+        weights = tl.where(a == active, weight, weights)
+        # Of NaN, padding may be the best: what is no expert must not be looked up.
+        chosen = tl.where(a == active, tl.minimum(best, EXPERTS - 1), chosen)
+        choice = tl.where(x == best, float("-inf"), choice)
+    if RENORMALIZE:
+        weights = weights / tl.maximum(tl.sum(weights, 0), 1e-20)
+    places = token * ACTIVE + a
+    tl.store(weights_ptr + places, weights * scale, a < ACTIVE)
+    tl.store(experts_ptr + places, chosen, a < ACTIVE)
+
+
+@triton.jit
+def _choose_rows(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    experts_ptr,
+    stride,
+    scale,
+    EXPERTS: tl.constexpr,
+    SLOTS_X: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    SLOTS_A: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program for each token."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    x = tl.arange(0, SLOTS_X)
+    places = logits_ptr + token * stride + x
+    logits = tl.load(places, x < EXPERTS, float("-inf")).to(tl.float32)
+    _choose(logits, bias_ptr, weights_ptr, experts_ptr, token, scale, EXPERTS, SLOTS_X, ACTIVE,
+            SLOTS_A, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
+
+
+@triton.jit
+def _route_rows(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    logits_ptr,
+    arrivals_ptr,
+    weights_ptr,
+    experts_ptr,
+    stride,
+    scale,
+    INPUTS: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS_X: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    SLOTS_A: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some programs for each token multiply by the router; the last to arrive chooses."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    PROGRAMS: tl.constexpr = (EXPERTS + BLOCK_X - 1) // BLOCK_X
+    token = tl.program_id(0) // PROGRAMS
+    x = tl.program_id(0) % PROGRAMS * BLOCK_X + tl.arange(0, BLOCK_X)
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_X, BLOCK_K), tl.float32)
+    for at in tl.static_range(0, INPUTS, BLOCK_K):
+        here = at + k < INPUTS
+        states = tl.load(x_ptr + token.to(tl.int64) * stride + at + k, here, 0.0)
+        w_places = w_ptr + tl.minimum(x, EXPERTS - 1)[:, None] * INPUTS + at + k[None]
+        total += tl.load(w_places, here[None], 0.0).to(tl.float32) * states.to(tl.float32)[None]
+    logits = tl.sum(total, 1).to(x_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(logits_ptr + token * EXPERTS + x, logits, x < EXPERTS)
+    if arrived_last(arrivals_ptr, token, PROGRAMS):
+        every = tl.arange(0, SLOTS_X)
+        places = logits_ptr + token * EXPERTS + every
+        found = tl.load(places, every < EXPERTS, float("-inf"), cache_modifier=".cg")
+        _choose(found, bias_ptr, weights_ptr, experts_ptr, token.to(tl.int64), scale, EXPERTS,
+                SLOTS_X, ACTIVE, SLOTS_A, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
+        reset(arrivals_ptr, token)
 
 
 @triton.jit
