@@ -94,6 +94,7 @@ def _int4(
         row_step=16,
         cpu_compute="int8",
         is_fused=is_fused,
+        groups_experts=True,
     )
 
 
@@ -104,7 +105,9 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
     ),
     # Bits and scales are those of each matrix in the checkpoint: `architectures.scheme_config`.
     STORED: WeightFormatLine(
-        "ridgeline.quantization.checkpoint_weights:CheckpointWeights", ("cpu", "hopper")
+        "ridgeline.quantization.checkpoint_weights:CheckpointWeights",
+        ("cpu", "hopper"),
+        groups_experts=True,
     ),
     "fp8": WeightFormatLine(
         "ridgeline.quantization.fp8:Fp8Weights",
@@ -145,6 +148,7 @@ WEIGHT_FORMATS: dict[str, WeightFormatLine] = {
         cpu_compute="int8",
         is_fused=True,
         chain=CHAIN_OF_BYTES,
+        groups_experts=True,
     ),
     "int8-outliers": WeightFormatLine(
         "ridgeline.quantization.int8_outliers:Int8OutlierWeights",

@@ -13,7 +13,7 @@ from math import ceil
 
 from ridgeline.architectures.counts import kv_bytes_per_token, layer_kv_bytes
 from ridgeline.architectures.kv_groups import kv_groups
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import DenseSpec, ExpertsSpec, ModelSpec
 from ridgeline.cost.memory_items import (
     WEIGHTS,
     MemoryItem,
@@ -191,11 +191,20 @@ def graph_items(
     and the scratch of their sampling."""
     if not num_rows:
         return ()
-    inner = max(layer.feed_forward.intermediate_size for layer in spec.layers)
+    inner = max(_inner_numbers(layer.feed_forward, spec.hidden_size) for layer in spec.layers)
     logits = num_rows * spec.vocab_size * LOGIT_BYTES
-    states = int(num_tokens * (6 * spec.hidden_size + 3 * inner) * dtype_bytes)
+    states = int(num_tokens * (6 * spec.hidden_size + inner) * dtype_bytes)
     kept = GRAPH_BYTES + logits + states + sampling_bytes(spec.vocab_size, num_rows)
     return (MemoryItem("graphs", kept, "captured steps"),)
+
+
+def _inner_numbers(inner: DenseSpec | ExpertsSpec, hidden: int) -> int:
+    """Of a token between the products of a feed-forward: gate, up and the gated, or of each of its
+    experts the gated and what comes out."""
+    if isinstance(inner, DenseSpec):
+        return 3 * inner.intermediate_size
+    shared = 3 * inner.shared_size
+    return shared + inner.num_active * (inner.intermediate_size + hidden)
 
 
 def sampling_bytes(vocab_size: int, num_rows: int) -> int:

@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import check
-from ridgeline.kernels.fp8_block_linear import BLOCK, num_blocks
+from ridgeline.kernels.fp8_block_linear import Fp8Blocks, dequantize_blocks, num_blocks
+from ridgeline.kernels.quantized_matrix import QuantizedMatrix, num_groups
 from ridgeline.kernels.silu_mul import ACTIVATIONS
 
 # Measured on an H100 (weights in bfloat16, other experts in each call), whole layers in us, and
@@ -34,34 +35,47 @@ IN_ANY_BATCH = 64  # tokens whose tiles all steps have that must not depend on t
 
 @dataclass(frozen=True, slots=True)
 class StackedMatrix:
-    """One matrix of every expert. `codes_XNK` are numbers of the dtype of x, or e4m3 or int8 with
-    float32 scales: [X, N], one for each row, or [X, N / 128, K / 128], one for each block."""
+    """One matrix of every expert. `codes` [X, N, K] are numbers of the dtype of x, or e4m3 or int8
+    with float32 scales: [X, N], one for each row, or [X, N / 128, K / 128], one for each block. Or
+    they are bytes [X, N, K / 2] of two numbers of 4 bits, as a QuantizedMatrix has them, with a
+    scale (and a zero point) for each `group` neighbours of a row."""
 
-    codes_XNK: torch.Tensor
+    codes: torch.Tensor
     scale: torch.Tensor | None = None
     bias_XN: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    group: int = 0
 
     def __post_init__(self) -> None:
-        experts, rows, columns = self.codes_XNK.shape
-        check(self.codes_XNK.is_contiguous(), "matrices of experts lie one behind the other")
-        if self.scale is not None:
-            blocks = (experts, num_blocks(rows), num_blocks(columns))
-            check(self.scale.shape in ((experts, rows), blocks), "a scale for each row or block")
+        experts, rows, _ = self.codes.shape
+        check(self.codes.is_contiguous(), "matrices of experts lie one behind the other")
+        if self.scale is None:
+            return
+        blocks = (experts, num_blocks(rows), num_blocks(self.columns))
+        groups = (experts, rows, num_groups(self.columns, self.group))
+        shapes = (groups,) if self.group else ((experts, rows), blocks)
+        check(self.scale.shape in shapes, "a scale for each row, block or group")
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[2] * (2 if self.group else 1)
 
     @property
     def has_blocks(self) -> bool:
-        return self.scale is not None and self.scale.dim() == 3
+        return self.scale is not None and self.scale.dim() == 3 and not self.group
 
     def dequantize(self, expert: int) -> torch.Tensor:
         """[N, K]; float32 where it has scales."""
-        codes_NK = self.codes_XNK[expert]
+        codes_NK = self.codes[expert]
         if self.scale is None:
             return codes_NK
+        scale = self.scale[expert]
+        if self.group:
+            zero = None if self.zero is None else self.zero[expert]
+            return QuantizedMatrix(codes_NK, scale, zero, self.columns, 4, self.group).dequantize()
         if not self.has_blocks:
-            return codes_NK.float() * self.scale[expert][:, None]
-        rows, columns = codes_NK.shape
-        scale_NQ = self.scale[expert].repeat_interleave(BLOCK, 0)[:rows]
-        return codes_NK.float() * scale_NQ.repeat_interleave(BLOCK, 1)[:, :columns]
+            return codes_NK.float() * scale[:, None]
+        return dequantize_blocks(Fp8Blocks(codes_NK, scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +113,23 @@ class ExpertsCut:
     block_m: int
     gate_up: ExpertTile
     down: ExpertTile
+
+
+def choose_experts(logits_TX: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (float32) and experts (int32) of each token on a GPU, [T, A], best first, by the
+    product of the router. `layers.routing` says the same in PyTorch."""
+    from ridgeline.kernels.grouped_experts_triton import choose_experts_triton
+
+    return choose_experts_triton(logits_TX, choice)
+
+
+def route_experts(
+    x_TE: torch.Tensor, router_XE: torch.Tensor, choice: Choice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with the product, of few tokens."""
+    from ridgeline.kernels.grouped_experts_triton import route_triton
+
+    return route_triton(x_TE, router_XE, choice)
 
 
 def grouped_experts(
@@ -167,10 +198,16 @@ def most_tiles(pairs: int, experts: int, block_m: int) -> int:
 
 def choose_cut(tokens: int, active: int, gate_up: StackedMatrix, down: StackedMatrix) -> ExpertsCut:
     """By the pairs that an expert has if all have as many: see the figures above."""
-    rows = -(-tokens * active // gate_up.codes_XNK.shape[0])
+    rows = -(-tokens * active // gate_up.codes.shape[0])
     has_codes = gate_up.scale is not None
     if tokens == 1:
         return ExpertsCut(1, ExpertTile(4, 512, warps=2, stages=4), ExpertTile(2, 512, 2, 2))
+    if gate_up.group or down.group:
+        steps = [min(128, matrix.group or 128) for matrix in (gate_up, down)]
+        gate_up_tile, down_tile = (ExpertTile(64, step, stages=4) for step in steps)
+        return ExpertsCut(
+            16 if rows <= 16 else 32 if rows < MANY_ROWS else 64, gate_up_tile, down_tile
+        )
     if rows <= 16:
         return ExpertsCut(16, ExpertTile(64, 128, stages=4), ExpertTile(64, 128))
     if rows < MANY_ROWS:

@@ -3,8 +3,8 @@
 A tile is some pairs of one expert that stand one behind the other in the sorted order; tiles that
 so many pairs could have needed and do not have expert -1, and their programs end at once.
 Programs of neighbouring numbers take other pairs and the same rows of W. A single token needs no
-order: each of its pairs is a tile, and the second product adds all its experts up. The choice of the
-experts is one launch too, of few tokens with the product of the router.
+order: each of its pairs is a tile, and the second product adds all its experts up. The choice of
+the experts is one launch too, of few tokens with the product of the router.
 Letters: T tokens, E hidden, X experts, A active experts of a token, P = T * A pairs, M pairs of a
 tile, N rows and K columns of an expert's matrix, F width of an expert, Q blocks of columns.
 """
@@ -38,7 +38,7 @@ SUMMED = 1024  # numbers of a token that a program adds up
 ROUTED = 4  # rows of the router that a program multiplies by
 LEAST_BINS = 64  # of a count of experts
 TALL_ROWS = 64  # pairs from which on x is the tall operand; never beside codes, which are widened
-PLAIN, ROWS, BLOCKS = 0, 1, 2  # scales of W
+PLAIN, ROWS, BLOCKS, GROUPS = 0, 1, 2, 3  # scales of W
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ def grouped_experts_triton(
 ) -> torch.Tensor:
     """As `grouped_experts`, cut by `cut`."""
     (tokens, width), active = x_TE.shape, experts_TA.shape[1]
-    experts, both, columns = gate_up.codes_XNK.shape
-    check(columns == width and down.codes_XNK.shape == (experts, width, both // 2), "sizes agree")
+    experts, both, _ = gate_up.codes.shape
+    fits = down.codes.shape[:2] == (experts, width) and down.columns == both // 2
+    check(gate_up.columns == width and fits, "sizes agree")
     check(weights_TA.is_contiguous() and experts_TA.is_contiguous(), "no gaps between pairs")
     check(x_TE.stride(1) == 1, "rows of x have no gaps")
     pdl = launches_early(x_TE.device) if pdl is None else pdl
@@ -201,15 +202,15 @@ def _launch_product(
     """Gated with an activation: of tokens, in sorted order. Else of sorted rows, in the order of
     pairs and times the weights of the router."""
     outputs, inputs = y_PN.shape[1], x.shape[1]
-    experts, rows, _ = weight.codes_XNK.shape
-    codes, scale, bias = _matrix(weight, x)
+    experts, rows, _ = weight.codes.shape
+    codes, *beside = _matrix(weight, x)
     described: object = codes
     if tile.tma:
-        flat = weight.codes_XNK.view(experts * rows, inputs)
+        flat = weight.codes.view(experts * rows, inputs)
         block = [tile.block_n, tile.block_k]
         described = TensorDescriptor(flat, list(flat.shape), [inputs, 1], block)
     _product[(order.num_tiles * triton.cdiv(outputs, tile.block_n),)](
-        x, codes, described, scale, bias, y_PN, order.pairs_P, order.tiles, weights_TA,
+        x, codes, described, *beside, y_PN, order.pairs_P, order.tiles, weights_TA,
         order.num_tiles, outputs, x.stride(0), INPUTS=inputs, ACTIVE=weights_TA.shape[1],
         ACTIVATION=activation, BLOCK_M=block_m, STAGES=tile.stages, TMA=tile.tma,
         TALL_X=block_m >= TALL_ROWS and weight.scale is None, **_cut_of(weight, tile), PDL=pdl,
@@ -217,18 +218,20 @@ def _launch_product(
     )  # fmt: skip
 
 
-def _matrix(
-    weight: StackedMatrix, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and bias; what there is not is not read."""
-    scale = like if weight.scale is None else weight.scale
-    return weight.codes_XNK, scale, like if weight.bias_XN is None else weight.bias_XN
+def _matrix(weight: StackedMatrix, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes, scales, zero points and bias; what there is not is not read."""
+    beside = weight.scale, weight.zero, weight.bias_XN
+    return weight.codes, *(like if tensor is None else tensor for tensor in beside)
 
 
 def _cut_of(
     weight: StackedMatrix, tile: ExpertTile, *, is_row: bool = False
 ) -> dict[str, int | bool]:
     kind = PLAIN if weight.scale is None else BLOCKS if weight.has_blocks else ROWS
+    if weight.group:
+        kind = GROUPS
+        check(is_row or weight.group % tile.block_k == 0, "a step lies in a group")
+        check(weight.columns % 2 == 0, "bytes are whole")
     if kind == BLOCKS:
         step = BLOCK % tile.block_n == 0 and (tile.block_k <= BLOCK or is_row)
         check(step, "a step lies in a block")
@@ -236,6 +239,8 @@ def _cut_of(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "SCALES": kind,
+        "GROUP": max(1, weight.group),
+        "ZERO": weight.zero is not None,
         "BIAS": weight.bias_XN is not None,
     }
 
@@ -344,12 +349,68 @@ def _by_row(total, values, TALL_X: tl.constexpr, SCALED: tl.constexpr):
     return total
 
 
+@triton.jit
+def _nibbles(codes, zero, dtype: tl.constexpr):
+    """Codes of 4 bits less the code of 0."""
+    if dtype == tl.bfloat16:  # 0x4300 is 128, whose last bits are ones: no conversion is needed
+        wide = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        wide = wide - (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:
+        wide = (codes.to(tl.float32) - zero.to(tl.float32)).to(dtype)
+    return wide
+
+
+@triton.jit
+def _step(
+    total,
+    x,
+    w_places,
+    w_described,
+    row,
+    scales,
+    zeros,
+    at,
+    k_read,
+    INPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    TALL_X: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Adds one step of K. Bytes of two numbers are multiplied by the even and the odd columns."""
+    if SCALES == 3:
+        both = _loaded(w_places, at // 2, k_read, INPUTS // 2, BLOCK_K // 2)
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], BLOCK_K // 2, 2)))
+        zero = tl.full((both.shape[0],), 8, tl.uint8)
+        if ZERO:
+            zero = tl.load(zeros + at // GROUP)
+        part = tl.zeros_like(total)
+        part = _added(part, even, _nibbles(both & 15, zero[:, None], x.dtype), TALL_X)
+        part = _added(part, odd, _nibbles(both >> 4, zero[:, None], x.dtype), TALL_X)
+        total += part * tl.load(scales + at // GROUP).to(tl.float32)[:, None]
+    else:
+        if TMA:
+            w = w_described.load([row, at])
+        if not TMA:
+            w = _loaded(w_places, at, k_read, INPUTS, BLOCK_K)
+        if SCALES == 2:
+            part = tl.zeros_like(total)
+            part = _added(part, x, _wide(w, x.dtype), TALL_X)
+            total += part * tl.load(scales + at // 128)
+        else:
+            total = _added(total, x, _wide(w, x.dtype), TALL_X)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _product(
     x_ptr,
     w_ptr,
     w_described,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     y_ptr,
     order_ptr,
@@ -368,6 +429,8 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -375,6 +438,7 @@ def _product(
         gdc_wait()
         gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != ""
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     Q: tl.constexpr = (INPUTS + 127) // 128
     tile = tl.program_id(0) % num_tiles
@@ -388,45 +452,40 @@ def _product(
     m_read = tl.minimum(m, end - 1)
     pair = tl.load(order_ptr + m_read)
     x_row = pair // ACTIVE if GATED else m_read
+    BYTES: tl.constexpr = 2 if SCALES == 3 else 1  # numbers of W in one that is loaded
+    HALVES: tl.constexpr = 2 if GATED else 1
     k = tl.arange(0, BLOCK_K)
-    rows: tl.constexpr = 2 if GATED else 1
-    first = expert.to(tl.int64) * rows * outputs  # of the expert's rows of W
-    n_read = tl.minimum(n, outputs - 1)
-    w_places = w_ptr + (first + n_read)[:, None] * INPUTS + k[None]
-    x_places = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + k[None]
+    k_read = tl.arange(0, BLOCK_K // BYTES)
     at_n = (tl.program_id(0) // num_tiles * BLOCK_N).to(tl.int32)
-    blocks = (rows * outputs + 127) // 128
-    scales = scale_ptr + (expert.to(tl.int64) * blocks + at_n // 128) * Q
-    up_scales = scale_ptr + (expert.to(tl.int64) * blocks + (outputs + at_n) // 128) * Q
+    first = expert.to(tl.int64) * HALVES * outputs  # of the expert's rows of W
+    n_read = tl.minimum(n, outputs - 1)
+    w_places = w_ptr + (first + n_read)[:, None] * (INPUTS // BYTES) + k_read[None]
+    x_places = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + k[None]
+    if SCALES == 3:
+        scales = scale_ptr + (first + n_read) * GROUPS
+        zeros = zero_ptr + (first + n_read) * GROUPS
+        up_scales, up_zeros = scales + outputs * GROUPS, zeros + outputs * GROUPS
+    else:
+        blocks = expert.to(tl.int64) * ((HALVES * outputs + 127) // 128)
+        scales = scale_ptr + (blocks + at_n // 128) * Q
+        up_scales = scale_ptr + (blocks + (outputs + at_n) // 128) * Q
+        zeros, up_zeros = zero_ptr, zero_ptr
     if TALL_X:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     else:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up_total = total
+    row = first.to(tl.int32) + at_n
+    up_places = w_places + outputs * (INPUTS // BYTES)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = step * BLOCK_K
         x = _loaded(x_places, at, k, INPUTS, BLOCK_K)
-        if TMA:
-            w = w_described.load([first.to(tl.int32) + at_n, at])
-        else:
-            w = _loaded(w_places, at, k, INPUTS, BLOCK_K)
-        if SCALES == 2:
-            part = tl.zeros_like(total)
-            part = _added(part, x, _wide(w, x.dtype), TALL_X)
-            total += part * tl.load(scales + at // 128)
-        else:
-            total = _added(total, x, _wide(w, x.dtype), TALL_X)
+        total = _step(total, x, w_places, w_described, row, scales, zeros, at, k_read,
+                      INPUTS, BLOCK_K, TMA, TALL_X, SCALES, GROUP, ZERO)  # fmt: skip
         if GATED:
-            if TMA:
-                u = w_described.load([first.to(tl.int32) + outputs + at_n, at])
-            else:
-                u = _loaded(w_places + outputs * INPUTS, at, k, INPUTS, BLOCK_K)
-            if SCALES == 2:
-                part = tl.zeros_like(total)
-                part = _added(part, x, _wide(u, x.dtype), TALL_X)
-                up_total += part * tl.load(up_scales + at // 128)
-            else:
-                up_total = _added(up_total, x, _wide(u, x.dtype), TALL_X)
+            up_total = _step(up_total, x, up_places, w_described, row + outputs, up_scales,
+                             up_zeros, at, k_read, INPUTS, BLOCK_K, TMA, TALL_X, SCALES, GROUP,
+                             ZERO)  # fmt: skip
     if SCALES == 1:
         total = _by_row(total, tl.load(scale_ptr + first + n_read), TALL_X, True)
     if BIAS:
@@ -456,14 +515,62 @@ def _product(
 
 
 @triton.jit
-def _row_step(w_places, x, scales, at, k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
-              SCALES: tl.constexpr):  # fmt: skip
-    """Products of one step, [N, K], before their sum."""
-    w = _loaded(w_places, at, k, INPUTS, BLOCK_K)
-    found = _wide(w, tl.float32).to(tl.float32) * x[None]
-    if SCALES == 2:
-        found *= tl.load(scales + (at + k) // 128, at + k < INPUTS, 0.0)[None]
-    return found
+def _of_row(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    expert,
+    outputs,
+    n,
+    INPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    BIAS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One row of x times the rows `n` of an expert's matrix of `outputs` rows."""
+    row = expert * outputs + n
+    if SCALES == 3:
+        GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+        k = 2 * tl.arange(0, BLOCK_K // 2)
+        total = tl.zeros((n.shape[0], BLOCK_K // 2), tl.float32)
+        for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
+            here = at + k < INPUTS
+            even = tl.load(x_ptr + at + k, here, 0.0).to(tl.float32)
+            odd = tl.load(x_ptr + at + k + 1, here, 0.0).to(tl.float32)
+            places = w_ptr + row[:, None] * (INPUTS // 2) + ((at + k) // 2)[None]
+            both = tl.load(places, here[None], 0)
+            groups = row[:, None] * GROUPS + ((at + k) // GROUP)[None]
+            zero = tl.full((n.shape[0], BLOCK_K // 2), 8, tl.uint8)
+            if ZERO:
+                zero = tl.load(zero_ptr + groups, here[None], 0)
+            low = _nibbles(both & 15, zero, tl.float32) * even[None]
+            high = _nibbles(both >> 4, zero, tl.float32) * odd[None]
+            total += (low + high) * tl.load(scale_ptr + groups, here[None], 0.0).to(tl.float32)
+    else:
+        Q: tl.constexpr = (INPUTS + 127) // 128
+        k = tl.arange(0, BLOCK_K)
+        w_places = w_ptr + row[:, None] * INPUTS + k[None]
+        scales = scale_ptr + (expert * ((outputs + 127) // 128) + n // 128)[:, None] * Q
+        total = tl.zeros((n.shape[0], BLOCK_K), tl.float32)
+        for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
+            x = tl.load(x_ptr + at + k, at + k < INPUTS, 0.0).to(tl.float32)
+            w = _loaded(w_places, at, k, INPUTS, BLOCK_K)
+            found = _wide(w, tl.float32).to(tl.float32) * x[None]
+            if SCALES == 2:
+                here = (at + k < INPUTS)[None]
+                found *= tl.load(scales + ((at + k) // 128)[None], here, 0.0)
+            total += found
+    out = tl.sum(total, 1)
+    if SCALES == 1:
+        out *= tl.load(scale_ptr + row)
+    if BIAS:
+        out += tl.load(bias_ptr + row).to(tl.float32)
+    return out
 
 
 @triton.jit
@@ -471,6 +578,7 @@ def _gate_up_row(
     x_ptr,
     w_ptr,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     y_ptr,
     experts_ptr,
@@ -480,6 +588,8 @@ def _gate_up_row(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     BIAS: tl.constexpr,
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
@@ -488,31 +598,16 @@ def _gate_up_row(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    Q: tl.constexpr = (INPUTS + 127) // 128
     tiles = (outputs + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // tiles
     at_n = tl.program_id(0) % tiles * BLOCK_N
-    n = at_n + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
-    row = expert * 2 * outputs + tl.minimum(n, outputs - 1)
-    w_places = w_ptr + row[:, None] * INPUTS + k[None]
-    blocks = (2 * outputs + 127) // 128
-    scales = scale_ptr + (expert * blocks + at_n // 128) * Q
-    up_scales = scale_ptr + (expert * blocks + (outputs + at_n) // 128) * Q
-    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
-        x = tl.load(x_ptr + at + k, at + k < INPUTS, 0.0).to(tl.float32)
-        gate += _row_step(w_places, x, scales, at, k, INPUTS, BLOCK_K, SCALES)
-        up += _row_step(w_places + outputs * INPUTS, x, up_scales, at, k, INPUTS, BLOCK_K, SCALES)
-    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
-    if SCALES == 1:
-        gate *= tl.load(scale_ptr + row)
-        up *= tl.load(scale_ptr + row + outputs)
-    if BIAS:
-        gate += tl.load(bias_ptr + row).to(tl.float32)
-        up += tl.load(bias_ptr + row + outputs).to(tl.float32)
+    both = tl.arange(0, 2 * BLOCK_N)  # gate and up of each row, side by side
+    rows = tl.minimum(at_n + both // 2, outputs - 1) + both % 2 * outputs
+    found = _of_row(x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, expert, 2 * outputs, rows,
+                    INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS, UNROLL)  # fmt: skip
+    gate, up = tl.split(tl.reshape(found, (BLOCK_N, 2)))
+    n = at_n + tl.arange(0, BLOCK_N)
     out = _activated(gate, ACTIVATION) * up
     tl.store(y_ptr + pair * outputs + n, out.to(y_ptr.dtype.element_ty), n < outputs)
 
@@ -522,6 +617,7 @@ def _down_row(
     x_ptr,
     w_ptr,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     y_ptr,
     experts_ptr,
@@ -533,6 +629,8 @@ def _down_row(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     BIAS: tl.constexpr,
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
@@ -541,28 +639,15 @@ def _down_row(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    Q: tl.constexpr = (INPUTS + 127) // 128
-    at_n = tl.program_id(0) * BLOCK_N
-    n = at_n + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, outputs - 1)
-    blocks = (outputs + 127) // 128
     y = tl.zeros((BLOCK_N,), tl.float32)
     for pair in tl.range(ACTIVE):
         expert = tl.load(experts_ptr + pair).to(tl.int64)
-        row = expert * outputs + n_read
-        w_places = w_ptr + row[:, None] * INPUTS + k[None]
-        scales = scale_ptr + (expert * blocks + at_n // 128) * Q
-        total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
-            x = tl.load(x_ptr + pair * INPUTS + at + k, at + k < INPUTS, 0.0).to(tl.float32)
-            total += _row_step(w_places, x, scales, at, k, INPUTS, BLOCK_K, SCALES)
-        one = tl.sum(total, 1)
-        if SCALES == 1:
-            one *= tl.load(scale_ptr + row)
-        if BIAS:
-            one += tl.load(bias_ptr + row).to(tl.float32)
-        y += one * tl.load(router_ptr + pair).to(tl.float32)
+        found = _of_row(x_ptr + pair * INPUTS, w_ptr, scale_ptr, zero_ptr, bias_ptr, expert,
+                        outputs, n_read, INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS,
+                        UNROLL)  # fmt: skip
+        y += found * tl.load(router_ptr + pair).to(tl.float32)
     if RESIDUAL:
         y += tl.load(y_ptr + n_read).to(tl.float32)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), n < outputs)

@@ -21,9 +21,12 @@ import torch
 
 from ridgeline.architectures.spec import ExpertsSpec
 from ridgeline.distributed.placement import Shard
+from ridgeline.kernels.grouped_experts import Choice, choose_experts, route_experts
 from ridgeline.layers.linear import Linear, Part
 from ridgeline.layers.piece import Vector
 
+# Of the router's product, up to which it and the choice are one launch on a GPU: few tokens.
+MOST_NUMBERS = 1 << 12
 LEAST_SUM = 1e-20  # of weights that are divided by their sum
 
 
@@ -64,8 +67,32 @@ class Router:
             self.score_bias = Vector(name("score_bias"), size, torch.float32, device)
         self._score = _softmax if spec.scoring == "softmax" else _sigmoid
         self._sum = _sum_in_order if deterministic else _sum
+        self._choice = self._one_launch()
+        is_bare = bias is None and not spec.shared_gate
+        self._most_tokens = MOST_NUMBERS // spec.num_experts if is_bare else 0
+        if deterministic or self._choice is None:
+            self._most_tokens = 0
+
+    def _one_launch(self) -> Choice | None:
+        """What a kernel chooses by, where one does."""
+        spec = self.spec
+        device = next(iter(self.linear.parameters.values())).device
+        if device.type != "cuda" or spec.num_groups > 1:
+            return None
+        bias_X = None if self.score_bias is None else self.score_bias.values
+        return Choice(
+            spec.num_experts,
+            spec.num_active,
+            is_sigmoid=spec.scoring != "softmax",
+            renormalize=spec.renormalize,
+            scale=spec.weight_scale,
+            bias_X=bias_X,
+        )
 
     def route(self, x_TE: torch.Tensor) -> Routes:
+        if self._choice is not None and 0 < len(x_TE) <= self._most_tokens:
+            weight_XE = self.linear.parameters["weight"]
+            return Routes(*route_experts(x_TE, weight_XE, self._choice))
         return self.choose(self.linear(x_TE))
 
     def choose(self, logits_TX: torch.Tensor) -> Routes:
@@ -74,6 +101,8 @@ class Router:
         if spec.shared_gate:
             shared_T1 = logits_TX[:, -1:].sigmoid()
             logits_TX = logits_TX[:, :-1]
+        if self._choice is not None:
+            return Routes(*choose_experts(logits_TX, self._choice), shared_T1)
         scores_TX = self._score(logits_TX)
         choice_TX = scores_TX
         if self.score_bias is not None:

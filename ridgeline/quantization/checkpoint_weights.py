@@ -25,6 +25,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.formats import STORED
 from ridgeline.kernels.fp8_block_linear import BLOCK
+from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.quantized_matrix import Parameters, QuantizedMatrix, joined
 from ridgeline.kernels.small_linear import Fusion
 from ridgeline.quantization.contract import MatrixShare, Piece, WeightFormat
@@ -55,12 +56,18 @@ class CheckpointWeights(PlainWeights):
 
     name = STORED
 
-    def __init__(self, known: Mapping[str, Scheme] | None = None) -> None:
+    def __init__(
+        self, known: Mapping[str, Scheme] | None = None, *, is_of_experts: bool = False
+    ) -> None:
         self._known = {} if known is None else known
+        self._is_of_experts = is_of_experts
 
     def of_model(self, spec: ModelSpec) -> CheckpointWeights:
         """The same with what the model's checkpoint stores."""
         return type(self)({one.name: one.scheme for one in kept_matrices(spec)})
+
+    def of_experts(self) -> CheckpointWeights:
+        return type(self)(self._known, is_of_experts=True)
 
     def tensors_read(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         return tensors_read(spec)
@@ -73,8 +80,12 @@ class CheckpointWeights(PlainWeights):
         matrices = [_Matrix(*both) for both in zip(shares, scheme, strict=True)]
         for matrix in matrices:
             matrix.check_share()
-        runs = [_Run(tuple(run), self._kept_as(run[0].scheme)) for run in _alike(matrices)]
+        runs = [_Run(tuple(run), self._form_of(run[0].scheme)) for run in _alike(matrices)]
         return CheckpointRows(runs, dtype)
+
+    def _form_of(self, scheme: Scheme | None) -> WeightFormat:
+        found = self._kept_as(scheme)
+        return found.of_experts() if self._is_of_experts else found
 
     def _kept_as(self, scheme: Scheme | None) -> WeightFormat:
         if scheme is None:
@@ -86,7 +97,7 @@ class CheckpointWeights(PlainWeights):
         return OrderedIntegers() if scheme.act_order else PackedIntegers(STORED)
 
     def invariant(self) -> CheckpointWeights:
-        return InvariantCheckpointWeights(self._known)
+        return InvariantCheckpointWeights(self._known, is_of_experts=self._is_of_experts)
 
 
 class InvariantCheckpointWeights(InvariantPlainWeights, CheckpointWeights):
@@ -121,6 +132,9 @@ class OrderedIntegers(PackedIntegers):
         fusion: Fusion,
     ) -> None:
         """The order stands between x and the product."""
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> None:
+        """Nor do grouped products know an order."""
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         return Ordered(self.matrix(parameters), parameters[ORDER]).dequantize()
@@ -203,6 +217,11 @@ class CheckpointRows(WeightFormat):
         if len(self._runs) > 1:
             return super().linear_of_gated(x_TG, parameters, bias_O)
         return self._runs[0].form.linear_of_gated(x_TG, parameters, bias_O)
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
+        if len(self._runs) > 1:
+            return None
+        return self._runs[0].form.stacked(parameters, bias_XN)
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         """In float32, except what is kept in the serving dtype."""

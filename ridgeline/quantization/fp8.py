@@ -233,7 +233,11 @@ class Fp8BlockWeights(WeightFormat):
         return dequantize_blocks(self.matrix(parameters))
 
     def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
-        return StackedMatrix(parameters["codes"], parameters["scale"], bias_XN)
+        """Where gate and up are whole blocks together: a tile of either lies in one then."""
+        codes_XNK = parameters["codes"]
+        if codes_XNK.shape[1] % BLOCK:
+            return None
+        return StackedMatrix(codes_XNK, parameters["scale"], bias_XN)
 
     def matrix(self, parameters: Parameters) -> Fp8Blocks:
         """What the kernels take."""

@@ -50,6 +50,9 @@ class Int8OutlierWeights(IntegerWeights):
         super().__init__("int8-outliers", RowRounding(8, 0, torch.float32))
         self.layouts = Layouts(OUTLIER_LAYOUTS)
 
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> None:
+        """Each product looks for the outliers of its own rows."""
+
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:

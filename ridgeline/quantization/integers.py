@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS
+from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.quantized_matrix import (
     Parameters,
     QuantizedMatrix,
@@ -205,6 +206,14 @@ class PackedIntegers(WeightFormat):
         other.layouts = replace(self.layouts, table=INVARIANT_LAYOUTS)
         other.is_invariant = True
         return other
+
+    def of_experts(self) -> Self:
+        other = copy(self)
+        other.layouts = self.layouts.of_experts()
+        return other
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
+        return self.layouts.stacked(parameters, bias_XN)
 
     def of_vocabulary(self) -> Self:
         """The same for embedding and output matrix: in layouts that look up rows."""

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.errors import InternalError
+from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.invariant_linear import invariant_linear
 from ridgeline.kernels.quantized_matrix import (
     SIZES,
@@ -42,6 +43,8 @@ INVARIANT_LAYOUTS = {
     "hopper-int8": "ridgeline.kernels.int8_layout:InvariantGpuInt8",
     "portable": "ridgeline.quantization.weight_layouts:InvariantLayout",
 }
+NOT_GROUPED = frozenset({"hopper-int4"})
+STACKED_GROUPS = (32, 64, 128)
 UNPACKED_NUMBERS = 1 << 26  # of a vocabulary that are numbers of the serving dtype at once
 # And the name of the layout that kept it: a parameter without numbers, also in files of packed
 # weights that earlier versions wrote.
@@ -57,6 +60,23 @@ class Layouts:
 
     def of_vocabulary(self) -> Layouts:
         return replace(self, looks_up=True)
+
+    def of_experts(self) -> Layouts:
+        """Those that grouped products of experts read, and all of other devices."""
+        table = {name: where for name, where in self.table.items() if name not in NOT_GROUPED}
+        return replace(self, table=table)
+
+    def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
+        """As that of a WeightFormat."""
+        if "int8" in parameters:
+            return StackedMatrix(parameters["int8"], parameters["scale"], bias_XN)
+        if SIZES not in parameters:
+            return None
+        _, inputs, bits, group = read_sizes(parameters)
+        if bits != 4 or group not in STACKED_GROUPS or inputs % 2:
+            return None
+        scale, zero = parameters["scale"], parameters.get("zero")
+        return StackedMatrix(parameters["codes"], scale, bias_XN, zero, group)
 
     def choose(self, like: QuantizedMatrix, dtype: torch.dtype) -> str:
         """The name of the first layout that takes such a matrix."""

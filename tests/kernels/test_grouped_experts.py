@@ -6,11 +6,17 @@ Without a GPU the kernels run through Triton's interpreter, in float32 and float
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from ridgeline.architectures.spec import ExpertsSpec
+from ridgeline.distributed.placement import Placement
 from ridgeline.kernels.grouped_experts import (
+    Choice,
     ExpertsCut,
     ExpertTile,
     StackedMatrix,
@@ -19,7 +25,12 @@ from ridgeline.kernels.grouped_experts import (
     grouped_experts_reference,
     most_tiles,
 )
+from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.quantize_rows import E4M3
+from ridgeline.layers.linear import Linear
+from ridgeline.layers.routing import Router
+from ridgeline.quantization.integers import GroupRounding, SpanRounding
+from ridgeline.quantization.plain import PlainWeights
 
 # A GPU if there is one, else the interpreter, which is chosen when the kernels are decorated.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +41,7 @@ ours = pytest.importorskip("ridgeline.kernels.grouped_experts_triton")
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-SCALES = ["", "rows", "blocks"]
+SCALES = ["", "rows", "blocks", "groups", "groups with zeros"]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -46,6 +57,20 @@ def stacked(
     bias_XN = noise(experts, rows, seed=seed + 9, dtype=dtype) if bias else None
     if not scales:
         return StackedMatrix(weight.to(dtype), None, bias_XN)
+    if scales.startswith("groups"):
+        weight = weight * torch.linspace(0.5, 2.0, rows, device=DEVICE)[:, None]
+        rounding = (SpanRounding if "zeros" in scales else GroupRounding)(
+            4, 32, torch.bfloat16, "zeros" in scales
+        )
+        each = [rounding.round_rows(one) for one in weight.float()]
+        zeros = [one.zero for one in each if one.zero is not None]
+        return StackedMatrix(
+            torch.stack([one.codes for one in each]),
+            torch.stack([one.scale for one in each]),
+            bias_XN,
+            torch.stack(zeros) if zeros else None,
+            32,
+        )
     shape = (experts, -(-rows // 128), -(-columns // 128)) if scales == "blocks" else None
     scale = 0.01 * (1 + noise(*(shape or (experts, rows)), seed=seed + 5).abs())
     kind = E4M3 if scales == "blocks" else torch.int8
@@ -70,8 +95,8 @@ def routing(
         (1, 5, 2, 96, 64, 1, False, "silu"),
         (1, 9, 4, 200, 32, 1, False, "relu"),
         (3, 5, 2, 96, 64, 16, False, "silu"),
-        (9, 70, 6, 100, 32, 16, False, "gelu"),
-        (33, 4, 2, 128, 160, 16, True, "silu"),
+        (5, 20, 6, 100, 32, 16, False, "gelu"),
+        (20, 3, 2, 128, 160, 16, True, "silu"),
         (90, 3, 2, 64, 96, 64, False, "gelu_tanh"),
         (70, 2, 1, 160, 32, 64, True, "silu"),
     ],
@@ -93,6 +118,7 @@ def test_experts(
     down = stacked(experts, width, inner, dtype, 2, scales, bias)
     weights, chosen = routing(tokens, experts, active, dtype)
     x = noise(tokens, width + 8, seed=3, dtype=dtype)[:, :width]  # with gaps between rows
+    tma = tma and not scales.startswith("groups")
     size = 16 if block_m == 1 else 32
     cut = ExpertsCut(block_m, ExpertTile(size, 32, tma=tma), ExpertTile(size, 32, tma=tma))
     residual = noise(tokens, width, seed=4, dtype=dtype)
@@ -111,8 +137,53 @@ def test_experts(
 
 
 def _wide(matrix: StackedMatrix) -> StackedMatrix:
-    every = [matrix.dequantize(expert).float() for expert in range(len(matrix.codes_XNK))]
+    every = [matrix.dequantize(expert).float() for expert in range(len(matrix.codes))]
     return StackedMatrix(torch.stack(every), None, matrix.bias_XN)
+
+
+RULES = [
+    {},
+    {"renormalize": False, "weight_scale": 2.5},
+    {"scoring": "sigmoid", "score_bias": True, "weight_scale": 1.5},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["softmax", "not to one", "sigmoid"])
+@pytest.mark.parametrize(("tokens", "experts", "active"), [(1, 5, 2), (7, 8, 3), (3, 70, 6)])
+def test_choices(tokens: int, experts: int, active: int, rule: dict[str, Any]) -> None:
+    """In one launch, with the product or after it, as the layer says it in PyTorch."""
+    linear = partial(
+        Linear,
+        weight_format=PlainWeights(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        placement=Placement(),
+    )
+    router = Router(ExpertsSpec(experts, active, 32, **rule), 96, str, linear)
+    weight = router.linear.parameters["weight"].copy_(noise(experts, 96, seed=1))
+    choice = Choice(experts, active, rule.get("scoring") == "sigmoid")
+    choice = replace(choice, renormalize=rule.get("renormalize", True))
+    choice = replace(choice, scale=rule.get("weight_scale", 1.0))
+    if router.score_bias is not None:
+        router.score_bias.values.copy_(noise(experts, seed=2))
+        choice = replace(choice, bias_X=router.score_bias.values.to(DEVICE))
+    x = noise(tokens, 100, seed=3)[:, :96] / 10
+    exact = router.route(x.cpu())
+    room = make_workspace(x.device, 512, 8)
+    for weights, chosen in (
+        ours.choose_experts_triton(x @ weight.to(DEVICE).T, choice),
+        ours.route_triton(x, weight.to(DEVICE), choice, workspace=room),
+    ):
+        assert chosen.tolist() == exact.experts_TA.tolist()
+        torch.testing.assert_close(weights.cpu(), exact.weights_TA, rtol=1e-5, atol=1e-6)
+    assert not room.arrivals_A.any()
+
+
+def test_a_token_of_nan_goes_to_experts_that_there_are() -> None:
+    logits = torch.full((2, 5), torch.nan, device=DEVICE)
+    _, chosen = ours.choose_experts_triton(logits, Choice(5, 3))
+    assert (chosen >= 0).all()
+    assert (chosen < 5).all()
 
 
 @pytest.mark.parametrize(("tokens", "experts", "active"), [(2, 3, 1), (40, 7, 3), (700, 129, 5)])
