@@ -32,6 +32,7 @@ FAMILIES: dict[str, str] = {
     "llama": "ridgeline.architectures.llama:read",
     "mistral": "ridgeline.architectures.mistral:read",
     "mixtral": "ridgeline.architectures.mixtral:read",
+    "phi3": "ridgeline.architectures.phi3:read",
     "qwen2": "ridgeline.architectures.qwen2:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
     "qwen3_moe": "ridgeline.architectures.qwen3_moe:read",

@@ -104,6 +104,19 @@ class ConfigReader:
             raise self.fail(key, "must be a list of strings")
         return tuple(value)
 
+    def numbers(self, key: str, *, length: int, low: float, high: float) -> tuple[float, ...]:
+        """A list of `length` finite numbers in [low, high]."""
+        value = self.values.get(key)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self.fail(key, f"must be a list of {length} numbers, not {_show(value)}")
+        if len(value) != length:
+            raise self.fail(key, f"has {len(value)} entries; it must have {length}")
+        for entry in value:
+            is_number = isinstance(entry, int | float) and not isinstance(entry, bool)
+            if not is_number or not low <= entry <= high:
+                raise self.fail(key, f"has {_show(entry)}, no number from {low:g} to {high:g}")
+        return tuple(float(entry) for entry in value)
+
     def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids inside the vocabulary; empty when missing or null."""
         value = self.values.get(key)

@@ -22,6 +22,7 @@ from ridgeline.architectures.spec import (
     NormKind,
     NormPlaces,
     RopeSpec,
+    Stored,
 )
 
 # Config names -> ours. `gelu_new`, `gelu_fast` and `gelu_pytorch_tanh` are the same tanh formula.
@@ -51,6 +52,7 @@ class Defaults:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     norm_key: str = "rms_norm_eps"
+    rotated_share: float | None = None  # None: partial_rotary_factor is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ def read_trunk(config: ConfigReader, defaults: Defaults, max_model_len: int | No
         head_dim=head_dim,
         default_theta=defaults.rope_theta,
         max_positions=max_positions,
+        rotated_share=defaults.rotated_share,
     )
     check_context(rope, max_positions, max_model_len)
     return Trunk(
@@ -279,6 +282,7 @@ def model_spec(
     norms: NormPlaces = "before",
     norm_kind: NormKind = "rms",
     tied: bool = False,
+    stored: tuple[Stored, ...] = (),
 ) -> ModelSpec:
     """`feed_forward` is that of every layer, or one for each; `norms` are those of every layer.
     `tied`: the output matrix is the embedding, unless the config says otherwise."""
@@ -300,6 +304,7 @@ def model_spec(
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size=trunk.vocab_size),
         norm_kind=norm_kind,
+        stored=stored,
     )
 
 

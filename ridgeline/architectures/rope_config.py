@@ -7,26 +7,54 @@ all of it in `rope_parameters`. Where both are given, `rope_scaling` wins, as in
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ridgeline.architectures.config_reader import MAX_POSITIONS, ConfigReader
 from ridgeline.architectures.spec import RopeSpec
 from ridgeline.errors import ConfigError
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SHARE = "partial_rotary_factor"
 
 
 def read_rope(
-    config: ConfigReader, *, head_dim: int, default_theta: float, max_positions: int
+    config: ConfigReader,
+    *,
+    head_dim: int,
+    default_theta: float,
+    max_positions: int,
+    rotated_share: float | None = None,
 ) -> RopeSpec:
-    """The RopeSpec of a config whose context is `max_positions` tokens."""
+    """The RopeSpec of a config whose context is `max_positions` tokens. `rotated_share`: of a head,
+    if the config does not say; None: all of it, and it may not say otherwise."""
     if head_dim % 2:
         raise config.fail("head_dim", f"is {head_dim}; rotary positions need an even one")
     scaling = config.section("rope_scaling") or config.section("rope_parameters")
+    if rotated_share is None:
+        config.refuse(SHARE, 1, 1.0)
+        if scaling is not None:
+            scaling.refuse(SHARE, 1, 1.0)
+        return _read(config, scaling, head_dim, default_theta, max_positions)
+    holder = scaling if scaling is not None and scaling.has(SHARE) else config
+    share = holder.number(SHARE, default=rotated_share, low=0.0, high=1.0)
+    rotated = int(head_dim * share)
+    if rotated < 2 or rotated % 2:
+        reason = f"is {share:g}; it makes {rotated} of a head's {head_dim} numbers rotate, an odd"
+        raise holder.fail(SHARE, f"{reason} number or none")
+    rope = _read(config, scaling, rotated, default_theta, max_positions)
+    return rope if rotated == head_dim else replace(rope, rotary_dim=rotated)
+
+
+def _read(
+    config: ConfigReader,
+    scaling: ConfigReader | None,
+    head_dim: int,
+    default_theta: float,
+    max_positions: int,
+) -> RopeSpec:
     outer_theta = config.number("rope_theta", default=default_theta, low=1.0, high=1e15)
-    _refuse_partial(config)
     if scaling is None:
         return RopeSpec(theta=outer_theta)
-    _refuse_partial(scaling)
     theta = scaling.number("rope_theta", default=outer_theta, low=1.0, high=1e15)
     kind = _kind(scaling)
     if kind == "default":
@@ -41,11 +69,9 @@ def read_rope(
     original = _original(config, scaling, max_positions)
     if kind == "llama3":
         return _llama3(scaling, theta, original)
+    if kind == "longrope":
+        return _longrope(scaling, theta, original, max_positions, head_dim // 2)
     return _yarn(scaling, theta, original, max_positions)
-
-
-def _refuse_partial(section: ConfigReader) -> None:
-    section.refuse("partial_rotary_factor", 1, 1.0)
 
 
 def _kind(scaling: ConfigReader) -> str:
@@ -87,6 +113,34 @@ def _llama3(scaling: ConfigReader, theta: float, original: int) -> RopeSpec:
         low_freq_factor=low,
         high_freq_factor=high,
     )
+
+
+def _longrope(
+    scaling: ConfigReader, theta: float, original: int, max_positions: int, num_factors: int
+) -> RopeSpec:
+    for key in ("short_mscale", "long_mscale"):
+        scaling.refuse(key)
+    factor = _factor(scaling, default=max_positions / original)
+    given = "attention_factor"
+    return RopeSpec(
+        theta=theta,
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=scaling.number(given, default=None, low=0.0, high=1e6)
+        if scaling.has(given)
+        else None,
+        short_factors=scaling.numbers("short_factor", length=num_factors, low=1e-6, high=1e9),
+        long_factors=scaling.numbers("long_factor", length=num_factors, low=1e-6, high=1e9),
+    )
+
+
+def longrope_growth(factor: float, trained: int) -> float:
+    """What LongRoPE multiplies cosines and sines by where a context of `trained` tokens has grown
+    by `factor` (arXiv 2402.13753, as Phi-3 has it)."""
+    if factor <= 1.0 or trained <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(trained))
 
 
 def _yarn(scaling: ConfigReader, theta: float, original: int, max_positions: int) -> RopeSpec:

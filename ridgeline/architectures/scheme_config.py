@@ -16,6 +16,7 @@ from ridgeline.architectures.quantization_scheme import (
 )
 from ridgeline.architectures.scheme_match import Find, check_work
 from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.stored import cut_roles, stored_pattern, stored_tensors, untransposed
 from ridgeline.registry import opened
 
 KEY = "quantization_config"
@@ -52,7 +53,7 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     scale_dtype = section.text(SCALES, default=line.scale_dtype or spec.dtype)
     if scale_dtype not in ("float32", "float16", "bfloat16"):
         raise section.fail(SCALES, f"is {scale_dtype[:40]!r}, no dtype of scales")
-    shapes = expected_tensors(spec)
+    shapes = stored_tensors(untransposed(spec))
     check_work(section, len(shapes))
     find: Find = opened(line.config)(section, scale_dtype)
     layers = [
@@ -70,6 +71,7 @@ def _of_layer(
     shapes: Mapping[str, tuple[int, ...]],
     section: ConfigReader,
 ) -> Iterator[tuple[str, Scheme]]:
+    cut = cut_roles(spec, layer)  # rows of a product are kept only where they are those of a tensor
     for role in ROLES:
         names = [name for name in _names(spec, index, layer, role) if name in shapes]
         found = {find(name.removesuffix(".weight")) for name in names}
@@ -82,12 +84,12 @@ def _of_layer(
         for scheme in found:
             if scheme is not None:
                 _check_fits(section, scheme, names[0], shapes[names[0]])
-                yield role, scheme
+                yield role, replace(scheme, keeps="") if role in cut else scheme
 
 
 def _names(spec: ModelSpec, index: int, layer: LayerSpec, role: str) -> list[str]:
     """Of the matrices of this role, one for each expert where there are some."""
-    pattern = spec.tensor_names.get(role, "")
+    pattern = stored_pattern(spec, role)
     experts = layer.feed_forward
     count = experts.num_experts if isinstance(experts, ExpertsSpec) else 1
     numbers = range(count) if "{expert}" in pattern else range(1)
@@ -127,12 +129,14 @@ def matrix_schemes(spec: ModelSpec) -> tuple[MatrixScheme, ...]:
 def layer_matrices(spec: ModelSpec) -> Iterator[MatrixScheme]:
     if not any(layer.schemes for layer in spec.layers):
         return
-    shapes = expected_tensors(spec)
+    shapes = stored_tensors(spec)
     for index, layer in enumerate(spec.layers):
+        found: dict[str, Scheme] = {}
         for role, scheme in layer.schemes:
-            for name in _names(spec, index, layer, role):
-                rows, columns = shapes[name]
-                yield MatrixScheme(name, rows, columns, scheme)
+            found |= dict.fromkeys(_names(spec, index, layer, role), scheme)
+        for name, scheme in found.items():
+            rows, columns = shapes[name]
+            yield MatrixScheme(name, rows, columns, scheme)
 
 
 def kept_matrices(spec: ModelSpec) -> Iterator[MatrixScheme]:
@@ -158,8 +162,8 @@ def is_quantized(spec: ModelSpec) -> bool:
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """As `expected_tensors`, of the tensors that the checkpoint has in place of such matrices."""
-    found = expected_tensors(spec)
+    """As `stored_tensors`, of the tensors that the checkpoint has in place of such matrices."""
+    found = stored_tensors(spec)
     for matrix in matrix_schemes(spec):
         del found[matrix.name]
         for raw in tensors_of(matrix.scheme):

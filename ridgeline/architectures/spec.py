@@ -19,7 +19,8 @@ from ridgeline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions. `kind`: default, linear, dynamic, llama3, yarn. Unused fields stay None.
+    """Rotary positions. `kind`: default, linear, dynamic, llama3, yarn, longrope. Unused fields
+    stay None. Of a head the first `rotary_dim` numbers are rotated.
 
     Source of the formulas: Hugging Face Transformers `modeling_rope_utils`, where `kind` is
     called rope_type.
@@ -39,6 +40,9 @@ class RopeSpec:
     mscale_all_dim: float | None = None
     truncate: bool = True
     interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + half)
+    # What divides each frequency, within the trained length and past it (longrope).
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +165,24 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """Tensor `name` of the checkpoint (with {layer} to fill in) holds the parameters of `roles`,
+    one below the other: in each of `blocks` equal parts of it, one for each head say, its share of
+    all of them. `transposed`: side by side, as a product x @ W has them."""
+
+    name: str
+    roles: tuple[str, ...]
+    blocks: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only model. `tensor_names` maps our parameter roles to checkpoint names, with
     `{layer}` and `{expert}` to fill in (see `architectures/parts.py` for the roles).
     `unserved` says what the numbers of this family need and this version does not compute.
     `scheme`: as that of a layer, of the matrices of the vocabulary. `norm_kind`: of the last norm.
+    `stored`: which parameters are parts of larger tensors; their names are ours alone then.
     `implementation`: whose code computes the layers; with TRANSFORMERS nothing here names a
     checkpoint's tensors."""
 
@@ -183,6 +200,7 @@ class ModelSpec:
     unserved: str = ""
     schemes: tuple[tuple[str, Scheme], ...] = ()
     norm_kind: NormKind = "rms"
+    stored: tuple[Stored, ...] = ()
     implementation: str = NATIVE
 
     @property

@@ -4,20 +4,25 @@ quantized here become a plain checkpoint again?"""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.parts import layer_tensors, shared_tensors
+from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stored import Cut, stored_layer
 from ridgeline.compression.rounding import Rounded
 from ridgeline.errors import ConfigError, check
+from ridgeline.layers.cut_source import cut_out, join
+from ridgeline.layers.piece import TensorSource
 from ridgeline.loader.checkpoint import DTYPES, check_finite
 from ridgeline.loader.folder import read_config
 from ridgeline.loader.header import TensorEntry
 from ridgeline.loader.shards import find_tensors
-from ridgeline.quantization.algorithms.grid import Grid
+from ridgeline.quantization.algorithms.grid import Grid, Quantized, Scales
 from ridgeline.quantization.compressed_tensors import (
     PACKED,
     SCALE,
@@ -26,6 +31,7 @@ from ridgeline.quantization.compressed_tensors import (
     grid_of,
     read_grids,
     read_tensors,
+    tensors_of,
 )
 from ridgeline.quantization.writer import (
     INDEX_FILE,
@@ -96,12 +102,67 @@ class FileTensors:
 
 
 def read_layer(
-    tensors: Mapping[str, torch.Tensor], names: Iterable[str], grids: Mapping[str, Grid]
+    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, index: int, grids: Mapping[str, Grid]
 ) -> Rounded:
-    """One layer of a written shard: what is in `grids` is quantized, the rest is as it is."""
-    matrices = {name: read_tensors(tensors, name, grid) for name, grid in grids.items()}
-    folded = {name: tensors[name] for name in names if name not in matrices}
-    return Rounded(matrices, folded)
+    """One layer of a written shard, by the names of its parameters: what is in `grids` is
+    quantized, the rest is as it is."""
+    found = Rounded({}, {})
+    for stored, own in stored_layer(spec, index).items():
+        for name, cut in own:
+            if name in grids:
+                matrix = read_tensors(tensors, stored, grids[name])
+                rows = (
+                    _numbers(matrix)
+                    if cut is None
+                    else [cut_out(one, replace(cut, transposed=False)) for one in _numbers(matrix)]
+                )
+                found.matrices[name] = _quantized(matrix.grid, rows)
+            else:
+                whole = tensors[stored]
+                found.folded[name] = whole if cut is None else cut_out(whole, cut)
+    return found
+
+
+def written_layer(
+    rounded: Rounded, source: TensorSource, spec: ModelSpec, index: int
+) -> dict[str, torch.Tensor]:
+    """A layer in the tensors of the checkpoint that it is made from; a quantized one has the rows
+    of its product, even if they were columns."""
+    found: dict[str, torch.Tensor] = {}
+    for stored, own in stored_layer(spec, index).items():
+        if own[0][0] in rounded.matrices:
+            found |= tensors_of(
+                _joined([(rounded.matrices[name], cut) for name, cut in own]), stored
+            )
+            continue
+        values = [(rounded.folded.get(name), name, cut) for name, cut in own]
+        read = [(source.tensor(n) if v is None else v, cut) for v, n, cut in values]
+        found[stored] = _join(read)
+    return found
+
+
+def _join(own: Sequence[tuple[torch.Tensor, Cut | None]]) -> torch.Tensor:
+    cut = [(values, cut) for values, cut in own if cut is not None]
+    return join(cut) if cut else own[0][0]
+
+
+def _joined(own: Sequence[tuple[Quantized, Cut | None]]) -> Quantized:
+    rows = [None if cut is None else replace(cut, transposed=False) for _, cut in own]
+    each = zip(*(_numbers(one) for one, _ in own), strict=True)
+    return _quantized(
+        own[0][0].grid, [_join(list(zip(alike, rows, strict=True))) for alike in each]
+    )
+
+
+def _numbers(one: Quantized) -> list[torch.Tensor]:
+    """All of it, row by row."""
+    zero = [] if one.scales.zero_OG is None else [one.scales.zero_OG]
+    return [one.codes_OI, one.scales.scale_OG, *zero]
+
+
+def _quantized(grid: Grid, numbers: Sequence[torch.Tensor]) -> Quantized:
+    codes_OI, scale_OG, *zero = numbers
+    return Quantized(grid, codes_OI, Scales(scale_OG, zero[0] if zero else None))
 
 
 def write_plain(folder: Path, out: Path) -> None:
@@ -120,8 +181,12 @@ def write_plain(folder: Path, out: Path) -> None:
         found: dict[str, torch.Tensor] = {}
         if index == spec.num_layers:
             found = {name: source.tensor(name) for name in shared_tensors(spec)}
-        for name, part in layer_tensors(spec, index).items() if index < spec.num_layers else ():
-            found[name] = _matrix(source, name, grids) if part.is_packed else source.tensor(name)
+        else:
+            packed = {name: part.is_packed for name, part in layer_tensors(spec, index).items()}
+            for stored, ((name, cut), *_) in stored_layer(spec, index).items():
+                values = _matrix(source, stored, grids) if packed[name] else source.tensor(stored)
+                is_turned = packed[name] and cut is not None and cut.transposed
+                found[stored] = values.T.contiguous() if is_turned else values
         total += write_shard(out / shard_name(index, count), found, {})
         shard_of.update(dict.fromkeys(found, shard_name(index, count)))
     for path in sorted(folder.iterdir()):

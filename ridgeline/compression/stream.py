@@ -22,29 +22,26 @@ import torch
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.parts import (
     ROUTER,
-    expected_tensors,
     layer_tensors,
     optional_tensors,
     shared_tensors,
-    tensor_name,
 )
 from ridgeline.architectures.scheme_config import matrix_schemes
 from ridgeline.architectures.scheme_config import words as scheme_words
 from ridgeline.architectures.spec import ModelSpec, check_served
-from ridgeline.compression.checkpoints import FileTensors, read_layer
+from ridgeline.architectures.stored import stored_layer, stored_pattern, stored_tensors
+from ridgeline.compression.checkpoints import FileTensors, read_layer, written_layer
 from ridgeline.compression.layer import Layer, States, embed
 from ridgeline.compression.quality import Head, Quality, compare
-from ridgeline.compression.rounding import Method, Rounded, put, round_layer
+from ridgeline.compression.rounding import Method, put, round_layer
 from ridgeline.errors import ConfigError
+from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.hidden import make_norm
 from ridgeline.layers.piece import fill
 from ridgeline.loader.checkpoint import check_tensors, open_checkpoint
 from ridgeline.loader.folder import read_config
 from ridgeline.quantization.algorithms.grid import Grid
-from ridgeline.quantization.compressed_tensors import (
-    quantization_config,
-    tensors_of,
-)
+from ridgeline.quantization.compressed_tensors import quantization_config
 from ridgeline.quantization.writer import (
     INDEX_FILE,
     read_shard,
@@ -126,7 +123,7 @@ def stored_dtype(model: Path) -> torch.dtype:
     check_plain(model, spec)
     source = FileTensors(model)
     source.check_floats()
-    return source.tensor(tensor_name(spec.tensor_names, "o", 0)).dtype
+    return source.tensor(stored_pattern(spec, "o").format(layer=0)).dtype
 
 
 def check_plain(model: Path, spec: ModelSpec) -> None:
@@ -146,7 +143,7 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     check_served(spec)
     check_plain(job.model, spec)
     source = FileTensors(job.model)
-    expected, optional = expected_tensors(spec), optional_tensors(spec)
+    expected, optional = stored_tensors(spec), optional_tensors(spec)
     check_tensors(open_checkpoint(job.model), expected, job.model, optional=optional)
     source.check_floats()
     check_groups(spec, job.method.grid.group)
@@ -238,7 +235,8 @@ def _marks(model: Path) -> str:
 
 class _Run:
     def __init__(self, job: Job, spec: ModelSpec, source: FileTensors) -> None:
-        self.job, self.spec, self.source = job, spec, source
+        self.job, self.spec, self.files = job, spec, source
+        self.source = of_parameters(source, spec)
         self.count = spec.num_layers + 1
         self.shard_of: dict[str, str] = {}
         texts, width = job.texts, spec.hidden_size
@@ -307,7 +305,7 @@ class _Run:
         started = time.perf_counter()
         job, device = self.job, self.job.device
         path = job.out / shard_name(index, self.count)
-        names = list(layer_tensors(self.spec, index))
+        names = list(stored_layer(self.spec, index))
         layer = Layer(self.source, self.spec, index, max_tokens=self.max_tokens, device=device)
         if job.alone:
             self.alone.append(self._branch())
@@ -318,16 +316,15 @@ class _Run:
         if resumed:
             tensors = self._resume(layer, path, job.method_of(index))
         else:
-            tensors = self._tensors(
-                round_layer(layer, self.calibration, job.method_of(index)), names
-            )
+            rounded = round_layer(layer, self.calibration, job.method_of(index))
+            tensors = written_layer(rounded, self.source, self.spec, index)
             write_shard(path, tensors, {"layer": index})
         self.shard_of.update(dict.fromkeys(tensors, path.name))
         self.quantized.advance(layer, device)
         if self.alone:
             self.alone[-1].advance(layer, device)
         num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-        was = sum(self.source.num_bytes(name) for name in names)
+        was = sum(self.files.num_bytes(name) for name in names)
         seconds = time.perf_counter() - started
         bits, moved = job.method_of(index).grid.bits, drift(self.original, self.quantized)
         return index, bits, num_bytes, was, seconds, resumed, moved
@@ -338,23 +335,13 @@ class _Run:
         states.all_NSE.copy_(self.original.all_NSE)
         return states
 
-    def _tensors(self, rounded: Rounded, names: list[str]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for name in names:
-            if name in rounded.matrices:
-                found |= tensors_of(rounded.matrices[name], name)
-            elif name in rounded.folded:
-                found[name] = rounded.folded[name]
-            else:
-                found[name] = self.source.tensor(name)
-        return found
-
     def _resume(self, layer: Layer, path: Path, method: Method) -> dict[str, torch.Tensor]:
         """What an earlier run made of this layer; the layer and the states are as they were."""
         tensors, _ = read_shard(path)
         device = self.job.device
         moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-        put(layer, read_layer(moved, layer.parts, dict.fromkeys(layer.matrices, method.grid)))
+        grids = dict.fromkeys(layer.matrices, method.grid)
+        put(layer, read_layer(moved, self.spec, layer.index, grids))
         self.calibration.advance(layer, device)
         return tensors
 
@@ -395,7 +382,7 @@ def _finish(
         for path in sorted(job.model.glob(pattern)):
             if path.name not in ("config.json", INDEX_FILE, SETTINGS_FILE, REPORT_FILE):
                 shutil.copyfile(path, job.out / path.name)
-    ignored = ["lm_head"]
+    ignored = [spec.tensor_names["lm_head"].removesuffix(".weight")]
     for index in range(spec.num_layers):
         named = layer_tensors(spec, index).items()
         ignored += [name.removesuffix(".weight") for name, part in named if part.role == ROUTER]
@@ -410,8 +397,11 @@ def _targets(job: Job, spec: ModelSpec) -> dict[str, Grid]:
     """Which modules have which grid: all linear ones the same, or layers named one by one."""
     if job.bits is None:
         return {"Linear": job.method.grid}
-    stem = spec.tensor_names["o"].partition("{layer}")[0]
-    modules = sorted({n.removesuffix(".weight").rpartition(".")[2] for n in columns(spec)})
+    stem = stored_pattern(spec, "o").partition("{layer}")[0]
+    every = range(spec.num_layers)
+    tensors = {stored: own[0][0] for i in every for stored, own in stored_layer(spec, i).items()}
+    packed = [stored for stored, first in tensors.items() if first in columns(spec)]
+    modules = sorted({n.removesuffix(".weight").rpartition(".")[2] for n in packed})
     ending = f"[.]({'|'.join(modules)})$"  # norms and routers are no targets
     found: dict[str, Grid] = {}
     for bits in sorted(set(job.bits)):

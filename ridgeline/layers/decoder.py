@@ -27,6 +27,7 @@ from ridgeline.layers.attention import (
     AttentionStep,
     InvariantAttention,
 )
+from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward, UngatedFeedForward
@@ -239,6 +240,7 @@ class Decoder:
         `progress` gets the bytes read so far. ConfigError if a tensor has another shape than the
         spec says or is damaged, or if a tied model's file holds a different output matrix.
         """
+        source = of_parameters(source, self.spec)
         for name, shape in self._expected.items():
             if (found := tuple(source.shape(name))) != shape:
                 raise ConfigError(f"tensor {name} has shape {found} where {shape} is needed")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn import functional
 
-from ridgeline.architectures.rope_config import yarn_growth
+from ridgeline.architectures.rope_config import longrope_growth, yarn_growth
 from ridgeline.architectures.spec import RopeSpec
 from ridgeline.errors import check
 
@@ -21,10 +22,13 @@ class Rotation:
     def __init__(
         self, spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device
     ) -> None:
-        frequencies, factor = inverse_frequencies(spec, head_dim, max_model_len)
+        rotated = head_dim if spec.rotary_dim is None else spec.rotary_dim
+        frequencies, factor = inverse_frequencies(spec, rotated, max_model_len)
         positions = torch.arange(max_model_len, dtype=torch.float32)
         angles = positions[:, None] * frequencies
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        still = (0, (head_dim - rotated) // 2)  # pairs that are not rotated
+        cos = functional.pad(angles.cos() * factor, still, value=1.0)
+        sin = functional.pad(angles.sin() * factor, still)
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
         self.table_L2D = table.to(device)
 
@@ -39,12 +43,14 @@ def inverse_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """(radians per position of each pair, [D / 2]; the factor of cosines and sines).
 
-    The dynamic kind depends on the length served: all tokens of all requests are turned as in a
-    sequence of `max_model_len` tokens, so that cached keys stay valid as a request grows. Up to
-    the trained length it is the default kind.
+    The dynamic kind and longrope depend on the length served: all tokens of all requests are turned
+    as in a sequence of `max_model_len` tokens, so that cached keys stay valid as a request grows.
+    Up to the trained length dynamic is the default kind, and longrope has its short factors.
     """
     if spec.kind == "yarn":
         return _yarn(spec, head_dim)
+    if spec.kind == "longrope":
+        return _longrope(spec, head_dim, max_model_len)
     if spec.kind == "dynamic":
         return _plain(_dynamic_theta(spec, head_dim, max_model_len), head_dim), 1.0
     frequencies = _plain(spec.theta, head_dim)
@@ -81,6 +87,15 @@ def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
     mixed = (1 - mix) * slowed / spec.factor + mix * slowed
     between = ~(wavelengths < trained / high) & ~long_waves
     return torch.where(between, mixed, slowed)
+
+
+def _longrope(spec: RopeSpec, head_dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    trained = _original(spec)
+    divisors = torch.tensor(spec.long_factors if max_model_len > trained else spec.short_factors)
+    frequencies = _plain(spec.theta, head_dim) / divisors
+    if spec.attention_factor is not None:
+        return frequencies, spec.attention_factor
+    return frequencies, longrope_growth(spec.factor, trained)
 
 
 def _yarn(spec: RopeSpec, head_dim: int) -> tuple[torch.Tensor, float]:

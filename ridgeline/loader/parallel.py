@@ -55,7 +55,7 @@ def chunks_of(piece: Piece, path: Path, entry: TensorEntry, limit: int) -> Itera
         wanted[piece.dim] = target.shape[piece.dim]
         check(piece.start + wanted[piece.dim] <= shape[piece.dim], "inside", name=piece.name)
     check(tuple(target.shape) == tuple(wanted), "a piece fits", name=piece.name, got=shape)
-    if piece.dim and wanted[piece.dim] != shape[piece.dim]:
+    if (piece.dim and wanted[piece.dim] != shape[piece.dim]) or not target.is_contiguous():
         check(len(shape) == 2, "columns of a matrix", name=piece.name, got=shape)
         yield from _columns(piece, path, entry, limit)
         return

@@ -21,6 +21,7 @@ from ridgeline.compression.layer import Layer, cut
 from ridgeline.compression.rounding import METHODS, Method
 from ridgeline.compression.stream import Job, Report, Texts, quantize_model, stored_dtype
 from ridgeline.errors import ConfigError
+from ridgeline.layers.cut_source import of_parameters
 from ridgeline.quantization.algorithms.gptq import GptqSettings
 from ridgeline.quantization.algorithms.grid import Grid
 from ridgeline.quantization.writer import read_shard
@@ -34,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": tiny_config("qwen3"),
     "window": tiny_config("mistral", sliding_window=5),
     "mixtral": tiny_config("mixtral"),
+    "phi3": tiny_config("phi3", partial_rotary_factor=0.5),
     "starcoder2": tiny_config("starcoder2"),
 }
 _MODELS: dict[str, ReferenceModel] = {}
@@ -112,7 +114,8 @@ def test_the_layers_compute_what_transformers_does(name: str, tmp_path: Path) ->
     spec_ids = texts().held_out_NS
     from ridgeline.architectures import read_spec
 
-    spec, source = read_spec(CONFIGS[name]), FileTensors(folder)
+    spec = read_spec(CONFIGS[name])
+    source = of_parameters(FileTensors(folder), spec)
     states = source.tensor(spec.tensor_names["embedding"])[spec_ids]
     with torch.no_grad():
         wanted = reference(name).model(spec_ids, output_hidden_states=True).hidden_states
@@ -124,7 +127,9 @@ def test_the_layers_compute_what_transformers_does(name: str, tmp_path: Path) ->
 @pytest.mark.every_pair
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("how", METHODS)
-@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3", "mixtral", "starcoder2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "tied", "qwen2", "qwen3", "mixtral", "phi3", "starcoder2"]
+)
 def test_the_report_is_what_transformers_makes_of_the_dequantized_weights(
     name: str, how: str, symmetric: bool, tmp_path: Path
 ) -> None:
@@ -147,7 +152,7 @@ def test_the_report_is_what_transformers_makes_of_the_dequantized_weights(
     assert found.kl > 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "window", "mixtral", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "window", "mixtral", "phi3", "starcoder2"])
 def test_scales_folded_by_awq_change_nothing_by_themselves(name: str, tmp_path: Path) -> None:
     """At 8 bits what is left is rounding (which lets some tokens change their experts); a scale
     folded in wrongly would be far more."""

@@ -15,6 +15,11 @@ VOCAB = 97
 WEIGHT_STD = 0.2
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 12.0],
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -34,6 +39,7 @@ LATENT = {
 }
 # Keys that a family has under other names, or with other values.
 OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "phi3": {"head_dim": _GONE, "pad_token_id": None},
     "starcoder2": {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
 }
 

@@ -13,6 +13,7 @@ from ridgeline.layers import experts
 from tests.layers.driving import Driver, greedy, load_decoder
 from tests.layers.reference_models import (
     LLAMA3,
+    LONGROPE,
     VOCAB,
     YARN,
     ReferenceModel,
@@ -101,6 +102,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": tiny_config("deepseek_v2"),
     "deepseek_v2 straight queries": tiny_config("deepseek_v2", q_lora_rank=None, kv_lora_rank=10),
     "deepseek_v2 yarn": tiny_config("deepseek_v2", rope_scaling=YARN | MSCALE | {"mscale": 0.7}),
+    "phi3": tiny_config("phi3"),
+    "phi3 tied window": tiny_config(
+        "phi3", tie_word_embeddings=True, sliding_window=6, num_attention_heads=2, hidden_size=36
+    ),
+    "phi3 part of a head": tiny_config("phi3", partial_rotary_factor=0.75, num_key_value_heads=1),
+    "phi3 within the trained length": tiny_config(
+        "phi3",
+        partial_rotary_factor=0.75,
+        rope_scaling=LONGROPE,
+        original_max_position_embeddings=128,
+        max_position_embeddings=512,
+    ),
     "starcoder2": tiny_config("starcoder2"),
     "starcoder2 tied window": tiny_config(
         "starcoder2", tie_word_embeddings=True, sliding_window=6, num_attention_heads=6, head_dim=12
@@ -216,3 +229,13 @@ def test_window_drops_what_it_has_passed() -> None:
     rows = [driver.step({"a": ids[i : i + 10]})["a"] for i in range(0, 100, 10)]
     assert sum(block > 0 for block in driver.tables["a"][0]) <= 5
     assert worst(torch.cat(rows), reference("mistral window").logits(ids)) <= TOLERANCE
+
+
+def test_longrope_past_the_trained_length() -> None:
+    """Served to 200 tokens, every pass turns by the long factors, as Transformers does in one pass
+    of more than the trained length."""
+    name = "phi3 within the trained length"
+    ids = prompts(4, (200,))["r0"]
+    driver = drive(name, max_model_len=200)
+    got = torch.cat([driver.step({"a": ids[i : i + 64]})["a"] for i in range(0, 200, 64)])
+    assert worst(got, reference(name).logits(ids)) <= TOLERANCE

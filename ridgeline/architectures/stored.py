@@ -1,0 +1,127 @@
+"""Where in the tensors of a checkpoint are the parameters of a model? Several in one tensor, rows
+that are columns there, heads whose numbers are rotated in other pairs: all of it follows from the
+spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ridgeline.architectures.parts import expected_tensors, layer_tensors, parts, tensor_name
+from ridgeline.architectures.spec import AttentionSpec, LayerSpec, ModelSpec
+
+REORDERED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A parameter is rows of tensor `name`: `length` from `start` on of each `stride` that it has.
+    Row i of a head is then row `order[i]` of these; empty: as they are. `transposed`: what is
+    called a row is a column of the tensor."""
+
+    name: str
+    start: int
+    length: int
+    stride: int
+    order: tuple[int, ...] = ()
+    transposed: bool = False
+
+    @property
+    def is_all(self) -> bool:
+        """The tensor holds nothing else."""
+        return self.length == self.stride
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor that a parameter of this shape is cut from."""
+        found = shape[0] // self.length * self.stride, *shape[1:]
+        return found[::-1] if self.transposed else found
+
+    def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the parameter that is cut from a tensor of this shape."""
+        rows, *columns = shape[::-1] if self.transposed else shape
+        return rows // self.stride * self.length, *columns
+
+
+def cuts(spec: ModelSpec) -> dict[str, Cut]:
+    """By the name of the parameter: of those that are not a tensor as they are."""
+    found: dict[str, Cut] = {}
+    for index in range(spec.num_layers):
+        for role, cut in _layer_cuts(spec, index):
+            found[tensor_name(spec.tensor_names, role, index)] = cut
+    return found
+
+
+def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
+    layer = spec.layers[index]
+    rows = {part.role: part.shape[0] for part in parts(layer, spec.hidden_size)}
+    order = head_order(layer.attention)
+    orders = dict.fromkeys(REORDERED, order)
+    done = set()
+    for one in spec.stored:
+        own = {role: rows[role] // one.blocks for role in one.roles if role in rows}
+        start, stride = 0, sum(own.values())
+        is_transposed = one.transposed and layer.scheme_of(one.roles[0]) is None
+        for role, length in own.items():
+            name = one.name.format(layer=index)
+            yield role, Cut(name, start, length, stride, orders.get(role, ()), is_transposed)
+            start += length
+            done.add(role)
+    for role in REORDERED:
+        if order and role in rows and role not in done:
+            name = tensor_name(spec.tensor_names, role, index)
+            yield role, Cut(name, 0, rows[role], rows[role], order)
+
+
+def cut_roles(spec: ModelSpec, layer: LayerSpec) -> set[str]:
+    """Roles of a layer that are not a tensor as they are."""
+    reordered = REORDERED if head_order(layer.attention) else ()
+    return {role for one in spec.stored for role in one.roles} | set(reordered)
+
+
+def head_order(attention: AttentionSpec) -> tuple[int, ...]:
+    """The numbers of a head as kernels rotate them, number i with number i + half of the head: by
+    their places in the checkpoint. Numbers that are not rotated go to the ends of both halves,
+    where the angle is 0; queries and keys alike, so that scores are the same."""
+    rope, size = attention.rope, attention.head_dim
+    rotated = size if rope.rotary_dim is None else rope.rotary_dim
+    if attention.latent is not None or (rotated == size and not rope.interleaved):
+        return ()
+    half, middle = rotated // 2, (rotated + size) // 2
+    places = range(rotated)
+    first, second = (
+        (places[::2], places[1::2]) if rope.interleaved else (places[:half], places[half:])
+    )
+    return (*first, *range(rotated, middle), *second, *range(middle, size))
+
+
+def stored_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensor name -> shape, of every tensor that holds what the model needs."""
+    found, own = cuts(spec), dict[str, tuple[int, ...]]()
+    for name, shape in expected_tensors(spec).items():
+        cut = found.get(name)
+        own |= {name: shape} if cut is None else {cut.name: cut.whole(shape)}
+    return own
+
+
+def stored_layer(spec: ModelSpec, index: int) -> dict[str, tuple[tuple[str, Cut | None], ...]]:
+    """By the name of each tensor of a layer: the parameters that it holds, in order."""
+    named = {
+        tensor_name(spec.tensor_names, role, index): cut for role, cut in _layer_cuts(spec, index)
+    }
+    found: dict[str, tuple[tuple[str, Cut | None], ...]] = {}
+    for name in layer_tensors(spec, index):
+        cut = named.get(name)
+        stored = name if cut is None else cut.name
+        found[stored] = (*found.get(stored, ()), (name, cut))
+    return found
+
+
+def stored_pattern(spec: ModelSpec, role: str) -> str:
+    """The name of the tensor that holds this role, with {layer} to fill in; "": there is none."""
+    fused = next((one.name for one in spec.stored if role in one.roles), None)
+    return fused or spec.tensor_names.get(role, "")
+
+
+def untransposed(spec: ModelSpec) -> ModelSpec:
+    """The same with every tensor as a quantized matrix is stored."""
+    return replace(spec, stored=tuple(replace(one, transposed=False) for one in spec.stored))
