@@ -328,7 +328,7 @@ def _open(config: EngineConfig, path: Path, spec: ModelSpec) -> Checkpoint | Non
     is_empty = path.is_dir() and not any(path.iterdir())
     if config.load_format == "random" or is_empty:
         return None
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, written=spec.written)
     if spec.implementation == NATIVE:
         check_model(checkpoint, spec, path)
     return checkpoint

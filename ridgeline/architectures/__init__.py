@@ -29,6 +29,8 @@ __all__ = [
 
 # model_type of config.json -> "module:function"
 FAMILIES: dict[str, str] = {
+    "falcon": "ridgeline.architectures.falcon:read",
+    "gpt_neox": "ridgeline.architectures.gpt_neox:read",
     "llama": "ridgeline.architectures.llama:read",
     "mistral": "ridgeline.architectures.mistral:read",
     "mixtral": "ridgeline.architectures.mixtral:read",
@@ -36,6 +38,7 @@ FAMILIES: dict[str, str] = {
     "qwen2": "ridgeline.architectures.qwen2:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
     "qwen3_moe": "ridgeline.architectures.qwen3_moe:read",
+    "stablelm": "ridgeline.architectures.stablelm:read",
     "starcoder2": "ridgeline.architectures.starcoder2:read",
 }
 # Described, priced and planned for; `spec.check_served` says why they are not served.

@@ -283,6 +283,8 @@ def model_spec(
     norm_kind: NormKind = "rms",
     tied: bool = False,
     stored: tuple[Stored, ...] = (),
+    parallel_norms: int = 0,
+    written: tuple[tuple[str, str], ...] = (),
 ) -> ModelSpec:
     """`feed_forward` is that of every layer, or one for each; `norms` are those of every layer.
     `tied`: the output matrix is the embedding, unless the config says otherwise."""
@@ -293,7 +295,7 @@ def model_spec(
         vocab_size=trunk.vocab_size,
         hidden_size=trunk.hidden_size,
         layers=tuple(
-            LayerSpec(*both, norms=norms, norm_kind=norm_kind)
+            LayerSpec(*both, norms=norms, norm_kind=norm_kind, parallel_norms=parallel_norms)
             for both in zip(attention, inner, strict=True)
         ),
         norm_eps=trunk.norm_eps,
@@ -305,6 +307,7 @@ def model_spec(
         eos_token_ids=config.token_ids("eos_token_id", vocab_size=trunk.vocab_size),
         norm_kind=norm_kind,
         stored=stored,
+        written=written,
     )
 
 

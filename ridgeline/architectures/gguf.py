@@ -30,7 +30,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 # checkpoint has the halves of each head.
 INTERLEAVED = ("llama",)
 AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
-OTHER_LAYOUTS = ("phi3", "qwen3_moe", "starcoder2")  # their files are not read
+OTHER_LAYOUTS = (
+    "falcon",
+    "gpt_neox",
+    "phi3",
+    "qwen3_moe",
+    "stablelm",
+    "starcoder2",
+)  # their files are not read
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _BLOCK = "blk.{layer}."

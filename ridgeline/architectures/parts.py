@@ -79,6 +79,15 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 
 
+def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
+    """Names of the weight and of the bias of each role, by the name of its module."""
+    return {
+        f"{role}{suffix}": f"{module}.{kind}"
+        for role, module in modules.items()
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """`does` is "attention" or "feed_forward"; the norms are roles."""
@@ -138,13 +147,14 @@ class Part:
 
 
 def branches(layer: LayerSpec) -> tuple[Branch, Branch]:
-    """What the layer does, in this order."""
+    """What the layer does, in this order, or at the same time."""
     before, after = layer.norms != "after", layer.norms != "before"
+    feed_norm = "input_norm" if layer.parallel_norms == 1 else "pre_feed_forward_norm"
     first, second = (
         Branch(does, norm_in if before else None, norm_out if after else None)
         for does, norm_in, norm_out in (
             ("attention", "input_norm", "post_attention_norm"),
-            ("feed_forward", "pre_feed_forward_norm", "post_feed_forward_norm"),
+            ("feed_forward", feed_norm, "post_feed_forward_norm"),
         )
     )
     return first, second
@@ -169,7 +179,7 @@ def branch_norms(layer: LayerSpec) -> tuple[str, ...]:
     """Roles of the norms around the branches, those in front first."""
     around = branches(layer)
     roles = (*(one.norm_in for one in around), *(one.norm_out for one in around))
-    return tuple(role for role in roles if role is not None)
+    return tuple(dict.fromkeys(role for role in roles if role is not None))
 
 
 def norm_roles(kind: NormKind, role: str) -> tuple[str, ...]:

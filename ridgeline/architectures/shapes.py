@@ -176,7 +176,6 @@ SHAPES: Mapping[str, Shape] = {
         norms_all_heads=True,
         experts=Experts(size="intermediate_size"),
     ),
-    "phi3": Shape("products of several matrices as one in the checkpoint", full_every=0),
     "phimoe": Shape(
         "norms with a bias",
         qkv_bias="attention_bias",

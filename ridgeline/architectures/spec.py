@@ -150,7 +150,9 @@ class LayerSpec:
     them, "after" (what the two add is normalised), or "around", both. `schemes`: role -> how the
     checkpoint stores those matrices that somebody quantized. `unlisted`: how many numbers it has
     beside those that these fields say (below 0: fewer), such as sinks and biases of experts, in
-    families that are only planned for."""
+    families that are only planned for. `parallel_norms`: attention and feed-forward read the same
+    hidden states, through one norm that they share or through two; 0: the feed-forward reads what
+    attention has been added to."""
 
     attention: AttentionSpec
     feed_forward: DenseSpec | ExpertsSpec
@@ -158,6 +160,7 @@ class LayerSpec:
     schemes: tuple[tuple[str, Scheme], ...] = ()
     unlisted: int = 0
     norm_kind: NormKind = "rms"
+    parallel_norms: int = 0
 
     def scheme_of(self, role: str) -> Scheme | None:
         """None: as numbers."""
@@ -183,6 +186,7 @@ class ModelSpec:
     `unserved` says what the numbers of this family need and this version does not compute.
     `scheme`: as that of a layer, of the matrices of the vocabulary. `norm_kind`: of the last norm.
     `stored`: which parameters are parts of larger tensors; their names are ours alone then.
+    `written`: how names begin in some files, and how they do here.
     `implementation`: whose code computes the layers; with TRANSFORMERS nothing here names a
     checkpoint's tensors."""
 
@@ -201,6 +205,7 @@ class ModelSpec:
     schemes: tuple[tuple[str, Scheme], ...] = ()
     norm_kind: NormKind = "rms"
     stored: tuple[Stored, ...] = ()
+    written: tuple[tuple[str, str], ...] = ()
     implementation: str = NATIVE
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ridgeline.architectures.config_reader import ConfigReader
 from ridgeline.architectures.family import Defaults, dense, model_spec, one_window, read_trunk
-from ridgeline.architectures.parts import LLAMA_NAMES
+from ridgeline.architectures.parts import LLAMA_NAMES, with_biases
 from ridgeline.architectures.spec import ModelSpec
 
 DEFAULTS = Defaults(
@@ -15,15 +15,8 @@ DEFAULTS = Defaults(
     max_positions=4096,
     num_kv_heads=2,
 )
-_OWN = {"up": "c_fc", "down": "c_proj"}
-NAMES = {
-    **LLAMA_NAMES,
-    **{
-        f"{role}{suffix}": f"model.layers.{{layer}}.mlp.{name}.{kind}"
-        for role, name in _OWN.items()
-        for suffix, kind in (("", "weight"), ("_bias", "bias"))
-    },
-}
+_STEM = "model.layers.{layer}.mlp."
+NAMES = {**LLAMA_NAMES, **with_biases({"up": f"{_STEM}c_fc", "down": f"{_STEM}c_proj"})}
 
 
 def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:

@@ -217,6 +217,9 @@ def facts(spec: ModelSpec) -> dict[str, str]:
 def _order_words(layer: LayerSpec) -> str:
     """What the layer does, one after the other."""
     words: list[str] = []
+    if layer.parallel_norms:
+        norm = "one norm" if layer.parallel_norms == 1 else "a norm each"
+        return f"{norm}, attention and feed-forward side by side, add"
     for one in branches(layer):
         steps = (one.norm_in and "norm", one.does.replace("_", "-"), one.norm_out and "norm", "add")
         words += [step for step in steps if step]

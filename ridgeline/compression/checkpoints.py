@@ -49,8 +49,8 @@ class FileTensors:
     """The tensors of a model folder, each read from its file when it is asked for: nothing is
     mapped, so a limit on the address space is a limit on what this takes."""
 
-    def __init__(self, folder: Path) -> None:
-        self._entries = find_tensors(folder)
+    def __init__(self, folder: Path, written: Sequence[tuple[str, str]] = ()) -> None:
+        self._entries = find_tensors(folder, written)
 
     def names(self) -> list[str]:
         return list(self._entries)

@@ -132,7 +132,10 @@ class Layer:
         if product in ("experts_gate_up", "shared_gate_up"):
             return None  # all experts and their router share one norm
         if product in ("qkv", "gate_up"):
-            around = branches(self.spec.layers[self.index])
+            layer = self.spec.layers[self.index]
+            if layer.parallel_norms == 1:
+                return None  # both products share it
+            around = branches(layer)
             norm = around[product == "gate_up"].norm_in
             return None if norm is None else self.name(norm)
         inner = self.spec.layers[self.index].feed_forward
@@ -140,6 +143,10 @@ class Layer:
             return None  # what the activation made
         role = "v" if product == "attention_out" else "up"
         return next(name for name in before if self.parts[name].role in (role, f"shared_{role}"))
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.spec.layers[self.index].parallel_norms > 0
 
     def name(self, role: str) -> str:
         """The checkpoint's name of a parameter that is no expert's."""

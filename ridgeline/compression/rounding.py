@@ -77,9 +77,11 @@ def _by_stages(layer: Layer, states: States, method: Method) -> Rounded:
     stages: dict[str, list[Input]] = {}
     for one in layer.inputs:
         stages.setdefault(one.product, []).append(one)
-    halves = groupby(stages.values(), key=lambda stage: stage[0].is_of_attention)
+    halves = groupby(
+        stages.values(), key=lambda stage: not layer.is_parallel and stage[0].is_of_attention
+    )
     for is_of_attention, own in halves:
-        half = layer.attend if is_of_attention else layer.feed
+        half = layer if layer.is_parallel else layer.attend if is_of_attention else layer.feed
         for stage in own:
             seen = watched(half, states, layer, stage)
             for name, statistics in ((n, seen[one.names]) for one in stage for n in one.names):

@@ -121,7 +121,7 @@ def stored_dtype(model: Path) -> torch.dtype:
     """Of the checkpoint's matrices; scales are stored in it. ConfigError if it is no float."""
     spec = read_spec(read_config(model))
     check_plain(model, spec)
-    source = FileTensors(model)
+    source = FileTensors(model, spec.written)
     source.check_floats()
     return source.tensor(stored_pattern(spec, "o").format(layer=0)).dtype
 
@@ -142,9 +142,11 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     spec = read_spec(config)
     check_served(spec)
     check_plain(job.model, spec)
-    source = FileTensors(job.model)
+    source = FileTensors(job.model, spec.written)
     expected, optional = stored_tensors(spec), optional_tensors(spec)
-    check_tensors(open_checkpoint(job.model), expected, job.model, optional=optional)
+    check_tensors(
+        open_checkpoint(job.model, written=spec.written), expected, job.model, optional=optional
+    )
     source.check_floats()
     check_groups(spec, job.method.grid.group)
     _prepare(job, config)

@@ -179,8 +179,8 @@ class _Space:
         tokens. The sum so far and its norm are what waits outside of a product."""
         return max(
             max(
-                self._attention(layer, tokens, each),
-                self._feed_forward(layer, tokens),
+                self._attention(layer, tokens, each) + self._beside(layer, tokens),
+                self._feed_forward(layer, tokens) + self._beside(layer, tokens),
                 self._normed(layer, tokens),
             )
             for layer in dict.fromkeys(self.spec.layers)
@@ -195,6 +195,10 @@ class _Space:
         queries = attention.num_heads * attention.head_dim
         product = max(queries, inner.intermediate_size) // self.ranks
         return tokens * (3 * self.spec.hidden_size + product) * self.size
+
+    def _beside(self, layer: LayerSpec, tokens: int) -> int:
+        """What a parallel layer keeps beside its branches: the states that both read."""
+        return layer.parallel_norms * tokens * self.spec.hidden_size * self.size
 
     def _attention(self, layer: LayerSpec, tokens: int, each: int) -> int:
         attention = layer.attention

@@ -31,7 +31,7 @@ from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward, UngatedFeedForward
-from ridgeline.layers.hidden import Hidden, RMSNorm, make_norm
+from ridgeline.layers.hidden import Beside, Hidden, RMSNorm, make_norm
 from ridgeline.layers.latent_attention import LatentAttention
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import Piece, RandomSource, TensorSource, Vector, arriving
@@ -95,6 +95,26 @@ class DecoderLayer:
         yield from self.feed_forward.parts()
 
 
+class ParallelLayer(DecoderLayer):
+    """Attention and feed-forward read the same hidden states, and both are added."""
+
+    def __call__(
+        self,
+        hidden: Hidden,
+        step: AttentionStep,
+        layer_kv: LayerKV,
+        logits_indices: LogitsIndices | None = None,
+    ) -> None:
+        norm, fed_norm = self._attention_norms[0], self._feed_forward_norms[0]
+        attended_TE = hidden.normed(norm)
+        fed_TE = attended_TE if fed_norm is norm else hidden.normed(fed_norm)
+        both = Beside(hidden.sum_TE, attended_TE, fed_TE)
+        self.attention(both, None, step, layer_kv, logits_indices)
+        if len(both.sum_TE):
+            self.feed_forward(both, None)
+        hidden.sum_TE, hidden.partial_TE = both.sum_TE, both.partial_TE
+
+
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
     """Builds one rank's share of any layer of a model, with nothing loaded."""
@@ -127,7 +147,8 @@ class LayerMaker:
         attention = self._attention(layer.attention, name, linear)
         norms = {role: self.norm(layer.norm_kind, role, name) for role in branch_norms(layer)}
         feed_forward = self._feed_forward(layer.feed_forward, name, linear)
-        return DecoderLayer(attention, feed_forward, norms, branches(layer))
+        kind = ParallelLayer if layer.parallel_norms else DecoderLayer
+        return kind(attention, feed_forward, norms, branches(layer))
 
     def _attention(
         self, attention: AttentionSpec, name: Callable[..., str], linear: Callable[..., Linear]

@@ -71,6 +71,28 @@ class Hidden:
         return self.sum_TE
 
 
+class Beside(Hidden):
+    """Hidden states to which attention and feed-forward add what they make of the same states,
+    normed already; attention asks for its own first."""
+
+    __slots__ = ("_attended_TE", "_fed_TE")
+
+    def __init__(
+        self, sum_TE: torch.Tensor, attended_TE: torch.Tensor, fed_TE: torch.Tensor
+    ) -> None:
+        super().__init__(sum_TE)
+        self._attended_TE: torch.Tensor | None = attended_TE
+        self._fed_TE = fed_TE
+
+    def normed(self, norm: RMSNorm | None) -> torch.Tensor:
+        asked_TE, self._attended_TE = self._attended_TE, None
+        return self._fed_TE if asked_TE is None else asked_TE
+
+    def keep(self, logits_indices_R: torch.Tensor) -> None:
+        super().keep(logits_indices_R)
+        self._fed_TE = self._fed_TE.index_select(0, logits_indices_R)
+
+
 class RMSNorm:
     fuses = True  # products take it as what they do to their input
 

@@ -6,6 +6,7 @@ tokenizer does not load torch: other names resolve on first use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,9 @@ def read_generation_config(path: Path) -> dict[str, object]:
     return {} if is_gguf(path) else folder.read_generation_config(path)
 
 
-def open_checkpoint(path: Path, *, finite_only: bool = True) -> Checkpoint:
+def open_checkpoint(
+    path: Path, *, finite_only: bool = True, written: Sequence[tuple[str, str]] = ()
+) -> Checkpoint:
     """The weights of a model folder or a GGUF file, after a check of every header.
 
     Takes milliseconds and no memory for the weights themselves. ConfigError names file and reason.
@@ -76,4 +79,4 @@ def open_checkpoint(path: Path, *, finite_only: bool = True) -> Checkpoint:
         return open_gguf(path, finite_only=finite_only)
     from ridgeline.loader import checkpoint
 
-    return checkpoint.open_checkpoint(path, finite_only=finite_only)
+    return checkpoint.open_checkpoint(path, finite_only=finite_only, written=written)

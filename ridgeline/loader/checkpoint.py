@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -164,12 +164,14 @@ class Checkpoint:
         return tensor
 
 
-def open_checkpoint(folder: Path, *, finite_only: bool = True) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, *, finite_only: bool = True, written: Sequence[tuple[str, str]] = ()
+) -> Checkpoint:
     """The weights of a model folder, one file or many, after a check of every header.
 
     Takes milliseconds and no memory for the weights themselves. ConfigError names file and reason.
     """
-    return Checkpoint(find_tensors(folder), finite_only=finite_only)
+    return Checkpoint(find_tensors(folder, written), finite_only=finite_only)
 
 
 def check_finite(name: str, tensor: torch.Tensor, path: Path | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ridgeline.architectures.config_reader import MAX_TENSORS
@@ -22,8 +22,18 @@ MAX_NAME = 255  # characters; file systems take no more bytes
 Located = tuple[Path, TensorEntry]
 
 
-def find_tensors(folder: Path) -> dict[str, Located]:
-    """Every tensor of a model folder and the file that holds it, all headers checked."""
+def find_tensors(folder: Path, written: Sequence[tuple[str, str]] = ()) -> dict[str, Located]:
+    """Every tensor of a model folder and the file that holds it, all headers checked. `written`:
+    see ModelSpec."""
+    return {_renamed(name, written): where for name, where in _find(folder).items()}
+
+
+def _renamed(name: str, written: Sequence[tuple[str, str]]) -> str:
+    found = next((pair for pair in written if name.startswith(pair[0])), None)
+    return name if found is None else found[1] + name.removeprefix(found[0])
+
+
+def _find(folder: Path) -> dict[str, Located]:
     check_folder(folder)
     if os.path.lexists(folder / SINGLE_FILE):
         path = _inside(folder, SINGLE_FILE)

@@ -31,11 +31,13 @@ def rope(**changes: Any) -> RopeSpec:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes(family: str) -> None:
     own = {"head_dim": 16, "tie_word_embeddings": False}
-    spec = read_spec(config(family, bos_token_id=1, eos_token_id=[2, 3], **own))
+    falcon = {"new_decoder_architecture": True, "num_kv_heads": 2}
+    spec = read_spec(config(family, bos_token_id=1, eos_token_id=[2, 3], **own, **falcon))
+    kv_heads = 4 if family == "gpt_neox" else 2
     attention = spec.layers[0].attention
     assert spec.family == family
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (97, 64, 3)
-    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 16)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, kv_heads, 16)
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 3))
     assert (spec.norm_eps, spec.dtype, spec.tie_embeddings) == (1e-5, "float32", False)
 

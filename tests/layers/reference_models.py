@@ -39,6 +39,16 @@ LATENT = {
 }
 # Keys that a family has under other names, or with other values.
 OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "falcon": {"head_dim": _GONE, "num_key_value_heads": _GONE, "intermediate_size": _GONE},
+    "gpt_neox": {
+        "head_dim": _GONE,
+        "num_key_value_heads": _GONE,
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "rotary_emb_base": 5000.0,
+        "rope_theta": _GONE,
+    },
+    "stablelm": {"head_dim": _GONE, "layer_norm_eps": 1e-5},
     "phi3": {"head_dim": _GONE, "pad_token_id": None},
     "starcoder2": {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
 }

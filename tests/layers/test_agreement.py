@@ -102,6 +102,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": tiny_config("deepseek_v2"),
     "deepseek_v2 straight queries": tiny_config("deepseek_v2", q_lora_rank=None, kv_lora_rank=10),
     "deepseek_v2 yarn": tiny_config("deepseek_v2", rope_scaling=YARN | MSCALE | {"mscale": 0.7}),
+    "falcon": tiny_config("falcon"),
+    "falcon groups": tiny_config(
+        "falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True, ffn_hidden_size=72
+    ),
+    "falcon one norm, tied": tiny_config(
+        "falcon",
+        new_decoder_architecture=True,
+        num_kv_heads=3,
+        num_attention_heads=6,
+        hidden_size=72,
+        num_ln_in_parallel_attn=1,
+        tie_word_embeddings=True,
+    ),
+    "falcon all heads, one after the other": tiny_config(
+        "falcon", multi_query=False, parallel_attn=False
+    ),
+    "gpt_neox": tiny_config("gpt_neox", rotary_pct=0.25),
+    "gpt_neox one after the other": tiny_config(
+        "gpt_neox", use_parallel_residual=False, rotary_pct=1.0, attention_bias=False
+    ),
+    "gpt_neox odd heads, tied": tiny_config(
+        "gpt_neox",
+        num_attention_heads=3,
+        hidden_size=60,
+        rotary_pct=0.5,
+        tie_word_embeddings=True,
+        hidden_act="gelu_new",
+    ),
+    "stablelm": tiny_config("stablelm"),
+    "stablelm side by side": tiny_config(
+        "stablelm", use_parallel_residual=True, use_qkv_bias=True, tie_word_embeddings=True
+    ),
+    "stablelm whole heads": tiny_config(
+        "stablelm", partial_rotary_factor=1.0, num_attention_heads=6, hidden_size=72
+    ),
     "phi3": tiny_config("phi3"),
     "phi3 tied window": tiny_config(
         "phi3", tie_word_embeddings=True, sliding_window=6, num_attention_heads=2, hidden_size=36

@@ -32,7 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": tiny_config("mixtral"),
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3", head_dim=32),
+    "falcon": tiny_config("falcon", new_decoder_architecture=True, num_kv_heads=4, bias=True),
+    "gpt_neox": tiny_config("gpt_neox"),
     "phi3": tiny_config("phi3"),
+    "stablelm": tiny_config("stablelm", use_parallel_residual=True),
     "starcoder2": tiny_config("starcoder2"),
 }
 # Llama-3.1-8B: 8.03 billion parameters, as its model card says.
@@ -81,9 +84,13 @@ def test_each_rank_holds_the_share_that_the_description_says(name: str, ranks: i
         assert {key: held[key] for key in said} == said
 
 
+# In names of matrices of layers.
+PACKED = ("_proj", ".w1", ".w2", ".w3", ".c_fc", "attention.", "dense_")
+
+
 def is_packed(name: str) -> bool:
     own = name.removesuffix(".weight")
-    return name.endswith("weight") and any(part in own for part in ("_proj", ".w", ".c_fc"))
+    return name.endswith("weight") and any(part in own for part in PACKED)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])

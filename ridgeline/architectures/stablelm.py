@@ -1,0 +1,34 @@
+"""What is a StableLM? A Llama with layer norms, of whose heads a quarter rotates; attention and
+feed-forward may be side by side."""
+
+from __future__ import annotations
+
+from ridgeline.architectures.config_reader import ConfigReader
+from ridgeline.architectures.family import Defaults, dense, model_spec, read_trunk
+from ridgeline.architectures.parts import LLAMA_NAMES
+from ridgeline.architectures.spec import ModelSpec
+
+DEFAULTS = Defaults(
+    rope_theta=10_000.0,
+    norm_eps=1e-5,
+    norm_key="layer_norm_eps",
+    max_positions=4096,
+    num_kv_heads=32,
+    rotated_share=0.25,
+)
+
+
+def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
+    config.refuse("qk_layernorm", False)
+    trunk = read_trunk(config, DEFAULTS, max_model_len)
+    attention = trunk.attention(qkv_bias=config.flag("use_qkv_bias", default=False))
+    return model_spec(
+        config,
+        trunk,
+        family="stablelm",
+        attention=(attention,) * trunk.num_layers,
+        feed_forward=dense(config),
+        tensor_names=LLAMA_NAMES,
+        norm_kind="layer and bias",
+        parallel_norms=1 if config.flag("use_parallel_residual", default=False) else 0,
+    )
