@@ -30,10 +30,15 @@ __all__ = [
 # model_type of config.json -> "module:function"
 FAMILIES: dict[str, str] = {
     "falcon": "ridgeline.architectures.falcon:read",
+    "gemma": "ridgeline.architectures.gemma:read",
+    "gemma2": "ridgeline.architectures.gemma2:read",
+    "gemma3": "ridgeline.architectures.gemma3:read_multimodal",
+    "gemma3_text": "ridgeline.architectures.gemma3:read",
     "gpt_neox": "ridgeline.architectures.gpt_neox:read",
     "llama": "ridgeline.architectures.llama:read",
     "mistral": "ridgeline.architectures.mistral:read",
     "mixtral": "ridgeline.architectures.mixtral:read",
+    "olmo2": "ridgeline.architectures.olmo2:read",
     "phi3": "ridgeline.architectures.phi3:read",
     "qwen2": "ridgeline.architectures.qwen2:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
@@ -47,10 +52,8 @@ PLANNED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2"), "ridgeline.architectures.deepseek_v3:read"
     ),
-    "gemma3": "ridgeline.architectures.gemma3:read_multimodal",
-    "gemma3_text": "ridgeline.architectures.gemma3:read",
 }
-CAUSAL = "ForCausalLM"  # in the name of a class that generates text
+CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # in names of classes that generate text
 
 
 def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None) -> ModelSpec:
@@ -96,10 +99,10 @@ def _check_class(reader: ConfigReader, model_type: str) -> None:
     named = reader.values.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
         raise reader.fail("architectures", "must be a list of names of classes")
-    if named and not any(CAUSAL in one for one in named):
+    if named and not any(mark in one for one in named for mark in CAUSAL):
         raise reader.fail(
             "architectures",
-            f"names {named[0][:60]!r}, which does not generate text ({CAUSAL} is not in its name); "
-            f"if the weights are those of a {model_type}, take the entry out: model_type alone says"
-            " how a model is read",
+            f"names {named[0][:60]!r}, which does not generate text ({CAUSAL[0]} is not in its"
+            f" name); if the weights are those of a {model_type}, take the entry out: model_type"
+            " alone says how a model is read",
         )

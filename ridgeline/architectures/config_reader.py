@@ -30,6 +30,15 @@ class ConfigReader:
         """The error for `key`, to be raised by the caller."""
         return ConfigError(f"{self.source}: {self.path}{key[:80]} {reason}")
 
+    def without(self, *keys: str) -> ConfigReader:
+        """The same object, as if it had none of these."""
+        left = {key: value for key, value in self.values.items() if key not in keys}
+        return ConfigReader(left, self.path, self.source)
+
+    def with_defaults(self, **values: object) -> ConfigReader:
+        """The same object, with these where it says nothing."""
+        return ConfigReader({**values, **self.values}, self.path, self.source)
+
     def has(self, key: str) -> bool:
         """The key is there and not null."""
         return self.values.get(key) is not None

@@ -159,19 +159,34 @@ def _refuse_foreign(config: ConfigReader) -> None:
     config.refuse("use_bidirectional_attention", False)
 
 
-def activation(config: ConfigReader, default: str = "silu") -> str:
-    name = config.text("hidden_act", default=default)
+def activation(config: ConfigReader, default: str = "silu", key: str = "hidden_act") -> str:
+    name = config.text(key, default=default)
     if name not in ACTIVATIONS:
-        raise config.fail("hidden_act", f"is {name[:60]!r}; supported are {', '.join(ACTIVATIONS)}")
+        raise config.fail(key, f"is {name[:60]!r}; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def dense(
-    config: ConfigReader, *, bias: bool = False, gated: bool = True, default: str = "silu"
+    config: ConfigReader,
+    *,
+    bias: bool = False,
+    gated: bool = True,
+    default: str = "silu",
+    key: str = "hidden_act",
 ) -> DenseSpec:
-    """`default`: the activation of the family."""
+    """`default`: the activation of the family where `key` does not say it."""
     size = config.integer("intermediate_size")
-    return DenseSpec(size, activation(config, default), bias, gated)
+    return DenseSpec(size, activation(config, default, key), bias, gated)
+
+
+def layer_types(config: ConfigReader, num_layers: int, *, full_every: int) -> tuple[str, ...]:
+    """`layer_types` when given, else each layer of that number sees everything, and the others look
+    back on a window."""
+    kinds = config.texts("layer_types", length=num_layers)
+    for kind in kinds or ():
+        if kind not in LAYER_TYPES:
+            raise config.fail("layer_types", f"has {kind[:60]!r}; supported are {LAYER_TYPES}")
+    return kinds or tuple(LAYER_TYPES[index % full_every > 0] for index in range(1, num_layers + 1))
 
 
 def routed(

@@ -30,14 +30,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 # checkpoint has the halves of each head.
 INTERLEAVED = ("llama",)
 AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
-OTHER_LAYOUTS = (
+OTHER_LAYOUTS = (  # their files are not read
     "falcon",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
     "gpt_neox",
     "phi3",
     "qwen3_moe",
     "stablelm",
     "starcoder2",
-)  # their files are not read
+)
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _BLOCK = "blk.{layer}."

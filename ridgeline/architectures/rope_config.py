@@ -15,6 +15,7 @@ from ridgeline.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 SHARE = "partial_rotary_factor"
+POSITION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def read_rope(
@@ -72,6 +73,26 @@ def _read(
     if kind == "longrope":
         return _longrope(scaling, theta, original, max_positions, head_dim // 2)
     return _yarn(scaling, theta, original, max_positions)
+
+
+def read_two_ropes(
+    config: ConfigReader, *, head_dim: int, thetas: tuple[float, float], max_positions: int
+) -> tuple[RopeSpec, RopeSpec]:
+    """Of layers that see everything and of those that look back on a window, where they differ.
+    Newer files have one section for each; the keys of older ones speak of the former alone."""
+    newer = config.section("rope_parameters") or ConfigReader({}, config.path, config.source)
+    sections = [newer.section(kind) for kind in ("full_attention", "sliding_attention")]
+    if newer.values and not any(sections):
+        raise config.fail("rope_parameters", "must have a section for each of the layer types")
+    older = {key: config.values[key] for key in POSITION_KEYS[:2] if config.has(key)}
+    found = []
+    for section, theta, keys in zip(sections, thetas, (older, {}), strict=True):
+        said = {"rope_parameters": section.values} if section else keys
+        one = ConfigReader(said, config.path, config.source)
+        found.append(
+            read_rope(one, head_dim=head_dim, default_theta=theta, max_positions=max_positions)
+        )
+    return found[0], found[1]
 
 
 def _kind(scaling: ConfigReader) -> str:

@@ -19,7 +19,7 @@ from ridgeline.architectures.family import (
     model_spec,
     read_trunk,
 )
-from ridgeline.architectures.gemma3 import NAMES as GEMMA_NAMES
+from ridgeline.architectures.gemma2 import NAMES as GEMMA_NAMES
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -133,14 +133,6 @@ SHAPES: Mapping[str, Shape] = {
     "dots1": Shape("sigmoid scores of experts", qk_norm=True, experts=DEEPSEEK_MIXTURE),
     "ernie4_5": Shape("rotation of neighbouring numbers", qkv_bias="use_bias", out_bias="use_bias"),
     "ernie4_5_moe": Shape("rotation of neighbouring numbers", tied=True, experts=ERNIE_MIXTURE),
-    "gemma": Shape("norms that add one to their weight", tied=True, head_dim=256),
-    "gemma2": Shape(
-        "norms that add one to their weight, soft caps",
-        norms="around",
-        tied=True,
-        head_dim=256,
-        full_every=2,
-    ),
     "glm": HALF_ROTATED,
     "glm4": replace(HALF_ROTATED, norms="around"),
     "glm4_moe": replace(HALF_ROTATED, qk_norm="use_qk_norm", experts=DEEPSEEK_MIXTURE),
@@ -168,7 +160,6 @@ SHAPES: Mapping[str, Shape] = {
         norms_all_heads=True,
         experts=replace(MIXTURE, scoring="sigmoid", score_bias=True),
     ),
-    "olmo2": NORMS_AFTER,
     "olmo3": replace(NORMS_AFTER, full_every=4),
     "olmoe": Shape(
         READER,

@@ -88,6 +88,7 @@ class AttentionSpec:
     qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
     norms_all_heads: bool = False  # `qk_norm` is over all heads of a token together
     scale: float | None = None  # None: head_dim ** -0.5
+    scores_cap: float | None = None  # scores become cap * tanh(score / cap), after `scale`
     latent: LatentSpec | None = None
     cache_layer: int | None = None
 
@@ -188,7 +189,12 @@ class ModelSpec:
     `stored`: which parameters are parts of larger tensors; their names are ours alone then.
     `written`: how names begin in some files, and how they do here.
     `implementation`: whose code computes the layers; with TRANSFORMERS nothing here names a
-    checkpoint's tensors."""
+    checkpoint's tensors.
+
+    `norm_offset` is added to what the checkpoint has as weights of norms. Rows of the embedding are
+    multiplied by `embedding_scale`, what a branch adds by `residual_scale`, logits by
+    `logits_scale`; then they become cap * tanh(logit / cap), where there is a `logits_cap`.
+    `left_out`: how tensors of the checkpoint begin that are of other parts, which see images."""
 
     family: str
     vocab_size: int
@@ -207,10 +213,22 @@ class ModelSpec:
     stored: tuple[Stored, ...] = ()
     written: tuple[tuple[str, str], ...] = ()
     implementation: str = NATIVE
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def states_eps(self) -> float:
+        """Of norms that read hidden states, which are held divided by `residual_scale`: with this
+        eps a norm does not notice."""
+        return self.norm_eps / self.residual_scale**2
 
 
 # ------------------------------------------------------------------------ can it be served?

@@ -31,6 +31,7 @@ class Supports:
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int | None = None
     windows: bool = True
+    scores_caps: bool = False  # AttentionSpec.scores_cap
     head_dims: tuple[int, ...] | None = None  # None: any up to the largest
     kv_formats: tuple[str, ...] | None = None  # None: any, through `gather`
     latent: bool = False  # it serves latent attention, and no other
@@ -65,6 +66,8 @@ class Supports:
             return f"serves head sizes {sizes}, not {spec.head_dim}"
         if spec.window is not None and not self.windows:
             return "does not serve sliding windows"
+        if spec.scores_cap is not None and not self.scores_caps:
+            return "does not serve soft caps of scores"
         return self.lacks(device)
 
     def lacks(self, device: torch.device) -> str | None:

@@ -22,7 +22,11 @@ class ReferencePlan:
 
 class ReferenceAttention(AttentionBackend):
     name = "reference"
-    supports = Supports(("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16))
+    supports = Supports(
+        ("cpu", "cuda", "meta"),
+        (torch.float32, torch.bfloat16, torch.float16),
+        scores_caps=True,
+    )
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> ReferencePlan:
         return ReferencePlan(layout, group, window)
@@ -46,6 +50,7 @@ class ReferenceAttention(AttentionBackend):
                 num_kv_heads=spec.num_kv_heads,
                 scale=softmax_scale(spec),
                 window=plan.window,
+                scores_cap=spec.scores_cap,
                 out_THD=out_THD[start:stop],
             )
         return out_THD

@@ -25,7 +25,6 @@ from ridgeline.kvcache import KVCache, LayerKV
 from ridgeline.layers.attention import AttentionStep
 from ridgeline.layers.decoder import LayerMaker
 from ridgeline.layers.hidden import Hidden
-from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import TensorSource, fill
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
@@ -94,8 +93,10 @@ class Layer:
         self.spec, self.index, self.device = spec, index, device
         self.parts: Mapping[str, Part] = layer_tensors(spec, index)
         self._alone = replace(spec, layers=(spec.layers[index],))
-        # Torch's own attention: float32 on every device, and no step is captured here.
-        self._backend = choose_backend("sdpa", self._alone, torch.float32, device)
+        # Float32 on every device, and no step is captured here.
+        is_capped = spec.layers[index].attention.scores_cap is not None
+        backend = "reference" if is_capped else "sdpa"
+        self._backend = choose_backend(backend, self._alone, torch.float32, device)
         self._weights = WatchedWeights()
         maker = LayerMaker(spec, self._weights, self._backend, torch.float32, device, Placement())
         self._layer = maker.layer(index)
@@ -107,8 +108,11 @@ class Layer:
             for piece in part.pieces():
                 fill(piece, source)
                 self.tensors[piece.name] = piece.target
-            if isinstance(part, Linear):
-                part.finish()
+            part.finish()
+
+    def offset_of(self, name: str) -> float:
+        """What the layer computes with is this more than what the checkpoint stores."""
+        return self.spec.norm_offset if self.parts[name].role.endswith("_norm") else 0.0
 
     @property
     def matrices(self) -> list[str]:
@@ -235,12 +239,14 @@ class States:
             part_BSE.copy_(change(part_BSE.to(device)))
 
 
-def embed(states: States, windows_NS: torch.Tensor, embedding_VE: torch.Tensor) -> None:
-    """Fill the states with rows of the embedding, of any float dtype."""
+def embed(
+    states: States, windows_NS: torch.Tensor, embedding_VE: torch.Tensor, scale: float
+) -> None:
+    """Fill the states with rows of the embedding, of any float dtype, times `scale`."""
     done = 0
     for part_BSE in states.parts():
         ids_BS = windows_NS[done : done + len(part_BSE)]
-        part_BSE.copy_(rows_of(embedding_VE, ids_BS))
+        part_BSE.copy_(rows_of(embedding_VE, ids_BS).mul_(scale))
         done += len(part_BSE)
 
 

@@ -35,10 +35,11 @@ class Quality:
 @dataclass(frozen=True, slots=True)
 class Head:
     """What makes logits of the last states: the last norm, in float32, and the output matrix
-    [V, E] of any float dtype."""
+    [V, E] of any float dtype; `cap` as in ModelSpec."""
 
     norm: RMSNorm
     matrix_VE: torch.Tensor
+    cap: float | None = None
 
     def log_probabilities(self, states_RE: torch.Tensor) -> torch.Tensor:
         """[R, V] float32"""
@@ -46,7 +47,10 @@ class Head:
         rows = range(0, len(self.matrix_VE), VOCABULARY_ROWS)
         parts_VE = (self.matrix_VE[begin : begin + VOCABULARY_ROWS] for begin in rows)
         pieces = [normed_RE @ part_VE.float().T for part_VE in parts_VE]
-        return torch.log_softmax(torch.cat(pieces, -1), -1)
+        logits_RV = torch.cat(pieces, -1)
+        if self.cap is not None:
+            logits_RV.div_(self.cap).tanh_().mul_(self.cap)
+        return torch.log_softmax(logits_RV, -1)
 
 
 def compare(

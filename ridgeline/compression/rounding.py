@@ -67,7 +67,7 @@ def put(layer: Layer, rounded: Rounded) -> None:
     for name, one in rounded.matrices.items():
         layer.tensors[name].copy_(one.dequantize())
     for name, parameter in rounded.folded.items():
-        layer.tensors[name].copy_(parameter)
+        layer.tensors[name].copy_(parameter.float() + layer.offset_of(name))
 
 
 def _by_stages(layer: Layer, states: States, method: Method) -> Rounded:
@@ -163,11 +163,12 @@ def _fold(
         return scale_I
     made_by = layer.tensors[one.made_by]
     if made_by.dim() == 1:
-        norm_E = made_by.clone()
-        divided_E = (norm_E / scale_I).to(scheme)
+        norm_E, offset = made_by.clone(), layer.offset_of(one.made_by)
+        stored_E = (norm_E / scale_I - offset).to(scheme)
+        divided_E = stored_E.float() + offset
         holds_E = torch.isfinite(divided_E) & (divided_E != 0)
-        folded[one.made_by] = torch.where(holds_E, divided_E, norm_E.to(scheme))
-        made_by.copy_(folded[one.made_by])
+        folded[one.made_by] = torch.where(holds_E, stored_E, (norm_E - offset).to(scheme))
+        made_by.copy_(folded[one.made_by].float() + offset)
         kept_E = torch.where(holds_E, norm_E / made_by, torch.ones_like(norm_E))
         _fold_bias(layer, one.made_by, kept_E, scheme, folded)
         return kept_E

@@ -36,7 +36,7 @@ from ridgeline.compression.quality import Head, Quality, compare
 from ridgeline.compression.rounding import Method, put, round_layer
 from ridgeline.errors import ConfigError
 from ridgeline.layers.cut_source import of_parameters
-from ridgeline.layers.hidden import make_norm
+from ridgeline.layers.decoder import embedding_scale, last_norm
 from ridgeline.layers.piece import fill
 from ridgeline.loader.checkpoint import check_tensors, open_checkpoint
 from ridgeline.loader.folder import read_config
@@ -142,11 +142,14 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     spec = read_spec(config)
     check_served(spec)
     check_plain(job.model, spec)
-    source = FileTensors(job.model, spec.written)
-    expected, optional = stored_tensors(spec), optional_tensors(spec)
-    check_tensors(
-        open_checkpoint(job.model, written=spec.written), expected, job.model, optional=optional
+    source, checkpoint = (
+        FileTensors(job.model, spec.written),
+        open_checkpoint(job.model, written=spec.written),
     )
+    expected, optional = stored_tensors(spec), optional_tensors(spec)
+    left_out = (name for name in checkpoint.names() if name.startswith(spec.left_out))
+    optional |= {name: checkpoint.shape(name) for name in left_out}
+    check_tensors(checkpoint, expected, job.model, optional=optional)
     source.check_floats()
     check_groups(spec, job.method.grid.group)
     _prepare(job, config)
@@ -258,7 +261,7 @@ class _Run:
 
     def _states(self, windows_NS: torch.Tensor, embedding_VE: torch.Tensor) -> States:
         states = self._empty(windows_NS)
-        embed(states, windows_NS, embedding_VE)
+        embed(states, windows_NS, embedding_VE, embedding_scale(self.spec, torch.float32))
         return states
 
     def _empty(self, windows_NS: torch.Tensor) -> States:
@@ -349,19 +352,12 @@ class _Run:
 
     def _head(self) -> Head:
         spec, names = self.spec, self.spec.tensor_names
-        norm = make_norm(
-            spec.norm_kind,
-            "norm",
-            names.__getitem__,
-            spec.hidden_size,
-            spec.norm_eps,
-            torch.float32,
-            self.job.device,
-        )
+        norm = last_norm(spec, torch.float32, self.job.device)
         for piece in norm.pieces():
             fill(piece, self.source)
+        norm.finish()
         matrix = names["embedding" if spec.tie_embeddings else "lm_head"]
-        return Head(norm, self.source.tensor(matrix))
+        return Head(norm, self.source.tensor(matrix), spec.logits_cap)
 
 
 def drift(original: States, quantized: States) -> float:

@@ -28,17 +28,19 @@ def paged_attention_reference(
     scale: float,
     window: int | None,
     out_THD: torch.Tensor,
+    scores_cap: float | None = None,
 ) -> None:
     """Attention of the last T of `seq_len` tokens over all before them, written to `out_THD`.
 
     `window` tokens back, the query's own included, are visible; None: all. Accumulates in float32.
+    `scores_cap`: see AttentionSpec.
     """
     num_new = q_THD.shape[0]
     for start in range(0, num_new, QUERY_TILE):
         stop = min(start + QUERY_TILE, num_new)
         first = seq_len - num_new + start  # position of the tile's first query
         out_THD[start:stop] = _query_tile(
-            q_THD[start:stop], gather, first, num_kv_heads, scale, window
+            q_THD[start:stop], gather, first, num_kv_heads, scale, window, scores_cap
         )
 
 
@@ -49,6 +51,7 @@ def _query_tile(
     num_kv_heads: int,
     scale: float,
     window: int | None,
+    scores_cap: float | None,
 ) -> torch.Tensor:
     rows, num_heads, head_dim = q_THD.shape
     share = num_heads // num_kv_heads
@@ -66,6 +69,8 @@ def _query_tile(
         key_stop = min(key_start + KEY_TILE, first + rows)
         k_KDn, v_KnD = _keys_and_values(gather(key_start, key_stop))
         scores = torch.bmm(q_KRD, k_KDn)
+        if scores_cap is not None:
+            scores.div_(scores_cap).tanh_().mul_(scores_cap)
         hidden = _hidden(first, rows, key_start, key_stop, window, scores.device)
         if hidden is not None:
             scores.masked_fill_(hidden.repeat(share, 1), -torch.inf)

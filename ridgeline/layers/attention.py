@@ -107,7 +107,8 @@ class AttentionBranch(ABC):
 
 
 class Attention(AttentionBranch):
-    """`name(role)` is the checkpoint name of a tensor of this layer."""
+    """`name(role)` is the checkpoint name of a tensor of this layer, and `norm` makes one of a name
+    and a size."""
 
     num_states = 1  # side by side, that queries, keys and values are made of
 
@@ -115,12 +116,10 @@ class Attention(AttentionBranch):
         self,
         spec: AttentionSpec,
         hidden_size: int,
-        norm_eps: float,
+        norm: Callable[[str, int], RMSNorm],
         name: Callable[[str], str],
         linear: Callable[..., Linear],
         backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
         placement: Placement,
     ) -> None:
         kv_heads = placement.shard_heads(spec.num_kv_heads)
@@ -148,8 +147,8 @@ class Attention(AttentionBranch):
         self.kv_size = kv_heads.length * head_dim
         if spec.qk_norm:
             sizes = (self.q_size, self.kv_size) if spec.norms_all_heads else (head_dim, head_dim)
-            self.q_norm = RMSNorm(name("q_norm"), sizes[0], norm_eps, dtype, device)
-            self.k_norm = RMSNorm(name("k_norm"), sizes[1], norm_eps, dtype, device)
+            self.q_norm = norm(name("q_norm"), sizes[0])
+            self.k_norm = norm(name("k_norm"), sizes[1])
         if spec.norms_all_heads and placement.size > 1:
             raise ConfigError(
                 f"this model norms the queries of all heads together, which {placement.size} ranks"

@@ -128,8 +128,11 @@ class LayerMaker:
     deterministic: bool = False
 
     def norm(self, kind: NormKind, role: str, name: Callable[[str], str]) -> RMSNorm:
-        width, eps = self.spec.hidden_size, self.spec.norm_eps
-        return make_norm(kind, role, name, width, eps, self.dtype, self.device)
+        """Around a branch; those in front of it read the hidden states."""
+        spec = self.spec
+        eps = spec.norm_eps if role.startswith("post_") else spec.states_eps
+        made = spec.hidden_size, eps, self.dtype, self.device
+        return make_norm(kind, role, name, *made, offset=spec.norm_offset)
 
     def layer(self, index: int) -> DecoderLayer:
         spec, layer = self.spec, self.spec.layers[index]
@@ -153,14 +156,21 @@ class LayerMaker:
     def _attention(
         self, attention: AttentionSpec, name: Callable[..., str], linear: Callable[..., Linear]
     ) -> AttentionBranch:
-        made = self.backend, self.dtype, self.device, self.placement
-        width = self.spec.hidden_size
+        width, backend, placement = self.spec.hidden_size, self.backend, self.placement
         if attention.latent is not None:
             numbers = UnpackedWeights.beside(self.weight_format)
             unpacked = partial(linear, weight_format=numbers)
+            made = backend, self.dtype, self.device, placement
             return LatentAttention(attention, width, name, linear, unpacked, *made)
         kind = InvariantAttention if self.deterministic else Attention
-        return kind(attention, width, self.spec.norm_eps, name, linear, *made)
+        norm = partial(
+            RMSNorm,
+            eps=self.spec.norm_eps,
+            dtype=self.dtype,
+            device=self.device,
+            offset=self.spec.norm_offset,
+        )
+        return kind(attention, width, norm, name, linear, backend, placement)
 
     def _feed_forward(
         self,
@@ -230,6 +240,8 @@ class Decoder:
                 weight_format.name, deterministic=deterministic
             ),
             held_rows=vocabulary_rows(self.num_token_ids, weight_format.name, placement.size),
+            scale=embedding_scale(spec, dtype),
+            cap=spec.logits_cap,
         )
         self.embedding = self._matrix(names["embedding"])
         self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
@@ -237,7 +249,7 @@ class Decoder:
             spec, weight_format, attention, dtype, device, placement, deterministic=deterministic
         )
         self.layers = [maker.layer(index) for index in range(spec.num_layers)]
-        self.norm = maker.norm(spec.norm_kind, "norm", names.__getitem__)
+        self.norm = last_norm(spec, dtype, device)
         ropes = [(layer.attention.rope, layer.attention.rotated_dim) for layer in spec.layers]
         kinds = list(dict.fromkeys(ropes))
         self.rotations = [Rotation(*kind, max_model_len, device) for kind in kinds]
@@ -273,8 +285,7 @@ class Decoder:
                     wanted.discard(piece.name)
                     if progress is not None:
                         progress(done)
-                if isinstance(part, Linear | VocabularyMatrix):
-                    part.finish()
+                part.finish()
         check(self.placement.size > 1 or not wanted, "every tensor was read", left=sorted(wanted))
         self._check_tied(source)
 
@@ -414,6 +425,19 @@ class Decoder:
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """Final norm and output matrix: [R, E] rows of `forward` -> [R, V] float32."""
         return self.lm_head.logits(self.norm(hidden_RE))
+
+
+def last_norm(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    """In front of the output matrix; what scales logits scales its weight."""
+    made = spec.hidden_size, spec.states_eps, dtype, device
+    name, scales = spec.tensor_names.__getitem__, (spec.norm_offset, spec.logits_scale)
+    return make_norm(spec.norm_kind, "norm", name, *made, offset=scales[0], scale=scales[1])
+
+
+def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """What rows of the embedding are multiplied by: the model's scale in its own dtype, and as
+    hidden states are held, see `ModelSpec.states_eps`."""
+    return torch.tensor(spec.embedding_scale, dtype=dtype).item() / spec.residual_scale
 
 
 def _pieces_of(rows: Shard) -> Iterator[Shard]:

@@ -17,7 +17,8 @@ from ridgeline.quantization import WeightFormat
 
 class VocabularyMatrix:
     """This rank's rows of a [V, E] matrix, zeros behind the end, so that all ranks hold alike.
-    `held_rows`: how many there are with these, `counts.vocabulary_rows`."""
+    `held_rows`: how many there are with these, `counts.vocabulary_rows`. `scale` multiplies what is
+    looked up, and logits stay between -`cap` and `cap`, see ModelSpec."""
 
     def __init__(
         self,
@@ -30,7 +31,10 @@ class VocabularyMatrix:
         *,
         vocabulary_format: WeightFormat,
         held_rows: int,
+        scale: float = 1.0,
+        cap: float | None = None,
     ) -> None:
+        self._scale, self._cap = scale, cap
         self.name = name
         self.format = vocabulary_format
         self.dtype = dtype
@@ -72,16 +76,23 @@ class VocabularyMatrix:
 
     def logits_into(self, hidden: Hidden, norm: RMSNorm, out_TV: torch.Tensor) -> torch.Tensor:
         """Of the normed states, [T, V] into `out_TV` (float32). One rank alone."""
-        return self.format.linear_into(hidden.normed(norm), self.parameters, out_TV)
+        return self._capped(self.format.linear_into(hidden.normed(norm), self.parameters, out_TV))
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """[R, E] -> [R, V] float32, on every rank."""
         shape = len(hidden_RE), -(-self.vocab_size // self.placement.size)
         mine = hidden_RE.new_empty(shape, dtype=torch.float32)
-        self.format.linear_into(hidden_RE.contiguous(), self.parameters, mine)
+        self._capped(self.format.linear_into(hidden_RE.contiguous(), self.parameters, mine))
         if self.placement.size == 1:
             return mine
         return torch.cat(self.placement.all_gather(mine), dim=-1)[:, : self.vocab_size]
 
     def _rows_of(self, local_T: torch.Tensor) -> torch.Tensor:
-        return self.format.rows(self.parameters, local_T, self.dtype)
+        rows_TE = self.format.rows(self.parameters, local_T, self.dtype)
+        return rows_TE if self._scale == 1.0 else rows_TE.mul_(self._scale)
+
+    def _capped(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        if self._cap is None:
+            return logits_TV
+        return logits_TV.div_(self._cap).tanh_().mul_(self._cap)

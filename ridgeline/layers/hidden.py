@@ -94,14 +94,29 @@ class Beside(Hidden):
 
 
 class RMSNorm:
+    """`offset` is added to the weight that was read, and `scale` multiplies the sum."""
+
     fuses = True  # products take it as what they do to their input
 
     def __init__(
-        self, name: str, size: int, eps: float, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        offset: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         self.weight_E = torch.empty(size, dtype=dtype, device=device)
         self.eps = eps
         self.name = name
+        self._offset, self._scale = offset, scale
+
+    def finish(self) -> None:
+        """Called once, when the weight is in place."""
+        self.weight_E.add_(self._offset).mul_(self._scale)
 
     @property
     def as_input(self) -> InputNorm:
@@ -146,10 +161,18 @@ class LayerNorm(RMSNorm):
         dtype: torch.dtype,
         device: torch.device,
         bias: str | None = None,
+        *,
+        offset: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
-        super().__init__(name, size, eps, dtype, device)
+        super().__init__(name, size, eps, dtype, device, offset=offset, scale=scale)
         self.bias_name = bias
         self.bias_E = None if bias is None else torch.empty_like(self.weight_E)
+
+    def finish(self) -> None:
+        super().finish()
+        if self.bias_E is not None:
+            self.bias_E.mul_(self._scale)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(x, self.weight_E.shape, self.weight_E, self.bias_E, self.eps)
@@ -184,9 +207,12 @@ def make_norm(
     eps: float,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    offset: float = 0.0,
+    scale: float = 1.0,
 ) -> RMSNorm:
     """`name(role)` is the checkpoint name of a parameter."""
     if kind == "rms":
-        return RMSNorm(name(role), size, eps, dtype, device)
+        return RMSNorm(name(role), size, eps, dtype, device, offset=offset, scale=scale)
     bias = name(f"{role}_bias") if kind == "layer and bias" else None
-    return LayerNorm(name(role), size, eps, dtype, device, bias)
+    return LayerNorm(name(role), size, eps, dtype, device, bias, offset=offset, scale=scale)

@@ -81,6 +81,9 @@ class Vector:
         """Be as the vector that kept this."""
         self.values.copy_(kept["values"])
 
+    def finish(self) -> None:
+        """Nothing is left to do when the numbers are in place."""
+
     def pieces(self) -> list[Piece]:
         return [Piece(self.name, self.values)]
 

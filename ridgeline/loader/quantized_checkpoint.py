@@ -87,7 +87,8 @@ def _check_quantized(checkpoint: Checkpoint, spec: ModelSpec, folder: Path) -> N
         for raw in tensors_of(matrix.scheme):
             if raw.is_any and (name := raw_name(matrix.name, raw)) in names:
                 optional[name] = checkpoint.shape(name)
-    optional |= {name: checkpoint.shape(name) for name in mtp_tensors(spec, names)}
+    others = [*mtp_tensors(spec, names), *(n for n in names if n.startswith(spec.left_out))]
+    optional |= {name: checkpoint.shape(name) for name in others}
     check_tensors(checkpoint, expected, folder, optional=optional)
     for matrix in matrices:
         for raw in tensors_of(matrix.scheme):

@@ -52,18 +52,17 @@ class HeadLayer(Generic[A]):
         self._linear = partial(
             Linear, weight_format=weight_format, dtype=dtype, device=device, placement=place
         )
+        self._norm = partial(RMSNorm, eps=spec.norm_eps, dtype=dtype, device=device)
         layer = spec.layers[0]
         if not isinstance(layer.feed_forward, DenseSpec):
             raise InternalError("a draft head with experts")
         self.attention: A = attention_type(
             layer.attention,
             spec.hidden_size,
-            spec.norm_eps,
+            self._norm,
             names.__getitem__,
             self._linear,
             attention,
-            dtype,
-            device,
             place,
         )
         self.feed_forward = FeedForward(
@@ -75,8 +74,7 @@ class HeadLayer(Generic[A]):
 
     def norm(self, role: str) -> RMSNorm:
         """Of the hidden size."""
-        spec = self.spec
-        return RMSNorm(self.names[role], spec.hidden_size, spec.norm_eps, self.dtype, self.device)
+        return self._norm(self.names[role], self.spec.hidden_size)
 
     def linear(self, role: str, inputs: int) -> Linear:
         """From `inputs` numbers to a hidden state."""
@@ -110,5 +108,4 @@ def load_parts(
         for _ in arrived:
             pass
     for part in parts:
-        if isinstance(part, Linear | VocabularyMatrix):
-            part.finish()
+        part.finish()

@@ -19,4 +19,7 @@ def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
     }
-    return base | OF_FAMILY.get(model_type, {}) | changes
+    base = base | OF_FAMILY.get(model_type, {}) | changes
+    if model_type == "gemma3":
+        return {"model_type": model_type, "text_config": base}
+    return base

@@ -23,6 +23,7 @@ from ridgeline.compression.rounding import METHODS, Method
 from ridgeline.compression.stream import Job, Report, Texts, quantize_model, stored_dtype
 from ridgeline.errors import ConfigError
 from ridgeline.layers.cut_source import of_parameters
+from ridgeline.layers.decoder import embedding_scale
 from ridgeline.quantization.algorithms.gptq import GptqSettings
 from ridgeline.quantization.algorithms.grid import Grid
 from ridgeline.quantization.writer import read_shard
@@ -41,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stablelm": tiny_config("stablelm", use_parallel_residual=True, use_qkv_bias=True),
     "phi3": tiny_config("phi3", partial_rotary_factor=0.5),
     "starcoder2": tiny_config("starcoder2"),
+    "gemma2": tiny_config("gemma2", tie_word_embeddings=True, sliding_window=5),
 }
 _MODELS: dict[str, ReferenceModel] = {}
 
@@ -118,7 +120,8 @@ def test_the_layers_compute_what_transformers_does(name: str, tmp_path: Path) ->
     spec_ids = texts().held_out_NS
     spec = read_spec(CONFIGS[name])
     source = of_parameters(FileTensors(folder), spec)
-    states = source.tensor(spec.tensor_names["embedding"])[spec_ids]
+    scale = embedding_scale(spec, torch.float32)
+    states = source.tensor(spec.tensor_names["embedding"])[spec_ids] * scale
     with torch.no_grad():
         wanted = reference(name).model(spec_ids, output_hidden_states=True).hidden_states
     for index in range(spec.num_layers - 1):

@@ -116,7 +116,7 @@ class ReferenceModel:
         noise = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for name, weight in self.model.named_parameters():
-                around = 1.0 if "norm" in name else 0.0
+                around = 1.0 if "norm" in name and "gemma" not in model_type else 0.0
                 weight.copy_(around + WEIGHT_STD * torch.randn(weight.shape, generator=noise))
 
     @property
