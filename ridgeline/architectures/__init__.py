@@ -41,6 +41,7 @@ FAMILIES: dict[str, str] = {
     "olmo2": "ridgeline.architectures.olmo2:read",
     "phi3": "ridgeline.architectures.phi3:read",
     "qwen2": "ridgeline.architectures.qwen2:read",
+    "qwen2_moe": "ridgeline.architectures.qwen2_moe:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
     "qwen3_moe": "ridgeline.architectures.qwen3_moe:read",
     "stablelm": "ridgeline.architectures.stablelm:read",

@@ -38,6 +38,7 @@ OTHER_LAYOUTS = (  # their files are not read
     "gemma3_text",
     "gpt_neox",
     "phi3",
+    "qwen2_moe",
     "qwen3_moe",
     "stablelm",
     "starcoder2",

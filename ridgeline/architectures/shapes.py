@@ -91,7 +91,6 @@ SMALL: Mapping[str, Callable[[int, AttentionSpec, FeedForwardSpec], int]] = {
     "one norm a layer": lambda width, attention, inner: -width,
     "biases of norms": lambda width, attention, inner: 2 * width,
     "attention sinks": lambda width, attention, inner: attention.num_heads,
-    "a gate of the shared experts": lambda width, attention, inner: width,
 }
 MIXTURE = Experts("num_local_experts", size="intermediate_size")
 DEEPSEEK_MIXTURE = Experts(
@@ -109,7 +108,6 @@ LLAMA_4_MIXTURE = Experts(
     dense_size="intermediate_size_mlp",
     scoring="sigmoid",
 )
-QWEN_2_MIXTURE = Experts(shared="shared_expert_intermediate_size")
 ERNIE_MIXTURE = Experts(
     "moe_num_experts",
     active="moe_k",
@@ -174,12 +172,6 @@ SHAPES: Mapping[str, Shape] = {
         full_every=0,
         experts=MIXTURE,
         small=("biases of norms",),
-    ),
-    "qwen2_moe": Shape(
-        "a gate of the shared experts",
-        qkv_bias=True,
-        experts=QWEN_2_MIXTURE,
-        small=("a gate of the shared experts",),
     ),
     "seed_oss": Shape(READER, qkv_bias="attention_bias", out_bias="attention_out_bias"),
     "smollm3": Shape("layers without positions", tied=True),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-OF_FAMILY: dict[str, dict[str, Any]] = {"qwen3_moe": {"moe_intermediate_size": 32}}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+}
 
 
 def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:

@@ -76,8 +76,9 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     }
     if model_type == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen2_moe", "qwen3_moe"):
         config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        config |= {"shared_expert_intermediate_size": 40} if model_type == "qwen2_moe" else {}
     if model_type == "mistral":
         config["sliding_window"] = None
     if model_type.startswith("deepseek"):
@@ -153,7 +154,7 @@ class ReferenceModel:
 # model type -> its name of a layer's part with experts, and of the matrices of one
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj")),
 }
 
 

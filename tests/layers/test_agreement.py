@@ -88,6 +88,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "qwen2_moe": tiny_config("qwen2_moe"),
+    "qwen2_moe mixed": tiny_config(
+        "qwen2_moe", norm_topk_prob=True, mlp_only_layers=[1], qkv_bias=False, num_attention_heads=6
+    ),
+    "qwen2_moe window": tiny_config("qwen2_moe", **QWEN_WINDOW | {"max_window_layers": 2}),
     "qwen3_moe": tiny_config("qwen3_moe"),
     "qwen3_moe mixed": tiny_config(
         "qwen3_moe",
