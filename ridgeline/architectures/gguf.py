@@ -37,6 +37,7 @@ OTHER_LAYOUTS = (  # their files are not read
     "gemma3",
     "gemma3_text",
     "gpt_neox",
+    "gpt_oss",
     "phi3",
     "qwen2_moe",
     "qwen3_moe",

@@ -14,6 +14,7 @@ Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
   norm_bias, input_norm_bias, ...   [E], of norms that have one
   q, k, v, o                        [H*D, E], [K*D, E], [K*D, E], [E, H*D]
   q_bias, k_bias, v_bias, o_bias    [rows of the matrix]
+  sinks                             [H]
   q_norm, k_norm                    [D] each head alone, or [H*D] and [K*D] all heads together
   gate, up, down                    [F, E], [F, E], [E, F]; with {expert} for experts; no gate
                                     where the feed-forward is not gated
@@ -31,7 +32,7 @@ Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -113,16 +114,13 @@ class Part:
     split: str = ""
     units: int = 1
     copies: int = 1
+    is_experts: bool = False
 
     @property
     def is_packed(self) -> bool:
         """A weight format stores it; norms, biases, routers and what makes keys and values of a
         latent vector stay in the serving dtype."""
         return self.product not in ("", ROUTER, LATENT_UP)
-
-    @property
-    def is_experts(self) -> bool:
-        return self.product.startswith("experts_")
 
     @property
     def feeds_attention(self) -> bool:
@@ -213,6 +211,8 @@ def _attention(spec: AttentionSpec, width: int) -> Iterator[Part]:
         yield Part(role, (rows, width), "qkv", "rows", num)
         if spec.qkv_bias:
             yield Part(f"{role}_bias", (rows,), split="rows", units=num)
+    if spec.sinks:
+        yield Part("sinks", (spec.num_heads,), split="rows", units=spec.num_heads)
     queries = spec.num_heads * spec.head_dim
     yield Part("o", (width, queries), "attention_out", "columns", spec.num_heads)
     if spec.out_bias:
@@ -249,12 +249,12 @@ def _split_of_rows(part: Part) -> str:
     return "rows" if part.split == "rows" else ""
 
 
-def _gated(size: int, width: int, prefix: str = "", role: str = "", copies: int = 1) -> list[Part]:
+def _gated(size: int, width: int, prefix: str = "", role: str = "") -> list[Part]:
     up, down = f"{prefix}gate_up", f"{prefix}down"
     return [
-        Part(f"{role}gate", (size, width), up, "rows", size, copies),
-        Part(f"{role}up", (size, width), up, "rows", size, copies),
-        Part(f"{role}down", (width, size), down, "columns", size, copies),
+        Part(f"{role}gate", (size, width), up, "rows", size),
+        Part(f"{role}up", (size, width), up, "rows", size),
+        Part(f"{role}down", (width, size), down, "columns", size),
     ]
 
 
@@ -268,7 +268,12 @@ def _experts(spec: ExpertsSpec, width: int) -> Iterator[Part]:
         yield Part("score_bias", (spec.num_experts,))
     if spec.shared_size:
         yield from _gated(spec.shared_size, width, "shared_", "shared_")
-    yield from _gated(spec.intermediate_size, width, "experts_", copies=spec.num_experts)
+    for one in _gated(spec.intermediate_size, width, "experts_"):
+        part = replace(one, copies=spec.num_experts, is_experts=True)
+        yield part
+        if spec.bias:
+            rows, split = part.shape[:1], _split_of_rows(part)
+            yield replace(part, role=f"{part.role}_bias", shape=rows, product="", split=split)
 
 
 # ------------------------------------------------------------------------ names in a checkpoint

@@ -78,19 +78,10 @@ class Shape:
     small: tuple[str, ...] = ()
 
 
-def _biases_of_experts(width: int, attention: AttentionSpec, inner: FeedForwardSpec) -> int:
-    """Of each expert's three matrices and of the router."""
-    if isinstance(inner, DenseSpec):
-        return 0
-    return inner.num_experts * (2 * inner.intermediate_size + width + 1)
-
-
 # Numbers of a layer that its record has no field for.
 SMALL: Mapping[str, Callable[[int, AttentionSpec, FeedForwardSpec], int]] = {
-    "biases of experts": _biases_of_experts,
     "one norm a layer": lambda width, attention, inner: -width,
     "biases of norms": lambda width, attention, inner: 2 * width,
-    "attention sinks": lambda width, attention, inner: attention.num_heads,
 }
 MIXTURE = Experts("num_local_experts", size="intermediate_size")
 DEEPSEEK_MIXTURE = Experts(
@@ -134,15 +125,6 @@ SHAPES: Mapping[str, Shape] = {
     "glm": HALF_ROTATED,
     "glm4": replace(HALF_ROTATED, norms="around"),
     "glm4_moe": replace(HALF_ROTATED, qk_norm="use_qk_norm", experts=DEEPSEEK_MIXTURE),
-    "gpt_oss": Shape(
-        "attention sinks, biases of experts",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        head_dim=64,
-        full_every=2,
-        experts=MIXTURE,
-        small=("attention sinks", "biases of experts"),
-    ),
     "granite": Shape("scaled embeddings, residuals and logits"),
     "granitemoe": Shape("scaled embeddings, residuals and logits", experts=MIXTURE),
     "internlm3": Shape(READER, qkv_bias="qkv_bias"),

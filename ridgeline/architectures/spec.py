@@ -89,6 +89,7 @@ class AttentionSpec:
     norms_all_heads: bool = False  # `qk_norm` is over all heads of a token together
     scale: float | None = None  # None: head_dim ** -0.5
     scores_cap: float | None = None  # scores become cap * tanh(score / cap), after `scale`
+    sinks: bool = False  # a learned number per head takes part in each softmax, as a key would
     latent: LatentSpec | None = None
     cache_layer: int | None = None
 
@@ -110,8 +111,8 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """`num_active` of `num_experts` gated feed-forwards, and a weight for each, as
-    `layers/routing.py` chooses them by these rules:
+    """`num_active` of `num_experts` gated feed-forwards (`bias`: of all three matrices), and a
+    weight for each, as `layers/routing.py` chooses them by these rules:
 
     Scores are a softmax over all experts, or each expert's own sigmoid; `renormalize` makes those
     of the chosen sum to one, and `weight_scale` multiplies them. `router_bias` is added to the
@@ -133,6 +134,7 @@ class ExpertsSpec:
     score_bias: bool = False
     shared_gate: bool = False
     router_bias: bool = False
+    bias: bool = False
     num_groups: int = 1
     num_active_groups: int = 1
     group_best: int = 1

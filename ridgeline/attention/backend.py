@@ -35,6 +35,7 @@ class Supports:
     head_dims: tuple[int, ...] | None = None  # None: any up to the largest
     kv_formats: tuple[str, ...] | None = None  # None: any, through `gather`
     latent: bool = False  # it serves latent attention, and no other
+    sinks: bool = False
 
     def why_not(
         self,
@@ -68,6 +69,8 @@ class Supports:
             return "does not serve sliding windows"
         if spec.scores_cap is not None and not self.scores_caps:
             return "does not serve soft caps of scores"
+        if spec.sinks and not self.sinks:
+            return "does not serve attention sinks"
         return self.lacks(device)
 
     def lacks(self, device: torch.device) -> str | None:
@@ -156,6 +159,18 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """`attend` over cached latent vectors, of which `up` makes keys and values: [T, H, V]."""
         raise InternalError(f"attention backend {self.name} does not serve latent attention")
+
+    def attend_with_sinks(
+        self,
+        q_THD: torch.Tensor,
+        sinks_H: torch.Tensor,
+        layer_kv: LayerKV,
+        plan: Any,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """`attend`, where each softmax has one more score, that of the head in `sinks_H` (float32),
+        whose value is zero."""
+        raise InternalError(f"attention backend {self.name} does not serve attention sinks")
 
     # -------------------------------------------------------------------- captured steps
 

@@ -26,13 +26,19 @@ class ReferenceAttention(AttentionBackend):
         ("cpu", "cuda", "meta"),
         (torch.float32, torch.bfloat16, torch.float16),
         scores_caps=True,
+        sinks=True,
     )
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> ReferencePlan:
         return ReferencePlan(layout, group, window)
 
     def attend(
-        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: ReferencePlan, spec: AttentionSpec
+        self,
+        q_THD: torch.Tensor,
+        layer_kv: LayerKV,
+        plan: ReferencePlan,
+        spec: AttentionSpec,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout = plan.layout
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -52,5 +58,16 @@ class ReferenceAttention(AttentionBackend):
                 window=plan.window,
                 scores_cap=spec.scores_cap,
                 out_THD=out_THD[start:stop],
+                sinks_H=sinks_H,
             )
         return out_THD
+
+    def attend_with_sinks(
+        self,
+        q_THD: torch.Tensor,
+        sinks_H: torch.Tensor,
+        layer_kv: LayerKV,
+        plan: ReferencePlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        return self.attend(q_THD, layer_kv, plan, spec, sinks_H)

@@ -33,6 +33,7 @@ LONG_PIECE = 1024  # tokens from which cuDNN's kernel is worth a plan of its own
 # are filled up to few lengths; nothing real looks at what is behind its end.
 PIECE_STEP = 512
 CUDNN_CAPABILITY = (8, 0)  # older GPUs have no such kernel
+SINK_COLUMNS = 8  # of queries and keys; one would do, and kernels of GPUs read rows of 16 bytes
 BIAS_ALIGNMENT = 16  # keys; torch copies a bias of another width at every call on a GPU
 
 
@@ -95,7 +96,9 @@ class SdpaPlan:
 
 class SdpaAttention(AttentionBackend):
     name = "sdpa"
-    supports = Supports(("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16))
+    supports = Supports(
+        ("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16), sinks=True
+    )
 
     def __init__(self) -> None:
         # Not for lengths as they come; see PIECE_STEP.
@@ -133,6 +136,33 @@ class SdpaAttention(AttentionBackend):
             return _attend_short(q_THD, layer_kv, plan.short[0], softmax_scale(spec))
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         self.attend_rows(q_THD, layer_kv, plan, spec, out_THD)
+        return out_THD
+
+    def attend_with_sinks(
+        self,
+        q_THD: torch.Tensor,
+        sinks_H: torch.Tensor,
+        layer_kv: LayerKV,
+        plan: SdpaPlan,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """A sink is one more key: queries have a further column, the score that is wanted of it,
+        where that key has a one and all others zeros."""
+        scale = softmax_scale(spec)
+        sinks_HD = functional.pad((sinks_H / scale)[:, None], (0, SINK_COLUMNS - 1))
+        sinks_THD = sinks_HD.to(q_THD.dtype).expand(len(q_THD), -1, -1)
+        q_THD = torch.cat((q_THD, sinks_THD), -1)
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.head_dim)
+        for tile in plan.short:
+            rows = slice(None) if tile.rows_T is None else tile.rows_T
+            kv = layer_kv.gather(tile.slots)
+            split = kv.view(tile.num_requests, tile.length, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
+            seen = tile.hidden and Bias(functional.pad(tile.hidden.hidden, (1, 0)))
+            own = replace(tile, length=tile.length + 1, hidden=seen)
+            out_THD[rows] = attend_tile(q_THD[rows], *_behind_sink(*split), own, scale)
+        for piece in plan.long:
+            kv_n2KD = layer_kv.gather(piece.slots)[: piece.num_keys]
+            _attend_behind_sink(q_THD, kv_n2KD.permute(1, 2, 0, 3), piece, plan, scale, out_THD)
         return out_THD
 
     def attend_last(
@@ -393,6 +423,43 @@ def attend_piece(
             v_GKnV[:, :, key_start:key_stop],
             attn_mask=bias,
             scale=scale,
+        )
+
+
+def _behind_sink(k_KnD: torch.Tensor, v_KnD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with those of a sink in front, the keys with its columns."""
+    k_KnD = functional.pad(k_KnD, (0, SINK_COLUMNS, 1, 0))
+    k_KnD[..., 0, -SINK_COLUMNS] = 1.0
+    return k_KnD, functional.pad(v_KnD, (0, 0, 1, 0))
+
+
+def _attend_behind_sink(
+    q_THD: torch.Tensor,
+    kv_2KnD: torch.Tensor,
+    piece: LongPiece,
+    plan: SdpaPlan,
+    scale: float,
+    out_THD: torch.Tensor,
+) -> None:
+    """Writes the rows of a piece; `q_THD` has the columns of sinks."""
+    num_new, own_THD = piece.stop - piece.start, q_THD[piece.start : piece.stop]
+    query_T = torch.arange(piece.num_keys - num_new, piece.num_keys, device=q_THD.device)
+    key_n = torch.arange(piece.num_keys, device=q_THD.device)
+    for start, stop, key_start, key_stop in _tiles(num_new, piece.num_keys, plan.window):
+        hidden = key_n[key_start:key_stop] > query_T[start:stop, None]
+        if plan.window is not None:
+            hidden |= key_n[key_start:key_stop] <= query_T[start:stop, None] - plan.window
+        tile = ShortTile(
+            rows_T=None,
+            num_requests=1,
+            num_new=stop - start,
+            length=key_stop - key_start + 1,
+            slots=piece.slots,
+            hidden=Bias(functional.pad(hidden, (1, 0))[None, None]),
+        )
+        keys = kv_2KnD[:, None, :, key_start:key_stop]
+        out_THD[piece.start + start : piece.start + stop] = attend_tile(
+            own_THD[start:stop], *_behind_sink(*keys), tile, scale
         )
 
 

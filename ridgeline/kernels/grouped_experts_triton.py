@@ -308,6 +308,15 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.clamp(up, -7.0, 7.0) + 1.0)
+    else:
+        return _activated(gate, ACTIVATION) * up
+
+
+@triton.jit
 def _wide(w, dtype: tl.constexpr):
     """Codes as numbers of the dtype of x."""
     if w.dtype == tl.float8e4nv:  # straight to bfloat16 goes through the slow unit for conversions
@@ -497,7 +506,7 @@ def _product(
         if BIAS:
             bias = tl.load(bias_ptr + first + outputs + n_read)
             up_total = _by_row(up_total, bias, TALL_X, False)
-        total = _activated(total, ACTIVATION) * up_total
+        total = _gated(total, up_total, ACTIVATION)
         y_row = m
     else:
         factor = tl.load(router_ptr + pair).to(tl.float32)
@@ -608,7 +617,7 @@ def _gate_up_row(
                     INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS, UNROLL)  # fmt: skip
     gate, up = tl.split(tl.reshape(found, (BLOCK_N, 2)))
     n = at_n + tl.arange(0, BLOCK_N)
-    out = _activated(gate, ACTIVATION) * up
+    out = _gated(gate, up, ACTIVATION)
     tl.store(y_ptr + pair * outputs + n, out.to(y_ptr.dtype.element_ty), n < outputs)
 
 

@@ -29,8 +29,10 @@ def paged_attention_reference(
     window: int | None,
     out_THD: torch.Tensor,
     scores_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> None:
     """Attention of the last T of `seq_len` tokens over all before them, written to `out_THD`.
+    `sinks_H`: a further score of each head, whose value is zero.
 
     `window` tokens back, the query's own included, are visible; None: all. Accumulates in float32.
     `scores_cap`: see AttentionSpec.
@@ -40,7 +42,7 @@ def paged_attention_reference(
         stop = min(start + QUERY_TILE, num_new)
         first = seq_len - num_new + start  # position of the tile's first query
         out_THD[start:stop] = _query_tile(
-            q_THD[start:stop], gather, first, num_kv_heads, scale, window, scores_cap
+            q_THD[start:stop], gather, first, num_kv_heads, scale, window, scores_cap, sinks_H
         )
 
 
@@ -52,6 +54,7 @@ def _query_tile(
     scale: float,
     window: int | None,
     scores_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, num_heads, head_dim = q_THD.shape
     share = num_heads // num_kv_heads
@@ -75,6 +78,11 @@ def _query_tile(
         if hidden is not None:
             scores.masked_fill_(hidden.repeat(share, 1), -torch.inf)
         best, total, mixed = _accumulate(scores, v_KnD, best, total, mixed)
+    if sinks_H is not None:  # seen last, with nothing to mix in
+        sinks_KR1 = sinks_H.float().repeat_interleave(rows).view(num_kv_heads, share * rows, 1)
+        best, total, mixed = _accumulate(
+            sinks_KR1, torch.zeros_like(mixed[:, :1]), best, total, mixed
+        )
     out = (mixed / total).view(num_kv_heads, share, rows, head_dim).permute(2, 0, 1, 3)
     return out.reshape(rows, num_heads, head_dim).to(q_THD.dtype)
 

@@ -18,9 +18,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+CLAMPED = "clamped"  # the gated product of gpt-oss, by these two numbers
+CLAMP, STEEPNESS = 7.0, 1.702
+
+
+def clamped_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=CLAMP)
+    return gate * torch.sigmoid(gate * STEEPNESS) * (up.clamp(-CLAMP, CLAMP) + 1)
+
+
 def gated(gate_up_TG: torch.Tensor, activation: str) -> torch.Tensor:
     """[T, 2 * F] (gate, then up) -> [T, F], rounding after the activation and after the product."""
     gate, up = gate_up_TG.chunk(2, -1)
+    if activation == CLAMPED:
+        return clamped_mul(gate, up)
     return ACTIVATIONS[activation](gate).mul_(up)
 
 

@@ -30,6 +30,7 @@ from ridgeline.kernels.qk_norm_rope_write import (
 from ridgeline.kvcache import LayerKV
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
+from ridgeline.layers.piece import Vector
 
 HEADS = 4  # of a program
 
@@ -61,6 +62,7 @@ class AttentionBranch(ABC):
 
     spec: AttentionSpec
     out: Linear
+    vectors: tuple[Vector, ...] = ()  # what else it has learned
 
     def __call__(
         self,
@@ -104,6 +106,10 @@ class AttentionBranch(ABC):
     def norms(self) -> list[RMSNorm]:
         """Those within it."""
         return []
+
+    def parts(self) -> list[RMSNorm | Linear | Vector]:
+        """All that holds parameters."""
+        return [*self.norms, *self.linears, *self.vectors]
 
 
 class Attention(AttentionBranch):
@@ -149,6 +155,9 @@ class Attention(AttentionBranch):
             sizes = (self.q_size, self.kv_size) if spec.norms_all_heads else (head_dim, head_dim)
             self.q_norm = norm(name("q_norm"), sizes[0])
             self.k_norm = norm(name("k_norm"), sizes[1])
+        if spec.sinks:
+            device = next(iter(self.out.parameters.values())).device
+            self.vectors = (Vector(name("sinks"), q_heads, device),)
         if spec.norms_all_heads and placement.size > 1:
             raise ConfigError(
                 f"this model norms the queries of all heads together, which {placement.size} ranks"
@@ -174,19 +183,26 @@ class Attention(AttentionBranch):
         if self.spec.norms_all_heads:
             self._norm_all_heads(qkv_TC)
         backend = self.backend
-        if step.rotated_T1D is None:
-            if backend.takes_product(layer_kv, step.plan, self.spec, qkv_TC.dtype):
-                prologue = Prologue(step.table_L2D, step.slots_T, self._head_norms)
-                return backend.attend_product(qkv_TC, prologue, layer_kv, step.plan, self.spec)
-            q_THD = self._rotate_and_write(qkv_TC, step, layer_kv)
-        else:
-            q_THD = self._rotate(qkv_TC, *step.rotated_T1D)
-            layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
+        in_place = step.rotated_T1D is None
+        if in_place and backend.takes_product(layer_kv, step.plan, self.spec, qkv_TC.dtype):
+            prologue = Prologue(step.table_L2D, step.slots_T, self._head_norms)
+            return backend.attend_product(qkv_TC, prologue, layer_kv, step.plan, self.spec)
+        q_THD = self._queries(qkv_TC, step, layer_kv)
         if is_last:
             out_1HD = backend.attend_last(q_THD[-1:], layer_kv, step.plan, self.spec)
             if out_1HD is not None:
                 return out_1HD
         return backend.attend(q_THD, layer_kv, step.plan, self.spec)
+
+    def _queries(
+        self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
+    ) -> torch.Tensor:
+        """[T, H, D]; keys and values go to the cache."""
+        if step.rotated_T1D is None:
+            return self._rotate_and_write(qkv_TC, step, layer_kv)
+        q_THD = self._rotate(qkv_TC, *step.rotated_T1D)
+        layer_kv.write(step.slots_T, qkv_TC[:, self.q_size :])
+        return q_THD
 
     def _rotate_and_write(
         self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
@@ -242,6 +258,18 @@ class Attention(AttentionBranch):
 
 def times(shard: Shard, size: int) -> Shard:
     return Shard(shard.start * size, shard.length * size)
+
+
+class SinkAttention(Attention):
+    """Each head has a learned score that takes part in its softmax and mixes nothing in."""
+
+    def _attend(
+        self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV, *, is_last: bool = False
+    ) -> torch.Tensor:
+        if self.spec.norms_all_heads:
+            self._norm_all_heads(qkv_TC)
+        q_THD, (sinks,) = self._queries(qkv_TC, step, layer_kv), self.vectors
+        return self.backend.attend_with_sinks(q_THD, sinks.values, layer_kv, step.plan, self.spec)
 
 
 class InvariantAttention(Attention):

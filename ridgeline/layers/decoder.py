@@ -26,6 +26,7 @@ from ridgeline.layers.attention import (
     AttentionBranch,
     AttentionStep,
     InvariantAttention,
+    SinkAttention,
 )
 from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.embedding import VocabularyMatrix
@@ -90,8 +91,7 @@ class DecoderLayer:
     def parts(self) -> Iterator[RMSNorm | Linear | Vector]:
         """All that holds parameters."""
         yield from self.norms.values()
-        yield from self.attention.norms
-        yield from self.attention.linears
+        yield from self.attention.parts()
         yield from self.feed_forward.parts()
 
 
@@ -162,7 +162,8 @@ class LayerMaker:
             unpacked = partial(linear, weight_format=numbers)
             made = backend, self.dtype, self.device, placement
             return LatentAttention(attention, width, name, linear, unpacked, *made)
-        kind = InvariantAttention if self.deterministic else Attention
+        kind = SinkAttention if attention.sinks else Attention
+        kind = InvariantAttention if self.deterministic else kind
         norm = partial(
             RMSNorm,
             eps=self.spec.norm_eps,

@@ -100,7 +100,7 @@ class Experts:
         self.spec = spec
         self.deterministic = deterministic
         self.router = Router(spec, hidden_size, name, router_linear, deterministic=deterministic)
-        dense = DenseSpec(spec.intermediate_size, spec.activation)
+        dense = DenseSpec(spec.intermediate_size, spec.activation, spec.bias)
         self.placement = placement
         self.gate_up, self.down = Stack(spec.num_experts), Stack(spec.num_experts)
         self.experts: list[FeedForward] = []

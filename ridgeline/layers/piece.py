@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from ridgeline.distributed.placement import Shard
 from ridgeline.errors import check
 from ridgeline.quantization.contract import Piece as Piece
 
@@ -64,10 +65,11 @@ def fill(piece: Piece, source: TensorSource) -> int:
 
 
 class Vector:
-    """A checkpoint's list of numbers that every rank holds all of."""
+    """A rank's share of a list of numbers, in float32."""
 
-    def __init__(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.values = torch.empty(size, dtype=dtype, device=device)
+    def __init__(self, name: str, share: Shard, device: torch.device) -> None:
+        self.values = torch.empty(share.length, dtype=torch.float32, device=device)
+        self.share = share
         self.name = name
 
     def tensors(self) -> list[torch.Tensor]:
@@ -85,7 +87,7 @@ class Vector:
         """Nothing is left to do when the numbers are in place."""
 
     def pieces(self) -> list[Piece]:
-        return [Piece(self.name, self.values)]
+        return [Piece(self.name, self.values, 0, self.share.start)]
 
 
 class RandomSource:

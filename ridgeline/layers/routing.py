@@ -63,8 +63,7 @@ class Router:
         self.score_bias: Vector | None = None
         if spec.score_bias:
             device = next(iter(self.linear.parameters.values())).device
-            size = spec.num_experts
-            self.score_bias = Vector(name("score_bias"), size, torch.float32, device)
+            self.score_bias = Vector(name("score_bias"), Shard(0, spec.num_experts), device)
         self._score = _softmax if spec.scoring == "softmax" else _sigmoid
         self._sum = _sum_in_order if deterministic else _sum
         self._choice = self._one_launch()

@@ -176,11 +176,16 @@ NAMES = {
     "post_feed_forward_norm": "f{layer}",
     "router": "r{layer}",
     "router_bias": "rb{layer}",
+    "sinks": "sinks{layer}",
     "score_bias": "b{layer}",
     "shared_score": "ss{layer}",
     **{role: f"{role}{{layer}}" for role in ("q_a", "q_b", "kv_a", "kv_b", "q_a_norm")},
     "kv_a_norm": "kv_a_norm{layer}",
-    **{f"expert_{role}": f"e{role}{{layer}}.{{expert}}" for role in ("gate", "up", "down")},
+    **{
+        f"expert_{role}{kind}": f"e{role}{kind}{{layer}}.{{expert}}"
+        for role in ("gate", "up", "down")
+        for kind in ("", "_bias")
+    },
     **{f"shared_{role}": f"s{role}{{layer}}" for role in ("gate", "up", "down")},
 }
 
@@ -196,6 +201,7 @@ def _heads(rng: random.Random) -> AttentionSpec:
         qkv_bias=rng.random() < 0.3,
         out_bias=rng.random() < 0.3,
         qk_norm=rng.random() < 0.3,
+        sinks=rng.random() < 0.3,
     )
 
 
@@ -217,6 +223,7 @@ def _experts(rng: random.Random) -> ExpertsSpec:
         score_bias=rng.random() < 0.5,
         shared_gate=shared > 0 and rng.random() < 0.5,
         router_bias=rng.random() < 0.3,
+        bias=rng.random() < 0.3,
     )
 
 

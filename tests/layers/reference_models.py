@@ -79,6 +79,9 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     if model_type in ("qwen2_moe", "qwen3_moe"):
         config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         config |= {"shared_expert_intermediate_size": 40} if model_type == "qwen2_moe" else {}
+    if model_type == "gpt_oss":
+        config |= {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7}
+        config |= {"intermediate_size": 48, "num_hidden_layers": 4}
     if model_type == "mistral":
         config["sliding_window"] = None
     if model_type.startswith("deepseek"):
@@ -153,6 +156,7 @@ class ReferenceModel:
 
 # model type -> its name of a layer's part with experts, and of the matrices of one
 EXPERT_NAMES = {
+    "gpt_oss": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj")),
 }
@@ -166,16 +170,22 @@ def _each_expert(
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in state.items():
         stem, _, stacked = name.replace(".mlp.", f".{part}.").rpartition("experts.")
-        if stacked == "gate_up_proj":
-            halves = dict(zip(roles[:2], tensor.chunk(2, 1), strict=True))
-        elif stacked == "down_proj":
+        is_bias = stacked.endswith("_bias")
+        if model_type == "gpt_oss" and "experts." in name and not is_bias:
+            tensor = tensor.transpose(1, 2)
+        if stacked.startswith("gate_up_proj"):
+            both = (
+                (tensor[:, ::2], tensor[:, 1::2]) if model_type == "gpt_oss" else tensor.chunk(2, 1)
+            )
+            halves = dict(zip(roles[:2], both, strict=True))
+        elif stacked.startswith("down_proj"):
             halves = {roles[-1]: tensor}
         else:
             found.append((name.replace(".mlp.", f".{part}."), tensor))
             continue
         for role, matrices in halves.items():
             found += [
-                (f"{stem}experts.{expert}.{role}.weight", matrix)
+                (f"{stem}experts.{expert}.{role}.{'bias' if is_bias else 'weight'}", matrix)
                 for expert, matrix in enumerate(matrices)
             ]
     return found

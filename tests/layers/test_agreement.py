@@ -43,6 +43,7 @@ YARN_TUNING = {
     "mscale_all_dim": 0.5,
     "truncate": False,
 }
+PLAIN = {"rope_type": "default"}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": tiny_config("llama"),
@@ -87,6 +88,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_sliding_window=True,
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gpt_oss": tiny_config("gpt_oss", rope_scaling=YARN | {"truncate": False}),
+    "gpt_oss plain": tiny_config(
+        "gpt_oss", rope_scaling=PLAIN, num_attention_heads=6, attention_bias=False
+    ),
+    "gpt_oss full": tiny_config(
+        "gpt_oss", rope_scaling=YARN, layer_types=["full_attention"] * 3 + ["sliding_attention"]
     ),
     "qwen2_moe": tiny_config("qwen2_moe"),
     "qwen2_moe mixed": tiny_config(
