@@ -34,6 +34,7 @@ FAMILIES: dict[str, str] = {
     "gemma2": "ridgeline.architectures.gemma2:read",
     "gemma3": "ridgeline.architectures.gemma3:read_multimodal",
     "gemma3_text": "ridgeline.architectures.gemma3:read",
+    "glm4_moe": "ridgeline.architectures.glm4_moe:read",
     "gpt_neox": "ridgeline.architectures.gpt_neox:read",
     "gpt_oss": "ridgeline.architectures.gpt_oss:read",
     "llama": "ridgeline.architectures.llama:read",

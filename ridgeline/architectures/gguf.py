@@ -36,6 +36,7 @@ OTHER_LAYOUTS = (  # their files are not read
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "glm4_moe",
     "gpt_neox",
     "gpt_oss",
     "phi3",

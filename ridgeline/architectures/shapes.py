@@ -124,7 +124,6 @@ SHAPES: Mapping[str, Shape] = {
     "ernie4_5_moe": Shape("rotation of neighbouring numbers", tied=True, experts=ERNIE_MIXTURE),
     "glm": HALF_ROTATED,
     "glm4": replace(HALF_ROTATED, norms="around"),
-    "glm4_moe": replace(HALF_ROTATED, qk_norm="use_qk_norm", experts=DEEPSEEK_MIXTURE),
     "granite": Shape("scaled embeddings, residuals and logits"),
     "granitemoe": Shape("scaled embeddings, residuals and logits", experts=MIXTURE),
     "internlm3": Shape(READER, qkv_bias="qkv_bias"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"moe_intermediate_size": 32},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {"moe_intermediate_size": 32},
 }

@@ -79,6 +79,8 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     if model_type in ("qwen2_moe", "qwen3_moe"):
         config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         config |= {"shared_expert_intermediate_size": 40} if model_type == "qwen2_moe" else {}
+    if model_type == "glm4_moe":
+        config |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     if model_type == "gpt_oss":
         config |= {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7}
         config |= {"intermediate_size": 48, "num_hidden_layers": 4}
@@ -119,7 +121,8 @@ class ReferenceModel:
         self.model = make(config, dtype=torch.float32).eval()
         noise = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
-            for name, weight in self.model.named_parameters():
+            learned = [one for one in self.model.named_buffers() if "correction_bias" in one[0]]
+            for name, weight in (*self.model.named_parameters(), *learned):
                 around = 1.0 if "norm" in name and "gemma" not in model_type else 0.0
                 weight.copy_(around + WEIGHT_STD * torch.randn(weight.shape, generator=noise))
 
@@ -158,7 +161,9 @@ class ReferenceModel:
 EXPERT_NAMES = {
     "gpt_oss": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj")),
+    **dict.fromkeys(
+        ("glm4_moe", "qwen2_moe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj")
+    ),
 }
 
 
@@ -169,6 +174,9 @@ def _each_expert(
     part, *roles = EXPERT_NAMES[model_type]
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in state.items():
+        if ".shared_experts." in name:
+            found.append((name, tensor))
+            continue
         stem, _, stacked = name.replace(".mlp.", f".{part}.").rpartition("experts.")
         is_bias = stacked.endswith("_bias")
         if model_type == "gpt_oss" and "experts." in name and not is_bias:

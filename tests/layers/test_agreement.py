@@ -89,6 +89,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "glm4_moe": tiny_config("glm4_moe", use_qk_norm=True, attention_bias=True),
+    "glm4_moe groups": tiny_config(
+        "glm4_moe",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        n_shared_experts=2,
+        first_k_dense_replace=2,
+    ),
+    "glm4_moe no sum": tiny_config(
+        "glm4_moe", norm_topk_prob=False, partial_rotary_factor=0.25, num_attention_heads=6
+    ),
     "gpt_oss": tiny_config("gpt_oss", rope_scaling=YARN | {"truncate": False}),
     "gpt_oss plain": tiny_config(
         "gpt_oss", rope_scaling=PLAIN, num_attention_heads=6, attention_bias=False
