@@ -62,7 +62,7 @@ def header_of(scheduler: Scheduler, **others: Any) -> EngineHeader:
         starvation_limit=scheduler.waiting.starvation_limit,
         max_preemptions=scheduler.state.max_preemptions,
         max_num_mixed_tokens=scheduler.max_num_mixed_tokens,
-        **others,
+        **{name: value for name, value in others.items() if value is not None},
     )
 
 
