@@ -35,6 +35,7 @@ FAMILIES: dict[str, str] = {
     "gemma3": "ridgeline.architectures.gemma3:read_multimodal",
     "gemma3_text": "ridgeline.architectures.gemma3:read",
     "glm4_moe": "ridgeline.architectures.glm4_moe:read",
+    "gpt2": "ridgeline.architectures.gpt2:read",
     "gpt_neox": "ridgeline.architectures.gpt_neox:read",
     "gpt_oss": "ridgeline.architectures.gpt_oss:read",
     "llama": "ridgeline.architectures.llama:read",

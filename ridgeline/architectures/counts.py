@@ -26,13 +26,15 @@ def num_parameters(spec: ModelSpec) -> int:
     """Numbers in the checkpoint; a tied output matrix counts once."""
     matrices = 1 if spec.tie_embeddings else 2
     norm = len(norm_roles(spec.norm_kind, "norm")) * spec.hidden_size
-    shared = matrices * spec.vocab_size * spec.hidden_size + norm
+    rows = matrices * spec.vocab_size + spec.learned_positions
+    shared = rows * spec.hidden_size + norm
     return shared + linear_weights(spec) + sum(small_parameters(spec, one) for one in spec.layers)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
     """Numbers that one token is multiplied by: only the chosen experts, no embedding look-up."""
-    idle = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
+    rows = spec.learned_positions + (0 if spec.tie_embeddings else spec.vocab_size)
+    idle = rows * spec.hidden_size
     idle += sum(_idle_weights(layer, part) for layer, part in _every(spec))
     return num_parameters(spec) - idle
 

@@ -37,6 +37,7 @@ OTHER_LAYOUTS = (  # their files are not read
     "gemma3",
     "gemma3_text",
     "glm4_moe",
+    "gpt2",
     "gpt_neox",
     "gpt_oss",
     "phi3",

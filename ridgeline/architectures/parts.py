@@ -7,6 +7,7 @@ x + norm_out(branch(norm_in(x))), where either norm may be missing.
 Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
 
   embedding, norm, lm_head          [V, E], [E], [V, E] (no lm_head when embeddings are tied)
+  positions                         [P, E], of learned positions
   input_norm                        [E], before attention
   post_attention_norm               [E], of what attention adds
   pre_feed_forward_norm             [E], before the feed-forward
@@ -309,6 +310,7 @@ def shared_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     names, width = spec.tensor_names, spec.hidden_size
     tensors: dict[str, tuple[int, ...]] = {
         names["embedding"]: (spec.vocab_size, width),
+        **({names["positions"]: (spec.learned_positions, width)} if spec.learned_positions else {}),
         **{names[role]: (width,) for role in norm_roles(spec.norm_kind, "norm")},
     }
     if not spec.tie_embeddings:

@@ -19,8 +19,8 @@ from ridgeline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions. `kind`: default, linear, dynamic, llama3, yarn, longrope. Unused fields
-    stay None. Of a head the first `rotary_dim` numbers are rotated.
+    """Rotary positions. `kind`: default, linear, dynamic, llama3, yarn, longrope, or none:
+    nothing is rotated. Unused fields stay None. Of a head the first `rotary_dim` numbers rotate.
 
     Source of the formulas: Hugging Face Transformers `modeling_rope_utils`, where `kind` is
     called rope_type.
@@ -189,6 +189,7 @@ class ModelSpec:
     `unserved` says what the numbers of this family need and this version does not compute.
     `scheme`: as that of a layer, of the matrices of the vocabulary. `norm_kind`: of the last norm.
     `stored`: which parameters are parts of larger tensors; their names are ours alone then.
+    `learned_positions`: rows of a table, of which that of its position is added to each embedding.
     `written`: how names begin in some files, and how they do here.
     `implementation`: whose code computes the layers; with TRANSFORMERS nothing here names a
     checkpoint's tensors.
@@ -213,6 +214,7 @@ class ModelSpec:
     schemes: tuple[tuple[str, Scheme], ...] = ()
     norm_kind: NormKind = "rms"
     stored: tuple[Stored, ...] = ()
+    learned_positions: int = 0
     written: tuple[tuple[str, str], ...] = ()
     implementation: str = NATIVE
     norm_offset: float = 0.0

@@ -63,9 +63,10 @@ def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
         is_transposed = one.transposed and layer.scheme_of(one.roles[0]) is None
         for role, length in own.items():
             name = one.name.format(layer=index)
-            yield role, Cut(name, start, length, stride, orders.get(role, ()), is_transposed)
+            if len(one.roles) > 1 or is_transposed:
+                yield role, Cut(name, start, length, stride, orders.get(role, ()), is_transposed)
+                done.add(role)
             start += length
-            done.add(role)
     for role in REORDERED:
         if order and role in rows and role not in done:
             name = tensor_name(spec.tensor_names, role, index)
@@ -73,9 +74,10 @@ def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
 
 
 def cut_roles(spec: ModelSpec, layer: LayerSpec) -> set[str]:
-    """Roles of a layer that are not a tensor as they are."""
+    """Roles of a layer that are not a tensor as they are, even of a matrix that is quantized."""
     reordered = REORDERED if head_order(layer.attention) else ()
-    return {role for one in spec.stored for role in one.roles} | set(reordered)
+    several = (one.roles for one in spec.stored if len(one.roles) > 1)
+    return {role for roles in several for role in roles} | set(reordered)
 
 
 def head_order(attention: AttentionSpec) -> tuple[int, ...]:

@@ -228,7 +228,7 @@ def _order_words(layer: LayerSpec) -> str:
 
 def _attention_words(a: AttentionSpec) -> str:
     extras = [
-        f"rotary {a.rope.kind}, theta {a.rope.theta:g}",
+        "no rotation" if a.rope.kind == "none" else f"rotary {a.rope.kind}, theta {a.rope.theta:g}",
         f"window of {a.window} tokens" if a.window else "all of the past",
         *(["bias on q, k, v"] if a.qkv_bias else []),
         *([f"norm {'over all heads of' if a.norms_all_heads else 'on'} q and k"] * a.qk_norm),

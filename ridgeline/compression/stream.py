@@ -262,6 +262,10 @@ class _Run:
     def _states(self, windows_NS: torch.Tensor, embedding_VE: torch.Tensor) -> States:
         states = self._empty(windows_NS)
         embed(states, windows_NS, embedding_VE, embedding_scale(self.spec, torch.float32))
+        if self.spec.learned_positions:
+            table_PE = self.source.tensor(self.spec.tensor_names["positions"]).float()
+            for part_BSE in states.parts():
+                part_BSE.add_(table_PE[: part_BSE.shape[1]])
         return states
 
     def _empty(self, windows_NS: torch.Tensor) -> States:

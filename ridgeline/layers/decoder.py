@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
-from ridgeline.architectures import expected_tensors, optional_tensors
+from ridgeline.architectures import optional_tensors
 from ridgeline.architectures.counts import vocabulary_rows
 from ridgeline.architectures.parts import Branch, branch_norms, branches, tensor_name
 from ridgeline.architectures.spec import AttentionSpec, DenseSpec, ExpertsSpec, ModelSpec, NormKind
+from ridgeline.architectures.stored import stored_tensors
 from ridgeline.attention.backend import AttentionBackend
 from ridgeline.attention.layout import ForwardBatch, LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
@@ -246,6 +247,11 @@ class Decoder:
         )
         self.embedding = self._matrix(names["embedding"])
         self.lm_head = self.embedding if spec.tie_embeddings else self._matrix(names["lm_head"])
+        self.positions: Vector | None = None
+        if spec.learned_positions:
+            rows = Shard(0, spec.learned_positions)
+            width = (spec.hidden_size,)
+            self.positions = Vector(names["positions"], rows, device, width, dtype)
         maker = LayerMaker(
             spec, weight_format, attention, dtype, device, placement, deterministic=deterministic
         )
@@ -263,6 +269,8 @@ class Decoder:
         yield self.embedding
         if self.lm_head is not self.embedding:
             yield self.lm_head
+        if self.positions is not None:
+            yield self.positions
         for layer in self.layers:
             yield from layer.parts()
         yield self.norm
@@ -331,7 +339,7 @@ class Decoder:
 
     def randomize(self, seed: int) -> None:
         """Fill with random numbers, the same for the same seed, device and dtype."""
-        shapes = expected_tensors(self.spec)
+        shapes = stored_tensors(self.spec)
         self.load(RandomSource(shapes, seed, self.dtype, self.device))
 
     def num_parameters(self) -> int:
@@ -403,6 +411,8 @@ class Decoder:
         before: Callable[[int, Hidden], None] | None = None,
     ) -> Hidden:
         hidden = Hidden(self.embedding.embed(batch.token_ids_T))
+        if self.positions is not None:
+            hidden.sum_TE.add_(self.positions.values.index_select(0, batch.positions_T))
         steps = attention_steps(
             batch,
             kv,

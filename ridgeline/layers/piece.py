@@ -65,10 +65,17 @@ def fill(piece: Piece, source: TensorSource) -> int:
 
 
 class Vector:
-    """A rank's share of a list of numbers, in float32."""
+    """A rank's share of a list of numbers, in float32, or of a table of `columns`."""
 
-    def __init__(self, name: str, share: Shard, device: torch.device) -> None:
-        self.values = torch.empty(share.length, dtype=torch.float32, device=device)
+    def __init__(
+        self,
+        name: str,
+        share: Shard,
+        device: torch.device,
+        columns: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.values = torch.empty(share.length, *columns, dtype=dtype, device=device)
         self.share = share
         self.name = name
 

@@ -47,6 +47,8 @@ def inverse_frequencies(
     as in a sequence of `max_model_len` tokens, so that cached keys stay valid as a request grows.
     Up to the trained length dynamic is the default kind, and longrope has its short factors.
     """
+    if spec.kind == "none":
+        return torch.zeros(head_dim // 2), 1.0
     if spec.kind == "yarn":
         return _yarn(spec, head_dim)
     if spec.kind == "longrope":

@@ -36,6 +36,8 @@ HARMLESS_EXTRAS = (
     ".rotary_emb.inv_freq",
     ".attn.bias",
     ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
     "position_ids",
     "lm_head.weight",
 )

@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": tiny_config("mistral", sliding_window=5),
     "mixtral": tiny_config("mixtral"),
     "falcon": tiny_config("falcon"),
+    "gpt2": tiny_config("gpt2"),
     "gpt_neox": tiny_config("gpt_neox"),
     "stablelm": tiny_config("stablelm", use_parallel_residual=True, use_qkv_bias=True),
     "phi3": tiny_config("phi3", partial_rotary_factor=0.5),
@@ -122,6 +123,8 @@ def test_the_layers_compute_what_transformers_does(name: str, tmp_path: Path) ->
     source = of_parameters(FileTensors(folder), spec)
     scale = embedding_scale(spec, torch.float32)
     states = source.tensor(spec.tensor_names["embedding"])[spec_ids] * scale
+    if spec.learned_positions:
+        states = states + source.tensor(spec.tensor_names["positions"])[: spec_ids.shape[1]]
     with torch.no_grad():
         wanted = reference(name).model(spec_ids, output_hidden_states=True).hidden_states
     for index in range(spec.num_layers - 1):
@@ -152,7 +155,7 @@ def test_the_report_is_what_transformers_makes_of_the_dequantized_weights(
     assert found.original_perplexity == pytest.approx(float(loss.exp()), rel=1e-3)
     same = (p.argmax(-1) == q.argmax(-1)).float().mean()
     assert found.same_top == pytest.approx(float(same), abs=1e-2)
-    assert found.kl > 1e-4
+    assert found.kl > 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "window", "mixtral", "gpt_neox", "phi3", "starcoder2"])

@@ -40,6 +40,20 @@ LATENT = {
 # Keys that a family has under other names, or with other values.
 OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
     "falcon": {"head_dim": _GONE, "num_key_value_heads": _GONE, "intermediate_size": _GONE},
+    "gpt2": {
+        "head_dim": _GONE,
+        "hidden_size": _GONE,
+        "num_attention_heads": _GONE,
+        "num_hidden_layers": _GONE,
+        "num_key_value_heads": _GONE,
+        "max_position_embeddings": _GONE,
+        "intermediate_size": _GONE,
+        "hidden_act": _GONE,
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 128,
+    },
     "gpt_neox": {
         "head_dim": _GONE,
         "num_key_value_heads": _GONE,

@@ -152,6 +152,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "falcon all heads, one after the other": tiny_config(
         "falcon", multi_query=False, parallel_attn=False
     ),
+    "gpt2": tiny_config("gpt2"),
+    "gpt2 tied, odd heads": tiny_config(
+        "gpt2", tie_word_embeddings=True, n_head=3, n_embd=60, n_inner=72
+    ),
+    "gpt2 scores by layer": tiny_config(
+        "gpt2", scale_attn_by_inverse_layer_idx=True, activation_function="relu", n_head=2
+    ),
     "gpt_neox": tiny_config("gpt_neox", rotary_pct=0.25),
     "gpt_neox one after the other": tiny_config(
         "gpt_neox", use_parallel_residual=False, rotary_pct=1.0, attention_bias=False

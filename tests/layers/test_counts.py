@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3", head_dim=32),
     "falcon": tiny_config("falcon", new_decoder_architecture=True, num_kv_heads=4, bias=True),
+    "gpt2": tiny_config("gpt2"),
     "gpt_neox": tiny_config("gpt_neox"),
     "phi3": tiny_config("phi3"),
     "stablelm": tiny_config("stablelm", use_parallel_residual=True),
@@ -85,7 +86,7 @@ def test_each_rank_holds_the_share_that_the_description_says(name: str, ranks: i
 
 
 # In names of matrices of layers.
-PACKED = ("_proj", ".w1", ".w2", ".w3", ".c_fc", "attention.", "dense_")
+PACKED = ("_proj", ".w1", ".w2", ".w3", ".c_fc", "attention.", "dense_", ".attn.", ".mlp.")
 
 
 def is_packed(name: str) -> bool:
