@@ -22,10 +22,18 @@ from tests.layers.test_agreement import CONFIGS, prompts
 
 # One of `CONFIGS` for each family, the one with most of what sets it apart.
 CHOSEN = {
+    "cohere": "cohere norms of heads",
+    "cohere2": "cohere2 tied, layer types",
+    "falcon": "falcon groups",
     "gemma": "gemma odd heads",
     "gemma2": "gemma2 odd heads",
     "gemma3_text": "gemma3 untied",
+    "gpt2": "gpt2 tied, odd heads",
+    "gpt_neox": "gpt_neox odd heads, tied",
     "olmo2": "olmo2 odd heads",
+    "phi3": "phi3 part of a head",
+    "stablelm": "stablelm side by side",
+    "starcoder2": "starcoder2",
 }
 NEW_TOKENS = 64
 FEW_BLOCKS = 44  # for each group of layers that sees everything: two of four requests at their end

@@ -29,6 +29,8 @@ __all__ = [
 
 # model_type of config.json -> "module:function"
 FAMILIES: dict[str, str] = {
+    "cohere": "ridgeline.architectures.cohere:read",
+    "cohere2": "ridgeline.architectures.cohere:read_second",
     "falcon": "ridgeline.architectures.falcon:read",
     "gemma": "ridgeline.architectures.gemma:read",
     "gemma2": "ridgeline.architectures.gemma2:read",

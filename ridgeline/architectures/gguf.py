@@ -31,6 +31,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 INTERLEAVED = ("llama",)
 AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
 OTHER_LAYOUTS = (  # their files are not read
+    "cohere",
+    "cohere2",
     "falcon",
     "gemma",
     "gemma2",

@@ -16,7 +16,8 @@ Roles of `ModelSpec.tensor_names` (values may hold `{layer}` and `{expert}`):
   q, k, v, o                        [H*D, E], [K*D, E], [K*D, E], [E, H*D]
   q_bias, k_bias, v_bias, o_bias    [rows of the matrix]
   sinks                             [H]
-  q_norm, k_norm                    [D] each head alone, or [H*D] and [K*D] all heads together
+  q_norm, k_norm                    [D] each head alone, or [H*D] and [K*D] all heads together; of
+                                    layer norms [H, D] and [K, D]
   gate, up, down                    [F, E], [F, E], [E, F]; with {expert} for experts; no gate
                                     where the feed-forward is not gated
   gate_bias, up_bias, down_bias     [rows of the matrix]
@@ -204,9 +205,13 @@ def _attention(spec: AttentionSpec, width: int) -> Iterator[Part]:
     if spec.cache_layer is None:
         heads |= dict.fromkeys("kv", spec.num_kv_heads)
     for role, num in heads.items():
-        if spec.qk_norm and role != "v":
+        if not spec.qk_norm or role == "v":
+            continue
+        if spec.qk_norm_kind == "rms":
             together = num if spec.norms_all_heads else 1
             yield Part(f"{role}_norm", (together * spec.head_dim,))
+        else:
+            yield Part(f"{role}_norm", (num, spec.head_dim), split="rows", units=num)
     for role, num in heads.items():
         rows = num * spec.head_dim
         yield Part(role, (rows, width), "qkv", "rows", num)

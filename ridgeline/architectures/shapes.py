@@ -80,7 +80,6 @@ class Shape:
 
 # Numbers of a layer that its record has no field for.
 SMALL: Mapping[str, Callable[[int, AttentionSpec, FeedForwardSpec], int]] = {
-    "one norm a layer": lambda width, attention, inner: -width,
     "biases of norms": lambda width, attention, inner: 2 * width,
 }
 MIXTURE = Experts("num_local_experts", size="intermediate_size")
@@ -107,18 +106,10 @@ ERNIE_MIXTURE = Experts(
     score_bias=True,
 )
 READER = "a reader of its weights"
-SIDE_BY_SIDE = Shape(
-    "attention and feed-forward side by side",
-    tied=True,
-    norms_all_heads=True,
-    small=("one norm a layer",),
-)
 HALF_ROTATED = Shape("positions of half of a head", qkv_bias="attention_bias", head_dim=128)
 NORMS_AFTER = Shape(READER, qk_norm=True, norms_all_heads=True, norms="after")
 # model_type of config.json -> its layers
 SHAPES: Mapping[str, Shape] = {
-    "cohere": replace(SIDE_BY_SIDE, qk_norm="use_qk_norm"),
-    "cohere2": replace(SIDE_BY_SIDE, full_every=4),
     "dots1": Shape("sigmoid scores of experts", qk_norm=True, experts=DEEPSEEK_MIXTURE),
     "ernie4_5": Shape("rotation of neighbouring numbers", qkv_bias="use_bias", out_bias="use_bias"),
     "ernie4_5_moe": Shape("rotation of neighbouring numbers", tied=True, experts=ERNIE_MIXTURE),

@@ -16,6 +16,9 @@ from typing import Literal
 from ridgeline.architectures.quantization_scheme import Scheme
 from ridgeline.errors import ConfigError
 
+# x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight, or that + bias
+NormKind = Literal["rms", "layer", "layer and bias"]
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -87,6 +90,7 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
     norms_all_heads: bool = False  # `qk_norm` is over all heads of a token together
+    qk_norm_kind: NormKind = "rms"  # layer norms have weights of their own for each head
     scale: float | None = None  # None: head_dim ** -0.5
     scores_cap: float | None = None  # scores become cap * tanh(score / cap), after `scale`
     sinks: bool = False  # a learned number per head takes part in each softmax, as a key would
@@ -143,8 +147,6 @@ class ExpertsSpec:
 
 NATIVE, TRANSFORMERS = "native", "transformers"  # whose code computes the layers
 NormPlaces = Literal["before", "after", "around"]
-# x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight, or that + bias
-NormKind = Literal["rms", "layer", "layer and bias"]
 
 
 @dataclass(frozen=True, slots=True)

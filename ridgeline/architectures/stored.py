@@ -16,8 +16,8 @@ REORDERED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A parameter is rows of tensor `name`: `length` from `start` on of each `stride` that it has.
-    Row i of a head is then row `order[i]` of these; empty: as they are. `transposed`: what is
-    called a row is a column of the tensor."""
+    Row i of a head is then row `order[i]` of these (`in_columns`: column i of each row); empty: as
+    they are. `transposed`: what is called a row is a column of the tensor."""
 
     name: str
     start: int
@@ -25,6 +25,7 @@ class Cut:
     stride: int
     order: tuple[int, ...] = ()
     transposed: bool = False
+    in_columns: bool = False
 
     @property
     def is_all(self) -> bool:
@@ -70,7 +71,8 @@ def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
     for role in REORDERED:
         if order and role in rows and role not in done:
             name = tensor_name(spec.tensor_names, role, index)
-            yield role, Cut(name, 0, rows[role], rows[role], order)
+            by_head = layer.attention.qk_norm_kind != "rms" and role.endswith("_norm")
+            yield role, Cut(name, 0, rows[role], rows[role], order, in_columns=by_head)
 
 
 def cut_roles(spec: ModelSpec, layer: LayerSpec) -> set[str]:

@@ -114,7 +114,7 @@ class AttentionBranch(ABC):
 
 class Attention(AttentionBranch):
     """`name(role)` is the checkpoint name of a tensor of this layer, and `norm` makes one of a name
-    and a size."""
+    and a size, and of heads where each has weights of its own."""
 
     num_states = 1  # side by side, that queries, keys and values are made of
 
@@ -122,7 +122,7 @@ class Attention(AttentionBranch):
         self,
         spec: AttentionSpec,
         hidden_size: int,
-        norm: Callable[[str, int], RMSNorm],
+        norm: Callable[..., RMSNorm],
         name: Callable[[str], str],
         linear: Callable[..., Linear],
         backend: AttentionBackend,
@@ -153,8 +153,10 @@ class Attention(AttentionBranch):
         self.kv_size = kv_heads.length * head_dim
         if spec.qk_norm:
             sizes = (self.q_size, self.kv_size) if spec.norms_all_heads else (head_dim, head_dim)
-            self.q_norm = norm(name("q_norm"), sizes[0])
-            self.k_norm = norm(name("k_norm"), sizes[1])
+            own = [{} if spec.qk_norm_kind == "rms" else {"heads": n} for n in (q_heads, kv_heads)]
+            self.q_norm = norm(name("q_norm"), sizes[0], **own[0])
+            self.k_norm = norm(name("k_norm"), sizes[1], **own[1])
+        self._norms_first = spec.norms_all_heads or spec.qk_norm_kind != "rms"
         if spec.sinks:
             device = next(iter(self.out.parameters.values())).device
             self.vectors = (Vector(name("sinks"), q_heads, device),)
@@ -180,8 +182,8 @@ class Attention(AttentionBranch):
         self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV, *, is_last: bool = False
     ) -> torch.Tensor:
         """[T, H, D]; `is_last`: perhaps of the last token alone."""
-        if self.spec.norms_all_heads:
-            self._norm_all_heads(qkv_TC)
+        if self._norms_first:
+            self._norm_first(qkv_TC)
         backend = self.backend
         in_place = step.rotated_T1D is None
         if in_place and backend.takes_product(layer_kv, step.plan, self.spec, qkv_TC.dtype):
@@ -217,8 +219,8 @@ class Attention(AttentionBranch):
             qkv_TC, table, positions_T, slots_T, views, norms=self._head_norms
         )
 
-    def _norm_all_heads(self, qkv_TC: torch.Tensor) -> None:
-        """In place: the queries of a token are one row of the norm, and so are its keys."""
+    def _norm_first(self, qkv_TC: torch.Tensor) -> None:
+        """In place, what no kernel does as it rotates."""
         if self.q_norm is None or self.k_norm is None:
             return
         q_TC, k_TC, _ = torch.split(qkv_TC, [self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -228,7 +230,7 @@ class Attention(AttentionBranch):
     @property
     def _head_norms(self) -> HeadNorms | None:
         """Of each head alone."""
-        if self.q_norm is None or self.k_norm is None or self.spec.norms_all_heads:
+        if self.q_norm is None or self.k_norm is None or self._norms_first:
             return None
         return HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
 
@@ -239,7 +241,7 @@ class Attention(AttentionBranch):
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         tokens, width = qkv_TC.shape
         rotated_TND = qkv_TC.as_strided((tokens, heads + kv_heads, size), (width, size, 1))
-        by_head = not self.spec.norms_all_heads
+        by_head = not self._norms_first
         if by_head and self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = rotated_TND[:, :heads], rotated_TND[:, heads:]
             q_THD.copy_(self.q_norm(q_THD))
@@ -266,8 +268,8 @@ class SinkAttention(Attention):
     def _attend(
         self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV, *, is_last: bool = False
     ) -> torch.Tensor:
-        if self.spec.norms_all_heads:
-            self._norm_all_heads(qkv_TC)
+        if self._norms_first:
+            self._norm_first(qkv_TC)
         q_THD, (sinks,) = self._queries(qkv_TC, step, layer_kv), self.vectors
         return self.backend.attend_with_sinks(q_THD, sinks.values, layer_kv, step.plan, self.spec)
 

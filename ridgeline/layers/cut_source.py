@@ -77,7 +77,7 @@ class CutSource:
             total = size + sum(next(sizes) for _ in range(count - 1))
             cut = self._cuts.get(piece.name)
             if cut is not None and cut.order:
-                piece.target.copy_(_ordered(piece.target, cut.order))
+                piece.target.copy_(_ordered(piece.target, cut, cut.order))
             del piece  # who asked for it may give up its place
             yield total
 
@@ -88,7 +88,7 @@ def cut_out(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
     rest = whole.shape[1:]
     kept = whole.reshape(-1, cut.stride, *rest)[:, cut.start : cut.start + cut.length]
     rows = kept.reshape(-1, *rest)
-    return _ordered(rows, cut.order) if cut.order else rows.contiguous()
+    return _ordered(rows, cut, cut.order) if cut.order else rows.contiguous()
 
 
 def join(own: Sequence[tuple[torch.Tensor, Cut]]) -> torch.Tensor:
@@ -96,16 +96,19 @@ def join(own: Sequence[tuple[torch.Tensor, Cut]]) -> torch.Tensor:
     parts = []
     for rows, cut in own:
         places = sorted(range(len(cut.order)), key=cut.order.__getitem__)
-        stored = _ordered(rows, tuple(places)) if places else rows
+        stored = _ordered(rows, cut, places) if places else rows
         parts.append(stored.reshape(-1, cut.length, *rows.shape[1:]))
     whole = torch.cat(parts, 1).reshape(-1, *parts[0].shape[2:])
     return whole.T.contiguous() if own[0][1].transposed else whole
 
 
-def _ordered(rows: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """Of each head."""
+def _ordered(rows: torch.Tensor, cut: Cut, order: Sequence[int]) -> torch.Tensor:
+    """The numbers of each head in another order."""
+    places = torch.tensor(order, device=rows.device)
+    if cut.in_columns:
+        return rows.index_select(1, places)
     by_head = rows.reshape(-1, len(order), *rows.shape[1:])
-    return by_head.index_select(1, torch.tensor(order, device=rows.device)).view_as(rows)
+    return by_head.index_select(1, places).view_as(rows)
 
 
 def _stretches(piece: Piece, cut: Cut) -> Iterator[Piece]:
@@ -115,7 +118,7 @@ def _stretches(piece: Piece, cut: Cut) -> Iterator[Piece]:
         check(cut.is_all, "columns of a whole tensor", name=piece.name)
         yield _of_tensor(replace(piece, name=cut.name), cut)
         return
-    if cut.order:
+    if cut.order and not cut.in_columns:
         heads = len(target) % len(cut.order) == piece.start % len(cut.order) == 0
         check(heads, "rows of whole heads", name=piece.name)
     at, end = piece.start, piece.start + len(target)

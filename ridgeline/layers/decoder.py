@@ -33,7 +33,7 @@ from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
 from ridgeline.layers.feed_forward import FeedForward, UngatedFeedForward
-from ridgeline.layers.hidden import Beside, Hidden, RMSNorm, make_norm
+from ridgeline.layers.hidden import Beside, HeadLayerNorm, Hidden, RMSNorm, make_norm
 from ridgeline.layers.latent_attention import LatentAttention
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.piece import Piece, RandomSource, TensorSource, Vector, arriving
@@ -166,7 +166,7 @@ class LayerMaker:
         kind = SinkAttention if attention.sinks else Attention
         kind = InvariantAttention if self.deterministic else kind
         norm = partial(
-            RMSNorm,
+            RMSNorm if attention.qk_norm_kind == "rms" else HeadLayerNorm,
             eps=self.spec.norm_eps,
             dtype=self.dtype,
             device=self.device,

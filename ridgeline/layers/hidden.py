@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from ridgeline.architectures.spec import NormKind
+from ridgeline.distributed.placement import Shard
 from ridgeline.kernels.rms_norm import add_norm, rms_norm
 from ridgeline.kernels.small_linear import Fusion, InputNorm
 from ridgeline.layers.piece import Piece
@@ -197,6 +198,34 @@ class LayerNorm(RMSNorm):
         if self.bias_name is not None and self.bias_E is not None:
             found.append(Piece(self.bias_name, self.bias_E))
         return found
+
+
+class HeadLayerNorm(LayerNorm):
+    """Of each head alone, with weights of its own. `heads`: those of this rank."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        heads: Shard,
+        offset: float = 0.0,
+    ) -> None:
+        super().__init__(name, size, eps, dtype, device, offset=offset)
+        self.weight_E = torch.empty(heads.length, size, dtype=dtype, device=device)
+        self._first = heads.start
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads * size], all in float32 and rounded once."""
+        by_head = x.reshape(*x.shape[:-1], *self.weight_E.shape).float()
+        normed = functional.layer_norm(by_head, self.weight_E.shape[1:], eps=self.eps)
+        return normed.mul_(self.weight_E).flatten(-2).to(x.dtype)
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(self.name, self.weight_E, 0, self._first)]
 
 
 def make_norm(

@@ -37,6 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": tiny_config("qwen3"),
     "window": tiny_config("mistral", sliding_window=5),
     "mixtral": tiny_config("mixtral"),
+    "cohere": tiny_config("cohere", use_qk_norm=True, attention_bias=True),
     "falcon": tiny_config("falcon"),
     "gpt2": tiny_config("gpt2"),
     "gpt_neox": tiny_config("gpt_neox"),

@@ -39,6 +39,8 @@ LATENT = {
 }
 # Keys that a family has under other names, or with other values.
 OWN_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "cohere": {"head_dim": _GONE, "layer_norm_eps": 1e-5, "pad_token_id": None},
+    "cohere2": {"head_dim": _GONE, "layer_norm_eps": 1e-5, "pad_token_id": None},
     "falcon": {"head_dim": _GONE, "num_key_value_heads": _GONE, "intermediate_size": _GONE},
     "gpt2": {
         "head_dim": _GONE,

@@ -136,6 +136,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": tiny_config("deepseek_v2"),
     "deepseek_v2 straight queries": tiny_config("deepseek_v2", q_lora_rank=None, kv_lora_rank=10),
     "deepseek_v2 yarn": tiny_config("deepseek_v2", rope_scaling=YARN | MSCALE | {"mscale": 0.7}),
+    "cohere": tiny_config("cohere", tie_word_embeddings=True),
+    "cohere norms of heads": tiny_config(
+        "cohere", use_qk_norm=True, attention_bias=True, logit_scale=0.25
+    ),
+    "cohere odd heads": tiny_config(
+        "cohere", num_attention_heads=3, num_key_value_heads=1, hidden_size=60, logit_scale=1.5
+    ),
+    "cohere2": tiny_config("cohere2", num_hidden_layers=4, sliding_window=6),
+    "cohere2 tied, layer types": tiny_config(
+        "cohere2",
+        tie_word_embeddings=True,
+        sliding_window=9,
+        attention_bias=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "cohere2 odd heads": tiny_config(
+        "cohere2", num_attention_heads=6, hidden_size=72, num_key_value_heads=3, rope_theta=500.0
+    ),
     "falcon": tiny_config("falcon"),
     "falcon groups": tiny_config(
         "falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True, ffn_hidden_size=72

@@ -32,6 +32,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": tiny_config("mixtral"),
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3", head_dim=32),
+    "cohere": tiny_config("cohere", use_qk_norm=True),
+    "cohere2": tiny_config("cohere2"),
     "falcon": tiny_config("falcon", new_decoder_architecture=True, num_kv_heads=4, bias=True),
     "gpt2": tiny_config("gpt2"),
     "gpt_neox": tiny_config("gpt_neox"),
