@@ -41,6 +41,7 @@ FAMILIES: dict[str, str] = {
     "gpt_neox": "ridgeline.architectures.gpt_neox:read",
     "gpt_oss": "ridgeline.architectures.gpt_oss:read",
     "llama": "ridgeline.architectures.llama:read",
+    "minicpm3": "ridgeline.architectures.minicpm3:read",
     "mistral": "ridgeline.architectures.mistral:read",
     "mixtral": "ridgeline.architectures.mixtral:read",
     "olmo2": "ridgeline.architectures.olmo2:read",
@@ -51,13 +52,13 @@ FAMILIES: dict[str, str] = {
     "qwen3_moe": "ridgeline.architectures.qwen3_moe:read",
     "stablelm": "ridgeline.architectures.stablelm:read",
     "starcoder2": "ridgeline.architectures.starcoder2:read",
+    "deepseek_v2": "ridgeline.architectures.deepseek_v3:read",
+    "deepseek_v3": "ridgeline.architectures.deepseek_v3:read",
+    "kimi_k2": "ridgeline.architectures.deepseek_v3:read",
 }
 # Described, priced and planned for; `spec.check_served` says why they are not served.
 PLANNED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(SHAPES, "ridgeline.architectures.shapes:read"),
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "kimi_k2"), "ridgeline.architectures.deepseek_v3:read"
-    ),
 }
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # in names of classes that generate text
 

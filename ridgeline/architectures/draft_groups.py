@@ -20,7 +20,8 @@ def draft_groups(target: Sequence[KVGroup], draft: ModelSpec) -> tuple[KVGroup, 
     table that keeps more. ConfigError if there is none."""
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(draft.layers):
-        by_window.setdefault(layer.attention.window, []).append(index)
+        if layer.attention.cache_layer is None:
+            by_window.setdefault(layer.attention.window, []).append(index)
     homes = {w: [i for i, group in enumerate(target) if group.window == w] for w in by_window}
     taken = {i for places in homes.values() for i in places}
     for window in sorted(filter(None, by_window), reverse=True):

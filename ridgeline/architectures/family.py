@@ -286,6 +286,37 @@ def one_window(config: ConfigReader, num_layers: int, default: int | None) -> in
     return window
 
 
+def shared_caches(
+    config: ConfigReader, attention: tuple[AttentionSpec, ...]
+) -> tuple[AttentionSpec, ...]:
+    """Which layers read the keys and values of an earlier one: with `cla_share_factor` all but the
+    first of so many (arXiv 2405.12981), unless `use_cla` is off; with `num_kv_shared_layers` that
+    many last ones, each those of the last layer before them with its window (Gemma 3n)."""
+    num_layers = len(attention)
+    share = config.integer("cla_share_factor", default=1, high=num_layers)
+    if not config.flag("use_cla", default=True):
+        share = 1
+    num_reading = config.integer("num_kv_shared_layers", low=0, default=0, high=num_layers - 1)
+    first = num_layers - num_reading
+    last_of = {one.window: index for index, one in enumerate(attention[:first])}
+    owners: list[int | None] = []
+    for index, own in enumerate(attention):
+        owner = index - index % share
+        if share > 1 and attention[owner].window != own.window:
+            raise config.fail("cla_share_factor", "shares layers with different windows")
+        if index >= first:
+            if own.window not in last_of:
+                raise config.fail("num_kv_shared_layers", "leaves no layer of the same window")
+            owner = last_of[own.window] - last_of[own.window] % share
+        owners.append(None if owner == index else owner)
+    is_special = any(own.latent or own.sinks for own in attention)
+    if is_special and any(owner is not None for owner in owners):
+        raise config.fail("cla_share_factor", "is for attention without latent vectors and sinks")
+    return tuple(
+        replace(own, cache_layer=owner) for own, owner in zip(attention, owners, strict=True)
+    )
+
+
 def model_spec(
     config: ConfigReader,
     trunk: Trunk,
@@ -303,6 +334,7 @@ def model_spec(
 ) -> ModelSpec:
     """`feed_forward` is that of every layer, or one for each; `norms` are those of every layer.
     `tied`: the output matrix is the embedding, unless the config says otherwise."""
+    attention = shared_caches(config, attention)
     inner = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,) * trunk.num_layers
     bos = config.token_ids("bos_token_id", vocab_size=trunk.vocab_size)
     return ModelSpec(

@@ -33,6 +33,8 @@ AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
 OTHER_LAYOUTS = (  # their files are not read
     "cohere",
     "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
     "falcon",
     "gemma",
     "gemma2",
@@ -42,6 +44,8 @@ OTHER_LAYOUTS = (  # their files are not read
     "gpt2",
     "gpt_neox",
     "gpt_oss",
+    "kimi_k2",
+    "minicpm3",
     "phi3",
     "qwen2_moe",
     "qwen3_moe",

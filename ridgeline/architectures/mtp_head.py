@@ -82,6 +82,8 @@ def read_mtp(target: ModelSpec, names: Collection[str], module: int = 0) -> MTPS
     model = replace(target, layers=(layer,), schemes=())
     if reasons := missing(model):
         raise ConfigError(f"the model's MTP module needs {', '.join(reasons)}, which is not served")
+    if layer.attention.latent is not None:
+        raise ConfigError("the model's MTP module has latent attention, which is not served")
     if layer.norms != "before":
         raise ConfigError("the MTP module has norms behind its branches, which is not served")
     if not isinstance(layer.feed_forward, DenseSpec):

@@ -9,7 +9,7 @@ the decoder does not follow. The cost model and the planner follow all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -252,13 +252,4 @@ def check_served(spec: ModelSpec) -> None:
 
 def missing(spec: ModelSpec) -> tuple[str, ...]:
     """What the model needs and the decoder does not have; empty when it can be served."""
-    found = [spec.unserved] if spec.unserved else []
-    for layer in dict.fromkeys(spec.layers):
-        found += _missing_in(layer)
-    return tuple(dict.fromkeys(found))
-
-
-def _missing_in(layer: LayerSpec) -> Iterator[str]:
-    attention = layer.attention
-    if attention.cache_layer is not None:
-        yield "layers that read another layer's cache"
+    return (spec.unserved,) if spec.unserved else ()

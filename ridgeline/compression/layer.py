@@ -20,6 +20,7 @@ from ridgeline.architectures.spec import DenseSpec, ModelSpec
 from ridgeline.attention import choose_backend
 from ridgeline.attention.layout import AttentionLayout, ForwardBatch
 from ridgeline.distributed.placement import Placement
+from ridgeline.errors import ConfigError
 from ridgeline.kernels.small_linear import Unfused
 from ridgeline.kvcache import KVCache, LayerKV
 from ridgeline.layers.attention import AttentionStep
@@ -93,15 +94,20 @@ class Layer:
         self.spec, self.index, self.device = spec, index, device
         self.parts: Mapping[str, Part] = layer_tensors(spec, index)
         self._alone = replace(spec, layers=(spec.layers[index],))
+        attention = spec.layers[index].attention
+        if attention.cache_layer is not None:
+            raise ConfigError(
+                f"layer {index} reads the keys and values of layer {attention.cache_layer}, and"
+                " layers are quantized one by one; serve the model with a weight_format instead"
+            )
         # Float32 on every device, and no step is captured here.
-        is_capped = spec.layers[index].attention.scores_cap is not None
-        backend = "reference" if is_capped else "sdpa"
+        backend = "reference" if attention.scores_cap is not None else "sdpa"
+        backend = backend if attention.latent is None else "latent"
         self._backend = choose_backend(backend, self._alone, torch.float32, device)
         self._weights = WatchedWeights()
         maker = LayerMaker(spec, self._weights, self._backend, torch.float32, device, Placement())
         self._layer = maker.layer(index)
-        attention = spec.layers[index].attention
-        self._rotation = Rotation(attention.rope, attention.head_dim, max_tokens, device)
+        self._rotation = Rotation(attention.rope, attention.rotated_dim, max_tokens, device)
         self._steps: dict[tuple[int, int], tuple[AttentionStep, LayerKV]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         for part in self._layer.parts():
@@ -145,6 +151,11 @@ class Layer:
         inner = self.spec.layers[self.index].feed_forward
         if product == "down" and isinstance(inner, DenseSpec) and not inner.gated:
             return None  # what the activation made
+        latent = self.spec.layers[self.index].attention.latent
+        if latent is not None and product in ("latent_down", "q_up", "attention_out"):
+            if latent.q_lora_rank is None or product == "attention_out":
+                return None  # products share a norm, or values are made of unpacked weights
+            return self.name("q_a_norm" if product == "q_up" else "input_norm")
         role = "v" if product == "attention_out" else "up"
         return next(name for name in before if self.parts[name].role in (role, f"shared_{role}"))
 

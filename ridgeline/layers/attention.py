@@ -31,6 +31,7 @@ from ridgeline.kvcache import LayerKV
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
 from ridgeline.layers.piece import Vector
+from ridgeline.layers.rope import rotation_at
 
 HEADS = 4  # of a program
 
@@ -134,7 +135,9 @@ class Attention(AttentionBranch):
         self.backend = backend
         head_dim = spec.head_dim
         bias = "_bias" if spec.qkv_bias else None
-        shards = {"q": q_heads, "k": kv_heads, "v": kv_heads}
+        shards = {"q": q_heads}
+        if spec.cache_layer is None:
+            shards |= {"k": kv_heads, "v": kv_heads}
         self.qkv = linear(
             [
                 Part(name(role), name(role + bias) if bias else None, times(heads, head_dim))
@@ -155,7 +158,8 @@ class Attention(AttentionBranch):
             sizes = (self.q_size, self.kv_size) if spec.norms_all_heads else (head_dim, head_dim)
             own = [{} if spec.qk_norm_kind == "rms" else {"heads": n} for n in (q_heads, kv_heads)]
             self.q_norm = norm(name("q_norm"), sizes[0], **own[0])
-            self.k_norm = norm(name("k_norm"), sizes[1], **own[1])
+            if spec.cache_layer is None:
+                self.k_norm = norm(name("k_norm"), sizes[1], **own[1])
         self._norms_first = spec.norms_all_heads or spec.qk_norm_kind != "rms"
         if spec.sinks:
             device = next(iter(self.out.parameters.values())).device
@@ -272,6 +276,24 @@ class SinkAttention(Attention):
             self._norm_first(qkv_TC)
         q_THD, (sinks,) = self._queries(qkv_TC, step, layer_kv), self.vectors
         return self.backend.attend_with_sinks(q_THD, sinks.values, layer_kv, step.plan, self.spec)
+
+
+class ReadingAttention(Attention):
+    """Of a layer whose queries ask the keys and values that an earlier layer has written."""
+
+    def _attend(
+        self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV, *, is_last: bool = False
+    ) -> torch.Tensor:
+        q_THD = qkv_TC.view(len(qkv_TC), self.spec.num_heads, self.spec.head_dim)
+        if self.q_norm is not None:
+            normed = self.q_norm(qkv_TC if self._norms_first else q_THD)
+            q_THD = normed.view(q_THD.shape)
+        rotate_(q_THD, *(step.rotated_T1D or rotation_at(step.table_L2D, step.positions_T)))
+        if is_last:
+            out_1HD = self.backend.attend_last(q_THD[-1:], layer_kv, step.plan, self.spec)
+            if out_1HD is not None:
+                return out_1HD
+        return self.backend.attend(q_THD, layer_kv, step.plan, self.spec)
 
 
 class InvariantAttention(Attention):

@@ -27,6 +27,7 @@ from ridgeline.layers.attention import (
     AttentionBranch,
     AttentionStep,
     InvariantAttention,
+    ReadingAttention,
     SinkAttention,
 )
 from ridgeline.layers.cut_source import of_parameters
@@ -165,6 +166,8 @@ class LayerMaker:
             return LatentAttention(attention, width, name, linear, unpacked, *made)
         kind = SinkAttention if attention.sinks else Attention
         kind = InvariantAttention if self.deterministic else kind
+        if attention.cache_layer is not None:
+            kind = ReadingAttention
         norm = partial(
             RMSNorm if attention.qk_norm_kind == "rms" else HeadLayerNorm,
             eps=self.spec.norm_eps,

@@ -33,9 +33,16 @@ class Rotation:
         self.table_L2D = table.to(device)
 
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cosines, signed sines) as `rotate_` wants them, [T, 1, D] float32 each."""
-        both_T2D = self.table_L2D.index_select(0, positions_T)
-        return both_T2D[:, :1], both_T2D[:, 1:]
+        """Of these positions, see `rotation_at`."""
+        return rotation_at(self.table_L2D, positions_T)
+
+
+def rotation_at(
+    table_L2D: torch.Tensor, positions_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cosines, signed sines) as `rotate_` wants them, [T, 1, D] float32 each."""
+    both_T2D = table_L2D.index_select(0, positions_T)
+    return both_T2D[:, :1], both_T2D[:, 1:]
 
 
 def inverse_frequencies(

@@ -27,18 +27,20 @@ def attention_steps(
     is_fused = writes_in_place(positions_T.device, dtype, kv.layers[0].views)
     steps: dict[tuple[int, int], AttentionStep] = {}
     turned = [None if is_fused else rotation.at(positions_T) for rotation in rotations]
-    run = range(len(rotation_of_layer))[:num_layers]
-    for index, group in enumerate(kv.groups):
-        layers = [layer for layer in group.layers if layer in run]
-        if not layers:
+    plans: dict[int, object] = {}
+    for layer_kv, rotation in zip(kv.layers[:num_layers], rotation_of_layer, strict=False):
+        index = layer_kv.group
+        if (index, rotation) in steps:
             continue
-        plan = _plan(backend, batch.layout, index, group.window)
-        slots_T = batch.layout.slots_T[index]
-        for rotation in {rotation_of_layer[layer] for layer in layers}:
-            table_L2D = rotations[rotation].table_L2D
-            steps[index, rotation] = AttentionStep(
-                table_L2D, positions_T, turned[rotation], slots_T, plan
-            )
+        if index not in plans:
+            plans[index] = _plan(backend, batch.layout, index, kv.groups[index].window)
+        steps[index, rotation] = AttentionStep(
+            rotations[rotation].table_L2D,
+            positions_T,
+            turned[rotation],
+            batch.layout.slots_T[index],
+            plans[index],
+        )
     return steps
 
 

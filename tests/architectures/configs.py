@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), LATENT),
     "glm4_moe": {"moe_intermediate_size": 32},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {"moe_intermediate_size": 32},

@@ -106,7 +106,7 @@ def test_the_message_names_the_key(family: str, change: dict[str, Any], message:
 
 def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"'t5'; supported families are .*llama, mistral, mixtral"
+        ConfigError, match=r"'t5'; supported families are .*minicpm3, mistral, mixtral"
     ):
         read_spec(config("t5"))
     with pytest.raises(ConfigError, match="model_type is missing"):

@@ -33,8 +33,9 @@ def test_sizes(family: str) -> None:
     own = {"head_dim": 16, "tie_word_embeddings": False}
     falcon = {"new_decoder_architecture": True, "num_kv_heads": 2}
     spec = read_spec(config(family, bos_token_id=1, eos_token_id=[2, 3], **own, **falcon))
-    kv_heads = 4 if family in ("gpt2", "gpt_neox") else 2
     attention = spec.layers[0].attention
+    has_all = family in ("gpt2", "gpt_neox") or attention.latent is not None
+    kv_heads = 4 if has_all else 2
     assert spec.family == family.removesuffix("_text")
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (97, 64, 3)
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, kv_heads, 16)

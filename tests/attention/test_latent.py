@@ -16,12 +16,14 @@ from ridgeline.architectures.spec import AttentionSpec, LatentSpec, RopeSpec
 from ridgeline.attention import ATTENTION_BACKENDS, AttentionBackend, choose_backend, latent
 from ridgeline.attention.backend import LatentUp
 from ridgeline.attention.layout import AttentionLayout
+from ridgeline.cost.memory import block_bytes
+from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.kvcache import KVCache, LatentKV, bytes_per_block
 from ridgeline.kvcache.formats import PlainKV
 from ridgeline.registry import load
 from tests.conftest import TEST_DEVICE
-from tests.cost.random_setups import DEEPSEEK_V3
+from tests.cost.random_setups import DEEPSEEK_V3, device
 from tests.layers.reference_models import tiny_config
 
 CPU = torch.device("cpu")
@@ -136,10 +138,12 @@ def test_both_ways_are_taken() -> None:
 
 
 def test_deepseek_v3_takes_70272_bytes_a_token() -> None:
-    """As the pool holds them, in bfloat16: 576 numbers in each of 61 layers."""
+    """As the pool holds them and the memory contract says, in bfloat16: 576 numbers in each of 61
+    layers."""
     spec = read_spec(DEEPSEEK_V3)
     kv = KVCache(spec, kv_groups(spec), 3, 16, torch.bfloat16, torch.device("meta"))
     assert kv.num_bytes == 4 * 16 * 70_272
+    assert block_bytes(Setup(spec, device()), 16) == 16 * 70_272
     assert bytes_per_block(spec, 16, 2) == 16 * 70_272 == 16 * 61 * 576 * 2
     assert bytes_per_block(spec, 16, 2, kv_format="fp8") == 16 * 70_272 // 2
 

@@ -152,7 +152,7 @@ def test_a_name_of_the_catalogue_asks_nobody(cli: Cli, hub: HubServer) -> None:
     assert found["parameters"]["total"] == 671_026_419_200
     assert found["memory_bytes"]["bfloat16"]["kv_per_token"] == 70_272
     assert found["source"] == "config.json of deepseek-ai/DeepSeek-V3, 2024-12"
-    assert "latent attention" in found["architecture"]["not served"]
+    assert "not served" not in found["architecture"]
     assert cli("predict", "qwen3-32b", "--device", "h100-sxm")[0] == 0
     assert hub.requests == []
 

@@ -27,10 +27,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# Without experts: all layers are dense.
 LATENT = {
-    "first_k_dense_replace": 3,
-    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
     "kv_lora_rank": 24,
     "q_lora_rank": 20,
     "qk_nope_head_dim": 12,
@@ -102,7 +106,7 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
         config |= {"intermediate_size": 48, "num_hidden_layers": 4}
     if model_type == "mistral":
         config["sliding_window"] = None
-    if model_type.startswith("deepseek"):
+    if model_type.startswith(("deepseek", "minicpm")):
         config |= LATENT | {"num_key_value_heads": config["num_attention_heads"], "head_dim": _GONE}
     config |= OWN_KEYS.get(model_type, {})
     config |= changes
@@ -178,7 +182,8 @@ EXPERT_NAMES = {
     "gpt_oss": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(
-        ("glm4_moe", "qwen2_moe", "qwen3_moe"), ("mlp", "gate_proj", "up_proj", "down_proj")
+        ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe"),
+        ("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
 }
 

@@ -127,13 +127,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "qwen3 dynamic": tiny_config("qwen3", rope_scaling={"type": "dynamic", "factor": 3.0}),
     "deepseek_v3": tiny_config("deepseek_v3"),
-    "deepseek_v3 straight queries": tiny_config("deepseek_v3", q_lora_rank=None),
+    "deepseek_v3 straight queries": tiny_config(
+        "deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False
+    ),
+    "deepseek_v3 without experts": tiny_config("deepseek_v3", first_k_dense_replace=3),
     "deepseek_v3 yarn": tiny_config("deepseek_v3", rope_scaling=YARN | MSCALE, v_head_dim=14),
     "deepseek_v3 not interleaved": tiny_config("deepseek_v3", rope_interleave=False),
     "deepseek_v3 odd heads": tiny_config(
         "deepseek_v3", num_attention_heads=3, num_key_value_heads=3, qk_nope_head_dim=7
     ),
-    "deepseek_v2": tiny_config("deepseek_v2"),
+    "deepseek_v2": tiny_config("deepseek_v2", topk_method="group_limited_greedy"),
     "deepseek_v2 straight queries": tiny_config("deepseek_v2", q_lora_rank=None, kv_lora_rank=10),
     "deepseek_v2 yarn": tiny_config("deepseek_v2", rope_scaling=YARN | MSCALE | {"mscale": 0.7}),
     "cohere": tiny_config("cohere", tie_word_embeddings=True),
@@ -207,6 +210,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_scaling=LONGROPE,
         original_max_position_embeddings=128,
         max_position_embeddings=512,
+    ),
+    "minicpm3": tiny_config("minicpm3", scale_emb=3, dim_model_base=16),
+    "minicpm3 straight queries": tiny_config(
+        "minicpm3", q_lora_rank=None, num_attention_heads=2, num_key_value_heads=2, scale_depth=0.9
+    ),
+    "minicpm3 tied longrope": tiny_config(
+        "minicpm3",
+        tie_word_embeddings=True,
+        qk_rope_head_dim=12,
+        rope_scaling=LONGROPE,
+        original_max_position_embeddings=128,
+        max_position_embeddings=512,
+    ),
+    "deepseek_v2 scaled": tiny_config(
+        "deepseek_v2", routed_scaling_factor=3.5, n_shared_experts=1, first_k_dense_replace=0
     ),
     "starcoder2": tiny_config("starcoder2"),
     "starcoder2 tied window": tiny_config(
