@@ -249,7 +249,7 @@ def build(
         front.tokenizer,
         front.chat_template,
         front.generation,
-        _watched(engine, header, pricer, learned, chooser, log),
+        _watched(engine, executor, header, pricer, learned, chooser, log),
         pricer,
         log,
         startup.report(),
@@ -298,6 +298,7 @@ def _warm_up(
 
 def _watched(
     engine: Engine,
+    executor: LocalExecutor,
     header: EngineHeader,
     pricer: Pricer,
     learned: LearnedPricer,
@@ -309,6 +310,7 @@ def _watched(
         recorder = Recorder(log.write, header, secrets.token_bytes(32), process_seconds)
         engine.listeners.append(recorder)
     run = RunRecord(header, pricer, cpu_s=process_seconds)
+    run.expert_load = executor.expert_load.busiest
     if engine.scheduler.policy.needs_promise:
         run.listeners.append(learned)
     if chooser is not None:

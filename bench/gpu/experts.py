@@ -1,13 +1,14 @@
 """Which tiles are best for grouped products of experts, and how near are they to the byte limit?
 
     PYTHONPATH=. python3 bench/gpu/experts.py --out DIR [--shapes mixtral,qwen3] [--tokens 1,8,32]
-        [--workers 14] [--budget-s 150] [--rehearse]
+        [--weights plain,int4] [--workers 14] [--budget-s 150] [--rehearse]
 
 Checks the layer against float32, then times products by replays of a graph whose calls route
 differently. Kernels are compiled beforehand by many processes at once. DIR gets experts.jsonl, one
 line a measurement; the table shows the best tiles, the whole layer with these and with the tiles
 that are chosen, and which share of the card's rate of reading that is, counting each touched expert
-once. `--rehearse`: all of it with tiny sizes, on a CPU through Triton's interpreter.
+once. Weights of 8 and 4 bits are timed with the tiles that are chosen alone. `--rehearse`: all of
+it with tiny sizes, on a CPU through Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ridgeline.kernels.grouped_experts import (
     grouped_experts_reference,
 )
 from ridgeline.kernels.grouped_experts_triton import grouped_experts_triton
+from ridgeline.kernels.quantize_rows import E4M3
 
 CALLS = 8  # in a graph, each routed in its own way
 REPLAYS = 3
@@ -56,47 +58,38 @@ SHAPES = {
     "qwen3": Shape(128, 8, 2048, 768),
     "moe64": Shape(64, 6, 2048, 1408),
 }
+ASKED: set[int] = set()  # pairs of a tile; empty: all
 TINY = {"tiny": Shape(6, 2, 64, 64)}
-
-
-def row_tiles(product: str) -> list[ExpertTile]:
-    sizes = [(4, 512, 4), (4, 256, 2), (8, 256, 4), (2, 512, 2), (4, 512, 2), (8, 512, 4)]
-    return [ExpertTile(n, k, w, s) for n, k, w in sizes for s in (2, 4)]
 
 
 def tiles_of(block_m: int, product: str) -> list[ExpertTile]:
     gate_up = product == "gate_up"
     if block_m == 1:
-        return row_tiles(product)
+        sizes = [(4, 512, 2), (2, 512, 2), (8, 512, 4), (2, 1024, 4), (4, 1024, 4), (2, 256, 1)]
+        return [ExpertTile(n, k, w, s) for n, k, w in sizes for s in (2, 4)]
     if block_m <= 32:
-        sizes = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (16, 128)]
+        sizes = [(32, 128), (64, 64), (64, 128), (128, 64), (16, 128)]
         stages = {64: (4, 6), 128: (3, 4)}
         made = [ExpertTile(n, k, 4, s) for n, k in sizes for s in stages[k]]
-        more = [ExpertTile(64, 64, 4, 5, tma=True), ExpertTile(64, 128, 4, 3, tma=True)]
-        return made + more
+        return [*made, ExpertTile(64, 64, 4, 5, tma=True), ExpertTile(64, 128, 4, 3, tma=True)]
     if block_m == 64:
-        made = [ExpertTile(n, 64, w, s) for n, w, s in ((64, 4, 3), (64, 4, 4), (128, 4, 3))]
+        made = [ExpertTile(n, 64, w, s) for n, w, s in ((64, 4, 4), (128, 4, 3), (128, 8, 4))]
         made += [ExpertTile(n, 64, w, s, tma=True) for n, w, s in ((64, 4, 4), (128, 8, 4))]
-        return made if gate_up else [*made, ExpertTile(256, 64, 8, 4), ExpertTile(64, 128, 4, 3)]
-    made = [ExpertTile(64, 64, 4, 3), ExpertTile(64, 64, 8, 4), ExpertTile(128, 64, 8, 3)]
-    made += [ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 8, 4, tma=True)]
-    wide = [ExpertTile(256, 64, 8, 3), ExpertTile(256, 64, 8, 4), ExpertTile(128, 64, 4, 4)]
-    return made if gate_up else made + wide
+        return made if gate_up else [*made, ExpertTile(256, 64, 8, 4, tma=True)]
+    made = [ExpertTile(128, 64, 8, 3), ExpertTile(128, 64, 8, 4)]
+    made += [ExpertTile(128, 64, 8, s, tma=True) for s in (3, 4)]
+    made += [ExpertTile(64, 64, 4, 4, tma=True)]
+    wide = [ExpertTile(256, 64, 8, 3)] + [ExpertTile(256, 64, 8, s, tma=True) for s in (3, 4)]
+    return made if gate_up else [*made, *wide, ExpertTile(128, 128, 8, 3, tma=True)]
 
 
 def blocks_m(shape: Shape, tokens: int) -> list[int]:
-    if tokens == 1:
-        return [1, 16]
+    """Pairs of a tile that may be best, of those that were asked for."""
     rows = tokens * shape.active / shape.experts
-    return (
-        [16]
-        if rows <= 8
-        else [16, 32, 64]
-        if rows <= 48
-        else [32, 64, 128]
-        if rows <= 96
-        else [64, 128]
-    )
+    steps = ((8, [16]), (48, [16, 32, 64]), (96, [32, 64, 128]))
+    found = next((sizes for most, sizes in steps if rows <= most), [64, 128])
+    found = [1, 16] if tokens == 1 else found
+    return [size for size in found if not ASKED or size in ASKED]
 
 
 def cut_with(block_m: int, product: str, tile: ExpertTile) -> ExpertsCut:
@@ -109,15 +102,35 @@ def cut_with(block_m: int, product: str, tile: ExpertTile) -> ExpertsCut:
     )
 
 
-def weights_of(shape: Shape, device: str, experts: int | None = None) -> tuple[StackedMatrix, ...]:
+def weights_of(
+    shape: Shape, device: str, experts: int | None = None, kind: str = "plain"
+) -> tuple[StackedMatrix, ...]:
     number = experts or shape.experts
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     sizes = ((2 * shape.inner, shape.width), (shape.width, shape.inner))
     made = []
     for rows, columns in sizes:
         weight = torch.empty(number, rows, columns, dtype=dtype, device=device)
-        made.append(StackedMatrix(weight.normal_(0.0, columns**-0.5)))
+        made.append(packed(weight.normal_(0.0, columns**-0.5), kind))
     return tuple(made)
+
+
+def packed(weight: torch.Tensor, kind: str) -> StackedMatrix:
+    """Codes of the size of such weights; how well they are rounded is of no interest here."""
+    number, rows, columns = weight.shape
+    device = weight.device
+    if kind == "plain":
+        return StackedMatrix(weight)
+    if kind == "fp8-block":
+        scale = torch.rand(number, -(-rows // 128), -(-columns // 128), device=device) + 0.5
+        return StackedMatrix((weight * 64).to(E4M3), scale / 64)
+    if kind in ("fp8", "int8"):
+        scale = torch.rand(number, rows, device=device) + 0.5
+        return StackedMatrix((weight * 64).to(E4M3 if kind == "fp8" else torch.int8), scale / 64)
+    shape, group = (number, rows, columns // 2), min(128, columns)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    scale = (torch.rand(number, rows, columns // group, device=device) + 0.5) * columns**-0.5 / 4
+    return StackedMatrix(codes, scale.to(torch.bfloat16), group=group)
 
 
 def routed(shape: Shape, tokens: int, device: str) -> tuple[torch.Tensor, ...]:
@@ -128,10 +141,13 @@ def routed(shape: Shape, tokens: int, device: str) -> tuple[torch.Tensor, ...]:
     return x, weights, chosen.to(torch.int32)
 
 
-def touched_bytes(shape: Shape, cases: Sequence[tuple[torch.Tensor, ...]], rows: int) -> float:
-    """Of `rows` numbers of the width of the model, of each expert that a call needs; on average."""
+def touched_bytes(
+    weights: Sequence[StackedMatrix], cases: Sequence[tuple[torch.Tensor, ...]]
+) -> float:
+    """Of the matrices of each expert that a call needs, on average."""
+    parts = [t for matrix in weights for t in (matrix.codes, matrix.scale) if t is not None]
     touched = sum(len(case[2].unique()) for case in cases) / len(cases)
-    return touched * rows * shape.width * cases[0][0].element_size()
+    return touched * sum(part[0].nbytes for part in parts)
 
 
 def timed(calls: Sequence[Callable[[], object]]) -> float:
@@ -231,7 +247,8 @@ def sweep(
 ) -> Iterator[dict[str, object]]:
     cases = [routed(shape, tokens, device) for _ in range(CALLS)]
     best: dict[tuple[int, str], tuple[float, ExpertTile]] = {}
-    for block_m in blocks_m(shape, tokens):
+    sizes = blocks_m(shape, tokens) if weights[0].scale is None else []
+    for block_m in sizes:
         for product in ("gate_up", "down"):
             for tile in tiles_of(block_m, product):
                 if (shape, block_m, product, tile) in broken or time.monotonic() > end:
@@ -242,8 +259,8 @@ def sweep(
                 key = (block_m, product)
                 if key not in best or us < best[key][0]:
                     best[key] = (us, tile)
-    bytes_read = touched_bytes(shape, cases, 3 * shape.inner)
-    for block_m in blocks_m(shape, tokens):
+    bytes_read = touched_bytes(weights, cases)
+    for block_m in sizes:
         if (block_m, "gate_up") in best and (block_m, "down") in best:
             cut = ExpertsCut(block_m, best[block_m, "gate_up"][1], best[block_m, "down"][1])
             us = timed([partial(run_layer, weights, case, cut) for case in cases])
@@ -264,16 +281,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", default="mixtral,qwen3,moe64")
     parser.add_argument("--tokens", default="1,8,32,128,256,2048")
+    parser.add_argument("--weights", default="plain", help="fp8, fp8-block, int8 or int4 too")
+    parser.add_argument("--block-m", default="", help="sweep tiles of so many pairs alone")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--budget-s", type=float, default=150)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args(argv)
+    ASKED.update(int(size) for size in args.block_m.split(",") if size)
     device = "cpu" if args.rehearse else "cuda"
     shapes = TINY if args.rehearse else {name: SHAPES[name] for name in args.shapes.split(",")}
     tokens = [int(number) for number in args.tokens.split(",")]
     end = time.monotonic() + args.budget_s
     broken: set[object] = set()
-    if device == "cuda":
+    kinds = args.weights.split(",")
+    if device == "cuda" and "plain" in kinds:
         jobs = jobs_of(list(shapes.values()), tokens)
         with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
             for job, error in zip(jobs, pool.map(compile_one, jobs), strict=True):
@@ -292,9 +313,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     table = []
     with (args.out / "experts.jsonl").open("w") as file:
-        for name, shape in shapes.items():
-            weights = weights_of(shape, device)
-            check(name, shape, weights, device)
+        for (name, shape), kind in itertools.product(shapes.items(), kinds):
+            weights = weights_of(shape, device, kind=kind)
+            check(f"{name} {kind}", shape, weights, device)
             for number in tokens:
                 for line in sweep(shape, weights, number, device, broken, end):
                     cut = line.pop("cut", None)
@@ -302,10 +323,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                         line["cut"] = f"m{cut.block_m} {short(cut.gate_up)} {short(cut.down)}"
                         share = float(line["tb_s"]) / rate  # type: ignore[arg-type]
                         figures = f"{line['us']:9.1f} us {line['tb_s']:5.2f} TB/s {share:5.2f}"
-                        table.append(
-                            f"{name:8} {number:5} {line['layer']:7} {figures}  {line['cut']}"
-                        )
-                    file.write(json.dumps({"shape": name, "tokens": number, **line}) + "\n")
+                        what = f"{name:8} {kind:9} {number:5} {line['layer']:6}"
+                        table.append(f"{what} {figures}  {line['cut']}")
+                    file.write(
+                        json.dumps({"shape": name, "weights": kind, "tokens": number, **line})
+                        + "\n"
+                    )
             del weights
     print("\n".join(table))
 

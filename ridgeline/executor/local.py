@@ -38,6 +38,7 @@ from ridgeline.executor.rows import FIRST_ROWS, Rows
 from ridgeline.executor.transfer import transfer_to
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
+from ridgeline.layers.experts import ExpertLoad, Experts
 from ridgeline.log import say
 from ridgeline.sampling.batch import LogprobRows
 from ridgeline.sampling.logprobs import LogprobTensors, token_logprobs
@@ -89,6 +90,8 @@ class LocalExecutor:
         self.num_groups = len(groups)
         self.max_model_len = max_model_len
         self._decoder = decoder
+        experts = [x.feed_forward for x in decoder.layers if isinstance(x.feed_forward, Experts)]
+        self.expert_load = ExpertLoad(experts, decoder.device)
         self._kv = kv
         self._transfer = transfer_to(device.torch_device)
         most_drafts = 0 if drafting is None else drafting.method.max_draft_tokens

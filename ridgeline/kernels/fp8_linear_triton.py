@@ -26,10 +26,10 @@ from ridgeline.kernels.quantize_rows import E4M3
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.small_linear_triton import (
     Cut,
-    _call,
     _sharers,
     _slot,
     _weight_rows,
+    call_lines,
     cut_work,
     multiprocessors,
 )
@@ -543,7 +543,7 @@ def _fp8_linear(
         last = tl.minimum(begin + end - at, steps) * BLOCK_K - 1
         ks = tl.minimum(begin * BLOCK_K + tl.arange(0, LINES) * 128, tl.minimum(last, inputs - 1))
         ns = tile * H + _weight_rows(tl.arange(0, BLOCK_N), tile, width, H, GATED)
-        _call(w_ptr + (ns * w_stride)[:, None] + ks[None], 1)
+        call_lines(w_ptr + (ns * w_stride)[:, None] + ks[None], 1)
     if PDL:
         gdc_wait()
         if EARLY:

@@ -17,7 +17,9 @@ from torch.nn import functional
 from ridgeline.errors import check
 from ridgeline.kernels.fp8_block_linear import Fp8Blocks, dequantize_blocks, num_blocks
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, num_groups
+from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import gated
+from ridgeline.kernels.small_linear import InputNorm
 
 # Measured on an H100 (weights in bfloat16, other experts in each call), whole layers in us, and
 # TB/s of each touched expert read once; a plain copy there reads 3.0:
@@ -124,12 +126,12 @@ def choose_experts(logits_TX: torch.Tensor, choice: Choice) -> tuple[torch.Tenso
 
 
 def route_experts(
-    x_TE: torch.Tensor, router_XE: torch.Tensor, choice: Choice
+    x_TE: torch.Tensor, router_XE: torch.Tensor, choice: Choice, norm: InputNorm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the product, of few tokens."""
+    """The same with the product, and the norm of x, of few tokens."""
     from ridgeline.kernels.grouped_experts_triton import route_triton
 
-    return route_triton(x_TE, router_XE, choice)
+    return route_triton(x_TE, router_XE, choice, norm=norm)
 
 
 def grouped_experts(
@@ -140,14 +142,17 @@ def grouped_experts(
     down: StackedMatrix,
     activation: str = "silu",
     *,
+    norm: InputNorm | None = None,
     residual_TE: torch.Tensor | None = None,
+    load_X: torch.Tensor | None = None,
     in_any_batch: bool = False,
 ) -> torch.Tensor:
     """The sum over the experts of each token of down(act(gate(x)) * up(x)) times their router
     weight, [T, E]; added to `residual_TE` in place, if there is one. A token's experts are added in
     the order in which they are given, in float32. The host waits for nothing on a GPU.
     `in_any_batch`: one way of cutting for any number of tokens, so that a row of the answer has the
-    same bits whatever the others are."""
+    same bits whatever the others are. `norm`: of x, which is a single token then. `load_X`
+    (int64) grows by the number of tokens that each expert gets."""
     if x_TE.is_cuda and x_TE.shape[0]:
         from ridgeline.kernels.grouped_experts_triton import grouped_experts_triton
 
@@ -161,8 +166,13 @@ def grouped_experts(
             down,
             activation,
             cut=cut,
+            norm=norm,
             residual_TE=residual_TE,
+            load_X=load_X,
         )
+    if load_X is not None:
+        load_X += torch.bincount(experts_TA.flatten(), minlength=len(load_X))
+    x_TE = x_TE if norm is None else rms_norm(x_TE, norm.weight_K, norm.eps)
     y_TE = grouped_experts_reference(x_TE, weights_TA, experts_TA, gate_up, down, activation)
     return y_TE if residual_TE is None else residual_TE.add_(y_TE)
 
@@ -199,6 +209,9 @@ def choose_cut(tokens: int, active: int, gate_up: StackedMatrix, down: StackedMa
     """By the pairs that an expert has if all have as many: see the figures above."""
     rows = -(-tokens * active // gate_up.codes.shape[0])
     has_codes = gate_up.scale is not None
+    if tokens == 1 and (gate_up.group or down.group):
+        steps = [min(128, matrix.group or 128) for matrix in (gate_up, down)]
+        return ExpertsCut(1, *(ExpertTile(16, step, stages=4) for step in steps))
     if tokens == 1:
         return ExpertsCut(1, ExpertTile(4, 512, warps=2, stages=4), ExpertTile(2, 512, 2, 2))
     if gate_up.group or down.group:

@@ -32,10 +32,14 @@ from ridgeline.kernels.grouped_experts import (
     most_tiles,
 )
 from ridgeline.kernels.launching import Workspace, launches_early, shared_workspace
+from ridgeline.kernels.small_linear import InputNorm
+from ridgeline.kernels.small_linear_triton import call_lines
 
 SORTED = 1024  # pairs that a program looks at together
+MOST_CALLED = 32  # lines of 128 bytes of a row that are called ahead
 SUMMED = 1024  # numbers of a token that a program adds up
-ROUTED = 4  # rows of the router that a program multiplies by
+ROUTED = 2  # rows of the router that a program, a warp, multiplies by
+GATHERED = 1024  # numbers of a row of x that a program copies
 LEAST_BINS = 64  # of a count of experts
 TALL_ROWS = 64  # pairs from which on x is the tall operand; never beside codes, which are widened
 PLAIN, ROWS, BLOCKS, GROUPS = 0, 1, 2, 3  # scales of W
@@ -63,7 +67,9 @@ def grouped_experts_triton(
     activation: str = "silu",
     *,
     cut: ExpertsCut,
+    norm: InputNorm | None = None,
     residual_TE: torch.Tensor | None = None,
+    load_X: torch.Tensor | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
     """As `grouped_experts`, cut by `cut`."""
@@ -74,24 +80,13 @@ def grouped_experts_triton(
     check(weights_TA.is_contiguous() and experts_TA.is_contiguous(), "no gaps between pairs")
     check(x_TE.stride(1) == 1, "rows of x have no gaps")
     pdl = launches_early(x_TE.device) if pdl is None else pdl
+    check(norm is None or cut.block_m == 1, "the norm of many tokens is a launch of its own")
     if cut.block_m == 1:
-        check(tokens == 1, "a single token", tokens=tokens)
-        inner_PF = x_TE.new_empty((active, both // 2))
-        _gate_up_row[(active * triton.cdiv(both // 2, cut.gate_up.block_n),)](
-            x_TE, *_matrix(gate_up, x_TE), inner_PF, experts_TA, both // 2,
-            INPUTS=width, ACTIVATION=activation, **_cut_of(gate_up, cut.gate_up, is_row=True),
-            UNROLL=cut.gate_up.stages, PDL=pdl,
-            num_warps=cut.gate_up.warps, launch_pdl=pdl,
-        )  # fmt: skip
         y_TE = torch.empty_like(x_TE) if residual_TE is None else residual_TE
-        _down_row[(triton.cdiv(width, cut.down.block_n),)](
-            inner_PF, *_matrix(down, x_TE), y_TE, experts_TA, weights_TA, width,
-            INPUTS=both // 2, ACTIVE=active, RESIDUAL=residual_TE is not None,
-            **_cut_of(down, cut.down, is_row=True), UNROLL=cut.down.stages, PDL=pdl,
-            num_warps=cut.down.warps, launch_pdl=pdl,
-        )  # fmt: skip
+        _launch_single(x_TE, weights_TA, experts_TA, gate_up, down, activation, cut, norm, y_TE,
+                       residual_TE is not None, load_X, pdl)  # fmt: skip
         return y_TE
-    order = sort_pairs(experts_TA, experts, cut.block_m, pdl=pdl)
+    order = sort_pairs(experts_TA, experts, cut.block_m, load_X=load_X, pdl=pdl)
     inner_PF = x_TE.new_empty((tokens * active, both // 2))
     _launch_product(x_TE, gate_up, inner_PF, order, weights_TA, cut.block_m, cut.gate_up,
                     activation, pdl)  # fmt: skip
@@ -103,6 +98,41 @@ def grouped_experts_triton(
         RESIDUAL=residual_TE is not None, SIZE=SUMMED, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return y_TE
+
+
+def _launch_single(
+    x_1E: torch.Tensor,
+    weights_1A: torch.Tensor,
+    experts_1A: torch.Tensor,
+    gate_up: StackedMatrix,
+    down: StackedMatrix,
+    activation: str,
+    cut: ExpertsCut,
+    norm: InputNorm | None,
+    y_1E: torch.Tensor,
+    is_added: bool,
+    load_X: torch.Tensor | None,
+    pdl: bool,
+) -> None:
+    check(len(x_1E) == 1, "a single token", tokens=len(x_1E))
+    inner, width, active = down.columns, gate_up.columns, experts_1A.shape[1]
+    inner_AF = x_1E.new_empty((active, inner))
+    weight_E, eps = (x_1E, 0.0) if norm is None else (norm.weight_K, norm.eps)
+    _gate_up_row[(active * triton.cdiv(inner, cut.gate_up.block_n),)](
+        x_1E, *_matrix(gate_up, x_1E), weight_E, inner_AF, experts_1A,
+        experts_1A if load_X is None else load_X, inner, eps, LOAD=load_X is not None,
+        INPUTS=width, ACTIVATION=activation, NORM=norm is not None,
+        **_cut_of(gate_up, cut.gate_up, is_row=True), UNROLL=cut.gate_up.stages, PDL=pdl,
+        num_warps=cut.gate_up.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    row_bytes = down.codes.shape[2] * down.codes.element_size()
+    lines = min(MOST_CALLED, triton.next_power_of_2(triton.cdiv(row_bytes, 128))) if pdl else 0
+    _down_row[(triton.cdiv(width, cut.down.block_n),)](
+        inner_AF, *_matrix(down, x_1E), y_1E, experts_1A, weights_1A, width,
+        INPUTS=inner, ACTIVE=active, RESIDUAL=is_added, LINES=lines, ROW_BYTES=row_bytes,
+        **_cut_of(down, cut.down, is_row=True), UNROLL=cut.down.stages, PDL=pdl,
+        num_warps=cut.down.warps, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def choose_experts_triton(
@@ -128,11 +158,12 @@ def route_triton(
     weight_XE: torch.Tensor,
     choice: Choice,
     *,
+    norm: InputNorm | None = None,
     workspace: Workspace | None = None,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by the product too, of few tokens, in one launch. Without `workspace` the one of the
-    device is used."""
+    """The same by the product too, and the norm of x, of few tokens, in one launch. Without
+    `workspace` the one of the device is used."""
     (tokens, width), device = x_TE.shape, x_TE.device
     check(x_TE.stride(1) == 1 and weight_XE.is_contiguous(), "rows have no gaps")
     room = workspace or shared_workspace(device)
@@ -141,9 +172,10 @@ def route_triton(
     pdl = launches_early(device) if pdl is None else pdl
     _route_rows[(tokens * triton.cdiv(choice.experts, ROUTED),)](
         x_TE, weight_XE, weights_TA if choice.bias_X is None else choice.bias_X, room.partial_P,
-        room.arrivals_A, weights_TA, experts_TA, x_TE.stride(0), choice.scale, INPUTS=width,
-        BLOCK_X=ROUTED, BLOCK_K=min(1024, triton.next_power_of_2(width)), **_rule_of(choice),
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+        room.arrivals_A, weights_TA, experts_TA, x_TE if norm is None else norm.weight_K,
+        norm.eps if norm else 0.0, x_TE.stride(0), choice.scale, NORM=norm is not None,
+        INPUTS=width, BLOCK_X=ROUTED, BLOCK_K=min(1024, triton.next_power_of_2(width)),
+        **_rule_of(choice), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return weights_TA, experts_TA
 
@@ -169,9 +201,15 @@ def _rule_of(choice: Choice) -> dict[str, int | bool]:
 
 
 def sort_pairs(
-    experts_TA: torch.Tensor, experts: int, block_m: int, *, pdl: bool | None = None
+    experts_TA: torch.Tensor,
+    experts: int,
+    block_m: int,
+    *,
+    load_X: torch.Tensor | None = None,
+    pdl: bool | None = None,
 ) -> Order:
-    """Stable: pairs of one expert stay in the order of their tokens."""
+    """Stable: pairs of one expert stay in the order of their tokens. `load_X` (int64) grows by the
+    number of each expert's."""
     pairs, device = experts_TA.numel(), experts_TA.device
     pdl = launches_early(device) if pdl is None else pdl
     num_tiles = most_tiles(pairs, experts, block_m)
@@ -182,8 +220,9 @@ def sort_pairs(
     bins = max(LEAST_BINS, triton.next_power_of_2(experts + 1))
     size = min(SORTED, max(128, triton.next_power_of_2(pairs)))
     _sort[(experts,)](
-        experts_TA, order.pairs_P, order.tiles, pairs, num_tiles,
-        EXPERTS=experts, BINS=bins, SIZE=size, BLOCK_M=block_m, PDL=pdl, launch_pdl=pdl,
+        experts_TA, order.pairs_P, order.tiles, experts_TA if load_X is None else load_X, pairs,
+        num_tiles, LOAD=load_X is not None, EXPERTS=experts, BINS=bins, SIZE=size,
+        BLOCK_M=block_m, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return order
 
@@ -205,17 +244,35 @@ def _launch_product(
     experts, rows, _ = weight.codes.shape
     codes, *beside = _matrix(weight, x)
     described: object = codes
+    x_described: object = x
+    is_sorted = not activation
     if tile.tma:
         flat = weight.codes.view(experts * rows, inputs)
         block = [tile.block_n, tile.block_k]
         described = TensorDescriptor(flat, list(flat.shape), [inputs, 1], block)
+    if tile.tma and block_m >= TALL_ROWS and weight.scale is None:
+        x = x if is_sorted else _gathered(x, order, weights_TA.shape[1], pdl)
+        is_sorted = True
+        x_described = TensorDescriptor(x, list(x.shape), [inputs, 1], [block_m, tile.block_k])
     _product[(order.num_tiles * triton.cdiv(outputs, tile.block_n),)](
-        x, codes, described, *beside, y_PN, order.pairs_P, order.tiles, weights_TA,
-        order.num_tiles, outputs, x.stride(0), INPUTS=inputs, ACTIVE=weights_TA.shape[1],
+        x, x_described, codes, described, *beside, y_PN, order.pairs_P, order.tiles, weights_TA,
+        order.num_tiles, outputs, x.stride(0), INPUTS=inputs,
+        ACTIVE=weights_TA.shape[1], SORTED=is_sorted,
         ACTIVATION=activation, BLOCK_M=block_m, STAGES=tile.stages, TMA=tile.tma,
         TALL_X=block_m >= TALL_ROWS and weight.scale is None, **_cut_of(weight, tile), PDL=pdl,
         num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def _gathered(x_TE: torch.Tensor, order: Order, active: int, pdl: bool) -> torch.Tensor:
+    """[P, E], the rows of the tokens in sorted order, for the copy engine."""
+    pairs, width = len(order.pairs_P), x_TE.shape[1]
+    x_PE = x_TE.new_empty((pairs, width))
+    _gather[(pairs, triton.cdiv(width, GATHERED))](
+        x_TE, x_PE, order.pairs_P, width, x_TE.stride(0), ACTIVE=active, SIZE=GATHERED, PDL=pdl,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return x_PE
 
 
 def _matrix(weight: StackedMatrix, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -230,7 +287,7 @@ def _cut_of(
     kind = PLAIN if weight.scale is None else BLOCKS if weight.has_blocks else ROWS
     if weight.group:
         kind = GROUPS
-        check(is_row or weight.group % tile.block_k == 0, "a step lies in a group")
+        check(weight.group % tile.block_k == 0, "a step lies in a group")
         check(weight.columns % 2 == 0, "bytes are whole")
     if kind == BLOCKS:
         step = BLOCK % tile.block_n == 0 and (tile.block_k <= BLOCK or is_row)
@@ -250,8 +307,10 @@ def _sort(
     experts_ptr,
     order_ptr,
     tiles_ptr,
+    load_ptr,
     pairs,
     num_tiles,
+    LOAD: tl.constexpr,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -274,6 +333,8 @@ def _sort(
     begin = tl.sum(tl.where(bins < expert, counts, 0))
     end = begin + tl.sum(tl.where(bins == expert, counts, 0))
     tile = tl.sum(tl.where(bins < expert, tiles, 0))
+    if LOAD:
+        tl.store(load_ptr + expert, tl.load(load_ptr + expert) + end - begin)
     done = begin
     if end > begin:
         for at in range(0, pairs, SIZE):
@@ -416,6 +477,7 @@ def _step(
 @triton.jit(do_not_specialize=["num_tiles"])
 def _product(
     x_ptr,
+    x_described,
     w_ptr,
     w_described,
     scale_ptr,
@@ -430,6 +492,7 @@ def _product(
     x_stride,
     INPUTS: tl.constexpr,
     ACTIVE: tl.constexpr,
+    SORTED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
@@ -460,7 +523,7 @@ def _product(
     m = begin + tl.arange(0, BLOCK_M)
     m_read = tl.minimum(m, end - 1)
     pair = tl.load(order_ptr + m_read)
-    x_row = pair // ACTIVE if GATED else m_read
+    x_row = m_read if SORTED else pair // ACTIVE
     BYTES: tl.constexpr = 2 if SCALES == 3 else 1  # numbers of W in one that is loaded
     HALVES: tl.constexpr = 2 if GATED else 1
     k = tl.arange(0, BLOCK_K)
@@ -488,7 +551,10 @@ def _product(
     up_places = w_places + outputs * (INPUTS // BYTES)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = step * BLOCK_K
-        x = _loaded(x_places, at, k, INPUTS, BLOCK_K)
+        if TMA and TALL_X:  # rows past the end of the tile are other experts'
+            x = x_described.load([begin, at])
+        if not (TMA and TALL_X):
+            x = _loaded(x_places, at, k, INPUTS, BLOCK_K)
         total = _step(total, x, w_places, w_described, row, scales, zeros, at, k_read,
                       INPUTS, BLOCK_K, TMA, TALL_X, SCALES, GROUP, ZERO)  # fmt: skip
         if GATED:
@@ -530,6 +596,8 @@ def _of_row(
     scale_ptr,
     zero_ptr,
     bias_ptr,
+    norm_ptr,
+    eps,
     expert,
     outputs,
     n,
@@ -539,10 +607,12 @@ def _of_row(
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """One row of x times the rows `n` of an expert's matrix of `outputs` rows."""
+    """One row of x, or its norm, times the rows `n` of an expert's matrix of `outputs` rows."""
     row = expert * outputs + n
+    squares = tl.zeros((BLOCK_K // 2 if SCALES == 3 else BLOCK_K,), tl.float32)
     if SCALES == 3:
         GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
         k = 2 * tl.arange(0, BLOCK_K // 2)
@@ -551,15 +621,19 @@ def _of_row(
             here = at + k < INPUTS
             even = tl.load(x_ptr + at + k, here, 0.0).to(tl.float32)
             odd = tl.load(x_ptr + at + k + 1, here, 0.0).to(tl.float32)
+            if NORM:
+                squares += even * even + odd * odd
+                even *= tl.load(norm_ptr + at + k, here, 0.0).to(tl.float32)
+                odd *= tl.load(norm_ptr + at + k + 1, here, 0.0).to(tl.float32)
             places = w_ptr + row[:, None] * (INPUTS // 2) + ((at + k) // 2)[None]
             both = tl.load(places, here[None], 0)
-            groups = row[:, None] * GROUPS + ((at + k) // GROUP)[None]
-            zero = tl.full((n.shape[0], BLOCK_K // 2), 8, tl.uint8)
+            groups = row * GROUPS + at // GROUP
+            zero = tl.full((n.shape[0],), 8, tl.uint8)
             if ZERO:
-                zero = tl.load(zero_ptr + groups, here[None], 0)
-            low = _nibbles(both & 15, zero, tl.float32) * even[None]
-            high = _nibbles(both >> 4, zero, tl.float32) * odd[None]
-            total += (low + high) * tl.load(scale_ptr + groups, here[None], 0.0).to(tl.float32)
+                zero = tl.load(zero_ptr + groups)
+            low = _nibbles(both & 15, zero[:, None], tl.float32) * even[None]
+            high = _nibbles(both >> 4, zero[:, None], tl.float32) * odd[None]
+            total += (low + high) * tl.load(scale_ptr + groups).to(tl.float32)[:, None]
     else:
         Q: tl.constexpr = (INPUTS + 127) // 128
         k = tl.arange(0, BLOCK_K)
@@ -568,6 +642,9 @@ def _of_row(
         total = tl.zeros((n.shape[0], BLOCK_K), tl.float32)
         for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
             x = tl.load(x_ptr + at + k, at + k < INPUTS, 0.0).to(tl.float32)
+            if NORM:
+                squares += x * x
+                x *= tl.load(norm_ptr + at + k, at + k < INPUTS, 0.0).to(tl.float32)
             w = _loaded(w_places, at, k, INPUTS, BLOCK_K)
             found = _wide(w, tl.float32).to(tl.float32) * x[None]
             if SCALES == 2:
@@ -575,6 +652,8 @@ def _of_row(
                 found *= tl.load(scales + ((at + k) // 128)[None], here, 0.0)
             total += found
     out = tl.sum(total, 1)
+    if NORM:
+        out *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
     if SCALES == 1:
         out *= tl.load(scale_ptr + row)
     if BIAS:
@@ -589,11 +668,16 @@ def _gate_up_row(
     scale_ptr,
     zero_ptr,
     bias_ptr,
+    norm_ptr,
     y_ptr,
     experts_ptr,
+    load_ptr,
     outputs,
+    eps,
+    LOAD: tl.constexpr,
     INPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
@@ -611,10 +695,13 @@ def _gate_up_row(
     pair = tl.program_id(0) // tiles
     at_n = tl.program_id(0) % tiles * BLOCK_N
     expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if LOAD:
+        tl.store(load_ptr + expert, tl.load(load_ptr + expert) + 1, at_n == 0)
     both = tl.arange(0, 2 * BLOCK_N)  # gate and up of each row, side by side
     rows = tl.minimum(at_n + both // 2, outputs - 1) + both % 2 * outputs
-    found = _of_row(x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, expert, 2 * outputs, rows,
-                    INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS, UNROLL)  # fmt: skip
+    found = _of_row(x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, eps, expert,
+                    2 * outputs, rows, INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS, NORM,
+                    UNROLL)  # fmt: skip
     gate, up = tl.split(tl.reshape(found, (BLOCK_N, 2)))
     n = at_n + tl.arange(0, BLOCK_N)
     out = _gated(gate, up, ACTIVATION)
@@ -635,6 +722,8 @@ def _down_row(
     INPUTS: tl.constexpr,
     ACTIVE: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    LINES: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
@@ -644,8 +733,16 @@ def _down_row(
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a single token: some rows of all of its experts, added up."""
+    """Of a single token: some rows of all of its experts, added up. These were known before the
+    first product began, so that their rows can be called into the L2 cache before its end."""
     if PDL:
+        if LINES > 0:
+            line = tl.arange(0, BLOCK_N * LINES)
+            ahead = tl.minimum(tl.program_id(0) * BLOCK_N + line // LINES, outputs - 1)
+            byte = tl.minimum(line % LINES * 128, ROW_BYTES - 1)
+            for pair in tl.range(ACTIVE):
+                row = tl.load(experts_ptr + pair).to(tl.int64) * outputs + ahead
+                call_lines(w_ptr.to(tl.int64) + row * ROW_BYTES + byte, 1)
         gdc_wait()
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -653,9 +750,9 @@ def _down_row(
     y = tl.zeros((BLOCK_N,), tl.float32)
     for pair in tl.range(ACTIVE):
         expert = tl.load(experts_ptr + pair).to(tl.int64)
-        found = _of_row(x_ptr + pair * INPUTS, w_ptr, scale_ptr, zero_ptr, bias_ptr, expert,
-                        outputs, n_read, INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS,
-                        UNROLL)  # fmt: skip
+        found = _of_row(x_ptr + pair * INPUTS, w_ptr, scale_ptr, zero_ptr, bias_ptr, x_ptr, 0.0,
+                        expert, outputs, n_read, INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS,
+                        False, UNROLL)  # fmt: skip
         y += found * tl.load(router_ptr + pair).to(tl.float32)
     if RESIDUAL:
         y += tl.load(y_ptr + n_read).to(tl.float32)
@@ -746,9 +843,12 @@ def _route_rows(
     arrivals_ptr,
     weights_ptr,
     experts_ptr,
+    norm_ptr,
+    eps,
     stride,
     scale,
     INPUTS: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -769,12 +869,19 @@ def _route_rows(
     x = tl.program_id(0) % PROGRAMS * BLOCK_X + tl.arange(0, BLOCK_X)
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_X, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
     for at in tl.static_range(0, INPUTS, BLOCK_K):
         here = at + k < INPUTS
-        states = tl.load(x_ptr + token.to(tl.int64) * stride + at + k, here, 0.0)
+        states = tl.load(x_ptr + token.to(tl.int64) * stride + at + k, here, 0.0).to(tl.float32)
+        if NORM:
+            squares += states * states
+            states *= tl.load(norm_ptr + at + k, here, 0.0).to(tl.float32)
         w_places = w_ptr + tl.minimum(x, EXPERTS - 1)[:, None] * INPUTS + at + k[None]
-        total += tl.load(w_places, here[None], 0.0).to(tl.float32) * states.to(tl.float32)[None]
-    logits = tl.sum(total, 1).to(x_ptr.dtype.element_ty).to(tl.float32)
+        total += tl.load(w_places, here[None], 0.0).to(tl.float32) * states[None]
+    logits = tl.sum(total, 1)
+    if NORM:
+        logits *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
+    logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
     tl.store(logits_ptr + token * EXPERTS + x, logits, x < EXPERTS)
     if arrived_last(arrivals_ptr, token, PROGRAMS):
         every = tl.arange(0, SLOTS_X)
@@ -783,6 +890,27 @@ def _route_rows(
         _choose(found, bias_ptr, weights_ptr, experts_ptr, token.to(tl.int64), scale, EXPERTS,
                 SLOTS_X, ACTIVE, SLOTS_A, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
         reset(arrivals_ptr, token)
+
+
+@triton.jit
+def _gather(
+    x_ptr,
+    y_ptr,
+    order_ptr,
+    width,
+    stride,
+    ACTIVE: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64)
+    token = tl.load(order_ptr + place).to(tl.int64) // ACTIVE
+    e = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    found = tl.load(x_ptr + token * stride + e, e < width, 0.0)
+    tl.store(y_ptr + place * width + e, found, e < width)
 
 
 @triton.jit

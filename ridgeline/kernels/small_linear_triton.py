@@ -190,7 +190,7 @@ def _check(
 
 
 @triton.jit
-def _call(places, SIZE: tl.constexpr):
+def call_lines(places, SIZE: tl.constexpr):
     """Asks for the cache lines of `places` to be brought into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -605,7 +605,7 @@ def _small_linear(
         line: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
         ks = tl.minimum(begin * BLOCK_K + tl.arange(0, LINES) * line, tl.minimum(last, inputs - 1))
         ns = _weight_rows(i, tile, width, H, GATED) * w_stride
-        _call((w_ptr + (tile * H).to(tl.int64) * w_stride) + (ns[:, None] + ks[None]), 1)
+        call_lines((w_ptr + (tile * H).to(tl.int64) * w_stride) + (ns[:, None] + ks[None]), 1)
     if PDL:
         gdc_wait()
         if EARLY:

@@ -4,12 +4,13 @@ On a GPU the matrices of all experts are stacked and multiplied as
 `kernels.grouped_experts` says, without asking which experts have tokens. Elsewhere, and in weight
 formats that have no such products, the host asks, and experts that have some are computed one after
 the other.
-Letters: T tokens, E hidden, X experts, A active experts of a token, N rows of a product.
+Letters: T tokens, E hidden, X experts, A active experts of a token, N rows of a product, L
+layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -18,6 +19,7 @@ from ridgeline.architectures.spec import DenseSpec, ExpertsSpec
 from ridgeline.distributed.placement import Placement
 from ridgeline.kernels.grouped_experts import StackedMatrix, grouped_experts
 from ridgeline.kernels.quantized_matrix import Parameters
+from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear
@@ -109,6 +111,7 @@ class Experts:
             self.gate_up.take(expert, one.gate_up)
             self.down.take(expert, one.down)
             self.experts.append(one)
+        self.load_X: torch.Tensor | None = None  # int64: tokens of each expert, if they are counted
         self.shared: FeedForward | None = None
         if spec.shared_size:
             shared = DenseSpec(spec.shared_size, spec.activation)
@@ -133,10 +136,15 @@ class Experts:
         self, hidden: Hidden, norm: RMSNorm | None, norm_out: RMSNorm | None = None
     ) -> None:
         """Adds what the experts make of the normed states, and its own norm of that."""
-        x_TE = hidden.normed(norm)
         if self.matrices is None or norm_out is not None or self.placement.size > 1:
-            hidden.add(self.of(x_TE), norm_out)
+            hidden.add(self.of(hidden.normed(norm)), norm_out)
             return
+        if norm is not None and self._takes_norm(hidden):
+            x_TE, as_input = hidden.sum_TE, norm.as_input
+            routes = self.router.route(x_TE, as_input)
+            self._grouped(x_TE, routes, self.matrices, x_TE, as_input)
+            return
+        x_TE = hidden.normed(norm)
         routes = self.router.route(x_TE)
         self._grouped(x_TE, routes, self.matrices, hidden.sum_TE)
         if self.shared is not None:
@@ -151,16 +159,23 @@ class Experts:
             y_TE = self.placement.all_reduce(self._grouped(x_TE, routes, self.matrices))
         return y_TE if self.shared is None else y_TE.add_(_of_shared(self.shared, x_TE, routes))
 
+    def _takes_norm(self, hidden: Hidden) -> bool:
+        """A single token's norm is in the kernels of the router and of the first product."""
+        is_whole = hidden.partial_TE is None and self.shared is None
+        return is_whole and len(hidden.sum_TE) == 1 and self.router.takes_norm(1)
+
     def _one_by_one(self, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Of experts that have tokens; the host asks which."""
         experts = routes.experts_TA.view(-1)
         order = experts.argsort(stable=True)
-        counts = torch.bincount(experts, minlength=self.spec.num_experts).tolist()
+        counts_X = torch.bincount(experts, minlength=self.spec.num_experts)
+        if self.load_X is not None:
+            self.load_X += counts_X
         weights = routes.weights_TA.view(-1).index_select(0, order).unsqueeze(1)
         tokens = order.div_(self.spec.num_active, rounding_mode="floor")
         out_TE = torch.zeros_like(x_TE)
         begin = 0
-        for expert, count in enumerate(counts):
+        for expert, count in enumerate(counts_X.tolist()):
             if count:
                 rows = slice(begin, begin + count)
                 self._add(expert, x_TE, tokens[rows], weights[rows], out_TE)
@@ -173,6 +188,7 @@ class Experts:
         routes: Routes,
         matrices: tuple[StackedMatrix, StackedMatrix],
         residual_TE: torch.Tensor | None = None,
+        norm: InputNorm | None = None,
     ) -> torch.Tensor:
         return grouped_experts(
             x_TE,
@@ -180,7 +196,9 @@ class Experts:
             routes.experts_TA,
             *matrices,
             self.spec.activation,
+            norm=norm,
             residual_TE=residual_TE,
+            load_X=self.load_X,
             in_any_batch=self.deterministic,
         )
 
@@ -211,6 +229,35 @@ class Experts:
     def parts(self) -> list[Linear | Vector]:
         """All that holds parameters."""
         return [*self.router.parts(), *self.linears[1:]]
+
+
+class ExpertLoad:
+    """How evenly are tokens spread over the experts of these layers? Counted from now on, by the
+    kernels that sort tokens by expert, and read now and then, without waiting for the device.
+    Captured steps are filled up to their sizes, and that padding is counted too."""
+
+    def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
+        self._sizes = [layer.spec.num_experts for layer in layers]
+        shape = len(layers), max(self._sizes, default=0)
+        self._counts_LX = torch.zeros(shape, dtype=torch.int64, device=device)
+        for counts_X, layer in zip(self._counts_LX, layers, strict=True):
+            layer.load_X = counts_X[: layer.spec.num_experts]
+        is_apart = device.type == "cuda" and len(layers) > 0
+        self._read_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_apart)
+        self._arrived = torch.cuda.Event() if is_apart else None  # type: ignore[no-untyped-call]
+        self._found = (0.0,) * len(layers)
+
+    def busiest(self) -> tuple[float, ...]:
+        """Of each layer the tokens of its busiest expert over those of its mean one; 0 before any
+        came. As the call before this one found them: the next figures are asked for now."""
+        if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
+            return self._found
+        rows = zip(self._read_LX.tolist(), self._sizes, strict=True)
+        self._found = tuple(max(row) * size / max(1, sum(row)) for row, size in rows)
+        self._read_LX.copy_(self._counts_LX, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+        return self._found
 
 
 def _of_shared(shared: FeedForward, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -21,7 +21,9 @@ import torch
 
 from ridgeline.architectures.spec import ExpertsSpec
 from ridgeline.distributed.placement import Shard
+from ridgeline.errors import check
 from ridgeline.kernels.grouped_experts import Choice, choose_experts, route_experts
+from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.layers.linear import Linear, Part
 from ridgeline.layers.piece import Vector
 
@@ -88,10 +90,16 @@ class Router:
             bias_X=bias_X,
         )
 
-    def route(self, x_TE: torch.Tensor) -> Routes:
-        if self._choice is not None and 0 < len(x_TE) <= self._most_tokens:
+    def takes_norm(self, num_tokens: int) -> bool:
+        """`route` of so many tokens norms them too."""
+        return 0 < num_tokens <= self._most_tokens
+
+    def route(self, x_TE: torch.Tensor, norm: InputNorm | None = None) -> Routes:
+        """`norm`: of x, where `takes_norm` says so."""
+        if self._choice is not None and self.takes_norm(len(x_TE)):
             weight_XE = self.linear.parameters["weight"]
-            return Routes(*route_experts(x_TE, weight_XE, self._choice))
+            return Routes(*route_experts(x_TE, weight_XE, self._choice, norm))
+        check(norm is None, "only few tokens are normed here", tokens=len(x_TE))
         return self.choose(self.linear(x_TE))
 
     def choose(self, logits_TX: torch.Tensor) -> Routes:

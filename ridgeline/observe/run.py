@@ -93,6 +93,8 @@ class Run(Listener):
         self.requests = RequestTimes(max_finished)
         self.recent: deque[PricedStep] = deque(maxlen=NUM_RECENT)
         self.listeners = Listeners()
+        # Of each layer with experts: tokens of the busiest one over those of the mean one.
+        self.expert_load: Callable[[], tuple[float, ...]] = tuple
         self.computes_in_submit = computes_in_submit
         self.last_ended = 0.0
         # Of all steps that were collected, priced or not; they only rise, but `last_failed`.

@@ -26,6 +26,7 @@ class GaugeReader:
         self._clock = clock
         self._memory_read_at = clock.now() - MEMORY_PERIOD_S
         self._memory_used = 0
+        self._expert_load: tuple[float, ...] = ()
 
     def read(self) -> Gauges:
         scheduler, run = self._scheduler, self._run
@@ -43,6 +44,7 @@ class GaugeReader:
             busy_s=run.busy_s,
             device_memory_used=self._device_memory(),
             costs=_costs(run.totals) if run.is_priced else None,
+            expert_load=self._expert_load,
         )
 
     def _device_memory(self) -> int:
@@ -50,6 +52,7 @@ class GaugeReader:
         if now - self._memory_read_at >= MEMORY_PERIOD_S:
             self._memory_read_at = now
             self._memory_used = self._device.memory_total() - self._device.memory_free()
+            self._expert_load = self._run.expert_load()
         return self._memory_used
 
 

@@ -364,6 +364,14 @@ MEMORY = (
         "purpose",
     ),
     _gauge(
+        "busiest_expert_load",
+        "Tokens of the busiest expert for each token of the mean one since the start, of each "
+        "layer with experts, in their order; read at most once a second while steps run. Padding "
+        "of captured steps is counted too.",
+        lambda seen: {(str(at),): load for at, load in enumerate(seen.gauges.expert_load)},
+        "layer",
+    ),
+    _gauge(
         "device_memory_bytes",
         "Bytes of memory that the engine's device has.",
         lambda seen: 0 if seen.ready is None else seen.ready.device_memory_total,

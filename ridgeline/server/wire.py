@@ -190,6 +190,7 @@ class Gauges(msgspec.Struct, array_like=True, frozen=True):
     busy_s: float = 0.0
     device_memory_used: int = 0
     costs: StepCosts | None = None
+    expert_load: tuple[float, ...] = ()  # of each layer with experts, the busiest over the mean one
 
 
 class Cost(msgspec.Struct, array_like=True, frozen=True, gc=False):

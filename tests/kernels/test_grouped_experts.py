@@ -27,6 +27,8 @@ from ridgeline.kernels.grouped_experts import (
 )
 from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.quantize_rows import E4M3
+from ridgeline.kernels.rms_norm import rms_norm_reference
+from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.layers.linear import Linear
 from ridgeline.layers.routing import Router
 from ridgeline.quantization.integers import GroupRounding, SpanRounding
@@ -98,7 +100,7 @@ def routing(
         (5, 20, 6, 100, 32, 16, False, "gelu"),
         (20, 3, 2, 128, 160, 16, True, "silu"),
         (90, 3, 2, 64, 96, 64, False, "gelu_tanh"),
-        (70, 2, 1, 160, 32, 64, True, "silu"),
+        (70, 3, 1, 160, 32, 64, True, "silu"),
     ],
 )
 def test_experts(
@@ -122,18 +124,26 @@ def test_experts(
     size = 16 if block_m == 1 else 32
     cut = ExpertsCut(block_m, ExpertTile(size, 32, tma=tma), ExpertTile(size, 32, tma=tma))
     residual = noise(tokens, width, seed=4, dtype=dtype)
-    exact = grouped_experts_reference(
-        x.float(), weights, chosen, _wide(gate_up), _wide(down), activation
+    norm = InputNorm(noise(width, seed=6, dtype=dtype), 1e-5) if block_m == 1 else None
+    normed = (
+        x.float()
+        if norm is None
+        else rms_norm_reference(x.float(), norm.weight_K.float(), norm.eps)
     )
+    exact = grouped_experts_reference(
+        normed, weights, chosen, _wide(gate_up), _wide(down), activation
+    )
+    load = torch.zeros(experts, dtype=torch.int64, device=DEVICE)
     for added in (None, residual):
         got = ours.grouped_experts_triton(
-            x, weights, chosen, gate_up, down, activation, cut=cut,
-            residual_TE=None if added is None else added.clone(),
+            x, weights, chosen, gate_up, down, activation, cut=cut, norm=norm,
+            residual_TE=None if added is None else added.clone(), load_X=load,
         )  # fmt: skip
         wanted = exact if added is None else exact + added.float()
         allowed = 2e-6 if dtype == torch.float32 else 2e-3 if dtype == torch.float16 else 1e-2
         assert (got.shape, got.dtype) == (x.shape, dtype)
         assert (got.float() - wanted).norm() <= allowed * wanted.norm()
+    assert load.tolist() == (2 * torch.bincount(chosen.flatten(), minlength=experts)).tolist()
 
 
 def _wide(matrix: StackedMatrix) -> StackedMatrix:
@@ -167,12 +177,15 @@ def test_choices(tokens: int, experts: int, active: int, rule: dict[str, Any]) -
     if router.score_bias is not None:
         router.score_bias.values.copy_(noise(experts, seed=2))
         choice = replace(choice, bias_X=router.score_bias.values.to(DEVICE))
-    x = noise(tokens, 100, seed=3)[:, :96] / 10
+    ones = InputNorm(torch.ones(96, device=DEVICE), 0.0)
+    x = rms_norm_reference(noise(tokens, 100, seed=3)[:, :96], ones.weight_K, 0.0)
+    x = torch.nn.functional.pad(x, (0, 4))[:, :96]
     exact = router.route(x.cpu())
     room = make_workspace(x.device, 512, 8)
     for weights, chosen in (
         ours.choose_experts_triton(x @ weight.to(DEVICE).T, choice),
         ours.route_triton(x, weight.to(DEVICE), choice, workspace=room),
+        ours.route_triton(3 * x, weight.to(DEVICE), choice, norm=ones, workspace=room),
     ):
         assert chosen.tolist() == exact.experts_TA.tolist()
         torch.testing.assert_close(weights.cpu(), exact.weights_TA, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ import torch
 
 from ridgeline.architectures import read_spec
 from ridgeline.layers import experts
-from ridgeline.layers.experts import Experts
+from ridgeline.layers.experts import ExpertLoad, Experts
 from ridgeline.quantization import integers
 from tests.layers.driving import build_decoder
 from tests.layers.reference_models import tiny_config
@@ -59,3 +59,21 @@ def test_what_was_kept_is_adopted_into_the_stack(monkeypatch: pytest.MonkeyPatch
     x = torch.ones(2, 128)
     x = x.to(next(iter(first.router.linear.parameters.values())).device)
     torch.testing.assert_close(second.of(x), first.of(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kinds", [frozenset(), frozenset({"cpu", "cuda"})], ids=["host", "device"])
+def test_load_is_counted(kinds: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "STACKED_ON", kinds)
+    one = layer("plain")
+    where = next(iter(one.router.linear.parameters.values())).device
+    load = ExpertLoad([one, one], where)
+    assert load.busiest() == (0.0, 0.0)
+    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(2)).to(where)
+    one.of(x)
+    load.busiest()
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+    counts = torch.bincount(one.router.route(x).experts_TA.flatten(), minlength=4)
+    unused, busiest = load.busiest()
+    assert unused == 0.0
+    assert busiest == pytest.approx(counts.max().item() * 4 / 100)
