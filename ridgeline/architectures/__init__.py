@@ -40,6 +40,7 @@ FAMILIES: dict[str, str] = {
     "gpt2": "ridgeline.architectures.gpt2:read",
     "gpt_neox": "ridgeline.architectures.gpt_neox:read",
     "gpt_oss": "ridgeline.architectures.gpt_oss:read",
+    "granitemoe": "ridgeline.architectures.granitemoe:read",
     "llama": "ridgeline.architectures.llama:read",
     "minicpm3": "ridgeline.architectures.minicpm3:read",
     "mistral": "ridgeline.architectures.mistral:read",

@@ -45,6 +45,7 @@ OTHER_LAYOUTS = (  # their files are not read
     "gpt_neox",
     "gpt_oss",
     "kimi_k2",
+    "granitemoe",
     "minicpm3",
     "phi3",
     "qwen2_moe",

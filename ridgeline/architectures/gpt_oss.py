@@ -14,7 +14,7 @@ from ridgeline.architectures.family import (
     routed,
 )
 from ridgeline.architectures.parts import LLAMA_NAMES
-from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.spec import ModelSpec, Stored
 
 DEFAULTS = Defaults(
     rope_theta=150_000.0, norm_eps=1e-5, max_positions=131_072, num_kv_heads=8, head_dim=64
@@ -39,12 +39,29 @@ NAMES = {
 }
 
 
+def stored(size: int, *, mxfp4: bool) -> tuple[Stored, ...]:
+    """Rows of gate and up take turns."""
+    stem = f"{_STEM}mlp.experts."
+    both, down = f"{stem}gate_up_proj", f"{stem}down_proj"
+    as_numbers = {"transposed": not mxfp4, "mxfp4": mxfp4, "experts": True}
+    return (
+        Stored(both, ("gate", "up"), size, **as_numbers),
+        Stored(f"{both}_bias", ("gate_bias", "up_bias"), size, experts=True),
+        Stored(down, ("down",), **as_numbers),
+        Stored(f"{down}_bias", ("down_bias",), experts=True),
+    )
+
+
 def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
     config.refuse("hidden_act", "silu")
     config.refuse("swiglu_limit", 7.0)
     config.refuse("swiglu_alpha", 1.702)
     if not config.has("rope_scaling") and not config.has("rope_parameters"):
         config = replace(config, values={**config.values, "rope_scaling": YARN})
+    packing = config.section("quantization_config")
+    is_packed = packing is not None and packing.text("quant_method") == "mxfp4"
+    if is_packed:  # what is not packed is of 16 bits, and the file need not say so
+        config = replace(config, values={"torch_dtype": "bfloat16", **config.values})
     trunk = read_trunk(config, DEFAULTS, max_model_len)
     bias = config.flag("attention_bias", default=True)
     window = config.integer("sliding_window", high=MAX_POSITIONS, default=128)
@@ -68,6 +85,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         attention=attention,
         feed_forward=experts,
         tensor_names=NAMES,
+        stored=stored(experts.intermediate_size, mxfp4=is_packed),
     )
 
 

@@ -43,6 +43,14 @@ def described(spec: ModelSpec, config: ConfigReader) -> ModelSpec:
     if section is None:
         return spec
     method = section.text("quant_method")
+    if experts := [one for one in spec.stored if one.experts]:
+        if method == "mxfp4" and any(one.mxfp4 for one in experts):
+            return spec
+        raise section.fail(
+            "quant_method",
+            f"is {method[:40]!r}; of a model whose checkpoint has one tensor for all experts of a"
+            " layer it is not read: serve the one that this was made from",
+        )
     line = CHECKPOINT_FORMATS.get(method)
     if line is None:
         raise section.fail(

@@ -116,7 +116,6 @@ SHAPES: Mapping[str, Shape] = {
     "glm": HALF_ROTATED,
     "glm4": replace(HALF_ROTATED, norms="around"),
     "granite": Shape("scaled embeddings, residuals and logits"),
-    "granitemoe": Shape("scaled embeddings, residuals and logits", experts=MIXTURE),
     "internlm3": Shape(READER, qkv_bias="qkv_bias"),
     "llama4_text": Shape(
         "attention in chunks",

@@ -176,12 +176,16 @@ class LayerSpec:
 class Stored:
     """Tensor `name` of the checkpoint (with {layer} to fill in) holds the parameters of `roles`,
     one below the other: in each of `blocks` equal parts of it, one for each head say, its share of
-    all of them. `transposed`: side by side, as a product x @ W has them."""
+    all of them. `transposed`: side by side, as a product x @ W has them. `experts`: the same of
+    each expert, one behind the other. `mxfp4`: as blocks of 32 numbers with a scale, in two
+    tensors."""
 
     name: str
     roles: tuple[str, ...]
     blocks: int = 1
     transposed: bool = False
+    experts: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)

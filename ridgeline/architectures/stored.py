@@ -8,8 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.parts import expected_tensors, layer_tensors, parts, tensor_name
-from ridgeline.architectures.spec import AttentionSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    Stored,
+)
 
+MXFP4_BLOCK = 32  # numbers of a row that share a scale, in 16 bytes
 REORDERED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 
@@ -17,7 +24,8 @@ REORDERED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 class Cut:
     """A parameter is rows of tensor `name`: `length` from `start` on of each `stride` that it has.
     Row i of a head is then row `order[i]` of these (`in_columns`: column i of each row); empty: as
-    they are. `transposed`: what is called a row is a column of the tensor."""
+    they are. `transposed`: what is called a row is a column of the tensor. `expert`: all of this
+    within its part of a tensor of `num_experts`. `mxfp4`: it is stored as `blocks` and `scales`."""
 
     name: str
     start: int
@@ -26,20 +34,38 @@ class Cut:
     order: tuple[int, ...] = ()
     transposed: bool = False
     in_columns: bool = False
+    expert: int | None = None
+    num_experts: int = 0
+    mxfp4: bool = False
+
+    @property
+    def blocks(self) -> str:
+        return f"{self.name}_blocks"
+
+    @property
+    def scales(self) -> str:
+        return f"{self.name}_scales"
 
     @property
     def is_all(self) -> bool:
         """The tensor holds nothing else."""
         return self.length == self.stride
 
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor that a parameter of this shape is cut from."""
+    def wholes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The tensors that a parameter of this shape is cut from, and their shapes."""
         found = shape[0] // self.length * self.stride, *shape[1:]
-        return found[::-1] if self.transposed else found
+        found = found[::-1] if self.transposed else found
+        if self.expert is not None:
+            found = self.num_experts, *found
+        if not self.mxfp4:
+            return {self.name: found}
+        scales = *found[:-1], -(-found[-1] // MXFP4_BLOCK)
+        return {self.blocks: (*scales, MXFP4_BLOCK // 2), self.scales: scales}
 
     def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the parameter that is cut from a tensor of this shape."""
-        rows, *columns = shape[::-1] if self.transposed else shape
+        own = shape if self.expert is None else shape[1:]
+        rows, *columns = own[::-1] if self.transposed else own
         return rows // self.stride * self.length, *columns
 
 
@@ -47,16 +73,15 @@ def cuts(spec: ModelSpec) -> dict[str, Cut]:
     """By the name of the parameter: of those that are not a tensor as they are."""
     found: dict[str, Cut] = {}
     for index in range(spec.num_layers):
-        for role, cut in _layer_cuts(spec, index):
-            found[tensor_name(spec.tensor_names, role, index)] = cut
+        found |= _layer_cuts(spec, index)
     return found
 
 
 def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
+    """By the name of the parameter."""
     layer = spec.layers[index]
     rows = {part.role: part.shape[0] for part in parts(layer, spec.hidden_size)}
-    order = head_order(layer.attention)
-    orders = dict.fromkeys(REORDERED, order)
+    orders = dict.fromkeys(REORDERED, head_order(layer.attention))
     done = set()
     for one in spec.stored:
         own = {role: rows[role] // one.blocks for role in one.roles if role in rows}
@@ -64,15 +89,30 @@ def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
         is_transposed = one.transposed and layer.scheme_of(one.roles[0]) is None
         for role, length in own.items():
             name = one.name.format(layer=index)
-            if len(one.roles) > 1 or is_transposed:
-                yield role, Cut(name, start, length, stride, orders.get(role, ()), is_transposed)
+            cut = Cut(name, start, length, stride, orders.get(role, ()), is_transposed)
+            if len(one.roles) > 1 or is_transposed or one.experts:
+                yield from _of_experts(spec, index, role, one, cut)
                 done.add(role)
             start += length
-    for role in REORDERED:
+    for role, order in orders.items():
         if order and role in rows and role not in done:
             name = tensor_name(spec.tensor_names, role, index)
             by_head = layer.attention.qk_norm_kind != "rms" and role.endswith("_norm")
-            yield role, Cut(name, 0, rows[role], rows[role], order, in_columns=by_head)
+            yield name, Cut(name, 0, rows[role], rows[role], order, in_columns=by_head)
+
+
+def _of_experts(
+    spec: ModelSpec, index: int, role: str, stored: Stored, cut: Cut
+) -> Iterator[tuple[str, Cut]]:
+    """The cut of a layer's parameter, or those of all its experts."""
+    inner = spec.layers[index].feed_forward
+    if not stored.experts:
+        yield tensor_name(spec.tensor_names, role, index), cut
+    elif isinstance(inner, ExpertsSpec):
+        count = inner.num_experts
+        for expert in range(count):
+            own = replace(cut, expert=expert, num_experts=count, mxfp4=stored.mxfp4)
+            yield tensor_name(spec.tensor_names, role, index, expert), own
 
 
 def cut_roles(spec: ModelSpec, layer: LayerSpec) -> set[str]:
@@ -103,15 +143,13 @@ def stored_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     found, own = cuts(spec), dict[str, tuple[int, ...]]()
     for name, shape in expected_tensors(spec).items():
         cut = found.get(name)
-        own |= {name: shape} if cut is None else {cut.name: cut.whole(shape)}
+        own |= {name: shape} if cut is None else cut.wholes(shape)
     return own
 
 
 def stored_layer(spec: ModelSpec, index: int) -> dict[str, tuple[tuple[str, Cut | None], ...]]:
     """By the name of each tensor of a layer: the parameters that it holds, in order."""
-    named = {
-        tensor_name(spec.tensor_names, role, index): cut for role, cut in _layer_cuts(spec, index)
-    }
+    named = dict(_layer_cuts(spec, index))
     found: dict[str, tuple[tuple[str, Cut | None], ...]] = {}
     for name in layer_tensors(spec, index):
         cut = named.get(name)

@@ -142,6 +142,11 @@ def quantize_model(job: Job, progress: Progress = lambda done, of: None) -> Repo
     spec = read_spec(config)
     check_served(spec)
     check_plain(job.model, spec)
+    if any(one.experts for one in spec.stored):
+        raise ConfigError(
+            f"{job.model}: one tensor holds all experts of a layer, which is not written in fewer"
+            " bits; serve it with weight_format int4 instead, which rounds as it loads"
+        )
     source, checkpoint = (
         FileTensors(job.model, spec.written),
         open_checkpoint(job.model, written=spec.written),

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 
 from ridgeline.architectures.spec import ModelSpec
-from ridgeline.architectures.stored import Cut, cuts
+from ridgeline.architectures.stored import MXFP4_BLOCK, Cut, cuts
 from ridgeline.errors import check
-from ridgeline.layers.piece import Piece, TensorSource, arriving
+from ridgeline.layers.piece import Piece, TensorSource, arriving, fill
 
 
 def of_parameters(source: TensorSource, spec: ModelSpec) -> TensorSource:
@@ -22,7 +22,7 @@ def of_parameters(source: TensorSource, spec: ModelSpec) -> TensorSource:
     names = set(source.names())
     found: dict[str, Cut] = {}
     for name, cut in cuts(spec).items():
-        if cut.name in names:
+        if cut.name in names or (cut.mxfp4 and cut.blocks in names):
             found[name] = cut
         elif cut.order:
             found[name] = Cut(name, 0, cut.length, cut.length, cut.order)
@@ -35,22 +35,36 @@ class CutSource:
 
     def __init__(self, source: TensorSource, found: Mapping[str, Cut]) -> None:
         self._source, self._cuts = source, found
+        self._expert: tuple[str, int, torch.Tensor] | None = None  # what was asked for last
+        self._in_turn = any(one.expert is not None for one in found.values())
 
     def names(self) -> list[str]:
-        cut = {one.name for one in self._cuts.values()}
+        cut = {key for one in self._cuts.values() for key in (one.name, one.blocks, one.scales)}
         return [*(name for name in self._source.names() if name not in cut), *self._cuts]
 
     def shape(self, name: str) -> tuple[int, ...]:
         cut = self._cuts.get(name)
         if cut is None:
             return self._source.shape(name)
-        return cut.part(tuple(self._source.shape(cut.name)))
+        if not cut.mxfp4:
+            return cut.part(tuple(self._source.shape(cut.name)))
+        *rows, groups = self._source.shape(cut.scales)
+        return cut.part((*rows, groups * MXFP4_BLOCK))
 
     def tensor(self, name: str) -> torch.Tensor:
         cut = self._cuts.get(name)
         if cut is None:
             return self._source.tensor(name)
-        return cut_out(self._source.tensor(cut.name), cut)
+        if cut.expert is None:
+            return cut_out(self._source.tensor(cut.name), cut)
+        if self._expert is None or self._expert[:2] != (cut.name, cut.expert):
+            self._expert = cut.name, cut.expert, self._of_expert(cut, cut.expert)
+        return cut_out(self._expert[2], cut)
+
+    def _of_expert(self, cut: Cut, expert: int) -> torch.Tensor:
+        names = (cut.blocks, cut.scales) if cut.mxfp4 else (cut.name,)
+        found = [self._source.slice(name, 0, expert, 1)[0] for name in names]
+        return unpack_mxfp4(*found) if cut.mxfp4 else found[0]
 
     def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         if name not in self._cuts:
@@ -59,6 +73,9 @@ class CutSource:
 
     @contextmanager
     def bring(self, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:
+        if self._in_turn:
+            yield (fill(piece, self) for piece in pieces)
+            return
         waiting: deque[tuple[int, Piece]] = deque()
 
         def stretches() -> Iterator[Piece]:
@@ -89,6 +106,16 @@ def cut_out(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
     kept = whole.reshape(-1, cut.stride, *rest)[:, cut.start : cut.start + cut.length]
     rows = kept.reshape(-1, *rest)
     return _ordered(rows, cut, cut.order) if cut.order else rows.contiguous()
+
+
+def unpack_mxfp4(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor) -> torch.Tensor:
+    """[N, K] in bfloat16, which holds all of them: 4-bit numbers (e2m1), the lower half of a byte
+    first, times two to the scale, whose bias is 127 (OCP Microscaling Formats 1.0)."""
+    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.bfloat16)
+    signed = torch.cat((table, -table)).to(blocks_NGB.device)
+    codes = torch.stack((blocks_NGB & 15, blocks_NGB >> 4), -1).flatten(-2)
+    numbers = torch.ldexp(signed[codes.int()], (scales_NG.int() - 127)[..., None])
+    return numbers.to(torch.bfloat16).flatten(-2)
 
 
 def join(own: Sequence[tuple[torch.Tensor, Cut]]) -> torch.Tensor:

@@ -99,6 +99,8 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
     if model_type in ("qwen2_moe", "qwen3_moe"):
         config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
         config |= {"shared_expert_intermediate_size": 40} if model_type == "qwen2_moe" else {}
+    if model_type == "granitemoe":
+        config |= {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}
     if model_type == "glm4_moe":
         config |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     if model_type == "gpt_oss":
@@ -153,6 +155,8 @@ class ReferenceModel:
         if self.config.get("tie_word_embeddings"):
             state.pop("lm_head.weight", None)
         model_type = self.config["model_type"]
+        if model_type == "granitemoe":
+            return {_granite_name(name): tensor for name, tensor in state.items()}
         return dict(_each_expert(state, model_type)) if model_type in EXPERT_NAMES else state
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -177,9 +181,19 @@ class ReferenceModel:
         return answer
 
 
+def _granite_name(name: str) -> str:
+    """That of the files: Transformers 5 has its own."""
+    for ours, stored in (
+        ("experts.gate_up_proj", "input_linear.weight"),
+        ("experts.down_proj", "output_linear.weight"),
+        ("router.weight", "router.layer.weight"),
+    ):
+        name = name.replace(f"block_sparse_moe.{ours}", f"block_sparse_moe.{stored}")
+    return name
+
+
 # model type -> its name of a layer's part with experts, and of the matrices of one
 EXPERT_NAMES = {
-    "gpt_oss": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_moe"),
@@ -199,22 +213,16 @@ def _each_expert(
             found.append((name, tensor))
             continue
         stem, _, stacked = name.replace(".mlp.", f".{part}.").rpartition("experts.")
-        is_bias = stacked.endswith("_bias")
-        if model_type == "gpt_oss" and "experts." in name and not is_bias:
-            tensor = tensor.transpose(1, 2)
-        if stacked.startswith("gate_up_proj"):
-            both = (
-                (tensor[:, ::2], tensor[:, 1::2]) if model_type == "gpt_oss" else tensor.chunk(2, 1)
-            )
-            halves = dict(zip(roles[:2], both, strict=True))
-        elif stacked.startswith("down_proj"):
+        if stacked == "gate_up_proj":
+            halves = dict(zip(roles[:2], tensor.chunk(2, 1), strict=True))
+        elif stacked == "down_proj":
             halves = {roles[-1]: tensor}
         else:
             found.append((name.replace(".mlp.", f".{part}."), tensor))
             continue
         for role, matrices in halves.items():
             found += [
-                (f"{stem}experts.{expert}.{role}.{'bias' if is_bias else 'weight'}", matrix)
+                (f"{stem}experts.{expert}.{role}.weight", matrix)
                 for expert, matrix in enumerate(matrices)
             ]
     return found

@@ -43,6 +43,12 @@ YARN_TUNING = {
     "mscale_all_dim": 0.5,
     "truncate": False,
 }
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
 PLAIN = {"rope_type": "default"}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -107,6 +113,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "gpt_oss full": tiny_config(
         "gpt_oss", rope_scaling=YARN, layer_types=["full_attention"] * 3 + ["sliding_attention"]
+    ),
+    "granitemoe": tiny_config("granitemoe", **GRANITE),
+    "granitemoe tied": tiny_config(
+        "granitemoe", **GRANITE, tie_word_embeddings=True, num_key_value_heads=1
+    ),
+    "granitemoe biased": tiny_config(
+        "granitemoe", attention_bias=True, logits_scaling=8.0, num_attention_heads=6
     ),
     "qwen2_moe": tiny_config("qwen2_moe"),
     "qwen2_moe mixed": tiny_config(
