@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import note
 from ridgeline.figures import number, seconds
 from ridgeline.startup import say_first_token
@@ -19,11 +20,9 @@ if TYPE_CHECKING:
     from ridgeline.observe.run import Totals
 
 
-def add_stats_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--stats",
-        action="store_true",
-        help="after an answer: steps, bandwidth, drafts and cost too, not one line only",
+def add_stats_flag(parser: Parser) -> None:
+    parser.flag(
+        "--stats", "after an answer: steps, bandwidth, drafts and cost too, not one line only"
     )
 
 

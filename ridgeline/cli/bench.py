@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.asked import check_writable
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.session import add_session_flags, note, open_llm, stage
 from ridgeline.cli.tables import Column, amount, answer, grid, places, table
 from ridgeline.cli.values import above_zero, numbers, positive, words
@@ -48,30 +48,22 @@ examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("what to measure")
-    group.add_argument(
-        "--workload", type=words, metavar="NAMES", help="default: decode,prefill,split"
-    )
-    group.add_argument(
-        "--compare", type=words, metavar="MODES", help="uncached, cached, paged: one answer each"
-    )
-    group.add_argument(
-        "--continuous-vs-static", action="store_true", help="answers of very different lengths"
-    )
-    group.add_argument("--batch", type=numbers, default=(1, 8), metavar="N,N", help="for decode")
-    group.add_argument("--prompt-len", type=positive, metavar="N", help="prompt tokens")
-    group.add_argument("--output-len", type=positive, metavar="N", help="answer tokens")
-    group.add_argument("--num-requests", type=positive, metavar="N", help="for mixed and serving")
-    group.add_argument(
-        "--rate", type=above_zero, default=4.0, metavar="R", help="arrivals per second (default: 4)"
-    )
-    group.add_argument("--slots", type=positive, default=16, help="places for the batching compare")
-    group.add_argument("--repeats", type=positive, default=3, metavar="N", help="default: 3")
-    group.add_argument("--url", help="serving: a running server, instead of an engine in here")
-    group.add_argument("--served-model-name", metavar="NAME", help="what --url calls the model")
-    group.add_argument("--api-key-file", metavar="FILE", help="holds the key that --url wants")
-    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    group.add_argument("--output", metavar="FILE", help="write the JSON here as well")
+    flag = parser.flags("what to measure")
+    flag("--workload NAMES", "default: decode,prefill,split", words)
+    flag("--compare MODES", "uncached, cached, paged: one answer each", words)
+    flag("--continuous-vs-static", "answers of very different lengths")
+    flag("--batch N,N", "for decode", numbers, default=(1, 8))
+    flag("--prompt-len N", "prompt tokens", positive)
+    flag("--output-len N", "answer tokens", positive)
+    flag("--num-requests N", "for mixed and serving", positive)
+    flag("--rate R", "arrivals per second (default: 4)", above_zero, default=4.0)
+    flag("--slots", "places for the batching compare", positive, default=16)
+    flag("--repeats N", "default: 3", positive, default=3)
+    flag("--url URL", "serving: a running server, instead of an engine in here")
+    flag("--served-model-name NAME", "what --url calls the model")
+    flag("--api-key-file FILE", "holds the key that --url wants")
+    add_json_flag(flag)
+    flag("--output FILE", "write the JSON here as well")
     parser.mark_expert("--slots", "--repeats", "--served-model-name", "--api-key-file")
     add_session_flags(parser)
 

@@ -41,26 +41,21 @@ WAY_OUT = "Stop the other programs and calibrate again"
 
 
 def add_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("what to measure")
-    group.add_argument(
-        "--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (default: auto)"
-    )
-    group.add_argument(
-        "--dtype",
-        type=words,
-        action="append",
-        default=[],
-        metavar="NAMES",
-        help="float32, bfloat16, float16 (default: float32 and bfloat16 on a CPU, the fastest "
+    flag = parser.flags("what to measure")
+    flag("--device D", "auto, cpu, cuda or cuda:N (default: auto)", default="auto")
+    flag(
+        "--dtype NAMES",
+        "float32, bfloat16, float16 (default: float32 and bfloat16 on a CPU, the fastest "
         "16-bit one on a GPU)",
+        words,
+        default=[],
+        action="append",
     )
-    group.add_argument(
-        "--threads", type=positive, metavar="N", help="of a CPU (default: all its cores)"
-    )
-    group.add_argument("--quick", action="store_true", help="fewer points, a minute or two")
-    group.add_argument("--output", metavar="FILE", help="write the record here as well")
-    group.add_argument("--json", action="store_true", help="print the record instead of tables")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress, no notes")
+    flag("--threads N", "of a CPU (default: all its cores)", positive)
+    flag("--quick", "fewer points, a minute or two")
+    flag("--output FILE", "write the record here as well")
+    flag("--json", "print the record instead of tables")
+    flag("-q --quiet", "no progress, no notes")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -65,12 +65,8 @@ SETTABLE = (
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "--system", metavar="TEXT", help="the model's role, before the first message"
-    )
-    parser.add_argument(
-        "--plain", action="store_true", help="continue the text; for models without chat template"
-    )
+    parser.flag("--system TEXT", "the model's role, before the first message")
+    parser.flag("--plain", "continue the text; for models without chat template")
     add_stats_flag(parser)
     add_session_flags(parser, without=("seed",))
     add_sampling_flags(parser, without=(*NOT_IN_CHAT, "prompt_logprobs"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from ridgeline.asked import check_model
 from ridgeline.cli.flags import engine_options
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import add_session_flags, note, open_llm
-from ridgeline.cli.tables import Column, answer, table, unbroken
+from ridgeline.cli.tables import Column, answer, plain, table, unbroken
 from ridgeline.cli.values import positive, whole, words
 
 if TYPE_CHECKING:
@@ -52,35 +51,22 @@ examples:
 
 
 def add_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("what to score")
-    group.add_argument(
-        "--task",
-        type=words,
-        action="append",
+    flag = parser.flags("what to score")
+    flag(
+        "--task NAME",
+        "may be repeated, or names with commas; default: all",
+        words,
         default=[],
-        metavar="NAME",
-        help="may be repeated, or names with commas; default: all",
+        action="append",
     )
-    group.add_argument(
-        "--num", type=positive, default=200, metavar="N", help="problems of each (default: 200)"
+    flag("--num N", "problems of each (default: 200)", positive, default=200)
+    flag("--seed S", "chooses the problems (default: 0)", int, default=0)
+    flag("--data FILE", "perplexity of this text (UTF-8, perhaps gzipped) as well")
+    flag("--draft MODEL", "how many of the answers' tokens does this one draft?")
+    flag(
+        "--show N", "show the first N problems of each task and their answers", whole(0), default=0
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="chooses the problems (default: 0)"
-    )
-    group.add_argument(
-        "--data", metavar="FILE", help="perplexity of this text (UTF-8, perhaps gzipped) as well"
-    )
-    group.add_argument(
-        "--draft", metavar="MODEL", help="how many of the answers' tokens does this one draft?"
-    )
-    group.add_argument(
-        "--show",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="show the first N problems of each task and their answers",
-    )
-    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    flag("--json", "print JSON instead of a table")
     add_session_flags(parser, without=("seed",))
 
 
@@ -132,21 +118,22 @@ def _draft(args: argparse.Namespace) -> Callable[[], LLM]:
     return load
 
 
+ANSWERED = """
+task=question.problem.task messages=question.problem.messages expected=question.problem.answer
+words=question.problem.words answer=text
+"""
+
+
 def as_json(args: argparse.Namespace, llm: LLM, report: Report, seconds: float) -> dict[str, Any]:
     """The report as plain JSON values."""
-    record: dict[str, Any] = {
-        "model": llm.resolved.model_name,
-        "draft": args.draft,
-        "dtype": llm.resolved.dtype,
-        "device": llm.resolved.device,
-        "num": args.num,
-        "seed": args.seed,
+    record = {
+        **plain(llm.resolved, "model=model_name dtype device"),
+        **plain(args, "draft num seed"),
+        **plain(report, "skipped rows"),
         "seconds": seconds,
-        "skipped": report.skipped,
-        "rows": [asdict(row) for row in report.rows],
     }
     if args.show:
-        record["answers"] = [_answer_json(one) for one in shown(report, args.show)]
+        record["answers"] = [plain(one, ANSWERED) for one in shown(report, args.show)]
     return record
 
 
@@ -155,17 +142,6 @@ def shown(report: Report, count: int) -> list[Answered]:
     from ridgeline.evaluation.answers import by_task
 
     return [one for group in by_task(report.answered).values() for one in group[:count]]
-
-
-def _answer_json(one: Answered) -> dict[str, Any]:
-    problem = one.question.problem
-    return {
-        "task": problem.task,
-        "messages": [{"role": m.role, "content": m.content} for m in problem.messages],
-        "expected": problem.answer,
-        "words": list(problem.words),
-        "answer": one.text,
-    }
 
 
 def _shown(args: argparse.Namespace, report: Report) -> Iterator[Table | Text | str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, add_json_flag, option
 from ridgeline.cli.tables import Column, answer, grid, table, unbroken
 from ridgeline.cli.values import whole
 from ridgeline.errors import ConfigError
@@ -43,18 +43,12 @@ examples:
 def add_arguments(parser: Parser) -> None:
     parser.usage = "ridgeline explain (--log FILE | --url URL) [options]"
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--log", metavar="FILE", help="an event log; its last engine is explained")
-    source.add_argument("--url", help="a running server")
-    parser.add_argument("--api-key-file", metavar="FILE", help="holds the key that --url wants")
-    parser.add_argument(
-        "--requests",
-        type=whole(0),
-        default=10,
-        metavar="N",
-        help="show the N slowest (default: 10)",
-    )
-    parser.add_argument("--request", metavar="ID", help="show those whose id has this in it")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    option(source, "--log FILE", "an event log; its last engine is explained")
+    option(source, "--url URL", "a running server")
+    parser.flag("--api-key-file FILE", "holds the key that --url wants")
+    parser.flag("--requests N", "show the N slowest (default: 10)", whole(0), default=10)
+    parser.flag("--request ID", "show those whose id has this in it")
+    add_json_flag(parser.flag)
 
 
 def run(args: argparse.Namespace) -> int:

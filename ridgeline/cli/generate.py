@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,12 @@ from ridgeline.cli.answer_stats import AnswerStats, add_stats_flag
 from ridgeline.cli.flags import add_sampling_flags, sampling_changes
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import CtrlC, add_session_flags, note, open_llm
+from ridgeline.cli.tables import plain
 from ridgeline.cli.values import ids
 from ridgeline.errors import ConfigError
 from ridgeline.startup import total_s
 
 if TYPE_CHECKING:
-    from ridgeline.answer import Choice
     from ridgeline.llm import LLM, GenerationResult
     from ridgeline.request import SamplingParams, TokenLogprobs
 
@@ -47,17 +48,11 @@ class Prompt:
 
 
 def add_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("prompts (at least one)")
-    group.add_argument(
-        "-p", "--prompt", action="append", default=[], metavar="TEXT", help="- reads standard input"
-    )
-    group.add_argument(
-        "--prompt-file", action="append", default=[], metavar="FILE", help="a whole file, UTF-8"
-    )
-    group.add_argument(
-        "--token-ids", action="append", default=[], type=ids, metavar="IDS", help="such as 1,2,3"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything known as JSON")
+    flag = parser.flags("prompts (at least one)")
+    flag("-p --prompt TEXT", "- reads standard input", default=[], action="append")
+    flag("--prompt-file FILE", "a whole file, UTF-8", default=[], action="append")
+    flag("--token-ids IDS", "such as 1,2,3", ids, default=[], action="append")
+    parser.flag("--json", "print everything known as JSON")
     add_stats_flag(parser)
     add_session_flags(parser, without=("seed",))
     add_sampling_flags(parser)
@@ -182,45 +177,28 @@ def as_json(llm: LLM, prompts: list[Prompt], results: list[GenerationResult]) ->
     }
 
 
+METRICS = "ttft_s tpot_s e2e_s num_cached_tokens num_preemptions"
+CHOICE = "index text token_ids finish_reason stop_reason cumulative_logprob"
+
+
 def _result_json(text: str | None, result: GenerationResult) -> dict[str, Any]:
-    metrics = result.metrics
     record: dict[str, Any] = {
         "prompt": text,
         "prompt_token_ids": list(result.prompt_token_ids),
-        "outputs": [_choice_json(choice) for choice in result.outputs],
-        "metrics": {
-            "ttft_s": metrics.ttft_s,
-            "tpot_s": metrics.tpot_s,
-            "e2e_s": metrics.e2e_s,
-            "num_cached_tokens": metrics.num_cached_tokens,
-            "num_preemptions": metrics.num_preemptions,
-        },
+        "outputs": [
+            plain(choice, CHOICE) | _logprobs_json("logprobs", choice.logprobs)
+            for choice in result.outputs
+        ],
+        "metrics": plain(result.metrics, METRICS),
     }
-    if result.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [
-            None if entry is None else _logprob_json(entry) for entry in result.prompt_logprobs
-        ]
-    return record
+    return record | _logprobs_json("prompt_logprobs", result.prompt_logprobs)
 
 
-def _choice_json(choice: Choice) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "index": choice.index,
-        "text": choice.text,
-        "token_ids": list(choice.token_ids),
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-        "cumulative_logprob": choice.cumulative_logprob,
-    }
-    if choice.logprobs is not None:
-        record["logprobs"] = [_logprob_json(entry) for entry in choice.logprobs]
-    return record
+def _logprobs_json(key: str, entries: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
+    """Under `key`, where they were asked for."""
+    return {} if entries is None else {key: [one and _logprob_json(one) for one in entries]}
 
 
-def _logprob_json(entry: TokenLogprobs) -> dict[str, Any]:
-    return {
-        "token_id": entry.token_id,
-        "logprob": entry.logprob,
-        "rank": entry.rank,
-        "top": [{"token_id": token_id, "logprob": value} for token_id, value in entry.top],
-    }
+def _logprob_json(one: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": token_id, "logprob": value} for token_id, value in one.top]
+    return {**plain(one, "token_id logprob rank"), "top": top}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,8 @@ from ridgeline.architectures.spec import (
 )
 from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import describe
-from ridgeline.cli.parser import Parser
-from ridgeline.cli.tables import Column, answer, grid, places, table
+from ridgeline.cli.parser import Parser, add_json_flag
+from ridgeline.cli.tables import Column, answer, grid, places, plain, table
 from ridgeline.cli.values import positive
 from ridgeline.cost.setup import DTYPE_BYTES
 from ridgeline.figures import percent
@@ -55,6 +55,11 @@ examples:
   ridgeline inspect path/to/model.gguf
   ridgeline inspect path/to/model --context 8192 --batch 16
   ridgeline inspect path/to/model --dtype bfloat16 --json
+"""
+SHEET = "model source num_layers=spec.num_layers parameters=parts context batch checkpoint=weights"
+LISTED = """
+name=entry.name family=spec.family hub_id=entry.hub_id source=entry.source
+num_layers=spec.num_layers context=spec.max_position_embeddings
 """
 HALF = 2  # bytes of a number in 16 bits
 LEAST_MEMORY = "weights and KV cache only; a running engine also needs some working space"
@@ -117,13 +122,11 @@ class Sheet:
 
 def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
-    parser.add_argument("--context", type=positive, metavar="N", help="tokens of each request")
-    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="requests at once")
-    parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES), help="show this number format only")
-    parser.add_argument(
-        "--list", action="store_true", help="list the names of public models that are known"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.flag("--context N", "tokens of each request", positive)
+    parser.flag("--batch B", "requests at once", positive, default=1)
+    parser.flag("--dtype", "show this number format only", choices=tuple(DTYPE_BYTES))
+    parser.flag("--list", "list the names of public models that are known")
+    add_json_flag(parser.flag)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -252,23 +255,11 @@ def _feed_forward_words(ffn: DenseSpec | ExpertsSpec) -> str:
 def as_json(sheet: Sheet) -> dict[str, Any]:
     """Sizes in bytes, counts as numbers."""
     return {
-        "model": sheet.model,
-        "source": sheet.source,
+        **plain(sheet, SHEET),
         "architecture": facts(sheet.spec),
-        "num_layers": sheet.spec.num_layers,
-        "parameters": asdict(sheet.parts),
-        "context": sheet.context,
-        "batch": sheet.batch,
         "memory_bytes": {
-            row.dtype: {
-                "weights": row.weights,
-                "kv_per_token": row.kv_per_token,
-                "kv_cache": row.kv_cache,
-                "total": row.total,
-            }
-            for row in sheet.needs
+            row.dtype: plain(row, "weights kv_per_token kv_cache total") for row in sheet.needs
         },
-        "checkpoint": None if sheet.weights is None else asdict(sheet.weights),
     }
 
 
@@ -347,14 +338,9 @@ class Line:
     def as_json(self) -> dict[str, object]:
         needs = missing(self.spec)
         return {
-            "name": self.entry.name,
-            "family": self.spec.family,
-            "hub_id": self.entry.hub_id,
-            "source": self.entry.source,
+            **plain(self, LISTED),
             "parameters": num_parameters(self.spec),
             "active_parameters": num_active_parameters(self.spec),
-            "num_layers": self.spec.num_layers,
-            "context": self.spec.max_position_embeddings,
             "kv_bytes_per_token": kv_bytes_per_token(self.spec, HALF),
             "served": not needs,
             "needs": list(needs),

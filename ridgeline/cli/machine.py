@@ -31,34 +31,24 @@ NUMBER_FORMATS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
 
 def add_machine_flags(parser: Parser) -> None:
     """--device, how the model is spread and stored, and what a device costs."""
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--device",
-        default=THIS,
-        metavar="D",
-        help="a name of the catalogue such as h100-sxm, a device file (.json), or this: the "
+    flag = parser.flags("machine")
+    flag(
+        "--device D",
+        "a name of the catalogue such as h100-sxm, a device file (.json), or this: the "
         "machine you are on (default: %(default)s)",
+        default=THIS,
     )
     for name, what in (
         ("tp", "devices that split every layer"),
         ("pp", "stages that split the layers"),
         ("ep", "of the tp devices, those that divide the experts"),
     ):
-        group.add_argument(f"--{name}", type=positive, default=1, metavar="N", help=what)
-    group.add_argument(
-        "--weights", choices=NUMBER_FORMATS, help="number format of weights (the checkpoint's own)"
-    )
-    group.add_argument(
-        "--kv", choices=("auto", *NUMBER_FORMATS), default="auto", help="and of the KV cache"
-    )
+        flag(f"--{name} N", what, positive, default=1)
+    flag("--weights", "number format of weights (the checkpoint's own)", choices=NUMBER_FORMATS)
+    flag("--kv", "and of the KV cache", default="auto", choices=("auto", *NUMBER_FORMATS))
     parser.mark_expert("--pp", "--ep")
-    group.add_argument("--calibration", type=Path, metavar="FILE", help="of ridgeline calibrate")
-    group.add_argument(
-        "--price",
-        type=number(0),
-        metavar="USD",
-        help="of one device for an hour, not the catalogue's",
-    )
+    flag("--calibration FILE", "of ridgeline calibrate", Path)
+    flag("--price USD", "of one device for an hour, not the catalogue's", number(0))
 
 
 # ---------------------------------------------------------------------- the model

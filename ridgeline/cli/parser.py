@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
+Flag = Callable[..., None]  # `option` of a group: adds a flag to it
 # Where a setting whose name is an English word too is meant as a setting in a message.
 NAMED = r"^|\b(?:unknown|leave out|use|add|give) "
 
@@ -35,6 +37,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         self.expert: set[argparse.Action] = set()
         self.sources: dict[str, str] = {}  # flag -> the file that gave it its value
+        self.flag: Flag = partial(option, self)
+
+    def flags(self, title: str) -> Flag:
+        """What adds flags to a new group of this title."""
+        return partial(option, self.add_argument_group(title))
 
     def add_help_all(self) -> None:
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every flag and exit")
@@ -118,6 +125,31 @@ class Parser(argparse.ArgumentParser):
         choices = [word.strip("'") for word in listed.rstrip(")").split(", ")]
         close = get_close_matches(wrong, choices, n=1)
         return f"; did you mean {close[0]}?" if close else ""
+
+
+def option(
+    group: argparse._ActionsContainer,
+    spec: str,
+    what: str | None = None,
+    kind: Callable[[str], Any] | None = None,
+    **more: Any,
+) -> None:
+    """A flag in a line: `spec` are its names and, unless it is a switch or has `choices`, what
+    stands for its value, such as "--rate R"; `what` is its help."""
+    *names, last = spec.split()
+    if not last.startswith("-"):
+        more["metavar"] = last
+    else:
+        names.append(last)
+        if kind is None and not more:
+            more["action"] = "store_true"
+    if kind is not None:
+        more["type"] = kind
+    group.add_argument(*names, help=what, **more)
+
+
+def add_json_flag(flag: Flag) -> None:
+    flag("--json", "print JSON instead of tables")
 
 
 class Command(Protocol):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import THIS
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.session import stage
-from ridgeline.cli.tables import Column, answer, bold, grid, table, unbroken, whole_percent
+from ridgeline.cli.tables import Column, answer, bold, grid, plain, table, unbroken, whole_percent
 from ridgeline.cli.values import above_zero, positive, time_span
 from ridgeline.errors import ConfigError
 from ridgeline.figures import number, percent, seconds
@@ -48,45 +48,31 @@ MANY_COMMANDS = 8
 
 def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
-    traffic = parser.add_argument_group("traffic")
-    traffic.add_argument("--rate", type=above_zero, metavar="R", help="requests a second")
-    traffic.add_argument(
-        "--users", type=above_zero, metavar="N", help="or people, who ask again after each answer"
+    traffic = parser.flags("traffic")
+    traffic("--rate R", "requests a second", above_zero)
+    traffic("--users N", "or people, who ask again after each answer", above_zero)
+    traffic("--think T", "after so long (default: at once)", time_span)
+    traffic("--input I", "prompt tokens", positive, required=True)
+    traffic("--output O", "answer tokens", positive, required=True)
+    promise = parser.flags("promise")
+    promise("--ttft T", "time to the first token", time_span, required=True)
+    promise("--tpot T", "time per token after it", time_span, required=True)
+    means = parser.flags("means")
+    means(
+        "--devices A,B",
+        "names of the catalogue, device files (.json) or this; default: all of the catalogue",
     )
-    traffic.add_argument(
-        "--think", type=time_span, metavar="T", help="after so long (default: at once)"
-    )
-    traffic.add_argument("--input", type=positive, required=True, metavar="I", help="prompt tokens")
-    traffic.add_argument(
-        "--output", type=positive, required=True, metavar="O", help="answer tokens"
-    )
-    promise = parser.add_argument_group("promise")
-    promise.add_argument(
-        "--ttft", type=time_span, required=True, metavar="T", help="time to the first token"
-    )
-    promise.add_argument(
-        "--tpot", type=time_span, required=True, metavar="T", help="time per token after it"
-    )
-    means = parser.add_argument_group("means")
-    means.add_argument(
-        "--devices",
-        metavar="A,B",
-        help="names of the catalogue, device files (.json) or this; default: all of the catalogue",
-    )
-    means.add_argument(
-        "--price",
-        action="append",
+    means(
+        "--price DEVICE=USD",
+        "of one device for an hour; may be repeated",
         default=[],
-        metavar="DEVICE=USD",
-        help="of one device for an hour; may be repeated",
+        action="append",
     )
-    means.add_argument("--budget", type=above_zero, metavar="USD", help="for all of it, per hour")
-    means.add_argument(
-        "--all", action="store_true", help="also show what this version cannot serve yet"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    means("--budget USD", "for all of it, per hour", above_zero)
+    means("--all", "also show what this version cannot serve yet")
+    parser.flag("--seed", "of the arrivals (default: 0)", int, default=0)
+    add_json_flag(parser.flag)
+    parser.flag("-q --quiet", "no progress")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -184,42 +170,38 @@ def _device(name: str) -> tuple[Device, Calibration | None]:
 # ---------------------------------------------------------------------- for programs
 
 
+PLAN = """
+model=question.model rate_per_s=question.rate input=question.num_input output=question.num_output
+because=why_none sensitivity num_simulations=num_validations
+"""
+REJECTED = "device=hardware.device.name hardware=hardware.words kind because"
+DEPLOYMENT = """
+device=estimate.hardware.device.name num_devices replicas tp=estimate.hardware.layout.tp
+pp=estimate.hardware.layout.pp ep=estimate.hardware.layout.ep
+num_drafts=estimate.hardware.num_drafts max_num_seqs=estimate.candidate.max_num_seqs
+max_num_batched_tokens=estimate.candidate.max_num_batched_tokens share_of_saturation=load
+share_kept=validation.share ttft_p95_ms=validation.ttft_s tpot_p95_ms=validation.tpot_s
+in_flight_per_replica=validation.in_flight origin=estimate.priced.setup.constants.origin
+why_not_served=estimate.hardware.why_not_served
+"""
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """Times in milliseconds, rates per second, dollars per hour."""
-    from dataclasses import asdict
-
     from ridgeline.planner.plan import reasons
     from ridgeline.planner.question import ATTAINMENT
 
     question = plan.question
     return {
-        "model": question.model,
-        "rate_per_s": question.rate,
-        "input": question.num_input,
-        "output": question.num_output,
-        "promise": {
-            "ttft_ms": question.ttft_s * 1e3,
-            "tpot_ms": question.tpot_s * 1e3,
-            "share": ATTAINMENT,
-        },
+        **plain(plan, PLAN),
+        "promise": plain(question, "ttft_ms tpot_ms") | {"share": ATTAINMENT},
         "feasible": plan.winner is not None,
-        "because": plan.why_none,
         "answer": deployment_json(plan.winner, question),
         "runner_up": deployment_json(plan.runner_up, question),
         "not_served_yet": deployment_json(plan.unserved, question),
-        "reasons": [asdict(reason) for reason in reasons(plan)],
-        "sensitivity": [asdict(change) for change in plan.sensitivity],
-        "rejected": [
-            {
-                "device": one.hardware.device.name,
-                "hardware": one.hardware.words,
-                "kind": one.kind,
-                "because": one.because,
-            }
-            for one in plan.out
-        ],
+        "reasons": [plain(reason, "what choice because") for reason in reasons(plan)],
+        "rejected": [plain(one, REJECTED) for one in plan.out],
         "num_candidates": len(plan.estimates),
-        "num_simulations": plan.num_validations,
     }
 
 
@@ -229,36 +211,20 @@ def deployment_json(found: Deployment | None, question: Question) -> dict[str, A
 
     if found is None:
         return None
-    estimate, validation = found.estimate, found.validation
-    hardware, price = estimate.hardware, estimate.hardware.offer.price
+    hardware, price = found.estimate.hardware, found.estimate.hardware.offer.price
     weights, kv = hardware.precision.names
     band = found.dollars
     return {
-        "device": hardware.device.name,
-        "num_devices": found.num_devices,
-        "replicas": found.replicas,
-        "tp": hardware.layout.tp,
-        "pp": hardware.layout.pp,
-        "ep": hardware.layout.ep,
+        **plain(found, DEPLOYMENT),
+        "max_model_len": question.max_model_len,
         "weights": weights,
         "kv": kv,
-        "num_drafts": hardware.num_drafts,
-        "max_num_seqs": estimate.candidate.max_num_seqs,
-        "max_num_batched_tokens": estimate.candidate.max_num_batched_tokens,
-        "max_model_len": question.max_model_len,
         "usd_per_hour": band and dict(zip(("low", "mid", "high"), band, strict=True)),
-        "price": price and {"type": price.source_type, "source": price.source, "date": price.date},
+        "price": price and plain(price, "type=source_type source date"),
         "usd_per_million_output": _per_million(found, question),
-        "share_of_saturation": found.load,
-        "saturation_per_s": estimate.saturation * found.replicas,
-        "goodput_per_s": found.rate * validation.share,
-        "share_kept": validation.share,
-        "ttft_p95_ms": validation.ttft_s * 1e3,
-        "tpot_p95_ms": validation.tpot_s * 1e3,
-        "in_flight_per_replica": validation.in_flight,
-        "origin": estimate.priced.setup.constants.origin,
+        "saturation_per_s": found.estimate.saturation * found.replicas,
+        "goodput_per_s": found.rate * found.validation.share,
         "served": not hardware.why_not_served,
-        "why_not_served": hardware.why_not_served,
         "commands": [] if hardware.why_not_served else list(commands(question, found)),
     }
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ridgeline.architectures.spec import missing
 from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import THIS, add_machine_flags, make_setup, price_band
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.session import stage
-from ridgeline.cli.tables import Column, answer, grid, places, table, unbroken, whole_percent
+from ridgeline.cli.tables import Column, answer, grid, places, plain, table, unbroken, whole_percent
 from ridgeline.cli.values import positive, share
 from ridgeline.cost.constants import Origin
 from ridgeline.cost.memory import MemoryPlan
@@ -53,22 +53,15 @@ SMALL = 0.01  # operators with less of the time are shown as one
 def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
     add_machine_flags(parser)
-    group = parser.add_argument_group("load")
-    group.add_argument("--batch", type=positive, default=1, metavar="B", help="requests in flight")
-    group.add_argument("--input", type=positive, metavar="I", help="prompt tokens of each (512)")
-    group.add_argument("--output", type=positive, metavar="O", help="answer tokens of each (128)")
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=positive,
-        metavar="N",
-        help="most tokens computed in one step",
-    )
-    group.add_argument(
-        "--memory-utilization", type=share, default=0.9, metavar="SHARE", help="of the device"
-    )
+    flag = parser.flags("load")
+    flag("--batch B", "requests in flight", positive, default=1)
+    flag("--input I", "prompt tokens of each (512)", positive)
+    flag("--output O", "answer tokens of each (128)", positive)
+    flag("--max-num-batched-tokens N", "most tokens computed in one step", positive)
+    flag("--memory-utilization SHARE", "of the device", share, default=0.9)
     parser.mark_expert("--max-num-batched-tokens", "--memory-utilization")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    add_json_flag(parser.flag)
+    parser.flag("-q --quiet", "no progress")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -199,53 +192,50 @@ def _caveats(found: Steady) -> list[str]:
 # ---------------------------------------------------------------------- for programs
 
 
+PREDICTION = """
+model device=found.setup.device.name batch=found.pace.load.batch input=found.pace.load.num_input
+output=found.pace.load.num_output max_num_batched_tokens=found.pace.load.max_num_batched_tokens
+decode_step_ms=found.pace.decode_s prompt_alone_ms=found.pace.prompt_alone_s bound=found.bound
+bound_decode=found.decode.bound bound_prefill=found.prefill.bound origin=found.origin
+calibrated=is_calibrated caveats max_batch=found.max_batch max_batch_limit=found.batch_limited_by
+kwh_per_million_output=kwh
+"""
+PACE = "ttft_ms tpot_ms e2e_ms tokens_per_s tokens_per_s_per_user requests_per_s=request_rate"
+MEMORY = "kv_bytes_per_token block_bytes num_blocks"
+OPERATOR = """
+name=op.name kind=op.kind count=op.count dtype=op.dtype ideal_ms expected_ms bound origin
+"""
+MONEY = """
+usd_per_device_hour=device_hour usd_per_million_output=output
+usd_per_million_input_share=input_share usd_per_million_output_share=output_share
+"""
+
+
 def as_json(prediction: Prediction) -> dict[str, Any]:
     """Times in ms, memory in bytes, GB and GiB, money in dollars."""
-    found, pace = prediction.found, prediction.found.pace
-    setup, load = found.setup, found.pace.load
-    weights, kv = setup.precision.names
+    found, setup = prediction.found, prediction.found.setup
     calibration = setup.calibration
+    weights, kv = setup.precision.names
     return {
-        "model": prediction.model,
-        "device": setup.device.name,
+        **plain(prediction, PREDICTION),
+        **_pace_json(found.pace),
         "layout": asdict(setup.layout) | {"devices": setup.layout.devices},
         "precision": {"dtype": setup.precision.dtype, "weights": weights, "kv": kv},
         "served_today": setup.precision.fast_on(*setup.device.words) and not missing(setup.spec),
-        "batch": load.batch,
-        "input": load.num_input,
-        "output": load.num_output,
-        "max_num_batched_tokens": load.max_num_batched_tokens,
-        **_pace_json(pace),
-        "decode_step_ms": 1e3 * pace.decode_s,
-        "prompt_alone_ms": 1e3 * pace.prompt_alone_s,
-        "bound": found.bound,
-        "bound_decode": found.decode.bound,
-        "bound_prefill": found.prefill.bound,
         "ms_by_bound": {name: 1e3 * s for name, s in found.seconds_by_bound.items()},
-        "origin": found.origin,
-        "calibrated": prediction.is_calibrated,
-        "calibration": None
-        if calibration is None
-        else {
-            "device": calibration.device_name,
-            "date": calibration.date,
-            "held_out_error": dict(calibration.held_out),
-        },
-        "caveats": list(prediction.caveats),
-        "max_batch": found.max_batch,
-        "max_batch_limit": found.batch_limited_by,
+        "calibration": calibration
+        and plain(calibration, "device=device_name date held_out_error=held_out"),
         "saturated": {"batch": found.saturated.load.batch, **_pace_json(found.saturated)},
         "waterfall": {
-            "ttft": _parts_json(found.ttft_parts),
-            "tpot": _parts_json(found.tpot_parts),
+            name: [{"what": part.what, "ms": 1e3 * part.seconds} for part in parts]
+            for name, parts in (("ttft", found.ttft_parts), ("tpot", found.tpot_parts))
         },
         "memory": _memory_json(found.memory),
         "operators": {
-            "decode": [_operator_json(cost) for cost in by_time(found.decode.ops)],
-            "prefill": [_operator_json(cost) for cost in by_time(found.prefill.ops)],
+            name: [_operator_json(cost) for cost in by_time(step.ops)]
+            for name, step in (("decode", found.decode), ("prefill", found.prefill))
         },
-        "kwh_per_million_output": prediction.kwh,
-        "cost": None if prediction.costs is None else _costs_json(prediction.costs),
+        "cost": prediction.costs and plain(prediction.costs, MONEY),
     }
 
 
@@ -254,32 +244,14 @@ def by_time(ops: Sequence[OpCost]) -> list[OpCost]:
     return sorted((one for one in ops if one.expected_s), key=lambda one: -one.expected_s)
 
 
-def _pace_json(pace: Pace) -> dict[str, float | None]:
-    return {
-        "ttft_ms": 1e3 * pace.ttft_s,
-        "tpot_ms": 1e3 * pace.tpot_s if pace.load.num_output > 1 else None,
-        "e2e_ms": 1e3 * pace.e2e_s,
-        "tokens_per_s": pace.tokens_per_s,
-        "tokens_per_s_per_user": pace.tokens_per_s_per_user,
-        "requests_per_s": pace.request_rate,
-    }
-
-
-def _parts_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    return [{"what": part.what, "ms": 1e3 * part.seconds} for part in parts]
+def _pace_json(pace: Pace) -> dict[str, Any]:
+    return plain(pace, PACE) | ({} if pace.load.num_output > 1 else {"tpot_ms": None})
 
 
 def _memory_json(plan: MemoryPlan) -> dict[str, Any]:
-    return {
-        "items": [
-            {"what": item.what, **_sizes(item.bytes), "note": item.note} for item in plan.items
-        ],
-        "total": _sizes(plan.total_bytes),
-        "capacity": _sizes(plan.capacity_bytes),
-        "kv_bytes_per_token": plan.kv_bytes_per_token,
-        "block_bytes": plan.block_bytes,
-        "num_blocks": plan.num_blocks,
-    }
+    items = [{**plain(item, "what note"), **_sizes(item.bytes)} for item in plan.items]
+    total, capacity = _sizes(plan.total_bytes), _sizes(plan.capacity_bytes)
+    return {"items": items, "total": total, "capacity": capacity, **plain(plan, MEMORY)}
 
 
 def _sizes(num_bytes: int) -> dict[str, float]:
@@ -288,28 +260,8 @@ def _sizes(num_bytes: int) -> dict[str, float]:
 
 def _operator_json(cost: OpCost) -> dict[str, Any]:
     op = cost.op
-    return {
-        "name": op.name,
-        "kind": op.kind,
-        "count": op.count,
-        "dtype": op.dtype,
-        "flops": op.count * op.flops,
-        "bytes": op.count * op.bytes,
-        "sent_bytes": op.count * op.sent_bytes,
-        "ideal_ms": 1e3 * cost.ideal_s,
-        "expected_ms": 1e3 * cost.expected_s,
-        "bound": cost.bound,
-        "origin": cost.origin,
-    }
-
-
-def _costs_json(money: Costs) -> dict[str, Any]:
-    return {
-        "usd_per_device_hour": asdict(money.device_hour),
-        "usd_per_million_output": asdict(money.output),
-        "usd_per_million_input_share": asdict(money.input_share),
-        "usd_per_million_output_share": asdict(money.output_share),
-    }
+    work = {name: op.count * getattr(op, name) for name in ("flops", "bytes", "sent_bytes")}
+    return {**plain(cost, OPERATOR), **work}
 
 
 # ---------------------------------------------------------------------- for people

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ridgeline.asked import check_writable
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.session import add_session_flags, note, open_llm
-from ridgeline.cli.tables import Column, answer, places, table, whole_percent
+from ridgeline.cli.tables import Column, answer, places, plain, table, whole_percent
 from ridgeline.cli.values import positive
 from ridgeline.figures import number, seconds
 from ridgeline.observe.run_summary import NOT_CALIBRATED
@@ -44,24 +43,14 @@ SHOWN = 15
 
 
 def add_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("what to profile")
-    group.add_argument(
-        "--phase", choices=("decode", "prefill"), default="decode", help="(default: decode)"
-    )
-    group.add_argument(
-        "--batch", type=positive, default=1, metavar="B", help="requests that decode (default: 1)"
-    )
-    group.add_argument(
-        "--input", type=positive, default=256, metavar="N", help="prompt tokens (default: 256)"
-    )
-    group.add_argument(
-        "--steps", type=positive, default=10, metavar="N", help="steps to average (default: 10)"
-    )
-    group.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (JSON)")
-    group.add_argument(
-        "--top", type=positive, default=SHOWN, metavar="N", help=f"kernels shown (default: {SHOWN})"
-    )
-    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    flag = parser.flags("what to profile")
+    flag("--phase", "(default: decode)", default="decode", choices=("decode", "prefill"))
+    flag("--batch B", "requests that decode (default: 1)", positive, default=1)
+    flag("--input N", "prompt tokens (default: 256)", positive, default=256)
+    flag("--steps N", "steps to average (default: 10)", positive, default=10)
+    flag("--trace FILE", "write a Chrome trace (JSON)", Path)
+    flag("--top N", f"kernels shown (default: {SHOWN})", positive, default=SHOWN)
+    add_json_flag(flag)
     add_session_flags(parser)
 
 
@@ -81,32 +70,21 @@ def run(args: argparse.Namespace) -> int:
             trace=args.trace,
         )
         name = llm.resolved.model_name
-    answer(args, lambda: as_json(name, found), lambda: _shown(name, found, args.top))
+    answer(
+        args,
+        lambda: {"model": name, **plain(found, PROFILE)},
+        lambda: _shown(name, found, args.top),
+    )
     if args.trace is not None:
         note(args, f"trace written to {args.trace}")
     return 0
 
 
-def as_json(model: str, found: Profile) -> dict[str, Any]:
-    """Seconds, bytes and operations, all of one step."""
-    return {
-        "model": model,
-        "phase": found.phase,
-        "shape": [list(entry) for entry in found.shape],
-        "num_steps": found.num_steps,
-        "draft_tokens": list(found.draft_tokens),
-        "step_s": found.plain_s,
-        "step_expected_s": found.plain_expected_s,
-        "step_with_profiler_s": found.wall_s,
-        "kernels_s": found.kernels_s,
-        "expected_s": found.cost.expected_s,
-        "drafting_expected_s": found.cost.draft_s,
-        "ideal_s": found.cost.ideal_s,
-        "bound": found.cost.bound,
-        "origin": found.cost.origin,
-        "classes": [asdict(row) for row in found.classes],
-        "kernels": [asdict(row) for row in found.kernels],
-    }
+PROFILE = """
+phase shape num_steps draft_tokens step_s=plain_s step_expected_s=plain_expected_s
+step_with_profiler_s=wall_s kernels_s expected_s=cost.expected_s drafting_expected_s=cost.draft_s
+ideal_s=cost.ideal_s bound=cost.bound origin=cost.origin classes kernels
+"""  # seconds, bytes and operations, all of one step
 
 
 def _shown(model: str, found: Profile, top: int) -> Iterator[Table | str]:

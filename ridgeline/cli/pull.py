@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ridgeline import demo
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.session import console, note
+from ridgeline.cli.tables import plain
 from ridgeline.errors import ConfigError
 from ridgeline.figures import scaled
 
@@ -46,8 +47,8 @@ class _Reached:
 def add_arguments(parser: Parser) -> None:
     parser.usage = "ridgeline pull MODEL [options]"
     parser.add_argument("model", metavar="MODEL", help="a hub id, user/name[@revision]")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but the folder")
+    parser.flag("--json", "print the result as JSON")
+    parser.flag("-q --quiet", "say nothing but the folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,17 +74,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+PULLED = """
+model=model.name revision=model.revision fetched_bytes=num_fetched resumed_bytes=num_resumed files
+left_out
+"""
+
+
 def as_json(pulled: Pulled) -> dict[str, object]:
-    return {
-        "model": pulled.model.name,
-        "revision": pulled.model.revision,
-        "path": str(pulled.model.path),
-        "num_bytes": sum(pulled.files.values()),
-        "fetched_bytes": pulled.num_fetched,
-        "resumed_bytes": pulled.num_resumed,
-        "files": dict(pulled.files),
-        "left_out": None if pulled.left_out is None else dict(pulled.left_out),
-    }
+    sizes = {"path": str(pulled.model.path), "num_bytes": sum(pulled.files.values())}
+    return {**plain(pulled, PULLED), **sizes}
 
 
 def _say(args: argparse.Namespace, pulled: Pulled, elapsed_s: float) -> None:

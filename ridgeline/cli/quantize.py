@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeline import demo
 from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import THIS
-from ridgeline.cli.parser import Parser
+from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.session import console, note
 from ridgeline.cli.tables import Column, answer, grid, table
 from ridgeline.cli.values import number, positive, whole
@@ -63,76 +63,47 @@ examples:
 
 def add_arguments(parser: Parser) -> None:
     add_model(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="a new folder")
-    group = parser.add_argument_group("how")
-    group.add_argument(
-        "--method", choices=METHODS, default="gptq", help="see below (default: %(default)s)"
-    )
-    group.add_argument(
-        "--bits", type=int, choices=range(2, 9), metavar="2..8", help=f"(default: {BITS})"
-    )
-    group.add_argument(
-        "--mixed",
-        type=number(2, 8),
-        metavar="MEAN",
-        help="in place of --bits: each layer gets from 2 to 8 bits, as its measured KL says, and "
+    parser.flag("-o --output DIR", "a new folder", required=True)
+    flag = parser.flags("how")
+    flag("--method", "see below (default: %(default)s)", default="gptq", choices=METHODS)
+    flag("--bits 2..8", f"(default: {BITS})", int, choices=range(2, 9))
+    flag(
+        "--mixed MEAN",
+        "in place of --bits: each layer gets from 2 to 8 bits, as its measured KL says, and "
         "all together take no more than with MEAN bits each",
+        number(2, 8),
     )
     share = "neighbours of a row that share a scale, 0: a whole row (default: the largest of 128, "
     share += "64, 32 and 16 that fits every matrix)"
-    _add_number(group, "--group-size", int, None, "N", share)
-    group.add_argument(
-        "--asymmetric", action="store_true", help="each group has a zero point as well"
-    )
+    flag("--group-size N", share, int)
+    flag("--asymmetric", "each group has a zero point as well")
     added = "gptq: of the Hessian's mean, added to its diagonal (default: %(default)s)"
-    _add_number(group, "--damping", float, 0.01, "SHARE", added)
-    group.add_argument(
-        "--no-act-order", action="store_true", help="gptq: columns in the order of the matrix"
-    )
-    group.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="computes (default: cpu)"
-    )
+    flag("--damping SHARE", added, float, default=0.01)
+    flag("--no-act-order", "gptq: columns in the order of the matrix")
+    flag("--device", "computes (default: cpu)", default="cpu", choices=("cpu", "cuda"))
     _add_texts(parser)
     parser.mark_expert(
         *("--damping", "--no-act-order", "--window", "--num-windows", "--num-held-out"),
         *("--predict-on", "--per-layer"),
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but the answer")
+    add_json_flag(parser.flag)
+    parser.flag("-q --quiet", "say nothing but the answer")
 
 
 def _add_texts(parser: Parser) -> None:
-    group = parser.add_argument_group("text and report")
-    group.add_argument(
-        "--calibration", metavar="FILE", help="UTF-8 text, perhaps gzipped (default: bundled)"
+    flag = parser.flags("text and report")
+    flag("--calibration FILE", "UTF-8 text, perhaps gzipped (default: bundled)")
+    flag("--held-out FILE", "text of the report, another one (default: bundled)")
+    flag("--window TOKENS", "(default: %(default)s)", whole(2), default=512)
+    flag("--num-windows N", "of calibration (128)", positive, default=128)
+    flag("--num-held-out N", "windows of the report (32)", positive, default=32)
+    flag(
+        "--predict-on DEVICE",
+        "speed there by the cost model, for 4 and 8 bits, as `ridgeline predict` has it",
     )
-    group.add_argument(
-        "--held-out", metavar="FILE", help="text of the report, another one (default: bundled)"
-    )
-    _add_number(group, "--window", whole(2), 512, "TOKENS", "(default: %(default)s)")
-    _add_number(group, "--num-windows", positive, 128, "N", "of calibration (128)")
-    _add_number(group, "--num-held-out", positive, 32, "N", "windows of the report (32)")
-    group.add_argument(
-        "--predict-on",
-        metavar="DEVICE",
-        help="speed there by the cost model, for 4 and 8 bits, as `ridgeline predict` has it",
-    )
-    group.add_argument(
-        "--per-layer", action="store_true", help="also what each layer alone costs; takes longer"
-    )
+    flag("--per-layer", "also what each layer alone costs; takes longer")
     scored = "exact answers to N problems of each task of `ridgeline eval`, before and after"
-    _add_number(group, "--score", whole(0), 0, "N", scored)
-
-
-def _add_number(
-    group: argparse._ArgumentGroup,
-    flag: str,
-    kind: Callable[[str], float],
-    default: float | None,
-    metavar: str,
-    what: str,
-) -> None:
-    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=what)
+    flag("--score N", scored, whole(0), default=0)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,10 +41,8 @@ PIPE_WIDTH = 110  # characters
 def add_session_flags(parser: Parser, without: tuple[str, ...] = ()) -> None:
     """MODEL, the engine's flags, and how much to say."""
     add_engine_flags(parser, without)
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but the answer")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="show each start-up decision and the memory"
-    )
+    parser.flag("-q --quiet", "say nothing but the answer")
+    parser.flag("-v --verbose", "show each start-up decision and the memory")
 
 
 def note(args: argparse.Namespace, text: str) -> None:

@@ -7,12 +7,12 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ridgeline.asked import check_writable
 from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import add_machine_flags
-from ridgeline.cli.parser import Parser, Renamed
+from ridgeline.cli.parser import Flag, Parser, Renamed, add_json_flag
 from ridgeline.cli.session import stage
 from ridgeline.cli.tables import answer
 from ridgeline.cli.values import above_zero, positive, share, time_span
@@ -77,10 +77,10 @@ def drafts(text: str) -> tuple[int | None, float]:
 def add_arguments(parser: Parser) -> None:
     add_model(parser, takes_names=True)
     add_machine_flags(parser)
-    _add_traffic(parser.add_argument_group("traffic"))
-    _add_engine(parser.add_argument_group("engine"))
-    _add_replicas(parser.add_argument_group("replicas"))
-    _add_output(parser.add_argument_group("what to say"))
+    _add_traffic(parser.flags("traffic"))
+    _add_engine(parser.flags("engine"))
+    _add_replicas(parser.flags("replicas"))
+    _add_output(parser.flags("what to say"))
     parser.mark_expert(
         *("--max-num-mixed-tokens", "--block-size", "--num-blocks", "--max-in-flight", "--draft"),
         *("--no-deferred-scheduling", "--no-chunked-prefill", "--no-paging", "--no-prefix-cache"),
@@ -88,111 +88,80 @@ def add_arguments(parser: Parser) -> None:
     )
 
 
-def _add_traffic(group: Any) -> None:
-    group.add_argument("--trace", type=Path, metavar="FILE", help="recorded requests")
-    group.add_argument(
-        "--rate", type=above_zero, metavar="R", help="requests a second; stretches a --trace to it"
-    )
-    group.add_argument(
-        "--requests",
-        type=positive,
-        metavar="N",
-        help=f"how many (default: {DEFAULT_REQUESTS}, or all of the trace)",
-    )
-    group.add_argument("--input", type=lengths, metavar="I", help="prompt tokens, N or LOW-HIGH")
-    group.add_argument("--output", type=lengths, metavar="O", help="answer tokens, N or LOW-HIGH")
-    group.add_argument(
+def _add_traffic(flag: Flag) -> None:
+    flag("--trace FILE", "recorded requests", Path)
+    flag("--rate R", "requests a second; stretches a --trace to it", above_zero)
+    flag("--requests N", f"how many (default: {DEFAULT_REQUESTS}, or all of the trace)", positive)
+    flag("--input I", "prompt tokens, N or LOW-HIGH", lengths)
+    flag("--output O", "answer tokens, N or LOW-HIGH", lengths)
+    flag(
         "--arrivals",
+        "how requests come (default: poisson, or as in the trace)",
         choices=tuple(ARRIVALS),
-        help="how requests come (default: poisson, or as in the trace)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    flag("--seed", "of all that is drawn (default: 0)", int, default=0)
 
 
-def _add_engine(group: Any) -> None:
-    group.add_argument(
-        "--max-num-seqs",
-        type=positive,
-        metavar="N",
-        help="requests at once (default: the engine's, 256 on a GPU and 64 on a CPU)",
+def _add_engine(flag: Flag) -> None:
+    flag(
+        "--max-num-seqs N",
+        "requests at once (default: the engine's, 256 on a GPU and 64 on a CPU)",
+        positive,
     )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=positive,
-        metavar="N",
-        help="most tokens of a step (default: the engine's, 8192 on a GPU and 2048 on a CPU)",
+    flag(
+        "--max-num-batched-tokens N",
+        "most tokens of a step (default: the engine's, 8192 on a GPU and 2048 on a CPU)",
+        positive,
     )
-    group.add_argument(
-        "--max-num-mixed-tokens",
-        type=positive,
-        metavar="N",
-        help="most tokens of a step in which prompts join answers that go on (default: on a GPU "
+    flag(
+        "--max-num-mixed-tokens N",
+        "most tokens of a step in which prompts join answers that go on (default: on a GPU "
         "the size of a captured step that is nearest to as few as are read at nine tenths of the "
         "full rate, as an engine with this calibration takes it; one without may take another, and "
         "says at its start which)",
+        positive,
     )
-    group.add_argument(
-        "--max-model-len", type=positive, metavar="N", help="longer requests are left out"
-    )
-    group.add_argument("--block-size", type=positive, default=16, metavar="N")
-    group.add_argument("--num-blocks", type=positive, metavar="N", help="instead of what fits")
-    group.add_argument("--memory-utilization", type=share, default=0.9, metavar="SHARE")
-    group.add_argument("--policy", choices=tuple(sorted(POLICIES)), default="fcfs")
-    group.add_argument(
-        "--max-in-flight", type=int, choices=(1, 2), default=2, help="1: host and device take turns"
-    )
-    group.add_argument(
+    flag("--max-model-len N", "longer requests are left out", positive)
+    flag("--block-size N", None, positive, default=16)
+    flag("--num-blocks N", "instead of what fits", positive)
+    flag("--memory-utilization SHARE", None, share, default=0.9)
+    flag("--policy", default="fcfs", choices=tuple(sorted(POLICIES)))
+    flag("--max-in-flight", "1: host and device take turns", int, default=2, choices=(1, 2))
+    flag(
         "--no-deferred-scheduling",
-        action="store_true",
-        help="a step is planned as soon as the one before it runs, also on a GPU, where a server "
+        "a step is planned as soon as the one before it runs, also on a GPU, where a server "
         "waits until just before that ends, so that who comes meanwhile is in it",
     )
-    group.add_argument(
+    flag(
         "--no-late-plans", action=Renamed, nargs=0, dest="no_deferred_scheduling",
-        default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+        default=argparse.SUPPRESS, what=argparse.SUPPRESS
     )  # fmt: skip
-    group.add_argument("--batching", choices=("continuous", "static"), default="continuous")
-    group.add_argument(
-        "--no-chunked-prefill", action="store_true", help="a prompt is read in one step"
-    )
-    group.add_argument(
-        "--no-paging", action="store_true", help="each request reserves its longest possible cache"
-    )
-    group.add_argument(
-        "--no-prefix-cache", action="store_true", help="equal beginnings are computed again"
-    )
-    group.add_argument(
-        "--speculate",
-        type=drafts,
-        metavar="K:A",
-        help="K drafts a step, each accepted with chance A; K auto: as many as pay, as the engine "
+    flag("--batching", default="continuous", choices=("continuous", "static"))
+    flag("--no-chunked-prefill", "a prompt is read in one step")
+    flag("--no-paging", "each request reserves its longest possible cache")
+    flag("--no-prefix-cache", "equal beginnings are computed again")
+    flag(
+        "--speculate K:A",
+        "K drafts a step, each accepted with chance A; K auto: as many as pay, as the engine "
         "chooses them",
+        drafts,
     )
-    group.add_argument(
-        "--draft", metavar="MODEL", help="the model that drafts (default: drafts take no time)"
-    )
+    flag("--draft MODEL", "the model that drafts (default: drafts take no time)")
 
 
-def _add_replicas(group: Any) -> None:
-    group.add_argument("--replicas", type=positive, default=1, metavar="N")
-    group.add_argument("--router", choices=tuple(ROUTERS), default="least-loaded")
+def _add_replicas(flag: Flag) -> None:
+    flag("--replicas N", None, positive, default=1)
+    flag("--router", default="least-loaded", choices=tuple(ROUTERS))
 
 
-def _add_output(group: Any) -> None:
-    group.add_argument("--ttft", type=time_span, metavar="T", help="promised time to first token")
-    group.add_argument("--tpot", type=time_span, metavar="T", help="promised time per token after")
-    group.add_argument(
-        "--sweep", action="store_true", help="try many rates and find where it saturates"
-    )
-    group.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="a picture, .svg or .png (pip install 'ridgeline[plots]')",
-    )
-    group.add_argument("--timeline", type=Path, metavar="FILE", help="a JSON line per request")
-    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress, no notes")
+def _add_output(flag: Flag) -> None:
+    flag("--ttft T", "promised time to first token", time_span)
+    flag("--tpot T", "promised time per token after", time_span)
+    flag("--sweep", "try many rates and find where it saturates")
+    flag("--plot FILE", "a picture, .svg or .png (pip install 'ridgeline[plots]')", Path)
+    flag("--timeline FILE", "a JSON line per request", Path)
+    add_json_flag(flag)
+    flag("-q --quiet", "no progress, no notes")
 
 
 def run(args: argparse.Namespace) -> int:

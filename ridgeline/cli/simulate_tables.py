@@ -15,7 +15,7 @@ from ridgeline.architectures.counts import (
 from ridgeline.cli.plots import Chart, Series
 from ridgeline.cli.predict import calibration_caveats
 from ridgeline.cli.simulate_case import SWEEP_BATCHES
-from ridgeline.cli.tables import UNKNOWN, Column, grid, table, unbroken
+from ridgeline.cli.tables import UNKNOWN, Column, grid, plain, table, unbroken
 from ridgeline.cost.step_features import attention_kinds
 from ridgeline.figures import number, percent, seconds
 from ridgeline.simulator.report import Spread, Summary, thinned, used_blocks
@@ -40,6 +40,13 @@ LATENCIES = (
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 GROWING = frozenset({"ttft", "e2e", "queue"})  # without end, when more arrives than is done
 SATURATED = "saturated"
+ABOUT = """
+model=args.model device=setup.device.name layout=setup.layout num_devices usd_per_hour
+"""
+POINT = """
+rate saturated=is_saturated done_per_s steady_tokens_per_s=tokens_per_s
+steady_goodput_per_s=goodput_per_s
+"""
 
 
 def title(case: Case) -> str:
@@ -214,18 +221,14 @@ def run_json(case: Case, report: SimulationReport, outcome: Outcome) -> dict[str
 
 def _about(case: Case, in_flight: float) -> dict[str, Any]:
     weights, kv = case.setup.precision.names
-    layout, origin = case.setup.layout, case.origin(in_flight)
+    origin = case.origin(in_flight)
     return {
-        "model": case.args.model,
-        "device": case.setup.device.name,
-        "layout": asdict(layout),
-        "num_devices": case.num_devices,
+        **plain(case, ABOUT),
         "weights": weights,
         "kv": kv,
         "pricing": origin,
         "caveats": calibration_caveats(case.setup, origin),
         "traffic": traffic(case),
-        "usd_per_hour": None if case.usd_per_hour is None else asdict(case.usd_per_hour),
     }
 
 
@@ -360,14 +363,7 @@ def sweep_json(case: Case, found: Sweep, pace: Pace) -> dict[str, Any]:
         "least_requests": least,
         "closed_form_per_s": pace.request_rate * replicas,
         "points": [
-            {
-                "rate": point.rate,
-                "saturated": point.is_saturated,
-                "done_per_s": point.done_per_s,
-                "steady_tokens_per_s": point.tokens_per_s,
-                "steady_goodput_per_s": point.goodput_per_s,
-                **summary_json(point.summary, growing=point.is_saturated),
-            }
+            plain(point, POINT) | summary_json(point.summary, growing=point.is_saturated)
             for point in found.points
         ],
     }

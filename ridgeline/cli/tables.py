@@ -1,6 +1,7 @@
 """How does a command show its answer: tables for a person, or JSON for a program?
 
-A column says once what it is called, where its value comes from and how that is written.
+A column says once what it is called, where its value comes from and how that is written; a list of
+keys says once which values of a record JSON has.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.cli.session import paper
@@ -45,6 +46,28 @@ def _field(row: Any, path: str) -> Any:
             return None
         row = row[name] if isinstance(row, Mapping) else getattr(row, name)
     return row
+
+
+def plain(found: Any, keys: str) -> dict[str, Any]:
+    """A record as JSON has it. Each key is a field or property of that name, "key=path" another one
+    such as "op.name"; "x_ms" is the field "x_s" (or the path that ends so) in milliseconds."""
+    made = {}
+    for word in keys.split():
+        key, _, path = word.partition("=")
+        path = path or (f"{key[:-3]}_s" if key.endswith("_ms") else key)
+        value = _field(found, path)
+        in_ms = key.endswith("_ms") and path.endswith("_s") and value is not None
+        made[key] = value * 1e3 if in_ms else _bare(value)
+    return made
+
+
+def _bare(value: Any) -> Any:
+    """Mappings, lists and values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return {key: _bare(its) for key, its in value.items()}
+    return [_bare(its) for its in value] if isinstance(value, list | tuple) else value
 
 
 def places(count: int) -> Form:
