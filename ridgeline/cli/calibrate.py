@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ridgeline.asked import check_threads, check_writable
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.session import console, note
+from ridgeline.cli.session import Report, bars, note
 from ridgeline.cli.tables import Column, answer, grid, table
 from ridgeline.cli.values import positive, words
 from ridgeline.config import check_device
 from ridgeline.figures import percent, scaled, seconds
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
     from rich.table import Table
 
     from ridgeline.cost.constants import Calibration
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             args,
             f"{'; '.join(busy)}: this machine is busy. {WAY_OUT}, or go on: the record says so",
         )
-    with bars(args) as progress:
+    with progress_of(args) as progress:
         found = calibrate(question, progress)
     kept = record_path(found.device.name)
     write_record(found.record, kept)
@@ -94,29 +93,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def bars(args: argparse.Namespace) -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (stage, done, of how many) that draws bars on a terminal, lines elsewhere."""
+def progress_of(args: argparse.Namespace) -> Iterator[Report]:
+    """Draws bars on a terminal, lines elsewhere."""
     if args.quiet:
         yield lambda stage, done, total: None
-        return
-    if not sys.stderr.isatty():
+    elif not sys.stderr.isatty():
         yield _lines()
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console()) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield report
+    else:
+        text = "{task.description:40}"
+        with bars("TimeElapsedColumn", text=text, transient=False) as report:
+            yield report
 
 
-def _lines() -> Callable[[str, int, int], None]:
+def _lines() -> Report:
     """One line a stage."""
     seen: set[str] = set()
 

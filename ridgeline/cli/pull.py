@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ridgeline import demo
 from ridgeline.cli.parser import Parser
-from ridgeline.cli.session import console, note
+from ridgeline.cli.session import Report, bars, note
 from ridgeline.cli.tables import plain
 from ridgeline.errors import ConfigError
 from ridgeline.figures import scaled
@@ -111,9 +111,7 @@ def _of(reached: _Reached) -> str:
 
 
 @contextmanager
-def _progress(
-    args: argparse.Namespace, reached: _Reached
-) -> Iterator[Callable[[str, int, int], None]]:
+def _progress(args: argparse.Namespace, reached: _Reached) -> Iterator[Report]:
     """A bar with amounts, speed and time on a terminal, else a line for each tenth."""
     if args.quiet or not sys.stderr.isatty():
         said = [0]
@@ -127,27 +125,10 @@ def _progress(
 
         yield tell
         return
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn(args.model, markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with bars("DownloadColumn", "TransferSpeedColumn", "TimeRemainingColumn") as report:
 
         def show(stage: str, done: int, total: int) -> None:
             reached.done, reached.total = done, total
-            bar.update(task, completed=done, total=total)
+            report(args.model, done, total)
 
         yield show

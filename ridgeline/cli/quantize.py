@@ -14,7 +14,7 @@ from ridgeline import demo
 from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser, add_json_flag
-from ridgeline.cli.session import console, note
+from ridgeline.cli.session import bars, note
 from ridgeline.cli.tables import Column, answer, grid, table
 from ridgeline.cli.values import number, positive, whole
 
@@ -306,13 +306,8 @@ def _bar(args: argparse.Namespace) -> Iterator[Progress]:
     if args.quiet or not sys.stderr.isatty():
         yield lambda done, of: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console(), transient=True) as bar:
-        task = bar.add_task("layers")
-        yield lambda done, of: bar.update(task, completed=done, total=of)
+    with bars("MofNCompleteColumn", "TimeRemainingColumn") as report:
+        yield lambda done, of: report("layers", done, of)
 
 
 def as_json(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from ridgeline.startup import StartUp, keep_what_is_there, say_phases, total_s
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from ridgeline.llm import LLM
 
@@ -33,6 +32,7 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
+Report = Callable[[str, int, int], None]  # a stage, how much of it is done, of how much
 
 CLEAR_LINE = "\033[K"
 PIPE_WIDTH = 110  # characters
@@ -120,27 +120,37 @@ def _progress(args: argparse.Namespace) -> Iterator[Any]:
         yield None
         return
     print(f"loading {args.model} ...\r", end="", file=sys.stderr, flush=True)
-    bars: list[Progress] = []
-    tasks: dict[str, Any] = {}
+    drawn: list[Report] = []
     with ExitStack() as stack:
         stack.callback(print, CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
         def report(stage: str, done: int, total: int) -> None:
-            if not bars:
+            if not drawn:
                 print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
-                bars.append(stack.enter_context(_bars()))
-            if stage not in tasks:
-                tasks[stage] = bars[0].add_task(stage, total=total)
-            bars[0].update(tasks[stage], completed=done, total=total)
+                drawn.append(stack.enter_context(bars("TimeRemainingColumn")))
+            drawn[0](stage, done, total)
 
         yield report
 
 
-def _bars() -> Progress:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+@contextmanager
+def bars(
+    *columns: str, text: str = "{task.description}", transient: bool = True
+) -> Iterator[Report]:
+    """A bar for each stage, with these columns of rich behind it."""
+    from rich import progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console(), transient=True)
+    before = progress.TextColumn(text, markup=False), progress.BarColumn()
+    behind = (getattr(progress, name)() for name in columns)
+    with progress.Progress(*before, *behind, console=console(), transient=transient) as shown:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = shown.add_task(stage, total=total)
+            shown.update(tasks[stage], completed=done, total=total)
+
+        yield report
 
 
 def _show_decisions(llm: LLM) -> None:
