@@ -39,6 +39,10 @@ class ConfigReader:
         """The same object, with these where it says nothing."""
         return ConfigReader({**values, **self.values}, self.path, self.source)
 
+    def with_values(self, **values: object) -> ConfigReader:
+        """The same object, with these whatever it says."""
+        return ConfigReader({**self.values, **values}, self.path, self.source)
+
     def has(self, key: str) -> bool:
         """The key is there and not null."""
         return self.values.get(key) is not None
@@ -125,6 +129,17 @@ class ConfigReader:
             if not is_number or not low <= entry <= high:
                 raise self.fail(key, f"has {_show(entry)}, no number from {low:g} to {high:g}")
         return tuple(float(entry) for entry in value)
+
+    def flags(self, key: str, *, length: int) -> tuple[bool, ...] | None:
+        """A list of `length` times 0 or 1, None when missing or null."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(one in (0, 1) for one in value):
+            raise self.fail(key, f"must be a list of 0 and 1, not {_show(value)}")
+        if len(value) != length:
+            raise self.fail(key, f"has {len(value)} entries; it must have {length}")
+        return tuple(bool(one) for one in value)
 
     def token_ids(self, key: str, *, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids inside the vocabulary; empty when missing or null."""

@@ -12,7 +12,12 @@ from ridgeline.architectures.config_reader import (
     MAX_VOCAB,
     ConfigReader,
 )
-from ridgeline.architectures.rope_config import check_context, read_rope
+from ridgeline.architectures.rope_config import (
+    POSITION_KEYS,
+    check_context,
+    read_rope,
+    read_two_ropes,
+)
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
@@ -125,6 +130,22 @@ def read_trunk(config: ConfigReader, defaults: Defaults, max_model_len: int | No
         rope=rope,
         norm_eps=config.number(defaults.norm_key, default=defaults.norm_eps, low=0.0, high=1.0),
     )
+
+
+def read_trunk_of_two_ropes(
+    config: ConfigReader, defaults: Defaults, local_theta: float, max_model_len: int | None
+) -> tuple[Trunk, RopeSpec]:
+    """With the positions of layers that see everything; and those of layers with a window."""
+    trunk = read_trunk(config.without(*POSITION_KEYS), defaults, None)
+    full, local = read_two_ropes(
+        config,
+        head_dim=trunk.head_dim,
+        thetas=(defaults.rope_theta, local_theta),
+        max_positions=trunk.max_positions,
+    )
+    for rope in (full, local):
+        check_context(rope, trunk.max_positions, max_model_len)
+    return replace(trunk, rope=full), local
 
 
 def read_num_layers(config: ConfigReader) -> int:

@@ -21,7 +21,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
     # The first files say "gelu" where their makers meant its tanh formula.
     given = config.values.get("hidden_act")
     meant = {"hidden_activation": ACTIVATION if given in (None, "gelu") else given}
-    config = ConfigReader({**config.values, **meant}, config.path, config.source)
+    config = config.with_values(**meant)
     trunk = read_trunk(config, DEFAULTS, max_model_len)
     bias = config.flag("attention_bias", default=False)
     attention = trunk.attention(qkv_bias=bias, out_bias=bias)

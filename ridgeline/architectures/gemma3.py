@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.family import Defaults, layer_types, read_trunk
+from ridgeline.architectures.family import Defaults, layer_types, read_trunk_of_two_ropes
 from ridgeline.architectures.gemma import gemma_spec
 from ridgeline.architectures.gemma2 import NAMES, cap, full_and_sliding
-from ridgeline.architectures.rope_config import POSITION_KEYS, check_context, read_two_ropes
 from ridgeline.architectures.spec import ModelSpec
 
 DEFAULTS = Defaults(
@@ -35,20 +34,10 @@ def read_multimodal(config: ConfigReader, max_model_len: int | None) -> ModelSpe
 def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
     """A text-only config."""
     config = config.with_defaults(vocab_size=262_208, num_attention_heads=8)
-    trunk = read_trunk(config.without(*POSITION_KEYS), DEFAULTS, None)
-    local = config.number("rope_local_base_freq", default=10_000.0, low=1.0, high=1e15)
-    ropes = read_two_ropes(
-        config,
-        head_dim=trunk.head_dim,
-        thetas=(DEFAULTS.rope_theta, local),
-        max_positions=trunk.max_positions,
-    )
-    for rope in ropes:
-        check_context(rope, trunk.max_positions, max_model_len)
-    full, sliding = (
-        replace(attention, rope=rope, qk_norm=True)
-        for attention, rope in zip(full_and_sliding(config, trunk), ropes, strict=True)
-    )
+    theta = config.number("rope_local_base_freq", default=10_000.0, low=1.0, high=1e15)
+    trunk, local = read_trunk_of_two_ropes(config, DEFAULTS, theta, max_model_len)
+    full, sliding = full_and_sliding(config, trunk)
+    full, sliding = replace(full, qk_norm=True), replace(sliding, rope=local, qk_norm=True)
     every = config.integer("sliding_window_pattern", high=1024, default=6)
     kinds = layer_types(config, trunk.num_layers, full_every=every)
     attention = tuple(sliding if kind == "sliding_attention" else full for kind in kinds)

@@ -19,14 +19,12 @@ from ridgeline.architectures.family import (
     model_spec,
     read_trunk,
 )
-from ridgeline.architectures.gemma2 import NAMES as GEMMA_NAMES
 from ridgeline.architectures.spec import (
     AttentionSpec,
     DenseSpec,
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
-    NormPlaces,
     RopeSpec,
 )
 
@@ -69,7 +67,6 @@ class Shape:
     out_bias: bool | str = False
     qk_norm: bool | str = False
     norms_all_heads: bool = False
-    norms: NormPlaces = "before"
     tied: bool = False
     head_dim: int | None = None
     window: str = "sliding_window"
@@ -106,16 +103,11 @@ ERNIE_MIXTURE = Experts(
     score_bias=True,
 )
 READER = "a reader of its weights"
-HALF_ROTATED = Shape("positions of half of a head", qkv_bias="attention_bias", head_dim=128)
-NORMS_AFTER = Shape(READER, qk_norm=True, norms_all_heads=True, norms="after")
 # model_type of config.json -> its layers
 SHAPES: Mapping[str, Shape] = {
     "dots1": Shape("sigmoid scores of experts", qk_norm=True, experts=DEEPSEEK_MIXTURE),
     "ernie4_5": Shape("rotation of neighbouring numbers", qkv_bias="use_bias", out_bias="use_bias"),
     "ernie4_5_moe": Shape("rotation of neighbouring numbers", tied=True, experts=ERNIE_MIXTURE),
-    "glm": HALF_ROTATED,
-    "glm4": replace(HALF_ROTATED, norms="around"),
-    "granite": Shape("scaled embeddings, residuals and logits"),
     "internlm3": Shape(READER, qkv_bias="qkv_bias"),
     "llama4_text": Shape(
         "attention in chunks",
@@ -129,7 +121,6 @@ SHAPES: Mapping[str, Shape] = {
         norms_all_heads=True,
         experts=replace(MIXTURE, scoring="sigmoid", score_bias=True),
     ),
-    "olmo3": replace(NORMS_AFTER, full_every=4),
     "olmoe": Shape(
         READER,
         qk_norm=True,
@@ -145,7 +136,6 @@ SHAPES: Mapping[str, Shape] = {
         small=("biases of norms",),
     ),
     "seed_oss": Shape(READER, qkv_bias="attention_bias", out_bias="attention_out_bias"),
-    "smollm3": Shape("layers without positions", tied=True),
 }
 
 
@@ -166,8 +156,7 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         family=family,
         attention=_attention(filled, shape, trunk),
         feed_forward=tuple(_feed_forward(filled, shape, i) for i in range(trunk.num_layers)),
-        tensor_names=GEMMA_NAMES if shape.norms == "around" else DEEPSEEK_NAMES,
-        norms=shape.norms,
+        tensor_names=DEEPSEEK_NAMES,
     )
     layers = tuple(_with_rest(layer, shape, trunk.hidden_size) for layer in spec.layers)
     return replace(spec, layers=layers, unserved=shape.needs)

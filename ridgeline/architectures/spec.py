@@ -90,6 +90,7 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k, before rotation
     norms_all_heads: bool = False  # `qk_norm` is over all heads of a token together
+    norms_rotated: bool = False  # `qk_norm` is of what has been rotated
     qk_norm_kind: NormKind = "rms"  # layer norms have weights of their own for each head
     scale: float | None = None  # None: head_dim ** -0.5
     scores_cap: float | None = None  # scores become cap * tanh(score / cap), after `scale`

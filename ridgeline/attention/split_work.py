@@ -93,7 +93,7 @@ class StreamedDecodes:
     def takes(
         self, views: PagedKV | None, dtype: torch.dtype, batch: DecodeBatch, spec: AttentionSpec
     ) -> bool:
-        if views is None or not views.k_NSKD.is_cuda:
+        if views is None or not views.k_NSKD.is_cuda or spec.norms_rotated:
             return False
         device = views.k_NSKD.device
         reason = unsupported(

@@ -67,6 +67,8 @@ def put(layer: Layer, rounded: Rounded) -> None:
     for name, one in rounded.matrices.items():
         layer.tensors[name].copy_(one.dequantize())
     for name, parameter in rounded.folded.items():
+        if layer.parts[name].role in ("q_norm", "k_norm"):
+            continue  # nothing is folded into them
         layer.tensors[name].copy_(parameter.float() + layer.offset_of(name))
 
 

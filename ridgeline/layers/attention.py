@@ -152,6 +152,8 @@ class Attention(AttentionBranch):
             columns=times(q_heads, head_dim),
         )
         self.q_norm = self.k_norm = None
+        self._before: tuple[RMSNorm, RMSNorm] | None = None  # of each head alone, and the rotation
+        self._norms_first = spec.norms_all_heads or spec.qk_norm_kind != "rms"
         self.q_size = q_heads.length * head_dim
         self.kv_size = kv_heads.length * head_dim
         if spec.qk_norm:
@@ -160,7 +162,8 @@ class Attention(AttentionBranch):
             self.q_norm = norm(name("q_norm"), sizes[0], **own[0])
             if spec.cache_layer is None:
                 self.k_norm = norm(name("k_norm"), sizes[1], **own[1])
-        self._norms_first = spec.norms_all_heads or spec.qk_norm_kind != "rms"
+            if self.k_norm is not None and not self._norms_first:
+                self._before = self.q_norm, self.k_norm
         if spec.sinks:
             device = next(iter(self.out.parameters.values())).device
             self.vectors = (Vector(name("sinks"), q_heads, device),)
@@ -234,9 +237,10 @@ class Attention(AttentionBranch):
     @property
     def _head_norms(self) -> HeadNorms | None:
         """Of each head alone."""
-        if self.q_norm is None or self.k_norm is None or self._norms_first:
+        if self._before is None:
             return None
-        return HeadNorms(self.q_norm.weight_E, self.k_norm.weight_E, self.q_norm.eps)
+        q_norm, k_norm = self._before
+        return HeadNorms(q_norm.weight_E, k_norm.weight_E, q_norm.eps)
 
     def _rotate(
         self, qkv_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
@@ -245,11 +249,10 @@ class Attention(AttentionBranch):
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         tokens, width = qkv_TC.shape
         rotated_TND = qkv_TC.as_strided((tokens, heads + kv_heads, size), (width, size, 1))
-        by_head = not self._norms_first
-        if by_head and self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = rotated_TND[:, :heads], rotated_TND[:, heads:]
-            q_THD.copy_(self.q_norm(q_THD))
-            k_TKD.copy_(self.k_norm(k_TKD))
+        if self._before is not None:
+            halves = torch.split(rotated_TND, [heads, kv_heads], 1)
+            for x_TND, norm in zip(halves, self._before, strict=True):
+                x_TND.copy_(norm(x_TND))
         rotate_(rotated_TND, cos_T1D, sin_T1D)
         return qkv_TC.as_strided((tokens, heads, size), (width, size, 1))
 
@@ -309,3 +312,40 @@ class InvariantAttention(Attention):
         from ridgeline.kernels.qk_norm_rope_write_triton import qk_norm_rope_write_triton
 
         return qk_norm_rope_write_triton(qkv_TC, *where, norms=norms, block_heads=HEADS)
+
+
+class RotatedFirst(Attention):
+    """Norms of each head behind the rotation, which leaves the length of a head as it is: the
+    division stays in front of it, and the weights of both norms multiply the rotated queries."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.q_norm is None or self.k_norm is None:
+            raise InternalError("norms behind the rotation, and there are none")
+        self.k_norm.heir, self._before = self.q_norm, (self.k_norm, self.k_norm)
+        self.weight_D = self.q_norm.weight_E
+
+    def _rotate_and_write(
+        self, qkv_TC: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
+    ) -> torch.Tensor:
+        return super()._rotate_and_write(qkv_TC, step, layer_kv).mul_(self.weight_D)
+
+    def _rotate(
+        self, qkv_TC: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
+    ) -> torch.Tensor:
+        return super()._rotate(qkv_TC, cos_T1D, sin_T1D).mul_(self.weight_D)
+
+
+class InvariantRotatedFirst(RotatedFirst, InvariantAttention):
+    """Both."""
+
+
+def attention_class(spec: AttentionSpec, *, deterministic: bool) -> type[Attention]:
+    """`deterministic`: all tokens are treated alike."""
+    if spec.cache_layer is not None:
+        return ReadingAttention
+    if spec.norms_rotated:
+        return InvariantRotatedFirst if deterministic else RotatedFirst
+    if deterministic:
+        return InvariantAttention
+    return SinkAttention if spec.sinks else Attention

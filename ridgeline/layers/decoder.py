@@ -22,14 +22,7 @@ from ridgeline.attention.layout import ForwardBatch, LogitsIndices
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import ConfigError, check
 from ridgeline.kvcache import KVCache, LayerKV
-from ridgeline.layers.attention import (
-    Attention,
-    AttentionBranch,
-    AttentionStep,
-    InvariantAttention,
-    ReadingAttention,
-    SinkAttention,
-)
+from ridgeline.layers.attention import AttentionBranch, AttentionStep, attention_class
 from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.experts import Experts
@@ -164,10 +157,7 @@ class LayerMaker:
             unpacked = partial(linear, weight_format=numbers)
             made = backend, self.dtype, self.device, placement
             return LatentAttention(attention, width, name, linear, unpacked, *made)
-        kind = SinkAttention if attention.sinks else Attention
-        kind = InvariantAttention if self.deterministic else kind
-        if attention.cache_layer is not None:
-            kind = ReadingAttention
+        kind = attention_class(attention, deterministic=self.deterministic)
         norm = partial(
             RMSNorm if attention.qk_norm_kind == "rms" else HeadLayerNorm,
             eps=self.spec.norm_eps,

@@ -113,11 +113,15 @@ class RMSNorm:
         self.weight_E = torch.empty(size, dtype=dtype, device=device)
         self.eps = eps
         self.name = name
+        self.heir: RMSNorm | None = None  # read before this one, takes its weight over
         self._offset, self._scale = offset, scale
 
     def finish(self) -> None:
         """Called once, when the weight is in place."""
         self.weight_E.add_(self._offset).mul_(self._scale)
+        if self.heir is not None:
+            self.heir.weight_E.mul_(self.weight_E)
+            self.weight_E.fill_(1.0)
 
     @property
     def as_input(self) -> InputNorm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +94,7 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
         "torch_dtype": "float32",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "pad_token_id": 0,
     }
     if model_type == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -135,7 +137,7 @@ class ReferenceModel:
     model: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        given = dict(self.config)
+        given = deepcopy(self.config)  # some classes write into it
         model_type = given.pop("model_type")
         config = AutoConfig.for_model(model_type, **given)
         config._attn_implementation = "eager"

@@ -31,6 +31,12 @@ ODD_HEADS = {
     "num_key_value_heads": 1,
     "head_dim": 22,
 }
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.11,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 GEMMA = {"tie_word_embeddings": True, "hidden_act": "gelu"}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
@@ -284,6 +290,58 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         rope_theta=GONE,
         hidden_activation="silu",
+    ),
+    "olmo3": tiny_config("olmo3", sliding_window=6, num_hidden_layers=4),
+    "olmo3 yarn": tiny_config(
+        "olmo3",
+        **ODD_HEADS | {"head_dim": 24},
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_theta=500000.0,
+        rope_scaling=YARN,
+    ),
+    "olmo3 biased": tiny_config(
+        "olmo3", sliding_window=5, attention_bias=True, tie_word_embeddings=True
+    ),
+    "granite": tiny_config("granite", **MULTIPLIERS),
+    "granite biased": tiny_config(
+        "granite", **MULTIPLIERS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "granite odd heads": tiny_config(
+        "granite",
+        **ODD_HEADS | {"head_dim": 24},
+        attention_multiplier=0.3,
+        residual_multiplier=1.7,
+        logits_scaling=3.0,
+    ),
+    "smollm3": tiny_config("smollm3", num_hidden_layers=4, tie_word_embeddings=True),
+    "smollm3 window": tiny_config(
+        "smollm3", no_rope_layers=[1, 0, 0], use_sliding_window=True, sliding_window=6
+    ),
+    "smollm3 odd heads": tiny_config(
+        "smollm3",
+        **ODD_HEADS | {"head_dim": 24},
+        no_rope_layer_interval=2,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_scaling=YARN,
+    ),
+    "glm4": tiny_config("glm4", head_dim=16),
+    "glm4 quarter": tiny_config(
+        "glm4", partial_rotary_factor=0.25, attention_bias=False, tie_word_embeddings=True
+    ),
+    "glm4 odd heads": tiny_config("glm4", **ODD_HEADS | {"head_dim": 20}, rope_scaling=YARN),
+    "glm": tiny_config("glm"),
+    "glm odd heads": tiny_config("glm", **ODD_HEADS | {"head_dim": 20}),
+    "glm whole": tiny_config("glm", partial_rotary_factor=1.0, attention_bias=False),
+    "hunyuan": tiny_config("hunyuan_v1_dense"),
+    "hunyuan alpha": tiny_config(
+        "hunyuan_v1_dense",
+        rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        tie_word_embeddings=True,
+    ),
+    "hunyuan odd heads": tiny_config(
+        "hunyuan_v1_dense", **ODD_HEADS, attention_bias=True, rope_scaling=YARN
     ),
 }
 CONFIGS |= {
