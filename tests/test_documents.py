@@ -112,6 +112,20 @@ def test_the_python_example_prints_what_it_says(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == printed
 
 
+def test_the_code_of_a_new_family_is_that_of_the_tree() -> None:
+    """Each block is in the file that was named last before it, and one is all of its file."""
+    text = (ROOT / "docs/new-family.md").read_text(encoding="utf-8")
+    assert len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()) <= 700
+    blocks = list(re.finditer(r"```python\n(.*?)```", text, re.DOTALL))
+    found = []
+    for block in blocks:
+        name = re.findall(r"`((?:ridgeline|tests)/[\w/]+\.py)`", text[: block.start()])[-1]
+        found.append((ROOT / name).read_text(encoding="utf-8"))
+        assert block[1] in found[-1], name
+    assert len(blocks) == 4
+    assert blocks[0][1] == found[0]
+
+
 def test_result_files_and_their_citations() -> None:
     """A raw result stays while a page or a test cites it; what is cited is there."""
     texts = [ROOT / name for name in DOCUMENTS]
