@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ridgeline.architectures.config_reader import MAX_TENSORS, ConfigReader
 from ridgeline.architectures.parts import (
@@ -67,6 +68,7 @@ FAMILIES: dict[str, str] = {
 PLANNED_FAMILIES: dict[str, str] = {
     **dict.fromkeys(SHAPES, "ridgeline.architectures.shapes:read"),
 }
+OWN_TENSORS = "ridgeline_own_tensors"  # true: each parameter is a tensor, as in a GGUF file
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # in names of classes that generate text
 
 
@@ -89,6 +91,8 @@ def read_spec(config: Mapping[str, object], *, max_model_len: int | None = None)
     spec = load(families, model_type, "model family")(reader, max_model_len)
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"model family {model_type!r} did not return a ModelSpec")
+    if reader.flag(OWN_TENSORS, default=False):
+        spec = replace(spec, stored=())
     _check_size(spec)
     if model_type in FAMILIES:
         _check_class(reader, model_type)

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ridgeline.architectures import FAMILIES
+from ridgeline.architectures import FAMILIES, OWN_TENSORS
 from ridgeline.architectures.config_reader import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -19,7 +19,15 @@ from ridgeline.architectures.config_reader import (
     MAX_VOCAB,
     ConfigReader,
 )
-from ridgeline.architectures.parts import layer_tensors
+from ridgeline.architectures.gguf_families import (
+    DIALECTS,
+    Dialect,
+    dialect_of,
+    names_of,
+    own_config,
+)
+from ridgeline.architectures.parts import layer_tensors, shared_tensors, with_biases
+from ridgeline.architectures.rope_config import SHARE
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.errors import ConfigError
 
@@ -31,11 +39,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 INTERLEAVED = ("llama",)
 AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
 OTHER_LAYOUTS = (  # their files are not read
-    "cohere",
-    "cohere2",
     "deepseek_v2",
     "deepseek_v3",
-    "falcon",
     "gemma",
     "gemma2",
     "gemma3",
@@ -43,8 +48,6 @@ OTHER_LAYOUTS = (  # their files are not read
     "glm",
     "glm4",
     "glm4_moe",
-    "gpt2",
-    "gpt_neox",
     "gpt_oss",
     "granite",
     "hunyuan_v1_dense",
@@ -52,12 +55,9 @@ OTHER_LAYOUTS = (  # their files are not read
     "granitemoe",
     "minicpm3",
     "olmo3",
-    "phi3",
     "qwen2_moe",
     "qwen3_moe",
     "smollm3",
-    "stablelm",
-    "starcoder2",
 )
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -65,10 +65,15 @@ _BLOCK = "blk.{layer}."
 # Role in `ModelSpec.tensor_names` -> name in the file.
 NAMES: Mapping[str, str] = {
     "embedding": EMBEDDING,
-    "norm": "output_norm.weight",
+    "positions": "position_embd.weight",
     "lm_head": OUTPUT,
-    "input_norm": f"{_BLOCK}attn_norm.weight",
-    "pre_feed_forward_norm": f"{_BLOCK}ffn_norm.weight",
+    **with_biases(
+        {
+            "norm": "output_norm",
+            "input_norm": f"{_BLOCK}attn_norm",
+            "pre_feed_forward_norm": f"{_BLOCK}ffn_norm",
+        }
+    ),
     "post_attention_norm": f"{_BLOCK}post_attention_norm.weight",
     "post_feed_forward_norm": f"{_BLOCK}post_ffw_norm.weight",
     "q_norm": f"{_BLOCK}attn_q_norm.weight",
@@ -115,7 +120,9 @@ LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 
 def readable_families() -> list[str]:
     """What general.architecture of a file may be: a family that is served, by its own name."""
-    return [name for name in FAMILIES if name not in (*AS_LLAMA, *OTHER_LAYOUTS)]
+    others = {one.family: name for name, one in DIALECTS.items()}
+    own = (name for name in FAMILIES if name not in (*AS_LLAMA, *OTHER_LAYOUTS))
+    return [others.get(name, name) for name in own]
 
 
 def family_of(metadata: Mapping[str, object], source: str) -> str:
@@ -145,36 +152,48 @@ def config_of(
     name = family_of(metadata, source)
     own = {key[len(name) + 1 :]: v for key, v in metadata.items() if key.startswith(f"{name}.")}
     reader = ConfigReader(own, f"{name}.", source)
+    dialect = dialect_of(name)
     for key, harmless in FOREIGN.items():
-        reader.refuse(key, *harmless)
+        if key not in dialect.meant:
+            reader.refuse(key, *harmless)
     if ConfigReader(metadata, source=source).integer("split.count", low=0, default=0) > 1:
         raise ConfigError(
             f"{source}: split.count says that this is one of several files; merge them first "
             "(llama-gguf-split --merge)"
         )
-    config: dict[str, object] = {"model_type": name, "torch_dtype": dtype}
-    config |= _sizes(reader, shapes, source)
+    config: dict[str, object] = {"model_type": dialect.family or name, "torch_dtype": dtype}
+    config |= _sizes(reader, shapes, source, dialect)
+    if dialect.family:
+        config |= {OWN_TENSORS: True, **own_config(name, reader, shapes)}
     config |= _rope(reader, config, rope_factors)
     config |= _tokens(ConfigReader(metadata, source=source), config)
     return config
 
 
-def _sizes(reader: ConfigReader, shapes: Shapes, source: str) -> dict[str, object]:
+def _sizes(
+    reader: ConfigReader, shapes: Shapes, source: str, dialect: Dialect
+) -> dict[str, object]:
     hidden = reader.integer("embedding_length")
     heads = reader.integer("attention.head_count", high=MAX_HEADS)
     kv_heads = reader.integer("attention.head_count_kv", high=MAX_HEADS, default=heads)
     if heads % kv_heads:
         reason = f"is {kv_heads}; it must divide attention.head_count ({heads})"
         raise reader.fail("attention.head_count_kv", reason)
-    head_dim = _head_dim(reader, hidden, heads)
+    head_dim = _head_dim(reader, hidden, heads, dialect.rotates_part)
     embedding = shapes.get(EMBEDDING, ())
     if len(embedding) != 2 or not 1 <= embedding[0] <= MAX_VOCAB:
         raise ConfigError(f"{source}: tensor {EMBEDDING!r} is missing, or no matrix of tokens")
     vocab = embedding[0]
     if reader.integer("vocab_size", high=MAX_VOCAB, default=vocab) != vocab:
         raise reader.fail("vocab_size", f"is not the {vocab} rows of {EMBEDDING}")
-    eps = reader.number("attention.layer_norm_rms_epsilon", default=None, low=0.0, high=1.0)
+    kind = "layer_norm_epsilon" if dialect.eps else "layer_norm_rms_epsilon"
+    eps = reader.number(f"attention.{kind}", default=None, low=0.0, high=1.0)
+    part = {}
+    if dialect.rotates_part:
+        rotated = reader.integer("rope.dimension_count", high=head_dim, default=head_dim)
+        part = {SHARE: rotated / head_dim}
     return {
+        **part,
         "hidden_size": hidden,
         "num_hidden_layers": reader.integer("block_count", high=MAX_LAYERS),
         "intermediate_size": reader.integer("feed_forward_length"),
@@ -182,7 +201,7 @@ def _sizes(reader: ConfigReader, shapes: Shapes, source: str) -> dict[str, objec
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": reader.integer("context_length", high=MAX_POSITIONS),
-        "rms_norm_eps": decimal(eps),
+        dialect.eps or "rms_norm_eps": decimal(eps),
         "vocab_size": vocab,
         "tie_word_embeddings": OUTPUT not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -191,12 +210,13 @@ def _sizes(reader: ConfigReader, shapes: Shapes, source: str) -> dict[str, objec
     }
 
 
-def _head_dim(reader: ConfigReader, hidden: int, heads: int) -> int:
+def _head_dim(reader: ConfigReader, hidden: int, heads: int, rotates_part: bool) -> int:
     if not reader.has("attention.key_length") and hidden % heads:
         reason = f"is {heads}; it must divide embedding_length ({hidden})"
         raise reader.fail("attention.head_count", reason)
     head_dim = reader.integer("attention.key_length", high=4096, default=max(1, hidden // heads))
-    for key in ("attention.value_length", "rope.dimension_count"):
+    keys = ("attention.value_length", "rope.dimension_count")
+    for key in keys[: 1 if rotates_part else 2]:
         if reader.integer(key, high=4096, default=head_dim) != head_dim:
             raise reader.fail(key, f"is not the size of a head ({head_dim}), which is not served")
     return head_dim
@@ -301,27 +321,56 @@ def decimal(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a tensor of the checkpoint is in the file. Its rows are interleaved within each of
-    `heads` heads; 0: they lie as they should."""
+    """Where a tensor of the checkpoint is in the file: in tensor `name` of `rows` rows those from
+    `first` on, of 0 all. Its rows are interleaved within each of `heads` heads; 0: they lie as they
+    should."""
 
     name: str
     heads: int = 0
+    first: int = 0
+    rows: int = 0
 
 
 def sources(spec: ModelSpec) -> dict[str, Source]:
     """Checkpoint name -> name in the file, for every tensor that the model needs. ConfigError for
     a parameter that no such file has a name for."""
-    shared = ("embedding", "norm") if spec.tie_embeddings else ("embedding", "norm", "lm_head")
-    found = {spec.tensor_names[role]: Source(NAMES[role]) for role in shared}
+    found = {name: Source(NAMES[role]) for role, name in _shared(spec).items()}
+    names = {**NAMES, **names_of(spec)}
+    together = next((one.together for one in DIALECTS.values() if one.family == spec.family), ())
     for index, layer in enumerate(spec.layers):
         heads = {"q": layer.attention.num_heads, "k": layer.attention.num_kv_heads}
-        for name, part in layer_tensors(spec, index).items():
-            if part.role not in NAMES or part.is_experts:
+        every = layer_tensors(spec, index)
+        rows = {part.role: part.shape[0] for part in every.values()}
+        for name, part in every.items():
+            if part.role not in names or part.is_experts:
                 raise ConfigError(
                     f"{name} has no place in a GGUF file that this version reads; serve models of"
                     f" {spec.family} from safetensors"
                 )
             interleaved = heads if spec.family in INTERLEAVED else {}
             turned = interleaved.get(part.role.removesuffix("_bias"), 0)
-            found[name] = Source(NAMES[part.role].format(layer=index), turned)
+            own = Source(names[part.role].format(layer=index), turned)
+            found[name] = _part_of(together, part.role, rows, index) or own
     return found
+
+
+def _shared(spec: ModelSpec) -> dict[str, str]:
+    """Role -> name of the tensors that are no layer's."""
+    needed = shared_tensors(spec)
+    roles = ("embedding", "positions", "norm", "norm_bias", "lm_head")
+    named = {role: spec.tensor_names[role] for role in roles if role in spec.tensor_names}
+    return {role: name for role, name in named.items() if name in needed}
+
+
+def _part_of(
+    together: Sequence[tuple[str, tuple[str, ...]]], role: str, rows: Mapping[str, int], layer: int
+) -> Source | None:
+    """Of a role that is part of a larger tensor."""
+    own = role.removesuffix("_bias")
+    suffix = role.removeprefix(own)
+    for stem, roles in together:
+        if own in roles:
+            sizes = [rows[one + suffix] for one in roles]
+            name = f"{stem.format(layer=layer)}.{'bias' if suffix else 'weight'}"
+            return Source(name, 0, sum(sizes[: roles.index(own)]), sum(sizes))
+    return None

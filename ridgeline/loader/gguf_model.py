@@ -106,13 +106,18 @@ def _entries(
         entry = found.get(stored)
         if entry is None:
             refuse(path, f"lacks tensor {stored!r}, which its metadata make part of the model")
-        if entry.shape != shape:
+        source = wanted[name]
+        whole = source.rows or shape[0], *shape[1:]
+        if entry.shape != whole:
             refuse(
                 path,
                 f"tensor {stored!r} has shape {str(list(entry.shape))[:80]}, but the metadata "
-                f"make it {list(shape)}",
+                f"make it {list(whole)}",
             )
-        entries[name] = TensorEntry(name, entry.dtype, entry.shape, entry.start, entry.end)
+        row_bytes = (entry.end - entry.start) // whole[0]
+        start = entry.start + source.first * row_bytes
+        end = start + shape[0] * row_bytes
+        entries[name] = TensorEntry(name, entry.dtype, shape, start, end)
     used = {source.name for source in wanted.values()} | {ROPE_FACTORS}
     extra = sorted(found.keys() - used)
     if extra:

@@ -1,0 +1,107 @@
+"""What does a GGUF file of another architecture than Llama's say in other ways?
+
+Names, keys and the order of rows are those that llama.cpp's converter writes: rows of q and k as a
+safetensors checkpoint has them, q, k and v one below the other where they are one tensor, and no
+matrix transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ridgeline.architectures.config_reader import MAX_POSITIONS, ConfigReader
+from ridgeline.architectures.spec import ModelSpec
+
+Shapes = Mapping[str, tuple[int, ...]]
+_BLOCK = "blk.{layer}."
+QKV = (f"{_BLOCK}attn_qkv", ("q", "k", "v"))
+TWO_NORMS = "blk.0.attn_norm_2.weight"  # of the larger Falcons
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """`family` is its model_type. `eps`: the key of config.json for that of its layer norms, "": it
+    has RMS norms. `together`: which roles are one tensor, without the kind at its end. `meant`:
+    keys that other architectures must not have."""
+
+    family: str
+    eps: str = ""
+    together: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    meant: tuple[str, ...] = ()
+    rotates_part: bool = False
+
+
+PARALLEL, WINDOW, SCALE = "use_parallel_residual", "attention.sliding_window", "logit_scale"
+DIALECTS: Mapping[str, Dialect] = {
+    "cohere2": Dialect("cohere2", "layer_norm_eps", meant=(SCALE, WINDOW)),
+    "command-r": Dialect("cohere", "layer_norm_eps", meant=(SCALE,)),
+    "falcon": Dialect("falcon", "layer_norm_epsilon", (QKV,)),
+    "gpt2": Dialect("gpt2", "layer_norm_epsilon", (QKV,)),
+    "gptneox": Dialect("gpt_neox", "layer_norm_eps", (QKV,), (PARALLEL,), rotates_part=True),
+    "phi3": Dialect(
+        "phi3",
+        together=(QKV, (f"{_BLOCK}ffn_up", ("gate", "up"))),
+        meant=(WINDOW,),
+        rotates_part=True,
+    ),
+    "stablelm": Dialect("stablelm", "layer_norm_eps", meant=(PARALLEL,), rotates_part=True),
+    "starcoder2": Dialect("starcoder2", "norm_epsilon"),
+}
+LLAMA = Dialect("")
+
+
+def dialect_of(name: str) -> Dialect:
+    return DIALECTS.get(name, LLAMA)
+
+
+def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, object]:
+    """What config.json would say beside the keys of a Llama."""
+    has_biases = "blk.0.attn_qkv.bias" in shapes or "blk.0.attn_q.bias" in shapes
+    if name in ("cohere2", "command-r"):
+        scale = reader.number(SCALE, default=None, low=1e-6, high=1e6)
+        found: dict[str, object] = {SCALE: scale}
+        if name == "cohere2":
+            window = reader.integer(WINDOW, high=MAX_POSITIONS)
+            return found | {"sliding_window": window, "attention_bias": has_biases}
+        norms = "blk.0.attn_q_norm.weight" in shapes
+        return found | {"use_qk_norm": norms, "attention_bias": has_biases}
+    if name == "falcon":
+        return _falcon(reader, shapes, has_biases)
+    if name == "gpt2":
+        return {"hidden_act": "gelu_new"}
+    if name == "gptneox":
+        parallel = reader.flag(PARALLEL, default=True)
+        return {PARALLEL: parallel, "attention_bias": has_biases, "hidden_act": "gelu"}
+    if name == "stablelm":
+        # As llama.cpp decides it: a file without the second norm has no use for it.
+        return {PARALLEL: "blk.0.ffn_norm.weight" not in shapes, "use_qkv_bias": has_biases}
+    if name == "starcoder2":
+        return {"use_bias": has_biases, "hidden_act": "gelu_pytorch_tanh"}
+    if name == "phi3" and reader.has(WINDOW):
+        window = reader.integer(WINDOW, low=0, high=MAX_POSITIONS)
+        return {"sliding_window": window or None}
+    return {}
+
+
+def _falcon(reader: ConfigReader, shapes: Shapes, has_biases: bool) -> dict[str, object]:
+    heads = reader.integer("attention.head_count")
+    kv_heads = reader.integer("attention.head_count_kv", default=heads)
+    return {
+        "new_decoder_architecture": kv_heads > 1,
+        "num_ln_in_parallel_attn": 2 if TWO_NORMS in shapes else 1,
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": reader.integer("feed_forward_length"),
+        "bias": has_biases,
+    }
+
+
+def names_of(spec: ModelSpec) -> Mapping[str, str]:
+    """Names in the file of roles that have others than in most."""
+    if spec.family != "falcon" or spec.layers[0].parallel_norms != 2:
+        return {}
+    return {
+        f"{role}{suffix}": f"{_BLOCK}{norm}.{kind}"
+        for role, norm in (("input_norm", "attn_norm_2"), ("pre_feed_forward_norm", "attn_norm"))
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    }
