@@ -178,6 +178,8 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "triton": "ridgeline.attention.paged:PagedAttention",
     "native": "ridgeline.attention.native:NativeAttention",
     "latent": "ridgeline.attention.latent:TorchLatentAttention",
+    "latent_cpu": "ridgeline.attention.latent:HostLatentAttention",
+    "latent_triton": "ridgeline.attention.latent_paged:PagedLatentAttention",
     "flashinfer": "ridgeline.attention.flashinfer:FlashInferAttention",
     "flash_attention": "ridgeline.attention.flash_attention:FlashAttention",
 }

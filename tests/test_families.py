@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import FAMILIES, read_spec
 from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.architectures.spec import ExpertsSpec
 from tests.conftest import TEST_DEVICE
 from tests.layers.reference_models import VOCAB, ReferenceModel
 from tests.layers.test_agreement import CONFIGS, prompts
@@ -24,6 +25,8 @@ from tests.layers.test_agreement import CONFIGS, prompts
 CHOSEN = {
     "cohere": "cohere norms of heads",
     "cohere2": "cohere2 tied, layer types",
+    "deepseek_v2": "deepseek_v2 yarn",
+    "deepseek_v3": "deepseek_v3 odd heads",
     "falcon": "falcon groups",
     "gemma": "gemma odd heads",
     "gemma2": "gemma2 odd heads",
@@ -33,6 +36,7 @@ CHOSEN = {
     "gpt_neox": "gpt_neox odd heads, tied",
     "granite": "granite biased",
     "hunyuan_v1_dense": "hunyuan odd heads",
+    "minicpm3": "minicpm3 straight queries",
     "olmo2": "olmo2 odd heads",
     "olmo3": "olmo3 yarn",
     "phi3": "phi3 part of a head",
@@ -97,6 +101,9 @@ def test_chunks_prefixes_and_preemptions_change_no_token(family: str, tmp_path: 
 def test_drafts_change_no_token(family: str, tmp_path: Path, speculate: str) -> None:
     if any(one.attention.scores_cap for one in read_spec(model(family)[0].config).layers):
         pytest.skip("soft caps have no captured steps yet")
+    inner = read_spec(model(family)[0].config).layers[-1].feed_forward
+    if isinstance(inner, ExpertsSpec) and TEST_DEVICE == "cpu":
+        pytest.skip("experts have no captured steps on a CPU")
     found = tokens(tmp_path, 24, num_blocks=120, speculate=speculate)
     assert found == [answer[:24] for answer in model(family)[1]]
 
@@ -105,7 +112,10 @@ def test_every_cache_and_weights_of_fewer_bits(family: str, tmp_path: Path) -> N
     """Logits near those of the whole numbers; groups of 32 or more need wider matrices."""
     wanted = model(family)[0].logits(PROMPTS[0])
     short = SamplingParams(max_tokens=4, ignore_eos=True)
+    is_latent = "kv_lora_rank" in model(family)[0].config
     for kv_format, weight_format in FORMATS:
+        if is_latent and kv_format == "int4":
+            continue
         options = {"kv_cache_dtype": kv_format, "weight_format": weight_format}
         with LLM(str(tmp_path), **OPTIONS | options, num_blocks=60) as llm:
             found = llm.logits(PROMPTS[0]).cpu()

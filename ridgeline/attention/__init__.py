@@ -27,7 +27,7 @@ __all__ = [
 
 # What `auto` tries, best first: our own kernels read blocks in place and can be captured; torch's
 # fused ones beat the tiled reference on every device and shape that both serve.
-PREFERENCE = ("triton", "native", "sdpa", "reference", "latent")
+PREFERENCE = ("triton", "native", "sdpa", "reference", "latent_triton", "latent_cpu", "latent")
 INVARIANT = "triton"  # the one that can be told to treat every token alike
 
 

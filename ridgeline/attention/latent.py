@@ -15,7 +15,7 @@ import torch
 from ridgeline.architectures.counts import is_expanded
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionBackend, LatentUp, Supports, softmax_scale
-from ridgeline.attention.layout import AttentionLayout
+from ridgeline.attention.layout import AttentionLayout, DecodeLayout
 from ridgeline.attention.sdpa import (
     LongPiece,
     SdpaAttention,
@@ -31,7 +31,7 @@ EXPANDED_BYTES = 64 << 20  # keys and values of a piece that are in memory at a 
 class TorchLatentAttention(AttentionBackend):
     name = "latent"
     supports = Supports(
-        ("cpu", "cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16), latent=True
+        ("cuda", "meta"), (torch.float32, torch.bfloat16, torch.float16), latent=True
     )
 
     def __init__(self) -> None:
@@ -53,6 +53,24 @@ class TorchLatentAttention(AttentionBackend):
         return out_THV
 
 
+class HostLatentAttention(TorchLatentAttention):
+    """On a processor the host knows the lengths of a captured step too."""
+
+    name = "latent_cpu"
+    captures_decodes = True
+    supports = Supports(("cpu",), TorchLatentAttention.supports.dtypes, latent=True)
+
+    def plan_decodes(self, layout: DecodeLayout, group: int, window: int | None) -> SdpaPlan:
+        num, tables_NM = layout.num_new, layout.tables_NM[group]
+        lens = [max(length, num) for length in layout.seq_lens_B.tolist()]
+        size, (rows, width) = layout.block_size, (len(lens), tables_NM.shape[1])
+        tables_BM = tables_NM.new_zeros(rows, max(width, -(-max(lens) // size)))
+        tables_BM[:, :width] = tables_NM.index_select(0, layout.rows_B)
+        starts, slots = [num * row for row in range(rows + 1)], layout.slots_T[group : group + 1]
+        same = AttentionLayout([num] * rows, lens, starts, (tables_BM,), slots, size)
+        return self._torch.plan(same, 0, window)
+
+
 def attend_rows(
     q_THD: torch.Tensor,
     up: LatentUp,
@@ -66,6 +84,8 @@ def attend_rows(
     for tile in plan.short:
         rows = slice(None) if tile.rows_T is None else tile.rows_T
         cached = layer_kv.gather(tile.slots)
+        if tile.num_new > 1:  # what drafts without a block have left may be NaN
+            cached = cached.nan_to_num(0.0)
         k_B1LD = cached.view(tile.num_requests, 1, tile.length, -1)
         mixed_THC = attend_tile(absorb(q_THD[rows], up), k_B1LD, k_B1LD[..., :size], tile, scale)
         out_THV[rows] = values_of(mixed_THC, up)
@@ -84,9 +104,12 @@ def attend_rows(
 
 def absorb(q_THD: torch.Tensor, up: LatentUp) -> torch.Tensor:
     """Queries of cached vectors, [T, H, C + R]."""
-    plain_HTP = q_THD[..., : up.num_plain].transpose(0, 1)
-    turned_THC = torch.bmm(plain_HTP, up.keys_HPC).transpose(0, 1)
-    return torch.cat((turned_THC, q_THD[..., up.num_plain :]), -1)
+    return torch.cat((turned_queries(q_THD, up), q_THD[..., up.num_plain :]), -1)
+
+
+def turned_queries(q_THD: torch.Tensor, up: LatentUp) -> torch.Tensor:
+    """[T, H, C]: what is not rotated of queries, as queries of latent vectors."""
+    return torch.bmm(q_THD[..., : up.num_plain].transpose(0, 1), up.keys_HPC).transpose(0, 1)
 
 
 def values_of(mixed_THC: torch.Tensor, up: LatentUp) -> torch.Tensor:

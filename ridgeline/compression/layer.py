@@ -102,7 +102,7 @@ class Layer:
             )
         # Float32 on every device, and no step is captured here.
         backend = "reference" if attention.scores_cap is not None else "sdpa"
-        backend = backend if attention.latent is None else "latent"
+        backend = backend if attention.latent is None else "auto"
         self._backend = choose_backend(backend, self._alone, torch.float32, device)
         self._weights = WatchedWeights()
         maker = LayerMaker(spec, self._weights, self._backend, torch.float32, device, Placement())

@@ -31,7 +31,7 @@ from ridgeline.kernels.drafts import first_inputs
 from ridgeline.kernels.draw_rows import Draws, draw_rows
 from ridgeline.kernels.launching import make_workspace
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs, remember, step_inputs
-from ridgeline.kvcache import KVCache
+from ridgeline.kvcache import KVCache, LatentKV
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.experts import Experts
 from ridgeline.sampling.batch import HostDraws
@@ -47,7 +47,8 @@ def why_not_captured(decoder: Decoder, kv: KVCache) -> str | None:
         return decoder.not_captured
     if not decoder.backend.captures_decodes:
         return f"attention backend {decoder.backend.name} cannot be captured"
-    if kv.layers[0].views is None:
+    first = kv.layers[0]
+    if (first.latent_NSC if isinstance(first, LatentKV) else first.views) is None:
         return f"KV format {kv.format.name} is not written in place"
     if decoder.placement.size > 1:
         return "the model is spread over several devices"

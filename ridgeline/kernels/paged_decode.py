@@ -112,7 +112,7 @@ def paged_decode_reference(
         stop = min(starts[row + 1], start + batch.max_new)
         first = _first_visible(length, stop - start, batch.window)
         table = row if batch.rows_B is None else batch.rows_B[row]
-        slots_n = _slots(batch.block_tables_BM[table], first, length, kv.k_NSKD.shape[1])
+        slots_n = slots_of(batch.block_tables_BM[table], first, length, kv.k_NSKD.shape[1])
         k_nKD, v_nKD = read_tokens(kv, slots_n)
         answer = _one_request(q_THD[start:stop], k_nKD, v_nKD, scale, batch.window)
         out_THD[start:stop] = answer.to(out_THD.dtype)
@@ -122,7 +122,7 @@ def _first_visible(length: int, num_new: int, window: int | None) -> int:
     return 0 if window is None else max(0, length - num_new - window + 1)
 
 
-def _slots(
+def slots_of(
     table_M: torch.Tensor, first: int, length: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     position = torch.arange(first, length, device=table_M.device)

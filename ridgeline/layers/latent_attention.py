@@ -18,7 +18,7 @@ from ridgeline.attention.backend import AttentionBackend, LatentUp
 from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.errors import InternalError
 from ridgeline.kernels.qk_norm_rope_write import rotate_
-from ridgeline.kvcache import LayerKV
+from ridgeline.kvcache import LatentKV, LayerKV
 from ridgeline.layers.attention import AttentionBranch, AttentionStep, times
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear, Part
@@ -81,16 +81,28 @@ class LatentAttention(AttentionBranch):
             down_TC = self.down.of_normed(hidden, norm)
             q_TX = self.q_up(self.q_norm(down_TC[:, : self.q_size]))
         q_THD = q_TX.view(len(q_TX), self.spec.num_heads, self.latent.qk_head_dim)
-        self._rotate(q_THD[:, :, self.latent.qk_nope_head_dim :], step)
-        layer_kv.write(step.slots_T, self._cached(down_TC[:, self.q_size :], step))
+        self._write(down_TC[:, self.q_size :], q_THD, step, layer_kv)
         out_THV = self.backend.attend_latent(q_THD, self._up, layer_kv, step.plan, self.spec)
         return out_THV.flatten(1)
 
-    def _cached(self, kv_TC: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """The normed latent vectors and their rotated keys, side by side."""
-        size = self.latent.kv_lora_rank
+    def _write(
+        self, kv_TC: torch.Tensor, q_THD: torch.Tensor, step: AttentionStep, layer_kv: LayerKV
+    ) -> None:
+        """Rotates queries in place, and writes normed vectors and their rotated keys."""
+        size, q_THR = self.latent.kv_lora_rank, q_THD[:, :, self.latent.qk_nope_head_dim :]
+        if kv_TC.is_cuda and isinstance(layer_kv, LatentKV) and layer_kv.latent_NSC is not None:
+            from ridgeline.kernels.latent_decode_triton import write_latent_triton
+
+            where = step.table_L2D, step.positions_T, step.slots_T, layer_kv.latent_NSC
+            norm, is_interleaved = self.kv_norm, self.spec.rope.interleaved
+            write_latent_triton(
+                kv_TC, q_THR, norm.weight_E, norm.eps, *where, interleaved=is_interleaved
+            )
+            return
+        self._rotate(q_THR, step)
         self._rotate(kv_TC[:, None, size:], step)
-        return torch.cat((self.kv_norm(kv_TC[:, :size]), kv_TC[:, size:]), -1)
+        rows_TC = torch.cat((self.kv_norm(kv_TC[:, :size]), kv_TC[:, size:]), -1)
+        layer_kv.write(step.slots_T, rows_TC)
 
     def _rotate(self, x_TNR: torch.Tensor, step: AttentionStep) -> None:
         """In place. Pairs that lie side by side come out apart, in queries and keys alike."""
