@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,12 @@ def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     watch, costs = llm.watch, []
     for name in args.workload:
         before = snapshot(watch.totals)
-        _WORK[name](args, report, bench)
+        for what, measure in _work(name, args, bench):
+            with stage(args, what):
+                result = measure()
+            report.add(name, result)
+            if name == "prefill" and result.note:
+                break  # longer prompts would be cut to the same length
         costs.append(run_summary(name, watch.pricer, watch.totals, before))
     for cost in costs:
         report.add("cost", cost)
@@ -183,49 +189,25 @@ def _describe(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     }
 
 
-def _decode(args: argparse.Namespace, report: Report, bench: Bench) -> None:
-    for batch in args.batch:
-        with stage(args, f"decode, batch {batch}"):
-            result = bench.decode(batch, args.prompt_len or 128, args.output_len or 128)
-        report.add("decode", result)
-
-
-def _prefill(args: argparse.Namespace, report: Report, bench: Bench) -> None:
-    for length in (args.prompt_len,) if args.prompt_len else (512, 2048):
-        with stage(args, f"prefill, {length} tokens"):
-            result = bench.prefill(length)
-        report.add("prefill", result)
-        if result.note:
-            return  # longer prompts would be cut to the same length
-
-
-def _split(args: argparse.Namespace, report: Report, bench: Bench) -> None:
-    with stage(args, "split of one request"):
-        report.add("split", bench.split(args.prompt_len or 1024, args.output_len or 512))
-
-
-def _mixed(args: argparse.Namespace, report: Report, bench: Bench) -> None:
-    with stage(args, "mixed lengths"):
-        report.add("mixed", bench.mixed(args.num_requests or 64, 100, 1024))
-
-
-def _serving(args: argparse.Namespace, report: Report, bench: Bench) -> None:
-    with stage(args, f"serving {args.rate:g} requests a second"):
-        report.add(
-            "serving",
-            bench.serving(
-                args.num_requests or 64, args.rate, args.prompt_len or 512, args.output_len or 128
-            ),
-        )
-
-
-_WORK = {
-    "decode": _decode,
-    "prefill": _prefill,
-    "split": _split,
-    "mixed": _mixed,
-    "serving": _serving,
-}
+def _work(
+    name: str, args: argparse.Namespace, bench: Bench
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What the workload measures, in words, and how."""
+    if name == "decode":
+        lengths = args.prompt_len or 128, args.output_len or 128
+        for batch in args.batch:
+            yield f"decode, batch {batch}", partial(bench.decode, batch, *lengths)
+    elif name == "prefill":
+        for length in (args.prompt_len,) if args.prompt_len else (512, 2048):
+            yield f"prefill, {length} tokens", partial(bench.prefill, length)
+    elif name == "split":
+        lengths = args.prompt_len or 1024, args.output_len or 512
+        yield "split of one request", partial(bench.split, *lengths)
+    elif name == "mixed":
+        yield "mixed lengths", partial(bench.mixed, args.num_requests or 64, 100, 1024)
+    else:
+        load = args.num_requests or 64, args.rate, args.prompt_len or 512, args.output_len or 128
+        yield f"serving {args.rate:g} requests a second", partial(bench.serving, *load)
 
 
 def _compare(args: argparse.Namespace, report: Report) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgeline import demo
+from ridgeline.architectures import read_spec
 from ridgeline.cli.flags import add_model
 from ridgeline.cli.machine import THIS
 from ridgeline.cli.parser import Parser, add_json_flag
 from ridgeline.cli.session import bars, note
 from ridgeline.cli.tables import Column, answer, grid, table
 from ridgeline.cli.values import number, positive, whole
+from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,7 +139,6 @@ def read_job(args: argparse.Namespace) -> Job:
 
     from ridgeline.compression.rounding import Method
     from ridgeline.compression.stream import Job, stored_dtype
-    from ridgeline.errors import ConfigError
     from ridgeline.loader import resolve_model
     from ridgeline.quantization.algorithms.gptq import MAX_DAMPING, GptqSettings
     from ridgeline.quantization.algorithms.grid import Grid
@@ -170,7 +171,6 @@ def read_job(args: argparse.Namespace) -> Job:
 
 def _group_size(args: argparse.Namespace, model: Path) -> int:
     """One for all matrices. ConfigError when the one that was asked for does not fit them."""
-    from ridgeline.architectures import read_spec
     from ridgeline.compression.stream import check_groups, fitting_groups
     from ridgeline.loader import read_config
 
@@ -183,7 +183,6 @@ def _group_size(args: argparse.Namespace, model: Path) -> int:
 
 def _say_group(args: argparse.Namespace, job: Job) -> None:
     """What nobody asked for is said, with its reason."""
-    from ridgeline.architectures import read_spec
     from ridgeline.compression.stream import GROUP_SIZES, columns
     from ridgeline.loader import read_config
 
@@ -197,7 +196,6 @@ def _say_group(args: argparse.Namespace, job: Job) -> None:
 def _check_catalogue(name: str) -> None:
     """Before hours are spent on what is to be priced for this device."""
     from ridgeline.cli.machine import open_device
-    from ridgeline.errors import ConfigError
 
     try:
         open_device(name)
@@ -213,10 +211,8 @@ def read_texts(args: argparse.Namespace, model: Path) -> Texts:
     """The windows. ConfigError when a text is shorter than one."""
     import torch
 
-    from ridgeline.architectures import read_spec
     from ridgeline.compression.layer import cut
     from ridgeline.compression.stream import Texts
-    from ridgeline.errors import ConfigError
     from ridgeline.loader import read_config
     from ridgeline.text.tokenizer import load_tokenizer
 
