@@ -40,6 +40,7 @@ CHOSEN = {
     "olmo2": "olmo2 odd heads",
     "olmo3": "olmo3 yarn",
     "phi3": "phi3 part of a head",
+    "seed_oss": "seed_oss odd heads",
     "smollm3": "smollm3 odd heads",
     "stablelm": "stablelm side by side",
     "starcoder2": "starcoder2",

@@ -57,6 +57,7 @@ FAMILIES: dict[str, str] = {
     "qwen2_moe": "ridgeline.architectures.qwen2_moe:read",
     "qwen3": "ridgeline.architectures.qwen3:read",
     "qwen3_moe": "ridgeline.architectures.qwen3_moe:read",
+    "seed_oss": "ridgeline.architectures.seed_oss:read",
     "smollm3": "ridgeline.architectures.smollm3:read",
     "stablelm": "ridgeline.architectures.stablelm:read",
     "starcoder2": "ridgeline.architectures.starcoder2:read",

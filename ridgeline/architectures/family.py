@@ -49,7 +49,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What Transformers assumes for a family's missing keys. `num_kv_heads` None: as many as
-    query heads. `head_dim` None: hidden size divided by heads. `norm_key`: where `norm_eps` is."""
+    query heads. `head_dim` None: hidden size divided by heads. So it is where the config says null
+    for one of both. `norm_key`: where `norm_eps` is."""
 
     rope_theta: float
     norm_eps: float
@@ -162,7 +163,7 @@ def _kv_heads(config: ConfigReader, defaults: Defaults, heads: int) -> int:
 def _head_dim(config: ConfigReader, defaults: Defaults, hidden_size: int, heads: int) -> int:
     if config.has("head_dim"):
         return config.integer("head_dim", high=4096)
-    if defaults.head_dim is not None:
+    if defaults.head_dim is not None and "head_dim" not in config.values:
         return defaults.head_dim
     if hidden_size % heads:
         raise config.fail(

@@ -57,6 +57,7 @@ OTHER_LAYOUTS = (  # their files are not read
     "olmo3",
     "qwen2_moe",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
 )
 

@@ -135,7 +135,6 @@ SHAPES: Mapping[str, Shape] = {
         experts=MIXTURE,
         small=("biases of norms",),
     ),
-    "seed_oss": Shape(READER, qkv_bias="attention_bias", out_bias="attention_out_bias"),
 }
 
 

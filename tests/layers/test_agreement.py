@@ -314,6 +314,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         residual_multiplier=1.7,
         logits_scaling=3.0,
     ),
+    "seed_oss": tiny_config("seed_oss"),
+    "seed_oss tied": tiny_config(
+        "seed_oss", attention_bias=False, mlp_bias=True, tie_word_embeddings=True, head_dim=None
+    ),
+    "seed_oss odd heads": tiny_config(
+        "seed_oss", **ODD_HEADS, attention_out_bias=True, rope_scaling=YARN
+    ),
     "smollm3": tiny_config("smollm3", num_hidden_layers=4, tie_word_embeddings=True),
     "smollm3 window": tiny_config(
         "smollm3", no_rope_layers=[1, 0, 0], use_sliding_window=True, sliding_window=6
