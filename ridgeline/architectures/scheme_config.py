@@ -16,7 +16,14 @@ from ridgeline.architectures.quantization_scheme import (
 )
 from ridgeline.architectures.scheme_match import Find, check_work
 from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
-from ridgeline.architectures.stored import cut_roles, stored_pattern, stored_tensors, untransposed
+from ridgeline.architectures.stored import (
+    Cut,
+    cuts,
+    layer_cuts,
+    stored_pattern,
+    stored_tensors,
+    untransposed,
+)
 from ridgeline.registry import opened
 
 KEY = "quantization_config"
@@ -79,7 +86,7 @@ def _of_layer(
     shapes: Mapping[str, tuple[int, ...]],
     section: ConfigReader,
 ) -> Iterator[tuple[str, Scheme]]:
-    cut = cut_roles(spec, layer)  # rows of a product are kept only where they are those of a tensor
+    cut = dict(layer_cuts(spec, index))
     for role in ROLES:
         names = [name for name in _names(spec, index, layer, role) if name in shapes]
         found = {find(name.removesuffix(".weight")) for name in names}
@@ -92,7 +99,22 @@ def _of_layer(
         for scheme in found:
             if scheme is not None:
                 _check_fits(section, scheme, names[0], shapes[names[0]])
-                yield role, replace(scheme, keeps="") if role in cut else scheme
+                own = cut.get(spec.tensor_names[role].format(layer=index, expert=0))
+                yield role, scheme if _is_kept(scheme, own, cut) else replace(scheme, keeps="")
+
+
+def _is_kept(scheme: Scheme, cut: Cut | None, every: Mapping[str, Cut]) -> bool:
+    """A matrix within a tensor is kept as it is stored if the rows of all that the tensor holds lie
+    together, in the same order, and begin with a word of it."""
+    alike = [] if cut is None else [one for one in every.values() if one.name == cut.name]
+    dims = [dim for raw in tensors_of(scheme) for dim in raw.dims if dim.of == "rows"]
+    return all(
+        one.num_strides == 1
+        and one.expert is None
+        and not one.order
+        and all(dim.divides(one.start) for dim in dims)
+        for one in alike
+    )
 
 
 def _names(spec: ModelSpec, index: int, layer: LayerSpec, role: str) -> list[str]:
@@ -202,9 +224,11 @@ def words(spec: ModelSpec) -> str:
 def tensors_read(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """As `expected_tensors`, of the tensors that are read where matrices of layers are kept as they
     are stored."""
-    found = expected_tensors(spec)
-    for matrix in kept_matrices(spec):
-        del found[matrix.name]
+    within = {name: cut.name for name, cut in cuts(spec).items()}
+    matrices = list(kept_matrices(spec))
+    kept = {matrix.name for matrix in matrices}
+    found = {n: s for n, s in expected_tensors(spec).items() if within.get(n, n) not in kept}
+    for matrix in matrices:
         for raw in tensors_of(matrix.scheme):
             if raw.is_read and not raw.is_optional:
                 found[raw_name(matrix.name, raw)] = raw.shape(matrix.rows, matrix.columns)

@@ -11,7 +11,6 @@ from ridgeline.architectures.parts import expected_tensors, layer_tensors, parts
 from ridgeline.architectures.spec import (
     AttentionSpec,
     ExpertsSpec,
-    LayerSpec,
     ModelSpec,
     Stored,
 )
@@ -22,10 +21,11 @@ REORDERED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A parameter is rows of tensor `name`: `length` from `start` on of each `stride` that it has.
-    Row i of a head is then row `order[i]` of these (`in_columns`: column i of each row); empty: as
-    they are. `transposed`: what is called a row is a column of the tensor. `expert`: all of this
-    within its part of a tensor of `num_experts`. `mxfp4`: it is stored as `blocks` and `scales`."""
+    """A parameter is rows of tensor `name`: `length` from `start` on of each of its `num_strides`
+    of `stride` rows. Row i of a head is then row `order[i]` of these (`in_columns`: column i of
+    each row); empty: as they are. `transposed`: what is called a row is a column of the tensor.
+    `expert`: all of this within its part of a tensor of `num_experts`. `mxfp4`: it is stored as
+    `blocks` and `scales`."""
 
     name: str
     start: int
@@ -37,6 +37,7 @@ class Cut:
     expert: int | None = None
     num_experts: int = 0
     mxfp4: bool = False
+    num_strides: int = 1
 
     @property
     def blocks(self) -> str:
@@ -73,11 +74,11 @@ def cuts(spec: ModelSpec) -> dict[str, Cut]:
     """By the name of the parameter: of those that are not a tensor as they are."""
     found: dict[str, Cut] = {}
     for index in range(spec.num_layers):
-        found |= _layer_cuts(spec, index)
+        found |= layer_cuts(spec, index)
     return found
 
 
-def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
+def layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
     """By the name of the parameter."""
     layer = spec.layers[index]
     rows = {part.role: part.shape[0] for part in parts(layer, spec.hidden_size)}
@@ -89,7 +90,8 @@ def _layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
         is_transposed = one.transposed and layer.scheme_of(one.roles[0]) is None
         for role, length in own.items():
             name = one.name.format(layer=index)
-            cut = Cut(name, start, length, stride, orders.get(role, ()), is_transposed)
+            order = orders.get(role, ())
+            cut = Cut(name, start, length, stride, order, is_transposed, num_strides=one.blocks)
             if len(one.roles) > 1 or is_transposed or one.experts:
                 yield from _of_experts(spec, index, role, one, cut)
                 done.add(role)
@@ -113,13 +115,6 @@ def _of_experts(
         for expert in range(count):
             own = replace(cut, expert=expert, num_experts=count, mxfp4=stored.mxfp4)
             yield tensor_name(spec.tensor_names, role, index, expert), own
-
-
-def cut_roles(spec: ModelSpec, layer: LayerSpec) -> set[str]:
-    """Roles of a layer that are not a tensor as they are, even of a matrix that is quantized."""
-    reordered = REORDERED if head_order(layer.attention) else ()
-    several = (one.roles for one in spec.stored if len(one.roles) > 1)
-    return {role for roles in several for role in roles} | set(reordered)
 
 
 def head_order(attention: AttentionSpec) -> tuple[int, ...]:
@@ -149,7 +144,7 @@ def stored_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def stored_layer(spec: ModelSpec, index: int) -> dict[str, tuple[tuple[str, Cut | None], ...]]:
     """By the name of each tensor of a layer: the parameters that it holds, in order."""
-    named = dict(_layer_cuts(spec, index))
+    named = dict(layer_cuts(spec, index))
     found: dict[str, tuple[tuple[str, Cut | None], ...]] = {}
     for name in layer_tensors(spec, index):
         cut = named.get(name)

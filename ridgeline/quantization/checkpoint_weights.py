@@ -9,7 +9,7 @@ outputs stand side by side. Letters: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from ridgeline.architectures.quantization_scheme import (
 )
 from ridgeline.architectures.scheme_config import kept_matrices, tensors_read
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.architectures.stored import Cut, cuts
 from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.formats import STORED
 from ridgeline.kernels.fp8_block_linear import BLOCK
@@ -57,23 +58,28 @@ class CheckpointWeights(PlainWeights):
     name = STORED
 
     def __init__(
-        self, known: Mapping[str, Scheme] | None = None, *, is_of_experts: bool = False
+        self,
+        known: Mapping[str, Scheme] | None = None,
+        within: Mapping[str, Cut] | None = None,
+        *,
+        is_of_experts: bool = False,
     ) -> None:
-        self._known = {} if known is None else known
+        self._known, self._within = known or {}, within or {}
         self._is_of_experts = is_of_experts
 
     def of_model(self, spec: ModelSpec) -> CheckpointWeights:
         """The same with what the model's checkpoint stores."""
-        return type(self)({one.name: one.scheme for one in kept_matrices(spec)})
+        return type(self)({one.name: one.scheme for one in kept_matrices(spec)}, cuts(spec))
 
     def of_experts(self) -> CheckpointWeights:
-        return type(self)(self._known, is_of_experts=True)
+        return type(self)(self._known, self._within, is_of_experts=True)
 
     def tensors_read(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         return tensors_read(spec)
 
     def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> WeightFormat:
         """ConfigError if a share begins within a group or a word."""
+        shares = [self._stored(share) for share in shares]
         scheme = [self._known.get(share.name) for share in shares]
         if not any(scheme):
             return self._kept_as(None)
@@ -82,6 +88,13 @@ class CheckpointWeights(PlainWeights):
             matrix.check_share()
         runs = [_Run(tuple(run), self._form_of(run[0].scheme)) for run in _alike(matrices)]
         return CheckpointRows(runs, dtype)
+
+    def _stored(self, share: MatrixShare) -> MatrixShare:
+        """The same rows by the name of the quantized tensor that holds them."""
+        cut = self._within.get(share.name)
+        if cut is None or cut.name not in self._known:
+            return share
+        return replace(share, name=cut.name, first_row=share.first_row + cut.start)
 
     def _form_of(self, scheme: Scheme | None) -> WeightFormat:
         found = self._kept_as(scheme)
@@ -97,7 +110,8 @@ class CheckpointWeights(PlainWeights):
         return OrderedIntegers() if scheme.act_order else PackedIntegers(STORED)
 
     def invariant(self) -> CheckpointWeights:
-        return InvariantCheckpointWeights(self._known, is_of_experts=self._is_of_experts)
+        more = self._known, self._within
+        return InvariantCheckpointWeights(*more, is_of_experts=self._is_of_experts)
 
 
 class InvariantCheckpointWeights(InvariantPlainWeights, CheckpointWeights):
