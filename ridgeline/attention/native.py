@@ -39,7 +39,7 @@ class NativeAttention(AttentionBackend):
     name = "native"
     captures_decodes = True
     supports: Supports = _Native(
-        ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=FORMATS
+        ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=FORMATS, sinks=True
     )
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> AttentionBatch:
@@ -60,8 +60,23 @@ class NativeAttention(AttentionBackend):
         )
 
     def attend(
-        self, q_THD: torch.Tensor, layer_kv: LayerKV, plan: AttentionBatch, spec: AttentionSpec
+        self,
+        q_THD: torch.Tensor,
+        layer_kv: LayerKV,
+        plan: AttentionBatch,
+        spec: AttentionSpec,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not read in place")
-        return cpu_attention(q_THD, views, plan, softmax_scale(spec))
+        return cpu_attention(q_THD, views, plan, softmax_scale(spec), sinks_H)
+
+    def attend_with_sinks(
+        self,
+        q_THD: torch.Tensor,
+        sinks_H: torch.Tensor,
+        layer_kv: LayerKV,
+        plan: AttentionBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        return self.attend(q_THD, layer_kv, plan, spec, sinks_H)

@@ -234,6 +234,7 @@ def _attention_words(a: AttentionSpec) -> str:
         "no rotation" if a.rope.kind == "none" else f"rotary {a.rope.kind}, theta {a.rope.theta:g}",
         f"window of {a.window} tokens" if a.window else "all of the past",
         *(["bias on q, k, v"] if a.qkv_bias else []),
+        *(["sinks"] if a.sinks else []),
         *([f"norm {'over all heads of' if a.norms_all_heads else 'on'} q and k"] * a.qk_norm),
     ]
     heads = f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads"
@@ -244,8 +245,11 @@ def _attention_words(a: AttentionSpec) -> str:
 
 def _feed_forward_words(ffn: DenseSpec | ExpertsSpec) -> str:
     if isinstance(ffn, ExpertsSpec):
+        groups = f"of the best {ffn.num_active_groups} of {ffn.num_groups} groups, "
         return (
             f"{ffn.num_experts} experts of {ffn.intermediate_size}, {ffn.num_active} per token, "
+            + (groups if ffn.num_groups > 1 else "")
+            + f"by {ffn.scoring}{' and a bias' * ffn.score_bias}, "
             + (f"and {ffn.shared_size} wide for every token, " if ffn.shared_size else "")
             + ffn.activation
         )

@@ -131,8 +131,11 @@ def coded(case: Case, name: str = "int8") -> Case:
     return replace(case, layer_kv=layer_kv, keys=keys, values=values)
 
 
-def naive(case: Case, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Attention by its definition with the whole score matrix, in `dtype`."""
+def naive(
+    case: Case, dtype: torch.dtype = torch.float64, sinks_H: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention by its definition with the whole score matrix, in `dtype`; `sinks_H`: with a
+    further column of scores."""
     spec = case.shape.spec
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     share = spec.num_heads // spec.num_kv_heads
@@ -150,6 +153,9 @@ def naive(case: Case, dtype: torch.dtype = torch.float64) -> torch.Tensor:
             hidden = hidden | (key <= query - spec.window)
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        weights = torch.softmax(scores, -1, dtype=wide).to(dtype)
+        if sinks_H is not None:
+            sinks = sinks_H.to(dtype)[:, None, None].expand(-1, new, 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = torch.softmax(scores, -1, dtype=wide).to(dtype)[..., : cached + new]
         outs.append((weights @ v).transpose(0, 1))
     return torch.cat(outs)

@@ -38,6 +38,13 @@ def backend_of(name: str) -> AttentionBackend:
     return backend
 
 
+def sunk(name: str, case: Case, sinks_H: torch.Tensor) -> torch.Tensor:
+    backend, spec = backend_of(name), case.shape.spec
+    plan = backend.plan(case.layout, 0, spec.window)
+    sinks = sinks_H.to(case.q_THD.device)
+    return backend.attend_with_sinks(case.q_THD, sinks, case.layer_kv, plan, spec).cpu()
+
+
 def attend(name: str, case: Case) -> torch.Tensor:
     backend, spec = backend_of(name), case.shape.spec
     plan = backend.plan(case.layout, 0, spec.window)
@@ -50,6 +57,31 @@ def test_ragged_cases(name: str) -> None:
         case = make_case(random_shape(random.Random(seed)), seed)
         error = (attend(name, case).double() - naive(case)).abs().max().item()
         assert error < 1e-5, f"seed {seed}: {error} {case.shape}"
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", "native"])
+def test_sinks(name: str) -> None:
+    """Small beside the scores, like them, and above all of them."""
+    assert backend_of(name).supports.sinks
+    for seed in range(60):
+        case = make_case(random_shape(random.Random(seed)), seed)
+        noise = torch.Generator().manual_seed(seed)
+        heads = case.shape.spec.num_heads
+        sinks_H = 10.0 ** (seed % 3) * torch.randn(heads, generator=noise)
+        error = (sunk(name, case, sinks_H).double() - naive(case, sinks_H=sinks_H)).abs().max()
+        assert error < 1e-5, f"seed {seed}: {error} {case.shape}"
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("name", ["reference", "sdpa", "native"])
+def test_sinks_in_bfloat16_of_long_requests(name: str, window: int | None) -> None:
+    spec = AttentionSpec(8, 2, 64, RopeSpec(), window=window)
+    case = make_case(Shape(((3000, 1), (0, 300), (700, 4)), spec, 16), 9, torch.bfloat16)
+    sinks_H = torch.linspace(-2, 3, 8)
+    exact = naive(case, sinks_H=sinks_H)
+    ours = (sunk(name, case, sinks_H).double() - exact).abs().max().item()
+    theirs = (naive(case, torch.bfloat16, sinks_H).double() - exact).abs().max().item()
+    assert ours <= 2 * theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

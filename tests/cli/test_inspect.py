@@ -195,7 +195,7 @@ def test_the_list(cli: Cli) -> None:
 
 
 def test_weights_that_no_reader_knows_are_not_compared(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type="granite")))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type="internlm3")))
     (tmp_path / "model.safetensors").write_bytes(b"of which nobody knows the names")
     code, out, _ = cli("inspect", tmp_path)
     assert code == 0

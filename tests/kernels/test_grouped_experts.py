@@ -96,7 +96,8 @@ def routing(
     [
         (1, 5, 2, 96, 64, 1, False, "silu"),
         (1, 9, 4, 200, 32, 1, False, "relu"),
-        (3, 5, 2, 96, 64, 16, False, "silu"),
+        (1, 5, 2, 96, 64, 1, False, "clamped"),
+        (3, 5, 2, 96, 64, 16, False, "clamped"),
         (5, 20, 6, 100, 32, 16, False, "gelu"),
         (20, 3, 2, 128, 160, 16, True, "silu"),
         (90, 3, 2, 64, 96, 64, False, "gelu_tanh"),

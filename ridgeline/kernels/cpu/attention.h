@@ -3,6 +3,7 @@
 // Letters: T packed tokens, H query heads, K KV heads, D head size, S block size.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "dtype.h"
@@ -34,6 +35,7 @@ struct AttentionArgs {
   int64_t kv_dtype;  // of k and v: the same, RL_I8, RL_I4 or RL_E4M3
   int64_t scale_block_stride, scale_slot_stride, scale_head_stride;
   double scale;
+  const float* sinks;  // of each head a further score, whose value is zero; null: none
 };
 
 // `tokens` packed tokens from row `token` of q and out on, over the keys [begin, end), all their
@@ -59,6 +61,15 @@ namespace {
 // Floats of one partial answer: sums of all heads, then their maxima, then their weights.
 [[maybe_unused]] inline int64_t partial_floats(const AttentionArgs& a) {
   return a.heads * (padded_head(a.head_dim) + 2);
+}
+
+// What the sums of head `h` are multiplied by, where the largest score is `most` and the weights
+// beside it make `weight`.
+[[maybe_unused]] inline float share_of(const AttentionArgs& a, int64_t h, float most,
+                                       float weight) {
+  if (!a.sinks) return weight == 0 ? 0.0f : 1.0f / weight;
+  float top = a.sinks[h] > most ? a.sinks[h] : most, kept = std::exp(most - top);
+  return kept / (weight * kept + std::exp(a.sinks[h] - top));
 }
 
 // Tokens of an item: their queries and sums should stay in a core's own cache.

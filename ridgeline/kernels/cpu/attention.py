@@ -36,6 +36,7 @@ class _Attention(ctypes.Structure):
         *numbers("heads", "kv_heads", "head_dim", "window", "dtype", "kv_dtype"),
         *numbers("scale_block_stride", "scale_slot_stride", "scale_head_stride"),
         ("scale", ctypes.c_double),
+        *pointers("sinks"),
     )
 
 
@@ -54,14 +55,20 @@ class AttentionBatch:
 
 
 def cpu_attention(
-    q_THD: torch.Tensor, kv: PagedKV, batch: AttentionBatch, scale: float
+    q_THD: torch.Tensor,
+    kv: PagedKV,
+    batch: AttentionBatch,
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of every packed token over its request, [T, H, D] in the dtype of q."""
+    """Causal attention of every packed token over its request, [T, H, D] in the dtype of q.
+    `sinks_H`: a further score of each head, whose value is zero."""
     tokens, heads, size = q_THD.shape
     _, block_size, kv_heads, _ = kv.k_NSKD.shape
     kv_size = kv.head_dim
     _check(q_THD, kv, batch)
     check(size == kv_size <= MAX_HEAD_DIM, "a head size that is served", size=size, kv=kv_size)
+    check(sinks_H is None or sinks_H.dtype == torch.float32, "sinks of 32 bits")
     check(heads % kv_heads == 0, "query heads share KV heads", heads=heads, kv_heads=kv_heads)
     out_THD = torch.empty((tokens, heads, size), dtype=q_THD.dtype)
     strides, scale_strides = kv.k_NSKD.stride(), scale_strides_of(kv)
@@ -74,8 +81,9 @@ def cpu_attention(
         q_THD.stride(0), out_THD.stride(0),
         strides[0], strides[1], strides[2], block_size, heads, kv_heads, size, batch.window or 0,
         DTYPES[q_THD.dtype], KV_DTYPES[kv.k_NSKD.dtype], *scale_strides, scale,
+        pointer(sinks_H),
     )  # fmt: skip
-    launch(kernel_of("rl_attention"), arguments, q_THD, out_THD, kv, batch)
+    launch(kernel_of("rl_attention"), arguments, q_THD, out_THD, kv, batch, sinks_H)
     return out_THD
 
 

@@ -396,7 +396,9 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
   for (int64_t r = 0; r < num_rows; ++r) {
     bf16* out = static_cast<bf16*>(a.out) + (first + item.begin + r / group) * a.out_stride;
     out += (item.head * group + r % group) * a.head_dim;
-    __m512 inverse = _mm512_set1_ps(t.weight[r] == 0 ? 0.0f : 1.0f / t.weight[r]);
+    int64_t h = item.head * group + r % group;
+    float most = t.most[r] * 0.69314718f;  // of scores times log2(e)
+    __m512 inverse = _mm512_set1_ps(share_of(a, h, most, t.weight[r]));
     for (int64_t d = 0; d < a.head_dim; d += 16) {
       __m512 y = _mm512_loadu_ps(t.sums + r * t.width + d);
       if (k.packed) y = _mm512_add_ps(y, _mm512_set1_ps(t.low[r]));

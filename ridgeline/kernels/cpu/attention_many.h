@@ -305,7 +305,8 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
   for (int64_t r = 0; r < num_rows; ++r) {
     T* out = static_cast<T*>(a.out) + (first + item.begin + r / group) * a.out_stride;
     out += (item.head * group + r % group) * size;
-    float scale = t.weight[r] == 0 ? 0.0f : 1.0f / t.weight[r], low = LOWS ? t.low[r] : 0.0f;
+    int64_t h = item.head * group + r % group;
+    float scale = share_of(a, h, t.most[r], t.weight[r]), low = LOWS ? t.low[r] : 0.0f;
     for (int64_t d = 0; d < size; d += W)
       store_some(out + d, (load(t.sums + r * stride + d) + low) * scale, size - d);
   }

@@ -120,7 +120,7 @@ void finish(const AttentionArgs& a, const AttentionItem& item, int64_t token, St
       part.most[h] = state.most[row], part.weight[h] = state.weight[row];
       continue;
     }
-    float scale = state.weight[row] == 0 ? 0.0f : 1.0f / state.weight[row];
+    float scale = share_of(a, h, state.most[row], state.weight[row]);
     for (int64_t d = 0; d < size; d += W)
       store_some(out + h * size + d, load(sums + d) * scale, size - d);
   }
@@ -249,7 +249,7 @@ void merge_parts(const AttentionArgs& a, int64_t token, const float* partials, i
       for (int64_t d = 0; d < size; d += W)
         store(all_sums + d, load(all_sums + d) + load(sums + d) * kept);
     }
-    float scale = weight == 0 ? 0.0f : 1.0f / weight;
+    float scale = share_of(a, h, most, weight);
     for (int64_t d = 0; d < size; d += W)
       store_some(out + h * size + d, load(all_sums + d) * scale, size - d);
   }

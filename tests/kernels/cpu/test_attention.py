@@ -56,6 +56,19 @@ def test_bfloat16_is_as_near_as_torch(level: str) -> None:
             assert ours <= max(2 * theirs, floor), f"seed {seed}: {ours} vs {theirs} {shape}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_sinks(level: str, dtype: torch.dtype) -> None:
+    spec, backend = spec_of(6, 2, 32, window=90), NativeAttention()
+    case = make_case(Shape(((130, 1), (0, 70), (5, 3)), spec, 16), 4, dtype, device="cpu")
+    sinks_H = torch.linspace(-3, 4, 6)
+    plan = backend.plan(case.layout, 0, spec.window)
+    with native.at_level(level):
+        got = backend.attend_with_sinks(case.q_THD, sinks_H, case.layer_kv, plan, spec)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), naive(case, sinks_H=sinks_H), atol=limit, rtol=0)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("group", range(1, 9))
 def test_any_number_of_query_heads_of_a_kv_head(level: str, group: int) -> None:
