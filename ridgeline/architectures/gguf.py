@@ -36,21 +36,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # Families whose rows of q and k lie as llama.cpp rotates them, pair by pair, where a safetensors
 # checkpoint has the halves of each head.
-INTERLEAVED = ("llama",)
+INTERLEAVED = ("granite", "llama", "smollm3")
 AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
 OTHER_LAYOUTS = (  # their files are not read
     "deepseek_v2",
     "deepseek_v3",
-    "gemma",
-    "gemma2",
     "gemma3",
-    "gemma3_text",
     "glm",
-    "glm4",
     "glm4_moe",
     "gpt_oss",
-    "granite",
-    "hunyuan_v1_dense",
     "kimi_k2",
     "granitemoe",
     "minicpm3",
@@ -58,7 +52,6 @@ OTHER_LAYOUTS = (  # their files are not read
     "qwen2_moe",
     "qwen3_moe",
     "seed_oss",
-    "smollm3",
 )
 
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -324,18 +317,24 @@ def decimal(value: float) -> float:
 class Source:
     """Where a tensor of the checkpoint is in the file: in tensor `name` of `rows` rows those from
     `first` on, of 0 all. Its rows are interleaved within each of `heads` heads; 0: they lie as they
-    should."""
+    should. Its numbers are `offset` more than those of the checkpoint."""
 
     name: str
     heads: int = 0
     first: int = 0
     rows: int = 0
+    offset: float = 0.0
 
 
 def sources(spec: ModelSpec) -> dict[str, Source]:
     """Checkpoint name -> name in the file, for every tensor that the model needs. ConfigError for
     a parameter that no such file has a name for."""
-    found = {name: Source(NAMES[role]) for role, name in _shared(spec).items()}
+    # What norms add to their weight is added in the file.
+    more = {role: spec.norm_offset for role in NAMES if role.endswith("norm")}
+    found = {
+        name: Source(NAMES[role], offset=more.get(role, 0.0))
+        for role, name in _shared(spec).items()
+    }
     names = {**NAMES, **names_of(spec)}
     together = next((one.together for one in DIALECTS.values() if one.family == spec.family), ())
     for index, layer in enumerate(spec.layers):
@@ -350,7 +349,8 @@ def sources(spec: ModelSpec) -> dict[str, Source]:
                 )
             interleaved = heads if spec.family in INTERLEAVED else {}
             turned = interleaved.get(part.role.removesuffix("_bias"), 0)
-            own = Source(names[part.role].format(layer=index), turned)
+            stored, offset = names[part.role].format(layer=index), more.get(part.role, 0.0)
+            own = Source(stored, turned, offset=offset)
             found[name] = _part_of(together, part.role, rows, index) or own
     return found
 

@@ -33,22 +33,32 @@ class Dialect:
 
 
 PARALLEL, WINDOW, SCALE = "use_parallel_residual", "attention.sliding_window", "logit_scale"
+SCALES = ("embedding_scale", "residual_scale")
 DIALECTS: Mapping[str, Dialect] = {
     "cohere2": Dialect("cohere2", "layer_norm_eps", meant=(SCALE, WINDOW)),
     "command-r": Dialect("cohere", "layer_norm_eps", meant=(SCALE,)),
     "falcon": Dialect("falcon", "layer_norm_epsilon", (QKV,)),
+    "gemma": Dialect("gemma"),
+    "gemma2": Dialect("gemma2", meant=(WINDOW,)),
+    "gemma3": Dialect("gemma3_text", meant=(WINDOW,)),
+    "glm4": Dialect("glm4", together=((f"{_BLOCK}ffn_up", ("gate", "up")),), rotates_part=True),
     "gpt2": Dialect("gpt2", "layer_norm_epsilon", (QKV,)),
     "gptneox": Dialect("gpt_neox", "layer_norm_eps", (QKV,), (PARALLEL,), rotates_part=True),
+    "granite": Dialect("granite", meant=("attention.scale", *SCALES, SCALE)),
+    "hunyuan-dense": Dialect("hunyuan_v1_dense"),
     "phi3": Dialect(
         "phi3",
         together=(QKV, (f"{_BLOCK}ffn_up", ("gate", "up"))),
         meant=(WINDOW,),
         rotates_part=True,
     ),
+    "smollm3": Dialect("smollm3"),
     "stablelm": Dialect("stablelm", "layer_norm_eps", meant=(PARALLEL,), rotates_part=True),
     "starcoder2": Dialect("starcoder2", "norm_epsilon"),
 }
 LLAMA = Dialect("")
+GELU = "gelu_pytorch_tanh"
+LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of those with 27 billion parameters
 
 
 def dialect_of(name: str) -> Dialect:
@@ -66,6 +76,18 @@ def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, obj
             return found | {"sliding_window": window, "attention_bias": has_biases}
         norms = "blk.0.attn_q_norm.weight" in shapes
         return found | {"use_qk_norm": norms, "attention_bias": has_biases}
+    if name.startswith("gemma"):
+        return _gemma(name, reader)
+    if name == "granite":
+        keys = {
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": SCALES[0],
+            "residual_multiplier": SCALES[1],
+            "logits_scaling": SCALE,
+        }
+        return {
+            key: reader.number(own, default=1.0, low=1e-6, high=1e6) for key, own in keys.items()
+        }
     if name == "falcon":
         return _falcon(reader, shapes, has_biases)
     if name == "gpt2":
@@ -93,6 +115,29 @@ def _falcon(reader: ConfigReader, shapes: Shapes, has_biases: bool) -> dict[str,
         "num_kv_heads": kv_heads,
         "ffn_hidden_size": reader.integer("feed_forward_length"),
         "bias": has_biases,
+    }
+
+
+def _gemma(name: str, reader: ConfigReader) -> dict[str, object]:
+    """Files say neither which layers have a window nor what scores are multiplied by: llama.cpp
+    knows, by the number of layers."""
+    found: dict[str, object] = {"hidden_act": GELU, "hidden_activation": GELU}
+    if name == "gemma":
+        return found
+    hidden, heads = reader.integer("embedding_length"), reader.integer("attention.head_count")
+    size = reader.integer("attention.key_length", high=4096, default=max(1, hidden // heads))
+    is_largest = reader.integer("block_count") == LARGEST_GEMMA[name]
+    usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    for key, default in usual.items():
+        default = default if name == "gemma2" else 0.0
+        found[key] = reader.number(key, default=default, low=0.0, high=1e6) or None
+    reader.refuse("attention.sliding_window_pattern", 6 if name == "gemma3" else 2)
+    return found | {
+        "query_pre_attn_scalar": max(1, hidden // heads) if is_largest else size,
+        "sliding_window": reader.integer(WINDOW, high=MAX_POSITIONS),
+        "rope_local_base_freq": reader.number(
+            "rope.freq_base_swa", default=10_000.0, low=1.0, high=1e15
+        ),
     }
 
 

@@ -136,13 +136,14 @@ class GGUFCheckpoint(Checkpoint):
             return
         first = piece.start if piece.dim == 0 else 0
         column = piece.start if piece.dim else 0
-        kind, device = self.dtype(name), target.device
+        kind, device, offset = self.dtype(name), target.device, self._sources[name].offset
         width = math.prod(target.shape[1:])
         step = max(1, CHUNK_VALUES.get(device.type, MANY_VALUES) // width)
         for begin in range(0, len(target), step):
             part = target[begin : begin + step]
             raw, skipped = self._raw(name, first + begin, len(part), column, width)
-            yield decode(kind, raw.to(device))[:, skipped : skipped + width], part
+            values = decode(kind, raw.to(device))[:, skipped : skipped + width]
+            yield values if not offset else values.float() - offset, part
 
     def _raw(
         self, name: str, row: int, rows: int, column: int, width: int

@@ -13,9 +13,9 @@ import torch
 from ridgeline import LLM
 from ridgeline.errors import ConfigError
 from tests.conftest import TEST_DEVICE
-from tests.layers.reference_models import ReferenceModel
+from tests.layers.reference_models import ReferenceModel, tiny_config
 from tests.layers.test_agreement import CONFIGS, prompts
-from tests.loader.gguf_write import gguf_file
+from tests.loader.gguf_write import gguf_file, interleaved
 
 Tensors = dict[str, torch.Tensor]
 SHARED = {
@@ -25,6 +25,27 @@ SHARED = {
     r"transformer\.wpe": "position_embd",
     r"(model\.norm|transformer\.ln_f|gpt_neox\.final_layer_norm)": "output_norm",
     r"lm_head": "output",
+}
+# What the converter takes for granted, since its models have it.
+CONFIGS = CONFIGS | {
+    "gemma2 of a file": tiny_config(
+        "gemma2",
+        tie_word_embeddings=True,
+        head_dim=24,
+        query_pre_attn_scalar=24,
+        sliding_window=5,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3 of a file": tiny_config(
+        "gemma3_text",
+        tie_word_embeddings=True,
+        num_hidden_layers=7,
+        query_pre_attn_scalar=16,
+        sliding_window=6,
+        rope_theta=500000.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+    ),
 }
 LAYER = r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)"
 PARTS = {
@@ -48,6 +69,40 @@ MORE: dict[str, tuple[str, str, dict[str, tuple[int, object]]]] = {
     ),
     "falcon": ("falcon", "layer", {}),
     "falcon groups": ("falcon", "layer", {}),
+    "gemma odd heads": ("gemma", "rms", {}),
+    "gemma2 of a file": (
+        "gemma2",
+        "rms",
+        {
+            "attention.sliding_window": (4, 5),
+            "attn_logit_softcapping": (6, 3.0),
+            "final_logit_softcapping": (6, 5.0),
+        },
+    ),
+    "gemma3 of a file": (
+        "gemma3",
+        "rms",
+        {
+            "attention.sliding_window": (4, 6),
+            "rope.freq_base": (6, 500000.0),
+            "rope.scaling.type": (8, "linear"),
+            "rope.scaling.factor": (6, 4.0),
+        },
+    ),
+    "glm4": ("glm4", "rms", {"rope.dimension_count": (4, 8)}),
+    "granite biased": (
+        "granite",
+        "rms",
+        {
+            "attention.scale": (6, 0.11),
+            "embedding_scale": (6, 12.0),
+            "residual_scale": (6, 0.22),
+            "logit_scale": (6, 8.0),
+        },
+    ),
+    "hunyuan alpha": ("hunyuan-dense", "rms", {"rope.freq_base": (6, 874339.31)}),
+    "olmo2": ("olmo2", "rms", {}),
+    "smollm3": ("smollm3", "rms", {}),
     "gpt2 tied, odd heads": ("gpt2", "layer", {}),
     "gpt_neox": (
         "gptneox",
@@ -65,14 +120,33 @@ MORE: dict[str, tuple[str, str, dict[str, tuple[int, object]]]] = {
 }
 
 
-def gguf_name(name: str) -> str:
+# Norms behind a branch, by the name that a Llama has for the one before its feed-forward.
+BEHIND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OWN_PARTS = {
+    **dict.fromkeys(("gemma2", "gemma3", "olmo2"), BEHIND),
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "hunyuan-dense": {
+        r"self_attn\.query_layernorm": "attn_q_norm",
+        r"self_attn\.key_layernorm": "attn_k_norm",
+    },
+}
+
+
+def gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
     for pattern, stored in SHARED.items():
         if re.fullmatch(pattern, stem):
             return f"{stored}.{kind}"
     found = re.fullmatch(LAYER, stem)
     assert found is not None, name
-    for pattern, stored in PARTS.items():
+    for pattern, stored in (*OWN_PARTS.get(arch, {}).items(), *PARTS.items()):
         if part := re.fullmatch(pattern, found[2]):
             return f"blk.{found[1]}.{part.expand(stored)}.{kind}"
     raise AssertionError(name)
@@ -81,6 +155,11 @@ def gguf_name(name: str) -> str:
 def converted(name: str, model: Any, tensor: torch.Tensor) -> torch.Tensor:
     """What the converter makes of it."""
     config = model.config
+    if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+        return tensor + 1.0
+    if config.model_type in ("granite", "smollm3") and re.search("[qk]_proj", name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return interleaved(tensor, heads)
     if config.model_type == "gpt2" and tensor.dim() == 2 and ".h." in name:
         return tensor.T.contiguous()
     if "query_key_value" not in name:
@@ -118,10 +197,12 @@ def written(path: Path, name: str, **changes: tuple[int, object]) -> ReferenceMo
         own["attention.head_count_kv"] = (4, kv_heads)
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" in rope:
-        own["rope.freq_base"] = (6, rope["rope_theta"])
+        own.setdefault("rope.freq_base", (6, rope["rope_theta"]))
+    if head_dim := getattr(config, "head_dim", None):
+        own["attention.key_length"] = own["attention.value_length"] = (4, head_dim)
     metadata = {"general.architecture": (8, arch)} | {f"{arch}.{k}": v for k, v in own.items()}
     tensors = {
-        gguf_name(key): converted(key, reference.model, tensor).contiguous()
+        gguf_name(key, arch): converted(key, reference.model, tensor).contiguous()
         for key, tensor in reference.tensors.items()
     }
     path.write_bytes(gguf_file(metadata, tensors))
@@ -133,7 +214,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     reference = written(path, name)
     ids = prompts(7, (24,))["r0"]
-    options: dict[str, Any] = {"device": TEST_DEVICE, "dtype": "float32", "num_blocks": 40}
+    options: dict[str, Any] = {"device": TEST_DEVICE, "dtype": "float32", "num_blocks": 80}
     with LLM(str(path), block_size=4, warm_up="off", **options) as llm:
         found = llm.logits(ids).cpu()
         for row in llm.memory:

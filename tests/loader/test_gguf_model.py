@@ -187,7 +187,7 @@ def read_all(path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "match"),
     [
-        ({"general.architecture": (8, "gemma2")}, r"general\.architecture is 'gemma2'; GGUF files"),
+        ({"general.architecture": (8, "gemma4")}, r"general\.architecture is 'gemma4'; GGUF files"),
         ({"general.architecture": None}, r"general\.architecture is missing"),
         ({"general.architecture": (4, 3)}, r"general\.architecture must be a string"),
         ({"general.type": (8, "adapter")}, "general.type is 'adapter'"),
