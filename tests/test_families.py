@@ -23,6 +23,7 @@ from tests.layers.test_agreement import CONFIGS, prompts
 
 # One of `CONFIGS` for each family, the one with most of what sets it apart.
 CHOSEN = {
+    "arcee": "arcee odd heads",
     "cohere": "cohere norms of heads",
     "cohere2": "cohere2 tied, layer types",
     "deepseek_v2": "deepseek_v2 yarn",

@@ -30,6 +30,7 @@ __all__ = [
 
 # model_type of config.json -> "module:function"
 FAMILIES: dict[str, str] = {
+    "arcee": "ridgeline.architectures.arcee:read",
     "cohere": "ridgeline.architectures.cohere:read",
     "cohere2": "ridgeline.architectures.cohere:read_second",
     "falcon": "ridgeline.architectures.falcon:read",

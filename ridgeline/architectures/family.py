@@ -39,6 +39,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 DTYPES = ("float32", "bfloat16", "float16")
 FeedForwardSpec = DenseSpec | ExpertsSpec

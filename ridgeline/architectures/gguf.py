@@ -39,6 +39,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 INTERLEAVED = ("granite", "llama", "smollm3")
 AS_LLAMA = ("mistral", "mixtral")  # their files say that they are a llama
 OTHER_LAYOUTS = (  # their files are not read
+    "arcee",
     "deepseek_v2",
     "deepseek_v3",
     "gemma3",

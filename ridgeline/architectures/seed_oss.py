@@ -1,5 +1,5 @@
-"""What is a Seed-OSS? A Llama with biases of queries, keys and values, and a key of its own for that
-of attention's output."""
+"""What is a Seed-OSS? A Llama whose queries, keys and values have biases, and whose config says
+apart whether attention's output has one."""
 
 from __future__ import annotations
 

@@ -363,8 +363,10 @@ def _activated(gate, ACTIVATION: tl.constexpr):
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         gate = gate / (1.0 + tl.exp(-2.0 * inner))
     else:
-        tl.static_assert(ACTIVATION == "relu")
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
         gate = tl.maximum(gate, 0.0)
+        if ACTIVATION == "relu2":
+            gate = gate * gate
     return gate
 
 

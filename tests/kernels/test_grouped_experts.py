@@ -95,7 +95,7 @@ def routing(
     ("tokens", "experts", "active", "width", "inner", "block_m", "tma", "activation"),
     [
         (1, 5, 2, 96, 64, 1, False, "silu"),
-        (1, 9, 4, 200, 32, 1, False, "relu"),
+        (1, 9, 4, 200, 32, 1, False, "relu2"),
         (1, 5, 2, 96, 64, 1, False, "clamped"),
         (3, 5, 2, 96, 64, 16, False, "clamped"),
         (5, 20, 6, 100, 32, 16, False, "gelu"),

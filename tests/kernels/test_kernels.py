@@ -95,6 +95,7 @@ def test_gated(activation: str) -> None:
         "gelu": gate * 0.5 * (1 + torch.erf(gate / 2**0.5)),
         "gelu_tanh": functional.gelu(gate, approximate="tanh"),
         "relu": gate.clamp(min=0),
+        "relu2": gate.clamp(min=0) ** 2,
     }[activation]
     before = gate_up.clone()
     assert error(gated(gate_up, activation), exact * up) < 1e-6

@@ -314,6 +314,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         residual_multiplier=1.7,
         logits_scaling=3.0,
     ),
+    "arcee": tiny_config("arcee", hidden_act="relu2"),
+    "arcee biased": tiny_config(
+        "arcee", hidden_act=GONE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "arcee odd heads": tiny_config(
+        "arcee",
+        **ODD_HEADS,
+        hidden_act="relu2",
+        mlp_bias=True,
+        rope_scaling=YARN,
+    ),
     "seed_oss": tiny_config("seed_oss"),
     "seed_oss tied": tiny_config(
         "seed_oss", attention_bias=False, mlp_bias=True, tie_word_embeddings=True, head_dim=None
