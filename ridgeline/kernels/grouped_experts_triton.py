@@ -35,7 +35,7 @@ from ridgeline.kernels.launching import Workspace, launches_early, shared_worksp
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.small_linear_triton import call_lines
 
-SORTED = 1024  # pairs that a program looks at together
+SORTED = 4096  # pairs that a program looks at together
 MOST_CALLED = 32  # lines of 128 bytes of a row that are called ahead
 SUMMED = 1024  # numbers of a token that a program adds up
 ROUTED = 2  # rows of the router that a program, a warp, multiplies by
@@ -222,7 +222,7 @@ def sort_pairs(
     _sort[(experts,)](
         experts_TA, order.pairs_P, order.tiles, experts_TA if load_X is None else load_X, pairs,
         num_tiles, LOAD=load_X is not None, EXPERTS=experts, BINS=bins, SIZE=size,
-        BLOCK_M=block_m, PDL=pdl, launch_pdl=pdl,
+        BLOCK_M=block_m, PDL=pdl, num_warps=4 if size <= 1024 else 8, launch_pdl=pdl,
     )  # fmt: skip
     return order
 
@@ -508,13 +508,13 @@ def _product(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != ""
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
     Q: tl.constexpr = (INPUTS + 127) // 128
+    if PDL and GATED:
+        gdc_wait()
+        gdc_launch_dependents()
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
@@ -535,6 +535,12 @@ def _product(
     n_read = tl.minimum(n, outputs - 1)
     w_places = w_ptr + (first + n_read)[:, None] * (INPUTS // BYTES) + k_read[None]
     x_places = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + k[None]
+    if PDL and not GATED:  # the order was there before the first product began
+        LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
+        ahead = tl.minimum(tl.arange(0, 2) * LINE, INPUTS // BYTES - 1)
+        call_lines(w_ptr + (first + n_read)[:, None] * (INPUTS // BYTES) + ahead[None], 1)
+        gdc_wait()
+        gdc_launch_dependents()
     if SCALES == 3:
         scales = scale_ptr + (first + n_read) * GROUPS
         zeros = zero_ptr + (first + n_read) * GROUPS
