@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MODELS = {"llama31-8b": "A", "qwen3-06b": "B"}  # shapes of Llama-3.1-8B and Qwen3-0.6B
+# Shapes of Llama-3.1-8B, Qwen3-0.6B, Qwen3-30B-A3B, and Mixtral-8x7B with 128,000 tokens.
+MODELS = {"llama31-8b": "A", "qwen3-06b": "B", "qwen3-30b-a3b": "C", "mixtral-8x7b": "D"}
 LATEST = Path(__file__).parent / "results" / "latest.json"
 DECODE, LONG = (128, 256), (8192, 128)  # prompt and output tokens
 MIXED, PREFIX, ONLINE = [256, 100, 1024], (64, 2048, 64, 64), (512, 128)
@@ -68,6 +69,20 @@ GOALS = (
     Goal("B TTFT 512", "ms", 5.3, 3, 2),
     Goal("B TTFT 2048", "ms", 12.7, 7, 5),
     Goal("B mixed256", TOK_S, 23034, 31000, 35000),
+    Goal("C bf16 decode batch 1", TOK_S, 242, 560),
+    Goal("C bf16 decode batch 8", TOK_S, 902, 1200),
+    Goal("C bf16 decode batch 32", TOK_S, 2019, 2450),
+    Goal("C bf16 decode batch 128", TOK_S, 6867, 8300),
+    Goal("C bf16 decode batch 256", TOK_S, 11900, 15500),
+    Goal("C bf16 TTFT 512", "ms", 24.5, 14),
+    Goal("C bf16 TTFT 2048", "ms", 53.7, 38),
+    Goal("D bf16 decode batch 1", TOK_S, 122, 155),
+    Goal("D bf16 decode batch 8", TOK_S, 363, 400),
+    Goal("D bf16 decode batch 32", TOK_S, 1286, 1450),
+    Goal("D bf16 decode batch 128", TOK_S, 4739, 5700),
+    Goal("D bf16 decode batch 256", TOK_S, 7874, 9800),
+    Goal("D bf16 TTFT 512", "ms", 44.8, 36),
+    Goal("D bf16 TTFT 2048", "ms", 118.8, 98),
     Goal("A shared prefix cold", "s", 0.703, 0.60, 0.52),
     Goal("A server 32/s TTFT p99", "ms", 118.4, 80, 60),
     Goal("A server 32/s ITL p99", "ms", 34.9, 14, 10),

@@ -219,7 +219,7 @@ def sort_pairs(
     )
     bins = max(LEAST_BINS, triton.next_power_of_2(experts + 1))
     size = min(SORTED, max(128, triton.next_power_of_2(pairs)))
-    _sort[(experts,)](
+    _sort_pairs[(experts,)](
         experts_TA, order.pairs_P, order.tiles, experts_TA if load_X is None else load_X, pairs,
         num_tiles, LOAD=load_X is not None, EXPERTS=experts, BINS=bins, SIZE=size,
         BLOCK_M=block_m, PDL=pdl, num_warps=4 if size <= 1024 else 8, launch_pdl=pdl,
@@ -254,7 +254,7 @@ def _launch_product(
         x = x if is_sorted else _gathered(x, order, weights_TA.shape[1], pdl)
         is_sorted = True
         x_described = TensorDescriptor(x, list(x.shape), [inputs, 1], [block_m, tile.block_k])
-    _product[(order.num_tiles * triton.cdiv(outputs, tile.block_n),)](
+    _expert_product[(order.num_tiles * triton.cdiv(outputs, tile.block_n),)](
         x, x_described, codes, described, *beside, y_PN, order.pairs_P, order.tiles, weights_TA,
         order.num_tiles, outputs, x.stride(0), INPUTS=inputs,
         ACTIVE=weights_TA.shape[1], SORTED=is_sorted,
@@ -268,7 +268,7 @@ def _gathered(x_TE: torch.Tensor, order: Order, active: int, pdl: bool) -> torch
     """[P, E], the rows of the tokens in sorted order, for the copy engine."""
     pairs, width = len(order.pairs_P), x_TE.shape[1]
     x_PE = x_TE.new_empty((pairs, width))
-    _gather[(pairs, triton.cdiv(width, GATHERED))](
+    _gather_pairs[(pairs, triton.cdiv(width, GATHERED))](
         x_TE, x_PE, order.pairs_P, width, x_TE.stride(0), ACTIVE=active, SIZE=GATHERED, PDL=pdl,
         launch_pdl=pdl,
     )  # fmt: skip
@@ -303,7 +303,7 @@ def _cut_of(
 
 
 @triton.jit(do_not_specialize=["pairs", "num_tiles"])
-def _sort(
+def _sort_pairs(
     experts_ptr,
     order_ptr,
     tiles_ptr,
@@ -477,7 +477,7 @@ def _step(
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def _product(
+def _expert_product(
     x_ptr,
     x_described,
     w_ptr,
@@ -901,7 +901,7 @@ def _route_rows(
 
 
 @triton.jit
-def _gather(
+def _gather_pairs(
     x_ptr,
     y_ptr,
     order_ptr,
