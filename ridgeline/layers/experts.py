@@ -139,7 +139,7 @@ class Experts:
         if self.matrices is None or norm_out is not None or self.placement.size > 1:
             hidden.add(self.of(hidden.normed(norm)), norm_out)
             return
-        if norm is not None and self._takes_norm(hidden):
+        if norm is not None and norm.fuses and self._takes_norm(hidden):
             x_TE, as_input = hidden.sum_TE, norm.as_input
             routes = self.router.route(x_TE, as_input)
             self._grouped(x_TE, routes, self.matrices, x_TE, as_input)
