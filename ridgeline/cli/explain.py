@@ -113,6 +113,10 @@ def shown(report: Mapping[str, Any], most: int) -> Iterator[Table | Text | str]:
         yield gap_table(server)
         if server.get("drafts") is not None:
             yield draft_table(server["drafts"], is_calibrated(server))
+        if server.get("expert_load"):
+            most = max(server["expert_load"])
+            where = server["expert_load"].index(most)
+            yield f"busiest expert: {most:.2f} times the mean one, layer {where} of those with any"
         yield from _advice(report, server)
 
 

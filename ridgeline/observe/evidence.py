@@ -43,6 +43,7 @@ class Evidence:
     num_finished: int
     prompt_reuse: float | None = None
     cpu: CpuTime | None = None  # None: not known
+    expert_load: tuple[float, ...] = ()  # as `Run.expert_load`; a log does not have it
 
 
 class RunRecord(Run):
@@ -90,6 +91,7 @@ class RunRecord(Run):
             ),
             num_finished=self.requests.num_finished,
             cpu=self.cpu_until(now),
+            expert_load=self.expert_load(),
         )
 
 

@@ -75,6 +75,7 @@ class Server(Achieved):
     binds: str
     unexplained_share: float  # of all steps' and the host's time, whichever way it is off
     cpu: CpuTime | None
+    expert_load: tuple[float, ...]  # of each layer with experts, the busiest over the mean one
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ def _server(evidence: Evidence, pricer: Pricer, whole: Parts) -> Server:
         binds=what_binds(gap, bounds, whole),
         unexplained_share=ratio(abs(unexplained), done.measured_s + totals.host_s),
         cpu=evidence.cpu,
+        expert_load=evidence.expert_load,
     )
 
 
