@@ -99,7 +99,8 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, weight_format: str = "plain"
     matrices = 1 if spec.tie_embeddings else 2
     rest = num_parameters(spec) - packed - matrices * spec.vocab_size * spec.hidden_size
     vocabulary = sum(vocabulary_bytes(spec, dtype_bytes, weight_format))
-    return scheme + matrices * vocabulary + rest * dtype_bytes
+    wide = sum(part.num_numbers for _, part in _every(spec) if part.is_float32)
+    return scheme + matrices * vocabulary + rest * dtype_bytes + wide * (4 - dtype_bytes)
 
 
 # ------------------------------------------------------------------------ kept as they are stored

@@ -60,8 +60,8 @@ def read(config: ConfigReader, max_model_len: int | None) -> ModelSpec:
         config = replace(config, values={**config.values, "rope_scaling": YARN})
     packing = config.section("quantization_config")
     is_packed = packing is not None and packing.text("quant_method") == "mxfp4"
-    if is_packed:  # what is not packed is of 16 bits, and the file need not say so
-        config = replace(config, values={"torch_dtype": "bfloat16", **config.values})
+    if is_packed and not config.has("dtype") and not config.has("torch_dtype"):
+        config = replace(config, values={**config.values, "torch_dtype": "bfloat16"})
     trunk = read_trunk(config, DEFAULTS, max_model_len)
     bias = config.flag("attention_bias", default=True)
     window = config.integer("sliding_window", high=MAX_POSITIONS, default=128)

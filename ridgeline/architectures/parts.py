@@ -117,6 +117,7 @@ class Part:
     units: int = 1
     copies: int = 1
     is_experts: bool = False
+    is_float32: bool = False  # whatever the serving dtype
 
     @property
     def is_packed(self) -> bool:
@@ -218,7 +219,8 @@ def _attention(spec: AttentionSpec, width: int) -> Iterator[Part]:
         if spec.qkv_bias:
             yield Part(f"{role}_bias", (rows,), split="rows", units=num)
     if spec.sinks:
-        yield Part("sinks", (spec.num_heads,), split="rows", units=spec.num_heads)
+        num_heads = spec.num_heads
+        yield Part("sinks", (num_heads,), split="rows", units=num_heads, is_float32=True)
     queries = spec.num_heads * spec.head_dim
     yield Part("o", (width, queries), "attention_out", "columns", spec.num_heads)
     if spec.out_bias:
@@ -271,7 +273,7 @@ def _experts(spec: ExpertsSpec, width: int) -> Iterator[Part]:
     if spec.router_bias:
         yield Part("router_bias", (spec.num_experts,))
     if spec.score_bias:
-        yield Part("score_bias", (spec.num_experts,))
+        yield Part("score_bias", (spec.num_experts,), is_float32=True)
     if spec.shared_size:
         yield from _gated(spec.shared_size, width, "shared_", "shared_")
     for one in _gated(spec.intermediate_size, width, "experts_"):

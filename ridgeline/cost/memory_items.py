@@ -92,7 +92,7 @@ def _item(part: Part) -> str:
 
 def _held_bits(layer: LayerSpec, part: Part, tp: int, precision: Precision) -> int:
     """On one rank, scales apart. Experts may be split among ranks whole or each by its rows."""
-    bits: int | None = None
+    bits = 32 if part.is_float32 else None
     if part.is_packed:
         bits, scheme = precision.weight_line.bits, layer.scheme_of(part.role)
         if precision.weights == STORED:
