@@ -28,6 +28,7 @@ CHOSEN = {
     "cohere2": "cohere2 tied, layer types",
     "deepseek_v2": "deepseek_v2 yarn",
     "deepseek_v3": "deepseek_v3 odd heads",
+    "exaone4": "exaone4 odd heads",
     "falcon": "falcon groups",
     "gemma": "gemma odd heads",
     "gemma2": "gemma2 odd heads",

@@ -33,6 +33,7 @@ FAMILIES: dict[str, str] = {
     "arcee": "ridgeline.architectures.arcee:read",
     "cohere": "ridgeline.architectures.cohere:read",
     "cohere2": "ridgeline.architectures.cohere:read_second",
+    "exaone4": "ridgeline.architectures.exaone4:read",
     "falcon": "ridgeline.architectures.falcon:read",
     "gemma": "ridgeline.architectures.gemma:read",
     "gemma2": "ridgeline.architectures.gemma2:read",

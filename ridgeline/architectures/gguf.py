@@ -42,6 +42,7 @@ OTHER_LAYOUTS = (  # their files are not read
     "arcee",
     "deepseek_v2",
     "deepseek_v3",
+    "exaone4",
     "gemma3",
     "glm",
     "glm4_moe",

@@ -87,6 +87,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types must be sliding_attention"),
     ("qwen2", {"layer_types": SLIDING}, "layer_types has sliding_attention but use_sliding"),
+    ("exaone4", {"layer_types": SLIDING, "sliding_window": None}, "layer_types has sliding_att"),
+    ("exaone4", {"sliding_window_pattern": "LLG"}, "sliding_window_pattern must be an integer"),
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries; it must have 3"),
     ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types has 'linear_attention'"),
     ("qwen3", {"layer_types": [1, 2, 3]}, "layer_types must be a list of strings"),

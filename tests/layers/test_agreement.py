@@ -325,6 +325,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         mlp_bias=True,
         rope_scaling=YARN,
     ),
+    "exaone4": tiny_config("exaone4", sliding_window=6, num_hidden_layers=4),
+    "exaone4 no windows": tiny_config(
+        "exaone4",
+        sliding_window=None,
+        layer_types=["full_attention"] * 3,
+        tie_word_embeddings=True,
+        rope_scaling=LLAMA3,
+    ),
+    "exaone4 odd heads": tiny_config(
+        "exaone4",
+        **ODD_HEADS,
+        sliding_window=7,
+        sliding_window_pattern="LLG",
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_scaling=YARN,
+    ),
     "seed_oss": tiny_config("seed_oss"),
     "seed_oss tied": tiny_config(
         "seed_oss", attention_bias=False, mlp_bias=True, tie_word_embeddings=True, head_dim=None

@@ -33,7 +33,7 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {},
     "opt": {"ffn_dim": 96},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
-    "exaone4": {"sliding_window": 20, "sliding_window_pattern": 2},
+    "cwm": {"sliding_window": 20},
     "llama": {"head_dim": 10},
 }
 LENGTHS = (3, 17, 40, 9)
