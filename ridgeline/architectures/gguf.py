@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.architectures import FAMILIES, OWN_TENSORS
 from ridgeline.architectures.config_reader import (
@@ -26,7 +26,7 @@ from ridgeline.architectures.gguf_families import (
     names_of,
     own_config,
 )
-from ridgeline.architectures.parts import layer_tensors, shared_tensors, with_biases
+from ridgeline.architectures.parts import HEAD, Part, layer_tensors, shared_tensors, with_biases
 from ridgeline.architectures.rope_config import SHARE
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.errors import ConfigError
@@ -318,14 +318,16 @@ def decimal(value: float) -> float:
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a tensor of the checkpoint is in the file: in tensor `name` of `rows` rows those from
-    `first` on, of 0 all. Its rows are interleaved within each of `heads` heads; 0: they lie as they
-    should. Its numbers are `offset` more than those of the checkpoint."""
+    `first` on, of 0 all; `is_row`: that one alone. Its rows are interleaved within each of `heads`
+    heads; 0: they lie as they should. Its numbers are `offset` more than those of the checkpoint.
+    """
 
     name: str
     heads: int = 0
     first: int = 0
     rows: int = 0
     offset: float = 0.0
+    is_row: bool = False
 
 
 def sources(spec: ModelSpec) -> dict[str, Source]:
@@ -354,7 +356,16 @@ def sources(spec: ModelSpec) -> dict[str, Source]:
             stored, offset = names[part.role].format(layer=index), more.get(part.role, 0.0)
             own = Source(stored, turned, offset=offset)
             found[name] = _part_of(together, part.role, rows, index) or own
+        for role in ("q_norm", "k_norm"):
+            for head, name in enumerate(_of_heads(spec, every, role)):
+                found[name] = replace(found[name], first=head, rows=heads[role[0]], is_row=True)
     return found
+
+
+def _of_heads(spec: ModelSpec, every: Mapping[str, Part], role: str) -> list[str]:
+    """Tensors of this role, one for each head, which a file has as rows of one."""
+    has_several = HEAD in spec.tensor_names.get(role, "")
+    return [name for name, part in every.items() if has_several and part.role == role]
 
 
 def _shared(spec: ModelSpec) -> dict[str, str]:

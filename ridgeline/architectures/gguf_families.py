@@ -16,6 +16,7 @@ from ridgeline.architectures.spec import ModelSpec
 Shapes = Mapping[str, tuple[int, ...]]
 _BLOCK = "blk.{layer}."
 QKV = (f"{_BLOCK}attn_qkv", ("q", "k", "v"))
+Q_NORM = "blk.0.attn_q_norm.weight"
 TWO_NORMS = "blk.0.attn_norm_2.weight"  # of the larger Falcons
 
 
@@ -74,8 +75,7 @@ def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, obj
         if name == "cohere2":
             window = reader.integer(WINDOW, high=MAX_POSITIONS)
             return found | {"sliding_window": window, "attention_bias": has_biases}
-        norms = "blk.0.attn_q_norm.weight" in shapes
-        return found | {"use_qk_norm": norms, "attention_bias": has_biases}
+        return found | {"use_qk_norm": Q_NORM in shapes, "attention_bias": has_biases}
     if name.startswith("gemma"):
         return _gemma(name, reader)
     if name == "granite":
@@ -97,7 +97,11 @@ def own_config(name: str, reader: ConfigReader, shapes: Shapes) -> dict[str, obj
         return {PARALLEL: parallel, "attention_bias": has_biases, "hidden_act": "gelu"}
     if name == "stablelm":
         # As llama.cpp decides it: a file without the second norm has no use for it.
-        return {PARALLEL: "blk.0.ffn_norm.weight" not in shapes, "use_qkv_bias": has_biases}
+        return {
+            PARALLEL: "blk.0.ffn_norm.weight" not in shapes,
+            "use_qkv_bias": has_biases,
+            "qk_layernorm": Q_NORM in shapes,
+        }
     if name == "starcoder2":
         return {"use_bias": has_biases, "hidden_act": "gelu_pytorch_tanh"}
     if name == "phi3" and reader.has(WINDOW):

@@ -51,6 +51,7 @@ from ridgeline.architectures.spec import (
 # In files of older libraries: recomputed from the config, never read.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
 ROUTER = "router"
+HEAD = "{head}"  # in the names of tensors of which a layer has one for each head
 LATENT_UP = "kv_up"  # its rows are multiplied head by head, from both sides
 # Products whose results attention reads.
 BEFORE_ATTENTION = ("latent_down", "q_up", LATENT_UP, "qkv")
@@ -290,17 +291,27 @@ def _experts(spec: ExpertsSpec, width: int) -> Iterator[Part]:
 def tensor_name(names: Mapping[str, str], role: str, layer: int, expert: int | None = None) -> str:
     """The checkpoint's name of a parameter of this layer, or of this expert of it."""
     own = None if expert is None else names.get(f"expert_{role}")
-    return (own or names[role]).format(layer=layer, expert=expert)
+    return (own or names[role]).format(layer=layer, expert=expert, head=HEAD)
 
 
 def layer_tensors(spec: ModelSpec, index: int) -> dict[str, Part]:
     """Checkpoint tensor name -> what it is, of one layer; expert after expert."""
     every, names = parts(spec.layers[index], spec.hidden_size), spec.tensor_names
     experts = [part for part in every if part.is_experts]
-    found = {tensor_name(names, p.role, index): p for p in every if not p.is_experts}
+    found: dict[str, Part] = {}
+    for part in every:
+        if not part.is_experts:
+            name = tensor_name(names, part.role, index)
+            found |= _of_heads(name, part) if HEAD in name else {name: part}
     for expert in range(experts[0].copies if experts else 0):
         found |= {tensor_name(names, part.role, index, expert): part for part in experts}
     return found
+
+
+def _of_heads(name: str, part: Part) -> dict[str, Part]:
+    """Each row of the parameter is a tensor."""
+    row = Part(part.role, part.shape[1:])
+    return {name.format(head=head): row for head in range(part.shape[0])}
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ridgeline.architectures.parts import expected_tensors, layer_tensors, parts, tensor_name
+from ridgeline.architectures.parts import HEAD, expected_tensors, layer_tensors, parts, tensor_name
 from ridgeline.architectures.spec import (
     AttentionSpec,
     ExpertsSpec,
@@ -100,6 +100,11 @@ def layer_cuts(spec: ModelSpec, index: int) -> Iterator[tuple[str, Cut]]:
         if order and role in rows and role not in done:
             name = tensor_name(spec.tensor_names, role, index)
             by_head = layer.attention.qk_norm_kind != "rms" and role.endswith("_norm")
+            if HEAD in name:
+                size = layer.attention.head_dim
+                for row in (name.format(head=head) for head in range(rows[role])):
+                    yield row, Cut(row, 0, size, size, order)
+                continue
             yield name, Cut(name, 0, rows[role], rows[role], order, in_columns=by_head)
 
 

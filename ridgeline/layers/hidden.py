@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.nn import functional
 
+from ridgeline.architectures.parts import HEAD
 from ridgeline.architectures.spec import NormKind
 from ridgeline.distributed.placement import Shard
 from ridgeline.kernels.rms_norm import add_norm, rms_norm
@@ -229,7 +230,10 @@ class HeadLayerNorm(LayerNorm):
         return normed.mul_(self.weight_E).flatten(-2).to(x.dtype)
 
     def pieces(self) -> list[Piece]:
-        return [Piece(self.name, self.weight_E, 0, self._first)]
+        if HEAD not in self.name:
+            return [Piece(self.name, self.weight_E, 0, self._first)]
+        heads = enumerate(self.weight_E, self._first)
+        return [Piece(self.name.format(head=head), row) for head, row in heads]
 
 
 def make_norm(

@@ -107,7 +107,8 @@ def _entries(
         if entry is None:
             refuse(path, f"lacks tensor {stored!r}, which its metadata make part of the model")
         source = wanted[name]
-        whole = source.rows or shape[0], *shape[1:]
+        row = shape if source.is_row else shape[1:]
+        whole = source.rows or shape[0], *row
         if entry.shape != whole:
             refuse(
                 path,
@@ -116,7 +117,7 @@ def _entries(
             )
         row_bytes = (entry.end - entry.start) // whole[0]
         start = entry.start + source.first * row_bytes
-        end = start + shape[0] * row_bytes
+        end = start + (1 if source.is_row else shape[0]) * row_bytes
         entries[name] = TensorEntry(name, entry.dtype, shape, start, end)
     used = {source.name for source in wanted.values()} | {ROPE_FACTORS}
     extra = sorted(found.keys() - used)

@@ -63,7 +63,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", {"alibi": True}, "alibi is true; positions as a bias of scores are not served"),
     ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2 without new_decoder"),
     ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; without multi_query"),
-    ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
     ("phi3", {"attention_bias": True}, "attention_bias is True"),
     ("llama", {"rope_parameters": {"rope_type": "su"}}, "rope_parameters.rope_type is 'su'"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),

@@ -41,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "falcon": tiny_config("falcon"),
     "gpt2": tiny_config("gpt2"),
     "gpt_neox": tiny_config("gpt_neox"),
-    "stablelm": tiny_config("stablelm", use_parallel_residual=True, use_qkv_bias=True),
+    "stablelm": tiny_config("stablelm", qk_layernorm=True, use_qkv_bias=True),
     "phi3": tiny_config("phi3"),
     "phi3 part": tiny_config("phi3", partial_rotary_factor=0.5),
     "starcoder2": tiny_config("starcoder2"),

@@ -213,7 +213,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "stablelm": tiny_config("stablelm"),
     "stablelm side by side": tiny_config(
-        "stablelm", use_parallel_residual=True, use_qkv_bias=True, tie_word_embeddings=True
+        "stablelm",
+        use_parallel_residual=True,
+        use_qkv_bias=True,
+        tie_word_embeddings=True,
+        qk_layernorm=True,
     ),
     "stablelm whole heads": tiny_config(
         "stablelm", partial_rotary_factor=1.0, num_attention_heads=6, hidden_size=72

@@ -174,6 +174,19 @@ def converted(name: str, model: Any, tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([one.reshape(-1, *tensor.shape[1:]) for one in split])
 
 
+def stacked(tensors: Tensors) -> Tensors:
+    """Norms of single heads as rows of one tensor."""
+    found: Tensors = {}
+    heads: dict[str, list[torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        whole = re.sub(r"_layernorm\.norms\.\d+\.", "_norm.", key)
+        if whole == key:
+            found[key] = tensor
+        else:
+            heads.setdefault(whole, []).append(tensor)
+    return found | {key: torch.stack(rows) for key, rows in heads.items()}
+
+
 def written(path: Path, name: str, **changes: tuple[int, object]) -> ReferenceModel:
     reference = ReferenceModel(CONFIGS[name], seed=5)
     arch, norm, more = MORE[name]
@@ -203,7 +216,7 @@ def written(path: Path, name: str, **changes: tuple[int, object]) -> ReferenceMo
     metadata = {"general.architecture": (8, arch)} | {f"{arch}.{k}": v for k, v in own.items()}
     tensors = {
         gguf_name(key, arch): converted(key, reference.model, tensor).contiguous()
-        for key, tensor in reference.tensors.items()
+        for key, tensor in stacked(reference.tensors).items()
     }
     path.write_bytes(gguf_file(metadata, tensors))
     return reference
