@@ -82,6 +82,7 @@ def _experts(config: ConfigReader) -> ExpertsSpec:
         shared_size=experts.intermediate_size * num_shared,
         scoring=scoring,
         score_bias=method == "noaux_tc",
+        float32_scores=True,
         weight_scale=config.number("routed_scaling_factor", default=scale, low=1e-3, high=1e3),
     )
     if not GROUP_BEST[method]:

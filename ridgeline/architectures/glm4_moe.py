@@ -54,6 +54,7 @@ def _experts(config: ConfigReader) -> ExpertsSpec:
         shared_size=experts.intermediate_size * num_shared,
         scoring="sigmoid",
         score_bias=True,
+        float32_scores=True,
         weight_scale=config.number("routed_scaling_factor", default=1.0, low=1e-3, high=1e3),
     )
     return in_groups(config, experts, group_best=2)

@@ -125,6 +125,8 @@ class ExpertsSpec:
     equal groups of experts, the `num_active_groups` with the largest sums of their best
     `group_best` experts are chosen from. (DeepSeek-V3, arXiv 2412.19437, section 2.1.2.)
 
+    `float32_scores`: the router's product too is in float32, whatever the serving dtype.
+
     `shared_size` is the width of a feed-forward that every token passes besides (0: none);
     `shared_gate`: times the sigmoid of a learned product.
     """
@@ -144,6 +146,7 @@ class ExpertsSpec:
     num_active_groups: int = 1
     group_best: int = 1
     weight_scale: float = 1.0
+    float32_scores: bool = False
 
 
 NATIVE, TRANSFORMERS = "native", "transformers"  # whose code computes the layers

@@ -18,6 +18,7 @@ from functools import reduce
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from ridgeline.architectures.spec import ExpertsSpec
 from ridgeline.distributed.placement import Shard
@@ -62,10 +63,12 @@ class Router:
         if spec.shared_gate:
             rows.append(Part(name("shared_score"), None, Shard(0, 1)))
         self.linear = linear(rows, hidden_size)
+        weight = next(iter(self.linear.parameters.values()))
         self.score_bias: Vector | None = None
         if spec.score_bias:
-            device = next(iter(self.linear.parameters.values())).device
-            self.score_bias = Vector(name("score_bias"), Shard(0, spec.num_experts), device)
+            self.score_bias = Vector(name("score_bias"), Shard(0, spec.num_experts), weight.device)
+        is_wide = spec.float32_scores and weight.dtype != torch.float32 and not deterministic
+        self._logits = self._in_float32 if is_wide else self.linear
         self._score = _softmax if spec.scoring == "softmax" else _sigmoid
         self._sum = _sum_in_order if deterministic else _sum
         self._choice = self._one_launch()
@@ -100,7 +103,14 @@ class Router:
             weight_XE = self.linear.parameters["weight"]
             return Routes(*route_experts(x_TE, weight_XE, self._choice, norm))
         check(norm is None, "only few tokens are normed here", tokens=len(x_TE))
-        return self.choose(self.linear(x_TE))
+        return self.choose(self._logits(x_TE))
+
+    def _in_float32(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """The product of the serving dtype's numbers, which is not rounded to it."""
+        weight_XE = self.linear.format.dequantize(self.linear.parameters)
+        bias_X = self.linear.added_bias_O
+        bias_X = None if bias_X is None else bias_X.float()
+        return functional.linear(x_TE.float(), weight_XE.float(), bias_X)
 
     def choose(self, logits_TX: torch.Tensor) -> Routes:
         """Of the router's product, which has one more column where there is a gate."""

@@ -84,6 +84,7 @@ def test_deepseek_v3_as_published() -> None:
         num_active_groups=4,
         group_best=2,
         weight_scale=2.5,
+        float32_scores=True,
     )
     rope = spec.layers[0].attention.rope
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 40.0, 4096)

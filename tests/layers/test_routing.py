@@ -21,12 +21,18 @@ from ridgeline.quantization.plain import PlainWeights
 WIDTH, EXPERTS = 16, 12
 
 
-def router(spec: ExpertsSpec, theirs: Any, *, deterministic: bool = False) -> Router:
+def router(
+    spec: ExpertsSpec,
+    theirs: Any,
+    *,
+    deterministic: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Router:
     """With the numbers of `theirs`, a module of Transformers."""
     linear = partial(
         Linear,
         weight_format=PlainWeights(),
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         placement=Placement(),
     )
@@ -39,12 +45,15 @@ def router(spec: ExpertsSpec, theirs: Any, *, deterministic: bool = False) -> Ro
     for part in ours.parts():
         for piece in part.pieces():
             piece.target.copy_(named[piece.name])
+    ours.linear.finish()
     return ours
 
 
 def agree(ours: Router, theirs: Any) -> None:
     """Weight of every expert for every token, zero where it is not chosen."""
-    x_TE = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(5))
+    x_TE = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(5)).to(
+        theirs.weight.dtype
+    )
     with torch.inference_mode():
         _, weights, experts = theirs(x_TE)
         got = ours.route(x_TE)
@@ -88,6 +97,21 @@ def test_deepseek_v3(groups: int, active: int, renormalize: bool, deterministic:
         weight_scale=2.5,
     )
     agree(router(spec, theirs, deterministic=deterministic), theirs)
+
+
+def test_scores_in_float32_of_a_model_in_bfloat16() -> None:
+    config = configuration_deepseek_v3.DeepseekV3Config(
+        hidden_size=WIDTH,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+    )
+    theirs = filled(modeling_deepseek_v3.DeepseekV3TopkRouter(config))
+    theirs.weight.data = theirs.weight.data.bfloat16()
+    spec = ExpertsSpec(EXPERTS, 3, 8, scoring="sigmoid", score_bias=True, float32_scores=True)
+    agree(router(spec, theirs, dtype=torch.bfloat16), theirs)
 
 
 @pytest.mark.parametrize(("groups", "active"), [(1, 1), (3, 2), (4, 3), (6, 2)])
