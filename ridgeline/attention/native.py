@@ -14,7 +14,7 @@ from ridgeline.attention.backend import AttentionBackend, Supports, softmax_scal
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.cpu.attention import AttentionBatch, cpu_attention
+from ridgeline.kernels.cpu.attention import CAPPED, AttentionBatch, cpu_attention
 from ridgeline.kernels.cpu.elementwise import DTYPES, MAX_HEAD_DIM
 from ridgeline.kvcache import LayerKV
 
@@ -22,6 +22,14 @@ from ridgeline.kvcache import LayerKV
 @dataclass(frozen=True, slots=True)
 class _Native(Supports):
     """And a library that could be built, on a processor that it runs on."""
+
+    def why_not(
+        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, kv_format: str = "auto"
+    ) -> str | None:
+        library = native.library()
+        if spec.scores_cap is not None and library is not None and not hasattr(library, CAPPED):
+            return "needs the native library of this version; build it anew"
+        return Supports.why_not(self, spec, dtype, device, kv_format)
 
     def lacks(self, device: torch.device) -> str | None:
         if native.library() is None:
@@ -39,7 +47,12 @@ class NativeAttention(AttentionBackend):
     name = "native"
     captures_decodes = True
     supports: Supports = _Native(
-        ("cpu",), tuple(DTYPES), max_head_dim=MAX_HEAD_DIM, kv_formats=FORMATS, sinks=True
+        ("cpu",),
+        tuple(DTYPES),
+        max_head_dim=MAX_HEAD_DIM,
+        kv_formats=FORMATS,
+        sinks=True,
+        scores_caps=True,
     )
 
     def plan(self, layout: AttentionLayout, group: int, window: int | None) -> AttentionBatch:
@@ -69,7 +82,8 @@ class NativeAttention(AttentionBackend):
     ) -> torch.Tensor:
         if (views := layer_kv.views) is None:
             raise InternalError("this KV format is not read in place")
-        return cpu_attention(q_THD, views, plan, softmax_scale(spec), sinks_H)
+        scale, cap = softmax_scale(spec), spec.scores_cap
+        return cpu_attention(q_THD, views, plan, scale, sinks_H, cap=cap)
 
     def attend_with_sinks(
         self,

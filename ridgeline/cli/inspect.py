@@ -236,6 +236,7 @@ def _attention_words(a: AttentionSpec) -> str:
         *(["bias on q, k, v"] if a.qkv_bias else []),
         *(["sinks"] if a.sinks else []),
         *([f"norm {'over all heads of' if a.norms_all_heads else 'on'} q and k"] * a.qk_norm),
+        *([f"scores capped at {a.scores_cap:g}"] if a.scores_cap else []),
     ]
     heads = f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads"
     if a.latent is not None:

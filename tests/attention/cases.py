@@ -151,7 +151,10 @@ def naive(
         hidden = key > query
         if spec.window is not None:
             hidden = hidden | (key <= query - spec.window)
-        scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+        scores = q @ k.transpose(1, 2) * scale
+        if spec.scores_cap is not None:
+            scores = spec.scores_cap * torch.tanh(scores / spec.scores_cap)
+        scores = scores.masked_fill(hidden, -torch.inf)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         if sinks_H is not None:
             sinks = sinks_H.to(dtype)[:, None, None].expand(-1, new, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,6 +58,19 @@ def test_ragged_cases(name: str) -> None:
         case = make_case(random_shape(random.Random(seed)), seed)
         error = (attend(name, case).double() - naive(case)).abs().max().item()
         assert error < 1e-5, f"seed {seed}: {error} {case.shape}"
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0, 50.0])
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_soft_caps_of_scores(name: str, cap: float) -> None:
+    for seed in range(8):
+        shape = random_shape(random.Random(900 + seed))
+        spec = replace(shape.spec, scale=1.5, scores_cap=cap)
+        case = make_case(replace(shape, spec=spec), seed)
+        reason = backend_of(name).supports.why_not(spec, torch.float32, torch.device(TEST_DEVICE))
+        assert reason is None
+        error = (attend(name, case).double() - naive(case)).abs().max().item()
+        assert error < 2e-5, f"seed {seed}: {error} {case.shape}"
 
 
 @pytest.mark.parametrize("name", ["reference", "sdpa", "native"])

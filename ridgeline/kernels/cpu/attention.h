@@ -36,6 +36,7 @@ struct AttentionArgs {
   int64_t scale_block_stride, scale_slot_stride, scale_head_stride;
   double scale;
   const float* sinks;  // of each head a further score, whose value is zero; null: none
+  double cap;  // scores become cap * tanh(score / cap); 0: none
 };
 
 // `tokens` packed tokens from row `token` of q and out on, over the keys [begin, end), all their

@@ -26,6 +26,8 @@ from ridgeline.kernels.cpu.elementwise import (
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.paged_kv import PagedKV
 
+CAPPED = "rl_attention_capped"  # an older library has no such name
+
 
 class _Attention(ctypes.Structure):
     _fields_ = (
@@ -37,6 +39,7 @@ class _Attention(ctypes.Structure):
         *numbers("scale_block_stride", "scale_slot_stride", "scale_head_stride"),
         ("scale", ctypes.c_double),
         *pointers("sinks"),
+        ("cap", ctypes.c_double),
     )
 
 
@@ -60,9 +63,12 @@ def cpu_attention(
     batch: AttentionBatch,
     scale: float,
     sinks_H: torch.Tensor | None = None,
+    *,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of every packed token over its request, [T, H, D] in the dtype of q.
-    `sinks_H`: a further score of each head, whose value is zero."""
+    `sinks_H`: a further score of each head, whose value is zero. `cap`: scores become
+    cap * tanh(score / cap)."""
     tokens, heads, size = q_THD.shape
     _, block_size, kv_heads, _ = kv.k_NSKD.shape
     kv_size = kv.head_dim
@@ -81,9 +87,10 @@ def cpu_attention(
         q_THD.stride(0), out_THD.stride(0),
         strides[0], strides[1], strides[2], block_size, heads, kv_heads, size, batch.window or 0,
         DTYPES[q_THD.dtype], KV_DTYPES[kv.k_NSKD.dtype], *scale_strides, scale,
-        pointer(sinks_H),
+        pointer(sinks_H), cap or 0.0,
     )  # fmt: skip
-    launch(kernel_of("rl_attention"), arguments, q_THD, out_THD, kv, batch, sinks_H)
+    kernel = kernel_of("rl_attention" if cap is None else CAPPED)
+    launch(kernel, arguments, q_THD, out_THD, kv, batch, sinks_H)
     return out_THD
 
 

@@ -409,7 +409,7 @@ void tiled_tokens(const AttentionArgs& a, const AttentionItem& item, float* scra
 }
 
 bool takes(const AttentionArgs& a) {
-  return a.dtype == RL_BF16 && a.kv_dtype != RL_F32 && a.head_dim % 2 == 0;
+  return a.dtype == RL_BF16 && a.kv_dtype != RL_F32 && a.head_dim % 2 == 0 && !a.cap;
 }
 
 int64_t tiled_scratch(const AttentionArgs& a) {

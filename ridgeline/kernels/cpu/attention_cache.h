@@ -16,6 +16,9 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline float exp_one(float x) { return exp_of(all(x))[0]; }
 
+// cap * tanh(x / cap)
+inline F capped(F x, float cap) { return cap - 2 * cap / (exp_of(x * (2 / cap)) + 1); }
+
 // Whether numbers of a cache have scales.
 template <class C>
 constexpr bool HAS_SCALES = false;

@@ -190,7 +190,7 @@ struct TileScales {
 // Scores of one row become weights; only keys [low, high) of the tile are seen by it.
 template <bool IS_PAIRS, bool SCALED, bool LOWS>
 inline void weigh(const Tile& t, const TileScales& scales, int64_t row, int64_t low, int64_t high,
-                  float scale, int64_t size) {
+                  float scale, float cap, int64_t size) {
   float* scores = t.scores + row * TILE_KEYS;
   F most = all(t.most[row]), weight = {}, low_sum = {};
   I place;
@@ -199,6 +199,7 @@ inline void weigh(const Tile& t, const TileScales& scales, int64_t row, int64_t 
     F x = load(scores + j) * scale;
     if (SCALED) x *= load(scales.k + j);
     if (LOWS) x += load(scales.k_low + j) * (t.all[row] * scale);
+    if (cap) x = capped(x, cap);
     I is_seen = (place >= int32_t(low)) & (place < int32_t(high));
     x = is_seen ? x : all(-__builtin_inff());
     store(scores + j, x);
@@ -296,7 +297,7 @@ void some_tokens(const AttentionArgs& a, const AttentionItem& item, float* scrat
       int64_t high = cached + item.begin + r / group + 1 - key;
       int64_t low = a.window == 0 ? 0 : high - a.window;
       weigh<IS_PAIRS, HAS_SCALES<C>, LOWS>(t, scales, r, low < 0 ? 0 : low, least(high, num),
-                                     float(a.scale), size);
+                                     float(a.scale), float(a.cap), size);
       if (wrong & keys_between(low, high)) t.weight[r] = __builtin_nanf("");
     }
     product<IS_PAIRS>(rows, t.weights, TILE_KEYS, t.values, stride, t.sums, stride, width,

@@ -72,6 +72,9 @@ inline void score(const AttentionArgs& a, const Seen<C>& seen, const float* q, c
         store(scores + g * KEYS + j, x);
       }
   }
+  for (int g = 0; a.cap && g < G; ++g)
+    for (int64_t j = g * KEYS; j < g * KEYS + num; j += W)
+      store(scores + j, capped(load(scores + j), float(a.cap)));
   for (int g = 0; g < G; ++g)
     for (int64_t j = num; j < (num + W - 1) / W * W; ++j) scores[g * KEYS + j] = -__builtin_inff();
 }

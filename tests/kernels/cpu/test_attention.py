@@ -69,6 +69,17 @@ def test_sinks(level: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), naive(case, sinks_H=sinks_H), atol=limit, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_soft_caps(level: str, dtype: torch.dtype) -> None:
+    spec = replace(spec_of(6, 2, 32, window=90), scores_cap=2.0, scale=1.0)
+    case = make_case(Shape(((130, 1), (0, 70), (5, 3)), spec, 16), 4, dtype, device="cpu")
+    with native.at_level(level):
+        got = attend(case)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), naive(case), atol=limit, rtol=0)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("group", range(1, 9))
 def test_any_number_of_query_heads_of_a_kv_head(level: str, group: int) -> None:
