@@ -24,7 +24,7 @@ MAX_LINES = {
     "architectures": 4_600,  # without the files of families
     "attention": 2_180,  # latent attention: three more backends; sinks
     "benchmark": 1_150,
-    "cli": 6_005,  # how experts are chosen, and sinks, in inspect
+    "cli": 6_010,  # how experts are chosen, sinks and shared caches, in inspect
     "compression": 1_330,  # norms with a bias
     "cost": 5_320,  # what a step of decodes costs beside attention is kept, by rows
     "demo": 40,

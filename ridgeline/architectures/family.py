@@ -313,11 +313,11 @@ def shared_caches(
     config: ConfigReader, attention: tuple[AttentionSpec, ...]
 ) -> tuple[AttentionSpec, ...]:
     """Which layers read the keys and values of an earlier one: with `cla_share_factor` all but the
-    first of so many (arXiv 2405.12981), unless `use_cla` is off; with `num_kv_shared_layers` that
+    first of so many (arXiv 2405.12981), if `use_cla` is on; with `num_kv_shared_layers` that
     many last ones, each those of the last layer before them with its window (Gemma 3n)."""
     num_layers = len(attention)
     share = config.integer("cla_share_factor", default=1, high=num_layers)
-    if not config.flag("use_cla", default=True):
+    if not config.flag("use_cla", default=False):
         share = 1
     num_reading = config.integer("num_kv_shared_layers", low=0, default=0, high=num_layers - 1)
     first = num_layers - num_reading
@@ -332,9 +332,9 @@ def shared_caches(
                 raise config.fail("num_kv_shared_layers", "leaves no layer of the same window")
             owner = last_of[own.window] - last_of[own.window] % share
         owners.append(None if owner == index else owner)
-    is_special = any(own.latent or own.sinks for own in attention)
+    is_special = any(own.latent or own.sinks or own.norms_rotated for own in attention)
     if is_special and any(owner is not None for owner in owners):
-        raise config.fail("cla_share_factor", "is for attention without latent vectors and sinks")
+        raise config.fail("use_cla", "and sharing are for plain attention, not for this family's")
     return tuple(
         replace(own, cache_layer=owner) for own, owner in zip(attention, owners, strict=True)
     )

@@ -239,6 +239,8 @@ def _attention_words(a: AttentionSpec) -> str:
         *([f"scores capped at {a.scores_cap:g}"] if a.scores_cap else []),
     ]
     heads = f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads"
+    if a.cache_layer is not None:
+        heads = f"{a.num_heads} heads of {a.head_dim}, keys and values of layer {a.cache_layer}"
     if a.latent is not None:
         heads = f"{a.num_heads} heads of {a.head_dim}, cached as {a.latent.cached_width} numbers"
     return f"{heads}; {', '.join(extras)}"

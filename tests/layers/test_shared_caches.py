@@ -12,6 +12,7 @@ from torch.nn import functional
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.architectures.counts import kv_bytes_per_token
 from ridgeline.architectures.kv_groups import kv_groups
+from ridgeline.cli.inspect import _attention_words
 from ridgeline.cost.memory import block_bytes
 from ridgeline.cost.setup import Setup
 from ridgeline.errors import ConfigError
@@ -22,10 +23,22 @@ from tests.layers.reference_models import VOCAB, tiny_config
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 KINDS = ["sliding_attention", "full_attention"] * 3
+
+
+def cla(factor: int) -> dict[str, Any]:
+    return {"use_cla": True, "cla_share_factor": factor}
+
+
 # Configs, and which layer's keys and values each layer reads.
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "in pairs": (tiny_config("llama", num_hidden_layers=4, cla_share_factor=2), [0, 0, 2, 2]),
-    "in threes": (tiny_config("qwen2", num_hidden_layers=4, cla_share_factor=3), [0, 0, 0, 3]),
+    "in pairs": (
+        tiny_config("llama", num_hidden_layers=4, **cla(2)),
+        [0, 0, 2, 2],
+    ),
+    "in threes": (
+        tiny_config("qwen2", num_hidden_layers=4, **cla(3)),
+        [0, 0, 0, 3],
+    ),
     "last layers": (
         tiny_config("qwen3", num_hidden_layers=5, num_kv_shared_layers=3),
         [0, 1, 1, 1, 1],
@@ -134,6 +147,8 @@ def test_the_cache_is_smaller_by_exactly_the_readers(name: str) -> None:
     config, owners = CASES[name]
     spec, own = read_spec(config), len(set(owners))
     whole = read_spec(config | {"num_kv_shared_layers": 0, "cla_share_factor": 1})
+    named = [_attention_words(layer.attention) for layer in spec.layers]
+    assert sum("keys and values of layer" in line for line in named) == len(owners) - own
     one = 2 * 2 * 16 * 2  # K and V of two heads of 16 numbers, in 16 bits
     assert kv_bytes_per_token(spec, 2) == own * one
     assert kv_bytes_per_token(whole, 2) == len(owners) * one
@@ -160,6 +175,6 @@ def test_what_cannot_be_shared(changes: dict[str, Any], message: str) -> None:
 
 def test_layers_of_different_windows_share_nothing() -> None:
     with pytest.raises(ConfigError, match="cla_share_factor shares layers with different windows"):
-        read_spec(tiny_config("qwen3", layer_types=KINDS[:3], cla_share_factor=2, **WINDOWS))
-    with pytest.raises(ConfigError, match="cla_share_factor is for attention without latent"):
-        read_spec(tiny_config("deepseek_v3", cla_share_factor=2))
+        read_spec(tiny_config("qwen3", layer_types=KINDS[:3], **cla(2), **WINDOWS))
+    with pytest.raises(ConfigError, match="use_cla and sharing are for plain attention"):
+        read_spec(tiny_config("deepseek_v3", **cla(2)))
