@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ridgeline.architectures.config_reader import ConfigReader
-from ridgeline.architectures.parts import expected_tensors
+from ridgeline.architectures.parts import ROUTER, Part, expected_tensors, parts
 from ridgeline.architectures.quantization_scheme import (
     CHECKPOINT_FORMATS,
     Scheme,
@@ -15,7 +15,7 @@ from ridgeline.architectures.quantization_scheme import (
     tensors_of,
 )
 from ridgeline.architectures.scheme_match import Find, check_work
-from ridgeline.architectures.spec import ExpertsSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.spec import LayerSpec, ModelSpec
 from ridgeline.architectures.stored import (
     Cut,
     cuts,
@@ -29,7 +29,6 @@ from ridgeline.registry import opened
 KEY = "quantization_config"
 SCALES = "ridgeline_scale_dtype"  # that of the scales, which the reader of the files adds
 
-ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # of the matrices of a layer
 SHARED = ("embedding", "lm_head")
 
 
@@ -87,8 +86,9 @@ def _of_layer(
     section: ConfigReader,
 ) -> Iterator[tuple[str, Scheme]]:
     cut = dict(layer_cuts(spec, index))
-    for role in ROLES:
-        names = [name for name in _names(spec, index, layer, role) if name in shapes]
+    for part in _matrices(spec, layer):
+        role = part.role
+        names = [name for name in _names(spec, index, part) if name in shapes]
         found = {find(name.removesuffix(".weight")) for name in names}
         if len(found) > 1:
             raise section.fail(
@@ -117,12 +117,18 @@ def _is_kept(scheme: Scheme, cut: Cut | None, every: Mapping[str, Cut]) -> bool:
     )
 
 
-def _names(spec: ModelSpec, index: int, layer: LayerSpec, role: str) -> list[str]:
+def _matrices(spec: ModelSpec, layer: LayerSpec) -> list[Part]:
+    """Those that a quantizer may have touched."""
+    every = parts(layer, spec.hidden_size)
+    return [part for part in every if part.product not in ("", ROUTER)]
+
+
+def _names(spec: ModelSpec, index: int, part: Part) -> list[str]:
     """Of the matrices of this role, one for each expert where there are some."""
-    pattern = stored_pattern(spec, role)
-    experts = layer.feed_forward
-    count = experts.num_experts if isinstance(experts, ExpertsSpec) else 1
-    numbers = range(count) if "{expert}" in pattern else range(1)
+    pattern = stored_pattern(spec, part.role)
+    if part.is_experts:
+        pattern = spec.tensor_names.get(f"expert_{part.role}", pattern)
+    numbers = range(part.copies if "{expert}" in pattern else 1)
     return [pattern.format(layer=index, expert=number) for number in numbers]
 
 
@@ -162,8 +168,9 @@ def layer_matrices(spec: ModelSpec) -> Iterator[MatrixScheme]:
     shapes = stored_tensors(spec)
     for index, layer in enumerate(spec.layers):
         found: dict[str, Scheme] = {}
-        for role, scheme in layer.schemes:
-            found |= dict.fromkeys(_names(spec, index, layer, role), scheme)
+        for part in _matrices(spec, layer):
+            if (scheme := layer.scheme_of(part.role)) is not None:
+                found |= dict.fromkeys(_names(spec, index, part), scheme)
         for name, scheme in found.items():
             rows, columns = shapes[name]
             yield MatrixScheme(name, rows, columns, scheme)

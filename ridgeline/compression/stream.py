@@ -21,7 +21,6 @@ import torch
 
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.parts import (
-    ROUTER,
     layer_tensors,
     optional_tensors,
     shared_tensors,
@@ -392,7 +391,11 @@ def _finish(
     ignored = [spec.tensor_names["lm_head"].removesuffix(".weight")]
     for index in range(spec.num_layers):
         named = layer_tensors(spec, index).items()
-        ignored += [name.removesuffix(".weight") for name, part in named if part.role == ROUTER]
+        ignored += [
+            name.removesuffix(".weight")
+            for name, part in named
+            if part.product and not part.is_packed
+        ]
     act_order = job.method.name == "gptq" and job.method.gptq.act_order
     described = quantization_config(_targets(job, spec), ignore=ignored, act_order=act_order)
     write_json(job.out / "config.json", {**config, "quantization_config": described})
