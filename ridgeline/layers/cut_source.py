@@ -112,10 +112,12 @@ def unpack_mxfp4(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor) -> torch.Ten
     """[N, K] in bfloat16, which holds all of them: 4-bit numbers (e2m1), the lower half of a byte
     first, times two to the scale, whose bias is 127 (OCP Microscaling Formats 1.0)."""
     table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.bfloat16)
-    signed = torch.cat((table, -table)).to(blocks_NGB.device)
-    codes = torch.stack((blocks_NGB & 15, blocks_NGB >> 4), -1).flatten(-2)
-    numbers = torch.ldexp(signed[codes.int()], (scales_NG.int() - 127)[..., None])
-    return numbers.to(torch.bfloat16).flatten(-2)
+    signed, byte = torch.cat((table, -table)), torch.arange(256)
+    pairs = torch.stack((signed[byte & 15], signed[byte >> 4]), -1).view(torch.int32).flatten()
+    found = pairs.to(blocks_NGB.device).index_select(0, blocks_NGB.flatten().int())
+    factor = torch.ldexp(torch.ones(scales_NG.shape, device=found.device), scales_NG.int() - 127)
+    numbers = found.view(torch.bfloat16).view(*scales_NG.shape, -1)
+    return numbers.mul_(factor.to(torch.bfloat16)[..., None]).flatten(-2)
 
 
 def join(own: Sequence[tuple[torch.Tensor, Cut]]) -> torch.Tensor:
