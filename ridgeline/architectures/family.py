@@ -50,8 +50,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What Transformers assumes for a family's missing keys. `num_kv_heads` None: as many as
-    query heads. `head_dim` None: hidden size divided by heads. So it is where the config says null
-    for one of both. `norm_key`: where `norm_eps` is."""
+    query heads. `head_dim` None: hidden size by heads, as where a config says null. `norm_key`:
+    where `norm_eps` is."""
 
     rope_theta: float
     norm_eps: float
@@ -273,10 +273,8 @@ def mixed(
 def sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer by the rules of Qwen: `layer_types` when given, else the layers
     from `max_window_layers` on, and none at all unless `use_sliding_window`."""
-    kinds = config.texts("layer_types", length=num_layers)
-    for kind in kinds or ():
-        if kind not in LAYER_TYPES:
-            raise config.fail("layer_types", f"has {kind[:60]!r}; supported are {LAYER_TYPES}")
+    is_listed = config.has("layer_types")
+    kinds = layer_types(config, num_layers, full_every=1) if is_listed else None
     if not config.flag("use_sliding_window", default=False) or (
         "sliding_window" in config.values and not config.has("sliding_window")
     ):
