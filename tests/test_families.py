@@ -18,6 +18,7 @@ from ridgeline.architectures import FAMILIES, read_spec
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.spec import ExpertsSpec
 from ridgeline.attention import choose_backend
+from ridgeline.errors import ConfigError
 from tests.conftest import TEST_DEVICE
 from tests.layers.reference_models import VOCAB, ReferenceModel
 from tests.layers.test_agreement import CONFIGS, prompts
@@ -133,6 +134,20 @@ def test_every_cache_and_weights_of_fewer_bits(family: str, tmp_path: Path) -> N
         apart = float((found - wanted).norm() / wanted.norm())
         assert apart < 0.8, (kv_format, weight_format, apart)
         assert torch.isfinite(found).all()
+
+
+def test_the_part_of_a_multimodal_checkpoint_that_reads_text(tmp_path: Path) -> None:
+    reference, answers = model("gemma3_text")
+    config = {"model_type": "gemma3", "text_config": reference.config, "vision_config": {}}
+    config["architectures"] = ["Gemma3ForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"language_model.{k}": t.contiguous() for k, t in reference.tensors.items()}
+    images = {"vision_tower.post_layernorm.weight": torch.ones(3)}
+    save_file(tensors | images, tmp_path / "model.safetensors")
+    assert tokens(tmp_path, 8, num_blocks=120) == [answer[:8] for answer in answers]
+    save_file(tensors | {"other.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"holds tensor 'other\.weight'"):
+        tokens(tmp_path, 8, num_blocks=120)
 
 
 def test_every_family_has_its_line() -> None:
