@@ -38,8 +38,9 @@ from ridgeline.kernels.small_linear_triton import call_lines
 SORTED = 4096  # pairs that a program looks at together
 MOST_CALLED = 32  # lines of 128 bytes of a row that are called ahead
 SUMMED = 1024  # numbers of a token that a program adds up
-ROUTED = 2  # rows of the router that a program, a warp, multiplies by
+ROUTED = 4  # rows of the router that a program multiplies by
 GATHERED = 1024  # numbers of a row of x that a program copies
+LEAST = tl.constexpr(-3.0e38)
 LEAST_BINS = 64  # of a count of experts
 TALL_ROWS = 64  # pairs from which on x is the tall operand; never beside codes, which are widened
 PLAIN, ROWS, BLOCKS, GROUPS = 0, 1, 2, 3  # scales of W
@@ -147,8 +148,8 @@ def choose_experts_triton(
     pdl = launches_early(device) if pdl is None else pdl
     _choose_rows[(tokens,)](
         logits_TX, weights_TA if choice.bias_X is None else choice.bias_X, weights_TA, experts_TA,
-        logits_TX.stride(0), choice.scale, **_rule_of(choice), PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        logits_TX.stride(0), choice.scale, **_rule_of(choice), PDL=pdl,
+        num_warps=_choosing_warps(choice), launch_pdl=pdl,
     )  # fmt: skip
     return weights_TA, experts_TA
 
@@ -175,7 +176,7 @@ def route_triton(
         room.arrivals_A, weights_TA, experts_TA, x_TE if norm is None else norm.weight_K,
         norm.eps if norm else 0.0, x_TE.stride(0), choice.scale, NORM=norm is not None,
         INPUTS=width, BLOCK_X=ROUTED, BLOCK_K=min(1024, triton.next_power_of_2(width)),
-        **_rule_of(choice), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        **_rule_of(choice), PDL=pdl, num_warps=_choosing_warps(choice), launch_pdl=pdl,
     )  # fmt: skip
     return weights_TA, experts_TA
 
@@ -188,12 +189,16 @@ def _routes(tokens: int, choice: Choice, device: torch.device) -> tuple[torch.Te
     )
 
 
+def _choosing_warps(choice: Choice) -> int:
+    """Each expert is compared with each."""
+    return min(16, max(4, int(triton.next_power_of_2(choice.experts)) // 32))
+
+
 def _rule_of(choice: Choice) -> dict[str, int | bool]:
     return {
         "EXPERTS": choice.experts,
         "SLOTS_X": triton.next_power_of_2(choice.experts),
         "ACTIVE": choice.active,
-        "SLOTS_A": triton.next_power_of_2(choice.active),
         "SIGMOID": choice.is_sigmoid,
         "BIAS": choice.bias_X is not None,
         "RENORMALIZE": choice.renormalize,
@@ -778,7 +783,6 @@ def _choose(
     EXPERTS: tl.constexpr,
     SLOTS_X: tl.constexpr,
     ACTIVE: tl.constexpr,
-    SLOTS_A: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -792,25 +796,22 @@ def _choose(
     else:
         scores = tl.exp(logits - tl.max(logits, 0))
         scores = scores / tl.sum(scores, 0)
-    choice = tl.where(is_expert, scores, float("-inf"))
+    choice = scores
     if BIAS:
         choice += tl.load(bias_ptr + x, is_expert, 0.0)
-    a = tl.arange(0, SLOTS_A)
-    weights = tl.zeros((SLOTS_A,), tl.float32)
-    chosen = tl.zeros((SLOTS_A,), tl.int32)
-    for active in tl.static_range(ACTIVE):
-        weight, best = tl.max(choice, 0, return_indices=True)
-        if BIAS:
-            weight = tl.sum(tl.where(x == best, scores, 0.0), 0)
-        weights = tl.where(a == active, weight, weights)
-        # Of NaN, padding may be the best: what is no expert must not be looked up.
-        chosen = tl.where(a == active, tl.minimum(best, EXPERTS - 1), chosen)
-        choice = tl.where(x == best, float("-inf"), choice)
+    choice = tl.where(choice == choice, choice, LEAST)  # NaN is the worst, before what is padding
+    choice = tl.where(is_expert, choice, float("-inf"))
+    # All places at once: one choice after the other is a chain of reductions.
+    is_better = choice[None] > choice[:, None]
+    is_better = is_better | ((choice[None] == choice[:, None]) & (x[None] < x[:, None]))
+    place = tl.sum(is_better.to(tl.int32), 1)
+    is_chosen = place < ACTIVE
+    weights = tl.where(is_chosen, scores, 0.0)
     if RENORMALIZE:
         weights = weights / tl.maximum(tl.sum(weights, 0), 1e-20)
-    places = token * ACTIVE + a
-    tl.store(weights_ptr + places, weights * scale, a < ACTIVE)
-    tl.store(experts_ptr + places, chosen, a < ACTIVE)
+    places = token * ACTIVE + place
+    tl.store(weights_ptr + places, weights * scale, is_chosen)
+    tl.store(experts_ptr + places, x, is_chosen)
 
 
 @triton.jit
@@ -824,7 +825,6 @@ def _choose_rows(
     EXPERTS: tl.constexpr,
     SLOTS_X: tl.constexpr,
     ACTIVE: tl.constexpr,
-    SLOTS_A: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -839,7 +839,7 @@ def _choose_rows(
     places = logits_ptr + token * stride + x
     logits = tl.load(places, x < EXPERTS, float("-inf")).to(tl.float32)
     _choose(logits, bias_ptr, weights_ptr, experts_ptr, token, scale, EXPERTS, SLOTS_X, ACTIVE,
-            SLOTS_A, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
+            SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
 
 
 @triton.jit
@@ -862,7 +862,6 @@ def _route_rows(
     EXPERTS: tl.constexpr,
     SLOTS_X: tl.constexpr,
     ACTIVE: tl.constexpr,
-    SLOTS_A: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -896,7 +895,7 @@ def _route_rows(
         places = logits_ptr + token * EXPERTS + every
         found = tl.load(places, every < EXPERTS, float("-inf"), cache_modifier=".cg")
         _choose(found, bias_ptr, weights_ptr, experts_ptr, token.to(tl.int64), scale, EXPERTS,
-                SLOTS_X, ACTIVE, SLOTS_A, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
+                SLOTS_X, ACTIVE, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
         reset(arrivals_ptr, token)
 
 
