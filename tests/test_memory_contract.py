@@ -13,7 +13,7 @@ import pytest
 from bench.memory import EVERYTHING, TOKEN, Case, Run, measure
 from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import read_spec
-from ridgeline.attention import sdpa
+from ridgeline.attention import latent, sdpa
 from ridgeline.build import Built
 from ridgeline.cli import main
 from ridgeline.cost import working_space
@@ -101,6 +101,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert gathered == working_space.GATHERED_TOKENS
     assert working_space.FEW_TOKENS == sdpa.FEW_TOKENS
     assert working_space.QUERY_TILE == sdpa.QUERY_TILE
+    assert working_space.EXPANDED_BYTES == latent.EXPANDED_BYTES
     assert working_space.PROMPT_LOGITS_BYTES == prompt_logprobs.CHUNK_BYTES
     assert list(working_space.NUMBERS_AT_ONCE.values()) == list(NUMBERS_AT_ONCE.values())
 

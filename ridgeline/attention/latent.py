@@ -11,6 +11,7 @@ a value, C of a latent vector.
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from ridgeline.architectures.counts import is_expanded
 from ridgeline.architectures.spec import AttentionSpec
@@ -137,4 +138,11 @@ def _attend_expanded(
         plain_nHP, v_nHV = kv_nHO[..., : up.num_plain], kv_nHO[..., up.num_plain :]
         rotated_nHR = rotated_n1R.expand(-1, plain_nHP.shape[1], -1)
         k_nHD = torch.cat((plain_nHP, rotated_nHR), -1)
-        attend_piece(q_THD[:, heads], k_nHD, v_nHV, piece, plan, scale, out_THV[:, heads])
+        if (more := k_nHD.shape[2] - v_nHV.shape[2]) <= 0 or k_nHD.is_cuda:
+            attend_piece(q_THD[:, heads], k_nHD, v_nHV, piece, plan, scale, out_THV[:, heads])
+            continue
+        # A CPU's fused kernel takes values as wide as keys; another one makes all scores at once.
+        wide_THD = torch.empty_like(q_THD[piece.start : piece.stop, heads])
+        q_QHD, v_nHD = q_THD[piece.start : piece.stop, heads], functional.pad(v_nHV, (0, more))
+        attend_piece(q_QHD, k_nHD, v_nHD, piece.from_start, plan, scale, wide_THD)
+        out_THV[piece.start : piece.stop, heads] = wide_THD[..., :-more]

@@ -18,7 +18,7 @@ from functools import cached_property
 from ridgeline.architectures.counts import layer_kv_bytes
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.parts import branches
-from ridgeline.architectures.spec import DenseSpec, LayerSpec, ModelSpec
+from ridgeline.architectures.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, ModelSpec
 from ridgeline.cost.memory_items import MemoryItem
 from ridgeline.request import MAX_LOGPROBS
 
@@ -31,6 +31,7 @@ LONG_PIECE = 1024
 GATHERED_TOKENS = {"cpu": 1 << 11, "gpu": 1 << 16}
 FEW_TOKENS = 8
 QUERY_TILE = 256
+EXPANDED_BYTES = 64 << 20  # keys and values of latent attention, at a time
 # Of sampling: logits that are worked on at once (ridgeline.sampling.batch), what that takes for
 # each of them, and float32 logits of a prompt that exist at once (executor.prompt_logprobs).
 NUMBERS_AT_ONCE = {"cpu": 1 << 18, "gpu": 1 << 23}
@@ -202,6 +203,8 @@ class _Space:
 
     def _attention(self, layer: LayerSpec, tokens: int, each: int) -> int:
         attention = layer.attention
+        if attention.latent is not None:
+            return self._latent_attention(attention, attention.latent, tokens)
         queries = attention.num_heads * attention.head_dim // self.ranks
         keys = -(-attention.num_kv_heads // self.ranks) * attention.head_dim
         held = self.spec.hidden_size + queries + 2 * keys
@@ -225,6 +228,21 @@ class _Space:
             tokens * (held + queries) * self.size + max(short, long),
             tokens * (held + queries + self.spec.hidden_size) * self.size,
         )
+
+    def _latent_attention(self, attention: AttentionSpec, latent: LatentSpec, tokens: int) -> int:
+        """Queries, what is cached, and of one request keys and values of some heads."""
+        heads, width = attention.num_heads // self.ranks, latent.qk_head_dim
+        down = latent.cached_width + (latent.q_lora_rank or 0)
+        held = self.spec.hidden_size + 2 * down + heads * (width + latent.v_head_dim)
+        rotated = heads * latent.qk_rope_head_dim * (self.size + 2 * FLOAT)
+        head = latent.qk_nope_head_dim + latent.v_head_dim + latent.qk_rope_head_dim
+        of_head = self.context * head * self.size
+        together = min(heads, max(1, EXPANDED_BYTES // max(1, of_head)))
+        # Values may be filled up to the width of keys, and results with them.
+        expanded = together * (self.context * (head + 2 * width) + tokens * width) * self.size
+        absorbed = FEW_TOKENS * self.rows * heads * 2 * latent.cached_width * self.size
+        gathered = self.context * latent.cached_width * self.size
+        return tokens * (held * self.size + rotated) + gathered + max(expanded, absorbed)
 
     def _paged_attention(self, tokens: int, queries: int, keys: int) -> int:
         """A long prompt goes through torch's kernel, on a copy of its keys, values and queries."""
