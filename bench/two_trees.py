@@ -109,8 +109,10 @@ def work(args: argparse.Namespace) -> None:
     if Path(args.work).name in SHAPES:
         options |= {"load_format": "random"}
     most = max([number for what, number, _ in args.runs if what != PROMPT], default=1)
-    options |= {"max_num_seqs": most, "max_model_len": MAX_MODEL_LEN}
-    options |= {"num_blocks": max(most * args.blocks_each, MAX_MODEL_LEN // 16) + 1}
+    config = json.loads((Path(args.work) / "config.json").read_text())
+    longest = min(MAX_MODEL_LEN, config["max_position_embeddings"])
+    options |= {"max_num_seqs": most, "max_model_len": longest}
+    options |= {"num_blocks": max(most * args.blocks_each, longest // 16) + 1}
     engine = RidgelineEngine(args.work, **options)
     vocab_size = engine.llm.spec.vocab_size
     print(ANSWER + json.dumps({"package": str(Path(sys.modules["ridgeline"].__file__ or ""))}))
