@@ -103,8 +103,8 @@ def _library() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "implementation transformers needs the package transformers, which is not installed: "
-            f"pip install 'ridgeline[{EXTRA}]'"
+            "implementation transformers needs the package transformers, which cannot be imported "
+            f"({error}); pip install 'ridgeline[{EXTRA}]'"
         ) from error
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
