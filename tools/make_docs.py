@@ -11,11 +11,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
+from ridgeline.architectures import FAMILIES
 from ridgeline.cli.main import COMMANDS, build_parser
 from ridgeline.cli.parser import Parser
 from ridgeline.declared import Declared, Field, declared
@@ -36,7 +38,7 @@ from ridgeline.server.errors import CODES, RETRY_AFTER_S
 from tools import docs_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/http-api.md", "docs/configuration.md")
+PAGES = ("docs/http-api.md", "docs/configuration.md", "docs/models.md")
 MARK = re.compile(r"(<!-- begin (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHARED = ("engine", "sampling", "machine")  # groups of flags that several commands have
 DEFAULT = re.compile(r"(?: ?\(|; |^)default: (?P<value>[^()]+)\)?$")
@@ -51,6 +53,25 @@ def table(head: Row, rows: Iterable[Row]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+# ---------------------------------------------------------------------- models
+
+
+def families() -> str:
+    """Model types by the file that reads them, whose first lines say what it is."""
+    files: dict[str, list[str]] = {}
+    for model_type, where in FAMILIES.items():
+        files.setdefault(where.partition(":")[0], []).append(model_type)
+    rows = []
+    for module, types in files.items():
+        text = _first_paragraph(import_module(module).__doc__)
+        question, _, answer = text.partition("? ")
+        name = question.removeprefix("What is an ").removeprefix("What is a ")
+        rows.append((name, ", ".join(f"`{one}`" for one in types), answer))
+    return table(
+        ("family", "`model_type`", "what it is"), sorted(rows, key=lambda row: row[0].lower())
+    )
 
 
 # ---------------------------------------------------------------------- the HTTP API
@@ -258,6 +279,7 @@ def _reference(title: str, same: Sequence[str], common: Mapping[str, Row]) -> st
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "families": families,
     "endpoints": endpoints,
     "completion fields": body(without(CompletionBody, Asking)),
     "chat fields": body(without(ChatBody, Asking)),
