@@ -76,6 +76,7 @@ from ridgeline.step import StepPricer
 from ridgeline.text.chat import ChatTemplate, load_chat_template
 from ridgeline.text.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 
+MOST_LETTERS = 100  # of a model type that another library is asked for
 HINT = (
     "Transformers may know it: with pip install 'ridgeline[transformers]' its modules run families "
     "that are not ours"
@@ -161,11 +162,13 @@ def _spec(config: EngineConfig, folder: ModelFolder) -> ModelSpec:
     """As `implementation` says; ConfigError for a family that nobody here serves."""
     values = read_config(folder.path)
     asked, is_installed = config.implementation, find_spec(TRANSFORMERS) is not None
-    is_other = values.get("model_type") not in FAMILIES and folder.path.is_dir()
+    model_type = values.get("model_type")
+    is_name = isinstance(model_type, str) and len(model_type) <= MOST_LETTERS
+    is_other = is_name and model_type not in FAMILIES and folder.path.is_dir()
     if asked == TRANSFORMERS or (asked == "auto" and is_other and is_installed):
         from ridgeline.layers.transformers_model import foreign_spec
 
-        return foreign_spec(folder.path)
+        return foreign_spec(folder.path, str(model_type))
     try:
         spec = read_spec(values)
         check_served(spec)

@@ -18,6 +18,12 @@ from typing import Any
 
 import torch
 
+from ridgeline.architectures.config_reader import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+)
 from ridgeline.architectures.family import DTYPES
 from ridgeline.architectures.kv_groups import kv_groups
 from ridgeline.architectures.parts import LLAMA_NAMES, parts
@@ -42,6 +48,13 @@ EXTRA = "transformers"  # of our package
 HARMLESS = {"cache_position", "dropout", "is_causal", "position_ids", "return_dict"}
 # Their frequencies follow the longest request of a step, which would change the others' answers.
 SHARED_ROPES = ("dynamic", "longrope")
+# Modules are made for each layer, and tables for each token, before anything is known of files.
+BOUNDS = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_attention_heads": MAX_HEADS,
+    "vocab_size": MAX_VOCAB,
+    "max_position_embeddings": MAX_POSITIONS,
+}
 PROBED = 3  # tokens
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit
 
@@ -113,27 +126,32 @@ def _library() -> Any:
     return transformers
 
 
-def _config(folder: Path) -> Any:
+def _config(folder: Path, model_type: str) -> Any:
     configs = _library().AutoConfig
-    with _blaming(folder, "Transformers does not read its config.json"):
+    with _blaming(folder, f"Transformers does not read a model_type {model_type[:60]!r}"):
         return configs.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def _refused(folder: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{folder}: {reason[:400]}; no implementation of this version serves it")
+    """In one line, as the library's own words may hold anything."""
+    words = "".join(c for c in " ".join(reason.split()) if c.isprintable())
+    return ConfigError(f"{folder}: {words[:400]}; no implementation of this version serves it")
 
 
 # ------------------------------------------------------------------------ what it is
 
 
-def foreign_spec(folder: Path) -> ModelSpec:
+def foreign_spec(folder: Path, model_type: str) -> ModelSpec:
     """What Transformers makes of a model's config.json, asked of its modules without weights.
 
     Each layer is described as a dense one with as many numbers as the modules have on average, so
     memory is exact, and experts are priced as if all were computed. ConfigError if it is no plain
     decoder, or Transformers does not know it either."""
-    config = _config(folder)
+    config = _config(folder, model_type)
     text = config.get_text_config()
+    for name, most in BOUNDS.items():
+        if not 0 < (value := getattr(text, name, None) or 1) <= most:
+            raise _refused(folder, f"{name} is {value}; it must be between 1 and {most}")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     if rope in SHARED_ROPES:
         raise _refused(folder, f"its positions ({rope}) depend on the longest request of a step")
@@ -294,7 +312,9 @@ class TransformersDecoder(Decoder):
             torch.manual_seed(seed)
             with torch.device(self.device):
                 model = models.from_config(
-                    _config(self._folder), attn_implementation=ATTENTION, dtype=self.dtype
+                    _config(self._folder, self.spec.family),
+                    attn_implementation=ATTENTION,
+                    dtype=self.dtype,
                 )
         else:
             model = self._read(models)

@@ -22,6 +22,7 @@ ENGINE_ARGV = {
     "seed": "7",
     "max_model_len": "99",
     "block_size": "32",
+    "implementation": "native",
     "num_blocks": "5",
     "kv_cache_memory_bytes": "2MiB",
     "memory_utilization": "0.5",

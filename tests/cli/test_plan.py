@@ -129,11 +129,11 @@ def test_the_command_for_a_name_of_the_catalogue_has_its_hub_id(cli: Cli) -> Non
 
 
 def test_a_model_that_is_not_served_is_planned_for_without_a_command(cli: Cli) -> None:
-    argv = ("granite-3.3-2b", "--rate", 1, "--devices", "h100-sxm", *ASKED)
+    argv = ("internlm3-8b", "--rate", 1, "--devices", "h100-sxm", *ASKED)
     code, out, _ = cli("plan", *argv, "--json")
     found = json.loads(out)
     assert (code, found["answer"]) == (1, None)
-    assert found["because"].startswith("this version cannot serve this model, which needs scaled")
+    assert found["because"].startswith("this version cannot serve this model, which needs a reader")
     assert found["not_served_yet"]["device"] == "h100-sxm"
     assert found["not_served_yet"]["commands"] == []
     _, table, _ = cli("plan", *argv)

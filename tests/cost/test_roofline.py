@@ -222,9 +222,10 @@ def test_more_work_never_takes_less_time(seed: int, what: str) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_an_ideal_device_is_the_roofline(seed: int) -> None:
     """With all efficiencies at one and no latencies, expected is ideal but for prefill attention,
-    where arithmetic and memory add up."""
+    where arithmetic and memory add up, and for weights that are unpacked first."""
     rng = random.Random(seed)
     setup = replace(random_setup(rng), calibration=ideal(), layout=Layout())
+    setup = replace(setup, precision=replace(setup.precision, weights="plain"))
     shape = tuple((1, before) for _, before in random_shape(rng))
     cost = step_cost(setup, shape)
     assert cost.expected_s == pytest.approx(cost.ideal_s, rel=1e-9)

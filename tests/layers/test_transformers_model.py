@@ -124,7 +124,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
         "depend on the longest request of a step",
     ),
     "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "its attention needs s_aux"),
-    "no_such_type": ({}, "Transformers does not read its config.json"),
+    "no_such_type": ({}, "Transformers does not read a model_type 'no_such_type'"),
 }
 
 
