@@ -443,6 +443,7 @@ CASES: dict[str, Case] = {
         _config(
             model_type="deepseek_v3",
             n_routed_experts=4096,
+            moe_intermediate_size=64,
             num_hidden_layers=1024,
             num_key_value_heads=4,
             kv_lora_rank=8,
