@@ -44,11 +44,11 @@ class Tile:
 
 
 def tile_for(num_rows: int, itemsize: int) -> Tile:
-    """By the rows of a request. Shared memory holds two tiles of keys."""
+    """By the rows of a request, as measured on an H100 with 16 and 128 heads."""
     rows = min(64, max(16, triton.next_power_of_2(num_rows)))
     if itemsize == 4:
         return Tile(16, 16, 4, 1)
-    return Tile(rows, 64 if rows == 16 else 32, 4 if rows <= 32 else 8, 2)
+    return Tile(64, 64, 8, 1) if rows == 64 else Tile(rows, 32, 4, 2)
 
 
 def make_work(
@@ -390,10 +390,9 @@ def _write_kernel(
             low_F = tl.minimum(tl.maximum(low_F, -LARGEST), LARGEST)
             high_F = tl.minimum(tl.maximum(high_F, -LARGEST), LARGEST)
         slot = cache + tl.load(slots + token) * cache_slot
-        kind = cache.dtype.element_ty
-        tl.store(slot + place_C, y_C.to(kind), mask=in_C)
-        tl.store(slot + SIZE + pair_F, low_F.to(kind), mask=in_F)
-        tl.store(slot + SIZE + HALF + pair_F, high_F.to(kind), mask=in_F)
+        tl.store(slot + place_C, y_C.to(cache.dtype.element_ty), mask=in_C)
+        tl.store(slot + SIZE + pair_F, low_F.to(cache.dtype.element_ty), mask=in_F)
+        tl.store(slot + SIZE + HALF + pair_F, high_F.to(cache.dtype.element_ty), mask=in_F)
     else:
         head_H = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         in_HF = (head_H < HEADS)[:, None] & in_F[None, :]
@@ -405,6 +404,5 @@ def _write_kernel(
         high_HF = second_HF * cos_F[None, :] + first_HF * sin_F[None, :]
         tl.debug_barrier()  # what one thread reads, another one may write
         out_HF = row_H1 + pair_F[None, :]
-        kind = q.dtype.element_ty
-        tl.store(out_HF, low_HF.to(kind), mask=in_HF)
-        tl.store(out_HF + HALF, high_HF.to(kind), mask=in_HF)
+        tl.store(out_HF, low_HF.to(q.dtype.element_ty), mask=in_HF)
+        tl.store(out_HF + HALF, high_HF.to(q.dtype.element_ty), mask=in_HF)
