@@ -40,7 +40,10 @@ def can_capture(spec: ModelSpec, kind: str, weights: WeightFormatLine) -> bool:
 
 
 def most_prompt_tokens(spec: ModelSpec) -> int:
-    """Of the largest step with prompts that a GPU's engine captures."""
+    """Of the largest step with prompts that a GPU's engine captures; 0: those of latent attention
+    are not."""
+    if any(layer.attention.latent is not None for layer in spec.layers):
+        return 0
     layer_flops = linear_flops_per_token(spec) / spec.num_layers
     busy = int(FLOPS_BEHIND_LAUNCHES / layer_flops)
     return min(max(busy, LEAST_TOKENS), MAX_TOKENS)

@@ -275,3 +275,8 @@ def test_the_build_refuses_them_before_anything_is_loaded(family: str, tmp_path:
 def test_a_latent_spec_says_its_sizes() -> None:
     latent = LatentSpec(512, 64, 128, 128)
     assert (latent.cached_width, latent.qk_head_dim) == (576, 192)
+
+
+def test_the_first_gemmas_mean_the_tanh_formula_by_gelu() -> None:
+    spec = read_spec(config("gemma", hidden_act="gelu"))
+    assert spec.layers[0].feed_forward.activation == "gelu_tanh"

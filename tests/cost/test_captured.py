@@ -67,10 +67,11 @@ def test_a_step_is_one_launch() -> None:
 def test_steps_with_experts_are_where_their_products_are_grouped(
     spec: ModelSpec, weights: str, is_captured: bool
 ) -> None:
+    """Prompts of latent attention are not: their kernels take no work that is fixed."""
     served = as_served(record(), spec, H200, Precision(weights=weights))
     assert served is not None
     assert (served.host.captured_tokens > 0) is is_captured
-    assert (served.host.captured_prompt_tokens > 0) is is_captured
+    assert (served.host.captured_prompt_tokens > 0) is (is_captured and spec is EXPERTS)
     assert not can_capture(spec, "cpu", WEIGHT_FORMATS[weights])
 
 

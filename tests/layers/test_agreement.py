@@ -37,7 +37,7 @@ MULTIPLIERS = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
-GEMMA = {"tie_word_embeddings": True, "hidden_act": "gelu"}
+GEMMA = {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.3, "beta_fast": 8, "beta_slow": 2}
@@ -242,7 +242,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "minicpm3",
         tie_word_embeddings=True,
         qk_rope_head_dim=12,
-        rope_scaling=LONGROPE,
+        rope_scaling=LONGROPE | {"factor": 4.0},
         original_max_position_embeddings=128,
         max_position_embeddings=512,
     ),
@@ -258,7 +258,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2 biased": tiny_config("olmo2", attention_bias=True, tie_word_embeddings=True),
     "olmo2 odd heads": tiny_config("olmo2", **ODD_HEADS | {"head_dim": 24}, rope_scaling=YARN),
     "gemma": tiny_config("gemma", **GEMMA),
-    "gemma untied": tiny_config("gemma", attention_bias=True, hidden_act="gelu", head_dim=32),
+    "gemma untied": tiny_config(
+        "gemma", attention_bias=True, hidden_act="gelu_pytorch_tanh", head_dim=32
+    ),
     "gemma odd heads": tiny_config("gemma", **GEMMA | ODD_HEADS | {"num_key_value_heads": 3}),
     "gemma2": tiny_config("gemma2", **GEMMA, sliding_window=5),
     "gemma2 uncapped": tiny_config(
