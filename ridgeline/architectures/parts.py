@@ -48,8 +48,15 @@ from ridgeline.architectures.spec import (
     NormKind,
 )
 
-# In files of older libraries: recomputed from the config, never read.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attn.masked_bias")
+# Tables in files of older libraries: recomputed from the config, never read.
+IGNORED_SUFFIXES = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "position_ids",
+)
 ROUTER = "router"
 HEAD = "{head}"  # in the names of tensors of which a layer has one for each head
 LATENT_UP = "kv_up"  # its rows are multiplied head by head, from both sides

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 
+from ridgeline.architectures.parts import IGNORED_SUFFIXES
 from ridgeline.errors import ConfigError, check
 from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.header import ITEM_BYTES, TensorEntry
@@ -30,19 +31,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 
-# What a checkpoint may hold although no architecture asks for it: tables that older exporters
-# stored, and the output matrix beside an embedding that it is tied to.
-HARMLESS_EXTRAS = (
-    ".rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attention.bias",
-    ".attention.masked_bias",
-    "position_ids",
-    "lm_head.weight",
-)
-
-
+# What a checkpoint may hold although no architecture asks for it; the last is the output matrix
+# beside an embedding that it is tied to.
+HARMLESS_EXTRAS = (*IGNORED_SUFFIXES, "lm_head.weight")
 START_AGAIN = "start again when nothing writes to it any more"
 
 
