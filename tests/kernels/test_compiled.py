@@ -1,4 +1,4 @@
-"""Do the Triton kernels of captured steps compile for an H100 or H200, as their callers launch them?
+"""Do the Triton kernels of captured steps compile for an H100, as their callers launch them?
 
 The interpreter takes what the compiler refuses: results of branches that differ in type, names of
 Python that are no constants, dtypes it has no instruction for. No GPU is needed: in a process of
@@ -33,7 +33,7 @@ def test_kernels_compile() -> None:
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     compiled = set(ran.stdout.split())
-    assert EXPECTED <= compiled, EXPECTED - compiled
+    assert compiled >= EXPECTED, EXPECTED - compiled
 
 
 EXPECTED = {
@@ -80,15 +80,15 @@ def experts() -> Iterator[Callable[[], object]]:
         if is_coded:
             scales = [torch.ones(n, rows // 128, k // 128) for n, rows, k in shapes]
             codes = [weight.to(E4M3) for weight in made]
-            pair = tuple(map(grouped.StackedMatrix, codes, scales))
+            gate_up, down = map(grouped.StackedMatrix, codes, scales)
         else:
-            pair = tuple(map(grouped.StackedMatrix, made))
+            gate_up, down = map(grouped.StackedMatrix, made)
         for tokens in (1,) if is_coded else (1, 8, 400):
             x, chosen = empty(tokens, width), zeros(tokens, active)
-            cut = grouped.choose_cut(tokens, active, *pair)
+            cut = grouped.choose_cut(tokens, active, gate_up, down)
             yield partial(
                 ours.grouped_experts_triton, x, empty(tokens, active, dtype=torch.float32), chosen,
-                *pair, cut=cut, residual_TE=x, load_X=load,
+                gate_up, down, cut=cut, residual_TE=x, load_X=load,
                 norm=norm if cut.block_m == 1 else None,
             )  # fmt: skip
     for choice in (
