@@ -56,7 +56,7 @@ NEVER = (  # (part, part it must not import although its level would allow it)
     ("executor", "scheduler"),
     *((front, inner) for front in LEVELS[-1] for inner in ("executor", "layers")),
 )
-LABORATORY = {"measure", "simulator", "planner", "benchmark", "evaluation"}
+LABORATORY = {"measure", "simulator", "planner", "benchmark", "evaluation", "lab"}
 FRONT_OF_LABORATORY = {"cli", "__main__"}  # nothing else imports it: what answers does not measure
 BANNED_MODULES = {
     "pickle",

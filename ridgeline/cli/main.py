@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": "find the cheapest machines and settings that keep a promise to this traffic",
     "simulate": "run a workload through the real scheduler on a simulated machine",
     "explain": "say where the time of a server or of a finished run went, and what would help most",
+    "lab": "see in the browser how inference works, on pages that this machine computes",
     "completion": "print what a shell needs to complete commands, flags and choices",
 }
 

@@ -124,6 +124,11 @@ class Device:
         """FLOP per byte above which arithmetic binds, not memory."""
         return self.peak(dtype) / self.bandwidth
 
+    def critical_batch(self, dtype: str, weight_bits: float) -> float:
+        """Tokens of a step from which on a product of weights of so many bits is bound by
+        arithmetic: a weight is read once, and takes 2 operations for each token."""
+        return self.ridge(dtype) * weight_bits / 16
+
     @property
     def rent(self) -> Price | None:
         """What renting one costs, over all price sources: lowest, median and highest.

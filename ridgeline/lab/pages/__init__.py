@@ -1,0 +1,1 @@
+"""What does each page of the lab compute? One module a page: inputs in, an answer out."""
