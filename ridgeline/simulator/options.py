@@ -26,6 +26,24 @@ class Machine:
     windows: tuple[int | None, ...] = (None,)
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A replica is lost from `start_s` to `end_s`, in seconds of the workload, and comes back with
+    an empty cache. Requests that it had are sent again from their beginning, to the others or, when
+    there are none, as soon as one is back."""
+
+    replica: int
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        if self.replica < 0 or not 0 <= self.start_s < self.end_s:
+            raise ConfigError(
+                f"an outage of replica {self.replica} from {self.start_s:g} s to {self.end_s:g} s: "
+                "replicas are counted from 0, and it must end after it has begun"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How the engine is run; what the model and the machine are is in the setup.
@@ -61,6 +79,7 @@ class Options:
     request_s: float = 0.0
     computes_in_submit: bool = False
     plans_ahead_s: float | None = None
+    outages: tuple[Outage, ...] = ()  # two of one replica must not overlap
     macro_steps: bool = True
 
     def __post_init__(self) -> None:

@@ -37,6 +37,8 @@ class Replica:
         self.samples: list[StepSample] = []
         self.num_leaps = 0
         self.is_asleep = True
+        self.is_ready = True  # it is sent requests
+        self.is_lost = False  # and whatever it was doing
         self._jobs = jobs
         self._spans: deque[Span] = deque()
         self._to_begin: set[str] = set()  # who has had no token yet
@@ -126,6 +128,7 @@ class Replica:
             scheduler.num_waiting + len(self.inbox),
             sum(max(0, number) for number in pending),
             cached,
+            self.is_ready,
         )
 
     def _begin(self, job: Job, now: float) -> None:

@@ -31,6 +31,7 @@ class RequestTimeline:
     num_cached: int = 0
     num_preemptions: int = 0
     refused: str = ""
+    num_retries: int = 0  # after its replica was lost
 
     @property
     def is_finished(self) -> bool:
@@ -163,6 +164,7 @@ class Summary:
     slo_share: float | None
     num_steps: int
     num_preemptions: int
+    num_retries: int
     mean_in_flight: float
     busy_share: float
     slot_share: float
@@ -211,6 +213,7 @@ def summarize(
         slo_share=None if kept is None else _over(kept, len(requests)),
         num_steps=num_steps,
         num_preemptions=sum(r.num_preemptions for r in requests),
+        num_retries=sum(r.num_retries for r in requests),
         mean_in_flight=_over(sum(r.e2e_s or 0.0 for r in done), duration),
         busy_share=_over(busy, duration * num_replicas),
         slot_share=_over(rows, num_steps * num_slots),

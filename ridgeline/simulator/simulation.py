@@ -22,14 +22,21 @@ from ridgeline.cost.pricer import Setup
 from ridgeline.errors import ConfigError
 from ridgeline.formats import DRAFT_METHODS
 from ridgeline.request import Request, SamplingParams
-from ridgeline.router.policies import RequestView
+from ridgeline.router.policies import NoReplica, RequestView
 from ridgeline.scheduler.block_manager import BlockManager, blocks_needed
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.simulator.executor import Answer, SimulatedExecutor, Speculation
 from ridgeline.simulator.macro import Leap, LeapingEngine
-from ridgeline.simulator.options import Machine, Options, limits_of, machine_of, without_paging
+from ridgeline.simulator.options import (
+    Machine,
+    Options,
+    Outage,
+    limits_of,
+    machine_of,
+    without_paging,
+)
 from ridgeline.simulator.replica import Job, Replica
 from ridgeline.simulator.report import RequestTimeline, Slo, StepSample, Summary, summarize
 from ridgeline.simulator.workload import FRESH_TOKEN, MAX_LENGTH, Arrival
@@ -37,7 +44,7 @@ from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.price import Drafter, DraftPrices, Target
 from ridgeline.step import Listener, StepPricer
 
-__all__ = ["Job", "Machine", "Options", "Simulation", "SimulationReport"]
+__all__ = ["Job", "Machine", "Options", "Outage", "Simulation", "SimulationReport"]
 
 NAME_BYTES = 16  # of a block that no prompt shares
 
@@ -115,7 +122,11 @@ class Simulation:
         num_replicas = options.num_replicas or (
             setup.layout.replicas if isinstance(setup, Setup) else 1
         )
-        self.replicas = [self._replica(number, journal_of) for number in range(num_replicas)]
+        self._journal_of = journal_of
+        self.replicas = [self._replica(number) for number in range(num_replicas)]
+        self._lost: list[Replica] = []  # with what is known of their steps
+        self._homeless: list[Job] = []  # while no replica is ready
+        self._changes = _changes_of(options.outages, num_replicas)
 
     def run(self) -> SimulationReport:
         return self.run_jobs(self._job(i, arrival) for i, arrival in enumerate(self.workload))
@@ -134,9 +145,14 @@ class Simulation:
         events, timelines = self._events, list[RequestTimeline]()
         coming = iter(jobs)
         job = next(coming, None)
-        while job is not None or events:
+        while job is not None or events or self._homeless:
             horizon = inf if job is None else job.request.arrival_time
-            if job is not None and (not events or horizon <= events[0].when):
+            if self._changes and self._changes[0][0] <= horizon:
+                horizon = self._changes[0][0]
+                if not events or horizon <= events[0].when:
+                    self._change()
+                    continue
+            elif job is not None and (not events or horizon <= events[0].when):
                 self.now = horizon
                 timelines.append(job.timeline)
                 self._arrive(job)
@@ -145,18 +161,19 @@ class Simulation:
             event: _Event | None = heapq.heappop(events)
             while event is not None:
                 self.now = event.when
-                event = self._turn(event, horizon)
+                event = None if event.replica.is_lost else self._turn(event, horizon)
                 if event is not None and (len(self.replicas) > 1 or event.when >= horizon):
                     heapq.heappush(events, event)
                     break
-        samples = [sample for replica in self.replicas for sample in replica.samples]
+        everyone = (*self._lost, *self.replicas)
+        samples = [sample for replica in everyone for sample in replica.samples]
         return SimulationReport(
             timelines,
             samples,
             self.limits.max_num_seqs,
             self.machine.num_blocks,
             len(self.replicas),
-            sum(replica.num_leaps for replica in self.replicas),
+            sum(replica.num_leaps for replica in everyone),
         )
 
     # ------------------------------------------------------------------ events
@@ -215,19 +232,64 @@ class Simulation:
         return self.options.router is None or len(self.replicas) == 1
 
     def _arrive(self, job: Job) -> None:
-        replica = self.replicas[self._route(job.request)]
+        try:
+            replica = self.replicas[self._route(job.request)]
+        except NoReplica:
+            self._homeless.append(job)
+            return
         job.timeline.replica = replica.number
         replica.inbox.append(job)
         if replica.is_asleep:
             replica.is_asleep = False
             heapq.heappush(self._events, self._next(replica, self.now))
 
+    def _change(self) -> None:
+        """A replica is lost, or is back."""
+        self.now, number, is_back = self._changes.pop(0)
+        old = self.replicas[number]
+        if is_back:
+            old.is_ready = True
+            again, self._homeless = self._homeless, []
+        else:
+            old.is_lost = True
+            self._lost.append(old)
+            new = self.replicas[number] = self._replica(number)
+            new.clock.advance_to(self.now)
+            new.is_ready = False
+            own = [job for job in self._jobs.values() if job.timeline.replica == number]
+            again = [self._begun_anew(job) for job in (*own, *old.inbox)]
+        for job in again:
+            self._arrive(job)
+
+    def _begun_anew(self, job: Job) -> Job:
+        """What was answered of it is lost; its arrival stays."""
+        request, timeline = job.request, job.timeline
+        self._jobs.pop(request.request_id, None)
+        timeline.started_s = timeline.first_token_s = None
+        timeline.num_retries += 1
+        fresh = Request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling,
+            request.arrival_time,
+            request.priority,
+            request.cache_salt,
+            request.fork_of,
+            request.tenant,
+            request.weight,
+        )
+        fresh.block_hashes = request.block_hashes
+        return Job(fresh, job.answer, timeline)
+
     def _route(self, request: Request) -> int:
         self._num_sent += 1
-        if len(self.replicas) == 1:
+        if len(self.replicas) == 1 and self.replicas[0].is_ready:
             return 0
         if self.options.router is None or self.rng is None:
-            return (self._num_sent - 1) % len(self.replicas)
+            ready = [n for n, replica in enumerate(self.replicas) if replica.is_ready]
+            if not ready:
+                raise NoReplica("none is ready")
+            return ready[(self._num_sent - 1) % len(ready)]
         views = [replica.view(request) for replica in self.replicas]
         asked = RequestView(len(request.prompt_token_ids))
         return self.options.router.choose(asked, views, self.rng)
@@ -278,8 +340,9 @@ class Simulation:
         each = blocks_needed(longest, limits.block_size, machine.windows, chunk)
         return each * limits.max_num_seqs > machine.num_blocks
 
-    def _replica(self, number: int, journal_of: JournalOf | None) -> Replica:
+    def _replica(self, number: int) -> Replica:
         options, machine, limits = self.options, self.machine, self.limits
+        journal_of = self._journal_of
         size = limits.block_size
         caches = options.prefix_caching and options.paging
         if caches and journal_of is None:
@@ -320,6 +383,23 @@ class Simulation:
         if journal_of is not None:
             engine.listeners.append(journal_of(number, scheduler))
         return Replica(number, engine, self._jobs, is_static=options.static_batching)
+
+
+def _changes_of(outages: Iterable[Outage], num_replicas: int) -> list[tuple[float, int, bool]]:
+    """(when, which replica, whether it is back then), the earliest first. Raises ConfigError."""
+    changes = []
+    ends = dict[int, float]()
+    for outage in sorted(outages, key=lambda one: one.start_s):
+        if outage.replica >= num_replicas:
+            raise ConfigError(
+                f"an outage of replica {outage.replica}: there are {num_replicas}, from 0"
+            )
+        if outage.start_s < ends.get(outage.replica, 0.0):
+            raise ConfigError(f"two outages of replica {outage.replica} overlap; make them one")
+        ends[outage.replica] = outage.end_s
+        changes.append((outage.start_s, outage.replica, False))
+        changes.append((outage.end_s, outage.replica, True))
+    return sorted(changes)
 
 
 def _chooser(speculation: Speculation | None, pricer: StepPricer) -> DraftLengthController | None:

@@ -9,7 +9,7 @@ saturated and, from a run that is, what the capacity was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ridgeline.errors import ConfigError
@@ -129,31 +129,40 @@ def sweep(run: Run, estimate: float, fractions: Sequence[float] = FRACTIONS) -> 
 
     The run that told the capacity is the last point.
     """
+    *_, last = sweeping(run, estimate, fractions)
+    return last
+
+
+def sweeping(run: Run, estimate: float, fractions: Sequence[float] = FRACTIONS) -> Iterator[Sweep]:
+    """The same, as far as it has come, after each run."""
     check_rate(estimate)
-    probes = find_capacity(run, estimate)
+    probes: list[Point] = []
+    for probe in find_capacity(run, estimate):
+        probes.append(probe)
+        yield Sweep((probe,), probe.capacity)
     last = next((p for p in reversed(probes) if p.is_saturated), probes[-1])
-    top, known = last.capacity or last.rate, last.capacity
-    points = [_point(rate, run(rate), known) for f in fractions if (rate := f * top) < last.rate]
-    return Sweep((*sorted(points, key=lambda p: p.rate), last), last.capacity)
+    yield Sweep((last,), last.capacity)
+    top, points = last.capacity or last.rate, list[Point]()
+    for rate in (f * top for f in fractions if f * top < last.rate):
+        points.append(_point(rate, run(rate), last.capacity))
+        yield Sweep((*sorted(points, key=lambda p: p.rate), last), last.capacity)
 
 
-def find_capacity(run: Run, estimate: float) -> list[Point]:
+def find_capacity(run: Run, estimate: float) -> Iterator[Point]:
     """Runs in search of the capacity; the last saturated one tells it.
 
     A run that keeps up says that the capacity is higher: twice the rate is tried. One far above it
     gives an estimate, and the next is made not far above that.
     """
-    probes: list[Point] = []
     rate = OVERLOAD * estimate
     for _ in range(MAX_PROBES):
-        probes.append(point := _point(rate, run(rate)))
+        yield (point := _point(rate, run(rate)))
         if point.capacity is None:
             rate *= 2
         elif CLOSE_TO_IT[0] <= rate / point.capacity <= CLOSE_TO_IT[1]:
             break
         else:
             rate = OVERLOAD * point.capacity
-    return probes
 
 
 def _point(rate: float, outcome: Outcome, known: float | None = None) -> Point:

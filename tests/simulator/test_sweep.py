@@ -17,6 +17,7 @@ from ridgeline.simulator.sweep import (
     is_saturated,
     slope,
     sweep,
+    sweeping,
     ttft_slope,
 )
 from ridgeline.simulator.workload import fixed, generate
@@ -52,19 +53,26 @@ class OneServer:
 
 @pytest.mark.parametrize("start", [0.5, 3.9, 5.0, 60.0])
 def test_the_capacity_is_found_from_anywhere(start: float) -> None:
-    assert find_capacity(OneServer(), start)[-1].capacity == pytest.approx(4.0, rel=0.04)
+    *_, last = find_capacity(OneServer(), start)
+    assert last.capacity == pytest.approx(4.0, rel=0.04)
 
 
 @pytest.mark.parametrize("arrivals", ["uniform", "bursty"])
 def test_the_capacity_does_not_depend_on_the_pattern(arrivals: str) -> None:
-    last = find_capacity(OneServer(arrivals=arrivals), 1.0)[-1]
+    *_, last = find_capacity(OneServer(arrivals=arrivals), 1.0)
     assert last.capacity == pytest.approx(1 / SERVICE_S, rel=0.1)
 
 
 def test_a_good_guess_needs_one_run() -> None:
     server = OneServer()
-    find_capacity(server, 4.0)
+    assert len(list(find_capacity(server, 4.0))) == 1
     assert server.rates == [pytest.approx(5.2)]
+
+
+def test_a_sweep_is_told_run_by_run() -> None:
+    told = list(sweeping(OneServer(), 4.0, fractions=(0.5, 0.2)))
+    assert [len(found.points) for found in told] == [1, 1, 2, 3]
+    assert told[-1] == sweep(OneServer(), 4.0, fractions=(0.5, 0.2))
 
 
 def test_points_below_keep_up_and_points_above_do_not() -> None:
