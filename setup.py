@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("ridgeline/kernels/cpu")
+NUMBERED = FOLDER / "native.py"  # says which number of its interface Python expects
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 COMMON += ["-fno-math-errno", "-fno-trapping-math", "-g0", "-Wno-maybe-uninitialized"]
 # GCC 13 makes no fused products in some loops, and in others with the same lines it does; then a
@@ -32,7 +34,16 @@ VARIANTS = {"avx2": AVX2, "avx512": AVX512, "bf16": BF16, "amx": AMX}
 def flags(source: str) -> list[str]:
     """Of one file: the end of its name says which instructions it may use."""
     variant = Path(source).stem.rpartition("_")[2]
-    return [*COMMON, *VARIANTS.get(variant, [])]
+    return [*COMMON, f"-DRL_ABI={abi()}", *VARIANTS.get(variant, [])]
+
+
+def abi() -> int:
+    """The number that the library tells Python."""
+    text = (Path(__file__).parent / NUMBERED).read_text(encoding="utf-8")
+    found = re.search(r"^ABI = (\d+)", text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{NUMBERED} has no line ABI = NUMBER")
+    return int(found[1])
 
 
 class BuildNative(build_ext):
@@ -83,7 +94,7 @@ def native() -> list[Extension]:
         Extension(
             "ridgeline.kernels.cpu.native_cpu",
             sources=sorted(str(path) for path in FOLDER.glob("*.cpp")),
-            depends=[*sorted(str(path) for path in FOLDER.glob("*.h")), "setup.py"],
+            depends=[*sorted(map(str, FOLDER.glob("*.h"))), str(NUMBERED), "setup.py"],
             language="c++",
             optional=True,
         )

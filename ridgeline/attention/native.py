@@ -14,7 +14,7 @@ from ridgeline.attention.backend import AttentionBackend, Supports, softmax_scal
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout
 from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu import native
-from ridgeline.kernels.cpu.attention import CAPPED, AttentionBatch, cpu_attention
+from ridgeline.kernels.cpu.attention import AttentionBatch, cpu_attention
 from ridgeline.kernels.cpu.elementwise import DTYPES, MAX_HEAD_DIM
 from ridgeline.kvcache import LayerKV
 
@@ -22,14 +22,6 @@ from ridgeline.kvcache import LayerKV
 @dataclass(frozen=True, slots=True)
 class _Native(Supports):
     """And a library that could be built, on a processor that it runs on."""
-
-    def why_not(
-        self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device, kv_format: str = "auto"
-    ) -> str | None:
-        library = native.library()
-        if spec.scores_cap is not None and library is not None and not hasattr(library, CAPPED):
-            return "needs the native library of this version; build it anew"
-        return Supports.why_not(self, spec, dtype, device, kv_format)
 
     def lacks(self, device: torch.device) -> str | None:
         if native.library() is None:

@@ -147,6 +147,3 @@ RL_API int rl_attention(const AttentionArgs* args) {
   run(s, int64_t(s.merges.size()), run_merge, s.merges.size() > 3);
   return 0;
 }
-
-// The same; a library of an older version, which reads no `cap`, has no such name.
-RL_API int rl_attention_capped(const AttentionArgs* args) { return rl_attention(args); }

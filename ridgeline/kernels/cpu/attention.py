@@ -26,8 +26,6 @@ from ridgeline.kernels.cpu.elementwise import (
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.paged_kv import PagedKV
 
-CAPPED = "rl_attention_capped"  # an older library has no such name
-
 
 class _Attention(ctypes.Structure):
     _fields_ = (
@@ -89,8 +87,7 @@ def cpu_attention(
         DTYPES[q_THD.dtype], KV_DTYPES[kv.k_NSKD.dtype], *scale_strides, scale,
         pointer(sinks_H), cap or 0.0,
     )  # fmt: skip
-    kernel = kernel_of("rl_attention" if cap is None else CAPPED)
-    launch(kernel, arguments, q_THD, out_THD, kv, batch, sinks_H)
+    launch(kernel_of("rl_attention"), arguments, q_THD, out_THD, kv, batch, sinks_H)
     return out_THD
 
 

@@ -50,6 +50,9 @@ std::atomic<int> chosen{-1};
 
 }  // namespace
 
+// Of the interface that this library was built for; see native.py.
+RL_API int rl_abi() { return RL_ABI; }
+
 RL_API int isa_best() {
   static const int best = find_best();
   return best;

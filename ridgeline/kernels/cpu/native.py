@@ -21,6 +21,10 @@ from ridgeline.log import say
 VARIABLE = "RIDGELINE_CPU_ISA"
 LEVELS = ("none", "avx2", "avx512", "bf16", "amx")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+# Of the interface between Python and the library: raise it with every change of a struct of
+# arguments or of what a function makes of one. A library of another number is not used, since it
+# would read other arguments than it is given. setup.py builds this number into the library.
+ABI = 1
 
 # Measured with the bundled model and its draft on two cores of an AMD EPYC with AVX-512.
 MISSING = (
@@ -31,6 +35,7 @@ MISSING = (
 
 _FILE = Path(__file__).parent / "native_cpu.so"
 _log = logging.getLogger(__name__)
+STALE = "they were built for another version; run `make native`, or install Ridgeline anew"
 
 
 class _Read(ctypes.Structure):
@@ -53,6 +58,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         found = ctypes.CDLL(str(_FILE))
     except OSError:
         return None, "not built" if can_be_built() else "they are for Linux on x86-64"
+    if (number := _abi_of(found)) != ABI:
+        return None, f"{STALE} (interface {number}, not {ABI})"
     for name in ("pool_set_threads", "pool_set_spin"):
         getattr(found, name).argtypes = [ctypes.c_int]
         getattr(found, name).restype = None
@@ -63,6 +70,11 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     found.isa_set(LEVELS.index(wanted_level(os.environ, LEVELS[found.isa_best()])))
     found.pool_set_threads(torch.get_num_threads())
     return found, ""
+
+
+def _abi_of(found: ctypes.CDLL) -> int:
+    """0 of libraries from before there were numbers."""
+    return int(found.rl_abi()) if hasattr(found, "rl_abi") else 0
 
 
 def wanted_level(environ: Mapping[str, str], best: str) -> str:
@@ -147,13 +159,15 @@ def mixed_words(tensor: torch.Tensor) -> int:
 
 
 def announce() -> None:
-    """One line in the log: what multiplies. A library that is missing where it could be is a
-    warning, which Python prints also where nobody set up a log."""
+    """One line in the log: what multiplies. A library that is missing where it could be, or that
+    is of another version, is a warning, which Python prints also where nobody set up a log."""
     found, reason = _loaded()
     if not _FILE.exists() and can_be_built():
         say(_log, logging.WARNING, MISSING)
     elif found is None:
-        say(_log, logging.INFO, "no native CPU kernels, torch does the work", because=reason)
+        is_fault = reason.startswith(STALE)
+        told = "no native CPU kernels, torch does the work"
+        say(_log, logging.WARNING if is_fault else logging.INFO, told, because=reason)
     else:
         say(_log, logging.INFO, "native CPU kernels", kind=level(), threads=found.pool_threads())
 

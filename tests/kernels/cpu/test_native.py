@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -58,6 +62,47 @@ def test_missing_kernels_are_told_with_the_way_out(tmp_path: Path) -> None:
         assert "`make native`" in lines[0]
     else:
         assert lines == []
+
+
+def test_every_change_of_the_arguments_has_a_number() -> None:
+    """Raise `native.ABI` and put its number and the new digest here."""
+    structs = {}
+    for file in Path(native.__file__).parent.glob("*.py"):
+        module = importlib.import_module(f"ridgeline.kernels.cpu.{file.stem}")
+        for name, found in vars(module).items():
+            if isinstance(found, type) and issubclass(found, ctypes.Structure):
+                structs[f"{found.__module__}.{name}"] = [
+                    (field[0], field[1].__name__) for field in found._fields_
+                ]
+    digest = zlib.crc32(json.dumps(structs, sort_keys=True).encode())
+    assert (native.ABI, digest) == (1, 34143647)
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not native.can_be_built(), reason="needs a C compiler"
+)
+@pytest.mark.parametrize("number", [0, native.ABI + 1])
+def test_a_library_of_another_version_is_refused(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has every name that is asked for and a wrong number; 0: none, as older ones."""
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    names = ("pool_set_threads", "pool_set_spin", "isa_set", "rl_advise_huge", "isa_best")
+    lines = [f"int {name}() {{ return 2; }}" for name in names]
+    if number:
+        lines.append(f"int rl_abi() {{ return {number}; }}")
+    source.write_text("\n".join(lines))
+    subprocess.run(["gcc", "-shared", "-o", str(library), str(source)], check=True)
+    monkeypatch.setattr(native, "_FILE", library)
+    found = native._loaded.__wrapped__()
+    assert found[0] is None
+    monkeypatch.setattr(native, "_loaded", lambda: found)
+    assert native.library() is None
+    native.announce()
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"interface {number}, not {native.ABI}" in caplog.text
+    assert "`make native`" in caplog.text
 
 
 @needs_library
