@@ -6,6 +6,7 @@ speed model. "Utilisation" is the share of the paid hours in which the rate is r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -168,6 +169,14 @@ def own_versus_rent(owned: Ownership, rent_per_hour: float, *, utilisation: floa
     if break_even is not None and break_even > 1:
         break_even = None
     return OwnVersusRent(owned.per_hour(utilisation), rent_per_hour, break_even)
+
+
+def requests_to_pay(dollars_per_hour: float, request_dollars: float) -> float:
+    """Requests an hour from which devices that are paid by the hour cost less than an offer that
+    takes so much for each request; infinite where requests are free."""
+    if dollars_per_hour < 0 or request_dollars < 0:
+        raise ConfigError("a price per hour and a price per request must be at least 0")
+    return dollars_per_hour / request_dollars if request_dollars else math.inf
 
 
 def _check_rate(tokens_per_s: float, utilisation: float) -> None:

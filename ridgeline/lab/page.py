@@ -29,6 +29,8 @@ T = TypeVar("T")
 # The modules of all pages, in the order of the index; each has PAGE.
 PAGES = {
     "memory_wall": "ridgeline.lab.pages.memory_wall",
+    "quantization": "ridgeline.lab.pages.quantization",
+    "cost": "ridgeline.lab.pages.cost",
 }
 
 
