@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 # The modules of all pages, in the order of the index; each has PAGE.
 PAGES = {
+    "batching": "ridgeline.lab.pages.batching",
     "memory_wall": "ridgeline.lab.pages.memory_wall",
     "quantization": "ridgeline.lab.pages.quantization",
     "cost": "ridgeline.lab.pages.cost",
@@ -125,6 +126,9 @@ def control(
     }  # fmt: skip
     bounds: dict[str, Any] = {"ge": ge, "le": le, "max_length": length}
     return msgspec.Meta(title=label, description=meaning or None, extra=extra, **bounds)
+
+
+FOLDED = msgspec.Meta(extra={"is_folded": True})  # Annotated[Device, FOLDED]: under "more"
 
 
 class Control(msgspec.Struct, frozen=True):
