@@ -47,6 +47,15 @@ def scaled(value: float, unit: str) -> str:
     return f"{number(value)} {unit}"
 
 
+def memory(num_bytes: float) -> str:
+    """In decimal and in binary units, which differ by up to 10 %: "403 MB (384 MiB)"."""
+    for prefix, size, binary in (("G", 1e9, 1 << 30), ("M", 1e6, 1 << 20), ("k", 1e3, 1 << 10)):
+        if abs(num_bytes) >= 0.9995 * size:
+            name = "Ki" if prefix == "k" else f"{prefix}i"
+            return f"{number(num_bytes / size)} {prefix}B ({number(num_bytes / binary)} {name}B)"
+    return f"{number(num_bytes)} B"
+
+
 def count(value: float) -> str:
     """Of parameters, with the words of the field: "11.9 M", "8.03 B"."""
     for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

@@ -62,6 +62,15 @@ class Link:
     pair_bytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class OnChip:
+    """Memory of all multiprocessors together, that each kernel fills anew: size, and bytes a second
+    that they read from it."""
+
+    bytes: int
+    bytes_per_s: float
+
+
 ASSUMED_SOURCES = {"all": "assumed; calibrate to know"}  # of hardware that nobody knows
 
 
@@ -91,6 +100,7 @@ class Device:
     sources: Mapping[str, str] = field(hash=False)
     vendor: str
     measured: bool = False
+    sram: OnChip | None = None  # None: nobody says
 
     @property
     def is_assumed(self) -> bool:
@@ -212,6 +222,7 @@ def device_from_json(data: Mapping[str, Any], where: str) -> Device:
         sources={key: str(text) for key, text in reader.table("sources").items()},
         vendor=reader.text("vendor"),
         measured=bool(data.get("measured", False)),
+        sram=_sram(data.get("sram"), where),
     )
 
 
@@ -228,6 +239,7 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "memory_gb": device.memory_bytes / 1e9,
         "bandwidth_gb_per_s": device.bandwidth / 1e9,
         "l2_mib": device.l2_bytes / (1 << 20),
+        "sram": None if device.sram is None else _sram_to_json(device.sram),
         "link": None if link is None else _link_to_json(link),
         "host_link_gb_per_s": device.host_link_bytes_per_s / 1e9,
         "network_gb_per_s": device.network_bytes_per_s / 1e9,
@@ -279,6 +291,17 @@ class _Reader:
         if not isinstance(value, dict) or not value:
             raise ConfigError(f"{self._where}: {key} must be an object with entries")
         return value
+
+
+def _sram(data: Mapping[str, Any] | None, where: str) -> OnChip | None:
+    if data is None:
+        return None
+    reader = _Reader(data, f"{where}: sram")
+    return OnChip(round(reader.number("kib") * (1 << 10)), reader.number("tb_per_s") * 1e12)
+
+
+def _sram_to_json(sram: OnChip) -> dict[str, Any]:
+    return {"kib": sram.bytes / (1 << 10), "tb_per_s": sram.bytes_per_s / 1e12}
 
 
 def _link(data: Mapping[str, Any] | None, where: str) -> Link | None:

@@ -7,7 +7,7 @@ the layers of one stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -118,9 +118,8 @@ def plan_or_none(setup: Setup, limits: Limits) -> MemoryPlan | None:
     fixed = fixed_items(setup, limits)
     block = block_bytes(setup, limits.block_size)
     capacity = int(setup.device.memory_bytes * limits.utilization)
-    room = capacity - sum(item.bytes for item in fixed)
     per_sequence = blocks_per_sequence(setup.spec, limits)
-    fits = room // block - 1  # and the null block
+    fits = free_blocks(setup, limits, fixed)
     if fits < per_sequence * limits.least_sequences:
         return None
     num_blocks = min(fits, limits.max_num_seqs * per_sequence)
@@ -139,6 +138,19 @@ def plan_or_none(setup: Setup, limits: Limits) -> MemoryPlan | None:
         capacity,
         num_blocks // per_sequence,
     )
+
+
+def free_blocks(setup: Setup, limits: Limits, fixed: Iterable[MemoryItem]) -> int:
+    """KV blocks that have room beside the `fixed` items, not counting the null block; below 0 where
+    not even those have."""
+    capacity = int(setup.device.memory_bytes * limits.utilization)
+    room = capacity - sum(item.bytes for item in fixed)
+    return room // block_bytes(setup, limits.block_size) - 1
+
+
+def ideal_sequences(memory_bytes: float, weight_bytes: float, sequence_bytes: float) -> int:
+    """Requests whose keys and values fit beside the weights, if nothing else took memory."""
+    return max(0, int((memory_bytes - weight_bytes) // sequence_bytes))
 
 
 def device_kind(name: str) -> str:

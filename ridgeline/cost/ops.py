@@ -44,6 +44,7 @@ from ridgeline.cost.step_features import (
     AttentionFeatures,
     StepFeatures,
     attention_kinds,
+    distinct_layers,
     step_features,
 )
 from ridgeline.formats import STORED
@@ -170,14 +171,6 @@ def layer_products(spec: ModelSpec, layout: Layout, precision: Precision) -> set
         ops = (*build.before_attention(layer, 1), *build.behind_attention(layer, 1))
         found.update((op.n, op.k) for op in ops if op.kind == "matmul")
     return found
-
-
-def distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
-    """Layers that cost the same, and how many there are of each."""
-    counts: dict[LayerSpec, int] = {}
-    for layer in spec.layers:
-        counts[layer] = counts.get(layer, 0) + 1
-    return counts
 
 
 @dataclass(frozen=True, slots=True)

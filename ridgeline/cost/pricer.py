@@ -30,7 +30,6 @@ from ridgeline.cost.ops import (
     Op,
     attends_once,
     decode_op,
-    distinct_layers,
     output_ops,
     prefill_op,
     token_ops,
@@ -50,6 +49,7 @@ from ridgeline.cost.step_features import (
     attention_kinds,
     chunk_keys,
     decode_features,
+    distinct_layers,
     step_features,
 )
 from ridgeline.step import StepPrice, StepShape

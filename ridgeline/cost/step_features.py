@@ -6,6 +6,7 @@ the output matrix sees how many rows need logits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import mul
@@ -13,7 +14,7 @@ from operator import mul
 import msgspec
 
 from ridgeline.architectures.counts import flops_per_key, layer_attention_flops
-from ridgeline.architectures.spec import AttentionSpec, ModelSpec, RopeSpec
+from ridgeline.architectures.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 from ridgeline.step import StepShape
 
 LONGEST_VERIFICATION = (
@@ -76,12 +77,22 @@ class StepFeatures(msgspec.Struct, frozen=True, gc=False):
         return 0 < self.num_decodes < self.num_requests and not self.is_verification
 
 
+def distinct_layers(spec: ModelSpec) -> dict[LayerSpec, int]:
+    """Layers that cost the same, and how many there are of each. Most layers are one object, which
+    is hashed once."""
+    counts: dict[LayerSpec, int] = {}
+    one_of = {id(layer): layer for layer in spec.layers}
+    for key, count in Counter(map(id, spec.layers)).items():
+        counts[one_of[key]] = counts.get(one_of[key], 0) + count
+    return counts
+
+
 def attention_kinds(spec: ModelSpec) -> dict[AttentionSpec, int]:
     """Kinds of attention that cost the same, and how many layers have each."""
     kinds: dict[AttentionSpec, int] = {}
-    for layer in spec.layers:
+    for layer, count in distinct_layers(spec).items():
         kind = attention_kind(layer.attention)
-        kinds[kind] = kinds.get(kind, 0) + 1
+        kinds[kind] = kinds.get(kind, 0) + count
     return kinds
 
 

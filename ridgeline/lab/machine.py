@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Annotated, Literal
@@ -13,7 +14,7 @@ from ridgeline.cost import hardware
 from ridgeline.cost.constants import Origin
 from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import ONE_DEVICE, Layout, Precision, Setup
-from ridgeline.errors import RequestFault
+from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.lab.page import control
 
 WEIGHTS = ("bf16", "fp8", "int8", "int4")
@@ -26,6 +27,30 @@ Device = Annotated[
 ]
 Weights = Annotated[str, control("weights", "number format of the weights", choices=WEIGHTS)]
 Cache = Annotated[str, control("KV cache", "its number format", choices=KV, is_folded=True)]
+FoldedDevice = Annotated[
+    str,
+    control(
+        "device",
+        "by its name in the catalogue",
+        choices=tuple(hardware.catalogue()),
+        is_folded=True,
+    ),
+]
+FoldedWeights = Annotated[
+    str, control("weights", "number format of the weights", choices=WEIGHTS, is_folded=True)
+]
+Devices = Annotated[
+    int, control("devices", "that split every layer", choices=(1, 2, 4, 8), is_folded=True)
+]
+Config = Annotated[
+    str,
+    control(
+        "config.json",
+        "pasted here, it is the model instead of the one chosen above",
+        length=20_000,
+        is_folded=True,
+    ),
+]
 Kind = Literal["ideal", "assumed", "calibrated", "measured"]
 
 
@@ -74,3 +99,28 @@ def pricer_of(
 def kind_of(origin: Origin) -> Kind:
     """The badge of a figure of the cost model."""
     return "assumed" if origin == "extrapolated" else origin
+
+
+def described(model: str, config: str) -> ModelSpec:
+    """The model of a pasted config.json, or where there is none, of this name."""
+    if not config.strip():
+        return spec_of(model)
+    try:
+        values = json.loads(config)
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
+        return architectures.read_spec(values)
+    except (ValueError, RecursionError) as error:
+        said = f"config is not the JSON of a whole config.json: {error}"
+    except ConfigError as error:
+        said = f"config cannot be read: {error}"
+    raise RequestFault(said, param="config")
+
+
+def setup_with(spec: ModelSpec, device: str, weights: str, kv: str, devices: int) -> Setup:
+    """That model, split over so many of these devices."""
+    found, precision = hardware.find_device(device), Precision.named(weights, kv)
+    try:
+        return Setup(spec, found, Layout(tp=devices), precision)
+    except ConfigError as error:
+        raise RequestFault(f"devices: {error}", param="devices") from None

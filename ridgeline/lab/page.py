@@ -30,6 +30,9 @@ T = TypeVar("T")
 PAGES = {
     "batching": "ridgeline.lab.pages.batching",
     "memory_wall": "ridgeline.lab.pages.memory_wall",
+    "kv_growth": "ridgeline.lab.pages.kv_growth",
+    "attention_variants": "ridgeline.lab.pages.attention_variants",
+    "memory_hierarchy": "ridgeline.lab.pages.memory_hierarchy",
     "quantization": "ridgeline.lab.pages.quantization",
     "cost": "ridgeline.lab.pages.cost",
 }

@@ -67,3 +67,16 @@ export function apart(labels, size = 12) {
   }
   return placed;
 }
+
+/** Makes a part of a drawing a handle: where it is dragged to, in the drawing's own units.
+ * @param {number} width @param {(x: number, y: number) => void} moved */
+export function dragged(width, moved) {
+  const move = (/** @type {PointerEvent} */ event) => {
+    const part = /** @type {SVGElement} */ (event.currentTarget), svg = part.closest("svg");
+    if (!event.buttons || !svg) return;
+    part.setPointerCapture(event.pointerId);
+    const box = svg.getBoundingClientRect(), unit = width / box.width;
+    moved((event.clientX - box.x) * unit, (event.clientY - box.y) * unit);
+  };
+  return { onPointerDown: move, onPointerMove: move, class: "handle" };
+}
