@@ -33,6 +33,7 @@ PAGES = {
     "kv_growth": "ridgeline.lab.pages.kv_growth",
     "attention_variants": "ridgeline.lab.pages.attention_variants",
     "memory_hierarchy": "ridgeline.lab.pages.memory_hierarchy",
+    "flash_attention": "ridgeline.lab.pages.flash_attention",
     "quantization": "ridgeline.lab.pages.quantization",
     "cost": "ridgeline.lab.pages.cost",
 }
