@@ -275,8 +275,8 @@ def ways_to_fit(setup: Setup, limits: Limits, count: int = 3) -> tuple[Change, .
     return find_ways(setup, limits, lambda *changed: plan_or_none(*changed) is not None, count)
 
 
-def _shortage(setup: Setup, limits: Limits) -> DoesNotFit:
-    """The error with everything that one needs to decide."""
+def needed_items(setup: Setup, limits: Limits) -> tuple[MemoryItem, ...]:
+    """What the model and the least number of requests of full length take, fit or not."""
     sequences = limits.least_sequences
     cache = blocks_per_sequence(setup.spec, limits) * sequences + 1
     request = MemoryItem(
@@ -284,7 +284,12 @@ def _shortage(setup: Setup, limits: Limits) -> DoesNotFit:
         cache * block_bytes(setup, limits.block_size),
         f"{sequences} x {limits.max_model_len} tokens",
     )
-    items = (*fixed_items(setup, limits), request)
+    return (*fixed_items(setup, limits), request)
+
+
+def _shortage(setup: Setup, limits: Limits) -> DoesNotFit:
+    """The error with everything that one needs to decide."""
+    items = needed_items(setup, limits)
     needed = sum(item.bytes for item in items)
     capacity = int(setup.device.memory_bytes * limits.utilization)
     largest = max(items, key=lambda item: item.bytes)

@@ -38,11 +38,13 @@ from ridgeline.architectures.spec import (
     LayerSpec,
     ModelSpec,
 )
+from ridgeline.cost.memory_items import stage_layers
 from ridgeline.cost.setup import LOGIT_BYTES, ONE_DEVICE, PLAIN, Layout, Precision
 from ridgeline.cost.step_features import (
     MOST_TOGETHER,
     AttentionFeatures,
     StepFeatures,
+    attention_kind,
     attention_kinds,
     distinct_layers,
     step_features,
@@ -128,6 +130,65 @@ def step_ops(
         *output_ops(spec, rows, layout, precision),
     )
     return _merged(ops)
+
+
+def stage_ops(
+    spec: ModelSpec,
+    shape: StepShape,
+    layout: Layout,
+    precision: Precision,
+    stage: int,
+    num_logits: int | None = None,
+) -> tuple[Op, ...]:
+    """Those of `step_ops` that one pipeline stage runs; each but the last ends with a message."""
+    features = step_features(tuple(attention_kinds(spec)), shape)
+    build = _Builder(spec, features.num_tokens, layout, precision)
+    passed = tuple(build.messages([], is_first=True))
+    ops = []
+    if stage == 0:
+        ops += [build.embedding(), *(op for op in passed if op.kind == "all_reduce")]
+    alike: dict[tuple[LayerSpec, bool], list[int]] = {}
+    for index in stage_layers(spec.num_layers, layout.pp, stage):
+        key = (spec.layers[index], index == spec.num_layers - 1)
+        alike.setdefault(key, []).append(index)
+    for indices in alike.values():
+        for op in layer_ops(spec, indices[0], shape, layout, precision):
+            ops.append(replace(op, count=op.count * len(indices)))
+    if stage == layout.pp - 1:
+        rows = features.num_requests if num_logits is None else num_logits
+        ops += output_ops(spec, rows, layout, precision)
+    else:
+        ops += [replace(op, count=1) for op in passed if op.kind == "point_to_point"]
+    return _merged(ops)
+
+
+def layer_ops(
+    spec: ModelSpec, index: int, shape: StepShape, layout: Layout, precision: Precision
+) -> tuple[Op, ...]:
+    """Those of one layer in the order of its work, messages among them; of the last layer without
+    what is done for rows of logits alone (see `output_ops`)."""
+    layer = spec.layers[index]
+    kind = attention_kind(layer.attention)
+    features = step_features((kind,), shape)
+    build = _Builder(spec, features.num_tokens, layout, precision, layer)
+    ops = [
+        *build.before_attention(layer, 1),
+        *attention_ops({kind: 1}, features, layout, precision),
+    ]
+    if index == spec.num_layers - 1:
+        return tuple(ops)
+    out, *inner, norms = build.behind_attention(layer, 1)
+    messages = [replace(op, count=1) for op in build.messages([layer], is_first=False)]
+    sums = [op for op in messages if op.kind == "all_reduce"]
+    sent = {op.name: op for op in messages if op.kind == "all_to_all"}
+    ops += [out, *sums, norms]
+    for op in inner:
+        if op.name == "experts_gate_up" and sent:
+            ops.append(sent["dispatch"])
+        ops.append(op)
+        if op.name == "experts_sum" and sent:
+            ops.append(sent["combine"])
+    return (*ops, *sums)
 
 
 def _merged(ops: Iterable[Op]) -> tuple[Op, ...]:

@@ -35,6 +35,7 @@ PAGES = {
     "memory_hierarchy": "ridgeline.lab.pages.memory_hierarchy",
     "flash_attention": "ridgeline.lab.pages.flash_attention",
     "quantization": "ridgeline.lab.pages.quantization",
+    "parallelism": "ridgeline.lab.pages.parallelism",
     "cost": "ridgeline.lab.pages.cost",
 }
 

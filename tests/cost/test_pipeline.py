@@ -1,0 +1,86 @@
+"""Stages and layers of a step against the whole step, bubbles against the published formula."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ridgeline.architectures import read_spec
+from ridgeline.architectures.catalogue import catalogue
+from ridgeline.cost.hardware import find_device
+from ridgeline.cost.ops import stage_ops, step_ops
+from ridgeline.cost.pipeline import Pipeline, micro_batches
+from ridgeline.cost.roofline import step_cost
+from ridgeline.cost.setup import Layout, Precision, Setup
+from ridgeline.errors import ConfigError
+
+H100 = find_device("h100-sxm")
+DECODES = ((1, 1000),) * 16
+
+
+def setup(model: str, layout: Layout) -> Setup:
+    return Setup(read_spec(catalogue()[model].config), H100, layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama-3.1-70b", Layout(tp=4, pp=2)),
+        ("mixtral-8x7b", Layout(tp=8, ep=8)),
+        ("deepseek-v3", Layout(tp=8, ep=8, pp=4)),
+        ("llama-3.1-8b", Layout()),
+    ],
+)
+@pytest.mark.parametrize("shape", [DECODES, ((512, 0), (1, 100))])
+def test_stages_are_the_step(
+    model: str, layout: Layout, shape: tuple[tuple[int, int], ...]
+) -> None:
+    spec, precision = setup(model, layout).spec, Precision()
+    whole, parts = Counter(), Counter()  # type: ignore[var-annotated]
+    for op in step_ops(spec, shape, layout, precision):
+        whole[replace(op, count=1)] += op.count
+    for stage in range(layout.pp):
+        for op in stage_ops(spec, shape, layout, precision, stage):
+            parts[replace(op, count=1)] += op.count
+    assert parts == whole
+
+
+def test_one_stage_and_one_micro_batch_are_the_step_cost() -> None:
+    one = setup("llama-3.1-70b", Layout(tp=8))
+    found = Pipeline(one).step([DECODES])
+    assert found.total_s == pytest.approx(sum(op.expected_s for op in step_cost(one, DECODES).ops))
+    assert found.bubble == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(4, 1), (4, 4), (2, 8)])
+def test_the_bubble_is_the_published_one(stages: int, micro: int) -> None:
+    """(p - 1) / (m + p - 1): 75 % of four stages with one batch, 43 % with four, 11 % of two with
+    eight; the stages of 80 layers are equal but for the vocabulary."""
+    found = Pipeline(setup("llama-3.1-70b", Layout(tp=8, pp=stages))).step(
+        micro_batches(DECODES, micro)
+    )
+    assert found.bubble == pytest.approx((stages - 1) / (micro + stages - 1), abs=0.02)
+    for stage in range(stages):
+        own = [one for one in found.busy if one.stage == stage]
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(own))
+
+
+def test_a_layer_has_two_sums_over_devices() -> None:
+    """Column-parallel, then row-parallel: one sum behind attention, one behind the feed-forward."""
+    dense = Pipeline(setup("llama-3.1-70b", Layout(tp=8)))
+    names = [one.op.name for one in dense.layer(0, DECODES)]
+    assert names.count("all_reduce") == 2
+    assert names[names.index("attention_out") + 1] == "all_reduce"
+    assert names[-2:] == ["down", "all_reduce"]
+    sparse = Pipeline(setup("mixtral-8x7b", Layout(tp=8, ep=8)))
+    experts = [one.op.name for one in sparse.layer(0, DECODES)]
+    assert experts.index("dispatch") < experts.index("experts_gate_up") < experts.index("combine")
+
+
+def test_micro_batches_need_requests() -> None:
+    assert [len(part) for part in micro_batches(DECODES, 3)] == [5, 5, 6]
+    with pytest.raises(ConfigError, match="16 requests make 1 to 16"):
+        micro_batches(DECODES, 17)
