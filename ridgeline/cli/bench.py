@@ -440,7 +440,6 @@ COST = (
     Column("of peak", _known("share_of_peak"), percent),
     Column("of expected time", lambda r: f"{r.expected_ratio:.2f}x" if r.is_calibrated else None),
     Column("host gaps", "host_share", percent),
-    Column("graph padding", "padded_share", percent),
 )
 
 

@@ -56,7 +56,6 @@ class Totals:
     flops: float = 0.0
     bytes: float = 0.0
     num_rows: int = 0
-    num_padded_rows: int = 0  # computed because a captured graph is larger than its batch
     regimes: dict[str, Regime] = field(default_factory=lambda: {r: Regime() for r in REGIMES})
     drafts: DraftTotals = field(default_factory=DraftTotals)
 
@@ -74,17 +73,16 @@ class Run(Listener):
     `listeners` are told of each step that has run. A step is priced once it is sent off, so that no
     device waits for that, or when somebody asks before; without a `price` steps are only counted.
 
-    `graph_sizes` are the batch sizes that captured graphs exist for, if any; `decodes_price` is a
-    quicker way to what `price` says of a step that only decodes, `draft_price` is what making
-    drafts takes before they are verified. `cpu_s` gives the CPU seconds of the process so far, or
-    None where nobody knows: it is asked when the first request comes and when the last has gone."""
+    `decodes_price` is a quicker way to what `price` says of a step that only decodes, `draft_price`
+    is what making drafts takes before they are verified. `cpu_s` gives the CPU seconds of the
+    process so far, or None where nobody knows: it is asked when the first request comes and when
+    the last has gone."""
 
     def __init__(
         self,
         price: Price | None = None,
         *,
         computes_in_submit: bool = False,
-        graph_sizes: Sequence[int] = (),
         decodes_price: DecodesPrice | None = None,
         draft_price: DraftPrice | None = None,
         max_finished: int | None = MAX_FINISHED,
@@ -110,7 +108,6 @@ class Run(Listener):
         self.is_priced = price is not None
         self._price, self._decodes_price = price or _no_price, decodes_price
         self._draft_price = draft_price
-        self._graph_sizes = sorted(graph_sizes)
         self._planned: deque[tuple[StepPlan, float]] = deque()  # not priced yet
         self._in_flight: deque[PricedStep] = deque()
         self._ran: dict[int, PricedStep] = {}  # steps with drafts that are not collected yet
@@ -311,17 +308,12 @@ class Run(Listener):
         totals.flops += price.flops
         totals.bytes += price.bytes
         totals.num_rows += num_rows
-        if self._graph_sizes and not step.prompts:
-            totals.num_padded_rows += self._padding(num_rows)
         if step.checks:
             self._ran[step.plan.step_id] = step
         regime = totals.regimes["verify" if step.checks else _regime(len(step.prompts), num_rows)]
         regime.num_steps += 1
         regime.measured_s += seconds
         regime.expected_s += price.expected_s
-
-    def _padding(self, num_rows: int) -> int:
-        return next((size - num_rows for size in self._graph_sizes if size >= num_rows), 0)
 
     def _count_verified(self) -> None:
         """But those that gave nobody a token who was left."""

@@ -18,8 +18,8 @@ REGIME_WORDS = {"prefill": "prompt"}  # where another word says it better
 @dataclass(frozen=True, slots=True)
 class Achieved:
     """What some steps did together. Shares are of what the devices could do at best while steps
-    ran; `padded_share` is of the rows computed. `origin` says where expectations come from. Where
-    the device is assumed, so are shares of it."""
+    ran. `origin` says where expectations come from. Where the device is assumed, so are shares of
+    it."""
 
     device: str
     origin: str
@@ -30,7 +30,6 @@ class Achieved:
     share_of_bandwidth: float
     flops_per_s: float
     share_of_peak: float
-    padded_share: float
     drafts: DraftReport | None
     is_assumed_device: bool
 
@@ -84,8 +83,6 @@ class RunSummary(Achieved):
             flops += f", {percent(self.share_of_peak)} of the peak"
         yield "memory", moved
         yield "compute", flops
-        if self.padded_share:
-            yield "padding", f"{percent(self.padded_share)} of the rows pad graphs"
         if self.drafts is not None:
             for words in self.drafts.words(is_calibrated=self.is_calibrated):
                 yield "drafts", words
@@ -113,7 +110,6 @@ def run_summary(
     moved = ratio(after.bytes - start.bytes, busy_s)
     flops = ratio(after.flops - start.flops, busy_s)
     limits, setup = pricer.limits, pricer.setup
-    padded = after.num_padded_rows - start.num_padded_rows
     return RunSummary(
         device=setup.device.label,
         origin=setup.constants.origin,
@@ -124,7 +120,6 @@ def run_summary(
         share_of_bandwidth=moved / limits.bytes,
         flops_per_s=flops,
         share_of_peak=flops / limits.flops,
-        padded_share=ratio(padded, padded + after.num_rows - start.num_rows),
         drafts=drafts_between(after, start),
         is_assumed_device=setup.device.is_assumed,
         what=what,

@@ -65,7 +65,6 @@ def _costs(totals: Totals) -> StepCosts:
         totals.flops,
         totals.bytes,
         totals.num_rows,
-        totals.num_padded_rows,
         tuple(
             RegimeTime(name, regime.num_steps, regime.measured_s, regime.expected_s)
             for name, regime in totals.regimes.items()

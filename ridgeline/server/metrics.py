@@ -213,12 +213,6 @@ STEPS = (
         "Sequences in the batch of an engine step, summed over all steps.",
         lambda seen: seen.costs.num_rows,
     ),
-    _counter(
-        "graph_padded_rows_total",
-        "Rows without a sequence that engine steps computed, since a captured CUDA graph is larger "
-        "than the batch it runs.",
-        lambda seen: seen.costs.num_padded_rows,
-    ),
 )
 
 KINDS = "by kind: decode (one token each), verify (draft tokens), prefill (prompts), mixed"

@@ -170,7 +170,6 @@ class StepCosts(msgspec.Struct, array_like=True, frozen=True):
     flops: float = 0.0
     bytes: float = 0.0
     num_rows: int = 0
-    num_padded_rows: int = 0
     regimes: tuple[RegimeTime, ...] = ()
     drafts: DraftCosts = DraftCosts()
 
