@@ -29,7 +29,7 @@ from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies import make_policy
 from ridgeline.scheduler.policies.base import PolicySetting
 from ridgeline.scheduler.policies.step_times import LearnedPricer
-from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.scheduler.scheduler import Scheduler, _Step
 from ridgeline.step import Listener, StepPlan, StepPricer, StepResult
 
 
@@ -108,9 +108,8 @@ class _Player:
             {e.step_id: e for e in log.events if isinstance(e, Collected)},
             {e.step_id: e.now for e in log.events if isinstance(e, Submitted)},
         )
-        self.draft_lengths = _TapedDrafts() if log.header.speculate != "off" else None
-        scheduler, listeners = _scheduler(log.header, self.draft_lengths)
-        self.engine = Engine(scheduler, self.tape, self.clock, log.header.max_in_flight)
+        self.scheduler, listeners = _scheduler(log.header)
+        self.engine = Engine(self.scheduler, self.tape, self.clock, log.header.max_in_flight)
         self.engine.listeners += listeners
         self.decisions: list[Decision] = []
 
@@ -124,8 +123,9 @@ class _Player:
             elif isinstance(event, Aborted):
                 self.engine.abort(event.request_id)
             elif isinstance(event, Planned):
-                if self.draft_lengths is not None:
-                    self.draft_lengths.rewind(event.plan)
+                if self.log.header.speculate != "off":
+                    rows = event.plan.scheduled
+                    self.scheduler.taped = {row.request_id: row.num_draft for row in rows}
                 self._plan(recorded[len(self.decisions)])
             else:
                 self._collect(event)
@@ -188,32 +188,23 @@ class _Recorded:
         return self.collected.result
 
 
-class _TapedDrafts:
-    """As many drafts as were checked then: their number followed from times that were measured."""
+class _TapedScheduler(Scheduler):
+    """As many draft tokens as then: their number followed from times that were measured."""
 
-    def __init__(self) -> None:
-        self._of_rows: dict[str, int] = {}
+    taped: Mapping[str, int] | None = None  # of each row, in the next plan
 
-    def rewind(self, plan: StepPlan) -> None:
-        """This plan is the next."""
-        self._of_rows = {entry.request_id: entry.num_draft for entry in plan.scheduled}
+    def _num_draft_tokens(self, now: float) -> int:
+        if self.taped is None:
+            return super()._num_draft_tokens(now)
+        return max(self.taped.values(), default=0)
 
-    def plan(self, decoding: Sequence[Request], now: float) -> int:
-        return max(self._of_rows.values(), default=0)
-
-    def limit(self, request: Request, k: int) -> int:
-        return min(k, self._of_rows.get(request.request_id, 0))
-
-    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
-        """Nothing is to be learned."""
-
-    def forget(self, request_id: str) -> None:
-        """Nothing was remembered."""
+    def _num_wanted(self, row: Request, step: _Step) -> int:
+        if self.taped is None:
+            return super()._num_wanted(row, step)
+        return self.taped.get(row.request_id, 0)
 
 
-def _scheduler(
-    header: EngineHeader, draft_lengths: _TapedDrafts | None
-) -> tuple[Scheduler, list[Listener]]:
+def _scheduler(header: EngineHeader) -> tuple[_TapedScheduler, list[Listener]]:
     """As it was built then, with the listeners from which its policy learned step times."""
     blocks = BlockManager(
         header.num_blocks, header.block_size, header.windows, header.prefix_caching
@@ -228,14 +219,13 @@ def _scheduler(
         watch = RunRecord(header, real)
         watch.listeners.append(pricer)
         listeners.append(watch)
-    scheduler = Scheduler(
+    scheduler = _TapedScheduler(
         blocks,
         make_policy(header.policy, _setting(header, pricer)),
         header.max_num_batched_tokens,
         header.max_num_seqs,
         num_drafts=header.num_drafts,
-        draft_lengths=draft_lengths,
-        finds_drafts=draft_lengths is None,  # else the tape knows how many there were
+        finds_drafts=header.speculate == "off",  # else the tape knows how many there were
         starvation_limit=header.starvation_limit,
         max_preemptions=header.max_preemptions,
         max_num_mixed_tokens=header.max_num_mixed_tokens,

@@ -33,6 +33,7 @@ from bench.adapter import RidgelineEngine
 from bench.draft_counts import Counts
 from ridgeline import LLM
 from ridgeline.request import Request
+from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.price import DraftPrices
 from tools import worlds
@@ -52,25 +53,23 @@ class Prompt:
     temperature: float = 0.0
 
 
-class Pinned:
+class Pinned(DraftLengths):
     """In the place of an engine's chooser: so many drafts, as far as they fit into a step. With
     several numbers each has some steps, one behind the other."""
 
     def __init__(self, chooser: DraftLengthController, *num_draft_tokens: int) -> None:
-        self._chooser, self._num_draft_tokens = chooser, num_draft_tokens
+        super().__init__(max(num_draft_tokens))
+        self._chooser, self._in_turn = chooser, num_draft_tokens
         self._num_steps = 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         if not decoding:
             return 0
         self._num_steps += 1
-        wanted = self._num_draft_tokens[self._num_steps // TURN % len(self._num_draft_tokens)]
+        wanted = self._in_turn[self._num_steps // TURN % len(self._in_turn)]
         most = self._chooser.max_verified_tokens // len(decoding) - 1
         fitting = [k for k in self._chooser.choices if k <= min(most, wanted)]
         return max(fitting, default=0)
-
-    def limit(self, request: Request, k: int) -> int:
-        return k
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         self._chooser.observe(verified)

@@ -8,6 +8,7 @@ import pytest
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.request import Request
+from ridgeline.scheduler.scheduler import DraftLengths
 from tests.captures import captures, records
 
 PROMPT = "one two three four five six seven eight one two three four five six seven eight one two"
@@ -36,30 +37,27 @@ def test_accepted_and_rejected_drafts_of_an_answer() -> None:
     assert drafted[2:] == plain[2:]
 
 
-class Scripted:
+class Scripted(DraftLengths):
     """In the place of the choice: so many drafts by the number of the step, and only of some rows
     where they are named. Counts drafts that were looked at, and right ones."""
 
     def __init__(self, steps: Sequence[tuple[int, Sequence[str] | None]]) -> None:
+        super().__init__(max(k for k, _ in steps))
         self.steps = steps
         self.number = 0
-        self.some: Sequence[str] | None = None
         self.looked: list[tuple[int, int]] = []
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         if not decoding:
             return 0
-        k, self.some = self.steps[min(self.number, len(self.steps) - 1)]
+        k, some = self.steps[min(self.number, len(self.steps) - 1)]
         self.number += 1
+        for row in decoding:
+            row.has_drafts = row.has_drafts and (some is None or row.request_id in some)
         return k
-
-    def limit(self, request: Request, k: int) -> int:
-        return k if self.some is None or request.request_id in self.some else 0
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         self.looked += verified.values()
-
-    def forget(self, request_id: str) -> None: ...
 
 
 @records

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +20,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.evaluation.problems import problems
 from ridgeline.kernels.cpu import native
 from ridgeline.llm import GenerationResult
+from ridgeline.request import Request
+from ridgeline.scheduler.scheduler import DraftLengths
 from tests.captures import captures
 from tests.conftest import TEST_DEVICE
 from tests.thinning import slow
@@ -51,16 +52,22 @@ def plain_answers(num: int, max_tokens: int) -> list[GenerationResult]:
     return load("off").generate(prompts(num), sampling, progress=False)
 
 
-class Counted:
+class Counted(DraftLengths):
     """What a chooser is told, counted on the way."""
 
     def __init__(self, llm: LLM) -> None:
         self.scheduler = llm.engine.scheduler
-        self.inner: Any = self.scheduler.draft_lengths
+        inner = self.scheduler.draft_lengths
+        assert inner is not None
+        self.inner: DraftLengths = inner
+        super().__init__(self.inner.num_draft_tokens)
         self.num_verified = self.num_right = self.num_steps = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def plan(self, decoding: Sequence[Request], now: float) -> int:
+        return self.inner.plan(decoding, now)
+
+    def forget(self, request_id: str) -> None:
+        self.inner.forget(request_id)
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         for num_verified, num_right in verified.values():

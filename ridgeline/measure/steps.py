@@ -32,6 +32,7 @@ from ridgeline.errors import EngineFault, check
 from ridgeline.formats import MAX_DRAFT_TOKENS
 from ridgeline.measure.stopwatch import DeviceTimer, host_clock, open_device_timer
 from ridgeline.request import Request, SamplingParams
+from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.step import (
     Executor,
     Listener,
@@ -129,25 +130,6 @@ class StepTimes:
 
     shape: StepShape
     seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """In the place of what chooses how many drafts are checked."""
-
-    num_draft_tokens: int
-
-    def plan(self, decoding: Sequence[Request], now: float) -> int:
-        return self.num_draft_tokens if decoding else 0
-
-    def limit(self, request: Request, k: int) -> int:
-        return k
-
-    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
-        """Nothing is learned."""
-
-    def forget(self, request_id: str) -> None:
-        """Nothing is known."""
 
 
 @dataclass(slots=True)
@@ -257,7 +239,7 @@ class StepBench(Listener):
         scheduler = self.engine.scheduler
         chosen = scheduler.draft_lengths
         if chosen is not None:
-            scheduler.draft_lengths = Pinned(num_draft_tokens)
+            scheduler.draft_lengths = DraftLengths(num_draft_tokens)
         try:
             yield
         finally:

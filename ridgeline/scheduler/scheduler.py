@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -33,22 +32,23 @@ MAX_PREEMPTIONS = 8
 SHORT_LINE = 4  # prompts that may wait before steps grow for their sake
 
 
-class DraftLengths(Protocol):
-    """How many drafts are checked; `speculation.controller.DraftLengthController` is one."""
+class DraftLengths:
+    """So many draft tokens of each row are verified in every step. A subclass may choose another
+    number for each step, and learn: `speculation.controller.DraftLengthController` does."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
-        """For each of these rows, if it has so many."""
-        ...
-
-    def limit(self, request: Request, k: int) -> int:
-        """For one of them, of up to `k`."""
-        ...
+        """Draft tokens of each of these rows in the step that is being planned, if there are so
+        many: all rows of a captured step verify the same number."""
+        return self.num_draft_tokens
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
-        """Drafts of requests that were compared with what came out, and those that were right."""
-        ...
+        """Of the rows of one step: draft tokens that were verified, and those accepted."""
 
-    def forget(self, request_id: str) -> None: ...
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
 
 
 Room = tuple[BlockTables, tuple[BlockCopy, ...]]
@@ -403,8 +403,6 @@ class Scheduler:
         most = step.num_draft_tokens
         if self.finds_drafts and row.token_ids[-1] != UNKNOWN_TOKEN:
             most = min(most, len(row.draft_token_ids))
-        if self.draft_lengths is not None:
-            most = self.draft_lengths.limit(row, most)
         if self._policy_limits_drafts:
             wanted = self.policy.num_drafts(row, step.shape)
             most = most if wanted is None else max(0, min(most, wanted))

@@ -20,6 +20,7 @@ from ridgeline.errors import check
 from ridgeline.formats import STEP_DRAFTS
 from ridgeline.request import UNKNOWN_TOKEN, Request
 from ridgeline.scheduler.policies.step_times import RunStep
+from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.speculation.step_times import StepSeconds, StepTimes, row_bucket
 from ridgeline.step import Listener
 
@@ -134,7 +135,7 @@ class Acceptance:
         row.had_some = is_some
 
 
-class DraftLengthController(Listener):
+class DraftLengthController(DraftLengths, Listener):
     """One per engine; `prices` are those of its steps, drafting included. `acceptance` is expected
     before any draft token was verified; `num_drafts` fixes k, as far as `max_verified_tokens` (of
     all rows of a step) allows. `looks_ahead`: prompt lookup, whose drafts are found in every step.
@@ -153,7 +154,8 @@ class DraftLengthController(Listener):
         has_cache: bool = False,
     ) -> None:
         check(max_drafts >= 1 and 0 <= acceptance <= 1, "there is something to choose")
-        self.fixed, most = num_drafts, num_drafts or max_drafts
+        super().__init__(most := num_drafts or max_drafts)
+        self.fixed = num_drafts
         self.choices = tuple(sorted({k for k in CHOICES if k < most} | {most}))
         self.max_verified_tokens = max_verified_tokens
         self._looks_ahead, self._has_cache = looks_ahead, has_cache
@@ -209,11 +211,6 @@ class DraftLengthController(Listener):
             return self._explore()
         self._undrafted = 0
         return min(k, fitting)
-
-    def limit(self, request: Request, k: int) -> int:
-        """Draft tokens of this row: all rows of a captured step verify the same number, and a row
-        that drafted nothing would never show that it has become better."""
-        return k
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         """(Draft tokens that were there, accepted ones) of the rows of one step."""

@@ -24,10 +24,11 @@ from ridgeline.layers.decoder import Decoder
 from ridgeline.request import Request, RequestOutput, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
-from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.scheduler.scheduler import DraftLengths, Scheduler
 from ridgeline.speculation.contract import DraftMethod
 from ridgeline.speculation.draft_model import EarlyLayers, open_draft_model
 from ridgeline.speculation.prompt_lookup import Suffix
+from ridgeline.step import StepShape
 from tests.executor.rig import device, make_executor, make_scorer
 from tests.executor.test_company import (
     BLOCK_SIZE,
@@ -46,25 +47,31 @@ MOST, ROWS = 4, 16
 Method = Callable[[Decoder, KVCache], DraftMethod]
 
 
-class Coin:
-    """Any number of drafts, for each row another; and remembers what came of them."""
+class Coin(DraftLengths):
+    """Any number of drafts, and remembers what came of them."""
 
     def __init__(self) -> None:
+        super().__init__(MOST)
         self.rng = random.Random(SEED)
         self.num_verified = self.num_right = 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
         return self.rng.choice([0, 1, MOST, MOST])
 
-    def limit(self, request: Request, k: int) -> int:
-        return self.rng.randint(0, k)
-
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         for num_verified, num_right in verified.values():
             self.num_verified += num_verified
             self.num_right += num_right
 
-    def forget(self, request_id: str) -> None: ...
+
+class Wishes(FCFS):
+    """For each row another number of drafts."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(SEED + 1)
+
+    def num_drafts(self, request: Request, shape: StepShape) -> int | None:
+        return self.rng.randint(0, MOST)
 
 
 @cache
@@ -117,7 +124,7 @@ def make_engine(
     coin = Coin()
     scheduler = Scheduler(
         blocks,
-        FCFS(),
+        Wishes(),
         max_num_batched_tokens=budget,
         max_num_seqs=ROWS,
         num_drafts=MOST,

@@ -7,7 +7,7 @@ beginnings, by rules of sampling that are written down in the tests of the sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from typing import Any
@@ -27,7 +27,7 @@ from ridgeline.layers.decoder import Decoder
 from ridgeline.request import Request, SamplingParams
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
-from ridgeline.scheduler.scheduler import Scheduler
+from ridgeline.scheduler.scheduler import DraftLengths, Scheduler
 from ridgeline.speculation.draft_model import EarlyLayers, open_draft_model
 from ridgeline.speculation.prompt_lookup import Suffix
 from ridgeline.step import StepResult
@@ -93,25 +93,17 @@ def drafting(method: str, model: Decoder, kv: KVCache) -> Drafting:
     return Drafting(Suffix(device().torch_device, ROWS, MOST), ROWS * 4)
 
 
-class Always:
+class Always(DraftLengths):
     """The same number of drafts; counts what came of them."""
 
     def __init__(self, num: int) -> None:
-        self.num = num
+        super().__init__(num)
         self.num_right = self.num_verified = 0
-
-    def plan(self, decoding: Sequence[Request], now: float) -> int:
-        return self.num
-
-    def limit(self, request: Request, k: int) -> int:
-        return k
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         for num_verified, num_right in verified.values():
             self.num_verified += num_verified
             self.num_right += num_right
-
-    def forget(self, request_id: str) -> None: ...
 
 
 def observed(name: str, method: str | None, num: int, num_draft_tokens: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ridgeline.cost.roofline import step_cost
 from ridgeline.errors import ConfigError
 from ridgeline.measure.profile import ClassTime, Phase, Profile, kind_of, profile_steps
 from ridgeline.request import Request
+from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.step import PricedStep
 from tests.captures import captures
 from tests.conftest import TEST_DEVICE
@@ -96,10 +97,11 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]
     return make
 
 
-class Scripted:
+class Scripted(DraftLengths):
     """In the place of the choice: so many drafts by the number of the step."""
 
     def __init__(self, counts: Sequence[int]) -> None:
+        super().__init__(max(counts))
         self.counts, self.number = counts, 0
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
@@ -107,15 +109,6 @@ class Scripted:
             return 0
         self.number += 1
         return self.counts[self.number % len(self.counts)]
-
-    def limit(self, request: Request, k: int) -> int:
-        return k
-
-    def observe(self, verified: object) -> None:
-        """Nothing is learned."""
-
-    def forget(self, request_id: str) -> None:
-        """Nothing is kept."""
 
 
 @captures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -13,6 +13,7 @@ from ridgeline.request import Request, RequestOutput
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.base import InFlight
 from ridgeline.scheduler.results import ResultTaker
+from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.step import Decodes, ScheduledRequest, StepFuture, StepPlan, StepResult
 from tests.fake_device import FakeFuture
 from tests.scheduler.rig import Rig, make_request
@@ -52,21 +53,17 @@ def test_columns_say_what_the_rows_say(seed: int) -> None:
     assert seen
 
 
-class Choosy:
+class Choosy(DraftLengths):
     """Another number of drafts in each step, often none, and never any of some rows."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__(9)
         self._random = Random(seed)
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
+        for row in decoding:
+            row.has_drafts = row.has_drafts and row.order % 3 > 0
         return self._random.choice([0, 0, 1, 2, 9])
-
-    def limit(self, request: Request, k: int) -> int:
-        return 0 if request.order % 3 == 0 else k
-
-    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 
@@ -10,12 +10,12 @@ from ridgeline.errors import InternalError
 from ridgeline.request import (
     UNKNOWN_TOKEN,
     FinishReason,
-    Request,
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
 )
 from ridgeline.scheduler.policies.priority import Priority
+from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.step import StepPlan, StepResult
 from tests.extensions.toy_policy import ShortestFirst
 from tests.scheduler.rig import Rig, entries, make_request, tops
@@ -128,22 +128,15 @@ def test_tokens_behind_a_stop_token_are_cut() -> None:
     assert rig.blocks.num_free_blocks == 40
 
 
-class Told:
-    """A DraftLengths that always wants three, and keeps what it is told."""
+class Told(DraftLengths):
+    """Always three, and keeps what it is told."""
 
     def __init__(self) -> None:
+        super().__init__(3)
         self.seen: list[dict[str, tuple[int, int]]] = []
-
-    def plan(self, decoding: Sequence[Request], now: float) -> int:
-        return 3
-
-    def limit(self, request: Request, k: int) -> int:
-        return k
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
         self.seen.append(dict(verified))
-
-    def forget(self, request_id: str) -> None: ...
 
 
 def end_of_an_answer(rig: Rig, last: tuple[int, ...], right: int) -> None:

@@ -57,23 +57,6 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class AlwaysPlanned:
-    """So many drafts in every step."""
-
-    num_draft_tokens: int
-
-    def plan(self, decoding: object, now: float) -> int:
-        return self.num_draft_tokens
-
-    def limit(self, request: Request, k: int) -> int:
-        return k
-
-    def observe(self, verified: Mapping[str, tuple[int, int]]) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
 class Running:
     clock: VirtualClock
     ends: float

@@ -10,10 +10,11 @@ from random import Random
 
 import pytest
 
+from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.step_times import StepTimes, row_bucket
 from ridgeline.step import ScheduledRequest, StepPlan
-from tests.speculation.hosted import MICRO, AlwaysPlanned, Flat, Machine, Text, run
+from tests.speculation.hosted import MICRO, Flat, Machine, Text, run
 from tests.speculation.test_controller import Ran, correction
 
 HOST_BOUND = Machine(
@@ -40,7 +41,7 @@ def looked_up() -> DraftLengthController:
 def best(machine: Machine, text: Text, in_flight: int) -> tuple[float, float]:
     """Tokens per second of the best number, and without drafts."""
     ran = {
-        k: run(machine, text, AlwaysPlanned(k), in_flight=in_flight, seed=9).tokens_per_s
+        k: run(machine, text, DraftLengths(k), in_flight=in_flight, seed=9).tokens_per_s
         for k in (0, 1, 2, 3, 4, 6, 8)
     }
     return max(ran.values()), ran[0]
@@ -56,7 +57,7 @@ def test_what_is_seldom_found_and_right_is_left_alone(
     """After answers whose drafts were good, too: what steps take was learned among those."""
     chooser = looked_up()
     run(machine, before, chooser, in_flight=in_flight, seed=1)
-    off = run(machine, STORIES, AlwaysPlanned(0), in_flight=in_flight, seed=2, num_requests=40)
+    off = run(machine, STORIES, DraftLengths(0), in_flight=in_flight, seed=2, num_requests=40)
     ran = run(machine, STORIES, chooser, in_flight=in_flight, seed=2, num_requests=40)
     assert ran.tokens_per_step < 1.06
     assert ran.tokens_per_s >= 0.97 * off.tokens_per_s, (ran, "seed 2")
@@ -65,7 +66,7 @@ def test_what_is_seldom_found_and_right_is_left_alone(
 @MACHINES
 @IN_FLIGHT
 def test_never_slower_from_the_first_request_on(machine: Machine, in_flight: int) -> None:
-    off = run(machine, STORIES, AlwaysPlanned(0), in_flight=in_flight, seed=3)
+    off = run(machine, STORIES, DraftLengths(0), in_flight=in_flight, seed=3)
     ran = run(machine, STORIES, looked_up(), in_flight=in_flight, seed=3)
     assert ran.tokens_per_s >= 0.97 * off.tokens_per_s, (ran, "seed 3")
 
