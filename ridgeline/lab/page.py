@@ -34,6 +34,7 @@ PAGES = {
     "attention_variants": "ridgeline.lab.pages.attention_variants",
     "memory_hierarchy": "ridgeline.lab.pages.memory_hierarchy",
     "flash_attention": "ridgeline.lab.pages.flash_attention",
+    "estimator": "ridgeline.lab.pages.estimator",
     "quantization": "ridgeline.lab.pages.quantization",
     "parallelism": "ridgeline.lab.pages.parallelism",
     "cost": "ridgeline.lab.pages.cost",
