@@ -29,6 +29,7 @@ T = TypeVar("T")
 # The modules of all pages, in the order of the index; each has PAGE.
 PAGES = {
     "batching": "ridgeline.lab.pages.batching",
+    "speculation": "ridgeline.lab.pages.speculation",
     "memory_wall": "ridgeline.lab.pages.memory_wall",
     "kv_growth": "ridgeline.lab.pages.kv_growth",
     "attention_variants": "ridgeline.lab.pages.attention_variants",

@@ -43,6 +43,12 @@ def expected_curve(acceptance: float, max_drafts: int = MAX_DRAFTS) -> tuple[flo
     return tuple([expected_tokens(acceptance, k) for k in range(max_drafts + 1)])
 
 
+def simple_speedup(acceptance: float, num_drafts: int, draft_cost: float) -> float:
+    """The simple form: a draft token takes `draft_cost` steps of the target, and a step that
+    verifies takes as long as one that does not."""
+    return expected_tokens(acceptance, num_drafts) / (1 + num_drafts * draft_cost)
+
+
 # ---------------------------------------------------------------------- drafting
 
 
@@ -201,8 +207,12 @@ class DraftPrices:
     def best(self, batch: int, context: int, curve: Sequence[float]) -> tuple[int, float]:
         """The number of draft tokens that gives the most tokens per second here, and the speedup,
         if `curve` says how many tokens come out of a request by that number, from 0."""
-        found = [self.speedup(batch, context, k, tokens) for k, tokens in enumerate(curve)]
-        return max(enumerate(found), key=lambda one: one[1])
+        return max(enumerate(self.speedups(batch, context, curve)), key=lambda one: one[1])
+
+    def speedups(self, batch: int, context: int, curve: Sequence[float]) -> list[float]:
+        """By the number of draft tokens, from 0."""
+        plain = self.seconds(batch, context, 0)
+        return [n * plain / self.seconds(batch, context, k) for k, n in enumerate(curve)]
 
 
 def draft_prices(target: Pricer, asked: AskedDrafts, draft: ModelSpec | None) -> DraftPrices:

@@ -54,7 +54,13 @@ from ridgeline.sampling.sampler import sample
 from ridgeline.scheduler.block_manager import BlockManager
 from ridgeline.scheduler.policies.fcfs import FCFS
 from ridgeline.scheduler.scheduler import Scheduler
-from ridgeline.speculation.price import DraftPrices, DraftSteps, expected_curve, expected_tokens
+from ridgeline.speculation.price import (
+    DraftPrices,
+    DraftSteps,
+    expected_curve,
+    expected_tokens,
+    simple_speedup,
+)
 from ridgeline.step import Listener, StepPlan, StepRecord, StepResult
 from tests.cost.attention_traffic import (
     score_matrix_bytes,
@@ -78,7 +84,7 @@ from tests.cost.known_models import (
     with_kv_heads,
 )
 from tests.sampling.build import batch_of
-from tests.speculation.acceptance_law import best_simple, emitted, simple_speedup
+from tests.speculation.acceptance_law import best_simple, emitted
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 K = 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.speculation.price import MAX_DRAFTS, expected_tokens
+from ridgeline.speculation.price import MAX_DRAFTS, simple_speedup
 
 
 def acceptance_rate(target: Sequence[float], draft: Sequence[float]) -> float:
@@ -26,11 +26,6 @@ def emitted(target: Sequence[float], draft: Sequence[float]) -> tuple[float, ...
     replaced = 1 - acceptance_rate(target, draft)
     rest = after_rejection(target, draft)
     return tuple(min(p, q) + replaced * r for p, q, r in zip(target, draft, rest, strict=True))
-
-
-def simple_speedup(acceptance: float, num_drafts: int, draft_ratio: float) -> float:
-    """A draft step takes `draft_ratio` of a target step, and verifying as long as decoding."""
-    return expected_tokens(acceptance, num_drafts) / (1 + num_drafts * draft_ratio)
 
 
 def best_simple(acceptance: float, draft_ratio: float) -> tuple[int, float]:

@@ -30,6 +30,7 @@ from ridgeline.speculation.price import (
     expected_curve,
     expected_tokens,
     head_spec,
+    simple_speedup,
 )
 from ridgeline.step import StepShape
 from tests.cost.known_models import LLAMA_3_1B, LLAMA_3_70B
@@ -38,7 +39,6 @@ from tests.speculation.acceptance_law import (
     after_rejection,
     best_simple,
     emitted,
-    simple_speedup,
 )
 
 PLAIN = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, rope=RopeSpec())
