@@ -38,17 +38,18 @@ def run(args: argparse.Namespace) -> int:
     from starlette.routing import Route, Router
 
     from ridgeline.clock import WallClock
-    from ridgeline.lab.app import ENDPOINTS, to_lab
+    from ridgeline.lab.app import ENDPOINTS
     from ridgeline.observe.latency import Traffic
     from ridgeline.server.auth import Keys
     from ridgeline.server.config import Limits
     from ridgeline.server.hosts import HostGuard
     from ridgeline.server.lifecycle import Http, listen, url_of, uvicorn_config
     from ridgeline.server.middleware import Middleware
+    from ridgeline.server.static_files import StaticPages
 
-    routes = [Route(path, ask, methods=methods) for path, methods, ask, _ in ENDPOINTS]
-    router = Router([Route("/", to_lab), *routes], redirect_slashes=False)
-    app = Middleware(router, Keys(), HostGuard(args.host, ()), Traffic(), WallClock())
+    router = Router([Route(path, ask, methods=[method]) for path, method, ask in ENDPOINTS])
+    guard, pages = HostGuard(args.host, ()), StaticPages(has_chat=False, has_lab=True)
+    app = Middleware(router, Keys(), guard, Traffic(), WallClock(), pages)
     with listen(args.host, args.port) as sock:
         url = f"{url_of(sock)}/lab/"
         print(f"ridgeline: the lab is at {url} (Ctrl-C ends it)", flush=True)

@@ -10,7 +10,7 @@ from starlette import routing
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import ridgeline
 from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
@@ -24,6 +24,7 @@ from ridgeline.server.model import ModelCard, ModelList, ServedModel
 from ridgeline.server.openapi import Page
 from ridgeline.server.parsed_request import ParsedRequest, read_completion
 from ridgeline.server.service import Body, Service, send_json, unless_gone
+from ridgeline.server.static_files import StaticPages
 from ridgeline.server.text_client import TextFault
 from ridgeline.server.tokenize import detokenize, read_tokenize, tokens
 
@@ -99,7 +100,8 @@ def make_app(service: Service, keys: Keys) -> Middleware:
     service.admission.num_keys = service.aside.num_keys = len(keys)
     if service.config.admin_port is not None:
         routes = [route for route in routes if route.path != "/metrics"]
-    return _gate(service, keys, routes, service.config.host)
+    pages = StaticPages(has_chat=service.config.ui, has_lab=service.config.lab)
+    return _gate(service, keys, routes, service.config.host, pages)
 
 
 def make_admin_app(service: Service, keys: Keys) -> Middleware:
@@ -107,10 +109,29 @@ def make_admin_app(service: Service, keys: Keys) -> Middleware:
     return _gate(service, keys, make_admin_routes(service), service.config.admin_host)
 
 
-def _gate(service: Service, keys: Keys, routes: list[Route], host: str) -> Middleware:
+def _gate(
+    service: Service, keys: Keys, routes: list[Route], host: str, pages: StaticPages | None = None
+) -> Middleware:
     hosts = HostGuard(host, service.config.allowed_hosts)
-    router = Router(routes, redirect_slashes=False)
-    return Middleware(router, keys, hosts, service.engine.traffic, service.clock)
+    router: ASGIApp = Router(routes, redirect_slashes=False)
+    if pages is not None and service.config.lab:
+        router = _beside(router, Router(_lab_routes(service), redirect_slashes=False))
+    return Middleware(router, keys, hosts, service.engine.traffic, service.clock, pages)
+
+
+def _beside(api: ASGIApp, lab: ASGIApp) -> ASGIApp:
+    """The lab's paths apart from the API, of whose document they are no part."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (lab if scope["path"].startswith("/lab/") else api)(scope, receive, send)
+
+    return app
+
+
+def _lab_routes(service: Service) -> list[Route]:
+    from ridgeline.lab.app import ENDPOINTS  # the laboratory, only where it was asked for
+
+    return [Route(path, ask, methods=[method], right=ANY) for path, method, ask in ENDPOINTS]
 
 
 def make_routes(service: Service) -> list[Route]:

@@ -191,6 +191,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             is_common=True,
         ),
     ] = None
+    ui: Annotated[bool, says("serve a page at / to chat with the model in a browser")] = True
+    lab: Annotated[
+        bool,
+        says(
+            "serve pages at /lab/ that show how inference works, and there this engine at work",
+            is_common=True,
+        ),
+    ] = False
     tripwire: Annotated[
         bool,
         says(

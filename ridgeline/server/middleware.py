@@ -1,6 +1,7 @@
 """Who gets in, and how does every reply leave? The outermost layer, around all routes.
 
-Closed by default: a route is open without a key only if it is among OPEN_PATHS.
+Closed by default: a route is open without a key only if it is among OPEN_PATHS; so are the files of
+our pages.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ridgeline.server.errors import ApiError, internal_error
 from ridgeline.server.hosts import HostGuard
 from ridgeline.server.http_protocol import EXTENSION, OPEN_PATHS, new_request_id
 from ridgeline.server.json_body import ClientGone, header_values
+from ridgeline.server.static_files import StaticPages
 
 MAX_PATH = 200  # characters of a path that the access log repeats
 
@@ -30,9 +32,11 @@ class Middleware:
     """Checks Host and key, gives each request our id, and turns every exception into a reply."""
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, hosts: HostGuard, traffic: Traffic, clock: Clock
-    ) -> None:
+        self, app: ASGIApp, keys: Keys, hosts: HostGuard, traffic: Traffic, clock: Clock,
+        pages: StaticPages | None = None,
+    ) -> None:  # fmt: skip
         self._app = app
+        self._pages = pages
         self._clock = clock
         self._keys = keys
         self._hosts = hosts
@@ -45,6 +49,8 @@ class Middleware:
         scope["app"] = self  # makes the router raise its 404 and 405 instead of answering itself
         try:
             self._hosts.check(header_values(scope, b"host"))
+            if self._pages is not None and (page := self._pages.find(scope)) is not None:
+                return await page(scope, receive, exit_.send)
             scope["state"] = {"request_id": exit_.request_id, "tenant": self._tenant(scope)}
             await self._app(scope, receive, exit_.send)
         except ClientGone:

@@ -13,16 +13,23 @@ import pytest
 from starlette.routing import Route, Router
 from starlette.testclient import TestClient
 
+from ridgeline.clock import WallClock
 from ridgeline.errors import RequestFault
-from ridgeline.lab.app import ENDPOINTS, STATIC, files
+from ridgeline.lab.app import ENDPOINTS
 from ridgeline.lab.page import PAGES, Answer, Page, control, controls, load, read_inputs
+from ridgeline.observe.latency import Traffic
+from ridgeline.server.auth import Keys
+from ridgeline.server.hosts import HostGuard
+from ridgeline.server.middleware import Middleware
+from ridgeline.server.static_files import FOLDER, StaticPages, files
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    routes = [Route(path, ask, methods=methods) for path, methods, ask, _ in ENDPOINTS]
-    with TestClient(Router(routes), base_url="http://localhost") as client:
-        yield client
+def client() -> TestClient:
+    router = Router([Route(path, ask, methods=[method]) for path, method, ask in ENDPOINTS])
+    guard, pages = HostGuard("127.0.0.1", ()), StaticPages(has_chat=True, has_lab=True)
+    app = Middleware(router, Keys(), guard, Traffic(), WallClock(), pages)
+    return TestClient(app, base_url="http://localhost")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -109,9 +116,10 @@ def test_a_long_answer_tells_its_progress(
 
 
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
-    policy = client.get("/lab/").headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
+    for path in ("/", "/lab/", "/lab/shell/main.js"):
+        policy = client.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
     for path, file in files().items():
         if not path.startswith("vendor/"):
             foreign = re.findall(
@@ -130,11 +138,11 @@ def test_files_are_packed_and_kept(client: TestClient) -> None:
 
 
 def test_what_others_wrote_is_unchanged() -> None:
-    lines = (STATIC / "vendor/SHA256SUMS.txt").read_text().splitlines()
+    lines = (FOLDER / "vendor/SHA256SUMS.txt").read_text().splitlines()
     sums = {name: digest for digest, name in map(str.split, lines)}
     found = {
         path.name: sha256(path.read_bytes()).hexdigest()
-        for path in (STATIC / "vendor").iterdir()
+        for path in (FOLDER / "vendor").iterdir()
         if path.name not in ("SHA256SUMS.txt", "README.txt")
     }
     assert found == sums
@@ -144,10 +152,10 @@ def test_all_files_are_in_the_package() -> None:
     from fnmatch import fnmatch
     from tomllib import loads
 
-    project = loads((STATIC.parents[2] / "pyproject.toml").read_text())
+    project = loads((FOLDER.parents[2] / "pyproject.toml").read_text())
     kept = project["tool"]["setuptools"]["package-data"]["ridgeline.lab"]
-    for path in STATIC.rglob("*.*"):
-        name = path.relative_to(STATIC.parent).as_posix()
+    for path in FOLDER.rglob("*.*"):
+        name = path.relative_to(FOLDER.parent).as_posix()
         assert any(fnmatch(name, each) for each in kept), name
 
 

@@ -45,7 +45,15 @@ def bearer(key: str) -> dict[str, str]:
 def test_every_route_but_the_probes_wants_a_key(server: Running, routes: list[Route]) -> None:
     assert len(routes) == 12
     paths = [route.path.replace("{name:path}", "fake") for route in routes]
-    unknown = ["/", "/nothing", "/v1/completions/", "//v1/models", "/health", "/health/live/"]
+    unknown = [
+        "/lab/",
+        "/lab/api",
+        "/nothing",
+        "/v1/completions/",
+        "//v1/models",
+        "/health",
+        "/health/live/",
+    ]
     assert set(paths) >= WITHOUT_A_KEY
     with httpx.Client(base_url=server.url) as http:
         for path in (*paths, *unknown):

@@ -4,6 +4,7 @@ import { useEffect, useErrorBoundary, useLayoutEffect, useRef, useState } from "
 import { html } from "./html.js";
 import { ask, key, needsKey, pages, setKey, text } from "./api.js";
 import { Controls } from "./controls.js";
+import { Theme } from "./theme.js";
 import { asCsv, asPng, Figures, Guess, Questions, save, Tables } from "./details.js";
 
 /** @param {any} page */
@@ -68,6 +69,9 @@ function Stage({ children, busy }) {
   return html`<div ref=${frame} class="drawing" aria-busy=${busy}>${width > 0 && children(width)}</div>`;
 }
 
+/** A number stays with its unit. @param {string} text */
+const unbroken = (text) => text.replace(/(\d) (?=\S)/g, "$1\u00a0");
+
 /** A fault of a drawing is shown in its place. @param {{draw: any, state: any, act: any, width: number}} props */
 function Drawing({ draw, state, act, width }) {
   const [fault] = useErrorBoundary((/** @type {any} */ error) => console.error(error));
@@ -98,7 +102,7 @@ function PageView({ page, given }) {
       ${state.busy && page.long && html`<progress value=${state.share} max="1" aria-label="progress"></progress>`}
       ${state.fault
         ? html`<p class="failed" role="alert">${state.fault} <button type="button" onClick=${() => reset({})}>reset the inputs</button></p>`
-        : html`<p class="sentence" role="status">${answer?.sentence}</p>`}
+        : html`<p class="sentence" role="status">${answer && unbroken(answer.sentence)}</p>`}
       ${answer?.guess && html`<${Guess} key=${answer.guess.ask} guess=${answer.guess} />`}
     </section>
     ${answer && html`<${Details} ...${{ page, answer, stage, reset }} />`}
@@ -148,18 +152,6 @@ function KeyForm() {
     <label for="key"><b>This server wants an API key.</b> It stays in this tab.</label>
     <input id="key" name="key" type="password" autocomplete="off" /><button>use it</button>
   </form></main>`;
-}
-
-const THEMES = ["auto", "light", "dark"];
-
-function Theme() {
-  const [theme, setTheme] = useState(localStorage.getItem("ridgeline-theme") ?? "auto");
-  useLayoutEffect(() => {
-    document.documentElement.dataset.theme = theme;
-    localStorage.setItem("ridgeline-theme", theme);
-  }, [theme]);
-  const next = () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
-  return html`<button type="button" class="theme" onClick=${next} aria-label="theme: ${theme}"><span aria-hidden="true">${{ auto: "◐", light: "○", dark: "●" }[theme]}</span> ${theme}</button>`;
 }
 
 function Lab() {
