@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from starlette.routing import Route, Router
 
     from ridgeline.clock import WallClock
-    from ridgeline.lab.app import ENDPOINTS
+    from ridgeline.lab.app import endpoints
     from ridgeline.observe.latency import Traffic
     from ridgeline.server.auth import Keys
     from ridgeline.server.config import Limits
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from ridgeline.server.middleware import Middleware
     from ridgeline.server.static_files import StaticPages
 
-    router = Router([Route(path, ask, methods=[method]) for path, method, ask in ENDPOINTS])
+    router = Router([Route(path, ask, methods=[method]) for path, method, ask in endpoints()])
     guard, pages = HostGuard(args.host, ()), StaticPages(has_chat=False, has_lab=True)
     app = Middleware(router, Keys(), guard, Traffic(), WallClock(), pages)
     with listen(args.host, args.port) as sock:

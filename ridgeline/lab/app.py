@@ -8,6 +8,7 @@ the Answer; that of a long page comes as server-sent events: {"progress": 0.4}, 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,9 +29,9 @@ def described(page: Page) -> dict[str, Any]:
     return told | {"inputs": controls(page.inputs), "presets": presets}
 
 
-def pages(request: Request) -> Response:
+def pages(has_live: bool, request: Request) -> Response:
     """All pages of the lab: what each shows, and its inputs with bounds and defaults."""
-    return _json({"pages": [described(load(name)) for name in PAGES]})
+    return _json({"pages": [described(load(name)) for name in PAGES], "live": has_live})
 
 
 async def answer(request: Request) -> Response:
@@ -82,7 +83,9 @@ def _fault(message: str, status: int, param: str | None = None) -> Response:
     return _json({"error": {"message": message, "param": param}}, status)
 
 
-ENDPOINTS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-    ("/lab/api", "GET", pages),
-    ("/lab/api/{name}", "POST", answer),
-)
+def endpoints(*, has_live: bool = False) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
+    """(path, method, what answers). `has_live`: a server's engine can be watched."""
+    return (
+        ("/lab/api", "GET", partial(pages, has_live)),
+        ("/lab/api/{name}", "POST", answer),
+    )

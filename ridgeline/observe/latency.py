@@ -92,6 +92,24 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    def quantiles_since(
+        self, counts: Sequence[int], shares: Sequence[float]
+    ) -> tuple[float | None, ...]:
+        """Of the values since the counts were these: at most that large are so many of them, as
+        straight lines through the buckets say. None: there were none."""
+        since = [new - old for new, old in zip(self.counts, counts, strict=True)]
+        edges = (0.0, *self.bounds, self.bounds[-1])
+        found: list[float | None] = []
+        for share in shares:
+            left, value = share * sum(since), None
+            for low, high, num in zip(edges[:-1], edges[1:], since, strict=True):
+                if num and left <= num:
+                    value = low + (high - low) * left / num
+                    break
+                left -= num
+            found.append(value)
+        return tuple(found)
+
     def cumulative(self) -> list[tuple[str, int]]:
         """(upper bound, values at or below it) per bucket, "+Inf" last."""
         total, rows = 0, []

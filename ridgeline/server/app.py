@@ -17,6 +17,7 @@ from ridgeline.server.auth import ADMIN, ANY, OPEN, Keys, Tenant
 from ridgeline.server.chat import read_chat
 from ridgeline.server.errors import from_fault
 from ridgeline.server.hosts import HostGuard
+from ridgeline.server.live import Live
 from ridgeline.server.metrics import METRICS
 from ridgeline.server.metrics_page import CONTENT_TYPE, render
 from ridgeline.server.middleware import Middleware
@@ -129,9 +130,17 @@ def _beside(api: ASGIApp, lab: ASGIApp) -> ASGIApp:
 
 
 def _lab_routes(service: Service) -> list[Route]:
-    from ridgeline.lab.app import ENDPOINTS  # the laboratory, only where it was asked for
+    from ridgeline.lab.app import endpoints  # the laboratory, only where it was asked for
 
-    return [Route(path, ask, methods=[method], right=ANY) for path, method, ask in ENDPOINTS]
+    live = Live(service)
+    return [
+        Route("/lab/live/state", live.state, methods=["GET"], right="explain"),
+        Route("/lab/live/steps", live.steps, methods=["GET"], right="explain"),
+        *(
+            Route(path, ask, methods=[method], right=ANY)
+            for path, method, ask in endpoints(has_live=True)
+        ),
+    ]
 
 
 def make_routes(service: Service) -> list[Route]:

@@ -80,8 +80,8 @@ class StaticPages:
         if scope["method"] not in ("GET", "HEAD"):
             return None
         path = scope["path"]
-        if path == "/lab" and self._has_lab:
-            return RedirectResponse("/lab/")
+        if path in ("/lab", "/lab/live") and self._has_lab:
+            return RedirectResponse(f"/lab/{path[4:].replace('/', '#')}")
         if path == "/":
             if not self._has_chat:
                 return RedirectResponse("/lab/") if self._has_lab else None

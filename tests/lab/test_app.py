@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from ridgeline.clock import WallClock
 from ridgeline.errors import RequestFault
-from ridgeline.lab.app import ENDPOINTS
+from ridgeline.lab.app import endpoints
 from ridgeline.lab.page import PAGES, Answer, Page, control, controls, load, read_inputs
 from ridgeline.observe.latency import Traffic
 from ridgeline.server.auth import Keys
@@ -26,7 +26,7 @@ from ridgeline.server.static_files import FOLDER, StaticPages, files
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    router = Router([Route(path, ask, methods=[method]) for path, method, ask in ENDPOINTS])
+    router = Router([Route(path, ask, methods=[method]) for path, method, ask in endpoints()])
     guard, pages = HostGuard("127.0.0.1", ()), StaticPages(has_chat=True, has_lab=True)
     app = Middleware(router, Keys(), guard, Traffic(), WallClock(), pages)
     return TestClient(app, base_url="http://localhost")

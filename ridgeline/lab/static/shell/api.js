@@ -53,9 +53,9 @@ export async function* events(reply) {
   }
 }
 
-/** All pages. */
+/** All pages, and whether an engine can be watched. */
 export async function pages() {
-  return (await (await reach("api")).json()).pages;
+  return (await reach("api")).json();
 }
 
 /** The answer of a page. @param {any} page @param {object} inputs @param {AbortSignal} signal

@@ -1,9 +1,11 @@
 // What does the reader see? An index, or one page: inputs, its drawing, and the conclusion in figures.
 import { render } from "preact";
-import { useEffect, useErrorBoundary, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useErrorBoundary, useRef, useState } from "preact/hooks";
 import { html } from "./html.js";
 import { ask, key, needsKey, pages, setKey, text } from "./api.js";
 import { Controls } from "./controls.js";
+import { LiveView } from "./live.js";
+import { Stage } from "./stage.js";
 import { Theme } from "./theme.js";
 import { asCsv, asPng, Figures, Guess, Questions, save, Tables } from "./details.js";
 
@@ -54,21 +56,6 @@ function useAnswer(page, inputs) {
   return state;
 }
 
-/** Its own width, so that a drawing can be made for it. @param {{children: (width: number) => any, busy: boolean}} props */
-function Stage({ children, busy }) {
-  const frame = useRef(/** @type {HTMLDivElement | null} */ (null));
-  const [width, setWidth] = useState(0);
-  useLayoutEffect(() => {
-    const element = /** @type {HTMLDivElement} */ (frame.current);
-    const look = () => { const style = getComputedStyle(element); setWidth(Math.round(element.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight))); };
-    const watch = new ResizeObserver(look);
-    look();
-    watch.observe(element);
-    return () => watch.disconnect();
-  }, []);
-  return html`<div ref=${frame} class="drawing" aria-busy=${busy}>${width > 0 && children(width)}</div>`;
-}
-
 /** A number stays with its unit. @param {string} text */
 const unbroken = (text) => text.replace(/(\d) (?=\S)/g, "$1\u00a0");
 
@@ -96,7 +83,7 @@ function PageView({ page, given }) {
     <header><h1>${page.title}</h1><p class="idea">${page.idea}</p></header>
     <${Controls} ...${{ page, inputs, act, reset }} />
     <section class="stage" ref=${stage} aria-label="drawing and conclusion">
-      <${Stage} busy=${state.busy}>${(/** @type {number} */ width) =>
+      <${Stage} class="drawing" busy=${state.busy}>${(/** @type {number} */ width) =>
         answer && parts ? html`<${Drawing} key=${page.name} draw=${parts} ...${{ state, act, width }} />`
         : state.fault ? "" : html`<div class="waiting" role="status">computing…</div>`}<//>
       ${state.busy && page.long && html`<progress value=${state.share} max="1" aria-label="progress"></progress>`}
@@ -132,13 +119,14 @@ function Details({ page, answer, stage, reset }) {
   </div>`;
 }
 
-/** @param {{all: any[]}} props */
-function Index({ all }) {
+/** @param {{all: any[], hasLive: boolean}} props */
+function Index({ all, hasLive }) {
   useEffect(() => { document.title = "Ridgeline lab"; }, []);
   const groups = [...new Set(all.map((page) => page.group))];
   return html`<main class="index">
     <header><h1>How inference works, on your machine</h1>
       <p class="idea">Each page computes with the code that prices, schedules and plans in the engine. Move something.</p></header>
+    ${hasLive && html`<section><h2>This engine</h2><div class="cards"><a class="card" href="#live"><h3>Live</h3><p>Steps under their limit, the cache, who waits and runs, and how long it takes.</p></a></div></section>`}
     ${groups.map((group) => html`<section key=${group}><h2>${group}</h2><div class="cards">
       ${all.filter((page) => page.group === group).map((page) => html`<a class="card" key=${page.name} href="#${page.name}"><h3>${page.title}</h3><p>${page.idea}</p></a>`)}
     </div></section>`)}
@@ -155,10 +143,10 @@ function KeyForm() {
 }
 
 function Lab() {
-  const [all, setAll] = useState(/** @type {any[] | null} */ (null));
+  const [all, setAll] = useState(/** @type {any[] | null} */ (null)), [hasLive, setLive] = useState(false);
   const [fault, setFault] = useState("");
   const [at, setAt] = useState(address);
-  useEffect(() => { pages().then((found) => { setAll(found); setFault(""); }, (error) => setFault(error.message)); }, [key.value]);
+  useEffect(() => { pages().then((found) => { setAll(found.pages); setLive(found.live); setFault(""); }, (error) => setFault(error.message)); }, [key.value]);
   useEffect(() => {
     const look = () => { setAt(address()); scrollTo(0, 0); };
     addEventListener("hashchange", look);
@@ -168,10 +156,11 @@ function Lab() {
   const body = needsKey.value ? html`<${KeyForm} />`
     : fault ? html`<main class="index"><p class="failed" role="alert">${fault}</p></main>`
     : all === null ? html`<main class="index"><p class="waiting" role="status">loading…</p></main>`
-    : page ? html`<${PageView} key=${location.hash} page=${page} given=${at.given} />` : html`<${Index} all=${all} />`;
+    : at.name === "live" && hasLive ? html`<${LiveView} />`
+    : page ? html`<${PageView} key=${location.hash} page=${page} given=${at.given} />` : html`<${Index} all=${all} hasLive=${hasLive} />`;
   return html`<nav class="top"><a href="#" class="home">Ridgeline lab</a>
-    ${page && all && html`<select aria-label="page" value=${page.name} onChange=${(/** @type {any} */ e) => { location.hash = e.target.value; }}>
-      ${all.map((one) => html`<option value=${one.name}>${one.title}</option>`)}</select>`}
+    ${all && (page || at.name === "live") && html`<select aria-label="page" value=${at.name} onChange=${(/** @type {any} */ e) => { location.hash = e.target.value; }}>
+      ${hasLive && html`<option value="live">Live</option>`}${all.map((one) => html`<option value=${one.name}>${one.title}</option>`)}</select>`}
     <${Theme} /></nav>${body}`;
 }
 
