@@ -40,6 +40,7 @@ LEVELS = (
         "answer",
         "prompts",
         "compression",
+        "traced",
     },
     {"llm", "server", "lab", "cli", "measure", "benchmark", "evaluation", "__main__"},
 )

@@ -20,7 +20,7 @@ from tests.test_architecture import PACKAGE, dotted, modules, nodes, of_ours, tr
 MAX_LINES = {
     # The words and bounds of options; two long functions cut; sizes in GB and GiB;
     # a choice of whose code computes the layers.
-    "": 5_765,
+    "": 5_905,  # a pass of a model with all its numbers
     "architectures": 4_600,  # without the files of families
     "attention": 2_180,  # latent attention: three more backends; sinks
     "benchmark": 1_150,
@@ -34,7 +34,7 @@ MAX_LINES = {
     "evaluation": 745,
     "executor": 3_252,
     "kernels": 24_750,  # experts in grouped products; latent attention
-    "lab": 565,  # without the modules of pages; models by a pasted config, a led block pool
+    "lab": 580,  # without the modules of pages; models by a pasted config, a led block pool
     "kvcache": 485,  # latent vectors, one for all heads
     # Latent attention, stacked experts and their choice, layer norms; Transformers' modules.
     "layers": 2_930,
@@ -57,7 +57,7 @@ MAX_FAMILY_LINES = 130
 # So is a page of the lab.
 PAGES = "ridgeline.lab.pages."
 MAX_PAGE_LINES = 420
-MAX_FILES = 422  # of Python, families and pages apart; the lab, and what the server shows of it
+MAX_FILES = 423  # of Python, families and pages apart; the lab, and what the server shows of it
 MAX_PROTOCOLS = 34
 MAX_FUNCTION_LINES = 80
 LONGER = {  # that are to be made shorter, not longer

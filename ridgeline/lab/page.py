@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 # The modules of all pages, in the order of the index; each has PAGE.
 PAGES = {
+    "journey": "ridgeline.lab.pages.journey",
     "batching": "ridgeline.lab.pages.batching",
     "speculation": "ridgeline.lab.pages.speculation",
     "memory_wall": "ridgeline.lab.pages.memory_wall",
