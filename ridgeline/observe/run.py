@@ -132,6 +132,10 @@ class Run(Listener):
         self._price_planned()
         return self._in_flight[0] if self._in_flight else None
 
+    def price_of(self, plan: StepPlan) -> float:
+        """Seconds; may be asked by another thread than the engine's."""
+        return self._priced(plan, 0.0).price.expected_s
+
     def take_started(self) -> tuple[tuple[str, float], ...]:
         """The rows that plans opened since the last call, and when each plan was made: requests
         that run for the first time, and again those that come back from a preemption."""

@@ -174,6 +174,8 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         if heartbeat_fd is not None and served.watch is not None:
             heartbeat = Heartbeat(heartbeat_fd, served.watch)
             served.engine.listeners.append(heartbeat)
+            if served.watch.computes_in_submit:
+                threading.Thread(target=heartbeat.show_long_steps, daemon=True).start()
         if start.tripwire and served.resolved.device == "cpu":
             arm()
         wire.send(ready_message(served, os.getpid(), phases))

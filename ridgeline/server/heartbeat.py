@@ -10,8 +10,10 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from struct import Struct
+from threading import Lock
+from time import sleep
 
 from ridgeline.observe.run import Run
 from ridgeline.observe.watchdog import StepInFlight
@@ -23,6 +25,7 @@ SEQUENCE = Struct("<Q")  # odd while the rest is being written
 STEP = Struct("<qdd")  # step id (0: none), began, expected seconds
 NEW = SEQUENCE.size + STEP.size  # where a byte says whether something is done for the first time
 ATTEMPTS = 8
+LONG_S = 0.5  # a step that the host computes for so long is priced while it does
 
 
 def new_page() -> int:
@@ -45,6 +48,8 @@ class Heartbeat(Listener):
         self._sequence = 0
         self._seen: set[tuple[int, ...]] = set()  # kinds of steps that have ended well
         self._new: dict[int, tuple[int, ...]] = {}  # the others in flight, by their step id
+        self._computing: tuple[StepPlan, float] | None = None  # by the host: since when
+        self._lock = Lock()
 
     @contextmanager
     def first_time(self) -> Iterator[None]:
@@ -54,15 +59,34 @@ class Heartbeat(Listener):
         self._page[NEW] = bool(self._new)
 
     def on_plan(self, plan: StepPlan, now: float) -> None:
-        """A step that the host itself computes is priced now: until it is over nobody else is."""
         if plan.scheduled and (kind := self._kind(plan)) not in self._seen:
             self._new[plan.step_id] = kind
             self._page[NEW] = 1
-        if self._run.computes_in_submit:
-            self._write()
+        if self._run.computes_in_submit and plan.scheduled:
+            self._computing = plan, now
 
     def on_submitted(self, plan: StepPlan, now: float) -> None:
-        self._write()
+        self._computing = None
+        self._write_running()
+
+    def show_long_steps(self) -> None:
+        """For a thread of its own, where the engine's computes inside `submit`."""
+        seen = None
+        while True:
+            sleep(LONG_S)
+            with suppress(Exception):  # what cannot be priced is told when the step is over
+                seen = self.show_long_step(seen)
+
+    def show_long_step(self, seen: tuple[StepPlan, float] | None) -> tuple[StepPlan, float] | None:
+        """Price the step that the host computes, if it is the one that was `seen` before."""
+        step = self._computing
+        if step is not None and step is seen:
+            plan, began = step
+            expected_s = self._run.price_of(plan)
+            with self._lock:
+                if self._computing is step:
+                    self._write(plan.step_id, began, expected_s)
+        return step
 
     def on_collect(
         self,
@@ -76,7 +100,7 @@ class Heartbeat(Listener):
         if kind is not None and error is None:
             self._seen.add(kind)
         self._page[NEW] = bool(self._new)
-        self._write()
+        self._write_running()
 
     def _kind(self, plan: StepPlan) -> tuple[int, ...]:
         """Steps of one kind take the same kernels. On a CPU nothing is compiled, but the first step
@@ -86,16 +110,19 @@ class Heartbeat(Listener):
         sizes = [entry.num_tokens for entry in plan.scheduled]
         return sum(sizes).bit_length(), len(sizes).bit_length(), max(sizes).bit_length()
 
-    def _write(self) -> None:
-        page, running = self._page, self._run.running
-        SEQUENCE.pack_into(page, 0, self._sequence + 1)
-        if running is None:
-            STEP.pack_into(page, SEQUENCE.size, 0, 0.0, 0.0)
-        else:
-            step_id, expected_s = running.plan.step_id, running.price.expected_s
-            STEP.pack_into(page, SEQUENCE.size, step_id, running.began, expected_s)
+    def _write_running(self) -> None:
+        running = self._run.running
+        with self._lock:
+            if running is None:
+                self._write(0, 0.0, 0.0)
+            else:
+                self._write(running.plan.step_id, running.began, running.price.expected_s)
+
+    def _write(self, step_id: int, began: float, expected_s: float) -> None:
+        SEQUENCE.pack_into(self._page, 0, self._sequence + 1)
+        STEP.pack_into(self._page, SEQUENCE.size, step_id, began, expected_s)
         self._sequence += 2
-        SEQUENCE.pack_into(page, 0, self._sequence)
+        SEQUENCE.pack_into(self._page, 0, self._sequence)
 
 
 class HeartbeatPage:
@@ -105,7 +132,8 @@ class HeartbeatPage:
         self._page = mmap.mmap(fd, SIZE, access=mmap.ACCESS_READ)
 
     def read(self) -> StepInFlight | None:
-        """The step in flight; None when there is none, or it cannot be read just now."""
+        """The step in flight; None when there is none, it has no price yet, or it cannot be read
+        just now."""
         for _ in range(ATTEMPTS):
             before = SEQUENCE.unpack_from(self._page, 0)[0]
             step_id, began, expected_s = STEP.unpack_from(self._page, SEQUENCE.size)

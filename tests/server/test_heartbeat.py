@@ -56,12 +56,22 @@ def test_two_steps_in_flight(page: int) -> None:
 
 
 def test_an_executor_that_computes_in_submit(page: int) -> None:
+    """Nothing is priced before the step is computed, and one that takes long while it is."""
     run, heartbeat, reader = pair(page, in_submit=True)
     for journal in (run, heartbeat):
         journal.on_plan(plan(1, 8), 10.0)
-    assert reader.read() is not None
+    seen = heartbeat.show_long_step(None)
+    assert reader.read() is None
+    assert run._planned
+    heartbeat.show_long_step(seen)
+    step = reader.read()
+    assert step is not None
+    assert (step.step_id, step.began, step.expected_s) == (1, 10.0, 9.0)
+    assert run._planned, "its price in the record is made when it is over"
     for journal in (run, heartbeat):
         journal.on_submitted(plan(1, 8), 19.0)
+    assert reader.read() is None
+    assert heartbeat.show_long_step(seen) is None
     assert reader.read() is None
 
 
