@@ -813,12 +813,10 @@ MUTANTS = (
         "elif seen.length < 0:",
     ),
     Mutant(
-        "drafts: a row of which nothing was accepted drafts nothing more",
+        "drafts: a row of which little was accepted never gets better",
         CONTROLLER,
-        "        return k\n\n    def observe",
-        "        row = self._rows.get(request.request_id)\n"
-        "        return 0 if row is not None and row.accepted < 0.04 * row.verified else k\n\n"
-        "    def observe",
+        "            if num_drafts:\n                row.add(",
+        "            if num_drafts and row.accepted >= 0.04 * row.verified:\n                row.add(",
     ),
     Mutant(
         "drafts: one step of many rows is all that is known of them",

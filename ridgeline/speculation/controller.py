@@ -1,10 +1,9 @@
-"""How many draft tokens are worth verifying in this step, and for which rows?
+"""How many draft tokens are worth verifying in this step?
 
 All rows of a step verify the same number k of draft tokens, as captured steps have one size. With
-E_r(k) tokens expected from row r and T(k) seconds of a step, drafting included, k is where
-sum_r E_r(k) / T(k) is largest; 0 is among the choices. E_r follows from acceptance, by position for
-all rows together and of row r lately. T is the price of the step, corrected by what such steps have
-taken here (`step_times`).
+E_r(k) tokens expected of row r and T(k) seconds of a step, drafting included, sum_r E_r(k) / T(k)
+is largest at k, which may be 0. E_r follows from acceptance, by position and of row r lately, T
+from the price of the step and what such steps have taken here (`step_times`).
 """
 
 from __future__ import annotations
@@ -31,34 +30,26 @@ SAMPLE_ROWS = 16  # rows that a choice looks at, other ones each time
 ROWS_PER_RESULT = 8  # rows whose own acceptance the result of one step brings up to date
 FEW_ROWS = 8  # up to which prompt lookup is asked what it has found for each row
 MAX_ROWS = 8192  # rows that are remembered
-# Results and steps that wait for the next choice, in rows: the host learns faster from many at
-# once, but learning from too many would hold the device up.
-MOST_UNREAD = 64
+MOST_UNREAD = 64  # rows of results that wait for a choice: the host learns faster from many at once
 
 # A choice takes the host about 100 us, as long as a short step. It holds for HELD steps and one
 # more for each ROWS_PER_STEP rows; a choice of prompt lookup of few rows that stays the same holds
 # twice as long each time, at most LONGEST_HELD, until a copy begins or ends: so many steps with, or
-# without, an accepted token. In simulation (bench/draft_lengths.py) the doubling brings 3 % of the
-# tokens per second, up to 10 %, and the end of copies up to 7 %.
+# without, an accepted token.
 HELD, LONGEST_HELD, ROWS_PER_STEP = 4, 32, 8
 ENDS_AFTER, BEGINS_AFTER = 6, 2
 
 # Without drafts nothing is learned of them, so one token is drafted after EXPLORED_AFTER steps at
 # least, such that this costs a share EXPLORING of the time; each time nothing new is found the
 # break doubles, up to LONGEST_BREAK times that. After an acceptance that is higher than expected by
-# SURPRISE the next one follows at once. In simulation of drafts that change, the surprise brings
-# 3 % (up to 9 %), and the doubling up to 9 % of one row.
+# SURPRISE the next one follows at once.
 EXPLORED_AFTER, EXPLORING, LONGEST_BREAK, SURPRISE = 8, 0.005, 4, 0.2
-CATCHING_UP = 3.0  # plain steps that a draft model takes to read what many rows got without it
 OPTIMISTIC = 0.95  # acceptance with which drafting must pay for exploring to be of use
+CATCHING_UP = 3.0  # plain steps that a draft model takes to read what many rows got without it
 
-# Weight left of a row's token after one more: about 20 tokens count. A row's own acceptance brings
-# 2 % in simulation, and 14 % of single rows that differ.
-ROW_MEMORY = 19 / 20
+ROW_MEMORY = 19 / 20  # weight left of a row's token after one more: about 20 tokens count
 FEW = 8.0  # results that the chance of the position before counts for
-# Weight of a row's step in how often prompt lookup finds something. To know apart what follows a
-# step that found something and one that did not brings 3 % in simulation (copies come in runs).
-FOUND_WEIGHT = 1 / 64
+FOUND_WEIGHT = 1 / 64  # of a row's step in how often prompt lookup finds something
 
 
 @dataclass(slots=True)
@@ -83,9 +74,8 @@ class Acceptance:
     """
 
     def __init__(self, prior: float, max_drafts: int, *, is_looked_up: bool) -> None:
-        self._rows_memory, self._steps_memory = (
-            (0.995, 15 / 16) if is_looked_up else (0.999, 127 / 128)
-        )
+        memory = (0.995, 15 / 16) if is_looked_up else (0.999, 127 / 128)
+        self._rows_memory, self._steps_memory = memory
         self.weight = 4.0 if is_looked_up else 20.0  # tokens that it counts for in one row
         self._at = [[0.0, 0.0] for _ in range(max_drafts)]  # verified, accepted
         self._at[0] = [20.0, 20 * prior]
@@ -159,44 +149,29 @@ class DraftLengthController(DraftLengths, Listener):
         self.choices = tuple(sorted({k for k in CHOICES if k < most} | {most}))
         self.max_verified_tokens = max_verified_tokens
         self._looks_ahead, self._has_cache = looks_ahead, has_cache
-        self._acceptance = Acceptance(acceptance, most, is_looked_up=looks_ahead)
-        self._times = StepTimes(prices, self.choices)
+        self.acceptance = Acceptance(acceptance, most, is_looked_up=looks_ahead)
+        self.times = StepTimes(prices, self.choices)
         self._rows: dict[str, RowAcceptance] = {}
         # Choices that hold, by the numbers of tokens that prompt lookup has found (None: unknown).
         self._held: dict[tuple[int, ...] | None, int] = {}
         self._bucket, self._holds, self._held_for = -1, 0, HELD
         self._is_copying, self._num_others = False, 0  # steps that were otherwise
         self._shortest = self._break = EXPLORED_AFTER
-        self._undrafted = self._num_choices = self._num_results = 0
-        self._expected: float | None = None  # acceptance of an exploration that is under way
+        self._undrafted = self._num_choices = self._num_results = self._num_unread = 0
         self._may_pay = True
-        self._hoped = list(accumulate([OPTIMISTIC**k for k in range(most + 1)]))
+        self._expected: float | None = None  # acceptance of an exploration that is under way
         self._unread: list[tuple[Callable[[Any], object], Any]] = []
-        self._num_unread = 0
-
-    @property
-    def times(self) -> StepTimes:
-        self._learn()
-        return self._times
-
-    @property
-    def acceptance(self) -> Acceptance:
-        self._learn()
-        return self._acceptance
-
-    # ------------------------------------------------------------------ for the scheduler
 
     def plan(self, decoding: Sequence[Request], now: float) -> int:
-        """Draft tokens of each of these rows in the step that is about to be planned."""
-        num_rows = len(decoding)
-        if not num_rows:
+        if not (num_rows := len(decoding)):
             return 0
         found = None
         most = self.max_verified_tokens // num_rows - 1
         fitting = self.choices[max(0, bisect_right(self.choices, most) - 1)] if most > 0 else 0
         if self.fixed is not None:
             return fitting
-        if self._looks_ahead and num_rows <= FEW_ROWS and all(map(_is_known, decoding)):
+        is_small = self._looks_ahead and num_rows <= FEW_ROWS
+        if is_small and all(row.token_ids[-1] != UNKNOWN_TOKEN for row in decoding):
             found = tuple([len(row.draft_token_ids) for row in decoding])
             if not any(found):
                 return 0
@@ -213,7 +188,6 @@ class DraftLengthController(DraftLengths, Listener):
         return min(k, fitting)
 
     def observe(self, verified: Mapping[str, tuple[int, int]]) -> None:
-        """(Draft tokens that were there, accepted ones) of the rows of one step."""
         if not verified or self.fixed is not None:
             return
         if self._looks_ahead and len(verified) <= FEW_ROWS:
@@ -225,25 +199,22 @@ class DraftLengthController(DraftLengths, Listener):
         self._later(self._add_result, verified, len(verified))
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._later(lambda name: self._rows.pop(name, None), request_id)
         if 0 <= self._bucket <= FEW_ROWS:
             self._break = self._shortest
 
     def on_priced(self, step: RunStep) -> None:
-        """A step has run."""
         if self.fixed is None:
-            self._later(self._times.on_priced, step)
-
-    # ------------------------------------------------------------------ learning
+            self._later(self.times.on_priced, step)
 
     def _later(self, learn: Callable[[Any], object], what: object, size: int = 1) -> None:
         self._unread.append((learn, what))
         self._num_unread += size
         if self._num_unread >= MOST_UNREAD:
-            self._learn()
+            self.learn()
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
+        """Take in what waits, as every choice does."""
         unread, self._unread, self._num_unread = self._unread, [], 0
         for learn, what in unread:
             learn(what)
@@ -253,7 +224,7 @@ class DraftLengthController(DraftLengths, Listener):
         for (num_drafts, accepted), count in Counter(results.values()).items():
             if num_drafts:
                 counts[min(num_drafts, accepted + 1), accepted] += count
-        self._acceptance.add_step(counts)
+        self.acceptance.add_step(counts)
         self._num_results += 1
         stride = -(-len(results) // ROWS_PER_RESULT)  # of many rows each one matters less
         begin = self._num_results % stride
@@ -262,7 +233,7 @@ class DraftLengthController(DraftLengths, Listener):
             if num_drafts:
                 row.add(min(num_drafts, accepted + 1), accepted)
             if self._looks_ahead:
-                self._acceptance.add_found(row, num_drafts > 0)
+                self.acceptance.add_found(row, num_drafts > 0)
         while len(self._rows) > MAX_ROWS:
             del self._rows[next(iter(self._rows))]
         if self._expected is not None:
@@ -270,8 +241,6 @@ class DraftLengthController(DraftLengths, Listener):
             if share > self._expected + SURPRISE:
                 self._break, self._undrafted = self._shortest, self._shortest
             self._expected = None
-
-    # ------------------------------------------------------------------ choosing
 
     def _renew(
         self, decoding: Sequence[Request], bucket: int, most: int, found: tuple[int, ...] | None
@@ -291,18 +260,16 @@ class DraftLengthController(DraftLengths, Listener):
 
     def _best(self, decoding: Sequence[Request], most: int) -> int:
         """The fastest k; 0 where the gain is too small to be sure of."""
-        self._learn()
+        self.learn()
         num_rows = len(decoding)
         context = sum([row.num_computed_tokens for row in decoding]) // num_rows
-        seconds = self._times.seconds(num_rows, context)
+        seconds = self.times.seconds(num_rows, context)
         stride, self._num_choices = -(-num_rows // SAMPLE_ROWS), self._num_choices + 1
         sample = decoding[self._num_choices % stride :: stride]
-        total = [0.0] * (self.choices[-1] + 1)
-        for request in sample:
-            for k, tokens in enumerate(self._tokens(request)):
-                total[k] += tokens
+        total = [sum(column) for column in zip(*map(self._tokens, sample), strict=True)]
         speeds = {k: total[k] / seconds[k] for k in self.choices if k <= most}
-        self._may_pay = any(self._hoped[k] * seconds[0] > MARGIN * seconds[k] for k in speeds)
+        hoped = {k: (1 - OPTIMISTIC ** (k + 1)) / (1 - OPTIMISTIC) for k in speeds}
+        self._may_pay = any(hoped[k] * seconds[0] > MARGIN * seconds[k] for k in speeds)
         loss = 1 - speeds.get(1, 0.0) / speeds[0]  # of plain steps, by exploring
         loss += CATCHING_UP * (self._has_cache and num_rows > FEW_ROWS)
         self._shortest = max(EXPLORED_AFTER, round(loss / EXPLORING))
@@ -312,26 +279,21 @@ class DraftLengthController(DraftLengths, Listener):
 
     def _tokens(self, request: Request) -> list[float]:
         """Expected of this row, by k."""
-        tokens = self._acceptance.tokens(self._rows.get(request.request_id))
+        tokens = self.acceptance.tokens(self._rows.get(request.request_id))
         if not self._looks_ahead:
             return tokens
         num_found = len(request.draft_token_ids)
-        if _is_known(request):
+        if request.token_ids[-1] != UNKNOWN_TOKEN:
             return [tokens[min(k, num_found)] for k in range(len(tokens))]
-        found = self._acceptance.found[num_found > 0]
+        found = self.acceptance.found[num_found > 0]
         return [1 + found * (one - 1) for one in tokens]
 
     def _explore(self) -> int:
         """Only a draft tells whether drafts have become better: one token, once in a while."""
-        self._learn()
+        self.learn()
         self._undrafted += 1
         if self._undrafted < self._break or not self._may_pay:
             return 0
-        self._undrafted, self._holds, self._expected = 0, 0, self._acceptance.rate
+        self._undrafted, self._holds, self._expected = 0, 0, self.acceptance.rate
         self._break = min(2 * self._break, LONGEST_BREAK * self._shortest)
         return 1
-
-
-def _is_known(request: Request) -> bool:
-    """Its last result has been taken in."""
-    return request.token_ids[-1] != UNKNOWN_TOKEN

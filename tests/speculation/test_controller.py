@@ -155,8 +155,8 @@ def correction(times: StepTimes, num_rows: int, k: int) -> float:
 
 def acceptance_of(chooser: DraftLengthController, request_id: str) -> float:
     """Chance of the first draft token of this row."""
-    acceptance = chooser.acceptance  # when all is taken in
-    return acceptance.tokens(chooser._rows.get(request_id))[1] - 1
+    chooser.learn()
+    return chooser.acceptance.tokens(chooser._rows.get(request_id))[1] - 1
 
 
 def chooser_for(
@@ -382,6 +382,7 @@ def test_of_many_rows_a_choice_looks_at_some_and_the_next_at_others() -> None:
     chooser = chooser_for(world.prices)
     for _ in range(400):
         chooser.observe({str(row): (4, 0 if row % 4 == 1 else 4) for row in range(64)})
+    chooser.learn()
     assert chooser.acceptance.rate > 0.9
     found = [chooser._best(world.rows, 8) for _ in range(4)]
     assert sorted(found)[0] < 4, "once nearly nothing was accepted of all that it looked at"
@@ -685,6 +686,7 @@ def test_results_are_learned_from_when_somebody_chooses_or_asks() -> None:
     assert list(chooser._rows) == ["0"]
     chooser.observe({"0": (4, 4), "1": (4, 0)})
     chooser.forget("0")
+    chooser.learn()
     assert chooser.acceptance.rate > 0.6
     assert list(chooser._rows) == ["1"], "who has ended must not come back"
     for other in range(MOST_UNREAD):
@@ -716,12 +718,13 @@ def test_times_of_steps_are_learned_when_somebody_chooses_or_asks() -> None:
     world = World(Line(draft_s=0.05), 1, lambda _: 1.0, seed=3)
     chooser = chooser_for(world.prices)
     world.run(30, chooser)
-    assert chooser._times.num_steps < 30, "the last ones wait"
+    assert chooser.times.num_steps < 30, "the last ones wait"
+    chooser.learn()
     assert chooser.times.num_steps == 30
     alone = chooser_for(world.prices)
     for _ in range(MOST_UNREAD):
         alone.on_priced(Ran(world.plan(4), 1.2))
-    assert alone._times.num_steps == MOST_UNREAD, "no more are kept"
+    assert alone.times.num_steps == MOST_UNREAD, "no more are kept"
 
 
 def test_a_surprise_of_a_step_in_flight_is_followed_at_once() -> None:
