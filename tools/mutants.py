@@ -816,7 +816,8 @@ MUTANTS = (
         "drafts: a row of which little was accepted never gets better",
         CONTROLLER,
         "            if num_drafts:\n                row.add(",
-        "            if num_drafts and row.accepted >= 0.04 * row.verified:\n                row.add(",
+        "            if num_drafts and row.accepted >= 0.04 * row.verified:\n"
+        "                row.add(",
     ),
     Mutant(
         "drafts: one step of many rows is all that is known of them",

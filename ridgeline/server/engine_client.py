@@ -9,10 +9,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from ridgeline.clock import Clock
 from ridgeline.errors import ConfigError, EngineFault, RequestFault
@@ -65,12 +64,7 @@ class Stopping(Exception):
     """The engine ended because we told it to."""
 
 
-class Listener(Protocol):
-    """Who wants to know that an engine is ready to serve."""
-
-    async def on_ready(self, ready: Ready) -> None:
-        """Get ready to serve this model. A ConfigError ends the server."""
-        ...
+OnReady = Callable[[Ready], Awaitable[None]]  # get ready to serve it; a ConfigError ends the server
 
 
 @dataclass(slots=True)
@@ -91,7 +85,7 @@ class EngineClient:
     `run` is the supervisor; it returns after `stop` and raises when there will be no engine.
     """
 
-    def __init__(self, config: ServeConfig, clock: Clock, listener: Listener) -> None:
+    def __init__(self, config: ServeConfig, clock: Clock, on_ready: OnReady) -> None:
         self.config = config
         self.clock = clock
         self.gauges = Gauges()
@@ -104,7 +98,7 @@ class EngineClient:
         self.loading: Loading | None = None
         self.num_restarts = 0
         self.lives: dict[str, ActiveRequest] = {}
-        self._listener = listener
+        self._on_ready = on_ready
         self._tickets: dict[int, ActiveRequest] = {}
         self._questions: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
@@ -351,7 +345,7 @@ class EngineClient:
             self.loading = event
             say(logger, logging.INFO, "loading", stage=event.stage, done=event.done, of=event.total)
         elif isinstance(event, Ready):
-            await self._listener.on_ready(event)
+            await self._on_ready(event)
             if self.config.tripwire:
                 allow_spawn(ENGINE)
                 arm(self.config.otlp_endpoint)

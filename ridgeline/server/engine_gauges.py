@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ridgeline.clock import Clock
 from ridgeline.observe.run import Run, Totals
@@ -10,16 +10,14 @@ from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.server.wire import DraftCosts, Gauges, RegimeTime, StepCosts
 from ridgeline.speculation.report import DraftTotals
 
+if TYPE_CHECKING:
+    from ridgeline.devices.device import Device
+
 MEMORY_PERIOD_S = 1.0  # asking a device for its free memory can cost more than a step
 
 
-class ReportsMemory(Protocol):
-    def memory_total(self) -> int: ...
-    def memory_free(self) -> int: ...
-
-
 class GaugeReader:
-    def __init__(self, scheduler: Scheduler, device: ReportsMemory, run: Run, clock: Clock) -> None:
+    def __init__(self, scheduler: Scheduler, device: Device, run: Run, clock: Clock) -> None:
         self._scheduler = scheduler
         self._device = device
         self._run = run

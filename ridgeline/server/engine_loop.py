@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ridgeline.observe.requests import PromptChunks
 from ridgeline.observe.run import Run
 from ridgeline.request import RequestOutput
 from ridgeline.scheduler.beams import BEAM_MARK
-from ridgeline.server.engine_gauges import GaugeReader, ReportsMemory
+from ridgeline.server.engine_gauges import GaugeReader
 from ridgeline.server.heartbeat import Heartbeat
 from ridgeline.server.wire import (
     Abort,
@@ -42,6 +42,11 @@ from ridgeline.server.wire import (
 from ridgeline.startup import Phase, Started, WarmsUp, say_first_token
 from ridgeline.step import Listener, PricedStep, StepPlan
 
+if TYPE_CHECKING:
+    from ridgeline.architectures.spec import ModelSpec
+    from ridgeline.devices.device import Device
+    from ridgeline.resolve import MemoryRow
+
 LATELY = 16  # steps of a kind, or plans
 LEAST_S = 0.3e-3  # a shorter wait is not worth waking up for
 GUARD_S = 0.3e-3  # of sleeping, waking and what differs from step to step
@@ -53,33 +58,19 @@ MAX_FAILURES = 3  # in a row: the device will not recover in this process
 logger = logging.getLogger(__name__)
 
 
-class MemoryLine(Protocol):
-    @property
-    def what(self) -> str: ...
-    @property
-    def predicted(self) -> int: ...
-    @property
-    def measured(self) -> int | None: ...
-
-
-class HasVocabulary(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-
-
 class Served(Protocol):
     """What the engine process needs of what a builder made; ridgeline.build.Built has it."""
 
     @property
     def engine(self) -> Engine: ...
     @property
-    def spec(self) -> HasVocabulary: ...
+    def spec(self) -> ModelSpec: ...
     @property
     def resolved(self) -> ResolvedConfig: ...
     @property
-    def memory(self) -> Sequence[MemoryLine]: ...
+    def memory(self) -> Sequence[MemoryRow]: ...
     @property
-    def device(self) -> ReportsMemory: ...
+    def device(self) -> Device: ...
     @property
     def generation(self) -> GenerationDefaults: ...
     @property
@@ -255,15 +246,8 @@ class EngineLoop:
             return ()
         request_costs, costs = self._run_record.request_costs, []
         for output in outputs:
-            if (request_cost := request_costs.get(output.request_id)) is not None:
-                costs.append(
-                    Cost(
-                        output.request_id,
-                        request_cost.device_ns,
-                        request_cost.flops,
-                        request_cost.bytes,
-                    )
-                )
+            if (cost := request_costs.get(output.request_id)) is not None:
+                costs.append(Cost(output.request_id, cost.device_ns, cost.flops, cost.bytes))
                 if output.finish_reason is not None:
                     request_costs.close(output.request_id)
         return tuple(costs)

@@ -27,6 +27,8 @@ NEW = SEQUENCE.size + STEP.size  # where a byte says whether something is done f
 ATTEMPTS = 8
 LONG_S = 0.5  # a step that the host computes for so long is priced while it does
 
+Computing = tuple[StepPlan, float]  # what the host itself is at, and since when
+
 
 def new_page() -> int:
     """A file descriptor of a page of zeros that has no name."""
@@ -48,7 +50,7 @@ class Heartbeat(Listener):
         self._sequence = 0
         self._seen: set[tuple[int, ...]] = set()  # kinds of steps that have ended well
         self._new: dict[int, tuple[int, ...]] = {}  # the others in flight, by their step id
-        self._computing: tuple[StepPlan, float] | None = None  # by the host: since when
+        self._computing: Computing | None = None
         self._lock = Lock()
 
     @contextmanager
@@ -77,15 +79,13 @@ class Heartbeat(Listener):
             with suppress(Exception):  # what cannot be priced is told when the step is over
                 seen = self.show_long_step(seen)
 
-    def show_long_step(self, seen: tuple[StepPlan, float] | None) -> tuple[StepPlan, float] | None:
+    def show_long_step(self, seen: Computing | None) -> Computing | None:
         """Price the step that the host computes, if it is the one that was `seen` before."""
-        step = self._computing
-        if step is not None and step is seen:
-            plan, began = step
-            expected_s = self._run.price_of(plan)
+        if (step := self._computing) is not None and step is seen:
+            expected_s = self._run.price_of(step[0])
             with self._lock:
                 if self._computing is step:
-                    self._write(plan.step_id, began, expected_s)
+                    self._write(step[0].step_id, step[1], expected_s)
         return step
 
     def on_collect(

@@ -65,7 +65,7 @@ class Service:
         self.tracing = tracing
         self.admission = Admission(config.limits)
         self.aside = Admission(_aside(config.limits))  # for what is not an answer
-        self.engine = EngineClient(config, clock, self)
+        self.engine = EngineClient(config, clock, self.on_ready)
         self.reports = Reports(self.engine)
         self.pages = Pages()
         self.manager = ServiceManager(os.environ)

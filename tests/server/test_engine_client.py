@@ -47,7 +47,7 @@ def with_client(test: Callable[[EngineClient, ActiveRequest], Awaitable[None]], 
 
     async def go() -> None:
         config = ServeConfig(engine=EngineConfig(model="m"))
-        client = EngineClient(config, VirtualClock(), Nobody())
+        client = EngineClient(config, VirtualClock(), Nobody().on_ready)
         client.ready = READY
         sampling = SamplingParams(max_tokens=9, n=n, seed=1)
         answer = Answer(
@@ -166,7 +166,9 @@ def test_no_engine_is_started_after_the_order_to_stop(monkeypatch: pytest.Monkey
         return False
 
     async def go() -> None:
-        client = EngineClient(ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody())
+        client = EngineClient(
+            ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody().on_ready
+        )
         monkeypatch.setattr(client, "_one_life", one_life)
         task = asyncio.create_task(client.run())
         while not client.num_restarts:
@@ -182,7 +184,9 @@ def test_an_engine_that_comes_after_the_order_to_stop_is_sent_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def go() -> None:
-        client = EngineClient(ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody())
+        client = EngineClient(
+            ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody().on_ready
+        )
         ours, theirs = socket.socketpair()
 
         async def spawn() -> Any:
@@ -219,7 +223,9 @@ def test_an_engine_that_comes_after_the_order_to_stop_is_sent_away(
 def test_when_an_engine_is_killed(
     is_priced: bool, is_first: bool, expected_s: float | None, killed_after_s: float
 ) -> None:
-    client = EngineClient(ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody())
+    client = EngineClient(
+        ServeConfig(engine=EngineConfig(model="m")), VirtualClock(), Nobody().on_ready
+    )
     step = None if expected_s is None else StepInFlight(1, 100.0, expected_s)
     page = SimpleNamespace(read=lambda: step, is_first_time=lambda: is_first)
     client._life = SimpleNamespace(heartbeat=page)  # type: ignore[assignment]
