@@ -40,6 +40,8 @@ PAGES = {
     "quantization": "ridgeline.lab.pages.quantization",
     "parallelism": "ridgeline.lab.pages.parallelism",
     "cost": "ridgeline.lab.pages.cost",
+    "decision_tree": "ridgeline.lab.pages.decision_tree",
+    "derivations": "ridgeline.lab.pages.derivations",
 }
 
 

@@ -30,21 +30,22 @@ function frontier(h, d, inputs, act, width) {
     act({ batch: d.points.reduce((/** @type {any} */ a, /** @type {any} */ b) => (off(b) < off(a) ? b : a)).batch });
   };
   const marks = d.points.filter((/** @type {any} */ one, /** @type {number} */ i) => one.batch !== d.chosen.batch && (!isNarrow || i % 2 === 0));
+  const side = isNarrow ? left + 4 : right;
   const lines = apart([
-    ...(d.api > 0 ? [{ x: right, y: y(d.api) - 5, text: `API ${dollars(d.api)}`, colour: "communication" }] : []),
-    { x: right, y: y(d.own) - 5, text: `this batch on a device of your own ${dollars(d.own)}`, colour: "compute" },
+    ...(d.api > 0 ? [{ x: side, y: y(d.api) - 5, text: `API ${dollars(d.api)}`, colour: "communication" }] : []),
+    { x: side, y: y(d.own) - 5, text: `${isNarrow ? "owned" : "this batch on a device of your own"} ${dollars(d.own)}`, colour: "compute" },
   ]);
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-labelledby="cost-title cost-desc">
     <title id="cost-title">Dollars per million tokens over the speed that each person sees</title>
     <desc id="cost-desc">With ${d.chosen.batch} requests at once each sees ${number(d.chosen.tokens_per_s_per_user)} tokens a second at ${dollars(d.chosen.mid)} a million tokens of all kinds; the API takes ${dollars(d.api)}.</desc>
     ${axisX({ scale: x, y: bottom, top, ticks: x.ticks(isNarrow ? 4 : 8), label: "tokens/s that each person sees", end: right })}
     ${axisY({ scale: y, x: left, right, ticks: y.ticks(5), format: dollars })}
-    <text class="muted" x=${left + 6} y=${top - 8}>$ per million tokens, read and written</text>
+    <text class="muted" x=${isNarrow ? 0 : left + 6} y=${top - 8}>$ per million tokens, read and written</text>
     ${hasBand && h`<polygon points=${[...along("high"), ...along("low").reverse()].join(" ")} fill="var(--accent)" fill-opacity=".13" />`}
     <polyline points=${along("mid").join(" ")} fill="none" stroke="var(--accent)" stroke-width="2.5" stroke-linejoin="round" />
     ${d.api > 0 && h`<line x1=${left} x2=${right} y1=${y(d.api)} y2=${y(d.api)} stroke="var(--communication)" stroke-width="2" stroke-dasharray="6 4" />`}
     <line x1=${left} x2=${right} y1=${y(d.own)} y2=${y(d.own)} stroke="var(--compute)" stroke-width="1.5" stroke-dasharray="2 4" />
-    ${lines.map((one) => h`<text key=${one.colour} class="halo" x=${one.x} y=${one.y} text-anchor="end" fill="var(--${one.colour})">${one.text}</text>`)}
+    ${lines.map((one) => h`<text key=${one.colour} class="halo" x=${one.x} y=${one.y} text-anchor=${isNarrow ? "start" : "end"} fill="var(--${one.colour})">${one.text}</text>`)}
     ${marks.map((/** @type {any} */ one) => h`<g key=${one.batch}>
       <circle cx=${x(one.tokens_per_s_per_user)} cy=${y(one.mid)} r="3.5" fill="var(--accent)"><title>${one.batch} at once: ${number(one.tokens_per_s_per_user)} tokens/s each, ${dollars(one.mid)} (${dollars(one.low)} to ${dollars(one.high)})</title></circle>
       <text class="halo muted" x=${x(one.tokens_per_s_per_user) + 6} y=${y(one.mid) - 6}>${one.batch}</text></g>`)}
@@ -62,7 +63,7 @@ function bars(h, d, width) {
   const left = 76, right = width - 16, row = 34, height = 3 * row + 30;
   const x = linear([0, Math.max(...d.bars.flatMap((/** @type {any} */ one) => [one.high, one.api]))], [left, right]);
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-label=${d.bars.map((/** @type {any} */ one) => `${one.name}: ${dollars(one.mid)}, API ${dollars(one.api)}`).join("; ")}>
-    <text class="muted" x="0" y="14">a million of each: middle price, its band, and the API's price (|)</text>
+    <text class="muted" x="0" y="14">a million of each${width < 420 ? "" : ": middle price, its band"}, and the <tspan fill="var(--communication)">API's price</tspan></text>
     ${d.bars.map((/** @type {any} */ one, /** @type {number} */ i) => {
       const y = 24 + i * row, middle = y + 11, end = x(one.mid), tail = Math.max(end, x(one.high), x(one.api)) + 8;
       const fits = tail + 90 < right;

@@ -45,13 +45,15 @@ function devices(h, d, inputs, act, width) {
 function shards(h, d, width) {
   const shown = d.matrices.filter((/** @type {any} */ one) => one.rows > 1);
   const most = Math.max(...shown.flatMap((/** @type {any} */ one) => [one.rows, one.columns]));
-  const columns = Math.min(shown.length, Math.max(3, Math.floor(width / 88))), cell = width / columns, side = Math.min(92, cell - 16), row = side + 42;
+  const columns = Math.min(shown.length, Math.max(3, Math.floor(width / 88))), cell = width / columns, side = Math.min(92, cell - 16);
   const size = (/** @type {number} */ n) => Math.max(5, side * Math.sqrt(n / most));
-  const lines = Math.ceil(shown.length / columns);
-  return h`<svg viewBox="0 0 ${width} ${lines * row + 24}" role="img" aria-label=${`Share of device ${d.gpu} of each matrix of a layer`}>
+  const lines = Array.from({ length: Math.ceil(shown.length / columns) }, (_, k) => shown.slice(k * columns, (k + 1) * columns));
+  const tops = [24];
+  for (const line of lines) tops.push(tops[tops.length - 1] + 36 + Math.max(...line.map((/** @type {any} */ one) => size(one.rows) + (one.copies > 1 ? 10 : 0))));
+  return h`<svg viewBox="0 0 ${width} ${tops[lines.length] + 8}" role="img" aria-label=${`Share of device ${d.gpu} of each matrix of a layer`}>
     <text class="muted" x="0" y="14">one layer: what <tspan fill="var(--accent)" class="strong">device ${d.gpu}</tspan> holds of each matrix${width > 560 ? " (sides drawn by their roots)" : ""}</text>
     ${shown.map((/** @type {any} */ one, /** @type {number} */ i) => {
-      const w = size(one.columns), t = size(one.rows), x = (i % columns) * cell + 2, y = 24 + Math.floor(i / columns) * row;
+      const w = size(one.columns), t = size(one.rows), x = (i % columns) * cell + 2, y = tops[Math.floor(i / columns)];
       const isRows = one.split === "rows", n = one.split ? one.shares : 1;
       const cuts = Array.from({ length: n - 1 }, (_, k) => (k + 1) / n);
       const note = one.copies > 1 ? `${one.own} of ${one.copies} experts` : one.split === "" ? "whole" : `${isRows ? "rows" : "columns"} / ${n}`;

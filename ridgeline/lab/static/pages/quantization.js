@@ -21,13 +21,16 @@ function line(h, d, inputs, act, width) {
   const place = d.weights[d.outlier], off = (/** @type {number} */ i) => Math.abs(d.weights[i] - d.rounded[i]);
   const worst = d.weights.reduce((/** @type {number} */ a, /** @type {number} */ _, /** @type {number} */ i) => (off(i) > off(a) ? i : a), 0);
   const many = d.weights.length > 300;
-  const drag = (/** @type {PointerEvent} */ event) => {
-    const svg = /** @type {SVGElement} */ (event.currentTarget).closest("svg");
-    if (!event.buttons || !svg) return;
-    /** @type {Element} */ (event.currentTarget).setPointerCapture(event.pointerId);
-    const box = svg.getBoundingClientRect(), px = ((event.clientX - box.x) / box.width) * width;
-    const own = place / inputs.outlier, value = Math.abs((px - (left + right) / 2) / ((right - left) / 2)) * limit;
-    act({ outlier: Math.round(10 * Math.max(1, Math.min(10, value / Math.abs(own)))) / 10 });
+  const grab = (/** @type {PointerEvent} */ event) => {
+    const handle = /** @type {SVGElement} */ (event.currentTarget);
+    handle.setPointerCapture(event.pointerId);
+    Object.assign(handle.dataset, { from: event.clientX, times: inputs.outlier });
+  };
+  const drag = (/** @type {PointerEvent} */ event) => { // outwards, however the axis follows
+    const { from, times } = /** @type {SVGElement} */ (event.currentTarget).dataset;
+    if (!event.buttons || !from) return;
+    const outwards = (event.clientX - Number(from)) * Math.sign(place);
+    act({ outlier: Math.round(10 * Math.max(1, Math.min(10, Number(times) * Math.exp(outwards / 160)))) / 10 });
   };
   const px = x(place), inward = px > width / 2 ? "end" : "start";
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-labelledby="q-title q-desc">
@@ -41,8 +44,8 @@ function line(h, d, inputs, act, width) {
     ${d.levels.map((/** @type {number} */ level) => h`<line key=${level} x1=${x(level)} x2=${x(level)} y1=${base - 10} y2=${base + 8} stroke="var(--text)" stroke-width=${d.levels.length > 60 ? 0.8 : 2} />`)}
     <line x1=${left} x2=${right} y1=${base} y2=${base} stroke="var(--muted)" />
     ${[-limit / 1.04, 0, limit / 1.04].map((v, i) => h`<text key=${i} class="muted" x=${x(v)} y=${base + 24} text-anchor=${["start", "middle", "end"][i]}>${number(v)}</text>`)}
-    <text class="muted" x=${left} y=${height - 8}>${d.weights.length} weights that share a scale, and their ${d.levels.length} levels in ${d.format}</text>
-    <g onPointerDown=${drag} onPointerMove=${drag} class="handle">
+    <text class="muted" x=${left} y=${height - 8}>${d.weights.length} weights ${width < 420 ? "with one scale" : "that share a scale"}, ${width < 420 ? "" : "and "}their ${d.levels.length} levels${width < 420 ? "" : ` in ${d.format}`}</text>
+    <g onPointerDown=${grab} onPointerMove=${drag} class="handle">
       <circle cx=${px} cy=${floor + 5} r="22" fill="transparent" />
       <circle cx=${px} cy=${floor + 5} r="8" fill="var(--accent)" fill-opacity=".25" stroke="var(--accent)" stroke-width="2.5" />
     </g>
@@ -57,14 +60,14 @@ function speeds(h, d, inputs, width) {
   const plain = d.curves[0].tokens_per_s;
   const times = (/** @type {any} */ one) => one.tokens_per_s.map((/** @type {number} */ v, /** @type {number} */ i) => v / plain[i]);
   const x = log([1, d.batches[d.batches.length - 1]], [left, right]);
-  const y = linear([0, Math.max(...d.curves.flatMap(times)) * 1.1], [bottom, top]);
+  const y = linear([0, Math.max(...d.curves.flatMap(times)) * (isNarrow ? 1.3 : 1.1)], [bottom, top]);
   const at = (/** @type {any} */ one) => times(one).map((/** @type {number} */ v, /** @type {number} */ i) => `${x(d.batches[i])},${y(v)}`).join(" ");
   const four = d.curves.find((/** @type {any} */ one) => one.format === d.four);
   const labels = apart(d.curves.map((/** @type {any} */ one) => ({ x: right + 6, y: y(times(one)[plain.length - 1]) + 4, text: named(one.format), one })));
   const cross = d.crossover > 0 && four ? between(d.batches, times(four), d.crossover) : 0;
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-labelledby="qs-title">
     <title id="qs-title">Tokens a second by requests at once${d.crossover > 0 ? `; fp8 beats ${d.four} from ${d.crossover} on` : ""}</title>
-    ${axisX({ scale: x, y: bottom, top, ticks: isNarrow ? [1, 8, 64, 512] : [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], label: `requests at once, ${inputs.model} on ${inputs.device}`, end: right })}
+    ${axisX({ scale: x, y: bottom, top, ticks: isNarrow ? [1, 8, 64, 512] : [1, 2, 4, 8, 16, 32, 64, 128, 256, 512], label: isNarrow ? "requests at once" : `requests at once, ${inputs.model} on ${inputs.device}`, end: right })}
     ${axisY({ scale: y, x: left, right, ticks: y.ticks(4) })}
     <text class="muted" x=${left + 4} y="16">times the speed of 16-bit weights</text>
     ${cross > 0 && h`<g><line x1=${x(d.crossover)} x2=${x(d.crossover)} y1=${top} y2=${bottom} stroke="var(--accent)" stroke-dasharray="4 4" stroke-width="1.5" />
@@ -72,7 +75,7 @@ function speeds(h, d, inputs, width) {
     ${d.curves.map((/** @type {any} */ one) => h`<polyline key=${one.format} points=${at(one)} fill="none" stroke=${colour(one.format)} stroke-width=${one.format === d.format ? 3.5 : 1.8} stroke-dasharray=${one.format === "plain" ? "5 4" : "none"} />`)}
     ${labels.map((one) => h`<text key=${one.one.format} class=${`halo ${one.one.format === d.format ? "strong" : ""}`} x=${one.x} y=${one.y} fill=${colour(one.one.format)}>${one.text}</text>`)}
     ${cross > 0 && h`<g><circle cx=${x(d.crossover)} cy=${y(cross)} r="6" fill="none" stroke="var(--accent)" stroke-width="2.5" />
-      <text class="halo strong" x=${x(d.crossover) + (x(d.crossover) > width / 2 ? -8 : 8)} y=${top + 16} text-anchor=${x(d.crossover) > width / 2 ? "end" : "start"} fill="var(--accent)">from ${d.crossover} on fp8 beats ${d.four}</text></g>`}
+      <text class="halo strong" x=${x(d.crossover) + (x(d.crossover) > width / 2 ? -8 : 8)} y=${top + 16} text-anchor=${x(d.crossover) > width / 2 ? "end" : "start"} fill="var(--accent)">${isNarrow ? `fp8 wins from ${d.crossover}` : `from ${d.crossover} on fp8 beats ${d.four}`}</text></g>`}
   </svg>`;
 }
 
