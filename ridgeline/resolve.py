@@ -524,7 +524,7 @@ def _captured_rows(
         return 0
     if kind == "cpu" and not _records(config, dtype):
         return 0
-    if not can_capture(spec, kind, weights):
+    if not can_capture(spec, kind, weights, dtype, deterministic=config.deterministic):
         return 0
     if config.enforce_eager:
         decisions.note("captured steps", "none", "none", "enforce_eager was asked for")

@@ -141,8 +141,8 @@ def why_no_drafts(
         return f"drafts need captured steps, which implementation {spec.implementation} has not"
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
         return (
-            "drafts need captured steps, which models with experts have not on a CPU, nor in weight"
-            " formats without grouped products"
+            "drafts need captured steps, which models with experts have not in weight formats"
+            " without grouped products, nor on a CPU in float32"
         )
     if config.enforce_eager:
         return "drafts need captured steps, which enforce_eager rules out; leave it out"

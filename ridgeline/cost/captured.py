@@ -28,15 +28,32 @@ MAX_VERIFIED_TOKENS = {"gpu": 512, "cpu": 64}
 # many tokens, if the model is small. Longer steps of large ones are the work of the GPU.
 MAX_TOKENS, LEAST_TOKENS = 8192, 2048
 FLOPS_BEHIND_LAUNCHES = 5e11  # of the matrices of a layer, in that millisecond
+# Of experts that the native kernels of a CPU know.
+CPU_GATES, CPU_PANEL = ("silu", "clamped"), 16
 RECORDED_KV = ("auto", "int8")  # for which all of a decode step on a CPU is done by native kernels
 
 
-def can_capture(spec: ModelSpec, kind: str, weights: WeightFormatLine) -> bool:
-    """Not where the host must know which experts a step needs: on a CPU, and in weight formats
-    without grouped products; nor where the layers are another library's."""
-    has_experts = any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
-    is_grouped = not has_experts or (kind != "cpu" and weights.groups_experts)
-    return spec.implementation == NATIVE and is_grouped
+def can_capture(
+    spec: ModelSpec,
+    kind: str,
+    weights: WeightFormatLine,
+    dtype: str = "bfloat16",
+    *,
+    deterministic: bool = False,
+) -> bool:
+    """Not where the host must know which experts a step needs: in weight formats without grouped
+    products, and on a CPU for experts that its kernels do not know; nor where the layers are
+    another library's."""
+    if spec.implementation != NATIVE:
+        return False
+    layers = [layer.feed_forward for layer in spec.layers]
+    experts = [one for one in layers if isinstance(one, ExpertsSpec)]
+    if not experts or kind != "cpu":
+        return not experts or weights.groups_experts
+    is_known = all(
+        one.activation in CPU_GATES and one.intermediate_size % CPU_PANEL == 0 for one in experts
+    )
+    return weights.groups_experts and is_known and dtype == "bfloat16" and not deterministic
 
 
 def most_prompt_tokens(spec: ModelSpec) -> int:

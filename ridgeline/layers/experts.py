@@ -1,9 +1,9 @@
 """A few of many feed-forwards per token, weighted by a router, beside one that every token passes.
 
 On a GPU the matrices of all experts are stacked and multiplied as
-`kernels.grouped_experts` says, without asking which experts have tokens. Elsewhere, and in weight
-formats that have no such products, the host asks, and experts that have some are computed one after
-the other.
+`kernels.grouped_experts` says, without asking which experts have tokens. On a CPU one native call
+sorts the tokens by expert and multiplies (`kernels.cpu.experts`). In weight formats that have no
+such products the host asks, and experts that have tokens are computed one after the other.
 Letters: T tokens, E hidden, X experts, A active experts of a token, N rows of a product, L
 layers.
 """
@@ -17,6 +17,8 @@ import torch
 
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec
 from ridgeline.distributed.placement import Placement
+from ridgeline.kernels.cpu.experts import PackedExperts, packed_experts
+from ridgeline.kernels.cpu.packed_linear import PackedMatrix
 from ridgeline.kernels.grouped_experts import StackedMatrix, grouped_experts
 from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.kernels.small_linear import InputNorm
@@ -127,10 +129,24 @@ class Experts:
         gate_up, down = self.gate_up.matrix(), self.down.matrix()
         return None if gate_up is None or down is None else (gate_up, down)
 
+    @cached_property
+    def packed(self) -> PackedExperts | None:
+        """For the native products of a CPU, once all is loaded; None: there are none, or they are
+        not known to give a token the same bits in any batch."""
+        if self.deterministic or self.placement.size > 1:
+            return None
+        gate_up, down = [one.gate_up for one in self.experts], [one.down for one in self.experts]
+        wide, narrow = _packed(gate_up), _packed(down)
+        activation = self.spec.activation
+        if not (wide and narrow and PackedExperts.takes(wide[0], narrow[0], activation)):
+            return None
+        biases = ([linear.added_bias_O for linear in linears] for linears in (gate_up, down))
+        return PackedExperts(wide, narrow, activation, *biases)
+
     @property
     def asks_host(self) -> bool:
         """Which experts have tokens, in each step."""
-        return self.matrices is None
+        return self.matrices is None and self.packed is None
 
     def __call__(
         self, hidden: Hidden, norm: RMSNorm | None, norm_out: RMSNorm | None = None
@@ -153,6 +169,16 @@ class Experts:
     def of(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], with nothing around it."""
         routes = self.router.route(x_TE)
+        if self.packed is not None:
+            return packed_experts(
+                x_TE,
+                routes.weights_TA,
+                routes.experts_TA,
+                self.packed,
+                beside_TE=None if self.shared is None else self.shared.of(x_TE),
+                beside_weights_T1=routes.shared_T1,
+                load_X=self.load_X,
+            )
         if self.matrices is None:
             y_TE = self._one_by_one(x_TE, routes)
         else:
@@ -258,6 +284,13 @@ class ExpertLoad:
         if self._arrived is not None:
             self._arrived.record()
         return self._found
+
+
+def _packed(linears: Sequence[Linear]) -> list[PackedMatrix]:
+    """Of all of them, none if one is kept in another way or unlike the others."""
+    found = [linear.format.packed(linear.parameters) for linear in linears]
+    forms = {None if one is None else (one.kind, one.group) for one in found}
+    return [one for one in found if one is not None] if len(forms) == 1 else []
 
 
 def _of_shared(shared: FeedForward, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:

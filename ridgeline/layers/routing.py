@@ -23,6 +23,8 @@ from torch.nn import functional
 from ridgeline.architectures.spec import ExpertsSpec
 from ridgeline.distributed.placement import Shard
 from ridgeline.errors import check
+from ridgeline.kernels.cpu.experts import Route, route, takes_logits
+from ridgeline.kernels.cpu.packed_linear import linear
 from ridgeline.kernels.grouped_experts import Choice, choose_experts, route_experts
 from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.layers.linear import Linear, Part
@@ -72,6 +74,7 @@ class Router:
         self._score = _softmax if spec.scoring == "softmax" else _sigmoid
         self._sum = _sum_in_order if deterministic else _sum
         self._choice = self._one_launch()
+        self._rules = None if deterministic else self._native()
         is_bare = bias is None and not spec.shared_gate
         self._most_tokens = MOST_NUMBERS // spec.num_experts if is_bare else 0
         if deterministic or self._choice is None:
@@ -93,6 +96,24 @@ class Router:
             bias_X=bias_X,
         )
 
+    def _native(self) -> Route | None:
+        """The same for the native kernels of a CPU."""
+        spec = self.spec
+        if next(iter(self.linear.parameters.values())).device.type != "cpu":
+            return None
+        return Route(
+            spec.num_experts,
+            spec.num_active,
+            is_sigmoid=spec.scoring != "softmax",
+            renormalize=spec.renormalize,
+            scale=spec.weight_scale,
+            num_groups=spec.num_groups,
+            num_active_groups=spec.num_active_groups,
+            group_best=spec.group_best,
+            bias_X=None if self.score_bias is None else self.score_bias.values,
+            has_shared=spec.shared_gate,
+        )
+
     def takes_norm(self, num_tokens: int) -> bool:
         """`route` of so many tokens norms them too."""
         return 0 < num_tokens <= self._most_tokens
@@ -107,14 +128,20 @@ class Router:
 
     def _in_float32(self, x_TE: torch.Tensor) -> torch.Tensor:
         """The product of the serving dtype's numbers, which is not rounded to it."""
-        weight_XE = self.linear.format.dequantize(self.linear.parameters)
         bias_X = self.linear.added_bias_O
+        packed = self.linear.format.packed(self.linear.parameters)
+        if packed is not None:
+            logits_TX = torch.empty(len(x_TE), packed.outputs, dtype=torch.float32)
+            return linear(x_TE, packed, bias_N=bias_X, out_MO=logits_TX)
+        weight_XE = self.linear.format.dequantize(self.linear.parameters)
         bias_X = None if bias_X is None else bias_X.float()
         return functional.linear(x_TE.float(), weight_XE.float(), bias_X)
 
     def choose(self, logits_TX: torch.Tensor) -> Routes:
         """Of the router's product, which has one more column where there is a gate."""
         spec, shared_T1 = self.spec, None
+        if self._rules is not None and takes_logits(logits_TX):
+            return Routes(*route(logits_TX, self._rules))
         if spec.shared_gate:
             shared_T1 = logits_TX[:, -1:].sigmoid()
             logits_TX = logits_TX[:, :-1]

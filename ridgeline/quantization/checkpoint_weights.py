@@ -25,6 +25,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored import Cut, cuts
 from ridgeline.errors import ConfigError, InternalError, check
 from ridgeline.formats import STORED
+from ridgeline.kernels.cpu.packed_linear import PackedMatrix
 from ridgeline.kernels.fp8_block_linear import BLOCK
 from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.quantized_matrix import Parameters, QuantizedMatrix, joined
@@ -150,6 +151,9 @@ class OrderedIntegers(PackedIntegers):
     def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> None:
         """Nor do grouped products know an order."""
 
+    def packed(self, parameters: Parameters) -> None:
+        """Nor those of a CPU."""
+
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         return Ordered(self.matrix(parameters), parameters[ORDER]).dequantize()
 
@@ -236,6 +240,9 @@ class CheckpointRows(WeightFormat):
         if len(self._runs) > 1:
             return None
         return self._runs[0].form.stacked(parameters, bias_XN)
+
+    def packed(self, parameters: Parameters) -> PackedMatrix | None:
+        return self._runs[0].form.packed(parameters) if len(self._runs) == 1 else None
 
     def dequantize(self, parameters: Parameters) -> torch.Tensor:
         """In float32, except what is kept in the serving dtype."""

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ridgeline.architectures.parts import expected_tensors
 from ridgeline.architectures.spec import ModelSpec
+from ridgeline.kernels.cpu.packed_linear import PackedMatrix
 from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.quantized_matrix import Parameters
 from ridgeline.kernels.silu_mul import silu_mul
@@ -131,6 +132,11 @@ class WeightFormat(ABC):
         """The same matrix of all experts, of what is kept of each one behind the other, as grouped
         products take it. None: there are no such products, and the host asks which experts have
         tokens."""
+        return None
+
+    def packed(self, parameters: Parameters) -> PackedMatrix | None:
+        """What `linear` multiplies by on a CPU, where that is a product of the native kernels and
+        nothing else."""
         return None
 
     # -------------------------------------------------------------------- vocabularies

@@ -53,6 +53,9 @@ class Int8OutlierWeights(IntegerWeights):
     def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> None:
         """Each product looks for the outliers of its own rows."""
 
+    def packed(self, parameters: Parameters) -> None:
+        """The same."""
+
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:

@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from ridgeline.errors import ConfigError
 from ridgeline.formats import WEIGHT_FORMATS
+from ridgeline.kernels.cpu.packed_linear import PackedMatrix
 from ridgeline.kernels.grouped_experts import StackedMatrix
 from ridgeline.kernels.quantized_matrix import (
     Parameters,
@@ -39,6 +40,7 @@ from ridgeline.kernels.quantized_matrix import (
 )
 from ridgeline.kernels.small_linear import Fusion
 from ridgeline.quantization.contract import WeightFormat
+from ridgeline.quantization.panels import packed_of
 from ridgeline.quantization.weight_layouts import INVARIANT_LAYOUTS, LAYOUTS, Layouts, mark
 
 PIECE_NUMBERS = 1 << 22  # of a matrix that are float32 at once while it is rounded
@@ -214,6 +216,9 @@ class PackedIntegers(WeightFormat):
 
     def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> StackedMatrix | None:
         return self.layouts.stacked(parameters, bias_XN)
+
+    def packed(self, parameters: Parameters) -> PackedMatrix | None:
+        return packed_of(parameters)
 
     def of_vocabulary(self) -> Self:
         """The same for embedding and output matrix: in layouts that look up rows."""

@@ -72,7 +72,8 @@ def test_steps_with_experts_are_where_their_products_are_grouped(
     assert served is not None
     assert (served.host.captured_tokens > 0) is is_captured
     assert (served.host.captured_prompt_tokens > 0) is (is_captured and spec is EXPERTS)
-    assert not can_capture(spec, "cpu", WEIGHT_FORMATS[weights])
+    assert can_capture(spec, "cpu", WEIGHT_FORMATS[weights]) is is_captured
+    assert not can_capture(spec, "cpu", WEIGHT_FORMATS[weights], "float32")
 
 
 def test_longer_prompts_of_a_small_model_are() -> None:

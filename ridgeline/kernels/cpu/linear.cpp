@@ -1,40 +1,14 @@
 // Who multiplies? Chooses the variant, cuts the work into tasks and lends the memory for x.
 #include "linear.h"
 
-#include <cstdlib>
-
 #include "isa.h"
+#include "scratch.h"
 
 namespace {
 
-constexpr int64_t MAX_ROWS = 1024;         // of x prepared at once
-constexpr int64_t ALONE_NUMBERS = 1 << 14;  // of x: fewer are prepared by the caller alone
-
-struct Scratch {
-  char* memory = nullptr;
-  int64_t bytes = 0;
-  char* at_least(int64_t wanted) {
-    if (wanted > bytes) {
-      std::free(memory);
-      bytes = up(wanted, 1 << 16);
-      memory = static_cast<char*>(std::aligned_alloc(64, size_t(bytes)));
-      if (memory == nullptr) bytes = 0;
-    }
-    return memory;
-  }
-  ~Scratch() { std::free(memory); }
-};
+constexpr int64_t MAX_ROWS = 1024;  // of x prepared at once
 
 thread_local Scratch scratch;
-
-LinearVariant variant(int64_t rows) {
-  switch (isa_level()) {
-    case ISA_AMX: return linear_amx(rows);
-    case ISA_BF16: return linear_bf16();
-    case ISA_AVX512: return linear_avx512();
-    default: return linear_avx2();
-  }
-}
 
 struct Shared {
   const LinearVariant* variant;
@@ -55,6 +29,15 @@ void multiply_task(void* raw, int task, int thread) {
 
 }  // namespace
 
+LinearVariant linear_variant(int64_t rows) {
+  switch (isa_level()) {
+    case ISA_AMX: return linear_amx(rows);
+    case ISA_BF16: return linear_bf16();
+    case ISA_AVX512: return linear_avx512();
+    default: return linear_avx2();
+  }
+}
+
 RL_API int rl_linear(const RlLinear* call) {
   if (isa_level() < ISA_AVX2) return 2;
   int64_t panels = up(call->matrix.outputs, PANEL) / PANEL;
@@ -64,7 +47,7 @@ RL_API int rl_linear(const RlLinear* call) {
   for (plan.row_begin = 0; plan.row_begin < call->rows; plan.row_begin += plan.rows) {
     int64_t left = call->rows - plan.row_begin;
     plan.rows = left < MAX_ROWS ? left : MAX_ROWS;
-    const LinearVariant chosen = variant(plan.rows);
+    const LinearVariant chosen = linear_variant(plan.rows);
     int64_t for_x = up(chosen.scratch_bytes(*call, plan.rows), 64);
     plan.units_a_task = chosen.task_units(*call, plan.rows, plan.units);
     plan.thread_bytes = up(chosen.thread_bytes(*call, plan.rows), 64);

@@ -26,6 +26,10 @@ enum RlFormat : int {
 // Of scales alone; float16 is in no other place.
 enum RlScale : int { RL_S_F32 = 0, RL_S_BF16 = 1, RL_S_F16 = 2 };
 
+// y is act(first half of the outputs) * second half; the clamped one is that of gpt-oss, see
+// clamped_mul in silu_mul.py.
+enum RlGate : int { RL_NO_GATE = 0, RL_SILU = 1, RL_CLAMPED = 2 };
+
 enum : int { PANEL = 16, LINE = 64 };
 
 struct RlMatrix {
@@ -46,8 +50,11 @@ struct RlLinear {
   const void* residual;    // [M, O] or null
   int64_t rows, x_stride, y_stride, residual_stride;
   int32_t x_dtype, y_dtype, bias_dtype, residual_dtype;
-  int32_t gated;           // y is silu(first half of the outputs) * second half; N % 32 == 0
+  int32_t gated;           // an RlGate; N % 32 == 0 but for RL_NO_GATE
   int32_t unused;
+  const int32_t* x_rows;   // where row m of x is, or null: in order
+  const int32_t* y_rows;   // where it goes in y and the residual is, or null
+  const float* row_weights;  // what y is multiplied by before the residual is added, or null
 };
 
 struct RlPack {
@@ -103,6 +110,12 @@ namespace {
   return up(m.inputs, line_inputs(m.format)) / line_inputs(m.format);
 }
 
+[[maybe_unused]] inline int64_t row_in(const int32_t* rows, int64_t row) {
+  return rows ? rows[row] : row;
+}
+
+constexpr float CLAMP = 7.0f, STEEPNESS = 1.702f;
+constexpr int64_t ALONE_NUMBERS = 1 << 14;  // of x: fewer are prepared by the caller alone
 constexpr int64_t TASK_BYTES = 96 << 10;  // of weights in a task, when rows are few
 
 // Of `units`, when a task should have `panels` and each thread several tasks.
@@ -164,6 +177,7 @@ struct LinearVariant {
   void (*multiply)(const LinearPlan& plan, int thread, int64_t begin, int64_t end);
 };
 
+LinearVariant linear_variant(int64_t rows);  // of the level in use
 LinearVariant linear_avx2();
 LinearVariant linear_avx512();
 LinearVariant linear_bf16();

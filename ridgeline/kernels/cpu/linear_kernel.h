@@ -73,7 +73,7 @@ constexpr int64_t PIECE = 512;  // numbers of a row at once
 
 inline void load_floats(const RlLinear& call, int64_t row, int64_t begin, int64_t count,
                         float* out) {
-  int64_t at = row * call.x_stride + begin;
+  int64_t at = row_in(call.x_rows, row) * call.x_stride + begin;
   if (call.x_dtype == RL_BF16) {
     const bf16* x = static_cast<const bf16*>(call.x) + at;
     for (int64_t i = 0; i < count; ++i) out[i] = to_float(x[i]);
@@ -430,6 +430,9 @@ inline void store_row(const RlLinear& call, int64_t row, int64_t column, int64_t
                       const float* values) {
   float sum[PANEL];
   std::memcpy(sum, values, sizeof(sum));
+  if (call.row_weights)
+    for (int64_t j = 0; j < PANEL; ++j) sum[j] *= call.row_weights[row];
+  row = row_in(call.y_rows, row);
   if (call.residual) {
     int64_t at = row * call.residual_stride + column;
     for (int64_t j = 0; j < count; ++j)
@@ -450,6 +453,13 @@ inline int64_t width(const RlLinear& call, int64_t panel) {
   return left < PANEL ? left : int64_t(PANEL);
 }
 
+inline void clamp_both(float* gate, float* up) {
+  for (int64_t j = 0; j < PANEL; ++j) {
+    gate[j] = gate[j] > CLAMP ? CLAMP : gate[j];
+    up[j] = (up[j] > CLAMP ? CLAMP : up[j] < -CLAMP ? -CLAMP : up[j]) + 1.0f;
+  }
+}
+
 // `raw` is [panels][raw_rows][16], of which the first `rows` count; x_scales and offsets (those of
 // codes + 128) belong to int8 layers.
 void finish_block(const RlLinear& call, int64_t first_row, int64_t rows, const int64_t* panels,
@@ -466,8 +476,10 @@ void finish_block(const RlLinear& call, int64_t first_row, int64_t rows, const i
       finish_panel(call, ready[n], x_scale, offset, raw + (n * raw_rows + m) * PANEL,
                    y[n]);
     if (call.gated) {
+      if (call.gated == RL_CLAMPED) clamp_both(y[0], y[1]);
+      float steepness = call.gated == RL_CLAMPED ? STEEPNESS : 1.0f;
       for (int64_t j = 0; j < PANEL; ++j)
-        y[0][j] = y[0][j] / (1.0f + exponential(-y[0][j])) * y[1][j];
+        y[0][j] = y[0][j] / (1.0f + exponential(-steepness * y[0][j])) * y[1][j];
       store_row(call, first_row + m, panels[0] * PANEL, PANEL, y[0]);
       continue;
     }

@@ -43,7 +43,7 @@ MAX_GROUP = 512
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as linear.h numbers them
 
 
-class _Matrix(ctypes.Structure):
+class MatrixArguments(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -59,7 +59,7 @@ class _Matrix(ctypes.Structure):
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        ("matrix", _Matrix),
+        ("matrix", MatrixArguments),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -74,6 +74,9 @@ class _Linear(ctypes.Structure):
         ("residual_dtype", ctypes.c_int32),
         ("gated", ctypes.c_int32),
         ("unused", ctypes.c_int32),
+        ("x_rows", ctypes.c_void_p),
+        ("y_rows", ctypes.c_void_p),
+        ("row_weights", ctypes.c_void_p),
     )
 
 
@@ -107,7 +110,7 @@ class _PackCodes(ctypes.Structure):
 
 class _Gather(ctypes.Structure):
     _fields_ = (
-        ("matrix", _Matrix),
+        ("matrix", MatrixArguments),
         ("rows", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("count", ctypes.c_int64),
@@ -274,7 +277,7 @@ def _arguments(
     if bias_N is not None:
         check(bias_N.is_contiguous() and bias_N.shape == (matrix.outputs,), "a bias")
     return _Linear(
-        _matrix(matrix),
+        matrix_arguments(matrix),
         x_MK.data_ptr(),
         out_MO.data_ptr(),
         _address(bias_N),
@@ -300,7 +303,7 @@ def gather(matrix: PackedMatrix, rows_R: torch.Tensor | None, dtype: torch.dtype
     if rows_R is not None:
         rows_R = rows_R.to(torch.int64).contiguous()
     call = _Gather(
-        _matrix(matrix),
+        matrix_arguments(matrix),
         _address(rows_R),
         out.data_ptr(),
         count,
@@ -367,8 +370,8 @@ def _check_beside(
     check(tensor.is_contiguous(), "numbers beside a packed matrix stand without gaps")
 
 
-def _matrix(packed: PackedMatrix) -> _Matrix:
-    return _Matrix(
+def matrix_arguments(packed: PackedMatrix) -> MatrixArguments:
+    return MatrixArguments(
         packed.codes.data_ptr(),
         _address(packed.scales),
         _address(packed.zeros),

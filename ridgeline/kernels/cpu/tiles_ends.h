@@ -17,7 +17,7 @@ struct Row {
 
 inline Row row_of(const RlLinear& call, int64_t row) {
   bool is_bf16 = call.x_dtype == RL_BF16;
-  int64_t at = row * call.x_stride * (is_bf16 ? 2 : 4);
+  int64_t at = row_in(call.x_rows, row) * call.x_stride * (is_bf16 ? 2 : 4);
   return {static_cast<const char*>(call.x) + at, is_bf16};
 }
 
@@ -161,6 +161,8 @@ inline __m512 finished(const Ends& e, const Sums& s, int64_t row, int panel) {
 }
 
 inline void put_numbers(const RlLinear& call, const Ends& e, int64_t row, int panel, __m512 y) {
+  if (call.row_weights) y = _mm512_mul_ps(y, _mm512_set1_ps(call.row_weights[row]));
+  row = row_in(call.y_rows, row);
   if (call.residual) {
     int64_t at = row * call.residual_stride + e.column[panel];
     y = _mm512_add_ps(y, floats_of(static_cast<const char*>(call.residual),
@@ -170,13 +172,21 @@ inline void put_numbers(const RlLinear& call, const Ends& e, int64_t row, int pa
                 e.mask[panel], y);
 }
 
+inline __m512 gated(const RlLinear& call, __m512 gate, __m512 up) {
+  if (call.gated != RL_CLAMPED) return _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid(gate)), up);
+  const __m512 most = _mm512_set1_ps(CLAMP), least = _mm512_set1_ps(-CLAMP);
+  gate = _mm512_min_ps(most, gate);  // of a NaN the second
+  up = _mm512_add_ps(_mm512_max_ps(least, _mm512_min_ps(most, up)), _mm512_set1_ps(1.0f));
+  __m512 odds = sigmoid(_mm512_mul_ps(gate, _mm512_set1_ps(STEEPNESS)));
+  return _mm512_mul_ps(_mm512_mul_ps(gate, odds), up);
+}
+
 template <bool IS_INT8>
 inline void finish_rows(const RlLinear& call, const Ends& e, const Sums& s, int64_t first_row,
                         int64_t rows) {
   for (int64_t m = 0; m < rows; ++m) {
     __m512 y = finished<IS_INT8>(e, s, m, 0);
-    if (call.gated)
-      y = _mm512_mul_ps(_mm512_mul_ps(y, sigmoid(y)), finished<IS_INT8>(e, s, m, 1));
+    if (call.gated) y = gated(call, y, finished<IS_INT8>(e, s, m, 1));
     put_numbers(call, e, first_row + m, 0, y);
     if (!call.gated && e.count == 2)
       put_numbers(call, e, first_row + m, 1, finished<IS_INT8>(e, s, m, 1));

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,12 @@ from ridgeline.kernels.cpu import elementwise, native
 from ridgeline.kernels.cpu.recorder import Arena, CannotRecord, Replay, is_recording, record
 from ridgeline.kernels.rms_norm import rms_norm_reference
 from ridgeline.kernels.silu_mul import silu_mul_reference
+from tests.layers.reference_models import tiny_config
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native CPU kernels here")
+# Rows of the router fill panels; the second has one of the shared expert's gate.
+MIXTRAL = tiny_config("mixtral", num_local_experts=16, vocab_size=96)
+QWEN2_MOE = tiny_config("qwen2_moe", num_experts=15, moe_intermediate_size=32, vocab_size=96)
 PROMPTS = ["Tom went to the park", "Once upon a time there was", "The"]
 
 
@@ -133,3 +139,27 @@ def test_so_is_every_step_with_drafts(speculate: str, caplog: pytest.LogCaptureF
             assert 2 <= executor.num_captured_steps - before <= 8
     assert "not recorded" not in caplog.text
     assert "not captured" not in caplog.text
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN2_MOE], ids=["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("weight_format", ["plain", "int4-g32"])
+def test_so_are_steps_with_experts(
+    config: dict[str, Any], weight_format: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    prompts = [list(range(3, 20)), [9, 8, 7]]
+
+    def said(**options: Any) -> list[list[int]]:
+        with LLM(
+            str(tmp_path), device="cpu", dtype="bfloat16", load_format="random", max_model_len=64,
+            speculate="off", weight_format=weight_format, **options,
+        ) as llm:  # fmt: skip
+            assert (llm.resolved.max_captured_rows > 0) is not bool(options)
+            return [one.token_ids for one in llm.generate(prompts, greedy, progress=False)]
+
+    with caplog.at_level(logging.INFO, logger="ridgeline"):
+        recorded = said()
+    assert "not recorded" not in caplog.text
+    assert "not captured" not in caplog.text
+    assert recorded == said(enforce_eager=True)
