@@ -23,7 +23,7 @@ SHARE = 0.9  # of a device's memory that may be taken, as `Limits` has it
 @dataclass(frozen=True, slots=True)
 class Spread:
     """`memory_bytes` of the fullest device with the caches of all requests; `tpot_s` between two
-    tokens of a request, `ttft_s` to read one prompt alone."""
+    tokens of a request, `ttft_s` to read one prompt alone. The rates are of all requests."""
 
     layout: Layout
     memory_bytes: int
@@ -31,10 +31,7 @@ class Spread:
     tpot_s: float
     ttft_s: float
     tokens_per_s: float
-
-    @property
-    def tokens_a_device(self) -> float:
-        return self.tokens_per_s / self.layout.devices
+    tokens_a_device: float
 
 
 def spreads(
@@ -59,7 +56,8 @@ def spreads(
             continue
         memory = sum(item.bytes for item in needed_items(pricer.setup, limits))
         fits = memory <= SHARE * pricer.setup.device.memory_bytes
-        found.append(Spread(layout, memory, fits, tpot_s, ttft_s, batch / tpot_s))
+        rate = batch / tpot_s
+        found.append(Spread(layout, memory, fits, tpot_s, ttft_s, rate, rate / layout.devices))
     return tuple(found)
 
 

@@ -107,7 +107,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Drawing(msgspec.Struct, frozen=True):
-    """Memory is that of the fullest device. `links` are devices that talk in every layer."""
+    """Memory is that of the fullest device, `link` what its messages go over. `ways` are all."""
 
     tp: int
     pp: int
@@ -121,20 +121,21 @@ class Drawing(msgspec.Struct, frozen=True):
     step_s: float
     bubble: float
     link: str
+    ways: list[Spread]
 
 
 class _Case:
     """What is asked, as a setup."""
 
-    def __init__(self, inputs: Inputs, layout: Layout | None = None) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.layout = layout or Layout(inputs.tp, inputs.pp, inputs.ep, inputs.replicas)
-        if self.layout.ep > 1:
-            self.layout.check(spec_of(inputs.model))
+        self.layout = Layout(inputs.tp, inputs.pp, inputs.ep, inputs.replicas)
         one = replace(self.layout, replicas=1)
         self.names = (inputs.model, inputs.device, inputs.weights, one)
         self.pricer = pricer_of(*self.names[:3], layout=one)
         self.setup: Setup = self.pricer.setup
+        # One before the last: the first few of some models have no experts, the last is cut short.
+        self.shown = max(0, self.setup.spec.num_layers - 2)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -176,12 +177,12 @@ def _layouts(model: str, device: str) -> tuple[Layout, ...]:
 
 def answer(inputs: Inputs) -> Answer[Drawing]:
     case = _Case(inputs)
-    devices = case.layout.devices
-    if inputs.gpu >= devices:
+    if inputs.gpu >= (devices := case.layout.devices):
         raise ConfigError(f"gpu is {inputs.gpu}; this replica has devices 0 to {devices - 1}")
     shapes = micro_batches(case.shape, inputs.micro_batches)
-    run, costs = case.pipeline.step(shapes), case.pipeline.layer(0, shapes[0])
+    run, costs = case.pipeline.step(shapes), case.pipeline.layer(case.shown, shapes[0])
     link = wire(case.setup.device, inputs.tp).kind if inputs.tp > 1 else ""
+    grid = _grid(inputs.model, inputs.device, inputs.weights, inputs.batch, inputs.context)
     drawing = Drawing(
         inputs.tp,
         inputs.pp,
@@ -195,8 +196,8 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
         run.total_s,
         run.bubble,
         link,
+        list(grid),
     )
-    grid = _grid(inputs.model, inputs.device, inputs.weights, inputs.batch, inputs.context)
     sums = sum(one.expected_s for one in costs if one.op.kind in COLLECTIVES)
     return Answer(
         _sentence(case, run, drawing),
@@ -216,11 +217,10 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
 
 
 def _matrices(case: _Case) -> Iterator[Matrix]:
-    """Of one layer of the stage of the device that is shown; the layer is the last, as the first
-    few of some models are without experts."""
+    """Of the layer that is shown, as the device that is shown holds them."""
     layout, setup = case.layout, case.setup
     rank = case.inputs.gpu % layout.tp
-    for part in parts(setup.spec.layers[-1], setup.spec.hidden_size):
+    for part in parts(setup.spec.layers[case.shown], setup.spec.hidden_size):
         if not part.product:
             continue
         ranks, expert = layout.tp, 0

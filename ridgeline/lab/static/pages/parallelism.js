@@ -1,5 +1,5 @@
 // Who holds what, who works when, and who waits for whom?
-import { axisX, linear } from "lab/svg.js";
+import { apart, axisX, axisY, linear, log } from "lab/svg.js";
 import { number, scaled, seconds } from "lab/format.js";
 
 const LEFT = 62;
@@ -7,7 +7,7 @@ const LEFT = 62;
 /** @param {any} h @param {any} answer @param {any} inputs @param {(changes: any) => void} act @param {number} width */
 export function draw(h, answer, inputs, act, width) {
   const d = answer.drawing;
-  return h`<div>${devices(h, d, inputs, act, width)}${shards(h, d, width)}${layer(h, d, width)}${steps(h, d, inputs, width)}</div>`;
+  return h`<div>${devices(h, d, inputs, act, width)}${shards(h, d, width)}${layer(h, d, width)}${steps(h, d, inputs, width)}${ways(h, d, inputs, act, width)}</div>`;
 }
 
 /** Each device with its memory; a click shows its share. @param {any} h @param {any} d @param {any} inputs @param {any} act @param {number} width */
@@ -19,7 +19,7 @@ function devices(h, d, inputs, act, width) {
   const stages = Math.min(d.pp, 4);
   return h`<svg viewBox="0 0 ${width} ${stages * row + 22}" role="group" aria-label=${`${d.tp * d.pp} devices, each with ${scaled(d.memory.weights, "B")} of weights and ${scaled(d.memory.kv, "B")} of cache; ${scaled(Math.max(0, d.capacity - used), "B")} free`}>
     ${Array.from({ length: stages }, (_, s) => h`<g key=${s}>
-      <text x="0" y=${s * row + tall / 2 + 2}>${d.pp > 1 ? `stage ${s + 1}` : "devices"}</text>
+      <text x="0" y=${s * row + tall / 2 + 2}>${d.pp > 1 ? `stage ${s + 1}` : inputs.replicas > 1 ? `1 of ${inputs.replicas}` : "devices"}</text>
       <text class="muted" x="0" y=${s * row + tall / 2 + 17}>${d.stage_layers[s]} layers</text>
       ${Array.from({ length: d.tp }, (_, r) => {
         const gpu = s * d.tp + r, x = LEFT + r * (box + gap), isOwn = gpu === d.gpu;
@@ -56,7 +56,7 @@ function shards(h, d, width) {
       const w = size(one.columns), t = size(one.rows), x = (i % columns) * cell + 2, y = tops[Math.floor(i / columns)];
       const isRows = one.split === "rows", n = one.split ? one.shares : 1;
       const cuts = Array.from({ length: n - 1 }, (_, k) => (k + 1) / n);
-      const note = one.copies > 1 ? `${one.own} of ${one.copies} experts` : one.split === "" ? "whole" : `${isRows ? "rows" : "columns"} / ${n}`;
+      const note = one.copies > 1 ? (one.own === one.copies ? `all, / ${n}` : `${one.own} of ${one.copies}${cell > 90 ? " experts" : ""}`) : one.split === "" ? "whole" : `${isRows ? "rows" : "columns"} / ${n}`;
       const own = isRows ? [x, y + t * one.first, w, t * (one.last - one.first)] : one.split ? [x + w * one.first, y, w * (one.last - one.first), t] : [x, y, w, t];
       return h`<g key=${one.role}>
         <title>${one.role}: ${one.rows} x ${one.columns}${one.copies > 1 ? ` x ${one.copies}` : ""}, here ${scaled(one.own_bytes, "B")}</title>
@@ -107,5 +107,30 @@ function steps(h, d, inputs, width) {
       <rect x=${from + work} y=${y} width=${Math.max(0, sent)} height="22" fill="var(--communication)" />
       ${d.slots.length < 200 && h`<line x1=${from} x2=${from} y1=${y} y2=${y + 22} stroke="var(--panel)" stroke-width="1.5" />`}
       ${work > 16 && d.pp > 1 && h`<text class="on" x=${from + 5} y=${y + 15}>${one.micro_batch + 1}</text>`}</g>`; })}
+  </svg>`;
+}
+
+/** Every way to spread a replica: what a person waits for a token, and what a device brings. @param {any} h @param {any} d @param {any} inputs @param {any} act @param {number} width */
+function ways(h, d, inputs, act, width) {
+  if (d.ways.length < 2) return null;
+  const height = Math.round(Math.max(210, Math.min(270, width * 0.3))), left = 50, right = width - 14, top = 28, bottom = height - 40;
+  const times = d.ways.map((/** @type {any} */ one) => one.tpot_s * 1e3), rates = d.ways.map((/** @type {any} */ one) => one.tokens_a_device);
+  const x = log([Math.min(...times) / 1.25, Math.max(...times) * 1.6], [left, right]), y = linear([0, Math.max(...rates) * 1.15], [bottom, top]);
+  const name = (/** @type {any} */ one) => ["tp", "pp", "ep"].filter((key) => one.layout[key] > 1).map((key) => `${key} ${one.layout[key]}`).join(", ") || "1 device";
+  const isOwn = (/** @type {any} */ one) => ["tp", "pp", "ep"].every((key) => one.layout[key] === inputs[key]);
+  const choose = (/** @type {any} */ one) => act({ tp: one.layout.tp, pp: one.layout.pp, ep: one.layout.ep, gpu: 0, micro_batches: 1 });
+  const isNarrow = width < 560, told = (/** @type {any} */ one) => isOwn(one) || !isNarrow || one.layout.ep === 1;
+  const labels = apart(d.ways.map((/** @type {any} */ one) => ({ x: x(one.tpot_s * 1e3), y: y(one.tokens_a_device) + 4, text: name(one) + (one.fits || isNarrow ? "" : " (does not fit)"), one })));
+  const steps = [1, 2, 5, 10, 20, 50, 100, 200, 500].filter((v) => v > x.invert(left) && v < x.invert(right));
+  return h`<svg viewBox="0 0 ${width} ${height}" role="group" aria-label="All ways to spread one replica; those in grey do not fit">
+    <text class="muted" x="0" y="14">${isNarrow ? "all ways (grey: does not fit): tokens/s a device" : "all ways to spread it: tokens/s that each device brings, over the time of a token"}</text>
+    ${axisX({ scale: x, y: bottom, top, ticks: isNarrow ? steps.filter((_, i) => i % 2 === 0) : steps, label: "ms between two tokens of a request", end: right })}
+    ${axisY({ scale: y, x: left, right, ticks: y.ticks(4) })}
+    ${labels.map(({ one, x: tx, y: ty, text }) => { const own = isOwn(one), colour = !one.fits ? "waiting" : own ? "accent" : "compute"; return h`<g key=${text} role="button" tabindex="0" aria-pressed=${own} style="cursor:pointer"
+        aria-label=${`${name(one)}: ${number(one.tpot_s * 1e3)} ms a token, ${number(one.tokens_a_device)} tokens/s a device${one.fits ? "" : ", does not fit"}`}
+        onClick=${() => choose(one)} onKeyDown=${(/** @type {KeyboardEvent} */ e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(one); } }}>
+      <circle cx=${x(one.tpot_s * 1e3)} cy=${y(one.tokens_a_device)} r="14" fill="transparent" />
+      <circle cx=${x(one.tpot_s * 1e3)} cy=${y(one.tokens_a_device)} r=${own ? 8 : 5.5} fill=${one.fits ? `var(--${colour})` : "var(--panel)"} stroke=${`var(--${colour})`} stroke-width="2" />
+      ${told(one) && h`<text class=${`halo ${own ? "strong" : ""}`} x=${tx + (tx > width * 0.84 ? -11 : 11)} y=${ty} text-anchor=${tx > width * 0.84 ? "end" : "start"} fill=${`var(--${one.fits ? colour : "muted"})`}>${text}</text>`}</g>`; })}
   </svg>`;
 }
