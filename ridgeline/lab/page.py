@@ -29,6 +29,7 @@ T = TypeVar("T")
 # The modules of all pages, in the order of the index; each has PAGE.
 PAGES = {
     "journey": "ridgeline.lab.pages.journey",
+    "decode_from_scratch": "ridgeline.lab.pages.decode_from_scratch",
     "batching": "ridgeline.lab.pages.batching",
     "speculation": "ridgeline.lab.pages.speculation",
     "memory_wall": "ridgeline.lab.pages.memory_wall",

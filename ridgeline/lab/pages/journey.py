@@ -37,7 +37,7 @@ class Inputs(msgspec.Struct, frozen=True):
     layer: Annotated[int, control("layer", ge=1, le=6)] = 5
     head: Annotated[int, control("head", ge=1, le=6)] = 1
     at: Annotated[
-        int, control("answer token", "whose row is looked at", ge=0, le=31, is_hidden=True)
+        int, control("answer token", "whose row is looked at", ge=0, le=31, is_folded=True)
     ] = 0
     chat: Annotated[
         bool, control("as a question", "in the model's chat template", is_folded=True)
