@@ -216,9 +216,9 @@ def _scheduler(header: EngineHeader) -> tuple[_TapedScheduler, list[Listener]]:
     elif policy.needs_promise:
         real = Pricer(read_setup(header.setup))
         pricer = LearnedPricer(real)
-        watch = RunRecord(header, real)
-        watch.listeners.append(pricer)
-        listeners.append(watch)
+        run_record = RunRecord(header, real)
+        run_record.listeners.append(pricer)
+        listeners.append(run_record)
     scheduler = _TapedScheduler(
         blocks,
         make_policy(header.policy, _setting(header, pricer)),

@@ -99,7 +99,7 @@ class Built:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
-    watch: RunRecord
+    run_record: RunRecord
     pricer: Pricer
     event_log: LogFile | None = None
     startup: tuple[Phase, ...] = ()
@@ -117,7 +117,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class TokenizerSide:
     """A model without its weights."""
 
     folder: ModelFolder
@@ -128,13 +128,13 @@ class Front:
     generation: GenerationDefaults
 
 
-def build_front(
+def build_tokenizer_side(
     config: EngineConfig,
     progress: Progress | None = None,
     startup: StartUp | None = None,
     *,
     reads_text: bool = True,
-) -> Front:
+) -> TokenizerSide:
     """Find the model and read everything but its weights; the tokenizer and the chat template only
     if `reads_text`. Raises ConfigError."""
     startup = startup or StartUp()
@@ -155,7 +155,7 @@ def build_front(
     if not end and tokenizer is not None and tokenizer.eos_token_id is not None:
         end = (tokenizer.eos_token_id,)
     generation = generation_defaults(read_generation_config(folder.path), end)
-    return Front(folder, spec, text, tokenizer, chat_template, generation)
+    return TokenizerSide(folder, spec, text, tokenizer, chat_template, generation)
 
 
 def _spec(config: EngineConfig, folder: ModelFolder) -> ModelSpec:
@@ -195,8 +195,8 @@ def build(
     startup = startup or StartUp()
     check_settings(config)  # before a device is looked for by what may be no name
     device = open_device(config.device)  # before a model is fetched for one that is not there
-    front = build_front(config, progress, startup, reads_text=reads_text)
-    path, spec = front.folder.path, front.spec
+    side = build_tokenizer_side(config, progress, startup, reads_text=reads_text)
+    path, spec = side.folder.path, side.spec
     packs = open_packs(config.pack_cache)
     with startup.phase("headers"):
         checkpoint = _open(config, path, spec)
@@ -205,7 +205,7 @@ def build(
     with startup.phase("Triton"):
         kernels = prepare_kernels(device.torch_device)
     with startup.phase("decisions"):
-        resolved, memory, pricer = _decided(config, front, device, checkpoint is not None)
+        resolved, memory, pricer = _decided(config, side, device, checkpoint is not None)
     log = None if config.event_log is None else LogFile(config.event_log)
     torch.set_num_threads(resolved.threads)
     if device.name == "cpu":
@@ -221,7 +221,7 @@ def build(
         return _draft_decoder(config, resolved, source, spec.vocab_size, device, packs, startup)
 
     def tokenizer() -> Tokenizer | None:
-        return front.tokenizer if reads_text else load_tokenizer(front.text)
+        return side.tokenizer if reads_text else load_tokenizer(side.text)
 
     try:
         drafting = open_drafting(resolved, decoder, kv, tokenizer, open_draft)
@@ -233,10 +233,10 @@ def build(
     executor = _executor(resolved, spec, device, decoder, kv, drafting)
     memory = _measured(memory, decoder, kv, drafting)
     draft = _draft_source(resolved)
-    chooser = draft_length_controller(resolved, pricer, None if draft is None else draft.spec)
-    warm_up = _warm_up(resolved, executor, chooser, startup)
+    controller = draft_length_controller(resolved, pricer, None if draft is None else draft.spec)
+    warm_up = _warm_up(resolved, executor, controller, startup)
     learned = LearnedPricer(pricer)
-    scheduler = _scheduler(resolved, spec, learned, chooser)
+    scheduler = _scheduler(resolved, spec, learned, controller)
     engine = Engine(scheduler, executor, clock or WallClock(), resolved.max_in_flight)
     draft_config = None if draft is None else read_config(draft.folder.path)
     header = engine_header(resolved, scheduler, pricer, read_config(path), draft_config)
@@ -249,10 +249,10 @@ def build(
         resolved,
         memory,
         device,
-        front.tokenizer,
-        front.chat_template,
-        front.generation,
-        _watched(engine, executor, header, pricer, learned, chooser, log),
+        side.tokenizer,
+        side.chat_template,
+        side.generation,
+        _watched(engine, executor, header, pricer, learned, controller, log),
         pricer,
         log,
         startup.report(),
@@ -262,27 +262,27 @@ def build(
 
 
 def _decided(
-    config: EngineConfig, front: Front, device: Device, has_weights: bool
+    config: EngineConfig, side: TokenizerSide, device: Device, has_weights: bool
 ) -> tuple[ResolvedConfig, tuple[MemoryRow, ...], Pricer]:
     """What is done, what memory that takes, and what its steps should cost."""
     resolved, memory = resolve(
         config,
-        front.spec,
+        side.spec,
         device,
-        model_path=str(front.folder.path),
-        model_name=front.folder.name,
-        revision=front.folder.revision,
+        model_path=str(side.folder.path),
+        model_name=side.folder.name,
+        revision=side.folder.revision,
         has_weights=has_weights,
         read_draft=lambda model: draft_source(model).spec,
     )
-    pricer = engine_pricer(config, resolved, front.spec, device)
+    pricer = engine_pricer(config, resolved, side.spec, device)
     return with_mixed_tokens(resolved, config.max_num_mixed_tokens, pricer), memory, pricer
 
 
 def _warm_up(
     resolved: ResolvedConfig,
     executor: LocalExecutor,
-    chooser: DraftLengthController | None,
+    controller: DraftLengthController | None,
     startup: StartUp,
 ) -> WarmUp | None:
     if not resolved.warm_up:
@@ -292,7 +292,7 @@ def _warm_up(
             executor,
             max_tokens=resolved.max_num_batched_tokens,
             max_mixed=resolved.max_num_mixed_tokens,
-            draft_tokens=_foreseen_drafts(chooser),
+            draft_tokens=_foreseen_drafts(controller),
         )
         warm_up.run(WARM_UP_S)
         opened.detail = warm_up.words()
@@ -305,7 +305,7 @@ def _watched(
     header: EngineHeader,
     pricer: Pricer,
     learned: LearnedPricer,
-    chooser: DraftLengthController | None,
+    controller: DraftLengthController | None,
     log: LogFile | None,
 ) -> RunRecord:
     """The record of the run, with who listens: the event log first, then what learns of steps."""
@@ -316,8 +316,8 @@ def _watched(
     run.expert_load = executor.expert_load.busiest
     if engine.scheduler.policy.needs_promise:
         run.listeners.append(learned)
-    if chooser is not None:
-        run.listeners.append(chooser)
+    if controller is not None:
+        run.listeners.append(controller)
     engine.listeners.append(run)
     return run
 
@@ -538,7 +538,7 @@ def _scheduler(
     resolved: ResolvedConfig,
     spec: ModelSpec,
     pricer: StepPricer,
-    chooser: DraftLengthController | None,
+    controller: DraftLengthController | None,
 ) -> Scheduler:
     blocks = BlockManager(
         resolved.num_blocks,
@@ -566,18 +566,18 @@ def _scheduler(
         max_num_seqs=resolved.max_num_seqs,
         max_num_mixed_tokens=resolved.max_num_mixed_tokens,
         num_drafts=resolved.max_draft_tokens,
-        draft_lengths=chooser,
+        draft_lengths=controller,
         finds_drafts=asked is None or asked.line.looks_ahead,
     )
 
 
-def _foreseen_drafts(chooser: DraftLengthController | None) -> tuple[int, ...]:
+def _foreseen_drafts(controller: DraftLengthController | None) -> tuple[int, ...]:
     """How many a step may check, the most useful number first: one that was asked for, then smaller
     ones, for steps of more rows."""
-    if chooser is None:
+    if controller is None:
         return ()
-    choices = [k for k in reversed(chooser.choices) if k]
-    if chooser.fixed is not None:
+    choices = [k for k in reversed(controller.choices) if k]
+    if controller.fixed is not None:
         return tuple(choices)
     usual = [k for k in NUMBERS_OF_DRAFTS if k in choices]
     return (*usual, *(k for k in choices if k not in usual))

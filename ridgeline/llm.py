@@ -187,7 +187,7 @@ class LLM:
         given = {name: _option(value) for name, value in options.items()}
         config = make_config({"model": _option(named), **given})
         self._built: Built = build(config, progress, startup=startup)
-        self._live: dict[str, _ActiveRequest] = {}  # request id -> its question
+        self._active: dict[str, _ActiveRequest] = {}  # request id -> its question
         self._ids = itertools.count()
         self._is_closed = False
         self._lock = Lock()  # on the engine, and on what is known of its requests
@@ -206,9 +206,9 @@ class LLM:
         return self._built.engine
 
     @property
-    def watch(self) -> RunRecord:
+    def run_record(self) -> RunRecord:
         """What each step cost and should have cost, and where each request's time went."""
-        return self._built.watch
+        return self._built.run_record
 
     @property
     def spec(self) -> ModelSpec:
@@ -267,15 +267,15 @@ class LLM:
         for index, (prompt, params) in enumerate(zip(many, chosen, strict=True)):
             with _naming(index, len(many)):
                 lives.append(self._prepare(prompt, params))
-        for live in lives:
-            live.waits = not live.answer.sampling.stop
+        for active in lives:
+            active.waits = not active.answer.sampling.stop
         show = len(many) > 8 and sys.stderr.isatty() if progress is None else progress
         try:
             self._submit(lives)
             self._run_all(lives, show=show)
         finally:
             self._release(lives)
-        results = [live.result() for live in lives]
+        results = [active.result() for active in lives]
         if all(result.error for result in results):
             raise lives[0].refusal or EngineFault(results[0].error)
         return results
@@ -347,7 +347,7 @@ class LLM:
             return
         with self._turn():
             self._is_closed = True
-            self._abandon(self._live.values())
+            self._abandon(self._active.values())
             self._clear()
             self._built.close()
 
@@ -399,7 +399,7 @@ class LLM:
         blocks come back."""
         while self._forgotten:
             self._abandon([self._forgotten.popleft()])
-        while not self._live and not self.engine.is_idle:
+        while not self._active and not self.engine.is_idle:
             self.engine.step()
 
     def _prepare(self, prompt: str | list[object], sampling: SamplingParams) -> _ActiveRequest:
@@ -428,23 +428,23 @@ class LLM:
 
     def _submit(self, lives: Sequence[_ActiveRequest]) -> None:
         with self._turn():
-            for index, live in enumerate(lives):
+            for index, active in enumerate(lives):
                 with _naming(index, len(lives)):
-                    self._add(live)
+                    self._add(active)
 
-    def _add(self, live: _ActiveRequest) -> None:
+    def _add(self, active: _ActiveRequest) -> None:
         """Into the engine, or its refusal by the policy into it."""
         try:
-            for request in live.answer.requests:
+            for request in active.answer.requests:
                 self.engine.add(request)
-                self._live[request.request_id] = live
+                self._active[request.request_id] = active
         except Overloaded as refusal:
-            self._abandon([live])
+            self._abandon([active])
             message = (
                 f"policy {self.resolved.policy} turned it away: {refusal}, with fewer prompts at "
                 "once, or use policy fcfs"
             )
-            live.refuse(
+            active.refuse(
                 RequestFault(
                     message,
                     param="policy",
@@ -454,10 +454,10 @@ class LLM:
             )
 
     def _abandon(self, lives: Iterable[_ActiveRequest]) -> None:
-        for live in list(lives):
-            for request in live.answer.requests:
+        for active in list(lives):
+            for request in active.answer.requests:
                 self.engine.abort(request.request_id)
-                self._live.pop(request.request_id, None)
+                self._active.pop(request.request_id, None)
 
     def _step(self) -> None:
         """One engine step, its outputs handed to the questions they belong to, whoever asked."""
@@ -466,19 +466,19 @@ class LLM:
             return
         now = self.engine.clock.now()
         for output in outputs:
-            live = self._live.get(output.request_id)
-            if live is None:
+            active = self._active.get(output.request_id)
+            if active is None:
                 continue
-            if live.metrics.first_token_time is None and output.new_token_ids:
-                live.metrics.first_token_time = now
-            if not live.take(output):
+            if active.metrics.first_token_time is None and output.new_token_ids:
+                active.metrics.first_token_time = now
+            if not active.take(output):
                 continue
-            for request_id in live.answer.take_aborts():
+            for request_id in active.answer.take_aborts():
                 self.engine.abort(request_id)
-            if live.answer.is_finished and live.metrics.finish_time is None:
-                live.metrics.finish_time = now
-                for request in live.answer.requests:
-                    self._live.pop(request.request_id, None)
+            if active.answer.is_finished and active.metrics.finish_time is None:
+                active.metrics.finish_time = now
+                for request in active.answer.requests:
+                    self._active.pop(request.request_id, None)
 
     def _run_all(self, lives: Sequence[_ActiveRequest], *, show: bool) -> None:
         if not show:
@@ -510,29 +510,29 @@ class LLM:
 
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=len(lives), rate=0.0)
-            while (done := sum(live.answer.is_finished for live in lives)) < len(lives):
+            while (done := sum(active.answer.is_finished for active in lives)) < len(lives):
                 with self._turn():
                     self._step()
-                tokens = sum(live.answer.num_output_tokens for live in lives)
+                tokens = sum(active.answer.num_output_tokens for active in lives)
                 elapsed = max(1e-9, self.engine.clock.now() - start)
                 bar.update(task, completed=done, rate=tokens / elapsed)
             bar.update(task, completed=len(lives))
 
-    def _stream(self, live: _ActiveRequest) -> Generator[ChoiceDelta, None, None]:
+    def _stream(self, active: _ActiveRequest) -> Generator[ChoiceDelta, None, None]:
         try:
-            self._submit([live])
+            self._submit([active])
             while True:
                 with self._turn():
-                    if not live.deltas and not live.answer.is_finished:
+                    if not active.deltas and not active.answer.is_finished:
                         self._step()
-                    deltas, live.deltas = live.deltas, []
+                    deltas, active.deltas = active.deltas, []
                 yield from deltas
-                if live.answer.error is not None:
-                    raise live.refusal or EngineFault(live.answer.error)
-                if live.answer.is_finished and not live.deltas:
+                if active.answer.error is not None:
+                    raise active.refusal or EngineFault(active.answer.error)
+                if active.answer.is_finished and not active.deltas:
                     return
         finally:
-            self._release([live])
+            self._release([active])
 
 
 @contextmanager

@@ -207,7 +207,7 @@ class CheckedDevice(FakeDevice):
         demand(len(set(names)) == len(names) > 0, "scheduled at most once, and somebody", names)
         total = sum(entry.num_tokens for entry in plan.scheduled)
         demand(total <= scheduler.max_num_batched_tokens, "within the budget", total)
-        rows = {row.request_id: row for _, row, _ in scheduler._flights[plan.step_id][1]}
+        rows = {row.request_id: row for _, row, _ in scheduler._in_flight[plan.step_id][1]}
         size = blocks.block_size
         for entry in plan.scheduled:
             row, end = rows[entry.request_id], entry.start + entry.num_tokens
@@ -243,8 +243,8 @@ class CheckedDevice(FakeDevice):
         """By so much may the true start lie before the planned one."""
         return sum(
             entry.num_draft
-            for step_id, (_, flights) in self.scheduler._flights.items()
-            for entry, other, epoch in flights
+            for step_id, (_, in_flight) in self.scheduler._in_flight.items()
+            for entry, other, epoch in in_flight
             if other is row and epoch == row.epoch and step_id != plan.step_id
         )
 

@@ -65,11 +65,11 @@ def test_without_a_calibration_figures_are_called_assumed(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built = build(EngineConfig(model=str(folder), device="cpu", num_blocks=8))
-    setup = built.watch.pricer.setup
+    setup = built.run_record.pricer.setup
     assert setup.constants.origin == "assumed"
     assert "assumed" in setup.device.label
-    assert built.watch.header.computes_in_submit
-    assert built.watch.header.num_blocks == 8
+    assert built.run_record.header.computes_in_submit
+    assert built.run_record.header.num_blocks == 8
 
 
 @pytest.mark.parametrize(("of_kernels", "times"), [("none", 1.0), ("bf16", 7.5), ("amx", 25.0)])
@@ -122,7 +122,7 @@ def test_a_calibration_of_this_very_kind_of_device_sets_the_prices(
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(record))
     built = build(EngineConfig(model=str(folder), device="cpu", calibration=str(path)))
-    setup = built.watch.pricer.setup
+    setup = built.run_record.pricer.setup
     assert (setup.device.name, setup.constants.origin) == ("xeon-8480", "calibrated")
-    back = read_setup(built.watch.header.setup)
-    assert Pricer(back).seconds(((1, 9),)) == built.watch.pricer.seconds(((1, 9),))
+    back = read_setup(built.run_record.header.setup)
+    assert Pricer(back).seconds(((1, 9),)) == built.run_record.pricer.seconds(((1, 9),))

@@ -19,7 +19,7 @@ from ridgeline import LLM, ConfigError, SamplingParams, demo
 from ridgeline.architectures import read_spec
 from ridgeline.architectures.counts import num_parameters
 from ridgeline.architectures.spec import ExpertsSpec
-from ridgeline.build import build_front
+from ridgeline.build import build_tokenizer_side
 from ridgeline.cli import main
 from ridgeline.config import EngineConfig
 from tests.conftest import TEST_DEVICE
@@ -65,7 +65,7 @@ def test_names_become_folders(tiny: Path) -> None:
 
 
 def test_the_name_stays_the_name(tiny: Path) -> None:
-    front = build_front(EngineConfig(model="demo:draft"))
+    front = build_tokenizer_side(EngineConfig(model="demo:draft"))
     assert (front.folder.name, front.folder.path) == ("demo:draft", tiny / "draft")
 
 

@@ -180,8 +180,8 @@ MUTANTS = (
     Mutant(
         "a fault spares those that run behind it",
         SCHEDULER,
-        "for plan, flights in self._flights.values():",
-        "for plan, flights in list(self._flights.values())[:1]:",
+        "for plan, in_flight in self._in_flight.values():",
+        "for plan, in_flight in list(self._in_flight.values())[:1]:",
     ),
     Mutant(
         "forgets rows that a failed plan was to close",
@@ -398,7 +398,7 @@ MUTANTS = (
     Mutant(
         "passes over the end of an answer",
         MACRO,
-        "last = 0 if self.scheduler.flights else 1",
+        "last = 0 if self.scheduler.in_flight else 1",
         "last = 0",
     ),
     Mutant(
@@ -932,8 +932,9 @@ MUTANTS = (
     Mutant(
         "tenants: eight answers count as one",
         FAIR,
-        "        for entry, row, _ in flights:\n",
-        "        for entry, row, _ in [f for f in flights if f[1].fork_of is None] or flights:\n",
+        "        for entry, row, _ in in_flight:\n",
+        "        firsts = [f for f in in_flight if f[1].fork_of is None]\n"
+        "        for entry, row, _ in firsts or in_flight:\n",
     ),
     Mutant(
         "tenants: prompts are free",

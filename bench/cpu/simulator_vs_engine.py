@@ -61,7 +61,7 @@ def warmed_up(config: EngineConfig, args: argparse.Namespace) -> tuple[float, Le
     run = run_jobs(built.engine, jobs(args, size, 4 * WARM_UP))
     rate = args.rate or args.load * 4 * WARM_UP / run.wall_s
     learned = LearnedPricer(built.pricer)
-    built.watch.listeners.append(learned)
+    built.run_record.listeners.append(learned)
     other = random.Random(args.seed + 1000)
     work = [
         Job(random_prompt(other, len(job.prompt), size), job.num_output_tokens)

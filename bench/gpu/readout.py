@@ -46,7 +46,7 @@ class Watch(Listener):
         if record.num_new_tokens == self.batch and len(record.plan.scheduled) == self.batch:
             self.num_seen += 1
             if self.num_seen in (FIRST, LAST):
-                self.totals.append(snapshot(self.engine.llm.watch.totals))
+                self.totals.append(snapshot(self.engine.llm.run_record.totals))
 
 
 def clock_ms(result: RunResult, batch: int) -> float:
@@ -62,12 +62,12 @@ def measure(engine: RidgelineEngine, batch: int) -> dict[str, float | str]:
         return [Asked(rng.choices(ids, k=PROMPT), ANSWER) for _ in range(batch)]
 
     engine.run(requests())
-    watch = Watch(engine, batch)
-    llm.engine.listeners.append(watch)
+    run_record = Watch(engine, batch)
+    llm.engine.listeners.append(run_record)
     result = engine.run(requests())
-    llm.engine.listeners.remove(watch)
-    before, after = watch.totals
-    read = run_summary("steps", llm.watch.pricer, after, before)
+    llm.engine.listeners.remove(run_record)
+    before, after = run_record.totals
+    read = run_summary("steps", llm.run_record.pricer, after, before)
     seen_ms = clock_ms(result, batch)
     return {
         "batch": batch,

@@ -22,16 +22,16 @@ def draft_groups(target: Sequence[KVGroup], draft: ModelSpec) -> tuple[KVGroup, 
     for index, layer in enumerate(draft.layers):
         if layer.attention.cache_layer is None:
             by_window.setdefault(layer.attention.window, []).append(index)
-    homes = {w: [i for i, group in enumerate(target) if group.window == w] for w in by_window}
-    taken = {i for places in homes.values() for i in places}
+    places_of = {w: [i for i, group in enumerate(target) if group.window == w] for w in by_window}
+    taken = {i for places in places_of.values() for i in places}
     for window in sorted(filter(None, by_window), reverse=True):
-        if not homes[window]:
+        if not places_of[window]:
             wider = (i for i, g in enumerate(target) if i not in taken and _keeps(g, window))
-            homes[window] = [i for _, i in zip(range(1), wider, strict=False)]
-            taken.update(homes[window])
+            places_of[window] = [i for _, i in zip(range(1), wider, strict=False)]
+            taken.update(places_of[window])
     groups = [KVGroup(group.window, ()) for group in target]
     for kind, layers in by_window.items():
-        places = homes[kind]
+        places = places_of[kind]
         if not places:
             raise ConfigError(_no_table(target, kind))
         for at, place in enumerate(places):

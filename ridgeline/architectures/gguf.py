@@ -352,9 +352,9 @@ def sources(spec: ModelSpec) -> dict[str, Source]:
                     f" {spec.family} from safetensors"
                 )
             interleaved = heads if spec.family in INTERLEAVED else {}
-            turned = interleaved.get(part.role.removesuffix("_bias"), 0)
+            rotated = interleaved.get(part.role.removesuffix("_bias"), 0)
             stored, offset = names[part.role].format(layer=index), more.get(part.role, 0.0)
-            own = Source(stored, turned, offset=offset)
+            own = Source(stored, rotated, offset=offset)
             found[name] = _part_of(together, part.role, rows, index) or own
         for role in ("q_norm", "k_norm"):
             for head, name in enumerate(_of_heads(spec, every, role)):

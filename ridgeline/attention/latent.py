@@ -105,10 +105,10 @@ def attend_rows(
 
 def absorb(q_THD: torch.Tensor, up: LatentUp) -> torch.Tensor:
     """Queries of cached vectors, [T, H, C + R]."""
-    return torch.cat((turned_queries(q_THD, up), q_THD[..., up.num_plain :]), -1)
+    return torch.cat((rotated_queries(q_THD, up), q_THD[..., up.num_plain :]), -1)
 
 
-def turned_queries(q_THD: torch.Tensor, up: LatentUp) -> torch.Tensor:
+def rotated_queries(q_THD: torch.Tensor, up: LatentUp) -> torch.Tensor:
     """[T, H, C]: what is not rotated of queries, as queries of latent vectors."""
     return torch.bmm(q_THD[..., : up.num_plain].transpose(0, 1), up.keys_HPC).transpose(0, 1)
 

@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.architectures.spec import AttentionSpec
 from ridgeline.attention.backend import AttentionBackend, LatentUp, Supports, softmax_scale
-from ridgeline.attention.latent import attend_rows, turned_queries, values_of
+from ridgeline.attention.latent import attend_rows, rotated_queries, values_of
 from ridgeline.attention.layout import AttentionLayout, DecodeLayout
 from ridgeline.attention.sdpa import SdpaAttention, SdpaPlan
 from ridgeline.attention.split_work import room_for
@@ -104,7 +104,7 @@ class PagedLatentAttention(AttentionBackend):
     ) -> torch.Tensor:
         if not isinstance(layer_kv, LatentKV) or layer_kv.latent_NSC is None:
             raise InternalError("this KV format is not read in place")
-        queries = LatentQueries(turned_queries(q_THD, up), q_THD[..., up.num_plain :])
+        queries = LatentQueries(rotated_queries(q_THD, up), q_THD[..., up.num_plain :])
         work = self._work(batch, queries.latent_THC)
         scale = softmax_scale(spec)
         return values_of(latent_decode(queries, layer_kv.latent_NSC, batch, scale, work=work), up)

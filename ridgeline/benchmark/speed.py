@@ -186,8 +186,8 @@ class Bench:
 
     def _repeat(self, make: Callable[[Random], list[Job]]) -> list[Run]:
         rng = Random(self.seed)
-        watch = self.llm.watch
-        runs = [run_jobs(self.llm.engine, make(rng), watch) for _ in range(self.repeats + 1)]
+        run_record = self.llm.run_record
+        runs = [run_jobs(self.llm.engine, make(rng), run_record) for _ in range(self.repeats + 1)]
         return runs[1:]
 
     def _share(self, bytes_per_s: float | None) -> float | None:

@@ -89,17 +89,17 @@ def _tokens(num: int) -> str:
 def _snapshot(llm: LLM) -> tuple[Totals, int]:
     from ridgeline.observe.run_summary import snapshot
 
-    return snapshot(llm.watch.totals), llm.watch.requests.num_finished
+    return snapshot(llm.run_record.totals), llm.run_record.requests.num_finished
 
 
 def _lines(llm: LLM, before: tuple[Totals, int]) -> Iterable[tuple[str, str]]:
     from ridgeline.observe.run_summary import run_summary
 
-    watch = llm.watch
+    run_record = llm.run_record
     totals, num_finished = before
-    num = watch.requests.num_finished - num_finished
-    yield from _request_lines(list(watch.requests.finished)[-num:] if num else [])
-    yield from run_summary("all", watch.pricer, watch.totals, totals).lines()
+    num = run_record.requests.num_finished - num_finished
+    yield from _request_lines(list(run_record.requests.finished)[-num:] if num else [])
+    yield from run_summary("all", run_record.pricer, run_record.totals, totals).lines()
 
 
 def _request_lines(time_breakdowns: Sequence[TimeBreakdown]) -> Iterable[tuple[str, str]]:

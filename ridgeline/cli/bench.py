@@ -152,16 +152,16 @@ def _workloads(args: argparse.Namespace, report: Report, llm: LLM) -> None:
     bench = Bench(
         llm, report.about["bandwidth"]["read_bytes_per_s"], args.repeats, llm.resolved.seed
     )
-    watch, costs = llm.watch, []
+    run_record, costs = llm.run_record, []
     for name in args.workload:
-        before = snapshot(watch.totals)
+        before = snapshot(run_record.totals)
         for what, measure in _work(name, args, bench):
             with stage(args, what):
                 result = measure()
             report.add(name, result)
             if name == "prefill" and result.note:
                 break  # longer prompts would be cut to the same length
-        costs.append(run_summary(name, watch.pricer, watch.totals, before))
+        costs.append(run_summary(name, run_record.pricer, run_record.totals, before))
     for cost in costs:
         report.add("cost", cost)
 

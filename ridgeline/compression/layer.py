@@ -36,14 +36,16 @@ from ridgeline.quantization.plain import PlainWeights
 BLOCK_SIZE = 16
 PART_TOKENS = 4096  # computed at once
 Names = tuple[str, ...]  # of the matrices of one product
-Watch = Callable[[Names, torch.Tensor], None]  # the product, and the rows [T, I] that it multiplies
+InputHook = Callable[
+    [Names, torch.Tensor], None
+]  # the product, and the rows [T, I] that it multiplies
 Move = Callable[[Hidden, AttentionStep, LayerKV], None]
 
 
 class WatchedWeights(Unfused, PlainWeights):
-    """Weights as numbers, whose products show `watch` what they multiply."""
+    """Weights as numbers, whose products show `hook` what they multiply."""
 
-    watch: Watch | None = None
+    hook: InputHook | None = None
 
     def of(self, shares: Sequence[MatrixShare], dtype: torch.dtype) -> _WatchedProduct:
         return _WatchedProduct(self, tuple(share.name for share in shares))
@@ -56,8 +58,8 @@ class _WatchedProduct(Unfused, PlainWeights):
     def linear(
         self, x_TI: torch.Tensor, parameters: Parameters, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        if self._weights.watch is not None:
-            self._weights.watch(self._names, x_TI)
+        if self._weights.hook is not None:
+            self._weights.hook(self._names, x_TI)
         return functional.linear(x_TI, parameters["weight"], bias_O)
 
     def stacked(self, parameters: Parameters, bias_XN: torch.Tensor | None) -> None:
@@ -174,26 +176,26 @@ class Layer:
 
     # -- running it
 
-    def __call__(self, hidden_BSE: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+    def __call__(self, hidden_BSE: torch.Tensor, hook: InputHook | None = None) -> torch.Tensor:
         """The states behind the layer, [B, S, E]."""
-        return self._run(hidden_BSE, self._layer, watch)
+        return self._run(hidden_BSE, self._layer, hook)
 
-    def attend(self, hidden_BSE: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+    def attend(self, hidden_BSE: torch.Tensor, hook: InputHook | None = None) -> torch.Tensor:
         """The states with attention added."""
-        return self._run(hidden_BSE, self._layer.attend, watch)
+        return self._run(hidden_BSE, self._layer.attend, hook)
 
-    def feed(self, hidden_BSE: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+    def feed(self, hidden_BSE: torch.Tensor, hook: InputHook | None = None) -> torch.Tensor:
         """The states with the feed-forward added."""
-        return self._run(hidden_BSE, lambda hidden, step, kv: self._layer.feed(hidden), watch)
+        return self._run(hidden_BSE, lambda hidden, step, kv: self._layer.feed(hidden), hook)
 
-    def _run(self, hidden_BSE: torch.Tensor, move: Move, watch: Watch | None) -> torch.Tensor:
+    def _run(self, hidden_BSE: torch.Tensor, move: Move, hook: InputHook | None) -> torch.Tensor:
         windows, tokens, width = hidden_BSE.shape
         if (windows, tokens) not in self._steps:
             self._steps[windows, tokens] = self._step(windows, tokens)
         hidden = Hidden(hidden_BSE.reshape(-1, width).clone())
-        self._weights.watch = watch
+        self._weights.hook = hook
         move(hidden, *self._steps[windows, tokens])
-        self._weights.watch = None
+        self._weights.hook = None
         return hidden.whole().view_as(hidden_BSE)
 
     def _step(self, windows: int, tokens: int) -> tuple[AttentionStep, LayerKV]:

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from ridgeline.compression.layer import Input, Layer, Names, States, Watch
+from ridgeline.compression.layer import Input, InputHook, Layer, Names, States
 from ridgeline.errors import ConfigError
 from ridgeline.quantization.algorithms.awq import clip_and_round, search_scales
 from ridgeline.quantization.algorithms.gptq import GptqSettings, InputStatistics, gptq
@@ -95,7 +95,7 @@ def _by_stages(layer: Layer, states: States, method: Method) -> Rounded:
 
 
 def watched(
-    run: Callable[[torch.Tensor, Watch], torch.Tensor],
+    run: Callable[[torch.Tensor, InputHook], torch.Tensor],
     states: States,
     layer: Layer,
     inputs: list[Input],
@@ -106,12 +106,12 @@ def watched(
         for one in inputs
     }
 
-    def watch(names: Names, x_TI: torch.Tensor) -> None:
+    def hook(names: Names, x_TI: torch.Tensor) -> None:
         if names in seen:
             seen[names].add(x_TI)
 
     for part_BSE in states.parts():
-        run(part_BSE.to(layer.device), watch)
+        run(part_BSE.to(layer.device), hook)
     return seen
 
 

@@ -349,11 +349,11 @@ class _Builder:
         if attention.latent is not None:
             down, _ = self._share(layer, "latent_down", tp)
             yield self.elementwise("latent_norm", count, down, down)
-            turned = (heads + 1) * attention.latent.qk_rope_head_dim
+            rotated = (heads + 1) * attention.latent.qk_rope_head_dim
         else:
             kv_heads = 0 if attention.cache_layer is not None else -(-attention.num_kv_heads // tp)
-            turned = (heads + kv_heads) * attention.head_dim * (2 if attention.qk_norm else 1)
-        yield self._rotate_and_write(attention, count, turned)
+            rotated = (heads + kv_heads) * attention.head_dim * (2 if attention.qk_norm else 1)
+        yield self._rotate_and_write(attention, count, rotated)
 
     def behind_attention(self, layer: LayerSpec, count: int) -> Iterator[Op]:
         """What becomes of its results."""
@@ -366,9 +366,9 @@ class _Builder:
         width = 2 * self.spec.hidden_size  # the residual and what is added to it
         return self.elementwise("norm", count, width, width)
 
-    def _rotate_and_write(self, attention: AttentionSpec, count: int, turned: int) -> Op:
+    def _rotate_and_write(self, attention: AttentionSpec, count: int, rotated: int) -> Op:
         """Rotation (and head norms) in place; new keys and values go to the cache."""
-        op = self.elementwise("rope_and_cache", count, turned, turned)
+        op = self.elementwise("rope_and_cache", count, rotated, rotated)
         if attention.cache_layer is not None:
             return op
         size, precision = self.num_tokens, self.precision

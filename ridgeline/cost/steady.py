@@ -20,7 +20,7 @@ from ridgeline.errors import ConfigError, DoesNotFit
 
 # Where nobody says, as `resolve` has them: most tokens of a step, most requests at once.
 TOKEN_BUDGET, DEFAULT_TOKEN_BUDGET = {"cpu": 2048}, 8192
-SEATS, DEFAULT_SEATS = {"cpu": 64}, 256
+SLOTS, DEFAULT_SLOTS = {"cpu": 64}, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def token_budget(setup: Setup) -> int:
 
 def slots(setup: Setup) -> int:
     """Requests at once where nobody says, of all pipeline stages."""
-    return SEATS.get(setup.device.kind, DEFAULT_SEATS) * setup.layout.pp
+    return SLOTS.get(setup.device.kind, DEFAULT_SLOTS) * setup.layout.pp
 
 
 def context_limit(spec: ModelSpec) -> int:

@@ -210,7 +210,7 @@ class _Space:
         held = self.spec.hidden_size + queries + 2 * keys
         if self.is_paged:
             return self._paged_attention(tokens, queries, keys)
-        turned = (queries + keys) * (self.size + FLOAT + (2 * FLOAT if self.casts else 0))
+        rotated = (queries + keys) * (self.size + FLOAT + (2 * FLOAT if self.casts else 0))
         per_key = layer_kv_bytes(attention, self.size, "auto", self.ranks)
         longest = self._visible(attention.window, min(tokens, self.context))
         together = min(self.rows * longest, max(longest, GATHERED_TOKENS[self.kind]))
@@ -224,7 +224,7 @@ class _Space:
             pieces = min(whole, QUERY_TILE) * queries * self.size
             long = max(longest * per_key + pieces, whole * (per_key + queries * self.size))
         return max(
-            tokens * (held * self.size + turned),
+            tokens * (held * self.size + rotated),
             tokens * (held + queries) * self.size + max(short, long),
             tokens * (held + queries + self.spec.hidden_size) * self.size,
         )

@@ -46,7 +46,7 @@ ALIGNMENT = 16  # of K and N in products of e4m3
 TILE_NUMBERS = {"cpu": 1 << 18}  # of W that are turned back at once where there is no e4m3
 MANY_NUMBERS = 1 << 22  # the same on all other devices
 MULTIPROCESSORS = 132  # of an H100 or H200, for the default choice of splits
-TALL = 16384  # rows of W that keep a device busy with small programs
+LARGE_M = 16384  # rows of W that keep a device busy with small programs
 DTYPE = "float8_e4m3fn"  # in the table of tiles
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 UNTUNED_STREAM = Tile(32, 64, warps=8, stages=3, stream=True)
@@ -349,7 +349,7 @@ def untuned_tile(rows: int, outputs: int, inputs: int) -> Tile:
     """One row: 16 bytes of W for each thread along K, and small programs if they are many anyway.
     More: two programs a multiprocessor, if each still has two tiles of K to read."""
     if rows == 1:
-        warps = 1 if outputs >= TALL else 4
+        warps = 1 if outputs >= LARGE_M else 4
         return Tile(4, 512 * warps, warps=warps, stages=1, dot=False)
     block_n, block_k, splits = 64, 256, 1
     programs = -(-outputs // block_n)

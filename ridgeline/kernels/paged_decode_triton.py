@@ -36,9 +36,9 @@ from ridgeline.kernels.paged_kv_triton import (
     low_of,
     numbers,
     place_of_code,
+    rotated,
     scaling,
     scaling_strides,
-    turned,
 )
 
 RECORD = 8  # int32 per program: request, head, tile, tiles to do, tiles of a full program, padding
@@ -442,7 +442,7 @@ def _decode_kernel(
         low_R = tl.zeros((ROWS,), tl.float32)
         all_R = low_R
         if CODES == 4:
-            q_RD = turned(q_RD, HEAD_DIM, PRECISION)
+            q_RD = rotated(q_RD, HEAD_DIM, PRECISION)
             all_R = tl.sum(q_RD.to(tl.float32), 1) * scale_log2
         position_R = length - num_new + new_R
         best_R = tl.full((ROWS,), float("-inf"), tl.float32)

@@ -137,8 +137,8 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """The last dimension times Sylvester's matrix with orthonormal rows, in float32: twice is
     nothing. Of a size that is no power of two, each run of the largest one that divides it."""
-    turned: torch.Tensor = x.float() @ _sylvester(x.shape[-1], x.device)
-    return turned
+    rotated: torch.Tensor = x.float() @ _sylvester(x.shape[-1], x.device)
+    return rotated
 
 
 @lru_cache(maxsize=8)

@@ -63,7 +63,7 @@ def signs(SIZE: tl.constexpr):
 
 
 @triton.jit
-def turned(q_RD, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
+def rotated(q_RD, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
     """`paged_kv.hadamard` of each row, rounded to its type."""
     sums_RD = tl.dot(q_RD, signs(HEAD_DIM).to(q_RD.dtype), input_precision=PRECISION)
     root: tl.constexpr = HEAD_DIM**-0.5

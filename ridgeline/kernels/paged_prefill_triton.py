@@ -29,9 +29,9 @@ from ridgeline.kernels.paged_kv_triton import (
     low_of,
     numbers,
     place_of_code,
+    rotated,
     scaling,
     scaling_strides,
-    turned,
 )
 from ridgeline.kernels.paged_prefill import MOST_PROGRAMS, RECORD, Config, PrefillBatch
 
@@ -315,7 +315,7 @@ def _prefill_kernel(
     low_R = tl.zeros((BLOCK_M,), tl.float32)
     all_R = low_R
     if CODES == 4:
-        q_RD = turned(q_RD, HEAD_DIM, PRECISION)
+        q_RD = rotated(q_RD, HEAD_DIM, PRECISION)
         all_R = tl.sum(q_RD.to(tl.float32), 1)
     cached = length - num_new
     position_R = cached + new_R

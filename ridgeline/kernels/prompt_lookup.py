@@ -17,7 +17,7 @@ MOST_SPLITS = 64  # of a row that is looked through by a GPU, at most
 
 
 @dataclass(frozen=True, slots=True)
-class LookUp:
+class LookupRule:
     """What comes next is what came next before: the row's last tokens, at least `min_match` and
     counted up to `max_match`, are looked for in the tokens before them."""
 
@@ -28,7 +28,7 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True)
-class LookUpRoom:
+class LookupBuffers:
     """Scratch of one stream, of a GPU: `best_P` (int64) may hold anything, `arrivals_B` (int32) is
     zero before and after every launch."""
 
@@ -40,16 +40,16 @@ class LookUpRoom:
         return self.best_P.nbytes + self.arrivals_B.nbytes
 
 
-def make_look_up_room(device: torch.device, max_rows: int) -> LookUpRoom:
+def make_lookup_buffers(device: torch.device, max_rows: int) -> LookupBuffers:
     """For up to `max_rows` rows of a launch; on a CPU there is nothing in it."""
     rows = max_rows if device.type == "cuda" else 0
-    return LookUpRoom(
+    return LookupBuffers(
         torch.empty(rows * MOST_SPLITS, dtype=torch.int64, device=device),
         torch.zeros(rows, dtype=torch.int32, device=device),
     )
 
 
-def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRoom) -> None:
+def lookup(rows_B: torch.Tensor, history: History, rule: LookupRule, room: LookupBuffers) -> None:
     """Leave behind each row's tokens what followed when its last tokens stood there before.
 
     The longest match counts, of equally long ones the most recent. Drafts that go beyond the
@@ -58,20 +58,20 @@ def look_up(rows_B: torch.Tensor, history: History, rule: LookUp, room: LookUpRo
     check(0 < rule.min_match <= rule.max_match, "1 <= min_match <= max_match", rule=rule)
     check(rule.max_draft_tokens > 0 and rule.drafts_per_match >= 0, "drafts are made", rule=rule)
     if rows_B.is_cuda:
-        from ridgeline.kernels.prompt_lookup_triton import look_up_triton
+        from ridgeline.kernels.prompt_lookup_triton import lookup_triton
 
         # Prompts that end in one step may be more rows than a captured step has.
         for some_B in torch.split(rows_B, len(room.arrivals_B)):
-            look_up_triton(some_B, history, rule, room)
+            lookup_triton(some_B, history, rule, room)
     elif runs_native(rows_B):
-        from ridgeline.kernels.cpu.drafts import look_up as native_look_up
+        from ridgeline.kernels.cpu.drafts import lookup as native_lookup
 
-        native_look_up(rows_B, history, rule)
+        native_lookup(rows_B, history, rule)
     else:
-        look_up_reference(rows_B, history, rule)
+        lookup_reference(rows_B, history, rule)
 
 
-def look_up_reference(rows_B: torch.Tensor, history: History, rule: LookUp) -> None:
+def lookup_reference(rows_B: torch.Tensor, history: History, rule: LookupRule) -> None:
     width = history.tokens_NL.shape[1]
     for row in rows_B.tolist():
         if row == 0:

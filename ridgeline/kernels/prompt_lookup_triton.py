@@ -1,4 +1,4 @@
-"""`look_up` in Triton: a row is shared between programs, the last of which writes the drafts."""
+"""`lookup` in Triton: a row is shared between programs, the last of which writes the drafts."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
 
@@ -14,17 +14,17 @@ from ridgeline.kernels.arrival_triton import arrived_last, reset
 from ridgeline.kernels.drafts import History
 from ridgeline.kernels.drafts_triton import check_history
 from ridgeline.kernels.launching import launches_early
-from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookUp, LookUpRoom
+from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookupBuffers, LookupRule
 
 SPAN = 1024  # tokens of a row that a program looks at together
 MOST_PROGRAMS = 512  # of a launch, about: what a GPU runs at once
 
 
-def look_up_triton(
+def lookup_triton(
     rows_B: torch.Tensor,
     history: History,
-    rule: LookUp,
-    room: LookUpRoom,
+    rule: LookupRule,
+    room: LookupBuffers,
     *,
     span: int = SPAN,
     pdl: bool | None = None,
@@ -36,7 +36,7 @@ def look_up_triton(
     has_room = len(room.arrivals_B) >= num_rows and len(room.best_P) >= num_rows * splits
     check(has_room, "room for all rows", rows=num_rows, has=len(room.arrivals_B))
     pdl = launches_early(rows_B.device) if pdl is None else pdl
-    _look_up[(num_rows, splits)](
+    _lookup[(num_rows, splits)](
         rows_B,
         history.tokens_NL,
         history.lens_N,
@@ -62,7 +62,7 @@ def look_up_triton(
 @triton.jit(
     do_not_specialize=["splits", "min_match", "max_match", "max_draft_tokens", "drafts_per_match"]
 )
-def _look_up(
+def _lookup(
     rows_ptr,
     tokens_ptr,
     lens_ptr,

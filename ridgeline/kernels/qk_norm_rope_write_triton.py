@@ -171,13 +171,13 @@ def _qk_norm_rope_write(
         y = second * scale * tl.where(is_q[:, None], q_second[None], k_second[None])
     wide_first = x * cos - y * sin
     wide_second = y * cos + x * sin
-    turned_first = wide_first.to(q_ptr.dtype.element_ty)
-    turned_second = wide_second.to(q_ptr.dtype.element_ty)
+    rotated_first = wide_first.to(q_ptr.dtype.element_ty)
+    rotated_second = wide_second.to(q_ptr.dtype.element_ty)
 
     to = q_ptr + (token * heads + head[:, None]) * SIZE + d[None]
     chosen = is_q[:, None] & inside[None]
-    tl.store(to, turned_first, chosen)
-    tl.store(to + SIZE // 2, turned_second, chosen)
+    tl.store(to, rotated_first, chosen)
+    tl.store(to + SIZE // 2, rotated_second, chosen)
 
     written = slot >= 0
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE

@@ -26,7 +26,7 @@ def attention_steps(
     positions_T = batch.positions_T
     is_fused = writes_in_place(positions_T.device, dtype, kv.layers[0].views)
     steps: dict[tuple[int, int], AttentionStep] = {}
-    turned = [None if is_fused else rotation.at(positions_T) for rotation in rotations]
+    rotated = [None if is_fused else rotation.at(positions_T) for rotation in rotations]
     plans: dict[int, object] = {}
     for layer_kv, rotation in zip(kv.layers[:num_layers], rotation_of_layer, strict=False):
         index = layer_kv.group
@@ -37,7 +37,7 @@ def attention_steps(
         steps[index, rotation] = AttentionStep(
             rotations[rotation].table_L2D,
             positions_T,
-            turned[rotation],
+            rotated[rotation],
             batch.layout.slots_T[index],
             plans[index],
         )

@@ -91,7 +91,7 @@ def draft_seconds() -> tuple[float, float]:
 
 def _drafting_engine(num_draft_tokens: int | None, num_out: int) -> Engine:
     """With one request in the middle of its answer; `num_draft_tokens` None: they are chosen."""
-    chooser = DraftLengthController(
+    controller = DraftLengthController(
         _step_seconds,
         acceptance=0.9,
         max_drafts=NUM_DRAFT_TOKENS,
@@ -108,11 +108,11 @@ def _drafting_engine(num_draft_tokens: int | None, num_out: int) -> Engine:
         max_num_batched_tokens=8192,
         max_num_seqs=1,
         num_drafts=NUM_DRAFT_TOKENS,
-        draft_lengths=chooser,
+        draft_lengths=controller,
     )
     engine = Engine(scheduler, DraftingStub(blocks, num_out), WallClock(), max_in_flight=2)
     run = Run(lambda shape, num_logits: StepPrice(1e-3, 1e-3, 1.0, 1.0))
-    run.listeners.append(chooser)
+    run.listeners.append(controller)
     engine.listeners.append(run)
     engine.add(_request(0, context, num_tokens))
     for _ in range(NUM_STEPS):

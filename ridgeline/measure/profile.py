@@ -28,7 +28,7 @@ from ridgeline.cost.roofline import OpCost, StepCost, step_cost
 from ridgeline.cost.setup import Setup
 from ridgeline.costing import asked_drafts
 from ridgeline.errors import ConfigError, EngineFault
-from ridgeline.kernels.cpu.recorder import watched
+from ridgeline.kernels.cpu.recorder import call_hook
 from ridgeline.observe.evidence import engine_drafter
 from ridgeline.request import Request, SamplingParams
 from ridgeline.speculation.price import Drafter, DraftSteps
@@ -182,7 +182,7 @@ def profile_steps(
         _write_trace(profiler, trace)
     kernels = _kernels(profiler.events(), num_steps)
     asked = asked_drafts(built.resolved)
-    drafter = engine_drafter(built.watch.header, setup)
+    drafter = engine_drafter(built.run_record.header, setup)
     prices = _Prices(setup, drafter, asked is not None and asked.line.has_cache)
     costs = [prices.of(plan) for plan in plans]
     plain_costs = [prices.of(plan) for plan in plain]
@@ -373,7 +373,7 @@ def _profiler(built: Built) -> Iterator[Any]:
     with _silent_stderr():
         profiler.start()
     try:
-        with watched(_named):
+        with call_hook(_named):
             yield profiler
     finally:
         with _silent_stderr():

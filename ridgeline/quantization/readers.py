@@ -110,10 +110,10 @@ def ordered(matrix: QuantizedMatrix, groups_I: torch.Tensor) -> Ordered:
         )
     codes_OI = split_bytes(matrix.codes, matrix.bits, matrix.inputs).index_select(1, order_I)
     codes = join_bytes(codes_OI, matrix.bits)
-    turned = QuantizedMatrix(
+    ordered = QuantizedMatrix(
         codes, matrix.scale, matrix.zero, matrix.inputs, matrix.bits, matrix.group
     )
-    return Ordered(turned, order_I.to(torch.int32))
+    return Ordered(ordered, order_I.to(torch.int32))
 
 
 def split_words(words_RW: torch.Tensor, bits: int, count: int) -> torch.Tensor:

@@ -89,16 +89,16 @@ class QuietSteps:
             if len(row.token_ids) - row.num_computed_tokens != 1:
                 return []  # it has a prompt to compute
             rows.append(row)
-        flights = [flown for _, flown in scheduler.flights.values()]
-        if flights and not _samples(rows, flights[0]):
+        in_flight = [flown for _, flown in scheduler.in_flight.values()]
+        if in_flight and not _samples(rows, in_flight[0]):
             return []
-        if not all(_decodes(rows, flown) for flown in flights[1:]):
+        if not all(_decodes(rows, flown) for flown in in_flight[1:]):
             return []
         return rows
 
     def most(self, rows: Sequence[Request]) -> int:
         """So many steps are quiet for sure, as far as lengths and memory tell."""
-        last = 0 if self.scheduler.flights else 1  # its result ends the request at once
+        last = 0 if self.scheduler.in_flight else 1  # its result ends the request at once
         most = min([row.num_computable_tokens - row.num_computed_tokens for row in rows]) - last
         free = self.scheduler.blocks.num_free_blocks
         if most <= 0 or self._num_to_take(rows, most) <= free:
@@ -139,7 +139,7 @@ class QuietSteps:
             tuple(state.finished),
         )
         state.preempted, state.finished = [], []
-        self._replace_flights(run, rows)
+        self._replace_in_flight(run, rows)
         return run
 
     # ------------------------------------------------------------------ what is quiet
@@ -158,7 +158,7 @@ class QuietSteps:
     def _append(
         self, rows: Sequence[Request], token_ids: Sequence[Sequence[int]], num_steps: int
     ) -> None:
-        unknown = [UNKNOWN_TOKEN] * len(self.scheduler.flights)
+        unknown = [UNKNOWN_TOKEN] * len(self.scheduler.in_flight)
         for row, new in zip(rows, token_ids, strict=True):
             stops = row.sampling.stop_token_ids
             if len(new) != num_steps or (stops and not frozenset(stops).isdisjoint(new)):
@@ -198,7 +198,7 @@ class QuietSteps:
 
     def _oldest(self, rows: Sequence[Request]) -> list[int]:
         """How many tokens of each row the first result is for."""
-        for _, flown in self.scheduler.flights.values():
+        for _, flown in self.scheduler.in_flight.values():
             return [entry.num_tokens for entry, _, _ in flown]
         return [1] * len(rows)
 
@@ -225,28 +225,28 @@ class QuietSteps:
         events.sort()
         return events
 
-    def _replace_flights(self, run: QuietRun, rows: Sequence[Request]) -> None:
+    def _replace_in_flight(self, run: QuietRun, rows: Sequence[Request]) -> None:
         """The steps that are in flight now; those before them are over."""
-        flights = self.scheduler.flights
-        num_in_flight = len(flights)
-        for step_id in list(flights)[: run.num_steps]:
-            del flights[step_id]
+        in_flight = self.scheduler.in_flight
+        num_in_flight = len(in_flight)
+        for step_id in list(in_flight)[: run.num_steps]:
+            del in_flight[step_id]
         for index in range(max(0, run.num_steps - num_in_flight), run.num_steps):
             plan = run.plan(index)
             entries = zip(plan.scheduled, rows, strict=True)
-            flights[plan.step_id] = (plan, [(entry, row, row.epoch) for entry, row in entries])
+            in_flight[plan.step_id] = (plan, [(entry, row, row.epoch) for entry, row in entries])
 
 
-def _samples(rows: Sequence[Request], flights: Sequence[InFlight]) -> bool:
+def _samples(rows: Sequence[Request], in_flight: Sequence[InFlight]) -> bool:
     """Does a step in flight sample for each of these rows, in this order?"""
-    if len(flights) != len(rows):
+    if len(in_flight) != len(rows):
         return False
-    for row, (entry, flown, epoch) in zip(rows, flights, strict=True):
+    for row, (entry, flown, epoch) in zip(rows, in_flight, strict=True):
         if flown is not row or epoch != row.epoch or not entry.samples:
             return False
     return True
 
 
-def _decodes(rows: Sequence[Request], flights: Sequence[InFlight]) -> bool:
+def _decodes(rows: Sequence[Request], in_flight: Sequence[InFlight]) -> bool:
     """Does it compute one token of each of them and nothing more?"""
-    return _samples(rows, flights) and all(entry.num_tokens == 1 for entry, _, _ in flights)
+    return _samples(rows, in_flight) and all(entry.num_tokens == 1 for entry, _, _ in in_flight)

@@ -19,16 +19,16 @@ class ResultTaker:
         self.tells_all = True  # False: rows that go on have no output
         self._may_draft = may_draft
 
-    def take_all(self, flights: Sequence[InFlight], result: StepResult) -> list[RequestOutput]:
+    def take_all(self, in_flight: Sequence[InFlight], result: StepResult) -> list[RequestOutput]:
         """What one step gave, in the order of its rows."""
         special = result.faults or result.logprobs or result.prompt_logprobs
         if special or (result.draft_token_ids and not self._may_draft):
             take = self.take
-            return [output for flown in flights if (output := take(flown, result)) is not None]
-        return self._take_tokens_alone(flights, result)
+            return [output for flown in in_flight if (output := take(flown, result)) is not None]
+        return self._take_tokens_alone(in_flight, result)
 
     def _take_tokens_alone(
-        self, flights: Sequence[InFlight], result: StepResult
+        self, in_flight: Sequence[InFlight], result: StepResult
     ) -> list[RequestOutput]:
         """The same where there is nothing but tokens. Most rows of most steps have had some before
         and go on: these are done here, without a call for each, and all others by `take`."""
@@ -36,7 +36,7 @@ class ResultTaker:
         sampled, drafts, blocks = result.token_ids, result.draft_token_ids, self.state.blocks
         size, edges, last_planned = blocks.block_size, blocks.edges, self.state.last_planned
         has_windows, tells_all, may_draft = blocks.has_windows, self.tells_all, self._may_draft
-        for flight in flights:
+        for flight in in_flight:
             entry, row, epoch = flight
             if row.epoch == epoch and row.has_output and entry.samples:
                 new = sampled[row.request_id]

@@ -64,7 +64,7 @@ class _Step(msgspec.Struct):
     scheduled: list[ScheduledRequest] = msgspec.field(default_factory=list)
     new: list[NewRequest] = msgspec.field(default_factory=list)
     copies: list[BlockCopy] = msgspec.field(default_factory=list)
-    flights: list[InFlight] = msgspec.field(default_factory=list)
+    in_flight: list[InFlight] = msgspec.field(default_factory=list)
     opened: list[int] = msgspec.field(default_factory=list)  # places of rows that were given blocks
     only_decodes: bool = True
     num_draft_tokens: int = 0
@@ -144,7 +144,7 @@ class Scheduler:
         self._has_lanes = type(policy).lane is not Policy.lane
         self._policy_limits_drafts = type(policy).num_drafts is not Policy.num_drafts
         self.results = ResultTaker(self.state, may_draft=num_drafts > 0)
-        self._flights: dict[int, tuple[StepPlan, list[InFlight]]] = {}  # by step, oldest first
+        self._in_flight: dict[int, tuple[StepPlan, list[InFlight]]] = {}  # by step, oldest first
         self._now = 0.0  # of the last plan
         self._planned_at_end = 0  # the last step that was, when a request ended
         self._all_decode_at = -1  # change of the set of running requests
@@ -174,9 +174,9 @@ class Scheduler:
         return self.results.num_late
 
     @property
-    def flights(self) -> dict[int, tuple[StepPlan, list[InFlight]]]:
+    def in_flight(self) -> dict[int, tuple[StepPlan, list[InFlight]]]:
         """Steps that were planned and whose results are still to come, the oldest first."""
-        return self._flights
+        return self._in_flight
 
     def add(self, request: Request, now: float) -> None:
         """Take a request in. Raises RequestFault for what can never be served, for an id that is
@@ -232,22 +232,22 @@ class Scheduler:
         ).knowing(step.decodes)
         state.preempted, state.finished = [], []
         state.last_planned = step.step_id
-        self._flights[step.step_id] = (plan, step.flights)
-        self.policy.on_plan(step.flights)
+        self._in_flight[step.step_id] = (plan, step.in_flight)
+        self.policy.on_plan(step.in_flight)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take in what a step has sampled. Steps complete in the order they were planned."""
         in_order = plan.step_id == self.state.last_completed + 1
         check(
-            in_order and plan.step_id in self._flights, "steps complete in order", id=plan.step_id
+            in_order and plan.step_id in self._in_flight, "steps complete in order", id=plan.step_id
         )
-        _, flights = self._flights.pop(plan.step_id)
+        _, in_flight = self._in_flight.pop(plan.step_id)
         for row_id in result.faults:
             self.blocks.withdraw_early(row_id)
         self.state.complete(plan.step_id)
         num_changes = self.state.num_changes
-        outputs = self.results.take_all(flights, result)
+        outputs = self.results.take_all(in_flight, result)
         if self.draft_lengths is not None:
             ended = []
             if self.state.num_changes != num_changes:
@@ -284,12 +284,12 @@ class Scheduler:
         """
         state, outputs = self.state, []
         self.blocks.withdraw_early()
-        for plan, flights in self._flights.values():
+        for plan, in_flight in self._in_flight.values():
             state.finished += (*plan.preempted, *plan.finished)
-            for _, row, _ in flights:
+            for _, row, _ in in_flight:
                 if not row.is_ended:
                     outputs.append(state.end_with_error(row, reason))
-        self._flights.clear()
+        self._in_flight.clear()
         state.complete(state.last_planned)
         return self.beams.lead(outputs, self._now)
 
@@ -297,7 +297,9 @@ class Scheduler:
         """Everything that must hold between two steps, for tests and for idle time."""
         self.state.check_invariants()
         check(len(self.running) <= self.max_num_seqs, "slots are limited")
-        check(len(self._flights) == self.state.last_planned - self.state.last_completed, "flights")
+        check(
+            len(self._in_flight) == self.state.last_planned - self.state.last_completed, "in flight"
+        )
 
     # ------------------------------------------------------------------ running requests
 
@@ -314,7 +316,7 @@ class Scheduler:
         here, without a call for each; `_continue` does the same for all others.
         """
         others: list[Request] = []
-        scheduled, flights, blocks = step.scheduled, step.flights, self.blocks
+        scheduled, in_flight, blocks = step.scheduled, step.in_flight, self.blocks
         no_blocks, may_draft = blocks.no_blocks, self.num_drafts > 0
         drafts, budget = step.num_draft_tokens > 0, step.budget
         for _, _, row in self.running.in_order(step.now):
@@ -348,7 +350,7 @@ class Scheduler:
             if may_draft:
                 row.has_drafts = True
             scheduled.append(entry)
-            flights.append((entry, row, row.epoch))
+            in_flight.append((entry, row, row.epoch))
             budget -= num_draft + 1
         step.budget = budget
         return others
@@ -480,7 +482,7 @@ class Scheduler:
         step.scheduled.append(entry)
         if copies:
             step.copies += copies
-        step.flights.append((entry, row, row.epoch))
+        step.in_flight.append((entry, row, row.epoch))
         step.budget -= num_tokens
         if state.forks.parked and has_prompt(row, row.num_computed_tokens):
             state.forks.wake(row)

@@ -57,36 +57,37 @@ class Pace:
 
 def enforce(lives: Iterable[ActiveRequest], limits: Limits, now: float, pace: Pace) -> None:
     """Fail, cut off or nudge what is over its time. `now` is the clock of `live.arrival`."""
-    for live in list(lives):
-        if live.error is None:
-            _enforce_wait(live, limits, now, pace)
-        if live.sending_since is not None:
-            if now - live.sending_since > limits.write_timeout_s and live.cut is not None:
-                live.cut()
-        elif now - live.last_sent > limits.keepalive_s and live.started:
-            live.keep_alive()
+    for active in list(lives):
+        if active.error is None:
+            _enforce_wait(active, limits, now, pace)
+        if active.sending_since is not None:
+            if now - active.sending_since > limits.write_timeout_s and active.cut is not None:
+                active.cut()
+        elif now - active.last_sent > limits.keepalive_s and active.started:
+            active.keep_alive()
 
 
-def _enforce_wait(live: ActiveRequest, limits: Limits, now: float, pace: Pace) -> None:
-    waited = now - live.arrival
-    if not live.started and not live.answered:
-        if live.expected_wait_s is None:  # nothing was known when it came
-            live.expected_wait_s = pace.wait_s(live.num_before)
-        if waited > max(limits.queue_timeout_s, PATIENCE * (live.expected_wait_s or 0.0)):
-            live.fail(ApiError("queue_timeout", f"not started within {waited:.0f} s; try later"))
+def _enforce_wait(active: ActiveRequest, limits: Limits, now: float, pace: Pace) -> None:
+    waited = now - active.arrival
+    if not active.started and not active.answered:
+        if active.expected_wait_s is None:  # nothing was known when it came
+            active.expected_wait_s = pace.wait_s(active.num_before)
+        if waited > max(limits.queue_timeout_s, PATIENCE * (active.expected_wait_s or 0.0)):
+            active.fail(ApiError("queue_timeout", f"not started within {waited:.0f} s; try later"))
             return
-    if now - (live.arrival if live.began is None else live.began) > limits.run_timeout_s:
-        live.fail(ApiError("deadline_exceeded", f"not finished within {limits.run_timeout_s:g} s"))
+    most = limits.run_timeout_s
+    if now - (active.arrival if active.began is None else active.began) > most:
+        active.fail(ApiError("deadline_exceeded", f"not finished within {most:g} s"))
 
 
 def check_wait(
-    live: ActiveRequest, limits: Limits, pace: Pace, num_before: int, num_tokens: int
+    active: ActiveRequest, limits: Limits, pace: Pace, num_before: int, num_tokens: int
 ) -> None:
     """Before the engine hears of it: `num_before` sequences wait, and an answer of it has
     `num_tokens` at most. Raises ApiError overloaded when it would surely wait for longer than
     `run_timeout_s` leaves it."""
-    live.num_before = num_before
-    live.expected_wait_s = wait_s = pace.wait_s(num_before)
+    active.num_before = num_before
+    active.expected_wait_s = wait_s = pace.wait_s(num_before)
     if wait_s is None:
         return
     late_s = wait_s / PATIENCE + pace.run_s(num_tokens) - limits.run_timeout_s

@@ -50,7 +50,7 @@ from ridgeline.server.wire import (
     read_event,
 )
 
-FRONT_BYTES = 64 << 20  # what the HTTP process grows by in use, without the bodies that it holds
+HTTP_BYTES = 64 << 20  # what the HTTP process grows by in use, without the bodies that it holds
 HEALTHY_S = 60.0  # an engine that lived so long starts with a clean record
 RESTART_PAUSE_S = 0.2
 EXIT_WAIT_S = 5.0
@@ -123,27 +123,27 @@ class EngineClient:
         if self.ready is None:
             raise ApiError("starting", "the model is still being loaded; try again soon")
 
-    async def submit(self, live: ActiveRequest) -> None:
-        """Hand the requests of `live` to the engine and wait until it has taken them in.
+    async def submit(self, active: ActiveRequest) -> None:
+        """Hand the requests of `active` to the engine and wait until it has taken them in.
 
         Raises RequestFault when it refuses and ApiError when it is gone. On any exit but the
-        normal one nothing of `live` is left in the engine.
+        normal one nothing of `active` is left in the engine.
         """
         self.refuse_if_down()
         ticket = next(self._numbers)
-        requests = live.requests
-        self._tickets[ticket] = live
-        self.lives.update(dict.fromkeys(live.open_ids, live))
+        requests = active.requests
+        self._tickets[ticket] = active
+        self.lives.update(dict.fromkeys(active.open_ids, active))
         now = self.clock.now()
         self.progress.work_began(now, len(requests))
         for request in requests:
-            live.times[request.request_id].queued = now if request.fork_of is None else None
-        wants = {"wants_cost": live.wants_cost, "wants_chunks": live.wants_chunks}
+            active.times[request.request_id].queued = now if request.fork_of is None else None
+        wants = {"wants_cost": active.wants_cost, "wants_chunks": active.wants_chunks}
         self._send(pack_add(ticket, requests, now, **wants))
         try:
-            await live.admitted
+            await active.admitted
         except BaseException:
-            self.abandon(live)
+            self.abandon(active)
             raise
         finally:
             self._tickets.pop(ticket, None)
@@ -164,18 +164,18 @@ class EngineClient:
         finally:
             self._questions.pop(ticket, None)
 
-    def abandon(self, live: ActiveRequest) -> None:
-        """Nobody waits for `live` any more: abort what the engine still does for it."""
-        self._abort(live, tuple(live.open_ids))
-        live.open_ids.clear()
+    def abandon(self, active: ActiveRequest) -> None:
+        """Nobody waits for `active` any more: abort what the engine still does for it."""
+        self._abort(active, tuple(active.open_ids))
+        active.open_ids.clear()
 
-    def _abort(self, live: ActiveRequest, request_ids: tuple[str, ...]) -> None:
+    def _abort(self, active: ActiveRequest, request_ids: tuple[str, ...]) -> None:
         known = tuple(i for i in request_ids if self.lives.pop(i, None) is not None)
         if known:
             self.progress.work_ended(len(known))
             now = self.clock.now()
             for request_id in known:
-                self.latency.on_end(live.times[request_id], now)
+                self.latency.on_end(active.times[request_id], now)
             self.traffic.finished["abort"] += len(known)
             self._send(Abort(known))
 
@@ -311,7 +311,7 @@ class EngineClient:
                     config.engine,
                     config.log_level,
                     config.log_format,
-                    front_bytes=FRONT_BYTES + config.limits.max_held_body_bytes,
+                    http_bytes=HTTP_BYTES + config.limits.max_held_body_bytes,
                     tripwire=config.tripwire,
                 )
             )
@@ -372,81 +372,81 @@ class EngineClient:
         for reply in step.replies:
             self._reply(reply)
         for start in step.started:
-            if (live := self.lives.get(start.request_id)) is not None:
-                live.started = True
-                live.began = start.at if live.began is None else live.began
-                self.latency.on_start(live.times[start.request_id], start.at)
+            if (active := self.lives.get(start.request_id)) is not None:
+                active.started = True
+                active.began = start.at if active.began is None else active.began
+                self.latency.on_start(active.times[start.request_id], start.at)
         for cost in step.costs:
-            if (live := self.lives.get(cost.request_id)) is not None:
-                live.costs[cost.request_id] = cost
+            if (active := self.lives.get(cost.request_id)) is not None:
+                active.costs[cost.request_id] = cost
         for chunk in step.chunks:
-            if (live := self.lives.get(chunk.request_id)) is not None:
-                live.chunks.append(chunk)
+            if (active := self.lives.get(chunk.request_id)) is not None:
+                active.chunks.append(chunk)
         for output in step.outputs:
             self._output(output, now)
 
     def _reply(self, reply: Admitted | Refused) -> None:
-        live = self._tickets.get(reply.ticket)
-        if live is None or live.admitted.done():
+        active = self._tickets.get(reply.ticket)
+        if active is None or active.admitted.done():
             return  # its client has gone
         if isinstance(reply, Admitted):
             self.traffic.accepted(
-                len(live.times), sum(len(a.prompt_token_ids) for a in live.answers)
+                len(active.times), sum(len(a.prompt_token_ids) for a in active.answers)
             )
-            live.admitted.set_result(None)
+            active.admitted.set_result(None)
             return
-        for request_id in live.open_ids:
+        for request_id in active.open_ids:
             self.lives.pop(request_id, None)
-        self.progress.work_ended(len(live.open_ids))
-        live.open_ids.clear()
+        self.progress.work_ended(len(active.open_ids))
+        active.open_ids.clear()
         fault = RequestFault(
             reply.message, param=reply.param, code=reply.code, retry_after_s=reply.retry_after_s
         )
-        live.admitted.set_exception(fault)
+        active.admitted.set_exception(fault)
 
     def _output(self, output: RequestOutput, now: float) -> None:
-        live = self.lives.get(output.request_id)
-        if live is None:
+        active = self.lives.get(output.request_id)
+        if active is None:
             self.traffic.num_late_outputs += 1
             return
-        times = live.times[output.request_id]
+        times = active.times[output.request_id]
         self.latency.on_tokens(times, len(output.new_token_ids), now)
         self.traffic.num_output_tokens += len(output.new_token_ids)
-        self._push(live, output)
+        self._push(active, output)
         if output.finish_reason is not None:
             self.lives.pop(output.request_id, None)
-            live.open_ids.discard(output.request_id)
+            active.open_ids.discard(output.request_id)
             self.progress.work_ended()
             self.latency.on_end(times, now)
             self.traffic.finished[output.finish_reason.value] += 1
             self.pace.on_end(times.num_tokens)
-        if live.error is not None:
-            self.abandon(live)
-        elif stopped := live.take_aborts():
-            self._stopped(live, stopped, now)
+        if active.error is not None:
+            self.abandon(active)
+        elif stopped := active.take_aborts():
+            self._stopped(active, stopped, now)
 
-    def _push(self, live: ActiveRequest, output: RequestOutput) -> None:
+    def _push(self, active: ActiveRequest, output: RequestOutput) -> None:
         """No output, whatever is in it, may harm anyone but its own request."""
         try:
-            live.push(output)
+            active.push(output)
         except Exception:
             say(
                 logger, logging.ERROR, "an output could not be assembled", trace=True,
-                request_id=live.request_id,
+                request_id=active.request_id,
             )  # fmt: skip
-            live.fail(internal_error())
+            active.fail(internal_error())
         if output.error is not None:
             say(
                 logger, logging.ERROR, "the engine failed one request",
-                request_id=live.request_id, reason=output.error,
+                request_id=active.request_id, reason=output.error,
             )  # fmt: skip
 
-    def _stopped(self, live: ActiveRequest, request_ids: Iterable[str], now: float) -> None:
+    def _stopped(self, active: ActiveRequest, request_ids: Iterable[str], now: float) -> None:
         """A stop string ended these, which the engine cannot see."""
         known = tuple(i for i in request_ids if self.lives.pop(i, None) is not None)
         self.progress.work_ended(len(known))
         for request_id in known:
-            self.latency.on_end(live.times[request_id], now)
+            self.latency.on_end(active.times[request_id], now)
         self.traffic.finished["stop"] += len(known)
         self._send(Abort(known))
 
@@ -460,10 +460,10 @@ class EngineClient:
             if not question.done():
                 question.set_exception(error)
         lives, self.lives = {*self.lives.values()}, {}
-        for live in lives:
-            live.fail(error)
-            self.traffic.finished["error"] += len(live.open_ids)
-            live.open_ids.clear()
+        for active in lives:
+            active.fail(error)
+            self.traffic.finished["error"] += len(active.open_ids)
+            active.open_ids.clear()
 
     def _send(self, message: Command) -> None:
         if self._life is not None and not self._life.writer.is_closing():

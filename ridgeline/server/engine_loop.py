@@ -76,7 +76,7 @@ class Served(Protocol):
     @property
     def end_token_ids(self) -> frozenset[int]: ...
     @property
-    def watch(self) -> RunRecord | None: ...
+    def run_record(self) -> RunRecord | None: ...
 
 
 Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], Served]
@@ -103,13 +103,13 @@ def ready_message(served: Served, pid: int, startup: Sequence[Phase] = ()) -> Re
         tuple((row.what, row.predicted) for row in served.memory),
         served.device.memory_total(),
         min(resolved.max_model_len, served.engine.scheduler.max_servable_tokens),
-        None if served.watch is None else _prices(served.watch),
+        None if served.run_record is None else _prices(served.run_record),
         tuple((phase.name, phase.seconds) for phase in startup),
     )
 
 
-def _prices(watch: RunRecord) -> Prices:
-    limits, setup = watch.pricer.limits, watch.pricer.setup
+def _prices(run_record: RunRecord) -> Prices:
+    limits, setup = run_record.pricer.limits, run_record.pricer.setup
     return Prices(setup.device.label, setup.constants.origin, limits.flops, limits.bytes)
 
 
@@ -127,10 +127,10 @@ class EngineLoop:
         self._has_answered = False
         self._kernels = served.kernels if isinstance(served, Started) else None
         self._idle_work = served.warm_up if isinstance(served, WarmsUp) else None
-        self._run_record = served.watch
-        self._run: Run = served.watch or Run()
+        self._run_record = served.run_record
+        self._run: Run = served.run_record or Run()
         self._run.take_started()  # from now on
-        if served.watch is None:
+        if served.run_record is None:
             self._engine.listeners.append(self._run)
         self._chunks = PromptChunks()
         self._run.listeners.append(self._chunks)

@@ -147,8 +147,8 @@ def _report(served: Served) -> None:
     )
     say(logger, logging.INFO, "resolved", decisions=decisions or "none")
     say(logger, logging.INFO, "memory contract in bytes", items=memory)
-    if served.watch is not None:
-        setup = served.watch.pricer.setup
+    if served.run_record is not None:
+        setup = served.run_record.pricer.setup
         say(
             logger, logging.INFO, "steps are priced",
             device=setup.device.label, origin=setup.constants.origin,
@@ -162,7 +162,7 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
     if not isinstance(start, Start):
         return EXIT_FAULT
     set_up(start.log_level, start.log_format)
-    keep_for_others(start.front_bytes)
+    keep_for_others(start.http_bytes)
     try:
         startup = StartUp.of_process("Python")
         served = _build(wire, start, builder, startup)
@@ -171,10 +171,10 @@ def run(wire: Wire, builder: str, heartbeat_fd: int | None = None) -> int:
         phases = startup.report()
         say_phases(phases)
         heartbeat = None
-        if heartbeat_fd is not None and served.watch is not None:
-            heartbeat = Heartbeat(heartbeat_fd, served.watch)
+        if heartbeat_fd is not None and served.run_record is not None:
+            heartbeat = Heartbeat(heartbeat_fd, served.run_record)
             served.engine.listeners.append(heartbeat)
-            if served.watch.computes_in_submit:
+            if served.run_record.computes_in_submit:
                 threading.Thread(target=heartbeat.show_long_steps, daemon=True).start()
         if start.tripwire and served.resolved.device == "cpu":
             arm()

@@ -91,18 +91,18 @@ class Middleware:
 def _tell_end(scope: Scope, exit_: _Exit, now: float) -> None:
     """To the access log and to the trace, where there are some."""
     state = scope.get("state", {})
-    live: ActiveRequest | None = state.get("live")
+    active: ActiveRequest | None = state.get("active")
     error = exit_.error
-    if live is not None and live.error is not None:
-        error = error or live.error.code
+    if active is not None and active.error is not None:
+        error = error or active.error.code
     if (trace := state.get("trace")) is not None:
-        trace.end(exit_.status, error, live, now)
+        trace.end(exit_.status, error, active, now)
     if ACCESS.isEnabledFor(logging.INFO) and scope["path"] not in OPEN_PATHS:
-        _note_access(scope, exit_, error, live, now)
+        _note_access(scope, exit_, error, active, now)
 
 
 def _note_access(
-    scope: Scope, exit_: _Exit, error: str | None, live: ActiveRequest | None, now: float
+    scope: Scope, exit_: _Exit, error: str | None, active: ActiveRequest | None, now: float
 ) -> None:
     """One line for one request, but for probes, which would drown all others."""
     client = scope.get("client")
@@ -117,8 +117,8 @@ def _note_access(
     tenant: Tenant | None = scope.get("state", {}).get("tenant")
     if tenant is not None and tenant.label:
         values["key"] = tenant.label
-    if live is not None:
-        values |= live.summary()
+    if active is not None:
+        values |= active.summary()
     if error is not None:
         values["error"] = error
     say(ACCESS, logging.INFO, "request", **values)

@@ -162,28 +162,29 @@ _ENCODE = msgspec.json.Encoder().encode
 
 
 def usage_of(
-    live: ActiveRequest, *, drop_output: bool = False, price_per_hour: float | None = None
+    active: ActiveRequest, *, drop_output: bool = False, price_per_hour: float | None = None
 ) -> Usage:
     """Tokens read and delivered; those of `best_of` that lost were made, so they count."""
-    prompt = sum(len(answer.prompt_token_ids) for answer in live.answers)
-    output = 0 if drop_output else sum(answer.num_output_tokens for answer in live.answers)
-    cached = sum(answer.num_cached_tokens for answer in live.answers)
-    cost = cost_of(live, price_per_hour) if live.wants_cost else UNSET
-    return Usage(prompt, output, prompt + output, PromptDetails(cached), _draft_tokens(live), cost)
+    prompt = sum(len(answer.prompt_token_ids) for answer in active.answers)
+    output = 0 if drop_output else sum(answer.num_output_tokens for answer in active.answers)
+    cached = sum(answer.num_cached_tokens for answer in active.answers)
+    cost = cost_of(active, price_per_hour) if active.wants_cost else UNSET
+    drafts = _draft_tokens(active)
+    return Usage(prompt, output, prompt + output, PromptDetails(cached), drafts, cost)
 
 
-def _draft_tokens(live: ActiveRequest) -> CompletionDetails | UnsetType:
+def _draft_tokens(active: ActiveRequest) -> CompletionDetails | UnsetType:
     """Of all samples; left out where nothing was drafted."""
-    accepted = sum(answer.num_accepted_tokens for answer in live.answers)
-    rejected = sum(answer.num_rejected_tokens for answer in live.answers)
+    accepted = sum(answer.num_accepted_tokens for answer in active.answers)
+    rejected = sum(answer.num_rejected_tokens for answer in active.answers)
     return CompletionDetails(accepted, rejected) if accepted + rejected else UNSET
 
 
-def cost_of(live: ActiveRequest, price_per_hour: float | None) -> UsageCost | None:
+def cost_of(active: ActiveRequest, price_per_hour: float | None) -> UsageCost | None:
     """Of all its samples together; None from an engine that prices nothing."""
-    if not live.costs:
+    if not active.costs:
         return None
-    costs = live.costs.values()
+    costs = active.costs.values()
     device_ns = sum(cost.device_ns for cost in costs)
     money = UNSET if price_per_hour is None else price_per_hour * device_ns / 3.6e12
     return UsageCost(
@@ -216,16 +217,16 @@ class Renderer:
 
     # ------------------------------------------------------------------ the whole answer
 
-    def whole(self, live: ActiveRequest) -> bytes:
+    def whole(self, active: ActiveRequest) -> bytes:
         parts: list[Part] = []
-        for number, answer in enumerate(live.answers):
+        for number, answer in enumerate(active.answers):
             first = number * answer.sampling.n
             parts += [self._part(number, answer, c, first + c.index) for c in answer.choices()]
         name: Name = "chat.completion" if self._call.is_chat else "text_completion"
-        usage = self._usage(live)
-        asked = live.answers[0].sampling.prompt_logprobs is not None
+        usage = self._usage(active)
+        asked = active.answers[0].sampling.prompt_logprobs is not None
         chat = self._call.is_chat
-        shown = self._prompt_rows(live.answers[0]) if asked and chat else UNSET
+        shown = self._prompt_rows(active.answers[0]) if asked and chat else UNSET
         return _ENCODE(
             Reply(
                 self._id,
@@ -236,7 +237,7 @@ class Renderer:
                 usage,
                 None,
                 shown,
-                self._ids(live.answers[0].prompt_token_ids) if chat else UNSET,
+                self._ids(active.answers[0].prompt_token_ids) if chat else UNSET,
             )
         )
 
@@ -302,12 +303,12 @@ class Renderer:
             self._event(CompletionChoice(i, text, None, None)) for i, text in enumerate(prompts)
         )
 
-    def piece(self, delta: ChoiceDelta, live: ActiveRequest) -> bytes:
+    def piece(self, delta: ChoiceDelta, active: ActiveRequest) -> bytes:
         """The events for what one choice gained; none when there is nothing to see."""
         if self._call.drop_output:
             delta = ChoiceDelta(delta.index, "", (), (), delta.finish_reason and "length")
-        usage = self._running_usage(live)
-        prompt_ids = self._prompt_ids(delta, live)
+        usage = self._running_usage(active)
+        prompt_ids = self._prompt_ids(delta, active)
         if not self._call.is_chat:
             return self._completion_piece(delta, usage, prompt_ids)
         events = b""
@@ -326,27 +327,27 @@ class Renderer:
             events += self._event(end, usage)
         return events
 
-    def usage(self, live: ActiveRequest) -> bytes:
+    def usage(self, active: ActiveRequest) -> bytes:
         """The last event of a stream that asked for it."""
-        return self._event(None, self._usage(live))
+        return self._event(None, self._usage(active))
 
-    def _usage(self, live: ActiveRequest) -> Usage:
+    def _usage(self, active: ActiveRequest) -> Usage:
         return usage_of(
-            live, drop_output=self._call.drop_output, price_per_hour=self._price_per_hour
+            active, drop_output=self._call.drop_output, price_per_hour=self._price_per_hour
         )
 
-    def _running_usage(self, live: ActiveRequest) -> Usage | None:
+    def _running_usage(self, active: ActiveRequest) -> Usage | None:
         is_asked = self._call.stream_options.continuous_usage_stats
-        return self._usage(live) if is_asked else None
+        return self._usage(active) if is_asked else None
 
-    def _prompt_ids(self, delta: ChoiceDelta, live: ActiveRequest) -> tuple[int, ...] | UnsetType:
+    def _prompt_ids(self, delta: ChoiceDelta, active: ActiveRequest) -> tuple[int, ...] | UnsetType:
         """With the first tokens of a choice of a completion, and of the first one of a chat."""
         if not self._show_ids or not delta.token_ids or delta.index in self._begun:
             return UNSET
         self._begun.add(delta.index)
         if self._call.is_chat:
-            return UNSET if len(self._begun) > 1 else live.answers[0].prompt_token_ids
-        return live.answers[delta.index // self._call.sampling.n].prompt_token_ids
+            return UNSET if len(self._begun) > 1 else active.answers[0].prompt_token_ids
+        return active.answers[delta.index // self._call.sampling.n].prompt_token_ids
 
     def _completion_piece(
         self,

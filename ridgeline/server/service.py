@@ -147,8 +147,8 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def fail_all(self, code: str, message: str) -> None:
-        for live in list(self.open):
-            live.fail(ApiError(code, message))
+        for active in list(self.open):
+            active.fail(ApiError(code, message))
 
     # ------------------------------------------------------------------ one request
 
@@ -232,7 +232,7 @@ class Service:
         trace: Trace | None = scope["state"].get("trace")
         if trace is not None:
             trace.asked(call)
-        live = ActiveRequest(
+        active = ActiveRequest(
             prepared.answers,
             streams=call.body.stream,
             max_bytes=self.limits.max_stream_bytes,
@@ -241,62 +241,62 @@ class Service:
             wants_chunks=trace is not None and trace.is_wanted,
             request_id=request_id,
         )
-        scope["state"]["live"] = live
-        live.cut = _abort_of(scope)
+        scope["state"]["active"] = active
+        active.cut = _abort_of(scope)
         renderer = _renderer(call, prepared, model, request_id, self.config.price_per_hour)
         pace, gauges = self.engine.pace, self.engine.gauges
         num_before = max(
             gauges.num_waiting, self.engine.progress.num_pending - model.ready.max_num_seqs
         )
         most = max(answer.sampling.max_tokens or 0 for answer in prepared.answers)
-        check_wait(live, self.limits, pace, num_before, most)
-        self.open.add(live)
+        check_wait(active, self.limits, pace, num_before, most)
+        self.open.add(active)
         try:
-            await self._submit(live, call)
+            await self._submit(active, call)
             if call.body.stream:
-                await self._stream(live, call, renderer, EventStream(send), scope)
+                await self._stream(active, call, renderer, EventStream(send), scope)
             else:
-                await self._send_whole(live, call, renderer, send)
+                await self._send_whole(active, call, renderer, send)
         finally:
-            self.engine.abandon(live)
-            self.open.discard(live)
+            self.engine.abandon(active)
+            self.open.discard(active)
 
-    async def _submit(self, live: ActiveRequest, call: ParsedRequest) -> None:
+    async def _submit(self, active: ActiveRequest, call: ParsedRequest) -> None:
         self.need_model()
         try:
-            await self.engine.submit(live)
+            await self.engine.submit(active)
         except RequestFault as fault:
             raise from_fault(fault, call.rename) from None
 
     async def _send_whole(
-        self, live: ActiveRequest, call: ParsedRequest, renderer: Renderer, send: Send
+        self, active: ActiveRequest, call: ParsedRequest, renderer: Renderer, send: Send
     ) -> None:
-        while live.error is None and not live.is_finished:
-            await live.changed.wait()
-            live.changed.clear()
-        if live.error is not None:
-            raise live.error
+        while active.error is None and not active.is_finished:
+            await active.changed.wait()
+            active.changed.clear()
+        if active.error is not None:
+            raise active.error
         is_large = call.top_logprobs is not None or call.sampling.prompt_logprobs is not None
         size = LARGE if is_large else 0  # log-probabilities take long to write out
-        await send_json(send, await self.run(size, renderer.whole, live))
+        await send_json(send, await self.run(size, renderer.whole, active))
 
     async def _stream(
         self,
-        live: ActiveRequest,
+        active: ActiveRequest,
         call: ParsedRequest,
         renderer: Renderer,
         stream: EventStream,
         scope: Scope,
     ) -> None:
-        while live.error is None:
-            await live.changed.wait()
-            live.changed.clear()
-            if live.error is not None:
+        while active.error is None:
+            await active.changed.wait()
+            active.changed.clear()
+            if active.error is not None:
                 break
-            await self._send_changes(live, call, renderer, stream)
+            await self._send_changes(active, call, renderer, stream)
             if stream.state is State.ENDED:
                 return
-        error = live.error
+        error = active.error
         if error is not None:
             self.engine.traffic.refused[error.code] += stream.state is State.OPEN
             if stream.state is State.OPEN and (connection := _connection(scope)) is not None:
@@ -304,23 +304,23 @@ class Service:
             await stream.fail(error)
 
     async def _send_changes(
-        self, live: ActiveRequest, call: ParsedRequest, renderer: Renderer, stream: EventStream
+        self, active: ActiveRequest, call: ParsedRequest, renderer: Renderer, stream: EventStream
     ) -> None:
-        pieces = live.take()
-        finished = live.is_finished
-        data = b"".join(renderer.piece(piece, live) for piece in pieces)
-        if live.answered and not renderer.opened:
-            data = renderer.opening(len(live.answers) * call.sampling.n) + data
-        live.sending_since = self.clock.now()
+        pieces = active.take()
+        finished = active.is_finished
+        data = b"".join(renderer.piece(piece, active) for piece in pieces)
+        if active.answered and not renderer.opened:
+            data = renderer.opening(len(active.answers) * call.sampling.n) + data
+        active.sending_since = self.clock.now()
         if finished:
             wants_usage = call.body.stream and call.stream_options.include_usage
-            await stream.finish(data + (renderer.usage(live) if wants_usage else b""))
+            await stream.finish(data + (renderer.usage(active) if wants_usage else b""))
         elif data:
             await stream.write(data)
-        elif live.keepalive_due:
+        elif active.keepalive_due:
             await stream.keep_alive()
-        live.keepalive_due = False
-        live.sending_since, live.last_sent = None, self.clock.now()
+        active.keepalive_due = False
+        active.sending_since, active.last_sent = None, self.clock.now()
 
 
 def _aside(limits: Limits) -> Limits:

@@ -49,15 +49,15 @@ class Trace:
         self._span.set_attribute("gen_ai.request.model", call.body.model)
 
     def end(
-        self, status: int | None, error: str | None, live: ActiveRequest | None, now: float
+        self, status: int | None, error: str | None, active: ActiveRequest | None, now: float
     ) -> None:
         """`status` is what the client was sent, if anything; `error` the code of what ended it."""
         span = self._span
         if not self.is_wanted:
             return
-        if live is not None:
-            self._sequences(live)
-            span.set_attributes(_usage(live))
+        if active is not None:
+            self._sequences(active)
+            span.set_attributes(_usage(active))
         if status is not None:
             span.set_attribute("http.response.status_code", status)
         if error is not None:
@@ -66,11 +66,11 @@ class Trace:
             span.set_status(import_module("opentelemetry.trace").StatusCode.ERROR, error)
         span.end(self._ns(now))
 
-    def _sequences(self, live: ActiveRequest) -> None:
+    def _sequences(self, active: ActiveRequest) -> None:
         chunks: dict[str, list[PromptChunk]] = {}
-        for chunk in live.chunks:
+        for chunk in active.chunks:
             chunks.setdefault(chunk.request_id, []).append(chunk)
-        shown = list(live.times.items())[:MAX_SEQUENCES]
+        shown = list(active.times.items())[:MAX_SEQUENCES]
         for number, (request_id, times) in enumerate(shown):
             self._sequence(number, times, chunks.get(request_id, ()))
 
@@ -102,11 +102,11 @@ class Trace:
         return self._start_ns + round(when * NANO)
 
 
-def _usage(live: ActiveRequest) -> Attributes:
-    answers = live.answers
+def _usage(active: ActiveRequest) -> Attributes:
+    answers = active.answers
     values: dict[str, str | int | float | Sequence[str]] = {
-        "ridgeline.request_id": live.request_id,
-        "ridgeline.sequences": len(live.times),
+        "ridgeline.request_id": active.request_id,
+        "ridgeline.sequences": len(active.times),
         "gen_ai.usage.input_tokens": sum(len(a.prompt_token_ids) for a in answers),
         "gen_ai.usage.output_tokens": sum(a.num_output_tokens for a in answers),
         "ridgeline.cached_tokens": sum(a.num_cached_tokens for a in answers),
@@ -115,8 +115,8 @@ def _usage(live: ActiveRequest) -> Attributes:
     }
     if ends := sorted({end for answer in answers for end in answer.finish_reasons}):
         values["gen_ai.response.finish_reasons"] = ends
-    if live.costs:
-        values["ridgeline.device_seconds"] = sum(c.device_ns for c in live.costs.values()) / NANO
+    if active.costs:
+        values["ridgeline.device_seconds"] = sum(c.device_ns for c in active.costs.values()) / NANO
     return values
 
 

@@ -65,7 +65,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     config: EngineConfig
     log_level: str
     log_format: str = "text"
-    front_bytes: int = 0
+    http_bytes: int = 0
     tripwire: bool = False
 
 

@@ -163,7 +163,7 @@ class LeapingEngine(Engine):
             self._in_flight.popleft()
         for index in range(first_left, num_steps):
             end = num_in_flight + index
-            plan, _ = self.scheduler.flights[run.first_step_id + index]
+            plan, _ = self.scheduler.in_flight[run.first_step_id + index]
             span = Span(ends[end - 1], ends[end])
             future = SimulatedFuture(plan, span, self.executor)
             self._in_flight.append((StepRecord(plan, launches[index]), future))

@@ -363,7 +363,7 @@ class Simulation:
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
             num_drafts=speculation.num_drafts if speculation is not None else 0,
-            draft_lengths=_chooser(speculation, machine.pricer),
+            draft_lengths=_controller(speculation, machine.pricer),
             chunked_prefill=options.chunked_prefill,
             max_num_mixed_tokens=options.max_num_mixed_tokens if options.chunked_prefill else None,
         )
@@ -402,7 +402,9 @@ def _changes_of(outages: Iterable[Outage], num_replicas: int) -> list[tuple[floa
     return sorted(changes)
 
 
-def _chooser(speculation: Speculation | None, pricer: StepPricer) -> DraftLengthController | None:
+def _controller(
+    speculation: Speculation | None, pricer: StepPricer
+) -> DraftLengthController | None:
     """As the engine has it, but that nothing is measured: steps take their price."""
     if speculation is None or not speculation.is_chosen:
         return None

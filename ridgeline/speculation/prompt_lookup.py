@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ridgeline.errors import check
-from ridgeline.kernels.prompt_lookup import LookUp, look_up, make_look_up_room
+from ridgeline.kernels.prompt_lookup import LookupRule, lookup, make_lookup_buffers
 from ridgeline.speculation.contract import DraftMethod, DraftStep
 
 
@@ -20,15 +20,15 @@ class PromptLookup(DraftMethod):
 
     looks_ahead = True
 
-    def __init__(self, device: torch.device, max_rows: int, rule: LookUp) -> None:
+    def __init__(self, device: torch.device, max_rows: int, rule: LookupRule) -> None:
         """For steps of up to `max_rows` rows, padding included."""
         check(max_rows > 0 and rule.max_draft_tokens > 0, "rows and drafts", max_rows=max_rows)
         self.max_draft_tokens = rule.max_draft_tokens
         self._rule = rule
-        self._room = make_look_up_room(device, max_rows)
+        self._room = make_lookup_buffers(device, max_rows)
 
     def look_ahead(self, step: DraftStep) -> None:
-        look_up(step.rows_B, step.history, self._rule, self._room)
+        lookup(step.rows_B, step.history, self._rule, self._room)
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +42,7 @@ class NGram(PromptLookup):
     name = "ngram"
 
     def __init__(self, device: torch.device, max_rows: int, max_draft_tokens: int) -> None:
-        super().__init__(device, max_rows, LookUp(2, 4, max_draft_tokens))
+        super().__init__(device, max_rows, LookupRule(2, 4, max_draft_tokens))
 
 
 class Suffix(PromptLookup):
@@ -53,4 +53,4 @@ class Suffix(PromptLookup):
     name = "suffix"
 
     def __init__(self, device: torch.device, max_rows: int, max_draft_tokens: int) -> None:
-        super().__init__(device, max_rows, LookUp(1, 32, max_draft_tokens, 1))
+        super().__init__(device, max_rows, LookupRule(1, 32, max_draft_tokens, 1))

@@ -306,17 +306,17 @@ class PlainEncoder:
     """A twin of a tokenizer, over the same vocabulary, that removes `mark` from texts."""
 
     def __init__(self, backend: tokenizers.Tokenizer, mark: str) -> None:
-        twin = tokenizers.Tokenizer(backend.model)
+        second = tokenizers.Tokenizer(backend.model)
         added = backend.get_added_tokens_decoder()
         for token_id in sorted(added):
-            twin.add_tokens([_before_normaliser(added[token_id])])
+            second.add_tokens([_before_normaliser(added[token_id])])
         steps = [normalizers.Replace(mark, "")]
         if backend.normalizer is not None:
             steps.append(backend.normalizer)
-        twin.normalizer = normalizers.Sequence(steps)
+        second.normalizer = normalizers.Sequence(steps)
         if backend.pre_tokenizer is not None:
-            twin.pre_tokenizer = backend.pre_tokenizer
-        self.backend = twin
+            second.pre_tokenizer = backend.pre_tokenizer
+        self.backend = second
 
 
 def _before_normaliser(token: tokenizers.AddedToken) -> tokenizers.AddedToken:

@@ -32,7 +32,7 @@ from ridgeline.architectures.spec import (
     check_served,
     missing,
 )
-from ridgeline.build import build_front
+from ridgeline.build import build_tokenizer_side
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from tests.architectures.configs import config
@@ -269,7 +269,7 @@ def test_the_build_refuses_them_before_anything_is_loaded(family: str, tmp_path:
         model=str(tmp_path), device="cpu", load_format="random", implementation="native"
     )
     with pytest.raises(ConfigError, match=r"can be planned for, cannot be served by this version"):
-        build_front(asked)
+        build_tokenizer_side(asked)
 
 
 def test_a_latent_spec_says_its_sizes() -> None:

@@ -37,14 +37,14 @@ def test_every_job_gets_exactly_its_tokens(llm: LLM) -> None:
 
 
 def test_what_each_step_had_to_move_is_what_the_engine_priced(llm: LLM) -> None:
-    watch = llm.watch
-    before = watch.totals.bytes
-    run = run_jobs(llm.engine, [Job((1, 2, 3), 6), Job((4, 5), 3)], watch)
+    run_record = llm.run_record
+    before = run_record.totals.bytes
+    run = run_jobs(llm.engine, [Job((1, 2, 3), 6), Job((4, 5), 3)], run_record)
     moved = [step.bytes for step in run.steps]
     assert None not in moved
-    assert sum(filter(None, moved)) == pytest.approx(watch.totals.bytes - before)
+    assert sum(filter(None, moved)) == pytest.approx(run_record.totals.bytes - before)
     assert [step.num_rows for step in run.steps] == [2, 2, 2, 1, 1, 1]
-    assert not any(isinstance(listener, _Driver) for listener in watch.listeners)
+    assert not any(isinstance(listener, _Driver) for listener in run_record.listeners)
     unpriced = run_jobs(llm.engine, [Job((1, 2, 3), 2)])
     assert {step.bytes for step in unpriced.steps} == {None}
 
@@ -56,7 +56,7 @@ def test_rows_of_steps_with_drafts(tmp_path: Path, speculate: str, drafts: bool)
     with LLM(
         str(folder), load_format="random", num_blocks=200, max_num_seqs=4, speculate=speculate
     ) as engine:
-        run = run_jobs(engine.engine, [Job((1, 2, 3), 13)], engine.watch)
+        run = run_jobs(engine.engine, [Job((1, 2, 3), 13)], engine.run_record)
     assert {step.num_rows for step in run.steps if step.num_tokens} == {1}
     assert sum(step.num_tokens for step in run.steps) == 13
     assert any(step.drafts for step in run.steps) == drafts

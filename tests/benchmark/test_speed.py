@@ -25,7 +25,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, runs: Sequence[Run]) -> Bench:
         engine=None,
         spec=SimpleNamespace(vocab_size=100),
         resolved=SimpleNamespace(max_num_seqs=4, max_model_len=4096),
-        watch=None,
+        run_record=None,
     )
     return Bench(llm, read_bytes_per_s=1000.0, repeats=len(runs))
 
@@ -106,8 +106,8 @@ def test_an_engine_whose_drafts_are_all_right(tmp_path: Path) -> None:
         str(folder), load_format="random", num_blocks=200, max_num_seqs=4, speculate="synthetic:1:3"
     ) as llm:
         found = Bench(llm, read_bytes_per_s=1e9, repeats=1).decode(2, 8, 40)
-        alone = llm.watch.pricer.price(((1, 8), (1, 8)), 2).bytes
-        checks = llm.watch.pricer.price(((4, 44), (4, 44)), 8).bytes
+        alone = llm.run_record.pricer.price(((1, 8), (1, 8)), 2).bytes
+        checks = llm.run_record.pricer.price(((4, 44), (4, 44)), 8).bytes
     assert found.tokens_per_step == pytest.approx(8.0, abs=0.5)
     assert found.bytes_per_step is not None
     assert alone < found.bytes_per_step < checks

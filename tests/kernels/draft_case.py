@@ -13,7 +13,7 @@ import torch
 
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.drafts import PADDING_LENGTH, History, make_history
-from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookUp, LookUpRoom
+from ridgeline.kernels.prompt_lookup import MOST_SPLITS, LookupBuffers, LookupRule
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -26,7 +26,7 @@ each_seed = pytest.mark.parametrize("seed", range(6))
 
 def kernel(kind: str, name: str) -> Callable[..., Any]:
     """One that knows a kind of device, of the file that its function is in."""
-    file = "prompt_lookup" if name == "look_up" else "drafts"
+    file = "prompt_lookup" if name == "lookup" else "drafts"
     if kind == "native" and (GPU or native.library() is None):
         pytest.skip("no native CPU kernels here")
     if kind == "triton":
@@ -90,17 +90,17 @@ def check_history(case: Case) -> None:
     assert case.history.found_N.tolist() == case.found
 
 
-def gpu_room(rows: int) -> LookUpRoom:
-    return LookUpRoom(
+def gpu_room(rows: int) -> LookupBuffers:
+    return LookupBuffers(
         torch.full((rows * MOST_SPLITS,), 1 << 60, device=DEVICE),
         torch.zeros(rows, dtype=torch.int32, device=DEVICE),
     )
 
 
 def run_look_up(
-    kind: str, rows: torch.Tensor, history: History, rule: LookUp, *, span: int = 16
+    kind: str, rows: torch.Tensor, history: History, rule: LookupRule, *, span: int = 16
 ) -> None:
-    run = kernel(kind, "look_up")
+    run = kernel(kind, "lookup")
     if kind == "triton":
         run(rows, history, rule, gpu_room(len(rows)), span=span)
     else:

@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.kernels import drafts
 from ridgeline.kernels.drafts import PADDING_LENGTH, History, first_inputs, make_history
-from ridgeline.kernels.prompt_lookup import LookUp, look_up, make_look_up_room
+from ridgeline.kernels.prompt_lookup import LookupRule, lookup, make_lookup_buffers
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from tests.kernels.draft_case import (
     DEVICE,
@@ -175,7 +175,7 @@ def test_nothing_is_written_beyond_the_room(kind: str) -> None:
     is_sound = torch.ones(6, dtype=torch.bool, device=DEVICE)
     kernel(kind, "accept")(whole([0] * 6), is_sound, rows, limits, history, out)
     assert history.lens_N.tolist() == [2, width, width]
-    run_look_up(kind, rows, history, LookUp(1, 4, 2))
+    run_look_up(kind, rows, history, LookupRule(1, 4, 2))
     assert history.found_N.tolist() == [0, 0, 0]
     assert not whole_room.tokens_NL.any()
 
@@ -213,10 +213,10 @@ def test_the_functions_choose_by_device() -> None:
     history = make_history(2, 16, 4, DEVICE)
     history.tokens_NL[1, :6] = torch.tensor([4, 5, 6, 7, 4, 5])
     history.lens_N[1] = 6
-    rule, room = LookUp(2, 4, 3), make_look_up_room(DEVICE, 1)
+    rule, room = LookupRule(2, 4, 3), make_lookup_buffers(DEVICE, 1)
     rows, limits = whole([1]), whole([2])
     tables = torch.zeros(1, 2, 4, dtype=torch.int32, device=DEVICE)
-    look_up(rows, history, rule, room)
+    lookup(rows, history, rule, room)
     assert history.tokens_NL[1, 6:9].tolist() == [6, 7, 4]
     out = make_step_inputs(1, 4, DEVICE)
     fresh = whole([[3], [1]])

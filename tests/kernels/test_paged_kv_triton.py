@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ridgeline.kernels.paged_kv_triton import numbers, place_of_code, rotated_halves, turned
+from ridgeline.kernels.paged_kv_triton import numbers, place_of_code, rotated, rotated_halves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16]
@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float16]
 @triton.jit
 def _turn(x, out, ROWS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     place_RD = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(out + place_RD, turned(tl.load(x + place_RD), SIZE, PRECISION))
+    tl.store(out + place_RD, rotated(tl.load(x + place_RD), SIZE, PRECISION))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from ridgeline.kernels import drafts
 from ridgeline.kernels.cpu import native
 from ridgeline.kernels.drafts import PADDING_LENGTH, first_inputs, make_history
-from ridgeline.kernels.prompt_lookup import LookUp, look_up_reference, make_look_up_room
+from ridgeline.kernels.prompt_lookup import LookupRule, lookup_reference, make_lookup_buffers
 from ridgeline.kernels.step_inputs import StepInputs, make_step_inputs
 from tests.kernels.draft_case import (
     DEVICE,
@@ -27,7 +27,7 @@ from tests.kernels.draft_case import (
 )
 
 
-def look_up_list(tokens: list[int], rule: LookUp) -> list[int]:
+def look_up_list(tokens: list[int], rule: LookupRule) -> list[int]:
     num, best = len(tokens), (0, 0)
     for end in range(1, num):
         match = 0
@@ -44,7 +44,7 @@ def look_up_list(tokens: list[int], rule: LookUp) -> list[int]:
     return longer[num:]
 
 
-def check_look_up(kind: str, case: Case, rule: LookUp) -> None:
+def check_look_up(kind: str, case: Case, rule: LookupRule) -> None:
     for row in {*case.rows} - {0}:
         num = case.lens[row]
         found = look_up_list(case.tokens[row][:num], rule)
@@ -59,7 +59,11 @@ def check_look_up(kind: str, case: Case, rule: LookUp) -> None:
 @each_seed
 @pytest.mark.parametrize("letters", [1, 2, 5, 30])
 def test_what_came_next_before(kind: str, seed: int, letters: int) -> None:
-    for rule in (LookUp(2, 4, DRAFT_TOKENS), LookUp(1, 32, DRAFT_TOKENS, 1), LookUp(3, 7, 2, 2)):
+    for rule in (
+        LookupRule(2, 4, DRAFT_TOKENS),
+        LookupRule(1, 32, DRAFT_TOKENS, 1),
+        LookupRule(3, 7, 2, 2),
+    ):
         check_look_up(kind, make_case(seed, letters=letters), rule)
 
 
@@ -72,11 +76,11 @@ def test_ends_of_what_is_looked_through(kind: str) -> None:
         history.tokens_NL[row, : len(line)] = torch.tensor(line)
         history.lens_N[row] = len(line)
     rows = whole([1, 2, 0, 3, 4, 5, 0])
-    run_look_up(kind, rows, history, LookUp(2, 4, 4))
+    run_look_up(kind, rows, history, LookupRule(2, 4, 4))
     assert history.found_N.tolist() == [0, 4, 4, 0, 0, 0]
     assert history.tokens_NL[1, 151:155].tolist() == [3, 4, 5, 6]
     assert history.tokens_NL[2, 200:204].tolist() == [9] * 4
-    run_look_up(kind, rows, history, LookUp(1, 4, 4))
+    run_look_up(kind, rows, history, LookupRule(1, 4, 4))
     assert history.found_N.tolist() == [0, 4, 4, 4, 0, 4]
     assert history.tokens_NL[3, 2:6].tolist() == [5] * 4
     assert history.tokens_NL[5, 4:8].tolist() == [6, 7, 6, 7]
@@ -88,29 +92,29 @@ def test_of_equals_the_most_recent(kind: str) -> None:
     line = [1, 2, 3] + [0] * 70 + [1, 2, 4] + [0] * 70 + [7, 1, 2, 5] + [0] * 3 + [1, 2]
     history.tokens_NL[1, : len(line)] = torch.tensor(line)
     history.lens_N[1] = len(line)
-    run_look_up(kind, whole([1]), history, LookUp(2, 2, 3))
+    run_look_up(kind, whole([1]), history, LookupRule(2, 2, 3))
     assert history.tokens_NL[1, len(line) : len(line) + 3].tolist() == [5, 0, 0]
     history.tokens_NL[1, 73] = 0  # now the first match is the longest but one
     history.tokens_NL[1, len(line) - 3] = 7
-    run_look_up(kind, whole([1]), history, LookUp(2, 3, 3))
+    run_look_up(kind, whole([1]), history, LookupRule(2, 3, 3))
     assert history.tokens_NL[1, len(line) : len(line) + 3].tolist() == [5, 0, 0]
 
 
 def test_the_room_of_a_gpu_is_left_as_it_was() -> None:
     """Another launch would count on from what the one before has left."""
-    run = kernel("triton", "look_up")
+    run = kernel("triton", "lookup")
     room = gpu_room(ROOM + 3)
     for seed in range(3):
         case = make_case(seed)
-        run(case.on_device()[0], case.history, LookUp(2, 4, DRAFT_TOKENS), room, span=16)
+        run(case.on_device()[0], case.history, LookupRule(2, 4, DRAFT_TOKENS), room, span=16)
         assert not room.arrivals_B.any()
         for row in {*case.rows} - {0}:
-            found = look_up_list(case.tokens[row][: case.lens[row]], LookUp(2, 4, DRAFT_TOKENS))
+            found = look_up_list(case.tokens[row][: case.lens[row]], LookupRule(2, 4, DRAFT_TOKENS))
             assert case.history.found_N[row] == len(found)
 
 
 def test_room_is_only_taken_where_it_is_used() -> None:
-    assert make_look_up_room(torch.device("cpu"), 99).num_bytes == 0
+    assert make_lookup_buffers(torch.device("cpu"), 99).num_bytes == 0
 
 
 @each_kind
@@ -127,8 +131,8 @@ def test_many_rows_and_long_ones(kind: str) -> None:
         history.lens_N.copy_(lens)
     rows = torch.cat((torch.randperm(num, generator=generator), torch.zeros(9))).long().to(DEVICE)
     limits = torch.randint(0, 3, (len(rows),), generator=generator).to(DEVICE)
-    rule = LookUp(1, 32, DRAFT_TOKENS, 2)
-    look_up_reference(rows, want, rule)
+    rule = LookupRule(1, 32, DRAFT_TOKENS, 2)
+    lookup_reference(rows, want, rule)
     threads = torch.get_num_threads()
     native.set_threads(2)
     run_look_up(kind, rows, ours, rule, span=1024)

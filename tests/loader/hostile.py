@@ -896,12 +896,12 @@ def import_all() -> None:
 
 def load_whole(path: Path) -> None:
     """All that is read of a model before memory for its weights is taken."""
-    from ridgeline.build import build_front
+    from ridgeline.build import build_tokenizer_side
     from ridgeline.config import EngineConfig
     from ridgeline.loader import open_checkpoint
     from ridgeline.loader.quantized_checkpoint import check_model
 
-    front = build_front(EngineConfig(model=str(path), device="cpu"))
+    front = build_tokenizer_side(EngineConfig(model=str(path), device="cpu"))
     check_model(open_checkpoint(front.folder.path), front.spec, front.folder.path)
 
 

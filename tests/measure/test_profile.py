@@ -116,7 +116,7 @@ def test_each_step_is_priced_with_its_own_drafts(drafting: Callable[[str], Built
     built = drafting("early:1")
     built.engine.scheduler.draft_lengths = Scripted((1, 3))
     priced: list[PricedStep] = []
-    built.watch.listeners.append(ToldOf(priced))
+    built.run_record.listeners.append(ToldOf(priced))
     found = profiled(built, batch=1)
     assert sorted(found.draft_tokens) == [1, 1, 3, 3]
     ran = priced[-found.num_steps :]

@@ -49,7 +49,7 @@ class Bench:
 
     clock: Told
     engine: Engine
-    watch: RunRecord
+    run_record: RunRecord
     slow: float = 1.0
     host_s: float = 0.0
     num_blocks: int = 0
@@ -67,7 +67,7 @@ class Bench:
                 self.engine.add(waiting.pop(0))
             self.engine.step()
             self.clock.time += self.host_s
-        return explain(self.watch.evidence(self.clock.time))
+        return explain(self.run_record.evidence(self.clock.time))
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Done:
 
     def result(self) -> StepResult:
         rows = sum(entry.samples for entry in self.plan.scheduled)
-        price = self.bench.watch.pricer.price(self.plan.shape, rows)
+        price = self.bench.run_record.pricer.price(self.plan.shape, rows)
         self.bench.clock.time += self.bench.slow * price.expected_s
         return StepResult({e.request_id: (7,) for e in self.plan.scheduled if e.samples})
 
@@ -101,12 +101,12 @@ def bench(
     header = header_of(
         scheduler, policy="fcfs", max_in_flight=1, model="m", setup=setup_record(found, CONFIG)
     )
-    watch = RunRecord(header, Pricer(found))
-    made = Bench(clock, None, watch, slow, host_s, num_blocks)  # type: ignore[arg-type]
+    run_record = RunRecord(header, Pricer(found))
+    made = Bench(clock, None, run_record, slow, host_s, num_blocks)  # type: ignore[arg-type]
     made.engine = Engine(scheduler, made, clock, 1)
     if log is not None:
         made.engine.listeners.append(Recorder(log.write, header, b"k"))
-    made.engine.listeners.append(watch)
+    made.engine.listeners.append(run_record)
     return made
 
 
@@ -169,12 +169,12 @@ def test_a_live_request_is_explained_up_to_now() -> None:
     made.engine.add(ask(1, 40, 50))
     for _ in range(10):
         made.engine.step()
-    report = explain(made.watch.evidence(made.clock.time))
+    report = explain(made.run_record.evidence(made.clock.time))
     [request] = report.requests
     assert (request.end, request.num_output_tokens) == ("", 10)
     assert request.latency_s == pytest.approx(made.clock.time)
     assert request.latency_s == pytest.approx(request.floor.total_s)
-    assert not made.watch.requests.live["r1"].ended
+    assert not made.run_record.requests.live["r1"].ended
 
 
 def test_evidence_crosses_as_json(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_evidence_crosses_as_json(tmp_path: Path) -> None:
     made = bench(max_num_seqs=2, host_s=1e-5, log=log)
     live = made.run([ask(i, 30 + i, 5) for i in range(4)])
     log.close()
-    evidence = made.watch.evidence(made.clock.time)
+    evidence = made.run_record.evidence(made.clock.time)
     back = msgspec.json.decode(msgspec.json.encode(evidence), type=Evidence)
     assert back == evidence
     assert explain(back) == live
@@ -243,11 +243,13 @@ def test_the_setup_crosses_as_json() -> None:
 
 
 def test_nothing_has_run_yet() -> None:
-    report = explain(bench().watch.evidence(0.0))
+    report = explain(bench().run_record.evidence(0.0))
     assert (report.requests, report.changes, report.next_change) == ((), (), None)
     assert report.server.binds == "nothing has run yet"
     assert report.whole == Parts()
-    assert run_summary("all", bench().watch.pricer, bench().watch.totals).share_of_peak == 0
+    assert (
+        run_summary("all", bench().run_record.pricer, bench().run_record.totals).share_of_peak == 0
+    )
 
 
 # ---------------------------------------------------------------------- what binds
@@ -263,8 +265,8 @@ def large_setup(**changes: str) -> Setup:
 def large_bench(setup: Setup, chunk: int = 256) -> Bench:
     made = bench(setup, chunk=chunk)
     config = CONFIG | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8}
-    header = replace(made.watch.header, setup=setup_record(setup, config))
-    made.watch.header = header
+    header = replace(made.run_record.header, setup=setup_record(setup, config))
+    made.run_record.header = header
     return made
 
 
@@ -365,7 +367,7 @@ def test_what_can_be_seen_is_named() -> None:
     calibrated = replace(setup, calibration=replace(setup.constants, origin="calibrated"))
     made = bench(calibrated, slow=3.0)
     made.run([ask(1, 50, 120)])
-    evidence = made.watch.evidence(made.clock.time)
+    evidence = made.run_record.evidence(made.clock.time)
     cpu = replace(evidence.header, computes_in_submit=True, threads=2)
 
     def seen(found: Evidence, caveat: str = "") -> list[str]:
@@ -388,15 +390,17 @@ def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
     """Not while the server is idle; a log of the same run says the same."""
     log = LogFile(str(tmp_path / "log"))
     made = bench(log=log)
-    recorder, watch = made.engine.listeners[0], made.watch
+    recorder, run_record = made.engine.listeners[0], made.run_record
     assert isinstance(recorder, Recorder)
-    recorder._cpu_s = watch._read_cpu_s = lambda: made.clock.time / 4  # a quarter of the processor
+    recorder._cpu_s = run_record._read_cpu_s = lambda: (
+        made.clock.time / 4
+    )  # a quarter of the processor
     made.run([ask(1, 50, 10)])
-    first = made.watch.evidence(made.clock.time).cpu
+    first = made.run_record.evidence(made.clock.time).cpu
     assert first is not None
     made.clock.time += 100.0
     made.run([ask(2, 50, 10, made.clock.time), ask(3, 50, 20, made.clock.time)])
-    found = made.watch.evidence(made.clock.time + 100.0)
+    found = made.run_record.evidence(made.clock.time + 100.0)
     log.close()
     assert found.cpu is not None
     assert first.wall_s < found.cpu.wall_s < 100.0
@@ -416,12 +420,12 @@ def test_cpu_seconds_count_while_there_are_requests(tmp_path: Path) -> None:
 def test_the_read_out_is_of_the_steps_between_two_snapshots() -> None:
     made = bench(slow=2.0, host_s=1e-5)
     made.run([ask(1, 50, 10)])
-    totals = made.watch.totals
+    totals = made.run_record.totals
     before = snapshot(totals)
-    nothing = run_summary("x", made.watch.pricer, totals, before)
+    nothing = run_summary("x", made.run_record.pricer, totals, before)
     assert (nothing.num_steps, nothing.measured_s, nothing.expected_ratio) == (0, 0.0, 0.0)
     made.run([ask(2, 60, 5)])
-    found = run_summary("x", made.watch.pricer, totals, before)
+    found = run_summary("x", made.run_record.pricer, totals, before)
     assert found.num_steps == 5
     assert found.expected_ratio == pytest.approx(2.0)
     assert 0 < found.share_of_bandwidth <= found.ideal_share * (1 + 1e-9) < 0.5
@@ -472,7 +476,7 @@ def owned(tenant: bytes, *requests: Request) -> list[Request]:
 
 
 def own(made: Bench, tenant: bytes) -> OwnReport:
-    return explain_own(made.watch.evidence(made.clock.time, tenant.hex()))
+    return explain_own(made.run_record.evidence(made.clock.time, tenant.hex()))
 
 
 def test_what_others_ask_changes_nothing_in_a_tenants_report() -> None:
@@ -484,7 +488,7 @@ def test_what_others_ask_changes_nothing_in_a_tenants_report() -> None:
     made.run(owned(BOB, *[ask(i, 20, 1, made.clock.time) for i in range(1000, 1300)]))
     assert own(made, ALICE) == before
     assert len(own(made, BOB).requests) == 256
-    assert len(explain(made.watch.evidence(made.clock.time)).requests) == 256
+    assert len(explain(made.run_record.evidence(made.clock.time)).requests) == 256
 
 
 def test_a_tenant_is_told_how_long_it_waited_and_not_for_what() -> None:
@@ -513,7 +517,7 @@ def test_what_leaves_the_engine_for_a_tenant_holds_nothing_of_others() -> None:
     made.engine.add(owned(ALICE, ask(1, 50, 5, made.clock.time))[0])
     made.engine.add(owned(BOB, ask(61, 37, 5, made.clock.time))[0])
     made.engine.step()
-    told = asdict(made.watch.evidence(made.clock.time, ALICE.hex()))
+    told = asdict(made.run_record.evidence(made.clock.time, ALICE.hex()))
     del told["header"], told["now"]
     [breakdown] = told.pop("live")
     assert breakdown["request_id"] == "r1"
@@ -528,7 +532,7 @@ def test_what_the_engine_gathers_is_bounded() -> None:
         made.engine.add(owned(BOB, ask(i, 5, 5))[0])
     made.engine.add(owned(ALICE, ask(600, 5, 5))[0])
     made.engine.step()
-    evidence = made.watch.evidence(made.clock.time)
+    evidence = made.run_record.evidence(made.clock.time)
     assert [breakdown.request_id for breakdown in evidence.live] == [f"r{i}" for i in range(256)]
     [request] = own(made, ALICE).requests
     assert request.request_id == "r600"

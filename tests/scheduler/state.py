@@ -41,7 +41,7 @@ def state_of(scheduler: Scheduler) -> object:
         (list(state.preempted), list(state.finished)),
         [
             (plan, [(e, row.request_id, n) for e, row, n in f])
-            for plan, f in scheduler.flights.values()
+            for plan, f in scheduler.in_flight.values()
         ],
     )
 

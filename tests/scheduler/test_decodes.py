@@ -112,9 +112,9 @@ def test_drafts_are_planned_and_taken_as_the_long_way(
     plans, outputs = seen_with_drafts(seed, finds=finds)
 
     def take_each(
-        taker: ResultTaker, flights: Sequence[InFlight], result: StepResult
+        taker: ResultTaker, in_flight: Sequence[InFlight], result: StepResult
     ) -> list[RequestOutput]:
-        return [output for flown in flights if (output := taker.take(flown, result)) is not None]
+        return [output for flown in in_flight if (output := taker.take(flown, result)) is not None]
 
     monkeypatch.setattr(BlockManager, "_note_room", lambda blocks, request, end: None)
     monkeypatch.setattr(ResultTaker, "take_all", take_each)

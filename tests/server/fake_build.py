@@ -181,7 +181,7 @@ class FakeBuilt:
     engine: Engine
     resolved: ResolvedConfig
     generation: GenerationDefaults
-    watch: RunRecord | None = None
+    run_record: RunRecord | None = None
     spec: FakeSpec = FakeSpec()
     device: FakeDevice = FakeDevice()
     memory: tuple[MemoryLine, ...] = (MemoryLine("KV cache", 1 << 20),)
@@ -228,10 +228,12 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> Fa
     scheduler = Scheduler(blocks, FCFS(), resolved.max_num_batched_tokens, resolved.max_num_seqs)
     executor = FakeExecutor(resolved.num_blocks, resolved.block_size)
     engine = Engine(scheduler, executor, WallClock(), resolved.max_in_flight)
-    return FakeBuilt(engine, resolved, GenerationDefaults(temperature=0.0), _watch(engine, config))
+    return FakeBuilt(
+        engine, resolved, GenerationDefaults(temperature=0.0), _made_record(engine, config)
+    )
 
 
-def _watch(engine: Engine, config: EngineConfig) -> RunRecord:
+def _made_record(engine: Engine, config: EngineConfig) -> RunRecord:
     """The fake device is priced as a small model on a large one."""
     setup = small_setup()
     header = header_of(
@@ -244,6 +246,6 @@ def _watch(engine: Engine, config: EngineConfig) -> RunRecord:
     )
     if config.event_log is not None:
         engine.listeners.append(Recorder(LogFile(config.event_log).write, header, b"key"))
-    watch = RunRecord(header, Pricer(setup))
-    engine.listeners.append(watch)
-    return watch
+    run_record = RunRecord(header, Pricer(setup))
+    engine.listeners.append(run_record)
+    return run_record

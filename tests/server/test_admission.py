@@ -152,21 +152,21 @@ def test_random_use_never_exceeds_a_ceiling_and_ends_at_zero() -> None:
     print("seed", seed)
     rng = random.Random(seed)
     held = admission(max_queued_sequences=6, max_held_body_bytes=50, max_sequences_per_key=5)
-    live: list[Ticket] = []
+    active: list[Ticket] = []
     for _ in range(2000):
         try:
-            if live and rng.random() < 0.5:
-                live.pop(rng.randrange(len(live))).release()
+            if active and rng.random() < 0.5:
+                active.pop(rng.randrange(len(active))).release()
             else:
-                live.append(held.open(Tenant(rng.choice([b"", b"a", b"b"]))))
-                live[-1].hold_bytes(rng.randrange(30))
-                live[-1].reserve(rng.randrange(1, 9), rng.randrange(1, 300))
+                active.append(held.open(Tenant(rng.choice([b"", b"a", b"b"]))))
+                active[-1].hold_bytes(rng.randrange(30))
+                active[-1].reserve(rng.randrange(1, 9), rng.randrange(1, 300))
         except ApiError:
             pass
         assert 0 <= held.num_sequences <= held.max_sequences
         assert 0 <= held.num_tokens <= held.max_tokens
         assert 0 <= held.num_bytes <= 50
-        assert held.num_requests == len(live)
-    for ticket in live:
+        assert held.num_requests == len(active)
+    for ticket in active:
         ticket.release()
     assert (held.num_requests, held.num_bytes, held.num_sequences, held.num_tokens) == (0, 0, 0, 0)

@@ -144,11 +144,11 @@ def test_the_event_log_of_a_server_explains_it_after_its_end(
         usage = ask(server, n=2).json()["usage"]
         server.wait_until_idle()
         with server.http as http:
-            live = http.get("/explain").json()
+            active = http.get("/explain").json()
         server.stop()
     report = explain(evidence_of(read_event_log(path)))
-    assert [r.request_id for r in report.requests] == [r["request_id"] for r in live["requests"]]
-    assert report.server.measured_s == live["server"]["measured_s"]
+    assert [r.request_id for r in report.requests] == [r["request_id"] for r in active["requests"]]
+    assert report.server.measured_s == active["server"]["measured_s"]
     assert usage["cost"]["device_seconds"] == pytest.approx(report.server.measured_s, abs=1e-6)
     assert "hello" not in path.read_text()
 

@@ -84,7 +84,7 @@ def expressions() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def active(tmp_path_factory: pytest.TempPathFactory) -> Page:
     folder = tmp_path_factory.mktemp("tiny")
     model = make_tiny_model(folder / "model")
     engine = EngineConfig(
@@ -103,16 +103,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return page
 
 
-def test_every_expression_asks_for_what_is_there(live: Page) -> None:
-    known_labels = set().union(*live.values()) | SCRAPED
+def test_every_expression_asks_for_what_is_there(active: Page) -> None:
+    known_labels = set().union(*active.values()) | SCRAPED
     num_samples = 0
     for expression in expressions():
         found = asked(expression)
         assert found.samples, expression
         num_samples += len(found.samples)
         for name, labels in found.samples:
-            assert name in live, f"{name} is not on the page: {expression}"
-            assert labels <= live[name] | SCRAPED, f"{name} has no such label: {expression}"
+            assert name in active, f"{name} is not on the page: {expression}"
+            assert labels <= active[name] | SCRAPED, f"{name} has no such label: {expression}"
         assert found.groups <= known_labels, expression
     assert num_samples > 60
 

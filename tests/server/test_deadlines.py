@@ -24,13 +24,13 @@ def paced(num_steps: int = 100) -> Pace:
     return pace
 
 
-async def live(at: float = 0.0) -> ActiveRequest:
+async def active(at: float = 0.0) -> ActiveRequest:
     return ActiveRequest((), streams=True, max_bytes=1000, arrival=at)
 
 
 def failure(pace: Pace, num_before: int, now: float) -> str | None:
     async def wait() -> str | None:
-        made = await live()
+        made = await active()
         check_wait(made, LIMITS, pace, num_before, 100)
         enforce([made], LIMITS, now, pace)
         return None if made.error is None else made.error.code
@@ -63,7 +63,7 @@ def test_without_a_forecast_the_fixed_time_holds() -> None:
 
 def test_what_was_not_known_at_arrival_is_foretold_later() -> None:
     async def go() -> None:
-        made, pace = await live(), paced()
+        made, pace = await active(), paced()
         check_wait(made, LIMITS, Pace(), 640, 100)
         enforce([made], LIMITS, 150.0, pace)
         assert made.error is None
@@ -75,7 +75,7 @@ def test_who_would_surely_wait_too_long_is_refused_at_once() -> None:
     """Half of a wait of 1180 s and its own 10 s are 600 s."""
 
     async def go() -> None:
-        made, pace = await live(), paced()
+        made, pace = await active(), paced()
         check_wait(made, LIMITS, pace, 7550, 100)
         with pytest.raises(ApiError, match="try again in 16 s") as caught:
             check_wait(made, LIMITS, pace, 7755, 100)
@@ -87,7 +87,7 @@ def test_who_would_surely_wait_too_long_is_refused_at_once() -> None:
 
 def test_time_to_run_counts_from_the_first_step() -> None:
     async def go() -> None:
-        made = await live()
+        made = await active()
         made.started, made.began = True, 500.0
         enforce([made], LIMITS, 1099.0, Pace())
         assert made.error is None

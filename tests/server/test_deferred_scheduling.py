@@ -120,7 +120,7 @@ class World:
         self.run.request_costs = SimpleNamespace(get=lambda name: None)  # type: ignore[attr-defined]
         engine.listeners.append(self.run)
         self.wire = Wire(self.clock)
-        served: Any = SimpleNamespace(engine=engine, device=self.device, watch=self.run)
+        served: Any = SimpleNamespace(engine=engine, device=self.device, run_record=self.run)
         self.loop = EngineLoop(served, self.wire, self.clock)
         assert self.loop.deferred_scheduling is not None
         self.late = self.loop.deferred_scheduling

@@ -60,23 +60,23 @@ def with_client(test: Callable[[EngineClient, ActiveRequest], Awaitable[None]], 
     asyncio.run(go())
 
 
-async def submitted(client: EngineClient, live: ActiveRequest) -> asyncio.Task[None]:
-    task = asyncio.create_task(client.submit(live))
+async def submitted(client: EngineClient, active: ActiveRequest) -> asyncio.Task[None]:
+    task = asyncio.create_task(client.submit(active))
     await asyncio.sleep(0)
-    assert len(client.lives) == client.progress.num_pending == len(live.times)
+    assert len(client.lives) == client.progress.num_pending == len(active.times)
     return task
 
 
 def test_a_request_that_runs_to_its_end_leaves_nothing() -> None:
-    async def test(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def test(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         client.on_step(step(replies=(Admitted(0),)))
         await task
         client.on_step(step(output("q-0", 5), output("q-1", 6)))
         client.on_step(step(output("q-0", 7, finish="length")))
         assert list(client.lives) == ["q-1"]
         client.on_step(step(output("q-1", 8, finish="length")))
-        assert live.is_finished
+        assert active.is_finished
         assert client.traffic.finished == {"length": 2}
         assert client.traffic.num_output_tokens == 4
 
@@ -84,8 +84,8 @@ def test_a_request_that_runs_to_its_end_leaves_nothing() -> None:
 
 
 def test_a_refusal_reaches_its_request_and_leaves_nothing() -> None:
-    async def test(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def test(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         client.on_step(step(replies=(Refused(0, "no", "n", "limit_exceeded"),)))
         with pytest.raises(RequestFault) as caught:
             await task
@@ -95,8 +95,8 @@ def test_a_refusal_reaches_its_request_and_leaves_nothing() -> None:
 
 
 def test_a_cancelled_submission_leaves_nothing_and_late_words_harm_nobody() -> None:
-    async def test(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def test(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -109,15 +109,15 @@ def test_a_cancelled_submission_leaves_nothing_and_late_words_harm_nobody() -> N
 
 
 def test_an_error_on_one_sample_ends_the_whole_request() -> None:
-    async def test(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def test(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         client.on_step(step(replies=(Admitted(0),)))
         await task
         broken = RequestOutput("q-1", (), FinishReason.ERROR, error="the logits are not numbers")
         client.on_step(step(broken))
-        assert live.error is not None
-        assert live.error.code == "internal_error"
-        assert "logits" not in live.error.message
+        assert active.error is not None
+        assert active.error.code == "internal_error"
+        assert "logits" not in active.error.message
 
     with_client(test)
 
@@ -128,21 +128,21 @@ def test_an_output_that_cannot_be_assembled_harms_only_its_request(
     def explode(*_: Any) -> None:
         raise ValueError("the tokenizer has a bug")
 
-    async def test(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def test(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         client.on_step(step(replies=(Admitted(0),)))
         await task
-        monkeypatch.setattr(live, "push", explode)
+        monkeypatch.setattr(active, "push", explode)
         client.on_step(step(output("q-0", 5)))
-        assert live.error is not None
-        assert live.error.code == "internal_error"
+        assert active.error is not None
+        assert active.error.code == "internal_error"
 
     with_client(test)
 
 
 def test_a_lost_engine_fails_everything_in_flight() -> None:
-    async def test(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def test(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         client.on_engine_lost()
         with pytest.raises(ApiError) as caught:
             await task
@@ -150,7 +150,7 @@ def test_a_lost_engine_fails_everything_in_flight() -> None:
         assert not client.is_up
         assert client.traffic.finished == {"error": 2}
         with pytest.raises(ApiError):
-            await client.submit(live)
+            await client.submit(active)
 
     with_client(test)
 

@@ -279,7 +279,7 @@ def one_answer(**sampling: Any) -> Answer:
     return Answer("q", (1, 2), params, tokenizer=None, end_token_ids=frozenset(), arrival_time=0.0)
 
 
-def live_of(answer: Answer, streams: bool = True, max_bytes: int = 10_000) -> ActiveRequest:
+def active_of(answer: Answer, streams: bool = True, max_bytes: int = 10_000) -> ActiveRequest:
     return ActiveRequest([answer], streams=streams, max_bytes=max_bytes, arrival=0.0)
 
 
@@ -298,15 +298,15 @@ def test_pieces_of_one_choice_are_joined() -> None:
 
 def test_a_reader_that_lags_too_far_is_cut() -> None:
     async def go() -> None:
-        live, cuts = live_of(one_answer(), max_bytes=200), []
-        live.cut = lambda: cuts.append(1)
+        active, cuts = active_of(one_answer(), max_bytes=200), []
+        active.cut = lambda: cuts.append(1)
         for i in range(20):
-            live.push(RequestOutput("q-0", (i,)))
-        assert live.error is None
+            active.push(RequestOutput("q-0", (i,)))
+        assert active.error is None
         for i in range(10):
-            live.push(RequestOutput("q-0", (i,)))
-        assert live.error is not None
-        assert live.error.code == "slow_client"
+            active.push(RequestOutput("q-0", (i,)))
+        assert active.error is not None
+        assert active.error.code == "slow_client"
         assert cuts
 
     asyncio.run(go())
@@ -314,13 +314,13 @@ def test_a_reader_that_lags_too_far_is_cut() -> None:
 
 def test_reading_makes_room_again() -> None:
     async def go() -> None:
-        live = live_of(one_answer(), max_bytes=200)
+        active = active_of(one_answer(), max_bytes=200)
         for i in range(90):
-            live.push(RequestOutput("q-0", (i,)))
+            active.push(RequestOutput("q-0", (i,)))
             if i % 20 == 19:
-                (piece,) = live.take()
+                (piece,) = active.take()
                 assert len(piece.token_ids) == 20
-        assert live.error is None
+        assert active.error is None
 
     asyncio.run(go())
 
@@ -337,30 +337,30 @@ def test_reading_makes_room_again() -> None:
 )
 def test_deadlines(started: bool, now: float, code: str | None) -> None:
     async def go() -> None:
-        live = live_of(one_answer())
-        live.started = started
-        enforce([live], Limits(), now, Pace())
-        assert (live.error.code if live.error else None) == code
+        active = active_of(one_answer())
+        active.started = started
+        enforce([active], Limits(), now, Pace())
+        assert (active.error.code if active.error else None) == code
         if code is not None:
-            assert live.admitted.exception() is live.error
+            assert active.admitted.exception() is active.error
 
     asyncio.run(go())
 
 
 def test_a_stalled_write_is_cut_and_a_silent_stream_is_nudged() -> None:
     async def go() -> None:
-        live, cuts = live_of(one_answer()), []
-        live.cut = lambda: cuts.append(1)
-        live.started = True
-        enforce([live], Limits(), 14.0, Pace())
-        assert not live.keepalive_due
-        enforce([live], Limits(), 16.0, Pace())
-        assert live.keepalive_due
-        assert live.changed.is_set()
-        live.sending_since = 16.0
-        enforce([live], Limits(), 45.0, Pace())
+        active, cuts = active_of(one_answer()), []
+        active.cut = lambda: cuts.append(1)
+        active.started = True
+        enforce([active], Limits(), 14.0, Pace())
+        assert not active.keepalive_due
+        enforce([active], Limits(), 16.0, Pace())
+        assert active.keepalive_due
+        assert active.changed.is_set()
+        active.sending_since = 16.0
+        enforce([active], Limits(), 45.0, Pace())
         assert not cuts
-        enforce([live], Limits(), 47.0, Pace())
+        enforce([active], Limits(), 47.0, Pace())
         assert cuts
 
     asyncio.run(go())

@@ -60,8 +60,8 @@ def test_it_is_that_of_the_event_log(fake_model: Path, tmp_path: Path) -> None:
 
 
 def test_it_ends_when_the_plan_is_made_and_not_when_its_step_is_over() -> None:
-    async def test(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def test(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         client.on_step(step(replies=(Admitted(0),)))
         await task
         client.clock.advance_to(5.0)  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ class FakeEngine:
         made = bench()
         made.run([ask(1, 5, 2)])
         who = None if tenant is None else tenant.hex()
-        return msgspec.json.encode(made.watch.evidence(1.0, who))
+        return msgspec.json.encode(made.run_record.evidence(1.0, who))
 
 
 def made() -> tuple[FakeEngine, Reports]:

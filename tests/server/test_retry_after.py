@@ -103,8 +103,8 @@ def test_from_the_policy_to_the_reply(folder: Path) -> None:
     assert isinstance(reply, Refused)
     assert reply.retry_after_s == 7.2
 
-    async def hear(client: EngineClient, live: ActiveRequest) -> None:
-        task = await submitted(client, live)
+    async def hear(client: EngineClient, active: ActiveRequest) -> None:
+        task = await submitted(client, active)
         client.on_step(step(replies=(reply,)))
         with pytest.raises(RequestFault, match="closed for lunch; try again in") as caught:
             await task

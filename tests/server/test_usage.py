@@ -26,8 +26,8 @@ def usage(*outputs: RequestOutput, tokenizer: Any = None, **sampling: Any) -> di
     )
     for output in outputs:
         answer.push(output)
-    live: Any = SimpleNamespace(answers=[answer], wants_cost=False)
-    found = msgspec.json.decode(msgspec.json.encode(usage_of(live)))
+    active: Any = SimpleNamespace(answers=[answer], wants_cost=False)
+    found = msgspec.json.decode(msgspec.json.encode(usage_of(active)))
     assert isinstance(found, dict)
     return found
 

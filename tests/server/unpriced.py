@@ -13,4 +13,4 @@ WEIGHT_FORMATS["unpriced"] = WeightFormatLine("tests.server.unpriced:none")
 
 
 def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> fake_build.FakeBuilt:
-    return replace(fake_build.build(config, progress), watch=None)
+    return replace(fake_build.build(config, progress), run_record=None)

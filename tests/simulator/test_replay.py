@@ -265,9 +265,9 @@ def slo_log(path: Path, *, in_submit: bool) -> EventLog:
         tpot_slo_s=setting.tpot_slo_s,
     )
     lines: list[str] = []
-    watch = RunRecord(header, real)
-    watch.listeners.append(learned)
-    engine.listeners += [Recorder(lines.append, header, b"key"), watch]
+    run_record = RunRecord(header, real)
+    run_record.listeners.append(learned)
+    engine.listeners += [Recorder(lines.append, header, b"key"), run_record]
     rng, coming = random.Random(5), 0.0
     for index in range(150):
         coming += rng.expovariate(1500)

@@ -22,7 +22,7 @@ from ridgeline.kernels.cpu.elementwise import (
 from ridgeline.kernels.cpu.recorder import launch, pointer
 from ridgeline.kernels.drafts import History
 from ridgeline.kernels.draw_rows import Draws
-from ridgeline.kernels.prompt_lookup import LookUp
+from ridgeline.kernels.prompt_lookup import LookupRule
 from ridgeline.kernels.step_inputs import StepInputs
 from ridgeline.kernels.verified_rows import DraftOdds
 
@@ -180,7 +180,7 @@ def tell_found(rows_B: torch.Tensor, history: History, out_B: torch.Tensor) -> N
     launch(kernel_of("rl_tell_found"), arguments, rows_B, history, out_B)
 
 
-class _LookUp(ctypes.Structure):
+class _Lookup(ctypes.Structure):
     _fields_ = (
         *pointers("places", "tokens", "lens", "found"),
         *numbers("rows", "token_stride", "token_width"),
@@ -188,12 +188,12 @@ class _LookUp(ctypes.Structure):
     )
 
 
-def look_up(rows_B: torch.Tensor, history: History, rule: LookUp) -> None:
-    """As `kernels.prompt_lookup.look_up`."""
+def lookup(rows_B: torch.Tensor, history: History, rule: LookupRule) -> None:
+    """As `kernels.prompt_lookup.lookup`."""
     check_whole("look up", rows_B)
     check_history("look up", history)
     tokens_NL = history.tokens_NL
-    arguments = _LookUp(
+    arguments = _Lookup(
         pointer(rows_B), pointer(tokens_NL), pointer(history.lens_N), pointer(history.found_N),
         len(rows_B), tokens_NL.stride(0), tokens_NL.shape[1], rule.min_match, rule.max_match,
         rule.max_draft_tokens, rule.drafts_per_match,

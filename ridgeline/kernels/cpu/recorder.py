@@ -35,7 +35,7 @@ class Kernel(Protocol):
     def __call__(self, arguments: Any, /) -> Any: ...
 
 
-Watch = Callable[[str], AbstractContextManager[object]]
+CallHook = Callable[[str], AbstractContextManager[object]]
 
 
 class _Call(ctypes.Structure):
@@ -79,7 +79,7 @@ class Replay:
         self._replay = _replay()
 
     def __call__(self) -> None:
-        if _watch is not None:
+        if _call_hook is not None:
             for kernel, arguments in self._kept[0].each():
                 _call(kernel, arguments)
         elif code := self._replay(self._address, self._num):
@@ -97,7 +97,7 @@ def _replay() -> Callable[[int, int], int]:
 
 
 _recording: Recording | None = None
-_watch: Watch | None = None
+_call_hook: CallHook | None = None
 
 
 def launch(kernel: Kernel, arguments: ctypes.Structure, *kept: object) -> None:
@@ -108,21 +108,21 @@ def launch(kernel: Kernel, arguments: ctypes.Structure, *kept: object) -> None:
 
 
 def _call(kernel: Kernel, arguments: ctypes.Structure) -> None:
-    with nullcontext() if _watch is None else _watch(getattr(kernel, "__name__", "kernel")):
+    with nullcontext() if _call_hook is None else _call_hook(getattr(kernel, "__name__", "kernel")):
         code = kernel(ctypes.byref(arguments))
     if code:
         raise InternalError(f"a native kernel refused its arguments with code {code}")
 
 
 @contextmanager
-def watched(watch: Watch) -> Iterator[None]:
-    """Every native call, replayed ones too, happens inside what `watch` gives for its name."""
-    global _watch
-    _watch = watch
+def call_hook(hook: CallHook) -> Iterator[None]:
+    """Every native call, replayed ones too, happens inside what `hook` gives for its name."""
+    global _call_hook
+    _call_hook = hook
     try:
         yield
     finally:
-        _watch = None
+        _call_hook = None
 
 
 def is_recording() -> bool:

@@ -101,7 +101,7 @@ class Policy:
     def on_take(self, request: Request) -> None:
         """It waited, and is part of the step that is being planned."""
 
-    def on_plan(self, flights: Sequence[InFlight]) -> None:
+    def on_plan(self, in_flight: Sequence[InFlight]) -> None:
         """A step was planned: who computes what in it."""
 
     def on_end(self, request: Request) -> None:

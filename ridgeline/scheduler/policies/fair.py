@@ -104,30 +104,32 @@ class Fair(Priority):
         lane.is_fresh = False
         lane.taken += self._token_s * request.num_pending_tokens / lane.weight
 
-    def on_plan(self, flights: Sequence[InFlight]) -> None:
+    def on_plan(self, in_flight: Sequence[InFlight]) -> None:
         lanes = self._lanes
         self._num_steps += 1
         if len(lanes) == 1:
             for only in lanes.values():
                 only.served_in, only.taken = self._num_steps, 0.0
             return
-        for name, seconds in self._split(flights).items():
+        for name, seconds in self._split(in_flight).items():
             lane = lanes[name]
             lane.tag += seconds / lane.weight
             lane.served_in, lane.taken = self._num_steps, 0.0
 
-    def _split(self, flights: Sequence[InFlight]) -> dict[bytes, float]:
+    def _split(self, in_flight: Sequence[InFlight]) -> dict[bytes, float]:
         """Seconds of this step, by tenant."""
         tokens, again = Counter[bytes](), Counter[bytes]()
-        for entry, row, _ in flights:
+        for entry, row, _ in in_flight:
             tokens[row.tenant] += entry.num_tokens
             again[row.tenant] += entry.num_tokens * entry.start
         num_tokens, num_again = tokens.total(), again.total()
         whole_s = own_s = float(num_tokens)
         if self._pricer is not None:
-            whole_s = self._pricer.seconds(tuple([(e.num_tokens, e.start) for e, _, _ in flights]))
+            whole_s = self._pricer.seconds(
+                tuple([(e.num_tokens, e.start) for e, _, _ in in_flight])
+            )
             # Behind nothing at all a token would be a prompt, not a decode.
-            alone = tuple([(e.num_tokens, min(e.start, 1)) for e, _, _ in flights])
+            alone = tuple([(e.num_tokens, min(e.start, 1)) for e, _, _ in in_flight])
             own_s = whole_s - min(whole_s, self._pricer.seconds(alone)) if len(tokens) > 1 else 0.0
         self._token_s = whole_s / num_tokens
         self._step_s += (whole_s - self._step_s) / LAG_STEPS

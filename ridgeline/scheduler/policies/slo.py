@@ -147,8 +147,8 @@ class SLO(Policy):
         if not chunks and not waiting:
             return None
         speed = self._current_speed()
-        seats = max(0, speed.num_rows - len(decodes) - len(chunks))
-        coming = heapq.nsmallest(seats, waiting, key=lambda entry: entry.rank(now))
+        slots = max(0, speed.num_rows - len(decodes) - len(chunks))
+        coming = heapq.nsmallest(slots, waiting, key=lambda entry: entry.rank(now))
         wanted = sum(chunk.num_pending_tokens for chunk in chunks)
         wanted += sum(self._num_to_read(entry.request) for entry in coming)
         most = min(wanted, self.max_num_batched_tokens - len(decodes))
