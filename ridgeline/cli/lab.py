@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import signal
 import webbrowser
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ridgeline.cli.parser import Parser
 from ridgeline.cli.values import whole
+from ridgeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import socket
@@ -24,6 +26,7 @@ only, unless --host says another address. Ctrl-C ends it.
 examples:
   ridgeline lab
   ridgeline lab --port 0 --no-browser      any free port; open the address yourself
+  ridgeline lab --export site              the same pages for a host of files
 """
 
 
@@ -32,9 +35,29 @@ def add_arguments(parser: Parser) -> None:
     parser.flag("--host ADDRESS", "where to listen (default: %(default)s)", default="127.0.0.1")
     parser.flag("--port N", "0: any free one (default: %(default)s)", whole(0), default=PORT)
     parser.flag("--no-browser", "print the address, open nothing")
+    parser.flag("--export DIR", "write a static edition there, which any host can serve", Path)
+    parser.flag(
+        "--pyodide DIR",
+        "with --export: the files of the npm package pyodide and a wheel of msgspec for it, with "
+        "which the browser computes what was not computed beforehand",
+        Path,
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.export is not None:
+        from ridgeline.lab.export import export
+
+        for line in export(args.export, args.pyodide):
+            print(line, flush=True)
+        print(f"written to {args.export}; try: python -m http.server --directory {args.export}")
+        return 0
+    if args.pyodide is not None:
+        raise ConfigError("pyodide is for a static edition; give export a folder too")
+    return _serve_pages(args)
+
+
+def _serve_pages(args: argparse.Namespace) -> int:
     from starlette.routing import Route, Router
 
     from ridgeline.clock import WallClock

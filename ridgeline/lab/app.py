@@ -22,9 +22,12 @@ from ridgeline.lab.page import PAGES, Answer, Page, controls, load, read_inputs
 MAX_BODY_BYTES = 256 << 10  # a config.json that is pasted has a few thousand
 
 
+SHOWN = ("name", "title", "idea", "group", "long", "needs_model")
+
+
 def described(page: Page) -> dict[str, Any]:
     """A page as the browser needs to know it before it asks."""
-    told = {name: getattr(page, name) for name in ("name", "title", "idea", "group", "long")}
+    told = {name: getattr(page, name) for name in SHOWN}
     presets = [{"name": one.name, "inputs": one.inputs} for one in page.presets]
     return told | {"inputs": controls(page.inputs), "presets": presets}
 

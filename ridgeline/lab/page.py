@@ -22,7 +22,7 @@ import msgspec
 from msgspec import inspect
 
 from ridgeline.declared import declared, made, unknown_field
-from ridgeline.errors import RequestFault
+from ridgeline.errors import ConfigError, RequestFault
 
 T = TypeVar("T")
 
@@ -210,3 +210,23 @@ def load(name: str) -> Page:
         raise RequestFault(f"there is no page {name!r}; there are {', '.join(PAGES)}", param="page")
     page: Page = import_module(PAGES[name]).PAGE
     return page
+
+
+def answered(page: Page, inputs: msgspec.Struct) -> Answer[Any]:
+    """The answer of a page, however long it takes."""
+    found: Any = page.answer(inputs)
+    if page.long:
+        *_, found = found
+    last: Answer[Any] = found
+    return last
+
+
+def answer_json(name: str, body: str) -> str:
+    """The same from JSON to JSON, for a browser that runs Python: {"answer": ...} or {"error":
+    ...}."""
+    try:
+        page = load(name)
+        found = answered(page, read_inputs(page, msgspec.json.decode(body)))
+        return msgspec.json.encode({"answer": found}).decode()
+    except (RequestFault, ConfigError) as fault:
+        return msgspec.json.encode({"error": {"message": str(fault)}}).decode()

@@ -13,6 +13,9 @@ export function setKey(text) {
   key.value = text;
 }
 
+/** No server stands behind the pages. */
+export const isStatic = document.querySelector('meta[name="ridgeline-edition"]') !== null;
+
 /** An error with the words of the server. */
 export class Failure extends Error {}
 
@@ -55,12 +58,13 @@ export async function* events(reply) {
 
 /** All pages, and whether an engine can be watched. */
 export async function pages() {
-  return (await reach("api")).json();
+  return (await reach(isStatic ? "api/index.json" : "api")).json();
 }
 
 /** The answer of a page. @param {any} page @param {object} inputs @param {AbortSignal} signal
  * @param {(share: number) => void} onProgress */
 export async function ask(page, inputs, signal, onProgress) {
+  if (isStatic) return (await import("./edition.js")).answer(page, inputs, signal);
   const reply = await reach(`api/${page.name}`, {
     method: "POST", body: JSON.stringify(inputs), signal, headers: { "content-type": "application/json" },
   });
