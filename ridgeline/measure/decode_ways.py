@@ -24,11 +24,13 @@ from ridgeline.traced import TracedModel
 
 FIRST_ID = 100  # of the prompt's tokens; which they are does not matter
 REPEATS = 3  # of the engine's answer, of which the fastest counts
+BUDGET_S, LEAST_TOKENS = 1.5, 4  # a way that takes longer than this says no more than so many
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`token_s`: seconds of each new token but the first, which comes out of the prompt's pass of
+    """`token_s`: seconds of each new token (of a slow way
+    the first few) but the first, which comes out of the prompt's pass of
     `prompt_s`. `weight_bytes` are read for each."""
 
     name: str
@@ -81,6 +83,8 @@ def decode_ways(folder: Path, num_prompt: int, num_tokens: int) -> Iterator[Told
         seconds = list[float]()
         for taken, _ in stepwise(model, prompt, num_tokens, is_cached=is_cached):
             seconds.append(taken)
+            if sum(seconds) > BUDGET_S and len(seconds) >= LEAST_TOKENS:
+                break
             yield (number + len(seconds) / num_tokens) / parts
         yield Way(name, does, model.weight_bytes, seconds[0], tuple(seconds[1:]))
     yield _engine(folder, prompt, num_tokens, ways[-1][2].weight_bytes)

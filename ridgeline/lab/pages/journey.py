@@ -312,8 +312,8 @@ def _sentence(inputs: Inputs, drawing: Drawing) -> str:
     where = drawing.seen[drawing.row.index(most)].text
     return (
         f"{len(drawing.pieces)} tokens go in and {tokens} come out, one pass each, until {end}: "
-        f"“{drawing.text}”. For “{drawing.said[drawing.at].text}”, head {inputs.head} of layer "
-        f"{inputs.layer} looks mostly at “{where}” ({percent(most, 0)})."
+        f"“{drawing.text.strip()}”. For “{drawing.said[drawing.at].text}”, head {inputs.head} of "
+        f"layer {inputs.layer} looks mostly at “{where}” ({percent(most, 0)})."
     )
 
 

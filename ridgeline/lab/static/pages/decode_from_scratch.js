@@ -32,25 +32,25 @@ function reach(h, d, width, colour) {
 /** Milliseconds of each token. @param {any} h @param {any} d @param {number} width @param {(way: number) => string} colour */
 function tokens(h, d, width, colour) {
   const height = width < 520 ? 230 : 260, left = 58, right = width - (width < 520 ? 12 : 82), top = 30, bottom = height - 38;
-  const all = d.ways.flatMap((/** @type {any} */ one) => one.token_s), count = d.ways[0].token_s.length;
+  const all = d.ways.flatMap((/** @type {any} */ one) => one.token_s), count = Math.max(...d.ways.map((/** @type {any} */ one) => one.token_s.length));
   const x = linear([2, count + 1], [left, right]), y = log([Math.min(...all) / 1.5, Math.max(...all) * 1.5], [bottom, top]);
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="Time of each token by each way">
     <text class="strong" x="0" y="14">Time of each token</text>
     ${axisX({ scale: x, y: bottom, top, ticks: x.ticks(6).filter((/** @type {number} */ v) => Number.isInteger(v)), label: "token of the answer", end: right })}
     ${axisY({ scale: y, x: left, right, ticks: y.ticks(4), format: seconds })}
     ${d.ways.map((/** @type {any} */ one, /** @type {number} */ i) => h`<g key=${one.name}><polyline points=${one.token_s.map((/** @type {number} */ s, /** @type {number} */ t) => `${x(t + 2)},${y(s)}`).join(" ")} fill="none" stroke=${colour(i)} stroke-width="2.5" />
-      <text class="halo" x=${width < 520 ? right : right + 6} y=${y(one.token_s[count - 1]) + (width < 520 ? -6 : 4)} text-anchor=${width < 520 ? "end" : "start"} fill=${colour(i)}>${one.name}</text></g>`)}
+      <text class="halo" x=${width < 520 ? right : right + 6} y=${y(one.token_s[one.token_s.length - 1]) + (width < 520 ? -6 : 4)} text-anchor=${width < 520 ? "end" : "start"} fill=${colour(i)}>${one.name}</text></g>`)}
   </svg>`;
 }
 
 /** The prompt's share of the whole answer. @param {any} h @param {any} d @param {number} width @param {(way: number) => string} colour */
 function split(h, d, width, colour) {
-  const left = 86, row = 28, most = 100;
+  const left = 86, row = 28, most = 100, count = Math.max(...d.ways.map((/** @type {any} */ one) => one.token_s.length));
   return h`<svg viewBox="0 0 ${width} ${52 + d.ways.length * row}" role="img" aria-label="Shares of the prompt and of the answer's tokens">
     <text class="strong" x="0" y="14">Of the whole time</text>
     <rect x="0" y="24" width="10" height="10" fill="var(--activations)" /><text class="muted" x="15" y="33">the prompt and its first token</text>
     ${d.ways.map((/** @type {any} */ one, /** @type {number} */ i) => { const rest = one.token_s.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0), whole = one.prompt_s + rest, w = ((width - left) * one.prompt_s) / whole, y = 44 + i * row;
       return h`<g key=${one.name}><text x=${left - 10} y=${y + 15} text-anchor="end">${one.name}</text><rect x=${left} y=${y} width=${w} height="20" fill="var(--activations)" /><rect x=${left + w} y=${y} width=${width - left - w} height="20" fill=${colour(i)} />
-        <text class="on" x=${width - 8} y=${y + 14} text-anchor="end">${seconds(whole)}, prompt ${number((most * one.prompt_s) / whole)} %</text></g>`; })}
+        <text class="on" x=${width - 8} y=${y + 14} text-anchor="end">${seconds(whole)}${one.token_s.length < count && width >= 520 ? ` for ${one.token_s.length + 1} tokens` : ""}, prompt ${number((most * one.prompt_s) / whole)} %</text></g>`; })}
   </svg>`;
 }

@@ -67,10 +67,9 @@ function choice(h, d, act, width) {
   const path = d.points.map((/** @type {any} */ one) => `${x(one.each)},${y(one.all)}`).join(" ");
   const told = (/** @type {any} */ one) => `${one.requests}: ${number(one.each)} each, ${number(one.all)} in all${one.dollars === null || width < 520 ? "" : `, $${number(one.dollars)} a million`}`;
   let last = -100;
-  const now = x((d.points.find((/** @type {any} */ one) => one.requests === d.requests) ?? d.points[0]).each);
   const shown = new Set([...d.points].reverse().filter((/** @type {any} */ one) => { const isApart = x(one.each) - last > 30; if (isApart) last = x(one.each); return isApart; }));
   return h`<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="Tokens a second of all against tokens a second of each, by requests at once">
-    <text class="muted" x="0" y="14">tokens a second of all together; the numbers are requests at once</text>
+    <text class="muted" x="0" y="14">${width < 520 ? "tokens a second of all, by requests" : "tokens a second of all together; the numbers are requests at once"}</text>
     ${axisX({ scale: x, y: bottom, top, ticks: x.ticks(6), label: "tokens a second that each sees", end: right })}
     ${axisY({ scale: y, x: left, right, ticks: ticks(y, all), format: (v) => v.toLocaleString("en-US") })}
     <polyline points=${path} fill="none" stroke="var(--accent)" stroke-width="2" />
@@ -78,8 +77,9 @@ function choice(h, d, act, width) {
       return h`<g key=${one.requests} class="handle" onClick=${() => act({ requests: one.requests })}>
         <circle cx=${px} cy=${py} r="14" fill="transparent" />
         <circle cx=${px} cy=${py} r=${isNow ? 8 : 4.5} fill=${isNow ? "var(--accent)" : "var(--panel)"} stroke="var(--accent)" stroke-width="2"><title>${one.requests} at once: ${number(one.each)} tok/s each, ${number(one.all)} in all${one.dollars === null ? "" : `, $${number(one.dollars)} a million`}</title></circle>
-        ${isNow ? h`<text class="halo strong" x=${Math.min(px + 12, right - told(one).length * 7)} y=${py - 13}>${told(one)}</text>`
-          : shown.has(one) && Math.abs(px - now) > 24 && h`<text class="halo muted" x=${px + 9} y=${py - 8}>${one.requests}</text>`}
+        ${isNow && h`<text class="halo strong" x=${px + 11} y=${py - 9} fill="var(--accent)">${one.requests}</text>`}
+        ${isNow ? h`<text class="halo strong" x=${right} y=${top + 6} text-anchor="end">${told(one)}</text>`
+          : shown.has(one) && h`<text class="halo muted" x=${px + 9} y=${py - 8}>${one.requests}</text>`}
       </g>`; })}
   </svg>`;
 }

@@ -56,32 +56,33 @@ function matrix(h, d, step, size, act) {
 function chip(h, d, step, width, height) {
   const visit = step > 0 ? d.visits[step - 1] : null, top = 60, row = (height - top - 58) / 4;
   const isLast = visit && (step === d.visits.length || d.visits[step].row_tile !== visit.row_tile);
-  const columns = [0, width * 0.1, width * 0.335, width * 0.49, width * 0.635, width * 0.775];
-  const heads = ["row", "maximum", "factor", "weights", "sum", isLast ? "output / sum" : "output"];
+  const isTight = width < 420;
+  const columns = isTight ? [0, width * 0.1, width * 0.27, width * 0.46, width * 0.62, width * 0.78] : [0, width * 0.1, width * 0.335, width * 0.49, width * 0.635, width * 0.775];
+  const heads = isTight ? ["", "max", "factor", "exp", "sum", isLast ? "o / sum" : "output"] : ["row", "maximum", "factor", "weights", "sum", isLast ? "output / sum" : "output"];
   const finite = d.scores.flat().filter((/** @type {any} */ one) => one !== null);
-  const scale = linear([Math.min(...finite), Math.max(...finite)], [0, width * 0.2]);
+  const scale = linear([Math.min(...finite), Math.max(...finite)], [0, width * (isTight ? 0.13 : 0.2)]);
   return h`<g>
     <rect x="-8" y="0" width=${width + 8} height=${height} rx="8" fill="none" stroke="var(--compute)" stroke-width="1.5" />
-    <text class="strong" x="4" y="20">on the chip${visit ? `: queries ${visit.row_tile * d.tile + 1}–${(visit.row_tile + 1) * d.tile} meet keys ${visit.column_tile * d.tile + 1}–${(visit.column_tile + 1) * d.tile}` : ": nothing yet"}</text>
+    <text class="strong" x="4" y="20">on the chip${visit ? `: queries ${visit.row_tile * d.tile + 1}–${(visit.row_tile + 1) * d.tile}${isTight ? "," : " meet"} keys ${visit.column_tile * d.tile + 1}–${(visit.column_tile + 1) * d.tile}` : ": nothing yet"}</text>
     ${heads.map((text, i) => h`<text key=${text} class="muted" x=${columns[i] + 4} y="44">${text}</text>`)}
     ${[0, 1, 2, 3].map((i) => {
       const y = top + i * row, f = visit?.factor[i], fresh = visit && visit.old_max[i] === null;
       if (!visit) return h`<text key=${i} class="muted" x="4" y=${y + 16}>–</text>`;
-      const out = visit.output[i].map((/** @type {number} */ o) => (isLast ? o / visit.sums[i] : o).toFixed(2));
+      const out = visit.output[i].map((/** @type {number} */ o) => (isLast ? o / visit.sums[i] : o).toFixed(isTight ? 1 : 2));
       return h`<g key=${i}>
         <text x="4" y=${y + 16}>${visit.row_tile * d.tile + i + 1}</text>
         ${!fresh && visit.old_max[i] !== visit.new_max[i] && h`<line x1=${columns[1] + 4 + scale(visit.old_max[i])} x2=${columns[1] + 4 + scale(visit.new_max[i])} y1=${y + 24} y2=${y + 24} stroke="var(--accent)" stroke-width="2" stroke-dasharray="2 2" />`}
-        <line x1=${columns[1] + 4} x2=${columns[1] + 4 + width * 0.2} y1=${y + 24} y2=${y + 24} stroke="var(--line)" />
+        <line x1=${columns[1] + 4} x2=${columns[1] + 4 + width * (isTight ? 0.13 : 0.2)} y1=${y + 24} y2=${y + 24} stroke="var(--line)" />
         <circle cx=${columns[1] + 4 + scale(visit.new_max[i])} cy=${y + 24} r="4" fill="var(--accent)" />
-        <text x=${columns[1] + 4} y=${y + 14}>${fresh ? "" : `${visit.old_max[i].toFixed(1)} → `}${visit.new_max[i].toFixed(1)}</text>
-        <text x=${columns[2] + 4} y=${y + 14} fill=${f < 1 && !fresh ? "var(--accent)" : undefined} class=${f < 1 && !fresh ? "strong" : ""}>${fresh ? "–" : `× ${f < 0.001 ? f.toExponential(0) : f.toFixed(3)}`}</text>
-        <text x=${columns[4] + 4} y=${y + 14}>${visit.sums[i].toFixed(3)}</text>
+        <text x=${columns[1] + 4} y=${y + 14}>${fresh || isTight ? "" : `${visit.old_max[i].toFixed(1)} → `}${visit.new_max[i].toFixed(1)}</text>
+        <text x=${columns[2] + 4} y=${y + 14} fill=${f < 1 && !fresh ? "var(--accent)" : undefined} class=${f < 1 && !fresh ? "strong" : ""}>${fresh ? "–" : `× ${f < 0.001 ? f.toExponential(0) : f.toFixed(isTight ? 2 : 3)}`}</text>
+        <text x=${columns[4] + 4} y=${y + 14}>${visit.sums[i].toFixed(isTight ? 2 : 3)}</text>
         <text x=${columns[5] + 4} y=${y + 14} class=${isLast ? "strong" : ""} fill=${isLast ? "var(--compute)" : undefined}>${out.join("  ")}</text>
         <g class="still" transform="translate(${columns[3] + 4} ${y + 2})">${visit.weights[i].map((/** @type {number} */ w, /** @type {number} */ k) => h`<rect key=${k} x=${k * 10} y=${20 - 20 * w} width="8" height=${Math.max(0.8, 20 * w)} fill="var(--compute)"><title>weight of key ${visit.column_tile * d.tile + k + 1}: ${w.toFixed(3)}</title></rect>`)}</g>
       </g>`;
     })}
-    <text class="muted" x="4" y=${top + 4 * row + 20}>${visit ? (isLast ? "Last tile of these rows: the output is divided by the sum." : "What was summed is multiplied by the factor.") : "Each tile of queries meets its tiles of keys in turn."}</text>
-    <text x="4" y=${top + 4 * row + 42}>${isLast ? "Now it goes to memory; the scores never did." : visit ? "A larger score makes the factor less than 1." : ""}</text>
+    <text class="muted" x="4" y=${top + 4 * row + 20}>${visit ? (isLast ? isTight ? "The last tile: divided by the sum." : "Last tile of these rows: the output is divided by the sum." : isTight ? "The sums are multiplied by the factor." : "What was summed is multiplied by the factor.") : "Queries meet their keys tile by tile."}</text>
+    <text x="4" y=${top + 4 * row + 42}>${isLast ? isTight ? "The scores never leave the chip." : "Now it goes to memory; the scores never did." : visit ? "A larger score makes the factor less than 1." : ""}</text>
   </g>`;
 }
 

@@ -8,7 +8,7 @@ export function draw(h, answer, inputs, act, width) {
   const d = answer.drawing, isNarrow = width < 560;
   const sizes = d.levels.map((/** @type {any} */ one) => one.bytes).filter(Boolean);
   const least = Math.log10(Math.min(...sizes)), largest = Math.log10(Math.max(...sizes)) + 0.7;
-  const narrowest = isNarrow ? 0.66 : 0.36;
+  const narrowest = width < 380 ? 0.82 : isNarrow ? 0.66 : 0.36;
   const share = (/** @type {number | null} */ bytes) => (bytes === null ? 1 : narrowest + (1 - narrowest) * ((Math.log10(bytes) - least) / (largest - least)));
   const rates = d.levels.map((/** @type {any} */ one) => one.bytes_per_s).filter(Boolean);
   const slow = Math.log10(Math.min(...rates)), fast = Math.log10(Math.max(...rates));
@@ -51,7 +51,7 @@ function lay(items, width) {
  * @param {any} h @param {any} row @param {number} from @param {number} middle @param {(rate: number) => number} pipe @param {any} d @param {number} width */
 function way(h, row, from, middle, pipe, d, width) {
   const { level, y } = row, wide = level.bytes_per_s ? pipe(level.bytes_per_s) : 10, busy = d.step_s[level.name];
-  const text = level.bytes_per_s ? scaled(level.bytes_per_s, "B/s") : "speed not published";
+  const text = level.bytes_per_s ? scaled(level.bytes_per_s, "B/s") : width < 560 ? "no figure" : "speed not published";
   return h`<g key=${`way ${level.name}`}>
     <rect x=${middle - wide / 2} y=${from} width=${wide} height=${y - from} fill=${level.bytes_per_s ? "var(--accent)" : "none"} fill-opacity=".55" stroke=${level.bytes_per_s ? "none" : "var(--muted)"} stroke-dasharray="3 3" />
     <text class="halo strong" x=${middle - wide / 2 - 8} y=${(from + y) / 2 + 4} text-anchor="end">${text}</text>
