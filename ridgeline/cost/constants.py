@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeVar, cast
 
 from ridgeline.cost.hardware import DTYPES, Device
@@ -341,6 +342,7 @@ _ASSUMED = {
 }
 
 
+@lru_cache(maxsize=64)
 def default_calibration(device: Device) -> Calibration:
     """Assumed constants for a device that nobody has calibrated; see the top of this file."""
     known = _ASSUMED[device.kind if device.kind != "gpu" else _vendor(device)]

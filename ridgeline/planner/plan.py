@@ -87,15 +87,6 @@ def plan(question: Question, rng_of: RngMaker, grid: Grid = GRID, work: int = WO
     )
 
 
-def outline(question: Question, grid: Grid = GRID) -> Estimate | None:
-    """The cheapest by the closed form alone; None where nothing keeps the promise in budget."""
-    estimates, out = look_at_all(question, grid)
-    if not question.include_unserved:
-        estimates = [one for one in estimates if not one.hardware.why_not_served]
-    affordable = within_budget(question, estimates, out)
-    return in_order(affordable, question.rate)[0] if affordable else None
-
-
 # ---------------------------------------------------------------------- what there is
 
 

@@ -130,15 +130,17 @@ def test_a_page_loads_changes_and_is_restored(page_tab: Tab, name: str) -> None:
     assert not page_tab.said, page_tab.said
     assert not page_tab.faults()
     first = page_tab.seen()
-    for i in range(page.locator(".inputs input[type=range]:visible").count()):
-        slider = page.locator(".inputs input[type=range]:visible").nth(i)
-        slider.focus()
-        page.keyboard.press("End" if i % 2 == 0 else "Home")
+    sliders = page.locator(".inputs input[type=range]:visible")
+    choices = page.locator(".inputs input[type=radio]:checked")  # of a page without sliders
+    for i in range(sliders.count() or choices.count()):
+        (sliders if sliders.count() else choices).nth(i).focus()
+        ends = ("End", "Home") if sliders.count() else ("ArrowRight", "ArrowLeft")
+        page.keyboard.press(ends[i % 2])
         page.wait_for_timeout(20)
         if page_tab.is_another(first):
             break
     else:
-        pytest.fail(f"no slider changes both drawing and sentence: {first[1]}")
+        pytest.fail(f"no input changes both drawing and sentence: {first[1]}")
     shared, sentence = page.url, page.inner_text(".sentence")
     assert "?" in shared
     page_tab.open(shared.partition("#")[2])

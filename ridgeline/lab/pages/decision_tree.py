@@ -8,6 +8,8 @@ form, and what would flip the answer is its sensitivity.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from typing import Annotated
@@ -20,20 +22,20 @@ from ridgeline.errors import ConfigError
 from ridgeline.figures import number, percent
 from ridgeline.lab.machine import spec_of
 from ridgeline.lab.page import Answer, Figure, Page, Preset, Question, Table, control
-from ridgeline.planner.estimate import Estimate
+from ridgeline.planner.estimate import Estimate, Priced, estimates_of, under
 from ridgeline.planner.plan import (
     Plan,
     commands,
     count_words,
     dollars,
-    outline,
     plan,
     promise_flags,
     reasons,
+    within_budget,
 )
-from ridgeline.planner.question import Grid, offer
+from ridgeline.planner.question import Grid, hardware_of, offer
 from ridgeline.planner.question import Question as Asked
-from ridgeline.planner.search import Deployment
+from ridgeline.planner.search import Deployment, in_order
 
 GRID = Grid(
     token_budgets=(512, 2048, 8192),
@@ -43,6 +45,8 @@ GRID = Grid(
     pp=(1,),
     drafts=(),
 )
+# The largest batch within a promise is found below any limit: few of them tell where answers lead.
+OUTLINE = replace(GRID, token_budgets=(2048,), batch_limits=(64, 256))
 WORK = 1500  # requests that are simulated for a leaf
 PLAN = "ridgeline.planner.plan."
 
@@ -150,10 +154,25 @@ def asked(inputs: Inputs) -> Asked:
 
 @lru_cache(maxsize=512)
 def _outline(inputs: Inputs) -> Estimate | None:
-    try:
-        return outline(asked(inputs), GRID)
-    except ConfigError:
-        return None
+    """The cheapest by the closed form; None where nothing keeps the promise in budget."""
+    question = asked(inputs)
+    priced = _priced(inputs.size, inputs.place, inputs.length, inputs.formats)
+    benches = (under(question, one, GRID) for one in priced)
+    found = [e for bench in benches if bench is not None for e in estimates_of(bench, OUTLINE)]
+    affordable = within_budget(question, found, [])
+    return in_order(affordable, question.rate)[0] if affordable else None
+
+
+@lru_cache(maxsize=128)
+def _priced(size: str, place: str, length: str, formats: str) -> tuple[Priced, ...]:
+    """Every hardware with its prices, whatever is promised."""
+    question = asked(Inputs(size=size, place=place, length=length, formats=formats))
+    found = []
+    for hardware in hardware_of(question, GRID):
+        if question.include_unserved or not hardware.why_not_served:
+            with suppress(ConfigError):
+                found.append(Priced(question, hardware))
+    return tuple(found)
 
 
 @lru_cache(maxsize=64)

@@ -27,8 +27,8 @@ from ridgeline.speculation.price import MAX_DRAFTS, expected_tokens, simple_spee
 BYTES = 2  # of 16-bit weights and caches
 FIRST, SECOND = (1.0, 3.0), (2.0, 5.0)  # scores of two tiles
 EXAMPLE_DRAFTS, EXAMPLE_BATCH, MOST_DEVICES = 5, 32, 8
-COST, COUNTS = "ridgeline.cost.", "ridgeline.architectures.counts."
-DRAFTS = "ridgeline.speculation.price."
+COST, DRAFTS = "ridgeline.cost.", "ridgeline.speculation.price."
+COUNTS = "ridgeline.architectures.counts."
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -107,8 +107,7 @@ def _kv_per_token(inputs: Inputs, spec: ModelSpec, device: Device) -> Iterator[S
          + (", but keeps one latent vector for all heads." if attention.latent else ".")),
         f"2 x {heads} x {size}" if attention.latent is None else "latent vector + rotated part",
         COUNTS + "layer_kv_bytes",
-        ((every_head, shared), (own / 2, "keys alone; values are kept too")),
-    )  # fmt: skip
+        ((every_head, shared), (own / 2, "keys alone; values are kept too")))  # fmt: skip
     yield Step(
         f"How many bytes in all {spec.num_layers} layers, in 16 bits?", "B", token,
         ("Each number takes 2 bytes.", "Times the layers."),
@@ -332,9 +331,9 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
     every = zip(steps, given, shown, strict=True)
     graded = [grade(step, one, int(hints or 0)) for step, one, hints in every]
     drawing = Drawing(inputs.challenge, graded, sum(one.verdict == "right" for one in graded))
-    told = [step for step, one in zip(steps, graded, strict=True) if one.solution]
+    told = (step for step, one in zip(steps, graded, strict=True) if one.solution)
     return Answer(
-        _sentence(drawing, steps),
+        _sentence(inputs, drawing, steps),
         drawing,
         [Figure(one.ask, one.value, one.unit, "ideal", one.solution, one.where) for one in told],
         [_table(drawing)],
@@ -377,19 +376,20 @@ def grade(step: Step, given: float | None, num_hints: int) -> Graded:
     return Graded(step.ask, step.unit, given, verdict, says, hints, left, solution)
 
 
-def _sentence(drawing: Drawing, steps: list[Step]) -> str:
+def _sentence(inputs: Inputs, drawing: Drawing, steps: list[Step]) -> str:
+    told = f"{inputs.model}, {inputs.device}, {inputs.context:,} tokens"
+    if inputs.challenge == "draft length":
+        told = f"acceptance {inputs.acceptance:g}, drafts at {inputs.draft_cost:g} of a step"
     said, last = f"{drawing.num_right} of {len(steps)} steps are right", steps[-1]
     if drawing.num_right < len(steps):
-        return f"{said}: {drawing.challenge}."
-    return f"{said}: {drawing.challenge} ends with {number(last.value)} {last.unit}".rstrip() + "."
+        return f"{said}: {drawing.challenge}, {told}."
+    return f"{said}: {drawing.challenge}, {told}: {number(last.value)} {last.unit}".rstrip() + "."
 
 
 def _table(drawing: Drawing) -> Table:
-    rows: list[list[str | float]] = [
-        [one.ask, "-" if one.given is None else one.given, one.unit, one.verdict, one.solution]
-        for one in drawing.steps
-    ]
-    return Table(drawing.challenge, ["step", "answer", "unit", "is", "solution"], rows)
+    columns = ["step", "answer", "unit", "is", "solution"]
+    rows = [[s.ask, s.given or "-", s.unit, s.verdict, s.solution] for s in drawing.steps]
+    return Table(drawing.challenge, columns, rows)
 
 
 def _questions(inputs: Inputs) -> list[Question]:

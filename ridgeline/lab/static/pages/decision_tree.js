@@ -5,7 +5,6 @@ export function draw(h, answer, inputs, act, width) {
   return h`<div>${width < 700 ? list(h, d, act, width) : tree(h, d, act, width)}${leaf(h, d.leaf)}</div>`;
 }
 
-const says = (/** @type {any} */ one) => `${one.name}: ${one.leads_to}${one.price && `, ${one.price}`}`;
 /** @param {any} act @param {string} field @param {string} name */
 const press = (act, field, name) => ({
   role: "button", tabindex: 0,
@@ -31,7 +30,7 @@ function tree(h, d, act, width) {
         ${branch.choices.map((/** @type {any} */ one, /** @type {number} */ k) => {
           const x = left + k * (w + gap), flips = !one.is_taken && one.device !== own;
           const under = !one.price || w > 158 ? `${one.leads_to}${one.price && `, ${one.price}`}` : one.price;
-          return h`<g key=${one.name} ...${press(act, branch.field, one.name)} aria-pressed=${one.is_taken} aria-label=${says(one)} style="cursor:pointer">
+          return h`<g key=${one.name} ...${press(act, branch.field, one.name)} aria-pressed=${one.is_taken} style="cursor:pointer">
             <rect x=${x} y=${y + 1} width=${w} height=${box - 2} rx="8" fill=${one.is_taken ? "var(--accent)" : "var(--panel)"} stroke=${one.is_taken ? "var(--accent)" : flips ? "var(--kv)" : "var(--line)"} stroke-width=${flips ? 1.8 : 1.2} />
             <text x=${x + w / 2} y=${y + 19} text-anchor="middle" class="strong" fill=${one.is_taken ? "var(--on-accent)" : "var(--text)"}>${one.name}</text>
             <text x=${x + w / 2} y=${y + 36} text-anchor="middle" fill=${one.is_taken ? "var(--on-accent)" : one.device ? "var(--muted)" : "var(--bad)"}>${under}</text>
@@ -51,7 +50,7 @@ function list(h, d, act, width) {
     <path d=${`M9,${at[0]} ${at.slice(1).map((/** @type {number} */ v) => `L9,${v}`).join(" ")} L9,${y + 4}`} stroke="var(--accent)" stroke-width="4" fill="none" />
     ${rows.map(({ branch, top }) => h`<g key=${branch.field}>
       <text x="22" y=${top + 17} class="halo strong">${branch.ask}</text>
-      ${branch.choices.map((/** @type {any} */ one, /** @type {number} */ k) => { const v = top + 26 + k * line, flips = !one.is_taken && one.device !== taken(branch).device; return h`<g key=${one.name} ...${press(act, branch.field, one.name)} aria-pressed=${one.is_taken} aria-label=${says(one)} style="cursor:pointer">
+      ${branch.choices.map((/** @type {any} */ one, /** @type {number} */ k) => { const v = top + 26 + k * line, flips = !one.is_taken && one.device !== taken(branch).device; return h`<g key=${one.name} ...${press(act, branch.field, one.name)} aria-pressed=${one.is_taken} style="cursor:pointer">
         <rect x="22" y=${v - 1} width=${width - 23} height=${line - 3} rx="5" fill=${one.is_taken ? "var(--accent)" : "transparent"} stroke=${flips ? "var(--kv)" : "var(--line)"} />
         <text x="29" y=${v + 14} fill=${one.is_taken ? "var(--on-accent)" : "var(--text)"}>${one.name}</text>
         <text x=${width - 8} y=${v + 14} text-anchor="end" fill=${one.is_taken ? "var(--on-accent)" : one.device ? "var(--muted)" : "var(--bad)"}>${!one.price || width > 430 ? `${one.leads_to}${one.price && `, ${one.price}`}` : one.price}</text>
