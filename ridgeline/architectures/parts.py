@@ -239,7 +239,7 @@ def _latent(heads: int, latent: LatentSpec, width: int) -> Iterator[Part]:
     """What no head owns (q_a, kv_a) is held by every device."""
     queries, rank = heads * latent.qk_head_dim, latent.q_lora_rank
     if rank is None:
-        yield Part("q", (queries, width), "q_up", "rows", heads)
+        yield Part("q", (queries, width), "latent_down", "rows", heads)
     else:
         yield Part("q_a", (rank, width), "latent_down")
         yield Part("q_a_norm", (rank,))

@@ -347,7 +347,7 @@ class _Builder:
                 yield self.product(layer, name, count)
         heads = attention.num_heads // tp
         if attention.latent is not None:
-            down, _ = self._share(layer, "latent_down", tp)
+            down = attention.latent.cached_width + (attention.latent.q_lora_rank or 0)
             yield self.elementwise("latent_norm", count, down, down)
             rotated = (heads + 1) * attention.latent.qk_rope_head_dim
         else:

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.kernels.latent_decode import LatentQueries
+from ridgeline.kernels.launching import launches_early
 from ridgeline.kernels.paged_decode import DecodeBatch
 
 LOG2_E = 1.4426950408889634
@@ -102,7 +104,7 @@ def latent_decode_triton(
     out_THC = q_THC.new_empty((heads, tokens, size)).transpose(0, 1)
     num_requests, splits = len(batch.seq_lens_B), work.splits
     sums, logs = (out_THC, out_THC) if splits == 1 else (work.sums_TXHC, work.logs_TXH)
-    tables = batch.block_tables_BM
+    tables, pdl = batch.block_tables_BM, launches_early(q_THC.device)
     _decode_kernel[(num_requests, triton.cdiv(rows, tile.rows), splits)](
         q_THC,
         q_THR,
@@ -136,8 +138,10 @@ def latent_decode_triton(
         SPLITS=splits,
         MAX_NEW=batch.max_new,
         PRECISION="ieee" if q_THC.dtype == torch.float32 else "tf32",
+        PDL=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        launch_pdl=pdl,
     )
     if splits > 1:
         _merge_kernel[(tokens, heads)](
@@ -151,7 +155,9 @@ def latent_decode_triton(
             BLOCK_C=max(16, triton.next_power_of_2(size)),
             SPLITS=splits,
             BLOCK_X=triton.next_power_of_2(splits),
+            PDL=pdl,
             num_warps=4,
+            launch_pdl=pdl,
         )
     return out_THC
 
@@ -190,7 +196,11 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     MAX_NEW: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     request = tl.program_id(0)
     split = tl.program_id(2)
     length = tl.load(seq_lens + request)
@@ -278,7 +288,11 @@ def _merge_kernel(
     BLOCK_C: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split_X = tl.arange(0, BLOCK_X)
@@ -316,6 +330,7 @@ def write_latent_triton(
     tokens, heads, rotated = q_THR.shape
     size, half = len(weight_C), rotated // 2
     block_heads = min(triton.next_power_of_2(heads), 16)
+    pdl = launches_early(kv_TW.device)
     _write_kernel[(tokens, 1 + triton.cdiv(heads, block_heads))](
         kv_TW,
         q_THR,
@@ -338,7 +353,9 @@ def write_latent_triton(
         NEXT=1 if interleaved else half,
         STEP=2 if interleaved else 1,
         LARGEST=torch.finfo(cache_NSW.dtype).max if cache_NSW.dtype.itemsize == 1 else 0.0,
+        PDL=pdl,
         num_warps=4,
+        launch_pdl=pdl,
     )
 
 
@@ -365,7 +382,11 @@ def _write_kernel(
     NEXT: tl.constexpr,
     STEP: tl.constexpr,
     LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     pair_F = tl.arange(0, BLOCK_F)

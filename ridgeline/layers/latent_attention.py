@@ -47,14 +47,12 @@ class LatentAttention(AttentionBranch):
         self.latent, self.backend = latent, backend
         rank, cached = latent.q_lora_rank, latent.cached_width
         both = latent.qk_nope_head_dim + latent.v_head_dim
-        self.q_size = rank or 0
         # All ranks hold all of the vectors, and need them.
-        downs = {"q_a": rank, "kv_a": cached} if rank else {"kv_a": cached}
-        self.down = linear(
-            [Part(name(role), None, Shard(0, rows)) for role, rows in downs.items()], hidden_size
-        )
-        up_rows = times(heads, latent.qk_head_dim)
-        self.q_up = linear([Part(name("q_b" if rank else "q"), None, up_rows)], rank or hidden_size)
+        queries = times(heads, latent.qk_head_dim)
+        first = Part(name("q_a"), None, Shard(0, rank)) if rank else Part(name("q"), None, queries)
+        self.q_size = first.rows.length
+        self.down = linear([first, Part(name("kv_a"), None, Shard(0, cached))], hidden_size)
+        self.q_up = linear([Part(name("q_b"), None, queries)], rank) if rank else None
         self.kv_up = unpacked([Part(name("kv_b"), None, times(heads, both))], latent.kv_lora_rank)
         self.out = linear(
             [Part(name("o"), None, Shard(0, hidden_size))],
@@ -74,13 +72,12 @@ class LatentAttention(AttentionBranch):
         *,
         is_last: bool,
     ) -> torch.Tensor:
-        if self.q_norm is None:
-            x_TE = hidden.normed(norm)
-            down_TC, q_TX = self.down(x_TE), self.q_up(x_TE)
-        else:
-            down_TC = self.down.of_normed(hidden, norm)
-            q_TX = self.q_up(self.q_norm(down_TC[:, : self.q_size]))
-        q_THD = q_TX.view(len(q_TX), self.spec.num_heads, self.latent.qk_head_dim)
+        down_TC = self.down.of_normed(hidden, norm)
+        q_TX = down_TC[:, : self.q_size]
+        if self.q_up is not None and self.q_norm is not None:
+            q_TX = self.q_up(self.q_norm(q_TX))
+        heads = self.spec.num_heads, self.latent.qk_head_dim
+        q_THD = q_TX.view(len(q_TX), *heads)
         self._write(down_TC[:, self.q_size :], q_THD, step, layer_kv)
         out_THV = self.backend.attend_latent(q_THD, self._up, layer_kv, step.plan, self.spec)
         return out_THV.flatten(1)
@@ -120,7 +117,8 @@ class LatentAttention(AttentionBranch):
 
     @property
     def linears(self) -> list[Linear]:
-        return [self.down, self.q_up, self.kv_up, self.out]
+        up = [] if self.q_up is None else [self.q_up]
+        return [self.down, *up, self.kv_up, self.out]
 
     @property
     def norms(self) -> list[RMSNorm]:
