@@ -52,6 +52,8 @@ class WatchedWeights(Unfused, PlainWeights):
 
 
 class _WatchedProduct(Unfused, PlainWeights):
+    cuts_columns = False
+
     def __init__(self, weights: WatchedWeights, names: Names) -> None:
         self._weights, self._names = weights, names
 

@@ -9,6 +9,7 @@ expert, G = 2 * F, N rows and K columns of an expert's matrix.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,24 +18,27 @@ from torch.nn import functional
 from ridgeline.errors import check
 from ridgeline.kernels.fp8_block_linear import Fp8Blocks, dequantize_blocks, num_blocks
 from ridgeline.kernels.quantized_matrix import QuantizedMatrix, num_groups
-from ridgeline.kernels.rms_norm import rms_norm
 from ridgeline.kernels.silu_mul import gated
 from ridgeline.kernels.small_linear import InputNorm
+from ridgeline.kernels.tiles import bucket
 
-# Measured on an H100 (weights in bfloat16, other experts in each call), whole layers in us, and
-# TB/s of each touched expert read once; a plain copy there reads 3.0:
+# Measured on an H100 (weights in bfloat16, other experts in each call), the layer with the choice
+# of its experts in us, and TB/s of each touched expert read once; a plain sum there reads 3.1:
 #     tokens   8 x 14336 of 4096   128 x 768 of 2048   64 x 1408 of 2048
-#          1          237 / 3.0           30.6 / 2.5          41.0 / 2.5
-#          8          863 / 3.1            170 / 2.9           209 / 2.9
-#         32          930 / 3.0            357 / 3.0           354 / 3.0
-#        128          976 / 2.9            418 / 2.9           389 / 2.9
-#        256        1,030 / 2.7            434 / 2.8           407 / 2.7
-#      2,048        2,868 / 1.0            692 / 1.8           682 / 1.6
-# With tiles of 64 pairs 64 pairs an expert took 1,056, and 32 took 977. The copy engine took 2,048
-# tokens of the first shape from 3,035 to 2,893 us in one run; for the gated product of the second,
-# where eight experts of a token make the copy of x eight times as large, from 780 to 928.
+#          1          232 / 3.0           33.2 / 2.3          43.5 / 2.4
+#         32          941 / 3.0            363 / 2.9
+#        128          964 / 2.9
+#        256        1,030 / 2.7            444 / 2.7           415 / 2.7
+# Without a sort, all tokens standing in the tile of each expert that has some, 32 tokens took 399
+# us for the second shape: each program looks for its expert, and multiplies by twice the rows.
+# With tiles of 32 pairs 128 tokens of the first took 989 us, and with tiles of 16 pairs 256 tokens
+# of the second took 450. The copy engine took 2,048 tokens of the first shape from 3,035 to 2,893
+# us in one run; for the gated product of the second, where eight experts of a token make the copy
+# of x eight times as large, from 780 to 928.
 WIDE = 4096
-MANY_ROWS = 48  # pairs of an expert from which on tiles of 128 are faster than smaller ones
+ROW_NUMBERS = 1 << 13  # of W in a step of a program of a single token
+SHORT_ROW, SHORT_STEP, LONG_STEP = 2048, 256, 2048
+MOST_ROWS = 16  # of W for each expert, in a program of a single token
 IN_ANY_BATCH = 64  # tokens whose tiles all steps have that must not depend on their size
 
 
@@ -87,7 +91,8 @@ class StackedMatrix:
 class Choice:
     """How a token's experts follow from the product of the router: `active` of `experts` by the
     softmax or sigmoid of it, plus `bias_X` (float32); their weights are these scores without the
-    bias, made to sum to one if so, times `scale`."""
+    bias, made to sum to one if so, times `scale`. `in_float32`: the product is not rounded.
+    So many `shared` experts, behind the others, get every token with the weight one."""
 
     experts: int
     active: int
@@ -95,6 +100,8 @@ class Choice:
     renormalize: bool = True
     scale: float = 1.0
     bias_X: torch.Tensor | None = None
+    in_float32: bool = False
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +128,9 @@ class ExpertsCut:
 
 
 def choose_experts(logits_TX: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and experts (int32) of each token on a GPU, [T, A], best first, by the
-    product of the router. `layers.routing` says the same in PyTorch."""
+    """Weights (float32) and experts (int32) of each token on a GPU, [T, A], best first and then
+    those that are shared, by the product of the router. `layers.routing` says the same in
+    PyTorch."""
     from ridgeline.kernels.grouped_experts_triton import choose_experts_triton
 
     return choose_experts_triton(logits_TX, choice)
@@ -130,8 +138,8 @@ def choose_experts(logits_TX: torch.Tensor, choice: Choice) -> tuple[torch.Tenso
 
 def route_experts(
     x_TE: torch.Tensor, router_XE: torch.Tensor, choice: Choice, norm: InputNorm | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the product, and the norm of x, of few tokens."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with the product, and the norm of x, of few tokens; and the normed x."""
     from ridgeline.kernels.grouped_experts_triton import route_triton
 
     return route_triton(x_TE, router_XE, choice, norm=norm)
@@ -145,7 +153,6 @@ def grouped_experts(
     down: StackedMatrix,
     activation: str = "silu",
     *,
-    norm: InputNorm | None = None,
     residual_TE: torch.Tensor | None = None,
     load_X: torch.Tensor | None = None,
     in_any_batch: bool = False,
@@ -154,8 +161,8 @@ def grouped_experts(
     weight, [T, E]; added to `residual_TE` in place, if there is one. A token's experts are added in
     the order in which they are given, in float32. The host waits for nothing on a GPU.
     `in_any_batch`: one way of cutting for any number of tokens, so that a row of the answer has the
-    same bits whatever the others are. `norm`: of x, which is a single token then. `load_X`
-    (int64) grows by the number of tokens that each expert gets."""
+    same bits whatever the others are. `load_X` (int64) grows by the number of tokens that each
+    expert gets."""
     if x_TE.is_cuda and x_TE.shape[0]:
         from ridgeline.kernels.grouped_experts_triton import grouped_experts_triton
 
@@ -169,13 +176,11 @@ def grouped_experts(
             down,
             activation,
             cut=cut,
-            norm=norm,
             residual_TE=residual_TE,
             load_X=load_X,
         )
     if load_X is not None:
         load_X += torch.bincount(experts_TA.flatten(), minlength=len(load_X))
-    x_TE = x_TE if norm is None else rms_norm(x_TE, norm.weight_K, norm.eps)
     y_TE = grouped_experts_reference(x_TE, weights_TA, experts_TA, gate_up, down, activation)
     return y_TE if residual_TE is None else residual_TE.add_(y_TE)
 
@@ -209,26 +214,23 @@ def most_tiles(pairs: int, experts: int, block_m: int) -> int:
 
 
 def choose_cut(tokens: int, active: int, gate_up: StackedMatrix, down: StackedMatrix) -> ExpertsCut:
-    """By the pairs that an expert has if all have as many: see the figures above."""
+    """By the pairs that an expert has if all have as many, see the figures above. Two tiles of one
+    expert read its rows twice, from the L2 cache, whose rate is the limit then: most experts, whose
+    numbers of pairs differ by about a root, have one."""
     rows = -(-tokens * active // gate_up.codes.shape[0])
-    has_codes = gate_up.scale is not None
-    if tokens == 1 and (gate_up.group or down.group):
-        steps = [min(128, matrix.group or 128) for matrix in (gate_up, down)]
-        return ExpertsCut(1, *(ExpertTile(16, step, stages=4) for step in steps))
     if tokens == 1:
-        return ExpertsCut(1, ExpertTile(2, 1024, 4, 2), ExpertTile(2, 256, 1, 2))
+        return ExpertsCut(1, _row_tile(gate_up, 2), _row_tile(down, active))
+    block_m = next((m for m in (16, 32, 64) if rows + 2 * math.sqrt(rows) <= m), 128)
     if gate_up.group or down.group:
         steps = [min(128, matrix.group or 128) for matrix in (gate_up, down)]
         gate_up_tile, down_tile = (ExpertTile(64, step, stages=4) for step in steps)
-        return ExpertsCut(
-            16 if rows <= 16 else 32 if rows < MANY_ROWS else 64, gate_up_tile, down_tile
-        )
-    if rows <= 16:
-        return ExpertsCut(16, ExpertTile(64, 128, stages=4), ExpertTile(64, 128))
-    if rows < MANY_ROWS:
-        return ExpertsCut(32, ExpertTile(64, 128, stages=4), ExpertTile(64, 128))
-    if has_codes:  # these are widened in registers
+        return ExpertsCut(min(64, block_m), gate_up_tile, down_tile)
+    if block_m <= 32:
+        return ExpertsCut(block_m, ExpertTile(64, 128, stages=4), ExpertTile(64, 128))
+    if gate_up.scale is not None:  # codes are widened in registers
         return ExpertsCut(64, ExpertTile(64, 128), ExpertTile(128, 128))
+    if block_m == 64:
+        return ExpertsCut(64, ExpertTile(64, 128), ExpertTile(128, 64, stages=5))
     # The copy engine needs rows of x in order, and so a copy of them: less than it gains where an
     # expert is wide.
     gate_up_tma = _is_aligned(gate_up) and down.columns >= WIDE
@@ -237,6 +239,17 @@ def choose_cut(tokens: int, active: int, gate_up: StackedMatrix, down: StackedMa
         ExpertTile(128, 64, 8, 4, tma=gate_up_tma),
         ExpertTile(256, 64, 8, 3, tma=_is_aligned(down)),
     )
+
+
+def _row_tile(matrix: StackedMatrix, together: int) -> ExpertTile:
+    """For a single token; a program takes its rows of so many experts, or of gate and up,
+    `together`. Short rows of many experts are read in short steps, with fewer numbers past the end.
+    """
+    is_short = matrix.columns <= SHORT_ROW and together > 2
+    most = min(SHORT_STEP if is_short else LONG_STEP, matrix.group or LONG_STEP)
+    block_k = min(most, bucket(matrix.columns))
+    block_n = ROW_NUMBERS // (block_k * bucket(together))
+    return ExpertTile(min(MOST_ROWS, max(1, block_n)), block_k)
 
 
 def _is_aligned(matrix: StackedMatrix) -> bool:

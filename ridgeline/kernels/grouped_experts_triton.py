@@ -36,11 +36,12 @@ from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.kernels.small_linear_triton import call_lines
 
 SORTED = 4096  # pairs that a program looks at together
-MOST_CALLED = 32  # lines of 128 bytes of a row that are called ahead
 SUMMED = 1024  # numbers of a token that a program adds up
-ROUTED = 4  # rows of the router that a program multiplies by
+ROUTED = 1  # rows of the router that a program multiplies by
+ROUTED_BY_WARP = 2048  # numbers of them, all of which it holds: one warp needs no barriers
 GATHERED = 1024  # numbers of a row of x that a program copies
 LEAST = tl.constexpr(-3.0e38)
+NO_KEY = tl.constexpr(-(1 << 31))
 LEAST_BINS = 64  # of a count of experts
 TALL_ROWS = 64  # pairs from which on x is the tall operand; never beside codes, which are widened
 PLAIN, ROWS, BLOCKS, GROUPS = 0, 1, 2, 3  # scales of W
@@ -68,7 +69,6 @@ def grouped_experts_triton(
     activation: str = "silu",
     *,
     cut: ExpertsCut,
-    norm: InputNorm | None = None,
     residual_TE: torch.Tensor | None = None,
     load_X: torch.Tensor | None = None,
     pdl: bool | None = None,
@@ -81,10 +81,9 @@ def grouped_experts_triton(
     check(weights_TA.is_contiguous() and experts_TA.is_contiguous(), "no gaps between pairs")
     check(x_TE.stride(1) == 1, "rows of x have no gaps")
     pdl = launches_early(x_TE.device) if pdl is None else pdl
-    check(norm is None or cut.block_m == 1, "the norm of many tokens is a launch of its own")
     if cut.block_m == 1:
         y_TE = torch.empty_like(x_TE) if residual_TE is None else residual_TE
-        _launch_single(x_TE, weights_TA, experts_TA, gate_up, down, activation, cut, norm, y_TE,
+        _launch_single(x_TE, weights_TA, experts_TA, gate_up, down, activation, cut, y_TE,
                        residual_TE is not None, load_X, pdl)  # fmt: skip
         return y_TE
     order = sort_pairs(experts_TA, experts, cut.block_m, load_X=load_X, pdl=pdl)
@@ -109,7 +108,6 @@ def _launch_single(
     down: StackedMatrix,
     activation: str,
     cut: ExpertsCut,
-    norm: InputNorm | None,
     y_1E: torch.Tensor,
     is_added: bool,
     load_X: torch.Tensor | None,
@@ -118,20 +116,16 @@ def _launch_single(
     check(len(x_1E) == 1, "a single token", tokens=len(x_1E))
     inner, width, active = down.columns, gate_up.columns, experts_1A.shape[1]
     inner_AF = x_1E.new_empty((active, inner))
-    weight_E, eps = (x_1E, 0.0) if norm is None else (norm.weight_K, norm.eps)
     _gate_up_row[(active * triton.cdiv(inner, cut.gate_up.block_n),)](
-        x_1E, *_matrix(gate_up, x_1E), weight_E, inner_AF, experts_1A,
-        experts_1A if load_X is None else load_X, inner, eps, LOAD=load_X is not None,
-        INPUTS=width, ACTIVATION=activation, NORM=norm is not None,
-        **_cut_of(gate_up, cut.gate_up, is_row=True), UNROLL=cut.gate_up.stages, PDL=pdl,
+        x_1E, *_matrix(gate_up, x_1E), inner_AF, experts_1A,
+        experts_1A if load_X is None else load_X, inner, LOAD=load_X is not None,
+        INPUTS=width, ACTIVATION=activation, **_cut_of(gate_up, cut.gate_up, is_row=True), PDL=pdl,
         num_warps=cut.gate_up.warps, launch_pdl=pdl,
     )  # fmt: skip
-    row_bytes = down.codes.shape[2] * down.codes.element_size()
-    lines = min(MOST_CALLED, triton.next_power_of_2(triton.cdiv(row_bytes, 128))) if pdl else 0
     _down_row[(triton.cdiv(width, cut.down.block_n),)](
         inner_AF, *_matrix(down, x_1E), y_1E, experts_1A, weights_1A, width,
-        INPUTS=inner, ACTIVE=active, RESIDUAL=is_added, LINES=lines, ROW_BYTES=row_bytes,
-        **_cut_of(down, cut.down, is_row=True), UNROLL=cut.down.stages, PDL=pdl,
+        INPUTS=inner, ACTIVE=active, RESIDUAL=is_added,
+        **_cut_of(down, cut.down, is_row=True), PDL=pdl,
         num_warps=cut.down.warps, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -139,7 +133,7 @@ def _launch_single(
 def choose_experts_triton(
     logits_TX: torch.Tensor, choice: Choice, *, pdl: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and experts (int32) of each token by the product of the router, [T, A]."""
+    """Weights (float32) and experts (int32) of each token by the product of the router."""
     tokens, device = len(logits_TX), logits_TX.device
     check(logits_TX.stride(1) == 1, "logits of a token have no gaps")
     weights_TA, experts_TA = _routes(tokens, choice, device)
@@ -149,7 +143,7 @@ def choose_experts_triton(
     _choose_rows[(tokens,)](
         logits_TX, weights_TA if choice.bias_X is None else choice.bias_X, weights_TA, experts_TA,
         logits_TX.stride(0), choice.scale, **_rule_of(choice), PDL=pdl,
-        num_warps=_choosing_warps(choice), launch_pdl=pdl,
+        num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return weights_TA, experts_TA
 
@@ -161,44 +155,45 @@ def route_triton(
     *,
     norm: InputNorm | None = None,
     workspace: Workspace | None = None,
+    routed: int = ROUTED,
     pdl: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by the product too, and the norm of x, of few tokens, in one launch. Without
-    `workspace` the one of the device is used."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same by the product too, and the norm of x, of few tokens, in one launch; and the normed
+    x. Without `workspace` the one of the device is used."""
     (tokens, width), device = x_TE.shape, x_TE.device
     check(x_TE.stride(1) == 1 and weight_XE.is_contiguous(), "rows have no gaps")
     room = workspace or shared_workspace(device)
     room.check_room(tokens * choice.experts, tokens)
     weights_TA, experts_TA = _routes(tokens, choice, device)
+    normed_TE = x_TE if norm is None else x_TE.new_empty((tokens, width))
     pdl = launches_early(device) if pdl is None else pdl
-    _route_rows[(tokens * triton.cdiv(choice.experts, ROUTED),)](
+    routed = min(routed, int(triton.next_power_of_2(choice.experts)))
+    _route_rows[(tokens * triton.cdiv(choice.experts, routed),)](
         x_TE, weight_XE, weights_TA if choice.bias_X is None else choice.bias_X, room.partial_P,
-        room.arrivals_A, weights_TA, experts_TA, x_TE if norm is None else norm.weight_K,
+        room.arrivals_A, weights_TA, experts_TA, x_TE if norm is None else norm.weight_K, normed_TE,
         norm.eps if norm else 0.0, x_TE.stride(0), choice.scale, NORM=norm is not None,
-        INPUTS=width, BLOCK_X=ROUTED, BLOCK_K=min(1024, triton.next_power_of_2(width)),
-        **_rule_of(choice), PDL=pdl, num_warps=_choosing_warps(choice), launch_pdl=pdl,
+        ROUND=not choice.in_float32, INPUTS=width, BLOCK_X=routed,
+        BLOCK_K=triton.next_power_of_2(width), **_rule_of(choice), PDL=pdl,
+        num_warps=max(1, routed * triton.next_power_of_2(width) // ROUTED_BY_WARP),
+        launch_pdl=pdl,
     )  # fmt: skip
-    return weights_TA, experts_TA
+    return weights_TA, experts_TA, normed_TE
 
 
 def _routes(tokens: int, choice: Choice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = tokens, choice.active
+    shape = tokens, choice.active + choice.shared
     return (
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.int32, device=device),
     )
 
 
-def _choosing_warps(choice: Choice) -> int:
-    """Each expert is compared with each."""
-    return min(16, max(4, int(triton.next_power_of_2(choice.experts)) // 32))
-
-
 def _rule_of(choice: Choice) -> dict[str, int | bool]:
     return {
         "EXPERTS": choice.experts,
-        "SLOTS_X": triton.next_power_of_2(choice.experts),
+        "SLOTS_X": triton.next_power_of_2(max(choice.experts, choice.shared)),
         "ACTIVE": choice.active,
+        "SHARED": choice.shared,
         "SIGMOID": choice.is_sigmoid,
         "BIAS": choice.bias_X is not None,
         "RENORMALIZE": choice.renormalize,
@@ -528,6 +523,7 @@ def _expert_product(
     end = tl.load(tiles_ptr + 2 * num_tiles + tile)
     n = tl.program_id(0) // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     m = begin + tl.arange(0, BLOCK_M)
+    inside = m < end
     m_read = tl.minimum(m, end - 1)
     pair = tl.load(order_ptr + m_read)
     x_row = m_read if SORTED else pair // ACTIVE
@@ -592,7 +588,6 @@ def _expert_product(
         total *= factor[:, None] if TALL_X else factor[None]
         y_row = pair
     y_row = y_row.to(tl.int64) * outputs
-    inside = m < end
     out = total.to(y_ptr.dtype.element_ty)
     if TALL_X:
         places = y_ptr + y_row[:, None] + n[None]
@@ -603,70 +598,89 @@ def _expert_product(
 
 
 @triton.jit
-def _of_row(
+def _times_step(
+    w,
+    x_places,
+    at,
+    scales,
+    zeros,
+    INPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """[R, ..]: a step of rows of W times those of x, every TOGETHER products added up."""
+    TOGETHER: tl.constexpr = min(8, BLOCK_K // 2)
+    ROWS: tl.constexpr = w.shape[0]
+    if SCALES == 3:
+        here = (at + 2 * tl.arange(0, BLOCK_K // 2) < INPUTS)[None]
+        even = tl.load(x_places + at, here, 0.0).to(tl.float32)
+        odd = tl.load(x_places + at + 1, here, 0.0).to(tl.float32)
+        zero = tl.full((ROWS,), 8, tl.uint8)
+        if ZERO:
+            zero = tl.load(zeros + at // GROUP)
+        found = _nibbles(w & 15, zero[:, None], tl.float32) * even
+        found += _nibbles(w >> 4, zero[:, None], tl.float32) * odd
+        found *= tl.load(scales + at // GROUP).to(tl.float32)[:, None]
+    else:
+        k = at + tl.arange(0, BLOCK_K)
+        x = tl.load(x_places + at, (k < INPUTS)[None], 0.0).to(tl.float32)
+        found = _wide(w, tl.float32).to(tl.float32) * x
+        if SCALES == 2:
+            found *= tl.load(scales[:, None] + (k // 128)[None], (k < INPUTS)[None], 0.0)
+    return tl.sum(tl.reshape(found, (ROWS, found.shape[1] // TOGETHER, TOGETHER)), 2)
+
+
+@triton.jit
+def _of_rows(
     x_ptr,
+    x_row,
     w_ptr,
     scale_ptr,
     zero_ptr,
     bias_ptr,
-    norm_ptr,
-    eps,
     expert,
-    outputs,
     n,
+    outputs,
     INPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    UNROLL: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
-    """One row of x, or its norm, times the rows `n` of an expert's matrix of `outputs` rows."""
+    """[R]: row `n` of an expert's matrix of `outputs` rows times a row of x, each. A step of W is
+    on its way while the one before it is multiplied; with WAIT the first one is before x is there.
+    """
+    STEPS: tl.constexpr = (INPUTS + BLOCK_K - 1) // BLOCK_K
+    BYTES: tl.constexpr = 2 if SCALES == 3 else 1  # numbers of W in one that is loaded
     row = expert * outputs + n
-    squares = tl.zeros((BLOCK_K // 2 if SCALES == 3 else BLOCK_K,), tl.float32)
+    k = tl.arange(0, BLOCK_K // BYTES)
+    w_places = w_ptr + row[:, None] * (INPUTS // BYTES) + k[None]
+    x_places = x_ptr + x_row[:, None] * INPUTS + (BYTES * k)[None]
+    scales, zeros = scale_ptr + row, zero_ptr + row
     if SCALES == 3:
         GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-        k = 2 * tl.arange(0, BLOCK_K // 2)
-        total = tl.zeros((n.shape[0], BLOCK_K // 2), tl.float32)
-        for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
-            here = at + k < INPUTS
-            even = tl.load(x_ptr + at + k, here, 0.0).to(tl.float32)
-            odd = tl.load(x_ptr + at + k + 1, here, 0.0).to(tl.float32)
-            if NORM:
-                squares += even * even + odd * odd
-                even *= tl.load(norm_ptr + at + k, here, 0.0).to(tl.float32)
-                odd *= tl.load(norm_ptr + at + k + 1, here, 0.0).to(tl.float32)
-            places = w_ptr + row[:, None] * (INPUTS // 2) + ((at + k) // 2)[None]
-            both = tl.load(places, here[None], 0)
-            groups = row * GROUPS + at // GROUP
-            zero = tl.full((n.shape[0],), 8, tl.uint8)
-            if ZERO:
-                zero = tl.load(zero_ptr + groups)
-            low = _nibbles(both & 15, zero[:, None], tl.float32) * even[None]
-            high = _nibbles(both >> 4, zero[:, None], tl.float32) * odd[None]
-            total += (low + high) * tl.load(scale_ptr + groups).to(tl.float32)[:, None]
-    else:
+        scales, zeros = scale_ptr + row * GROUPS, zero_ptr + row * GROUPS
+    elif SCALES == 2:
         Q: tl.constexpr = (INPUTS + 127) // 128
-        k = tl.arange(0, BLOCK_K)
-        w_places = w_ptr + row[:, None] * INPUTS + k[None]
-        scales = scale_ptr + (expert * ((outputs + 127) // 128) + n // 128)[:, None] * Q
-        total = tl.zeros((n.shape[0], BLOCK_K), tl.float32)
-        for at in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
-            x = tl.load(x_ptr + at + k, at + k < INPUTS, 0.0).to(tl.float32)
-            if NORM:
-                squares += x * x
-                x *= tl.load(norm_ptr + at + k, at + k < INPUTS, 0.0).to(tl.float32)
-            w = _loaded(w_places, at, k, INPUTS, BLOCK_K)
-            found = _wide(w, tl.float32).to(tl.float32) * x[None]
-            if SCALES == 2:
-                here = (at + k < INPUTS)[None]
-                found *= tl.load(scales + ((at + k) // 128)[None], here, 0.0)
-            total += found
+        scales = scale_ptr + (expert * ((outputs + 127) // 128) + n // 128) * Q
+    w = _loaded(w_places, 0, k, INPUTS // BYTES, BLOCK_K // BYTES)
+    if WAIT:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((n.shape[0], BLOCK_K // BYTES // min(8, BLOCK_K // 2)), tl.float32)
+    for step in tl.range(0, STEPS - 1):
+        at = (step + 1) * BLOCK_K
+        ahead = _loaded(w_places, at // BYTES, k, INPUTS // BYTES, BLOCK_K // BYTES)
+        total += _times_step(w, x_places, at - BLOCK_K, scales, zeros, INPUTS, BLOCK_K, SCALES,
+                             GROUP, ZERO)  # fmt: skip
+        w = ahead
+    total += _times_step(w, x_places, (STEPS - 1) * BLOCK_K, scales, zeros, INPUTS, BLOCK_K, SCALES,
+                         GROUP, ZERO)  # fmt: skip
     out = tl.sum(total, 1)
-    if NORM:
-        out *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
     if SCALES == 1:
         out *= tl.load(scale_ptr + row)
     if BIAS:
@@ -681,23 +695,19 @@ def _gate_up_row(
     scale_ptr,
     zero_ptr,
     bias_ptr,
-    norm_ptr,
     y_ptr,
     experts_ptr,
     load_ptr,
     outputs,
-    eps,
     LOAD: tl.constexpr,
     INPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
-    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of a single token: some rows of gate and of up of one of its experts."""
@@ -712,9 +722,8 @@ def _gate_up_row(
         tl.store(load_ptr + expert, tl.load(load_ptr + expert) + 1, at_n == 0)
     both = tl.arange(0, 2 * BLOCK_N)  # gate and up of each row, side by side
     rows = tl.minimum(at_n + both // 2, outputs - 1) + both % 2 * outputs
-    found = _of_row(x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, eps, expert,
-                    2 * outputs, rows, INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS, NORM,
-                    UNROLL)  # fmt: skip
+    found = _of_rows(x_ptr, both * 0, w_ptr, scale_ptr, zero_ptr, bias_ptr, expert, rows,
+                     2 * outputs, INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS, False)  # fmt: skip
     gate, up = tl.split(tl.reshape(found, (BLOCK_N, 2)))
     n = at_n + tl.arange(0, BLOCK_N)
     out = _gated(gate, up, ACTIVATION)
@@ -735,40 +744,30 @@ def _down_row(
     INPUTS: tl.constexpr,
     ACTIVE: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    LINES: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
-    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a single token: some rows of all of its experts, added up. These were known before the
-    first product began, so that their rows can be called into the L2 cache before its end."""
-    if PDL:
-        if LINES > 0:
-            line = tl.arange(0, BLOCK_N * LINES)
-            ahead = tl.minimum(tl.program_id(0) * BLOCK_N + line // LINES, outputs - 1)
-            byte = tl.minimum(line % LINES * 128, ROW_BYTES - 1)
-            for pair in tl.range(ACTIVE):
-                row = tl.load(experts_ptr + pair).to(tl.int64) * outputs + ahead
-                call_lines(w_ptr.to(tl.int64) + row * ROW_BYTES + byte, 1)
-        gdc_wait()
-        gdc_launch_dependents()
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_read = tl.minimum(n, outputs - 1)
-    y = tl.zeros((BLOCK_N,), tl.float32)
-    for pair in tl.range(ACTIVE):
-        expert = tl.load(experts_ptr + pair).to(tl.int64)
-        found = _of_row(x_ptr + pair * INPUTS, w_ptr, scale_ptr, zero_ptr, bias_ptr, x_ptr, 0.0,
-                        expert, outputs, n_read, INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS,
-                        False, UNROLL)  # fmt: skip
-        y += found * tl.load(router_ptr + pair).to(tl.float32)
+    """Of a single token: some rows of all of its experts, side by side and added up. These were
+    known before the first product began, so that their rows are loaded before its end."""
+    SLOTS: tl.constexpr = triton.next_power_of_2(ACTIVE)
+    slot = tl.arange(0, SLOTS * BLOCK_N) // BLOCK_N
+    pair = tl.minimum(slot, ACTIVE - 1)
+    at_n = tl.program_id(0) * BLOCK_N
+    rows = tl.minimum(at_n + tl.arange(0, SLOTS * BLOCK_N) % BLOCK_N, outputs - 1)
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    factor = tl.load(router_ptr + pair).to(tl.float32)
+    found = _of_rows(x_ptr, pair, w_ptr, scale_ptr, zero_ptr, bias_ptr, expert, rows, outputs,
+                     INPUTS, BLOCK_K, SCALES, GROUP, ZERO, BIAS, PDL)  # fmt: skip
+    found = tl.where(slot < ACTIVE, found * factor, 0.0)
+    y = tl.sum(tl.reshape(found, (SLOTS, BLOCK_N)), 0)
+    n = at_n + tl.arange(0, BLOCK_N)
     if RESIDUAL:
-        y += tl.load(y_ptr + n_read).to(tl.float32)
+        y += tl.load(y_ptr + n, n < outputs, 0.0).to(tl.float32)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), n < outputs)
 
 
@@ -783,12 +782,13 @@ def _choose(
     EXPERTS: tl.constexpr,
     SLOTS_X: tl.constexpr,
     ACTIVE: tl.constexpr,
+    SHARED: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Writes the experts of a token, best first, and their weights; `logits` are -inf past the
-    last expert."""
+    """Writes the experts of a token, best first, and their weights, then those that are shared;
+    `logits` are -inf past the last expert."""
     x = tl.arange(0, SLOTS_X)
     is_expert = x < EXPERTS
     if SIGMOID:
@@ -800,18 +800,25 @@ def _choose(
     if BIAS:
         choice += tl.load(bias_ptr + x, is_expert, 0.0)
     choice = tl.where(choice == choice, choice, LEAST)  # NaN is the worst, before what is padding
-    choice = tl.where(is_expert, choice, float("-inf"))
-    # All places at once: one choice after the other is a chain of reductions.
-    is_better = choice[None] > choice[:, None]
-    is_better = is_better | ((choice[None] == choice[:, None]) & (x[None] < x[:, None]))
-    place = tl.sum(is_better.to(tl.int32), 1)
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # as ordered integers, whose maximum is fast
+    keys = tl.where(is_expert, bits ^ ((bits >> 31) & 0x7FFFFFFF), NO_KEY)
+    place = tl.full((SLOTS_X,), ACTIVE, tl.int32)
+    for number in tl.static_range(ACTIVE):
+        best = tl.max(keys, 0)
+        is_best = x == tl.min(tl.where(keys == best, x, SLOTS_X), 0)  # the first of equal ones
+        place = tl.where(is_best, number, place)
+        keys = tl.where(is_best, NO_KEY, keys)
     is_chosen = place < ACTIVE
     weights = tl.where(is_chosen, scores, 0.0)
     if RENORMALIZE:
         weights = weights / tl.maximum(tl.sum(weights, 0), 1e-20)
-    places = token * ACTIVE + place
+    places = token * (ACTIVE + SHARED) + place
     tl.store(weights_ptr + places, weights * scale, is_chosen)
     tl.store(experts_ptr + places, x, is_chosen)
+    if SHARED > 0:
+        places = token * (ACTIVE + SHARED) + ACTIVE + x
+        tl.store(weights_ptr + places, tl.full((SLOTS_X,), 1.0, tl.float32), x < SHARED)
+        tl.store(experts_ptr + places, EXPERTS + x, x < SHARED)
 
 
 @triton.jit
@@ -825,6 +832,7 @@ def _choose_rows(
     EXPERTS: tl.constexpr,
     SLOTS_X: tl.constexpr,
     ACTIVE: tl.constexpr,
+    SHARED: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -839,7 +847,7 @@ def _choose_rows(
     places = logits_ptr + token * stride + x
     logits = tl.load(places, x < EXPERTS, float("-inf")).to(tl.float32)
     _choose(logits, bias_ptr, weights_ptr, experts_ptr, token, scale, EXPERTS, SLOTS_X, ACTIVE,
-            SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
+            SHARED, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
 
 
 @triton.jit
@@ -852,50 +860,55 @@ def _route_rows(
     weights_ptr,
     experts_ptr,
     norm_ptr,
+    normed_ptr,
     eps,
     stride,
     scale,
     INPUTS: tl.constexpr,
     NORM: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS_X: tl.constexpr,
     ACTIVE: tl.constexpr,
+    SHARED: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some programs for each token multiply by the router; the last to arrive chooses."""
+    """Some programs for each token multiply by the router; the last to arrive chooses. Their rows
+    of it are there before the kernel before has ended. Each writes its share of the normed row."""
+    PROGRAMS: tl.constexpr = (EXPERTS + BLOCK_X - 1) // BLOCK_X
+    SHARE: tl.constexpr = (INPUTS + PROGRAMS - 1) // PROGRAMS
+    token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    program = tl.program_id(0) % PROGRAMS
+    x = program * BLOCK_X + tl.arange(0, BLOCK_X)
+    k = tl.arange(0, BLOCK_K)
+    here = k < INPUTS
+    w_places = w_ptr + tl.minimum(x, EXPERTS - 1)[:, None] * INPUTS + k[None]
+    w = tl.load(w_places, here[None], 0.0)
+    gain = tl.load(norm_ptr + k, here, 0.0) if NORM else k
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    PROGRAMS: tl.constexpr = (EXPERTS + BLOCK_X - 1) // BLOCK_X
-    token = tl.program_id(0) // PROGRAMS
-    x = tl.program_id(0) % PROGRAMS * BLOCK_X + tl.arange(0, BLOCK_X)
-    k = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_X, BLOCK_K), tl.float32)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
-    for at in tl.static_range(0, INPUTS, BLOCK_K):
-        here = at + k < INPUTS
-        states = tl.load(x_ptr + token.to(tl.int64) * stride + at + k, here, 0.0).to(tl.float32)
-        if NORM:
-            squares += states * states
-            states *= tl.load(norm_ptr + at + k, here, 0.0).to(tl.float32)
-        w_places = w_ptr + tl.minimum(x, EXPERTS - 1)[:, None] * INPUTS + at + k[None]
-        total += tl.load(w_places, here[None], 0.0).to(tl.float32) * states[None]
-    logits = tl.sum(total, 1)
+    row = tl.load(x_ptr + token * stride + k, here, 0.0)
     if NORM:
-        logits *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-    logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
+        wide = row.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 0) / INPUTS + eps)
+        row = (wide * factor * gain.to(tl.float32)).to(row.dtype)
+        tl.store(normed_ptr + token * INPUTS + k, row, here & (k // SHARE == program))
+    logits = tl.sum(w.to(tl.float32) * row.to(tl.float32)[None], 1)
+    if ROUND:
+        logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
     tl.store(logits_ptr + token * EXPERTS + x, logits, x < EXPERTS)
     if arrived_last(arrivals_ptr, token, PROGRAMS):
         every = tl.arange(0, SLOTS_X)
         places = logits_ptr + token * EXPERTS + every
         found = tl.load(places, every < EXPERTS, float("-inf"), cache_modifier=".cg")
-        _choose(found, bias_ptr, weights_ptr, experts_ptr, token.to(tl.int64), scale, EXPERTS,
-                SLOTS_X, ACTIVE, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
+        _choose(found, bias_ptr, weights_ptr, experts_ptr, token, scale, EXPERTS, SLOTS_X, ACTIVE,
+                SHARED, SIGMOID, BIAS, RENORMALIZE)  # fmt: skip
         reset(arrivals_ptr, token)
 
 

@@ -16,12 +16,11 @@ from functools import cached_property, partial
 import torch
 
 from ridgeline.architectures.spec import DenseSpec, ExpertsSpec
-from ridgeline.distributed.placement import Placement
+from ridgeline.distributed.placement import Placement, Shard
 from ridgeline.kernels.cpu.experts import PackedExperts, packed_experts
 from ridgeline.kernels.cpu.packed_linear import PackedMatrix
 from ridgeline.kernels.grouped_experts import StackedMatrix, grouped_experts
 from ridgeline.kernels.quantized_matrix import Parameters
-from ridgeline.kernels.small_linear import InputNorm
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import Hidden, RMSNorm
 from ridgeline.layers.linear import Linear
@@ -84,7 +83,8 @@ class Stack:
 
 class Experts:
     """`name(role, expert)` is the checkpoint name of a tensor of this layer; each expert is
-    split over the ranks like a dense feed-forward, and the sums meet once.
+    split over the ranks like a dense feed-forward, and the sums meet once. Shared experts that are
+    some times as wide as the others are so many more of them in grouped products.
 
     `deterministic`: what a token gets does not depend on the others. Its experts are added in the
     order of their numbers in any case; here no sum is left to a kernel that may cut it otherwise.
@@ -103,25 +103,38 @@ class Experts:
     ) -> None:
         self.spec = spec
         self.deterministic = deterministic
-        self.router = Router(spec, hidden_size, name, router_linear, deterministic=deterministic)
         dense = DenseSpec(spec.intermediate_size, spec.activation, spec.bias)
         self.placement = placement
-        self.gate_up, self.down = Stack(spec.num_experts), Stack(spec.num_experts)
         self.experts: list[FeedForward] = []
+        self.slices = 0  # behind the others, of the shared experts
         for expert in range(spec.num_experts):
             one = FeedForward(dense, hidden_size, partial(name, expert=expert), linear, placement)
-            self.gate_up.take(expert, one.gate_up)
-            self.down.take(expert, one.down)
-            self.experts.append(one)
+            if not expert:
+                self.slices = _num_slices(spec, one, placement)
+                number = spec.num_experts + self.slices
+                self.gate_up, self.down = Stack(number), Stack(number)
+            self._take(one)
         self.load_X: torch.Tensor | None = None  # int64: tokens of each expert, if they are counted
         self.shared: FeedForward | None = None
-        if spec.shared_size:
-            shared = DenseSpec(spec.shared_size, spec.activation)
+        shared = DenseSpec(spec.shared_size, spec.activation)
 
-            def shared_name(role: str) -> str:
-                return name(f"shared_{role}")
+        def shared_name(role: str) -> str:
+            return name(f"shared_{role}")
 
+        for number in range(self.slices):
+            inner = Shard(number * spec.intermediate_size, spec.intermediate_size)
+            made = hidden_size, shared_name, linear, placement
+            self._take(FeedForward(shared, *made, inner=inner))
+        if spec.shared_size and not self.slices:
             self.shared = FeedForward(shared, hidden_size, shared_name, linear, placement)
+        self.router = Router(
+            spec, hidden_size, name, router_linear, deterministic=deterministic, slices=self.slices
+        )
+
+    def _take(self, one: FeedForward) -> None:
+        self.gate_up.take(len(self.experts), one.gate_up)
+        self.down.take(len(self.experts), one.down)
+        self.experts.append(one)
 
     @cached_property
     def matrices(self) -> tuple[StackedMatrix, StackedMatrix] | None:
@@ -155,13 +168,11 @@ class Experts:
         if self.matrices is None or norm_out is not None or self.placement.size > 1:
             hidden.add(self.of(hidden.normed(norm)), norm_out)
             return
-        if norm is not None and norm.fuses and self._takes_norm(hidden):
-            x_TE, as_input = hidden.sum_TE, norm.as_input
-            routes = self.router.route(x_TE, as_input)
-            self._grouped(x_TE, routes, self.matrices, x_TE, as_input)
-            return
-        x_TE = hidden.normed(norm)
-        routes = self.router.route(x_TE)
+        if norm is not None and norm.fuses and self.router.takes_norm(len(hidden.sum_TE)):
+            routes, x_TE = self.router.route_normed(hidden.whole(), norm.as_input)
+        else:
+            x_TE = hidden.normed(norm)
+            routes = self.router.route(x_TE)
         self._grouped(x_TE, routes, self.matrices, hidden.sum_TE)
         if self.shared is not None:
             hidden.add(_of_shared(self.shared, x_TE, routes))
@@ -184,11 +195,6 @@ class Experts:
         else:
             y_TE = self.placement.all_reduce(self._grouped(x_TE, routes, self.matrices))
         return y_TE if self.shared is None else y_TE.add_(_of_shared(self.shared, x_TE, routes))
-
-    def _takes_norm(self, hidden: Hidden) -> bool:
-        """A single token's norm is in the kernels of the router and of the first product."""
-        is_whole = hidden.partial_TE is None and self.shared is None
-        return is_whole and len(hidden.sum_TE) == 1 and self.router.takes_norm(1)
 
     def _one_by_one(self, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Of experts that have tokens; the host asks which."""
@@ -214,7 +220,6 @@ class Experts:
         routes: Routes,
         matrices: tuple[StackedMatrix, StackedMatrix],
         residual_TE: torch.Tensor | None = None,
-        norm: InputNorm | None = None,
     ) -> torch.Tensor:
         return grouped_experts(
             x_TE,
@@ -222,7 +227,6 @@ class Experts:
             routes.experts_TA,
             *matrices,
             self.spec.activation,
-            norm=norm,
             residual_TE=residual_TE,
             load_X=self.load_X,
             in_any_batch=self.deterministic,
@@ -264,10 +268,10 @@ class ExpertLoad:
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
         self._sizes = [layer.spec.num_experts for layer in layers]
-        shape = len(layers), max(self._sizes, default=0)
+        shape = len(layers), max((len(layer.experts) for layer in layers), default=0)
         self._counts_LX = torch.zeros(shape, dtype=torch.int64, device=device)
         for counts_X, layer in zip(self._counts_LX, layers, strict=True):
-            layer.load_X = counts_X[: layer.spec.num_experts]
+            layer.load_X = counts_X[: len(layer.experts)]
         is_apart = device.type == "cuda" and len(layers) > 0
         self._read_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_apart)
         self._arrived = torch.cuda.Event() if is_apart else None  # type: ignore[no-untyped-call]
@@ -278,8 +282,9 @@ class ExpertLoad:
         came. As the call before this one found them: the next figures are asked for now."""
         if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
             return self._found
-        rows = zip(self._read_LX.tolist(), self._sizes, strict=True)
-        self._found = tuple(max(row) * size / max(1, sum(row)) for row, size in rows)
+        both = zip(self._read_LX.tolist(), self._sizes, strict=True)
+        rows = [row[:size] for row, size in both]  # those that are chosen
+        self._found = tuple(max(row) * len(row) / max(1, sum(row)) for row in rows)
         self._read_LX.copy_(self._counts_LX, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
@@ -291,6 +296,15 @@ def _packed(linears: Sequence[Linear]) -> list[PackedMatrix]:
     found = [linear.format.packed(linear.parameters) for linear in linears]
     forms = {None if one is None else (one.kind, one.group) for one in found}
     return [one for one in found if one is not None] if len(forms) == 1 else []
+
+
+def _num_slices(spec: ExpertsSpec, expert: FeedForward, placement: Placement) -> int:
+    """As so many more experts the shared ones go through the grouped products of this device."""
+    is_stacked = all(tensor.device.type in STACKED_ON for tensor in expert.gate_up.tensors())
+    fits = spec.shared_size % spec.intermediate_size == 0 and not spec.bias
+    if is_stacked and fits and placement.size == 1 and expert.gate_up.format.cuts_columns:
+        return spec.shared_size // spec.intermediate_size
+    return 0
 
 
 def _of_shared(shared: FeedForward, x_TE: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -17,7 +17,8 @@ from ridgeline.layers.linear import Linear, Part
 
 
 class FeedForward:
-    """`name(role)` is the checkpoint name of a tensor of this layer."""
+    """`name(role)` is the checkpoint name of a tensor of this layer. `inner`: those of its inner
+    numbers that this one has; None: the share of this rank."""
 
     def __init__(
         self,
@@ -26,8 +27,10 @@ class FeedForward:
         name: Callable[[str], str],
         linear: Callable[..., Linear],
         placement: Placement,
+        *,
+        inner: Shard | None = None,
     ) -> None:
-        inner = placement.shard(spec.intermediate_size, "intermediate_size")
+        inner = inner or placement.shard(spec.intermediate_size, "intermediate_size")
 
         def part(role: str, rows: Shard) -> Part:
             return Part(name(role), name(f"{role}_bias") if spec.bias else None, rows)

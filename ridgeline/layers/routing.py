@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ridgeline.architectures.spec import ExpertsSpec
 from ridgeline.distributed.placement import Shard
-from ridgeline.errors import check
+from ridgeline.errors import InternalError
 from ridgeline.kernels.cpu.experts import Route, route, takes_logits
 from ridgeline.kernels.cpu.packed_linear import linear
 from ridgeline.kernels.grouped_experts import Choice, choose_experts, route_experts
@@ -31,12 +31,12 @@ from ridgeline.layers.linear import Linear, Part
 from ridgeline.layers.piece import Vector
 
 # Of the router's product, up to which it and the choice are one launch on a GPU: few tokens.
-MOST_NUMBERS = 1 << 12
+MOST_NUMBERS = 1 << 11
 LEAST_SUM = 1e-20  # of weights that are divided by their sum
 
 
 class Routes(NamedTuple):
-    """`shared_T1`: the weight of the shared experts; None: one."""
+    """`shared_T1`: the weight of shared experts that are a feed-forward of their own; None: one."""
 
     weights_TA: torch.Tensor
     experts_TA: torch.Tensor
@@ -48,6 +48,7 @@ class Router:
     reads the same states, so it is one more row of the same product.
 
     `deterministic`: no sum is left to a kernel that may add in another order for other tokens.
+    `slices`: so many experts behind the others are the shared ones, which every token goes to.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Router:
         linear: Callable[..., Linear],
         *,
         deterministic: bool = False,
+        slices: int = 0,
     ) -> None:
-        self.spec = spec
+        self.spec, self.slices = spec, slices
         bias = name("router_bias") if spec.router_bias else None
         rows = [Part(name("router"), bias, Shard(0, spec.num_experts))]
         if spec.shared_gate:
@@ -94,12 +96,14 @@ class Router:
             renormalize=spec.renormalize,
             scale=spec.weight_scale,
             bias_X=bias_X,
+            in_float32=spec.float32_scores,
+            shared=self.slices,
         )
 
     def _native(self) -> Route | None:
         """The same for the native kernels of a CPU."""
         spec = self.spec
-        if next(iter(self.linear.parameters.values())).device.type != "cpu":
+        if next(iter(self.linear.parameters.values())).device.type != "cpu" or self.slices:
             return None
         return Route(
             spec.num_experts,
@@ -115,16 +119,22 @@ class Router:
         )
 
     def takes_norm(self, num_tokens: int) -> bool:
-        """`route` of so many tokens norms them too."""
+        """`route_normed` of so many tokens is one launch."""
         return 0 < num_tokens <= self._most_tokens
 
-    def route(self, x_TE: torch.Tensor, norm: InputNorm | None = None) -> Routes:
-        """`norm`: of x, where `takes_norm` says so."""
+    def route(self, x_TE: torch.Tensor) -> Routes:
         if self._choice is not None and self.takes_norm(len(x_TE)):
             weight_XE = self.linear.parameters["weight"]
-            return Routes(*route_experts(x_TE, weight_XE, self._choice, norm))
-        check(norm is None, "only few tokens are normed here", tokens=len(x_TE))
+            return Routes(*route_experts(x_TE, weight_XE, self._choice)[:2])
         return self.choose(self._logits(x_TE))
+
+    def route_normed(self, x_TE: torch.Tensor, norm: InputNorm) -> tuple[Routes, torch.Tensor]:
+        """Of the normed x, and that itself, where `takes_norm` says so."""
+        if (choice := self._choice) is None:
+            raise InternalError("no kernel chooses by this rule")
+        weight_XE = self.linear.parameters["weight"]
+        weights_TA, experts_TA, normed_TE = route_experts(x_TE, weight_XE, choice, norm)
+        return Routes(weights_TA, experts_TA), normed_TE
 
     def _in_float32(self, x_TE: torch.Tensor) -> torch.Tensor:
         """The product of the serving dtype's numbers, which is not rounded to it."""
@@ -146,7 +156,10 @@ class Router:
             shared_T1 = logits_TX[:, -1:].sigmoid()
             logits_TX = logits_TX[:, :-1]
         if self._choice is not None:
-            return Routes(*choose_experts(logits_TX, self._choice), shared_T1)
+            weights_TA, experts_TA = choose_experts(logits_TX, self._choice)
+            if self.slices and shared_T1 is not None:
+                weights_TA[:, spec.num_active :] = shared_T1
+            return Routes(weights_TA, experts_TA, None if self.slices else shared_T1)
         scores_TX = self._score(logits_TX)
         choice_TX = scores_TX
         if self.score_bias is not None:
@@ -160,7 +173,15 @@ class Router:
             weights_TA = weights_TA / self._sum(weights_TA).clamp_min(LEAST_SUM)
         if spec.weight_scale != 1.0:
             weights_TA = weights_TA * spec.weight_scale
-        return Routes(weights_TA, experts_TA, shared_T1)
+        if not self.slices:
+            return Routes(weights_TA, experts_TA, shared_T1)
+        shared = torch.arange(self.slices, device=experts_TA.device) + spec.num_experts
+        ones_T1 = weights_TA.new_ones(len(weights_TA), 1)
+        every_TS = (ones_T1 if shared_T1 is None else shared_T1).expand(-1, self.slices)
+        return Routes(
+            torch.cat((weights_TA, every_TS.to(weights_TA.dtype)), 1),
+            torch.cat((experts_TA, shared.expand(len(experts_TA), -1)), 1),
+        )
 
     def parts(self) -> list[Linear | Vector]:
         """All that holds parameters."""

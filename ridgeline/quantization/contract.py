@@ -124,6 +124,9 @@ class WeightFormat(ABC):
 
     # -------------------------------------------------------------------- experts
 
+    # Some columns of a matrix, kept alone, are the same numbers.
+    cuts_columns = False
+
     def of_experts(self) -> WeightFormat:
         """The same numbers, kept so that `stacked` takes them where it takes any."""
         return self

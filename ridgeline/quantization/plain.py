@@ -36,6 +36,7 @@ from ridgeline.quantization.panels import fits_panels, fused_packed, keep_packed
 class PlainWeights(WeightFormat):
     name = "plain"
     serves_vocabulary = True
+    cuts_columns = True
 
     def parameters(
         self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device

@@ -83,13 +83,12 @@ def experts() -> Iterator[Callable[[], object]]:
             gate_up, down = map(grouped.StackedMatrix, codes, scales)
         else:
             gate_up, down = map(grouped.StackedMatrix, made)
-        for tokens in (1,) if is_coded else (1, 8, 400):
+        for tokens in (1,) if is_coded else (1, 8, 40, 400):
             x, chosen = empty(tokens, width), zeros(tokens, active)
             cut = grouped.choose_cut(tokens, active, gate_up, down)
             yield partial(
                 ours.grouped_experts_triton, x, empty(tokens, active, dtype=torch.float32), chosen,
                 gate_up, down, cut=cut, residual_TE=x, load_X=load,
-                norm=norm if cut.block_m == 1 else None,
             )  # fmt: skip
     for choice in (
         grouped.Choice(128, 8),

@@ -123,21 +123,16 @@ def test_experts(
     x = noise(tokens, width + 8, seed=3, dtype=dtype)[:, :width]  # with gaps between rows
     tma = tma and not scales.startswith("groups")
     size = 16 if block_m == 1 else 32
-    cut = ExpertsCut(block_m, ExpertTile(size, 32, tma=tma), ExpertTile(size, 32, tma=tma))
+    tile = ExpertTile(size, 32, tma=tma)
+    cut = ExpertsCut(block_m, tile, tile)
     residual = noise(tokens, width, seed=4, dtype=dtype)
-    norm = InputNorm(noise(width, seed=6, dtype=dtype), 1e-5) if block_m == 1 else None
-    normed = (
-        x.float()
-        if norm is None
-        else rms_norm_reference(x.float(), norm.weight_K.float(), norm.eps)
-    )
     exact = grouped_experts_reference(
-        normed, weights, chosen, _wide(gate_up), _wide(down), activation
+        x.float(), weights, chosen, _wide(gate_up), _wide(down), activation
     )
     load = torch.zeros(experts, dtype=torch.int64, device=DEVICE)
     for added in (None, residual):
         got = ours.grouped_experts_triton(
-            x, weights, chosen, gate_up, down, activation, cut=cut, norm=norm,
+            x, weights, chosen, gate_up, down, activation, cut=cut,
             residual_TE=None if added is None else added.clone(), load_X=load,
         )  # fmt: skip
         wanted = exact if added is None else exact + added.float()
@@ -178,15 +173,19 @@ def test_choices(tokens: int, experts: int, active: int, rule: dict[str, Any]) -
     if router.score_bias is not None:
         router.score_bias.values.copy_(noise(experts, seed=2))
         choice = replace(choice, bias_X=router.score_bias.values.to(DEVICE))
+    router.slices = active - 1
+    choice = replace(choice, shared=active - 1)
     ones = InputNorm(torch.ones(96, device=DEVICE), 0.0)
     x = rms_norm_reference(noise(tokens, 100, seed=3)[:, :96], ones.weight_K, 0.0)
     x = torch.nn.functional.pad(x, (0, 4))[:, :96]
     exact = router.route(x.cpu())
     room = make_workspace(x.device, 512, 8)
-    for weights, chosen in (
+    normed = ours.route_triton(3 * x, weight.to(DEVICE), choice, norm=ones, workspace=room)
+    torch.testing.assert_close(normed[2], x)
+    for weights, chosen, *_ in (
         ours.choose_experts_triton(x @ weight.to(DEVICE).T, choice),
         ours.route_triton(x, weight.to(DEVICE), choice, workspace=room),
-        ours.route_triton(3 * x, weight.to(DEVICE), choice, norm=ones, workspace=room),
+        normed,
     ):
         assert chosen.tolist() == exact.experts_TA.tolist()
         torch.testing.assert_close(weights.cpu(), exact.weights_TA, rtol=1e-5, atol=1e-6)

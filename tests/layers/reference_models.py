@@ -100,7 +100,7 @@ def tiny_config(model_type: str, **changes: Any) -> dict[str, Any]:
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if model_type in ("qwen2_moe", "qwen3_moe"):
         config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-        config |= {"shared_expert_intermediate_size": 40} if model_type == "qwen2_moe" else {}
+        config |= {"shared_expert_intermediate_size": 48} if model_type == "qwen2_moe" else {}
     if model_type == "granitemoe":
         config |= {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}
     if model_type == "glm4_moe":

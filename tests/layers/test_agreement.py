@@ -471,13 +471,23 @@ def test_dynamic_positions_past_the_trained_length(name: str) -> None:
     assert worst(got, reference(name).logits(ids)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral one expert", "mixtral window"])
+STACKED = {
+    "mixtral": 0,
+    "mixtral one expert": 0,
+    "mixtral window": 0,
+    "qwen2_moe": 2,
+    "glm4_moe": 1,
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
 def test_stacked_experts_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "STACKED_ON", {"cpu", "cuda"})
     driver = drive(name)
     for layer in driver.decoder.layers:
-        assert isinstance(layer.feed_forward, experts.Experts)
-        assert not layer.feed_forward.asks_host
+        if isinstance(layer.feed_forward, experts.Experts):
+            assert not layer.feed_forward.asks_host
+            assert layer.feed_forward.slices == STACKED[name]
     ids = prompts(6, (70,))["r0"]
     got = torch.cat([driver.step({"a": ids[i : i + 14]})["a"] for i in range(0, 70, 14)])
     assert worst(got, reference(name).logits(ids)) <= TOLERANCE
