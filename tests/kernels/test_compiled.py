@@ -83,7 +83,7 @@ def experts() -> Iterator[Callable[[], object]]:
             gate_up, down = map(grouped.StackedMatrix, codes, scales)
         else:
             gate_up, down = map(grouped.StackedMatrix, made)
-        for tokens in (1,) if is_coded else (1, 8, 40, 400):
+        for tokens in (1,) if is_coded else (1, 8, 40, 400, 2000):
             x, chosen = empty(tokens, width), zeros(tokens, active)
             cut = grouped.choose_cut(tokens, active, gate_up, down)
             yield partial(
