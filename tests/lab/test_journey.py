@@ -55,6 +55,8 @@ def test_the_page_shows_that_trace() -> None:
     torch.testing.assert_close(shown, theirs.attentions[4][0, 2], rtol=0, atol=1e-4)
     assert shown.triu(1).abs().max() == 0
     assert drawing.row == drawing.weights[-1]  # the pass over the prompt chose the first token
+    peaks = [[float(rows[-1].max()) for rows in layer[0]] for layer in theirs.attentions]
+    torch.testing.assert_close(torch.tensor(drawing.peaks), torch.tensor(peaks), rtol=0, atol=1e-4)
     vector = theirs.hidden_states[0][0, 2, : len(drawing.vectors[2])]
     torch.testing.assert_close(torch.tensor(drawing.vectors[2]), vector, rtol=0, atol=1e-3)
     likely = theirs.logits[0, -1].softmax(-1)

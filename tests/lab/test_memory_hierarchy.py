@@ -26,12 +26,16 @@ def test_an_a100_has_the_memories_of_the_teaching_texts() -> None:
 
 
 def test_rates_of_sram_follow_from_peaks() -> None:
-    """A multiprocessor of the A100 does 2,048 operations a clock, of the H100 4,096, and each reads
-    128 B: bytes a second are the peak's 1/16 and 1/32."""
-    for name, share in (("a100-80-sxm", 1 / 16), ("h100-sxm", 1 / 32), ("h100-pcie", 1 / 32)):
+    """A multiprocessor of the A100 does 2,048 operations a clock, of the H100 4,096, others 1,024
+    or (sold for games) 512, and each reads 128 B: so bytes a second are a share of the peak."""
+    shares = {
+        "a100-80-sxm": 1 / 16, "h100-sxm": 1 / 32, "h100-pcie": 1 / 32, "a10": 1 / 8, "l4": 1 / 8,
+        "l40s": 1 / 8, "rtx-3090": 1 / 4, "rtx-4090": 1 / 4,
+    }  # fmt: skip
+    for name, share in shares.items():
         device = find_device(name)
         assert device.sram is not None
-        assert device.sram.bytes_per_s == pytest.approx(device.peak("bf16") * share, rel=0.01)
+        assert device.sram.bytes_per_s == pytest.approx(device.peak("bf16") * share, rel=0.02)
 
 
 def test_weights_that_have_no_room_come_from_the_host() -> None:

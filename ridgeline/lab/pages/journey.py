@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 STEPS = ("1 tokens", "2 embeddings", "3 attention", "4 logits", "5 sampling", "6 text", "7 stop")
 MAX_TOKENS = 160
-SHOWN_NUMBERS = 48  # of an embedding
-SHOWN_CANDIDATES = 12
+SHOWN_NUMBERS, SHOWN_CANDIDATES = 48, 12  # of an embedding, of all tokens
 TRACE = "ridgeline.traced.TracedModel.read"
 
 
@@ -87,13 +86,14 @@ class LayerSays(msgspec.Struct, frozen=True):
 
 class Drawing(msgspec.Struct, frozen=True):
     """`weights`: rows of the layer's head over the prompt; `row`: that of the pass that chose
-    answer token `at`, over `seen` tokens."""
+    answer token `at`, over `seen` tokens. `peaks`: the largest of a row, of each head."""
 
     pieces: list[Piece]
     width: int
     vectors: list[list[float]]
     weights: list[list[float]]
     row: list[float]
+    peaks: list[list[float]]
     seen: list[Piece]
     by_layer: list[LayerSays]
     candidates: list[Candidate]
@@ -157,7 +157,6 @@ def answer(inputs: Inputs) -> Iterator[float | Answer[Drawing]]:
 
 
 _KNOWN: dict[Inputs, _Told] = {}
-MOST_KNOWN = 32
 
 
 def _tell(inputs: Inputs) -> Iterator[float | _Told]:
@@ -178,7 +177,7 @@ def _tell(inputs: Inputs) -> Iterator[float | _Told]:
             one = parts.model.read(now[-1:], len(now) - 1)
             chosen.append(_choose(parts, inputs, one, len(now)))
     told = _Told(token_ids, embeddings, weights, chosen)
-    if len(_KNOWN) >= MOST_KNOWN:
+    if len(_KNOWN) >= 32:
         _KNOWN.clear()
     _KNOWN[asked] = told
     yield told
@@ -266,6 +265,7 @@ def _answer(inputs: Inputs, parts: _Parts, told: _Told) -> Answer[Drawing]:
             for r in told.weights[inputs.layer - 1][inputs.head - 1].tolist()
         ],
         [round(x, 4) for x in here.rows[inputs.layer - 1][inputs.head - 1].tolist()],
+        here.rows.amax(-1).tolist(),
         [_piece(parts, i) for i in seen],
         here.by_layer,
         here.candidates,

@@ -86,9 +86,9 @@ function attention(h, d, width, inputs, act) {
     ${cell > 7 && d.pieces.map((/** @type {any} */ piece, /** @type {number} */ t) => h`<g key=${t}><text x=${left - 5} y=${head + (t + 0.5) * cell + 4} text-anchor="end" class="muted">${cut(piece.text)}</text>
       <text transform="translate(${left + (t + 0.5) * cell + 4} ${head - 5}) rotate(-90)" class="muted">${cut(piece.text)}</text></g>`)}
     <g transform="translate(${side} ${top})">
-      <text class="strong" x="0" y="12">layer ${inputs.layer}, head ${inputs.head}</text><text class="muted" x="118" y="12">choose another</text>
+      <text class="strong" x="0" y="12">layer ${inputs.layer}, head ${inputs.head}</text><text class="muted" x="118" y="12">stronger: sharper</text>
       ${Array.from({ length: 36 }, (_, i) => { const l = Math.floor(i / 6) + 1, g = (i % 6) + 1, isNow = l === inputs.layer && g === inputs.head;
-        return h`<g key=${i} class="handle" onClick=${() => act({ layer: l, head: g })}><rect x=${(g - 1) * (pick + 3)} y=${20 + (l - 1) * (pick + 3)} width=${pick} height=${pick} rx="4" fill=${isNow ? "var(--accent)" : "var(--free)"}><title>layer ${l}, head ${g}</title></rect><text x=${(g - 1) * (pick + 3) + pick / 2} y=${20 + (l - 1) * (pick + 3) + 15} text-anchor="middle" class=${isNow ? "on" : "muted"}>${g}</text></g>`; })}
+        return h`<g key=${i} class="handle" onClick=${() => act({ layer: l, head: g })}><rect x=${(g - 1) * (pick + 3)} y=${20 + (l - 1) * (pick + 3)} width=${pick} height=${pick} rx="4" fill="var(--accent)" fill-opacity=${isNow ? 1 : 0.06 + 0.5 * d.peaks[l - 1][g - 1] ** 2} stroke=${isNow ? "var(--text)" : "none"} stroke-width="2"><title>layer ${l}, head ${g}: at most ${number(100 * d.peaks[l - 1][g - 1])} % on one token</title></rect><text x=${(g - 1) * (pick + 3) + pick / 2} y=${20 + (l - 1) * (pick + 3) + 15} text-anchor="middle" class=${isNow ? "on" : ""}>${g}</text></g>`; })}
     </g>
     <text x=${side} y=${rowTop - 10}>to say “${d.said[d.at].text}” it looks at</text>
     ${d.seen.map((/** @type {any} */ piece, /** @type {number} */ t) => h`<g key=${t} transform="translate(${side} ${rowTop + t * rowHeight})">
