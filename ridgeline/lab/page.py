@@ -32,6 +32,8 @@ PAGES = {
     "decode_from_scratch": "ridgeline.lab.pages.decode_from_scratch",
     "batching": "ridgeline.lab.pages.batching",
     "speculation": "ridgeline.lab.pages.speculation",
+    "serving": "ridgeline.lab.pages.serving",
+    "design_challenges": "ridgeline.lab.pages.design_challenges",
     "memory_wall": "ridgeline.lab.pages.memory_wall",
     "kv_growth": "ridgeline.lab.pages.kv_growth",
     "attention_variants": "ridgeline.lab.pages.attention_variants",
@@ -101,8 +103,9 @@ class Preset(msgspec.Struct, frozen=True):
 
 class Page(msgspec.Struct, frozen=True):
     """`inputs` is a Struct whose fields all have defaults, declared by `control`. A `long` answer
-    is a generator that yields progress from 0 to 1 and at last the Answer; it is closed when nobody
-    waits for it any more. `needs_model`: it reads the bundled model."""
+    is a generator that yields progress from 0 to 1 and at last the Answer, perhaps less whole ones
+    before; it is closed when nobody waits for it any more. `needs_model`: it reads the bundled
+    model."""
 
     name: str
     title: str

@@ -112,6 +112,11 @@ class Replica:
             start_s, num_steps = leap.first_end_s, num_steps - 1
         self._record(start_s, leap.end_s, num_steps, num_rows, num_rows * num_steps)
 
+    def lose(self, now: float) -> None:
+        """What it does and holds is gone: no step ends any more, and no block is in use."""
+        self.is_lost = True
+        self.samples.append(StepSample(now, now, 0, 0, 0, 0, 0, 0, self.number))
+
     # ------------------------------------------------------------------ what is seen
 
     def view(self, request: Request | None = None) -> ReplicaView:

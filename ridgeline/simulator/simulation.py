@@ -189,6 +189,7 @@ class Simulation:
         replica.take_in()
         if event.collects and self.options.macro_steps:
             may_overshoot = self._is_blind and replica.engine.plans_ahead_s is None
+            may_overshoot = may_overshoot and not self._changes  # what is lost has not run
             leap = replica.leap(horizon, may_overshoot=may_overshoot)
             if leap is not None:
                 return self._next(replica, leap.now, leap=leap)
@@ -251,7 +252,7 @@ class Simulation:
             old.is_ready = True
             again, self._homeless = self._homeless, []
         else:
-            old.is_lost = True
+            old.lose(self.now)
             self._lost.append(old)
             new = self.replicas[number] = self._replica(number)
             new.clock.advance_to(self.now)

@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.errors import ConfigError
 from ridgeline.router.policies import LeastLoaded
-from ridgeline.simulator.report import RequestTimeline
+from ridgeline.simulator.report import RequestTimeline, used_blocks
 from ridgeline.simulator.simulation import Machine, Options, Outage, Simulation
 from ridgeline.simulator.workload import Arrival, Workload, fixed, generate
 from tests.simulator.worlds import LinearPricer, OneSecond
@@ -34,6 +34,14 @@ def test_who_was_being_answered_begins_anew_when_the_only_replica_is_back() -> N
     assert (first.first_token_s, first.finished_s, first.num_retries) == (6.0, 9.0, 1)
     assert (second.first_token_s, second.finished_s, second.num_retries) == (6.0, 7.0, 0)
     assert first.ttft_s == 6.0, "counted from when it first came"
+
+
+def test_a_lost_replica_holds_no_blocks() -> None:
+    options = Options(max_in_flight=1, outages=(Outage(0, 2.5, 5.0),))
+    report = Simulation(MACHINE, (Arrival(0.0, 4, 4, id="0"),), options).run()
+    used = [(when, blocks) for when, blocks in used_blocks(report.steps, 1) if when <= 5]
+    assert used == [(1.0, 1), (2.0, 1), (2.5, 0)]
+    assert report.num_steps == 2 + 4
 
 
 def test_another_replica_takes_over_at_once() -> None:

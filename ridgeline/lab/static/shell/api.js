@@ -62,19 +62,21 @@ export async function pages() {
 }
 
 /** The answer of a page. @param {any} page @param {object} inputs @param {AbortSignal} signal
- * @param {(share: number) => void} onProgress */
-export async function ask(page, inputs, signal, onProgress) {
+ * @param {(share: number) => void} onProgress @param {(answer: any) => void} onAnswer hears of an answer that will be completed, too */
+export async function ask(page, inputs, signal, onProgress, onAnswer) {
   if (isStatic) return (await import("./edition.js")).answer(page, inputs, signal);
   const reply = await reach(`api/${page.name}`, {
     method: "POST", body: JSON.stringify(inputs), signal, headers: { "content-type": "application/json" },
   });
   if (!page.long) return reply.json();
+  let last = null;
   for await (const text of events(reply)) {
     const told = JSON.parse(text);
     if (told.error) throw new Failure(told.error.message);
-    if (told.answer) return told.answer;
-    onProgress(told.progress);
+    if (told.answer) onAnswer((last = told.answer));
+    else onProgress(told.progress);
   }
+  if (last) return last;
   throw new Failure("The answer broke off. Move something to ask again.");
 }
 

@@ -48,7 +48,8 @@ function useAnswer(page, inputs) {
   useEffect(() => {
     const leave = new AbortController();
     setState((/** @type {any} */ old) => ({ ...old, busy: true, share: 0 }));
-    ask(page, inputs, leave.signal, (share) => setState((/** @type {any} */ old) => ({ ...old, share })))
+    const tell = (/** @type {any} */ news) => { if (!leave.signal.aborted) setState((/** @type {any} */ old) => ({ ...old, ...news })); };
+    ask(page, inputs, leave.signal, (share) => tell({ share }), (answer) => tell({ answer, inputs, fault: undefined }))
       .then((answer) => { if (!leave.signal.aborted) setState({ answer, inputs, busy: false, share: 1 }); })
       .catch((fault) => { if (!leave.signal.aborted) setState((/** @type {any} */ old) => ({ ...old, busy: false, fault: fault.message })); });
     return () => leave.abort();
