@@ -36,7 +36,7 @@ function devices(h, d, inputs, act, width) {
       <tspan fill="var(--weights)">■ weights ${scaled(d.memory.weights, "B")}</tspan>
       <tspan dx="8" fill="var(--kv)">■ KV ${scaled(d.memory.kv, "B")}</tspan>
       ${width > 480 && h`<tspan dx="8" fill="var(--activations)">■ other ${scaled(d.memory.other, "B")}</tspan>`}
-      <tspan dx="8">${isOver ? `too much for ${scaled(d.capacity, "B")}` : width > 400 ? `of ${scaled(d.capacity, "B")} each` : ""}</tspan>
+      <tspan dx="8">${isOver ? `too much${width > 400 ? ` for ${scaled(d.capacity, "B")}` : ""}` : width > 400 ? `of ${scaled(d.capacity, "B")} each` : ""}</tspan>
     </text>
   </svg>`;
 }
@@ -56,7 +56,7 @@ function shards(h, d, width) {
       const w = size(one.columns), t = size(one.rows), x = (i % columns) * cell + 2, y = tops[Math.floor(i / columns)];
       const isRows = one.split === "rows", n = one.split ? one.shares : 1;
       const cuts = Array.from({ length: n - 1 }, (_, k) => (k + 1) / n);
-      const note = one.copies > 1 ? (one.own === one.copies ? `all, / ${n}` : `${one.own} of ${one.copies}${cell > 90 ? " experts" : ""}`) : one.split === "" ? "whole" : `${isRows ? "rows" : "columns"} / ${n}`;
+      const note = one.copies > 1 ? (one.own === one.copies ? `all, / ${n}` : `${one.own} of ${one.copies}${cell > 90 ? " experts" : ""}`) : one.split === "" || n === 1 ? "whole" : `${isRows ? "rows" : "columns"} / ${n}`;
       const own = isRows ? [x, y + t * one.first, w, t * (one.last - one.first)] : one.split ? [x + w * one.first, y, w * (one.last - one.first), t] : [x, y, w, t];
       return h`<g key=${one.role}>
         <title>${one.role}: ${one.rows} x ${one.columns}${one.copies > 1 ? ` x ${one.copies}` : ""}, here ${scaled(one.own_bytes, "B")}</title>
@@ -121,6 +121,7 @@ function ways(h, d, inputs, act, width) {
   const choose = (/** @type {any} */ one) => act({ tp: one.layout.tp, pp: one.layout.pp, ep: one.layout.ep, gpu: 0, micro_batches: 1 });
   const isNarrow = width < 560, told = (/** @type {any} */ one) => isOwn(one) || !isNarrow || one.layout.ep === 1;
   const labels = apart(d.ways.map((/** @type {any} */ one) => ({ x: x(one.tpot_s * 1e3), y: y(one.tokens_a_device) + 4, text: name(one) + (one.fits || isNarrow ? "" : " (does not fit)"), one })));
+  const isLast = (/** @type {number} */ tx, /** @type {string} */ text) => tx + 12 + text.length * 6.4 > width;
   const steps = [1, 2, 5, 10, 20, 50, 100, 200, 500].filter((v) => v > x.invert(left) && v < x.invert(right));
   return h`<svg viewBox="0 0 ${width} ${height}" role="group" aria-label="All ways to spread one replica; those in grey do not fit">
     <text class="muted" x="0" y="14">${isNarrow ? "all ways (grey: does not fit): tokens/s a device" : "all ways to spread it: tokens/s that each device brings, over the time of a token"}</text>
@@ -131,6 +132,6 @@ function ways(h, d, inputs, act, width) {
         onClick=${() => choose(one)} onKeyDown=${(/** @type {KeyboardEvent} */ e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(one); } }}>
       <circle cx=${x(one.tpot_s * 1e3)} cy=${y(one.tokens_a_device)} r="14" fill="transparent" />
       <circle cx=${x(one.tpot_s * 1e3)} cy=${y(one.tokens_a_device)} r=${own ? 8 : 5.5} fill=${one.fits ? `var(--${colour})` : "var(--panel)"} stroke=${`var(--${colour})`} stroke-width="2" />
-      ${told(one) && h`<text class=${`halo ${own ? "strong" : ""}`} x=${tx + (tx > width * 0.84 ? -11 : 11)} y=${ty} text-anchor=${tx > width * 0.84 ? "end" : "start"} fill=${`var(--${one.fits ? colour : "muted"})`}>${text}</text>`}</g>`; })}
+      ${told(one) && h`<text class=${`halo ${own ? "strong" : ""}`} x=${tx + (isLast(tx, text) ? -11 : 11)} y=${ty} text-anchor=${isLast(tx, text) ? "end" : "start"} fill=${`var(--${one.fits ? colour : "muted"})`}>${text}</text>`}</g>`; })}
   </svg>`;
 }
