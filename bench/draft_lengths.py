@@ -25,7 +25,7 @@ from ridgeline.step import ScheduledRequest, StepPlan, StepResult
 from tests.speculation import hosted
 from tests.speculation.drafted import AT_HAND, DRAFTED, MAX_TOKENS
 from tests.speculation.hosted import MICRO, Flat, Hosted, Machine, Text
-from tests.speculation.test_controller import Ran, TooCheap, World, busy_host
+from tests.speculation.test_controller import TooCheap, World, busy_host, ran
 from tests.speculation.test_controller_in_flight import (
     COPIES,
     DEVICE_BOUND,
@@ -129,7 +129,7 @@ def rows_cell(
         world.catching_up_s = catching_up_s * (k > 0)
         plan, verified = world.plan(k), world.step(number, k)
         chooser.observe({name: verified[name] for name in asked})
-        chooser.on_priced(Ran(plan, world.last_s))
+        chooser.on_priced(ran(plan, world.last_s))
         for name in getattr(world, "ended", ()):
             chooser.forget(name)
     return world.num_tokens / world.seconds

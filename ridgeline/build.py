@@ -53,8 +53,7 @@ from ridgeline.loader import (
     read_generation_config,
     resolve_model,
 )
-from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint, GGUFSource
-from ridgeline.loader.mapped import MappedSource
+from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint
 from ridgeline.loader.packs import Packs, open_packs, pack_key
 from ridgeline.loader.parallel import ParallelSource
 from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
@@ -395,13 +394,13 @@ def _source(
 ) -> TensorSource:
     """On a CPU the copy out of the mapped file is all there is to do."""
     if isinstance(checkpoint, GGUFCheckpoint):
-        return GGUFSource(checkpoint)
+        return checkpoint
     is_kept = resolved.weight_format == STORED
     unpacked = unpacked_matrices(spec) if is_kept else matrix_schemes(spec)
     if unpacked:
         return UnpackedSource(checkpoint, unpacked)
     if device.torch_device.type == "cpu":
-        return MappedSource(checkpoint)
+        return checkpoint
     return ParallelSource(checkpoint, device.torch_device)
 
 

@@ -45,7 +45,7 @@ KEY = "quantization_config"
 FLOATS = ("F32", "F16", "BF16")
 
 
-class FileTensors:
+class FileTensors(TensorSource):
     """The tensors of a model folder, each read from its file when it is asked for: nothing is
     mapped, so a limit on the address space is a limit on what this takes."""
 

@@ -13,7 +13,7 @@ import torch
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.architectures.stored import MXFP4_BLOCK, Cut, cuts
 from ridgeline.errors import check
-from ridgeline.layers.piece import Piece, TensorSource, arriving, fill
+from ridgeline.layers.piece import Piece, TensorSource, fill
 
 
 def of_parameters(source: TensorSource, spec: ModelSpec) -> TensorSource:
@@ -29,9 +29,8 @@ def of_parameters(source: TensorSource, spec: ModelSpec) -> TensorSource:
     return CutSource(source, found) if found else source
 
 
-class CutSource:
-    """A TensorSource that BringsPieces. Of a parameter with a `Cut` the rows asked for are those of
-    whole heads."""
+class CutSource(TensorSource):
+    """Of a parameter with a `Cut` the rows asked for are those of whole heads."""
 
     def __init__(self, source: TensorSource, found: Mapping[str, Cut]) -> None:
         self._source, self._cuts = source, found
@@ -85,7 +84,7 @@ class CutSource:
                 waiting.append((len(own), piece))
                 yield from own
 
-        with arriving(self._source, stretches()) as sizes:
+        with self._source.bring(stretches()) as sizes:
             yield self._wholes(sizes, waiting)
 
     def _wholes(self, sizes: Iterator[int], waiting: deque[tuple[int, Piece]]) -> Iterator[int]:

@@ -30,7 +30,7 @@ from ridgeline.layers.feed_forward import FeedForward, UngatedFeedForward
 from ridgeline.layers.hidden import Beside, HeadLayerNorm, Hidden, RMSNorm, make_norm
 from ridgeline.layers.latent_attention import LatentAttention
 from ridgeline.layers.linear import Linear
-from ridgeline.layers.piece import Piece, RandomSource, TensorSource, Vector, arriving
+from ridgeline.layers.piece import Piece, RandomSource, TensorSource, Vector
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat, open_vocabulary_format
@@ -280,7 +280,7 @@ class Decoder:
             if (found := tuple(source.shape(name))) != shape:
                 raise ConfigError(f"tensor {name} has shape {found} where {shape} is needed")
         wanted, done = set(self._expected), 0
-        with arriving(source, self.pieces()) as sizes:
+        with source.bring(self.pieces()) as sizes:
             for part in self._parts():
                 for piece in part.pieces():
                     done += next(sizes)

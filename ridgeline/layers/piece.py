@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, runtime_checkable
+from contextlib import contextmanager
 
 import torch
 
@@ -16,40 +16,28 @@ from ridgeline.quantization.contract import Piece as Piece
 STD = 0.02  # what Transformers calls initializer_range
 
 
-class TensorSource(Protocol):
+class TensorSource(ABC):
     """Named tensors: a checkpoint, or random numbers."""
 
+    @abstractmethod
     def names(self) -> list[str]: ...
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    @abstractmethod
     def tensor(self, name: str) -> torch.Tensor: ...
 
+    @abstractmethod
     def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor: ...
 
-
-@runtime_checkable
-class BringsPieces(Protocol):
-    """A source that fills pieces itself, several at once."""
-
-    def bring(self, pieces: Iterable[Piece]) -> AbstractContextManager[Iterator[int]]:
+    @contextmanager
+    def bring(self, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:
         """Yields the bytes read of each piece, in the order asked for, when it is in place for
         all that the caller tells the device from then on. `pieces` is read a little ahead, and
         none is held for longer than it takes. Leaving the context ends every transfer and raises
-        ConfigError when what came is damaged."""
-        ...
-
-
-def arriving(
-    source: TensorSource, pieces: Iterable[Piece]
-) -> AbstractContextManager[Iterator[int]]:
-    """`bring` of a source that has it; one piece after the other of all others."""
-    return source.bring(pieces) if isinstance(source, BringsPieces) else _in_turn(source, pieces)
-
-
-@contextmanager
-def _in_turn(source: TensorSource, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:
-    yield (fill(piece, source) for piece in pieces)
+        ConfigError when what came is damaged. Here: one piece after the other."""
+        yield (fill(piece, self) for piece in pieces)
 
 
 def fill(piece: Piece, source: TensorSource) -> int:
@@ -97,7 +85,7 @@ class Vector:
         return [Piece(self.name, self.values, 0, self.share.start)]
 
 
-class RandomSource:
+class RandomSource(TensorSource):
     """Normal numbers of standard deviation 0.02, made on the device; norms are one, biases zero.
 
     A tensor depends on its name and the seed alone, so every sharding reads the same model.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +13,7 @@ import torch
 
 from ridgeline.architectures.parts import IGNORED_SUFFIXES
 from ridgeline.errors import ConfigError, check
+from ridgeline.layers.piece import Piece, TensorSource
 from ridgeline.loader.folder import open_file, refuse
 from ridgeline.loader.header import ITEM_BYTES, TensorEntry
 from ridgeline.loader.shards import find_tensors
@@ -46,7 +48,7 @@ def _identity(file: Path | int) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class Checkpoint:
+class Checkpoint(TensorSource):
     """The named tensors of a model folder, mapped from disk.
 
     Tensors are CPU views of the files in the stored dtype: nothing is read before it is used, and
@@ -54,6 +56,8 @@ class Checkpoint:
     copy, never the file. `finite_only` refuses floating-point tensors with NaN or infinity when
     they are asked for (one pass over bytes that are about to be read anyway).
     """
+
+    chunk_bytes = 64 << 20  # that come out of a mapped file at once
 
     def __init__(
         self, entries: Mapping[str, tuple[Path, TensorEntry]], *, finite_only: bool = True
@@ -114,6 +118,42 @@ class Checkpoint:
             return
         begin = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
         mapped.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+
+    @contextmanager
+    def bring(self, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:
+        """Some rows are copied out of the mapped file, then its pages go back to the system: at
+        most a chunk of it counts as memory of this process, however large its tensors are.
+        ConfigError when a tensor holds NaN or infinity, before the piece is reported."""
+        yield (self.fill(piece) for piece in pieces)
+
+    def fill(self, piece: Piece) -> int:
+        """Copy one piece to where it belongs; the bytes read."""
+        name, target = piece.name, piece.target
+        shape, wanted = self.shape(name), list(target.shape)
+        if piece.dim is not None and len(wanted) == len(shape):
+            wanted[piece.dim] = shape[piece.dim]
+        check(tuple(wanted) == shape, "a piece fits", name=name, got=shape)
+        total = 0
+        for values, part in self._chunks(piece):
+            part.copy_(values)
+            total += values.numel() * values.element_size()
+            self.release(name)
+        return total
+
+    def _chunks(self, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied at once, and where to; of columns all."""
+        name, target = piece.name, piece.target
+        if not target.dim():
+            yield self.tensor(name), target
+            return
+        if piece.dim or not target.numel():
+            dim = piece.dim or 0
+            yield self.slice(name, dim, piece.start, target.shape[dim]), target
+            return
+        step = max(1, self.chunk_bytes * len(target) // target.nbytes)
+        for begin in range(0, len(target), step):
+            part = target[begin : begin + step]
+            yield self.slice(name, 0, piece.start + begin, len(part)), part
 
     def close(self) -> None:
         """Let go of the files; views handed out stay good for as long as they live."""
@@ -227,3 +267,22 @@ def _some(names: list[str]) -> str:
     shown = ", ".join(repr(name[:120]) for name in names[:3])
     kind = "tensor" if len(names) == 1 else "tensors"
     return f"{kind} {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class CheckpointSource(TensorSource):
+    """A checkpoint that is read in another way."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def names(self) -> list[str]:
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._checkpoint.tensor(name)
+
+    def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        return self._checkpoint.slice(name, dim, start, length)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -179,30 +178,6 @@ def stored_rows(start: int, length: int, head_dim: int) -> torch.Tensor:
     within = rows % head_dim
     half = head_dim // 2
     return rows - within + 2 * (within % half) + within // half
-
-
-class GGUFSource:
-    """A GGUF checkpoint for tensors on any device. A TensorSource that BringsPieces."""
-
-    def __init__(self, checkpoint: GGUFCheckpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def names(self) -> list[str]:
-        return self._checkpoint.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.shape(name)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._checkpoint.tensor(name)
-
-    def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        return self._checkpoint.slice(name, dim, start, length)
-
-    @contextmanager
-    def bring(self, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:
-        """ConfigError when a tensor holds NaN or infinity, before the piece is reported."""
-        yield (self._checkpoint.fill(piece) for piece in pieces)
 
 
 def open_gguf(path: Path, *, finite_only: bool = True) -> GGUFCheckpoint:

@@ -21,7 +21,13 @@ import torch
 
 from ridgeline.errors import check
 from ridgeline.layers.piece import Piece
-from ridgeline.loader.checkpoint import DTYPES, Checkpoint, is_damaged, refuse_damaged
+from ridgeline.loader.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    CheckpointSource,
+    is_damaged,
+    refuse_damaged,
+)
 from ridgeline.loader.folder import refuse
 from ridgeline.loader.header import ITEM_BYTES, TensorEntry
 from ridgeline.log import say
@@ -164,8 +170,8 @@ def _nothing() -> None:
     pass
 
 
-class ParallelSource:
-    """A checkpoint whose pieces come many at once. A TensorSource that BringsPieces.
+class ParallelSource(CheckpointSource):
+    """A checkpoint whose pieces come many at once.
 
     At most `max_buffers` (readers and SPARE_BUFFERS) of `chunk_bytes` are pinned; afterwards they
     are torch's, for other transfers.
@@ -179,23 +185,11 @@ class ParallelSource:
         num_readers: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint)
         self._device = device
         self._chunk_bytes = chunk_bytes
         self.num_readers = num_readers or max(1, min(MAX_READERS, os.cpu_count() or 1))
         self.max_buffers = self.num_readers + SPARE_BUFFERS
-
-    def names(self) -> list[str]:
-        return self._checkpoint.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.shape(name)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._checkpoint.tensor(name)
-
-    def slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        return self._checkpoint.slice(name, dim, start, length)
 
     @contextmanager
     def bring(self, pieces: Iterable[Piece]) -> Iterator[Iterator[int]]:

@@ -32,7 +32,7 @@ from ridgeline.architectures.spec import ModelSpec
 from ridgeline.errors import ConfigError, check
 from ridgeline.layers.piece import Piece
 from ridgeline.layers.piece import fill as fill_plain
-from ridgeline.loader.checkpoint import Checkpoint, check_tensors
+from ridgeline.loader.checkpoint import Checkpoint, CheckpointSource, check_tensors
 from ridgeline.loader.folder import refuse
 from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint
 from ridgeline.loader.shards import INDEX_FILE, SINGLE_FILE, find_tensors
@@ -135,12 +135,12 @@ def _check_tensor(checkpoint: Checkpoint, matrix: MatrixScheme, raw: Raw, name: 
             )
 
 
-class UnpackedSource:
+class UnpackedSource(CheckpointSource):
     """A checkpoint whose quantized `matrices` are numbers: (code - zero) * scale in float32, then
-    the dtype that is asked for. All else comes as it is. A TensorSource that BringsPieces."""
+    the dtype that is asked for. All else comes as it is."""
 
     def __init__(self, checkpoint: Checkpoint, matrices: Iterable[MatrixScheme]) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint)
         self._matrices = {matrix.name: matrix for matrix in matrices}
 
     def names(self) -> list[str]:

@@ -18,10 +18,9 @@ from typing import Any
 from ridgeline.errors import check
 from ridgeline.formats import STEP_DRAFTS
 from ridgeline.request import UNKNOWN_TOKEN, Request
-from ridgeline.scheduler.policies.step_times import RunStep
 from ridgeline.scheduler.scheduler import DraftLengths
 from ridgeline.speculation.step_times import StepSeconds, StepTimes, row_bucket
-from ridgeline.step import Listener
+from ridgeline.step import Listener, PricedStep
 
 CHOICES = (0, *STEP_DRAFTS)
 MARGIN = 1.02  # gain that drafting needs: prices are not more exact
@@ -203,7 +202,7 @@ class DraftLengthController(DraftLengths, Listener):
         if 0 <= self._bucket <= FEW_ROWS:
             self._break = self._shortest
 
-    def on_priced(self, step: RunStep) -> None:
+    def on_priced(self, step: PricedStep) -> None:
         if self.fixed is None:
             self._later(self.times.on_priced, step)
 

@@ -22,7 +22,7 @@ from ridgeline.layers.embedding import VocabularyMatrix
 from ridgeline.layers.feed_forward import FeedForward
 from ridgeline.layers.hidden import RMSNorm
 from ridgeline.layers.linear import Linear, Part
-from ridgeline.layers.piece import TensorSource, arriving
+from ridgeline.layers.piece import TensorSource
 from ridgeline.layers.rope import Rotation
 from ridgeline.layers.steps import attention_steps
 from ridgeline.quantization import WeightFormat
@@ -104,7 +104,7 @@ def load_parts(
         if (found := tuple(source.shape(name))) != shape:
             raise ConfigError(f"tensor {name} has shape {found} where {shape} is needed")
     pieces = [piece for part in parts for piece in part.pieces()]
-    with arriving(source, pieces) as arrived:
+    with source.bring(pieces) as arrived:
         for _ in arrived:
             pass
     for part in parts:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median_low
 
-from ridgeline.scheduler.policies.step_times import RunStep
+from ridgeline.step import PricedStep
 
 EXACT_ROWS = 8  # up to which each number of rows has times of its own
 CONTEXT_LEVELS, SHORT = 4.0, 64  # levels of contexts for each factor e, above SHORT tokens
@@ -94,7 +94,7 @@ class StepTimes:
                 found[k] = UNTRIED * (best if k else min(best, price))
         return found
 
-    def on_priced(self, step: RunStep) -> None:
+    def on_priced(self, step: PricedStep) -> None:
         """A step that only decoded or verified counts, unless many rows have come or gone. Where
         steps overlap, it counts between two of its kind: the time between two results is the
         device's for one step and the host's for the next."""
@@ -108,7 +108,7 @@ class StepTimes:
         elif this is not None and (last is None or _is_steady(this, last)):
             self._learn(*this)
 
-    def _sample(self, step: RunStep) -> Sample | None:
+    def _sample(self, step: PricedStep) -> Sample | None:
         decodes, rows, k = step.plan.decodes, step.plan.scheduled, 0
         if decodes is not None:
             starts = decodes.starts

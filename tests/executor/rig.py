@@ -24,6 +24,7 @@ from ridgeline.executor.local import LocalExecutor
 from ridgeline.executor.scorer import Scorer
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
+from ridgeline.layers.piece import TensorSource
 from ridgeline.quantization import open_weight_format
 from ridgeline.request import SamplingParams
 from ridgeline.sampling.batch import build_batch
@@ -45,7 +46,7 @@ MAX_MODEL_LEN = 512
 VOCAB = 97
 
 
-class RandomTensors:
+class RandomTensors(TensorSource):
     """Weights with std 0.2, so that ties between tokens are rare."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int) -> None:

@@ -15,11 +15,12 @@ from ridgeline.attention.layout import AttentionLayout, ForwardBatch
 from ridgeline.distributed.placement import Placement
 from ridgeline.kvcache import KVCache
 from ridgeline.layers.decoder import Decoder
+from ridgeline.layers.piece import TensorSource
 from ridgeline.quantization import open_weight_format
 from tests.conftest import TEST_DEVICE
 
 
-class TensorDict:
+class TensorDict(TensorSource):
     """A TensorSource over tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

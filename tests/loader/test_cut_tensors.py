@@ -16,12 +16,12 @@ from ridgeline.distributed.placement import Placement
 from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.piece import Vector, fill
 from ridgeline.loader.checkpoint import open_checkpoint
-from ridgeline.loader.mapped import MappedSource
 from ridgeline.loader.parallel import ParallelSource
 from tests.layers.driving import Driver, TensorDict, build_decoder
 from tests.layers.reference_models import ReferenceModel
 from tests.layers.test_agreement import CONFIGS
 from tests.layers.test_vocabulary import Alone
+from tests.loader.test_mapped import in_chunks
 
 CPU = torch.device("cpu")
 IDS = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -45,7 +45,7 @@ def test_every_source_reads_the_same(name: str, tmp_path: Path) -> None:
     model = ReferenceModel(CONFIGS[name])
     folder, spec = written(tmp_path, model, {}), read_spec(model.config)
     sources = (
-        MappedSource(open_checkpoint(folder), 300),
+        in_chunks(open_checkpoint(folder), 300),
         ParallelSource(open_checkpoint(folder), CPU, num_readers=2, chunk_bytes=300),
         TensorDict(model.tensors),
     )

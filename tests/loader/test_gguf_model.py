@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ridgeline import LLM, SamplingParams
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.errors import ConfigError, InternalError
-from ridgeline.layers.piece import Piece, arriving
+from ridgeline.layers.piece import Piece
 from ridgeline.loader import (
     check_tensors,
     open_checkpoint,
@@ -24,7 +24,7 @@ from ridgeline.loader import (
     read_generation_config,
     resolve_model,
 )
-from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint, GGUFSource, stored_rows
+from ridgeline.loader.gguf_checkpoint import GGUFCheckpoint, stored_rows
 from ridgeline.text.chat import load_chat_template
 from ridgeline.text.tokenizer import load_tokenizer
 from tests.conftest import TEST_DEVICE
@@ -113,7 +113,7 @@ def test_pieces_are_filled_a_few_rows_at_a_time(
             else:
                 wanted.append(values)
             pieces.append(Piece(name, torch.full(shape, -7.0, device=device), dim, start))
-    with arriving(GGUFSource(checkpoint), pieces) as sizes:
+    with checkpoint.bring(pieces) as sizes:
         read = list(sizes)
     for piece, want, size in zip(pieces, wanted, read, strict=True):
         assert torch.equal(piece.target.cpu(), want), piece.name

@@ -11,11 +11,15 @@ import torch
 from ridgeline.architectures import expected_tensors, read_spec
 from ridgeline.errors import ConfigError, InternalError
 from ridgeline.layers.piece import Piece
-from ridgeline.loader.checkpoint import open_checkpoint
-from ridgeline.loader.mapped import MappedSource
+from ridgeline.loader.checkpoint import Checkpoint, open_checkpoint
 from tests.layers.driving import build_decoder
 from tests.loader.write import write_safetensors, write_sharded
 from tests.tiny_model import tiny_config
+
+
+def in_chunks(checkpoint: Checkpoint, chunk_bytes: int) -> Checkpoint:
+    checkpoint.chunk_bytes = chunk_bytes
+    return checkpoint
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -35,7 +39,7 @@ def test_a_model_is_the_one_that_is_read_piece_by_piece(tmp_path: Path, chunk_by
     seen: list[int] = []
     plain.load(open_checkpoint(tmp_path), seen.append)
     counted, seen = seen, []
-    chunked.load(MappedSource(open_checkpoint(tmp_path), chunk_bytes), seen.append)
+    chunked.load(in_chunks(open_checkpoint(tmp_path), chunk_bytes), seen.append)
     assert seen == counted
     for name, tensor in plain.kept().items():
         assert torch.equal(tensor, chunked.kept()[name])
@@ -44,7 +48,7 @@ def test_a_model_is_the_one_that_is_read_piece_by_piece(tmp_path: Path, chunk_by
 @pytest.mark.parametrize("dim", [None, 0, 1])
 def test_pieces(tmp_path: Path, dim: int | None) -> None:
     stored = torch.arange(60, dtype=torch.float32).view(10, 6)
-    source = MappedSource(open_checkpoint(write(tmp_path, {"a": stored})), 24)
+    source = in_chunks(open_checkpoint(write(tmp_path, {"a": stored})), 24)
     wanted = stored if dim is None else stored.narrow(dim, 2, 3)
     target = torch.empty(wanted.shape, dtype=torch.bfloat16)
     with source.bring([Piece("a", target, dim, 0 if dim is None else 2)]) as sizes:
@@ -54,7 +58,7 @@ def test_pieces(tmp_path: Path, dim: int | None) -> None:
 
 @pytest.mark.parametrize("piece", [Piece("a", torch.empty(3)), Piece("a", torch.empty(3, 5), 0, 1)])
 def test_a_piece_that_does_not_fit_is_refused(tmp_path: Path, piece: Piece) -> None:
-    source = MappedSource(open_checkpoint(write(tmp_path, {"a": torch.ones(10, 6)})))
+    source = open_checkpoint(write(tmp_path, {"a": torch.ones(10, 6)}))
     with source.bring([piece]) as sizes, pytest.raises(InternalError, match="a piece fits"):
         next(sizes)
 
@@ -62,7 +66,7 @@ def test_a_piece_that_does_not_fit_is_refused(tmp_path: Path, piece: Piece) -> N
 def test_damage_is_named(tmp_path: Path) -> None:
     stored = torch.ones(10, 6)
     stored[9, 5] = torch.inf
-    source = MappedSource(open_checkpoint(write(tmp_path, {"a": stored})), 24)
+    source = in_chunks(open_checkpoint(write(tmp_path, {"a": stored})), 24)
     found = pytest.raises(ConfigError, match="tensor 'a' holds NaN or infinity")
     with source.bring([Piece("a", torch.empty(10, 6))]) as sizes, found:
         next(sizes)

@@ -32,7 +32,7 @@ from ridgeline.speculation.step_times import (
     StepTimes,
     row_bucket,
 )
-from ridgeline.step import ScheduledRequest, StepPlan
+from ridgeline.step import PricedStep, ScheduledRequest, StepPlan, StepPrice
 from tests.speculation.drafted import AT_HAND, DRAFTED, MAX_TOKENS
 
 Chance = Callable[[int], float]  # of a draft, by the number of the step
@@ -57,12 +57,14 @@ class TooCheap:
         return 0.28 + 0.11 * num_drafts
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    plan: StepPlan
-    seconds: float
-    host_s: float = 0.0
-    is_overlapped: bool = False
+def ran(
+    plan: StepPlan, seconds: float, host_s: float = 0.0, *, is_overlapped: bool = False
+) -> PricedStep:
+    """A step that took `seconds`."""
+    price = StepPrice(0.0, 0.0, 0.0, 0.0)
+    return PricedStep(
+        plan, 0, 0.0, 0.0, seconds, host_s, price, (), 0.0, is_overlapped=is_overlapped
+    )
 
 
 @dataclass(slots=True)
@@ -114,13 +116,13 @@ class World:
                 verified = self.step(number, chooser)
                 if told is not None:
                     told.observe(verified if chooser else {})
-                    told.on_priced(Ran(self.plan(chooser), self.last_s))
+                    told.on_priced(ran(self.plan(chooser), self.last_s))
                 continue
             k = chooser.plan(self.rows, self.seconds)
             verified = self.step(number, k)
             if k:
                 chooser.observe(verified)
-            chooser.on_priced(Ran(self.plan(k), self.last_s))
+            chooser.on_priced(ran(self.plan(k), self.last_s))
         return (self.num_tokens - tokens) / (self.seconds - seconds)
 
     def step(self, number: int, k: int) -> dict[str, tuple[int, int]]:
@@ -291,11 +293,11 @@ def test_a_stall_and_a_first_step_that_is_captured_change_nothing() -> None:
     times = StepTimes(Line().seconds, (0, 1, 2))
     world = World(Line(), 4, lambda _: 0.5, seed=1)
     for seconds in (50.0, 2.0, 2.0, 90.0, 2.0):  # priced as 1
-        times.on_priced(Ran(world.plan(1), seconds))
+        times.on_priced(ran(world.plan(1), seconds))
     assert correction(times, 4, 1) == pytest.approx(2.0)
     assert 0.9 <= correction(times, 4, 2) < 1.9  # not tried yet: as the nearest, and a little less
     for _ in range(60):  # but what stays so is believed
-        times.on_priced(Ran(world.plan(1), 8.0))
+        times.on_priced(ran(world.plan(1), 8.0))
     assert correction(times, 4, 1) == pytest.approx(8.0, rel=0.01)
 
 
@@ -305,10 +307,10 @@ def test_steps_that_were_slow_for_a_while_leave_no_trace_on_the_others() -> None
     world = World(Line(), 4, lambda _: 0.5, seed=1)
     for k, seconds, count in ((1, 1.3, 10), (0, 1.0, 80), (0, 3.0, 20)):
         for _ in range(count):
-            times.on_priced(Ran(world.plan(k), seconds))
+            times.on_priced(ran(world.plan(k), seconds))
     assert correction(times, 4, 1) == pytest.approx(3.9, rel=0.01)  # all are slower, it seems
     for _ in range(80):
-        times.on_priced(Ran(world.plan(0), 1.0))
+        times.on_priced(ran(world.plan(0), 1.0))
     assert correction(times, 4, 0) == pytest.approx(1.0, rel=0.01)
     assert correction(times, 4, 1) == pytest.approx(1.3, rel=0.05)
 
@@ -319,9 +321,9 @@ def test_steps_in_which_many_end_say_nothing(is_overlapped: bool) -> None:
     price = Line().seconds(256, 1000, 1)
     worlds = {n: World(Line(), n, lambda _: 0.5, seed=1) for n in (256, 240, 224, 208, 194)}
     for _ in range(10):
-        times.on_priced(Ran(worlds[256].plan(1), 2 * price, is_overlapped=is_overlapped))
+        times.on_priced(ran(worlds[256].plan(1), 2 * price, is_overlapped=is_overlapped))
     for num_rows in (240, 224, 208, 194, 194):
-        slow = Ran(worlds[num_rows].plan(1), 40 * price, is_overlapped=is_overlapped)
+        slow = ran(worlds[num_rows].plan(1), 40 * price, is_overlapped=is_overlapped)
         times.on_priced(slow)
     assert correction(times, 256, 1) == pytest.approx(2.0, rel=0.05)
 
@@ -333,7 +335,7 @@ def test_what_is_new_is_not_far_from_the_nearest_that_is_known() -> None:
     prices = {k: Line().seconds(4, 1000, k) for k in (0, 1)}
     for k, factor, count in ((0, 2.0, 40), (0, 30.0, 9), (1, 2.0, 40), (0, 2.0, 40)):
         for _ in range(count):
-            times.on_priced(Ran(world.plan(k), factor * prices[k]))
+            times.on_priced(ran(world.plan(k), factor * prices[k]))
     assert correction(times, 4, 0) == pytest.approx(2.0, rel=0.05)
     found = correction(times, 4, 1)
     assert 0.95 <= found <= 4.2
@@ -672,7 +674,7 @@ def test_steps_with_prompts_say_nothing() -> None:
     prompt = ScheduledRequest("p", 0, 40, (), samples=True)
     draft_token = ScheduledRequest("g", 10, 2, (), samples=True, num_draft=1)
     for _ in range(4):
-        times.on_priced(Ran(StepPlan(1, (prompt, draft_token)), 5.0))
+        times.on_priced(ran(StepPlan(1, (prompt, draft_token)), 5.0))
     assert correction(times, 2, 1) == 1.0
 
 
@@ -723,7 +725,7 @@ def test_times_of_steps_are_learned_when_somebody_chooses_or_asks() -> None:
     assert chooser.times.num_steps == 30
     alone = chooser_for(world.prices)
     for _ in range(MOST_UNREAD):
-        alone.on_priced(Ran(world.plan(4), 1.2))
+        alone.on_priced(ran(world.plan(4), 1.2))
     assert alone.times.num_steps == MOST_UNREAD, "no more are kept"
 
 

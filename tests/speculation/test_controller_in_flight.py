@@ -15,7 +15,7 @@ from ridgeline.speculation.controller import DraftLengthController
 from ridgeline.speculation.step_times import StepTimes, row_bucket
 from ridgeline.step import ScheduledRequest, StepPlan
 from tests.speculation.hosted import MICRO, Flat, Machine, Text, run
-from tests.speculation.test_controller import Ran, correction
+from tests.speculation.test_controller import correction, ran
 
 HOST_BOUND = Machine(
     lambda k: (270 + 7 * k if k else 170) * MICRO, lambda k: (150 + 10 * k if k else 110) * MICRO
@@ -115,7 +115,7 @@ def have_run(
     """So many of these steps took `factor` times what any step is priced at."""
     price = Flat().seconds(1, 100, 0)
     for _ in range(num):
-        times.on_priced(Ran(plan, price * factor, is_overlapped=is_overlapped))
+        times.on_priced(ran(plan, price * factor, is_overlapped=is_overlapped))
 
 
 def test_two_steps_that_overlap_say_what_one_takes_only_if_they_are_alike() -> None:

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from ridgeline.step import Listener, StepPlan, StepPricer, StepShape
+from ridgeline.step import Listener, PricedStep, StepPlan, StepPricer, StepShape
 
 MEMORY = 0.99  # weight of what was known, after each step: about a hundred steps count
 LEAST_STEPS = 8  # before which the prices are taken as they are
 RIDGE = 0.01  # how much rather a wrong scale than a constant: equal steps cannot tell them apart
-
-
-class RunStep(Protocol):
-    """A step that has run: `seconds` on the device, after `host_s` in which it waited for the host
-    with work pending. `is_overlapped`: it was launched before the result of the step before it was
-    there. `ridgeline.step.PricedStep` is one."""
-
-    @property
-    def plan(self) -> StepPlan: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def host_s(self) -> float: ...
-    @property
-    def is_overlapped(self) -> bool: ...
 
 
 @runtime_checkable
@@ -52,7 +37,7 @@ class LearnedPricer(Listener):
     def seconds(self, shape: StepShape) -> float:
         return self.scale * self.pricer.seconds(shape) + self.host_s
 
-    def on_priced(self, step: RunStep) -> None:
+    def on_priced(self, step: PricedStep) -> None:
         """A step has run. What the device waited for the host before it counts too."""
         took_s, price_s = step.seconds + step.host_s, self._price(step.plan)
         if took_s > 0 and price_s > 0:
