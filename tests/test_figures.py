@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.figures import count, fixed, number, percent, scaled, seconds
+from ridgeline.figures import count, fixed, memory, number, percent, scaled, seconds
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,16 @@ def test_amounts_have_the_prefix_that_suits() -> None:
     assert [count(value) for value in (260_000, 11_899_776, 8.03e9, 999_999)] == [
         *("260 K", "11.9 M", "8.03 B", "1 M")
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (402_653_184, "403 MB (384 MiB)"),
+        (42_949_672_960, "42.9 GB (40 GiB)"),
+        (327_680, "328 kB (320 KiB)"),
+        (999, "999 B"),
+    ],
+)
+def test_memory_is_told_in_both_units(num_bytes: int, text: str) -> None:
+    assert memory(num_bytes) == text
