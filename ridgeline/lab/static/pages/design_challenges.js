@@ -77,7 +77,7 @@ function fleet(h, d, inputs, act, width) {
     ${Array.from({ length: shown }, (_, n) => {
       const x = 4 + (n % across) * (inner + 8), y = top + Math.floor(n / across) * (boxHigh + 7);
       return h`<g key=${n} class="handle" onClick=${() => act({ replicas: n + 1 })}><title>replica ${n + 1}: click to have so many</title>
-        <rect x=${x} y=${y} width=${inner} height=${boxHigh} rx="5" fill="none" stroke="var(--line)" stroke-width="1.5" />
+        <rect x=${x} y=${y} width=${inner} height=${boxHigh} rx="5" fill="transparent" stroke="var(--line)" stroke-width="1.5" />
         ${Array.from({ length: d.tp }, (_, k) => device(x + 5 + k * (size + 3), y + 5, `${k}`))}</g>`;
     })}
     ${sums.map((one, i) => { const x = 4 + i * Math.min(190, (width - 8) / 3); return h`<g key=${one.kind}><rect x=${x} y=${high - 17} width="11" height="11" rx="2" fill=${`var(--${one.kind})`} /><text class="muted" x=${x + 15} y=${high - 7}>${width > 560 ? `${one.name} ${scaled(one.bytes, "B")}` : one.name.split(" ")[0]}</text></g>`; })}
