@@ -7,6 +7,7 @@ its marked parts, `<!-- begin NAME -->` to `<!-- end -->`; NAME is one of PARTS.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
@@ -21,6 +22,8 @@ from ridgeline.architectures import FAMILIES
 from ridgeline.cli.main import COMMANDS, build_parser
 from ridgeline.cli.parser import Parser
 from ridgeline.declared import Declared, Field, declared
+from ridgeline.lab.page import PAGES as LAB_PAGES
+from ridgeline.lab.page import load
 from ridgeline.request import Sampling
 from ridgeline.server.app import make_routes
 from ridgeline.server.bodies import (
@@ -38,7 +41,8 @@ from ridgeline.server.errors import CODES, RETRY_AFTER_S
 from tools import docs_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/http-api.md", "docs/configuration.md", "docs/models.md")
+PAGES = ("docs/http-api.md", "docs/configuration.md", "docs/models.md", "docs/lab.md")
+WORDING = ("figures", "errors", "step", "formats")  # that compute no figure
 MARK = re.compile(r"(<!-- begin (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHARED = ("engine", "sampling", "machine")  # groups of flags that several commands have
 DEFAULT = re.compile(r"(?: ?\(|; |^)default: (?P<value>[^()]+)\)?$")
@@ -72,6 +76,23 @@ def families() -> str:
     return table(
         ("family", "`model_type`", "what it is"), sorted(rows, key=lambda row: row[0].lower())
     )
+
+
+# ---------------------------------------------------------------------- the lab
+
+
+def lab_pages() -> str:
+    """Each page, the modules that its figures come from, and the test that holds them."""
+    rows = []
+    for name, where in LAB_PAGES.items():
+        page, source = load(name), ROOT / (where.replace(".", "/") + ".py")
+        found = ast.walk(ast.parse(source.read_text("utf-8")))
+        used = {one.module or "" for one in found if isinstance(one, ast.ImportFrom)}
+        parts = sorted(one.partition(".")[2] for one in used if one.startswith("ridgeline."))
+        known = [part for part in parts if part.partition(".")[0] not in ("lab", *WORDING)]
+        test = f"[test](../tests/lab/test_{name}.py)"
+        rows.append((f"**{page.title}**: {page.idea}", ", ".join(known), test))
+    return table(("page", "computed by (`ridgeline.`)", "held by"), rows)
 
 
 # ---------------------------------------------------------------------- the HTTP API
@@ -279,6 +300,7 @@ def _reference(title: str, same: Sequence[str], common: Mapping[str, Row]) -> st
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "lab pages": lab_pages,
     "families": families,
     "endpoints": endpoints,
     "completion fields": body(without(CompletionBody, Asking)),

@@ -123,14 +123,12 @@ function Details({ page, answer, stage, reset }) {
 /** @param {{all: any[], hasLive: boolean}} props */
 function Index({ all, hasLive }) {
   useEffect(() => { document.title = "Ridgeline lab"; }, []);
-  const groups = [...new Set(all.map((page) => page.group))];
+  const live = { name: "live", title: "Live", group: "This engine", idea: "Steps under their limit, the cache, who waits and runs, and how long it takes." };
   return html`<main class="index">
     <header><h1>How inference works, on your machine</h1>
       <p class="idea">Each page computes with the code that prices, schedules and plans in the engine. Move something.</p></header>
-    ${hasLive && html`<section><h2>This engine</h2><div class="cards"><a class="card" href="#live"><h3>Live</h3><p>Steps under their limit, the cache, who waits and runs, and how long it takes.</p></a></div></section>`}
-    ${groups.map((group) => html`<section key=${group}><h2>${group}</h2><div class="cards">
-      ${all.filter((page) => page.group === group).map((page) => html`<a class="card" key=${page.name} href="#${page.name}"><h3>${page.title}</h3><p>${page.idea}</p></a>`)}
-    </div></section>`)}
+    <div class="cards">${[...(hasLive ? [live] : []), ...all].map((page) => html`<a class="card" key=${page.name} href="#${page.name}">
+      <p class="group">${page.group}</p><h2>${page.title}</h2><p>${page.idea}</p></a>`)}</div>
   </main>`;
 }
 
