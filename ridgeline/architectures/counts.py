@@ -134,12 +134,6 @@ def kept_bits(matrices: Iterable[Part], layer: LayerSpec, dtype_bytes: int) -> f
     return 8 * held / sum(part.num_numbers for part in each)
 
 
-def mean_kept_bits(spec: ModelSpec, dtype_bytes: int) -> float:
-    """The same of all matrices of a model's layers together."""
-    every = [_scheme_bytes(spec.hidden_size, layer, dtype_bytes) for layer in spec.layers]
-    return 8 * sum(map(sum, every)) / linear_weights(spec)
-
-
 def nearest_format(matrices: Iterable[Part], layer: LayerSpec) -> str:
     """The weight format of ours whose kernels do most nearly what is done for such a product."""
     found = (layer.scheme_of(part.role) for part in matrices)

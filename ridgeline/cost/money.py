@@ -157,10 +157,6 @@ class OwnVersusRent:
     rent_per_hour: float
     break_even: float | None
 
-    @property
-    def owning_is_cheaper(self) -> bool:
-        return self.own_per_hour < self.rent_per_hour
-
 
 def own_versus_rent(owned: Ownership, rent_per_hour: float, *, utilisation: float) -> OwnVersusRent:
     """Owning for its whole life against renting for the hours of use only."""

@@ -76,11 +76,6 @@ class Cycle:
     prompt_tokens: float  # in each mixed step
     mixed_decodes: float  # decodes in each mixed step
 
-    @property
-    def is_prompt_bound(self) -> bool:
-        """Every step is full of tokens, so requests wait for their prompts to be read."""
-        return self.waiting_steps > 0
-
 
 def cycle(load: Load) -> Cycle:
     """Counts only; see the top of this file."""

@@ -10,7 +10,6 @@ from ridgeline.architectures.spec import DenseSpec, ModelSpec, missing
 from ridgeline.cost.captured import as_served
 from ridgeline.cost.constants import Calibration
 from ridgeline.cost.hardware import Device, Price
-from ridgeline.cost.pace import request_seconds
 from ridgeline.cost.setup import ONE_DEVICE, PLAIN, Layout, Precision, Setup
 from ridgeline.errors import ConfigError
 
@@ -88,10 +87,6 @@ class Question:
         longest = (1 + self.spread) * (self.num_input + self.num_output)
         whole = LENGTH_STEP * ceil(longest / LENGTH_STEP)
         return min(whole, self.spec.max_position_embeddings)
-
-    @property
-    def promised_e2e_s(self) -> float:
-        return request_seconds(self.ttft_s, self.tpot_s, self.num_output)
 
 
 def rate_of_users(users: float, think_s: float, e2e_s: float) -> float:

@@ -60,10 +60,6 @@ ENGINE = (sys.executable, "-m", "ridgeline.server.engine_process")
 logger = logging.getLogger(__name__)
 
 
-class Stopping(Exception):
-    """The engine ended because we told it to."""
-
-
 OnReady = Callable[[Ready], Awaitable[None]]  # get ready to serve it; a ConfigError ends the server
 
 

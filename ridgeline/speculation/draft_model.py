@@ -189,11 +189,6 @@ class DraftModel(DraftMethod):
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self.kv.copy_blocks(sources, targets)
 
-    def shares_work(self, target: Decoder, target_kv: KVCache) -> bool:
-        """`follow` may be given the MixedLayout of the target: how its work is cut depends on the
-        heads of a layer, the dtype and the windows."""
-        return _cut(self.decoder, self.kv) == _cut(target, target_kv)
-
     @property
     def num_bytes(self) -> int:
         return self.decoder.num_bytes + self.kv.num_bytes + self._passes.num_bytes
@@ -233,12 +228,6 @@ def open_draft_model(
         max_rows=max_rows,
         max_logit_rows=max_logit_rows,
     )
-
-
-def _cut(decoder: Decoder, kv: KVCache) -> tuple[object, ...]:
-    spec = decoder.layers[0].attention.spec
-    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    return (*heads, decoder.dtype, tuple(group.window for group in kv.groups))
 
 
 class EarlyLayers(DraftMethod):

@@ -231,13 +231,6 @@ def test_a_draft_for_shorter_rows() -> None:
         )
 
 
-def test_whose_steps_are_cut_alike() -> None:
-    scene, method = make(None, {})
-    assert method.shares_work(scene.decoder, scene.kv)
-    scene, method = make(None, DRAFT)
-    assert not method.shares_work(scene.decoder, scene.kv)
-
-
 # ------------------------------------------------------------------------ captured, or recorded
 
 WHOLE: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
