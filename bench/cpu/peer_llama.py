@@ -3,7 +3,8 @@
     python bench/cpu/peer_llama.py --gguf MODEL.gguf --prefill 512,2048 --decode 1,8 --new 32
 
 Prints one JSON object, as `run.py` does for Ridgeline. `--quantize q8_0 --to FILE` makes that file
-of the model and ends.
+of the model and ends. `--turns` answers lines such as "prefill 512", "decode 16" (tokens of one
+sequence) and "decode8 16" (of each of 8) by the seconds they took, of a clock and of processors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import ctypes
 import json
 import resource
+import sys
 import time
 
 import llama_cpp as lc
@@ -66,6 +68,33 @@ class Engine:
         self.run([(token, i, sequence, i == last) for i, token in enumerate(ids)])
         return self.best(last)
 
+    def decode_s(self, batch: int, new: int) -> tuple[float, float]:
+        """Seconds, and those of processors, of `new` tokens of each sequence, behind its prompt."""
+        self.clear()
+        ids = [self.prefill(prompt(CONTEXT, self.vocab, s), s) for s in range(batch)]
+        began = time.perf_counter(), time.process_time()
+        for step in range(new):
+            self.run([(token, CONTEXT + step, s, True) for s, token in enumerate(ids)])
+            ids = [self.best(s) for s in range(batch)]
+        return time.perf_counter() - began[0], time.process_time() - began[1]
+
+    def prefill_s(self, count: int) -> tuple[float, float]:
+        self.clear()
+        ids = prompt(count, self.vocab, count)
+        began = time.perf_counter(), time.process_time()
+        self.prefill(ids)
+        return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def take_turns(engine: Engine) -> None:
+    for line in sys.stdin:
+        what, count = line.split()
+        if what == "prefill":
+            taken = engine.prefill_s(int(count))
+        else:
+            taken = engine.decode_s(8 if what == "decode8" else 1, int(count))
+        print(*taken, flush=True)
+
 
 def prompt(count: int, vocab: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(300, vocab, count).tolist()
@@ -80,6 +109,7 @@ def main() -> None:
     parser.add_argument("--decode", default="1,8")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", action="store_true")
     args = parser.parse_args()
     lc.llama_log_set(SILENT, None)
     lc.llama_backend_init()
@@ -90,19 +120,13 @@ def main() -> None:
     engine = Engine(args.gguf, args.threads, 8, 8 * (CONTEXT + 512) + 2048)
     found: dict[str, float] = {"load_s": time.perf_counter() - begin}
     engine.prefill(prompt(16, engine.vocab, 0))
+    if args.turns:
+        take_turns(engine)
+        return
     for count in map(int, args.prefill.split(",")):
-        engine.clear()
-        ids, begin = prompt(count, engine.vocab, count), time.perf_counter()
-        engine.prefill(ids)
-        found[f"prefill {count}"] = count / (time.perf_counter() - begin)
+        found[f"prefill {count}"] = count / engine.prefill_s(count)[0]
     for batch in map(int, args.decode.split(",")):
-        engine.clear()
-        ids = [engine.prefill(prompt(CONTEXT, engine.vocab, s), s) for s in range(batch)]
-        begin = time.perf_counter()
-        for step in range(args.new):
-            engine.run([(token, CONTEXT + step, s, True) for s, token in enumerate(ids)])
-            ids = [engine.best(s) for s in range(batch)]
-        found[f"decode b{batch}"] = batch * args.new / (time.perf_counter() - begin)
+        found[f"decode b{batch}"] = batch * args.new / engine.decode_s(batch, args.new)[0]
     found["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(found))
 

@@ -150,16 +150,16 @@ def test_so_are_steps_with_experts(
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = [list(range(3, 20)), [9, 8, 7]]
 
-    def said(**options: Any) -> list[list[int]]:
+    def said(*, eager: bool = False, speculate: str = "off") -> list[list[int]]:
         with LLM(
             str(tmp_path), device="cpu", dtype="bfloat16", load_format="random", max_model_len=64,
-            speculate="off", weight_format=weight_format, **options,
+            weight_format=weight_format, enforce_eager=eager, speculate=speculate,
         ) as llm:  # fmt: skip
-            assert (llm.resolved.max_captured_rows > 0) is not bool(options)
-            return [one.token_ids for one in llm.generate(prompts, greedy, progress=False)]
+            assert (llm.resolved.max_captured_rows > 0) is not eager
+            return [llm.generate([one], greedy, progress=False)[0].token_ids for one in prompts]
 
     with caplog.at_level(logging.INFO, logger="ridgeline"):
-        recorded = said()
+        recorded, drafted = said(), said(speculate="ngram:2")
     assert "not recorded" not in caplog.text
     assert "not captured" not in caplog.text
-    assert recorded == said(enforce_eager=True)
+    assert recorded == drafted == said(eager=True)
