@@ -116,6 +116,11 @@ check: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest tests/test_architecture.py --durations=0
+	@if command -v node >/dev/null; then \
+	  node --import ./tests/lab/js/vendored.mjs --test tests/lab/js/shell.test.mjs; \
+	else echo "node is not here: tests of the pages' modules are left out"; fi
+	@if command -v tsc >/dev/null; then tsc -p tests/lab/js/tsconfig.json; \
+	else echo "tsc (npm install --global typescript) is not here: types of the pages are left out"; fi
 
 docs: setup-dev
 	$(BIN)/python -m tools.make_docs

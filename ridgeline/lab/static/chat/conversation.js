@@ -47,7 +47,7 @@ export function bodyOf(model, messages, settings) {
 /** Fill `answer` until its end. @param {Message} answer @param {object} body @param {AbortSignal} leave */
 export async function stream(answer, body, leave) {
   const began = performance.now();
-  let first = 0, usage = null, end = /** @type {End | null} */ (null);
+  let first = 0, usage = /** @type {any} */ (null), end = /** @type {End | null} */ (null);
   let text = "", tokens = /** @type {Token[]} */ ([]), frame = 0;
   const show = () => {
     frame = 0;

@@ -1,6 +1,6 @@
 // How is a figure written? Three digits, a prefix that suits, and both GB and GiB where it is asked.
 
-const PREFIXES = [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]];
+const PREFIXES = /** @type {[string, number][]} */ ([["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]);
 const SCALED = new Set(["B", "B/s", "FLOP", "FLOP/s", "bit"]);
 
 /** "0.0123", "45.6", "321,200". @param {number} value */
