@@ -26,24 +26,24 @@ from ridgeline.errors import ConfigError, RequestFault
 
 T = TypeVar("T")
 
-# The modules of all pages, in the order of the index; each has PAGE.
+# The modules of all pages, in the order in which one may read them; each has PAGE.
 PAGES = {
     "journey": "ridgeline.lab.pages.journey",
     "decode_from_scratch": "ridgeline.lab.pages.decode_from_scratch",
-    "batching": "ridgeline.lab.pages.batching",
-    "speculation": "ridgeline.lab.pages.speculation",
-    "serving": "ridgeline.lab.pages.serving",
-    "design_challenges": "ridgeline.lab.pages.design_challenges",
     "memory_wall": "ridgeline.lab.pages.memory_wall",
     "kv_growth": "ridgeline.lab.pages.kv_growth",
     "attention_variants": "ridgeline.lab.pages.attention_variants",
     "memory_hierarchy": "ridgeline.lab.pages.memory_hierarchy",
     "flash_attention": "ridgeline.lab.pages.flash_attention",
-    "estimator": "ridgeline.lab.pages.estimator",
+    "batching": "ridgeline.lab.pages.batching",
+    "speculation": "ridgeline.lab.pages.speculation",
+    "serving": "ridgeline.lab.pages.serving",
     "quantization": "ridgeline.lab.pages.quantization",
     "parallelism": "ridgeline.lab.pages.parallelism",
+    "estimator": "ridgeline.lab.pages.estimator",
     "cost": "ridgeline.lab.pages.cost",
     "decision_tree": "ridgeline.lab.pages.decision_tree",
+    "design_challenges": "ridgeline.lab.pages.design_challenges",
     "derivations": "ridgeline.lab.pages.derivations",
 }
 
