@@ -882,7 +882,7 @@ MUTANTS = (
     Mutant(
         "drafts: prompt lookup is expected to find something in every step",
         CONTROLLER,
-        "found = self._acceptance.found[num_found > 0]",
+        "found = self.acceptance.found[num_found > 0]",
         "found = 1.0",
     ),
     Mutant(
