@@ -279,8 +279,8 @@ def measure(case: Case, device: str = "cpu", drive: Drive | None = None) -> Resu
     with _folder(case.model) as model:
         config = EngineConfig(model=model, load_format="random", device=device, **case.options)
         kind = open_device(device).torch_device.type
-        run_record = _on_cuda if kind == "cuda" else _on_cpu
-        built, steps, reserved = run_record(config, drive or run_steps)
+        measure = _on_cuda if kind == "cuda" else _on_cpu
+        built, steps, reserved = measure(config, drive or run_steps)
     rows = {row.what: row for row in built.memory}
     kept = [rows.pop("weights"), rows.pop("KV cache")]
     rows.pop("reserve")

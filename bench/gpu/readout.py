@@ -62,11 +62,11 @@ def measure(engine: RidgelineEngine, batch: int) -> dict[str, float | str]:
         return [Asked(rng.choices(ids, k=PROMPT), ANSWER) for _ in range(batch)]
 
     engine.run(requests())
-    run_record = Watch(engine, batch)
-    llm.engine.listeners.append(run_record)
+    watch = Watch(engine, batch)
+    llm.engine.listeners.append(watch)
     result = engine.run(requests())
-    llm.engine.listeners.remove(run_record)
-    before, after = run_record.totals
+    llm.engine.listeners.remove(watch)
+    before, after = watch.totals
     read = run_summary("steps", llm.run_record.pricer, after, before)
     seen_ms = clock_ms(result, batch)
     return {

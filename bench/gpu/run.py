@@ -111,9 +111,9 @@ def package(name: str) -> str | None:
 class Results:
     """The rows in a file, which is complete after each of them."""
 
-    def __init__(self, path: str, *, run_record: bool = False, **common: Any) -> None:
+    def __init__(self, path: str, *, watch: bool = False, **common: Any) -> None:
         self.path = Path(path)
-        self.run_record = run_record
+        self.watch = watch
         self.common = common
 
     def start(self, about: Row, *, append: bool) -> None:
@@ -132,7 +132,7 @@ class Results:
     def try_row(self, name: Row, measure: Callable[[], Row]) -> None:
         """Add what `measure` gives, or that it failed; `name` says which row it is."""
         started = time.monotonic()
-        with watched() if self.run_record else nullcontext({}) as seen:
+        with watched() if self.watch else nullcontext({}) as seen:
             try:
                 row = measure() | name
             except Exception as error:
@@ -389,7 +389,7 @@ def main() -> None:
     started = time.monotonic()
     formats = {name: getattr(args, name) or "auto" for name in ("weight_format", "kv_cache_dtype")}
     modes = {"deterministic": True} if args.deterministic else {}
-    results = Results(args.out, run_record=args.run_record, dtype=args.dtype, **formats, **modes)
+    results = Results(args.out, watch=args.watch, dtype=args.dtype, **formats, **modes)
     about = apart(environment) | {"model": Path(args.model).resolve().name}
     results.start(about, append=args.append)
     if args.decode or args.long or args.prefill or args.mixed or args.prefix:

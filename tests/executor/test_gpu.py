@@ -39,6 +39,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.rows_VV = torch.randn(VOCAB, VOCAB, device="cuda")
+        self.layers: list[Any] = []
 
     def forward(self, batch: Any, kv: KVCache) -> torch.Tensor:
         wanted, ids_T = batch.logits_indices, batch.token_ids_T
