@@ -45,10 +45,10 @@ function list(h, d, act, width) {
   const line = 25;
   let y = 0;
   const rows = d.branches.map((/** @type {any} */ branch) => { const top = y; y += 26 + branch.choices.length * line + 8; return { branch, top }; });
-  const at = rows.map(({ branch, top }) => top + 26 + branch.choices.indexOf(taken(branch)) * line + line / 2 - 2);
+  const at = rows.map((/** @type {any} */ { branch, top }) => top + 26 + branch.choices.indexOf(taken(branch)) * line + line / 2 - 2);
   return h`<svg viewBox="0 0 ${width} ${y + 4}" role="group" aria-label="Questions from top to bottom; the taken answers lead to the plan below">
     <path d=${`M9,${at[0]} ${at.slice(1).map((/** @type {number} */ v) => `L9,${v}`).join(" ")} L9,${y + 4}`} stroke="var(--accent)" stroke-width="4" fill="none" />
-    ${rows.map(({ branch, top }) => h`<g key=${branch.field}>
+    ${rows.map((/** @type {any} */ { branch, top }) => h`<g key=${branch.field}>
       <text x="22" y=${top + 17} class="halo strong">${branch.ask}</text>
       ${branch.choices.map((/** @type {any} */ one, /** @type {number} */ k) => { const v = top + 26 + k * line, flips = !one.is_taken && one.device !== taken(branch).device; return h`<g key=${one.name} ...${press(act, branch.field, one.name)} aria-pressed=${one.is_taken} style="cursor:pointer">
         <rect x="22" y=${v - 1} width=${width - 23} height=${line - 3} rx="5" fill=${one.is_taken ? "var(--accent)" : "transparent"} stroke=${flips ? "var(--kv)" : "var(--line)"} />

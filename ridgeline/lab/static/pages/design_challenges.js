@@ -94,7 +94,7 @@ function dots(h, d, width) {
     <text class="strong" x="4" y="14" font-size="13">${width > 500 ? "time to the whole answer, request by request" : "time to the whole answer"}${d.num_run < d.replicas ? ` (${d.num_run} replicas)` : ""}</text>
     ${axisY({ scale: y, x: left, right, ticks: y.ticks(4), format: (v) => (v ? seconds(v) : "0") })}
     ${axisX({ scale: x, y: bottom, top: bottom, ticks: x.ticks(width < 500 ? 4 : 8), format: (v) => (v ? seconds(v) : "0"), label: "arrival", end: right })}
-    ${d.dots.map(([came, took]) => h`<circle key=${`${came}-${took}`} cx=${x(came)} cy=${y(took)} r="2.2" fill=${d.limit_s && took > d.limit_s ? "var(--bad)" : "var(--compute)"} fill-opacity=".7" />`)}
+    ${d.dots.map((/** @type {number[]} */ [came, took]) => h`<circle key=${`${came}-${took}`} cx=${x(came)} cy=${y(took)} r="2.2" fill=${d.limit_s && took > d.limit_s ? "var(--bad)" : "var(--compute)"} fill-opacity=".7" />`)}
     ${d.limit_s > 0 && h`<line x1=${left} x2=${right} y1=${y(d.limit_s)} y2=${y(d.limit_s)} stroke="var(--text)" stroke-width="1.5" /><text class="halo" x=${left + 4} y=${y(d.limit_s) + (d.alone_s > d.limit_s ? 14 : -5)}>${seconds(d.limit_s)} allowed</text>`}
     ${d.alone_s > 0 && h`<line x1=${left} x2=${right} y1=${y(d.alone_s)} y2=${y(d.alone_s)} stroke="var(--accent)" stroke-width="1.5" stroke-dasharray="5 4" /><text class="halo" x=${right} y=${y(d.alone_s) + (Math.abs(y(d.alone_s) - y(d.limit_s)) < 16 && d.alone_s > d.limit_s ? -5 : 14)} text-anchor="end" fill="var(--accent)">a lone request: ${seconds(d.alone_s)}</text>`}
   </svg>`;

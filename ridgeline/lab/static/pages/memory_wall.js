@@ -51,7 +51,7 @@ function roof(h, d, inputs, act, width) {
     <polyline points=${d.trail.map(at).join(" ")} fill="none" stroke="var(--accent)" stroke-width="1.5" stroke-dasharray="1 5" stroke-linecap="round" />
     ${d.operators.map((/** @type {any} */ one) => h`<circle key=${one.name} cx=${x(one.intensity)} cy=${y(one.rate)} r=${radius(one)} fill="var(--${one.holds})" fill-opacity=".82" stroke="var(--panel)">
       <title>${one.name}: ${seconds(one.seconds)}, ${number(100 * one.share)} % of the step, bound by ${one.bound}</title></circle>`)}
-    ${labels.map((one) => h`<text key=${one.one.name} class="halo" x=${one.x} y=${one.y} fill="var(--${one.one.holds})">${one.text}</text>`)}
+    ${labels.map((/** @type {any} */ one) => h`<text key=${one.one.name} class="halo" x=${one.x} y=${one.y} fill="var(--${one.one.holds})">${one.text}</text>`)}
     <g onPointerMove=${drag} onPointerDown=${drag} class="handle">
       <circle cx=${x(d.step.intensity)} cy=${y(d.step.rate)} r="22" fill="transparent" />
       <circle cx=${x(d.step.intensity)} cy=${y(d.step.rate)} r="9" fill="var(--accent)" fill-opacity=".25" stroke="var(--accent)" stroke-width="2.5" />

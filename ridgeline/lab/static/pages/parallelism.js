@@ -127,7 +127,7 @@ function ways(h, d, inputs, act, width) {
     <text class="muted" x="0" y="14">${isNarrow ? "all ways (grey: does not fit): tokens/s a device" : "all ways to spread it: tokens/s that each device brings, over the time of a token"}</text>
     ${axisX({ scale: x, y: bottom, top, ticks: isNarrow ? steps.filter((_, i) => i % 2 === 0) : steps, label: "ms between two tokens of a request", end: right })}
     ${axisY({ scale: y, x: left, right, ticks: y.ticks(4) })}
-    ${labels.map(({ one, x: tx, y: ty, text }) => { const own = isOwn(one), colour = !one.fits ? "waiting" : own ? "accent" : "compute"; return h`<g key=${text} role="button" tabindex="0" aria-pressed=${own} style="cursor:pointer"
+    ${labels.map((/** @type {any} */ { one, x: tx, y: ty, text }) => { const own = isOwn(one), colour = !one.fits ? "waiting" : own ? "accent" : "compute"; return h`<g key=${text} role="button" tabindex="0" aria-pressed=${own} style="cursor:pointer"
         aria-label=${`${name(one)}: ${number(one.tpot_s * 1e3)} ms a token, ${number(one.tokens_a_device)} tokens/s a device${one.fits ? "" : ", does not fit"}`}
         onClick=${() => choose(one)} onKeyDown=${(/** @type {KeyboardEvent} */ e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(one); } }}>
       <circle cx=${x(one.tpot_s * 1e3)} cy=${y(one.tokens_a_device)} r="14" fill="transparent" />

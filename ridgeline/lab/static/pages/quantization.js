@@ -73,7 +73,7 @@ function speeds(h, d, inputs, width) {
     ${cross > 0 && h`<g><line x1=${x(d.crossover)} x2=${x(d.crossover)} y1=${top} y2=${bottom} stroke="var(--accent)" stroke-dasharray="4 4" stroke-width="1.5" />
       <rect x=${x(d.crossover)} y=${top} width=${right - x(d.crossover)} height=${bottom - top} fill="var(--compute)" fill-opacity=".07" /></g>`}
     ${d.curves.map((/** @type {any} */ one) => h`<polyline key=${one.format} points=${at(one)} fill="none" stroke=${colour(one.format)} stroke-width=${one.format === d.format ? 3.5 : 1.8} stroke-dasharray=${one.format === "plain" ? "5 4" : "none"} />`)}
-    ${labels.map((one) => h`<text key=${one.one.format} class=${`halo ${one.one.format === d.format ? "strong" : ""}`} x=${one.x} y=${one.y} fill=${colour(one.one.format)}>${one.text}</text>`)}
+    ${labels.map((/** @type {any} */ one) => h`<text key=${one.one.format} class=${`halo ${one.one.format === d.format ? "strong" : ""}`} x=${one.x} y=${one.y} fill=${colour(one.one.format)}>${one.text}</text>`)}
     ${cross > 0 && h`<g><circle cx=${x(d.crossover)} cy=${y(cross)} r="6" fill="none" stroke="var(--accent)" stroke-width="2.5" />
       <text class="halo strong" x=${x(d.crossover) + (x(d.crossover) > width / 2 ? -8 : 8)} y=${top + 16} text-anchor=${x(d.crossover) > width / 2 ? "end" : "start"} fill="var(--accent)">${isNarrow ? `fp8 wins from ${d.crossover}` : `from ${d.crossover} on fp8 beats ${d.four}`}</text></g>`}
   </svg>`;

@@ -110,7 +110,7 @@ function surface(h, d, inputs, act, width, high) {
             : h`<circle cx=${left + (j + 0.5) * wide} cy=${top + (i + 0.5) * tall} r="3" fill=${opacity > 0.55 ? "var(--on-accent)" : "var(--text)"} />`)}
         </g>`;
       })}</g>`)}
-    <polyline points=${d.best.map((/** @type {number} */ k, /** @type {number} */ i) => [k, i]).filter(([k]) => k > 0).map(([k, i]) => `${left + (k - 0.5) * wide},${top + (i + 0.5) * tall - tall / 2 + 1} ${left + (k - 0.5) * wide},${top + (i + 0.5) * tall + tall / 2 - 1}`).join(" ")} fill="none" stroke="var(--text)" stroke-opacity=".28" stroke-width="1.5" />
+    <polyline points=${d.best.map((/** @type {number} */ k, /** @type {number} */ i) => [k, i]).filter((/** @type {number[]} */ [k]) => k > 0).map((/** @type {number[]} */ [k, i]) => `${left + (k - 0.5) * wide},${top + (i + 0.5) * tall - tall / 2 + 1} ${left + (k - 0.5) * wide},${top + (i + 0.5) * tall + tall / 2 - 1}`).join(" ")} fill="none" stroke="var(--text)" stroke-opacity=".28" stroke-width="1.5" />
     ${[1, 4, 8, 12, 16].map((k) => h`<text key=${k} class="muted" x=${left + (k - 0.5) * wide} y=${bottom + 16} text-anchor="middle">${k}</text>`)}
     <text class="muted" x=${width - 4} y=${bottom + 33} text-anchor="end">drafts in a step, k</text>
     <text class="muted" x="0" y=${top - 6}>requests</text>
