@@ -41,16 +41,15 @@ def sharing(row_I: torch.Tensor, name: str) -> slice:
 def levels(row_I: torch.Tensor, name: str) -> torch.Tensor:
     """All numbers between the smallest and the largest of the weights that share a scale with the
     largest of the row that one of them can become, in their order."""
-    part = sharing(row_I, name)
-    shared_g = row_I[part]
+    shared_g = row_I[sharing(row_I, name)]
     low, high = int(shared_g.argmin()), int(shared_g.argmax())
     free = [index for index in range(shared_g.numel()) if index not in (low, high)]
     sweep = _sweep(float(shared_g.min()), float(shared_g.max()))
     copies = math.ceil(sweep.numel() / len(free))
-    rows_OI = row_I.expand(copies, -1).clone()
+    rows_Og = shared_g.expand(copies, -1).clone()
     padded = torch.cat([sweep, sweep[-1:].expand(copies * len(free) - sweep.numel())])
-    rows_OI[:, part][:, free] = padded.view(copies, -1).to(row_I.dtype)
-    found: torch.Tensor = torch.unique(rounded(rows_OI, name)[:, part])
+    rows_Og[:, free] = padded.view(copies, -1).to(row_I.dtype)
+    found: torch.Tensor = torch.unique(rounded(rows_Og, name))
     return found
 
 

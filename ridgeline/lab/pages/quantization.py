@@ -18,7 +18,7 @@ from ridgeline.cost.pricer import Pricer
 from ridgeline.cost.setup import Precision
 from ridgeline.figures import number, percent
 from ridgeline.formats import weight_line
-from ridgeline.lab.machine import Device, Model, kind_of, pricer_of
+from ridgeline.lab.machine import Device, Model, kind_of, pricer_of, spec_of
 from ridgeline.lab.page import Answer, Figure, Guess, Page, Preset, Question, Table, control
 
 if TYPE_CHECKING:
@@ -192,9 +192,9 @@ def first_slower(mine: Pricer, other: Pricer, context: int) -> int:
     return low
 
 
-def _gigabytes(inputs: Inputs, name: str) -> float:
-    spec = _pricer(inputs, "plain").setup.spec
-    return weight_bytes(spec, Precision().dtype_bytes, name) / 1e9
+@lru_cache(maxsize=64)
+def _gigabytes(model: str, name: str) -> float:
+    return weight_bytes(spec_of(model), Precision().dtype_bytes, name) / 1e9
 
 
 # ------------------------------------------------------------------------ the answer
@@ -225,7 +225,7 @@ def answer(inputs: Inputs) -> Answer[Drawing]:
         curves,
         four,
         crossover,
-        [_gigabytes(inputs, name) for name in names],
+        [_gigabytes(inputs.model, name) for name in names],
         [_error(inputs.layer, inputs.matrix, name) for name in names],
     )
     return Answer(
@@ -252,7 +252,7 @@ def _gain(drawing: Drawing) -> float:
 
 
 def _sentence(inputs: Inputs, found: Rounded, drawing: Drawing) -> str:
-    plain, mine = drawing.sizes[0], _gigabytes(inputs, inputs.format)
+    plain, mine = drawing.sizes[0], _gigabytes(inputs.model, inputs.format)
     end = (
         f"but from batch {drawing.crossover} on fp8 beats {drawing.four}: it multiplies in 8 bits,"
         f" {drawing.four} in 16"
@@ -291,7 +291,7 @@ def _figures(inputs: Inputs, found: Rounded, drawing: Drawing) -> list[Figure]:
             ROUNDING + "rounded"),
         Figure("bits of a weight", bits, "bit", "ideal", f"{line.bits}{scales}",
             "ridgeline.formats.WeightFormatLine.bits_per_weight"),
-        Figure(f"weights of {inputs.model}", _gigabytes(inputs, inputs.format), "GB", "ideal",
+        Figure(f"weights of {inputs.model}", _gigabytes(inputs.model, inputs.format), "GB", "ideal",
             f"matrices x {number(bits)} bit / 8, the vocabulary in {line.vocabulary}, norms in 16"
             " bit",
             "ridgeline.architectures.counts.weight_bytes"),
