@@ -37,6 +37,16 @@ def test_levels_of_four_bits_are_even_steps_of_an_eighth_of_the_largest() -> Non
     assert torch.equal(found, torch.arange(-7, 9) / 8)
 
 
+@pytest.mark.parametrize("row", [0, 5, 60])
+def test_the_sentence_counts_the_levels_from_the_smallest_weight_to_the_largest(row: int) -> None:
+    """The largest magnitude is code -8; the other end is as many eighths of it away, at most 7."""
+    found = ask(row=row)
+    low, high = min(found.drawing.weights), max(found.drawing.weights)
+    near, far = sorted([-low, high])
+    count = 8 + 1 + min(7, round(8 * near / far))
+    assert f" {count} levels (4 bits have 16 codes)" in found.sentence
+
+
 def test_levels_of_eight_bit_floats_are_those_of_e4m3() -> None:
     """Independent of any library: sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinity;
     the largest, 448, is the largest weight."""

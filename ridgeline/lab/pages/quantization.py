@@ -259,9 +259,11 @@ def _sentence(inputs: Inputs, found: Rounded, drawing: Drawing) -> str:
         if drawing.crossover
         else f"and fp8 beats {drawing.four} at no batch here"
     )
+    bits = weight_line(inputs.format).bits or 0
     return (
-        f"{len(found.weights)} weights share one scale and {len(found.levels)} levels, which is off"
-        f" by {percent(found.shared_error)}; {inputs.model} shrinks from {number(plain)} to"
+        f"{len(found.weights)} weights share one scale, and between their smallest and their"
+        f" largest lie {len(found.levels)} levels ({bits} bits have {1 << bits} codes), which is"
+        f" off by {percent(found.shared_error)}; {inputs.model} shrinks from {number(plain)} to"
         f" {number(mine)} GB and one request runs {number(_gain(drawing))} times as fast on"
         f" {inputs.device}; {end}."
     )

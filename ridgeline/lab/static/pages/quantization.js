@@ -44,7 +44,7 @@ function line(h, d, inputs, act, width) {
     ${d.levels.map((/** @type {number} */ level) => h`<line key=${level} x1=${x(level)} x2=${x(level)} y1=${base - 10} y2=${base + 8} stroke="var(--text)" stroke-width=${d.levels.length > 60 ? 0.8 : 2} />`)}
     <line x1=${left} x2=${right} y1=${base} y2=${base} stroke="var(--muted)" />
     ${[-limit / 1.04, 0, limit / 1.04].map((v, i) => h`<text key=${i} class="muted" x=${x(v)} y=${base + 24} text-anchor=${["start", "middle", "end"][i]}>${number(v)}</text>`)}
-    <text class="muted" x=${left} y=${height - 8}>${d.weights.length} weights ${width < 420 ? "with one scale" : "that share a scale"}, ${width < 420 ? "" : "and "}their ${d.levels.length} levels${width < 420 ? "" : ` in ${d.format}`}</text>
+    <text class="muted" x=${left} y=${height - 8}>${d.weights.length} weights${width < 560 ? `, 1 scale, ${d.levels.length} levels in range` : ` that share a scale, and the ${d.levels.length} levels of ${d.format} in their range`}</text>
     <g onPointerDown=${grab} onPointerMove=${drag} class="handle">
       <circle cx=${px} cy=${floor + 5} r="22" fill="transparent" />
       <circle cx=${px} cy=${floor + 5} r="8" fill="var(--accent)" fill-opacity=".25" stroke="var(--accent)" stroke-width="2.5" />
