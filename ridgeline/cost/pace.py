@@ -255,8 +255,3 @@ def static_waste(lengths: Iterable[int]) -> int:
 def pipeline_bubble(stages: int, microbatches: int) -> float:
     """Share of time that a stage is idle: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (microbatches + stages - 1)
-
-
-def batch_ceiling(capacity_bytes: float, fixed_bytes: float, bytes_per_request: float) -> int:
-    """How many requests' caches fit beside weights, activations and whatever else is fixed."""
-    return max(0, floor((capacity_bytes - fixed_bytes) / bytes_per_request))

@@ -27,11 +27,11 @@ from ridgeline.clock import VirtualClock
 from ridgeline.cost.communication import all_reduce_s, ring_s
 from ridgeline.cost.constants import default_calibration
 from ridgeline.cost.hardware import Device, find_device
+from ridgeline.cost.memory import ideal_sequences
 from ridgeline.cost.money import kwh_per_million_tokens, per_million_tokens, tokens_per_dollar
 from ridgeline.cost.ops import Op, experts_hit, step_ops
 from ridgeline.cost.pace import (
     Load,
-    batch_ceiling,
     closed_loop_rate,
     in_flight,
     largest_batch,
@@ -421,14 +421,10 @@ def test_a_paged_cache_is_a_tensor_of_blocks_per_layer() -> None:
 # ---------------------------------------------------------------------- how many fit
 
 
-def test_the_ceiling_of_the_batch() -> None:
-    assert batch_ceiling(80e9, 14e9, 5e9) == 13
-
-
 def test_the_batch_that_fits_leaves_room_for_activations_too() -> None:
     device = find_device("a100-80-sxm")
     found = steady(Setup(LLAMA_2_7B, device), batch=1, num_input=2000, num_output=2000)
-    naive = batch_ceiling(device.memory_bytes, weight_bytes(LLAMA_2_7B, 2), kv(LLAMA_2_7B, 4000))
+    naive = ideal_sequences(device.memory_bytes, weight_bytes(LLAMA_2_7B, 2), kv(LLAMA_2_7B, 4000))
     assert 0.6 * naive < found.max_batch < naive
     assert found.memory.item("activations").bytes > 0
 

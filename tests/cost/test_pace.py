@@ -11,7 +11,6 @@ import pytest
 from ridgeline.cost.hardware import find_device
 from ridgeline.cost.pace import (
     Load,
-    batch_ceiling,
     closed_loop_rate,
     cycle,
     in_flight,
@@ -237,6 +236,5 @@ def test_laws() -> None:
     assert static_waste([1, 2, 9]) == 15
     assert pipeline_bubble(1, 1) == 0
     assert pipeline_bubble(4, 1) == pytest.approx(3 / 4)
-    assert batch_ceiling(10, 12, 1) == 0
     with pytest.raises(ConfigError, match="headroom"):
         replicas(1, 1, headroom=1.0)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ridgeline.architectures.catalogue import catalogue
+from ridgeline.cost.memory import ideal_sequences
 from ridgeline.errors import RequestFault
 from ridgeline.lab.block_pool import FREE, SHARED
 from ridgeline.lab.page import read_inputs
@@ -39,6 +40,16 @@ def test_a_token_takes_what_is_published(model: str, bytes_each: int) -> None:
 def test_a_request_takes_what_is_published(model: str, tokens: int, num_bytes: int) -> None:
     inputs = Inputs(model=model, devices=1, device="b300", prompt=tokens, generated=0)
     assert figure(inputs, "KV of one request") == num_bytes
+
+
+def test_the_batch_ceiling_is_the_published_one() -> None:
+    """13 requests of 5 GB beside a model of 14 GB in 80 GB: by itself, and of a model of that size,
+    on the page, 9,537 tokens of which are 5 GB. Weights that do not fit leave room for none."""
+    assert ideal_sequences(80e9, 14e9, 5e9) == 13
+    assert ideal_sequences(10, 12, 1) == 0
+    inputs = Inputs(model="llama-2-7b", device="a100-80-sxm", prompt=9537, generated=0)
+    assert figure(inputs, "KV of one request") == pytest.approx(5e9, rel=1e-4)
+    assert figure(inputs, "The same beside weights alone") == 13
 
 
 def test_a_pasted_config_is_the_model_of_that_name() -> None:

@@ -16,7 +16,7 @@ from ridgeline.architectures.counts import kv_bytes_per_token, layer_kv_bytes, w
 from ridgeline.architectures.spec import ModelSpec
 from ridgeline.cost.communication import one_shot_s, wire
 from ridgeline.cost.hardware import Device, find_device
-from ridgeline.cost.pace import batch_ceiling
+from ridgeline.cost.memory import ideal_sequences
 from ridgeline.errors import RequestFault
 from ridgeline.figures import number
 from ridgeline.lab.machine import Device as DeviceName
@@ -130,12 +130,12 @@ def _kv_per_token(inputs: Inputs, spec: ModelSpec, device: Device) -> Iterator[S
     )  # fmt: skip
     yield Step(
         f"How many such requests fit beside them in {number(device.memory_bytes / 1e9)} GB?",
-        "requests", batch_ceiling(device.memory_bytes, weights, request),
+        "requests", ideal_sequences(device.memory_bytes, weights, request),
         ("What the weights leave, over the bytes of a request, rounded down.",
          "If the weights alone are too large, none."),
         f"floor(({number(device.memory_bytes / 1e9)} - {number(weights / 1e9)}) /"
         f" {number(request / 1e9)}), at least 0",
-        COST + "pace.batch_ceiling", tolerance=0.0,
+        COST + "memory.ideal_sequences", tolerance=0.0,
     )  # fmt: skip
 
 
