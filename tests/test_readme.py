@@ -112,7 +112,7 @@ def test_figures_are_those_of_the_result_files() -> None:
 
 def test_every_command_is_tried_here() -> None:
     names = {command.split()[1] for command in commands("ridgeline")}
-    assert names == {"chat", "generate", "serve", "inspect", "plan", "--help"}
+    assert names == {"chat", "generate", "serve", "inspect", "lab", "plan", "--help"}
     assert {command.split()[1] for command in commands("ridgeline") if HUB_ID.search(command)} == {
         "chat",
         "serve",

@@ -251,4 +251,4 @@ def test_what_cannot_be_asked_for(speculate: str, words: str) -> None:
 
 def test_drafts_do_not_go_with_steps_that_are_not_captured() -> None:
     with pytest.raises(ConfigError, match="captured"):
-        LLM("demo:moe", device=TEST_DEVICE, speculate="ngram", num_blocks=100)
+        LLM("demo:moe", device="cpu", dtype="float32", speculate="ngram", num_blocks=100)

@@ -180,7 +180,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         says("how lines of the log are written", choices=tuple(log.FORMATS), is_common=True),
     ] = "text"
     access_log: Annotated[
-        bool, says("log one line for each request: sizes and times, no text", is_common=True)
+        bool, says("log a line for each request: sizes and times, no text", is_common=True)
     ] = False
     otlp_endpoint: Annotated[
         str | None,
@@ -195,7 +195,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     lab: Annotated[
         bool,
         says(
-            "serve pages at /lab/ that show how inference works, and there this engine at work",
+            "pages at /lab/ show how inference works, live too",
             is_common=True,
         ),
     ] = False

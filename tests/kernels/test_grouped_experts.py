@@ -165,7 +165,8 @@ def test_choices(tokens: int, experts: int, active: int, rule: dict[str, Any]) -
         device=torch.device("cpu"),
         placement=Placement(),
     )
-    router = Router(ExpertsSpec(experts, active, 32, **rule), 96, str, linear)
+    spec, shared = ExpertsSpec(experts, active, 32, **rule), active - 1
+    router = Router(spec, 96, str, linear, slices=shared)
     weight = router.linear.parameters["weight"].copy_(noise(experts, 96, seed=1))
     choice = Choice(experts, active, rule.get("scoring") == "sigmoid")
     choice = replace(choice, renormalize=rule.get("renormalize", True))
@@ -173,8 +174,7 @@ def test_choices(tokens: int, experts: int, active: int, rule: dict[str, Any]) -
     if router.score_bias is not None:
         router.score_bias.values.copy_(noise(experts, seed=2))
         choice = replace(choice, bias_X=router.score_bias.values.to(DEVICE))
-    router.slices = active - 1
-    choice = replace(choice, shared=active - 1)
+    choice = replace(choice, shared=shared)
     ones = InputNorm(torch.ones(96, device=DEVICE), 0.0)
     x = rms_norm_reference(noise(tokens, 100, seed=3)[:, :96], ones.weight_K, 0.0)
     x = torch.nn.functional.pad(x, (0, 4))[:, :96]
