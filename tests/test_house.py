@@ -35,7 +35,7 @@ MAX_LINES = {
     "executor": 3_252,
     "kernels": 25_450,  # experts in grouped products; latent attention
     # Without the modules of pages; models by a pasted config, a led block pool, fleets, a judge.
-    "lab": 1_365,  # the last minutes of traffic under another setting
+    "lab": 1_135,
     "kvcache": 485,  # latent vectors, one for all heads
     # Latent attention, stacked experts and their choice, layer norms; Transformers' modules.
     "layers": 3_015,  # shared experts in grouped products
@@ -47,7 +47,7 @@ MAX_LINES = {
     "router": 150,
     "sampling": 900,
     "scheduler": 3_567,  # blocks change hands together, in half the CPU time
-    "server": 9_160,  # the words of its options; pages for browsers, and what they watch
+    "server": 9_125,  # the words of its options; pages for browsers, and what they watch
     "simulator": 2_180,  # a run as lanes of slots; replicas that are lost
     "speculation": 2_425,  # the simple form of the speed-up, a curve of it by drafts
     "text": 2_105,

@@ -11,19 +11,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ridgeline.errors import ConfigError, RequestFault
 from ridgeline.observe.latency import Histogram
 from ridgeline.server.active_request import ActiveRequest
 from ridgeline.server.auth import ADMIN, Tenant
-from ridgeline.server.errors import ApiError, from_fault
+from ridgeline.server.errors import ApiError
 from ridgeline.server.replies import HEADERS
-from ridgeline.server.reports import look
 from ridgeline.server.service import Service
 from ridgeline.server.wire import Gauges, StepCosts
 
@@ -106,13 +104,8 @@ class State(msgspec.Struct, frozen=True):
 class Live:
     """The pages that watch, and what they are shown."""
 
-    def __init__(
-        self, service: Service, replay: Callable[[bytes, Mapping[str, object]], bytes]
-    ) -> None:
-        """`replay` gives the JSON of /lab/live/what-if, from evidence and a setting."""
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._replay = replay
-        self._replaying: asyncio.Task[bytes] | None = None
         self._num_pages = 0
         self._task: asyncio.Task[None] | None = None
         self._made = asyncio.Event()
@@ -152,32 +145,6 @@ class Live:
         stream = self._stream(self._sees_all(request), None if is_admin else tenant.name)
         headers = {name.decode(): value.decode() for name, value in HEADERS}
         return StreamingResponse(stream, headers=headers)
-
-    async def what_if(self, request: Request) -> Response:
-        """The last requests, replayed under another setting. One replay at a time."""
-        service = self._service
-        if not self._sees_all(request):
-            raise ApiError("not_found", "with --admin-port everybody's figures are not shown here")
-        with service.aside.open(request.scope["state"]["tenant"]) as ticket:
-            values, _ = await service.read(request.scope, request.receive, ticket)
-        if self._replaying is not None and not self._replaying.done():
-            raise ApiError("rate_limit_exceeded", "a replay is being made; come again when it ends")
-        task = self._replaying = asyncio.create_task(self._replayed(values))
-        task.add_done_callback(look)
-        await asyncio.wait((task,))  # a reader who leaves does not let another one begin beside it
-        return Response(task.result(), media_type="application/json")
-
-    async def _replayed(self, values: Mapping[str, object]) -> bytes:
-        evidence = await self._service.engine.evidence()
-        if not evidence:
-            raise ApiError("not_found", "this engine does not price its steps")
-        loop, pool = asyncio.get_running_loop(), self._service.reports.pool
-        try:
-            return await loop.run_in_executor(pool, self._replay, evidence, values)
-        except RequestFault as fault:
-            raise from_fault(fault) from None
-        except ConfigError as fault:
-            raise ApiError("invalid_value", str(fault)) from None
 
     def _sees_all(self, request: Request) -> bool:
         tenant: Tenant = request.scope["state"]["tenant"]

@@ -53,7 +53,7 @@ class Reports:
             if tenant is not None and len(self._making) >= MAX_WAITING:
                 raise ApiError("overloaded", "too many explanations are asked for; try again later")
             self._making[tenant] = asyncio.create_task(self._make(tenant))
-            self._making[tenant].add_done_callback(look)
+            self._making[tenant].add_done_callback(_look)
         task = self._making[tenant]
         await asyncio.wait((task,))  # a reader who leaves does not end it for the others
         return task.result()
@@ -122,7 +122,7 @@ class Pages:
         return found
 
 
-def look(task: asyncio.Task[bytes]) -> None:
+def _look(task: asyncio.Task[bytes]) -> None:
     """At what it raised, since its readers may all have left."""
     if not task.cancelled():
         task.exception()
