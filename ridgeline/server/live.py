@@ -155,7 +155,7 @@ class Live:
         try:
             if self._task is None:
                 self._task = asyncio.create_task(self._run())
-                self._task.add_done_callback(lambda task: self._made.set())
+                self._task.add_done_callback(self._failed)
             while not self._service.draining:
                 await self._made.wait()
                 if self._task is None or self._task.done():
@@ -168,6 +168,11 @@ class Live:
             if not self._num_pages and self._task is not None:
                 self._task.cancel()
                 self._task = None
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        """Wake the pages. One that was cancelled has none, and those that come next must wait."""
+        if not task.cancelled():
+            self._made.set()
 
     # ------------------------------------------------------------------ one record for all
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ import pytest
 
 from ridgeline.observe.event_log import Added, Collected, read_event_log
 from ridgeline.observe.latency import Histogram
+from ridgeline.server.live import Live
 from tests.server.running import Running, fake_config, running, until
 
 KEY, OTHER = "key-of-the-first", "key-of-the-second"
@@ -178,3 +181,23 @@ def test_quantiles_of_what_came_since() -> None:
         (found,) = histogram.quantiles_since(before, (share,))
         assert found is not None
         assert abs(found - np.quantile(values[1000:], share)) < 0.05
+
+
+def test_a_page_after_the_last_one_waits_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given the old one without end, and the event loop had no turn."""
+    monkeypatch.setattr(Live, "_now", lambda self, now: {})
+    clock = SimpleNamespace(now=lambda: 0.0)
+    engine = SimpleNamespace(gauges=None)
+    service: Any = SimpleNamespace(draining=False, clock=clock, engine=engine, open=set())
+
+    async def two_pages() -> None:
+        live, had_a_turn = Live(service), asyncio.Event()
+        first: Any = live._stream(True, None)
+        await anext(first)
+        await first.aclose()
+        await asyncio.sleep(0.001)  # its task ends
+        asyncio.get_running_loop().call_soon(had_a_turn.set)
+        await anext(live._stream(True, None))
+        assert had_a_turn.is_set()
+
+    asyncio.run(two_pages())
