@@ -47,7 +47,7 @@ MAX_LINES = {
     "router": 150,
     "sampling": 900,
     "scheduler": 3_567,  # blocks change hands together, in half the CPU time
-    "server": 9_125,  # the words of its options; pages for browsers, and what they watch
+    "server": 9_130,  # the words of its options; pages for browsers, and what they watch
     "simulator": 2_180,  # a run as lanes of slots; replicas that are lost
     "speculation": 2_425,  # the simple form of the speed-up, a curve of it by drafts
     "text": 2_105,
