@@ -33,7 +33,7 @@ examples:
 def add_arguments(parser: Parser) -> None:
     parser.usage = "ridgeline lab [options]"
     parser.flag("--host ADDRESS", "where to listen (default: %(default)s)", default="127.0.0.1")
-    parser.flag("--port N", "0: any free one (default: %(default)s)", whole(0), default=PORT)
+    parser.flag("--port N", "0: any free one (default: %(default)s)", whole(0, 65535), default=PORT)
     parser.flag("--no-browser", "print the address, open nothing")
     parser.flag("--export DIR", "write a static edition there, which any host can serve", Path)
     parser.flag(

@@ -31,16 +31,17 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Reads one whole number of at least `least`."""
+def whole(least: int, most: float = inf) -> Callable[[str], int]:
+    """Reads one whole number of at least `least`, at most `most`."""
+    bounds = f"of at least {least}" if most == inf else f"from {least} to {most}"
 
     def read(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number {bounds}")
         return number
 
     return read

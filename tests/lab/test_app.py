@@ -13,6 +13,7 @@ import pytest
 from starlette.routing import Route, Router
 from starlette.testclient import TestClient
 
+from ridgeline.cli import main
 from ridgeline.clock import WallClock
 from ridgeline.errors import RequestFault
 from ridgeline.lab.app import endpoints
@@ -162,3 +163,11 @@ def test_all_files_are_in_the_package() -> None:
 def test_a_page_that_is_not_there_says_which_are() -> None:
     with pytest.raises(RequestFault, match="memory_wall"):
         load("no_such")
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "99999", "x"])
+def test_a_port_that_none_is_gets_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.parse(["lab", f"--port={port}"])
+    assert "--port" in (said := capsys.readouterr().err)
+    assert "from 0 to 65535" in said
