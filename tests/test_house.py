@@ -141,7 +141,7 @@ TWINS = {
     ),
 }
 # One chat request (tools/trace_request.py). Meant are 70 files, 400 functions and 900 changes.
-MAX_HOPS = {"files": 84, "functions": 478, "changes of file": 2_000}
+MAX_HOPS = {"files": 82, "functions": 475, "changes of file": 1_800}
 
 
 def num_lines(path: Path) -> int:

@@ -4,8 +4,9 @@ Run from the checkout: python -m tools.trace_request [off | walks]. The bundled 
 its draft model, with `off` without it; `walks` follows two other things instead: who is given
 `--kv-cache-dtype int8` or what it became, and who is given one weight by name. A first request
 warms everything up, and steps of one row are captured with each number of drafts; the second
-request (streamed, 8 tokens) is traced in every thread of this process. Lines are those of the
-functions that ran, without blank lines and comments.
+request (streamed, 8 tokens) is traced in every thread of this process. To the choice of how many
+to draft each step seems to take its price: otherwise another program on the machine changes the
+way. Lines are those of the functions that ran, without blank lines and comments.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -22,6 +24,8 @@ import ridgeline
 from ridgeline import LLM, SamplingParams, demo
 from ridgeline.executor.decode_graphs import Sampling
 from ridgeline.executor.local import LocalExecutor
+from ridgeline.speculation.controller import DraftLengthController
+from ridgeline.step import PricedStep
 
 PACKAGE = str(Path(ridgeline.__file__).parent)
 QUESTION = [{"role": "user", "content": "Tell me a story about a fox and a lantern."}]
@@ -51,6 +55,17 @@ class Trace:
 def ask(llm: LLM) -> str:
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     return "".join(piece.text for piece in llm.chat_stream(QUESTION, sampling))
+
+
+def take_prices_for_times(llm: LLM) -> None:
+    controller = llm.engine.scheduler.draft_lengths
+    if isinstance(controller, DraftLengthController):
+        learn = controller.times.on_priced
+
+        def learn_price(step: PricedStep) -> None:
+            learn(replace(step, ended=step.began + step.price.expected_s, host_s=0.0))
+
+        controller.times.__dict__["on_priced"] = learn_price
 
 
 WEIGHT = "model.layers.2.mlp.down_proj.weight"
@@ -92,6 +107,7 @@ def main() -> int:
         print("one weight:", walk(is_weight))
         return 0
     llm = LLM(demo.DEFAULT, speculate=sys.argv[1] if len(sys.argv) > 1 else "auto")
+    take_prices_for_times(llm)
     ask(llm)
     executor = llm.engine.executor
     if isinstance(executor, LocalExecutor) and (drafter := executor.drafter) is not None:
