@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ridgeline.errors import ConfigError, check
 
 
-class Collective(Protocol):
-    """What ranks say to each other. Every rank calls the same methods in the same order."""
+class Collective(ABC):
+    """What ranks say to each other. Every rank calls the same methods in the same order. The ways
+    to talk are the lines of `ridgeline.distributed.collectives`."""
 
+    captures = False  # its calls may be part of a captured step
+
+    @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, on every rank; may write into `x`."""
-        ...
+        """The sum over ranks, with the same bits on every rank; may write into `x`."""
 
+    @abstractmethod
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks (same shape), in rank order."""
-        ...
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Rank `source`'s tensor, on every rank; may write into `x`."""
+        return self.all_gather(x)[source]
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """To one rank, which calls `recv`; `x` may be written to when this returns."""
+        check(False, "these ranks only talk all together", collective=type(self).__name__, to=to)
+
+    def recv(self, into: torch.Tensor, source: int) -> None:
+        """What rank `source` sends, of the same shape and dtype."""
+        check(False, "these ranks only talk all together", collective=type(self).__name__)
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to end)
+        """Nothing is said any more; what another rank still waits for fails."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ridgeline.architectures import read_spec
-from ridgeline.distributed.placement import Placement, Shard
+from ridgeline.distributed.placement import Collective, Placement, Shard
 from ridgeline.errors import ConfigError, InternalError
 from tests.layers.driving import Driver, TensorDict, build_decoder
 from tests.layers.reference_models import ReferenceModel, tiny_config
@@ -30,7 +30,7 @@ class Threads:
         return ThreadCollective(self, rank)
 
 
-class ThreadCollective:
+class ThreadCollective(Collective):
     def __init__(self, threads: Threads, rank: int) -> None:
         self.threads = threads
         self.rank = rank

@@ -20,9 +20,9 @@ from ridgeline.architectures.counts import (
 from ridgeline.architectures.parts import layer_tensors
 from ridgeline.architectures.stored import stored_tensors
 from ridgeline.distributed.placement import Placement
+from tests.distributed.alone import Alone
 from tests.layers.driving import Driver, build_decoder
 from tests.layers.reference_models import ReferenceModel, tiny_config
-from tests.layers.test_vocabulary import Alone
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": tiny_config("llama"),

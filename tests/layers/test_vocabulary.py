@@ -20,21 +20,12 @@ from ridgeline.kernels.cpu import native
 from ridgeline.layers.decoder import Decoder
 from ridgeline.layers.hidden import Hidden
 from ridgeline.quantization import open_vocabulary_format, weight_layouts
+from tests.distributed.alone import Alone
 from tests.layers.driving import build_decoder
 from tests.tiny_model import tiny_config
 
 FORMATS = tuple(served(WEIGHT_FORMATS))
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-
-
-class Alone:
-    """A rank's Collective whose other ranks have nothing."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x, torch.zeros_like(x)]
 
 
 @pytest.fixture(params=["native", "torch"])

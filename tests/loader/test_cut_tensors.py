@@ -17,10 +17,10 @@ from ridgeline.layers.cut_source import of_parameters
 from ridgeline.layers.piece import Vector, fill
 from ridgeline.loader.checkpoint import open_checkpoint
 from ridgeline.loader.parallel import ParallelSource
+from tests.distributed.alone import Alone
 from tests.layers.driving import Driver, TensorDict, build_decoder
 from tests.layers.reference_models import ReferenceModel
 from tests.layers.test_agreement import CONFIGS
-from tests.layers.test_vocabulary import Alone
 from tests.loader.test_mapped import in_chunks
 
 CPU = torch.device("cpu")

@@ -21,21 +21,12 @@ from ridgeline.loader import parallel
 from ridgeline.loader.checkpoint import open_checkpoint
 from ridgeline.loader.header import TensorEntry
 from ridgeline.loader.parallel import Lane, ParallelSource, chunks_of
+from tests.distributed.alone import Alone
 from tests.layers.driving import build_decoder
 from tests.loader.write import write_safetensors, write_sharded
 from tests.tiny_model import tiny_config
 
 CPU = torch.device("cpu")
-
-
-class Alone:
-    """A rank's Collective that never hears of the others; loading does not ask it."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x]
 
 
 @pytest.fixture(autouse=True)

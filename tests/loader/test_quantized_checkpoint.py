@@ -29,8 +29,8 @@ from ridgeline.loader import open_checkpoint, read_config
 from ridgeline.loader.parallel import ParallelSource
 from ridgeline.loader.quantized_checkpoint import UnpackedSource, check_model
 from tests.conftest import TEST_DEVICE
+from tests.distributed.alone import Alone
 from tests.layers.driving import build_decoder
-from tests.loader.test_parallel import Alone
 from tests.portable import only_portable
 
 FILES = Path(__file__).parent / "stored_files"

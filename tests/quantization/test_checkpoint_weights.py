@@ -18,21 +18,12 @@ from ridgeline.quantization import open_weight_format
 from ridgeline.quantization.checkpoint_weights import DTYPES, CheckpointWeights
 from ridgeline.quantization.contract import MatrixShare
 from tests.architectures.configs import config
+from tests.distributed.alone import Alone
 from tests.quantization.stored_cases import Case, awq, gptq, make_case, pack_quantized
 
 CPU = torch.device("cpu")
 INPUTS = 64
 Tensors = dict[str, torch.Tensor]
-
-
-class Alone:
-    """A rank that hears no other: what it holds is looked at, not summed."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [x]
 
 
 def layer(

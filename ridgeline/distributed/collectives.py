@@ -1,0 +1,33 @@
+"""How do ranks talk? The table of the ways; a line is a file."""
+
+from __future__ import annotations
+
+import socket
+
+from ridgeline.distributed.placement import Collective
+from ridgeline.registry import load
+
+COLLECTIVES = {
+    "gloo": "ridgeline.distributed.gloo:Gloo",
+}
+
+
+def open_collective(
+    name: str,
+    rank: int,
+    size: int,
+    address: str,
+    *,
+    listener: socket.socket | None = None,
+    timeout_s: float = 600.0,
+) -> Collective:
+    """Returns when all `size` ranks have met at rank 0's `address` (host:port), in any order.
+
+    `listener`: rank 0's socket, bound to that address, for who had to know the port before. A call
+    that waits longer than `timeout_s` for another rank fails. ConfigError for unknown names and
+    when ranks do not meet.
+    """
+    opened: Collective = load(COLLECTIVES, name, "collective")(
+        rank, size, address, listener=listener, timeout_s=timeout_s
+    )
+    return opened

@@ -1,0 +1,94 @@
+"""How do ranks talk over sockets, on any device? PyTorch's gloo, in a group of our own.
+
+The group is made from a store at an explicit address. The process-wide default group of
+torch.distributed is left alone: a library that makes one does not meet ours. Store and group trust
+whoever can connect to them, so the address has to be on loopback or in a private network.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ridgeline.distributed.placement import Collective
+from ridgeline.errors import ConfigError
+
+C10D: Any = distributed  # whose stubs leave most of it out
+
+
+class Gloo(Collective):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        *,
+        listener: socket.socket | None = None,
+        timeout_s: float,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        gloo, wait = C10D.ProcessGroupGloo, timedelta(seconds=timeout_s)
+        try:
+            if rank == 0 and listener is None:
+                listener = socket.create_server((host, int(port)))
+            # Without a socket of ours the store would listen on every interface.
+            listen = {} if listener is None else {"master_listen_fd": listener.detach()}
+            store = C10D.TCPStore(
+                host,
+                int(port),
+                is_master=rank == 0,
+                timeout=wait,
+                wait_for_workers=False,
+                **listen,
+            )
+            options = gloo._Options()
+            options._timeout = wait
+            options._threads = 1
+            options._devices = [gloo.create_device(hostname=_own_host(host, int(port)))]
+            self._group = gloo(store, rank, size, options)
+        except (RuntimeError, OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"rank {rank} of {size} did not meet the others at {address} within"
+                f" {timeout_s:.0f} s ({reason}); see whether every rank was started and whether"
+                " that host and port can be reached from here"
+            ) from error
+        self._store = store  # rank 0's serves the others
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(self._group.size())]
+        self._group.allgather([found], [x]).wait()
+        return found
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        x, options = x.contiguous(), C10D.BroadcastOptions()
+        options.rootRank = source
+        self._group.broadcast([x], options).wait()
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._group.send([x.contiguous()], to, 0).wait()
+
+    def recv(self, into: torch.Tensor, source: int) -> None:
+        self._group.recv([into], source, 0).wait()
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+def _own_host(host: str, port: int) -> str:
+    """This machine's address on the way to that one."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect(where)
+        return str(way.getsockname()[0])
